@@ -1,0 +1,38 @@
+"""Compile errors: every violation of one kind together, each with where, the fact, the law and the remedy.
+
+    plan.yaml:14: 'conv9' matches nothing in the model
+      help: the nearest names are 'conv1', 'conv2'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One violation: `where` is `file:line`, an op's path or a file; `fact` has the numbers; `law` and `help` may be empty."""
+
+    where: str
+    fact: str
+    law: str = ""
+    help: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"{self.where}: {self.fact}"]
+        if self.law:
+            lines.append(f"  {self.law}")
+        if self.help:
+            lines.append(f"  help: {self.help}")
+        return "\n".join(lines)
+
+
+class CompileError(Exception):
+    """The model or the plan cannot be compiled; `problems` holds all that was found. `exit_code` is 2: the input is to be mended."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Problem | Iterable[Problem]) -> None:
+        self.problems = [problems] if isinstance(problems, Problem) else list(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))

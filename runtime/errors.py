@@ -1,0 +1,29 @@
+"""What the runtime raises: every message is whole, so that a command prints it and nothing else.
+
+`UsageError` is the caller's to mend (exit 2); `ArtifactError` and `RankError` are failures (exit 1). The first line says where
+and what; a last line that begins with `help:` says the remedy.
+"""
+
+
+class PartcError(Exception):
+    """A failure with a message made for the user: no traceback is shown for it."""
+
+    exit_code = 1
+
+
+class UsageError(PartcError):
+    """The call was wrong: a missing input, a wrong number of ranks, an unknown option."""
+
+    exit_code = 2
+
+
+class InputError(UsageError):
+    """A step was refused before any communication, by every rank alike: an input is missing, or its shape breaks a promise."""
+
+
+class ArtifactError(PartcError):
+    """The folder is not what the compiler wrote: a changed, truncated or missing file, another format version, a bad order."""
+
+
+class RankError(PartcError):
+    """A rank failed while a step ran; the message names the rank, the op and its source name."""
