@@ -1,1 +1,1 @@
-"""The `partc` command."""
+"""The command `partc`: compile, run, verify, check, inspect, plan, schema."""

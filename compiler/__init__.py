@@ -1,1 +1,33 @@
-"""From one single-device model and a plan to one ONNX program per rank."""
+"""From one single-device model and a plan to one ONNX program per rank.
+
+What a `model.py` needs: `from partc.compiler import Symbol, nn, place`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from partc.compiler import nn
+    from partc.compiler.declare import Input, place
+    from partc.compiler.pipeline import compile_model
+    from partc.compiler.symbol import Symbol
+
+__all__ = ["Input", "Symbol", "compile_model", "nn", "place"]
+
+_HOME = {
+    "Input": "partc.compiler.declare",
+    "Symbol": "partc.compiler.symbol",
+    "compile_model": "partc.compiler.pipeline",
+    "place": "partc.compiler.declare",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what is asked for only then: importing onnx and its kin takes most of a second."""
+    if name == "nn":
+        return import_module("partc.compiler.nn")
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'partc.compiler' has no attribute '{name}'")

@@ -1,7 +1,7 @@
 """Compile errors: every violation of one kind together, each with where, the fact, the law and the remedy.
 
-    plan.yaml:14: 'conv9' matches nothing in the model
-      help: the nearest names are 'conv1', 'conv2'
+plan.yaml:14: 'conv9' matches nothing in the model
+  help: the nearest names are 'conv1', 'conv2'
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Problem:
 
 
 class CompileError(Exception):
-    """The model or the plan cannot be compiled; `problems` holds all that was found. `exit_code` is 2: the input is to be mended."""
+    """The model or the plan cannot be compiled; `problems` holds all that was found."""
 
     exit_code = 2
 

@@ -1,1 +1,46 @@
-"""Loads an artifact and runs it: segments of a rank's program as onnxruntime sessions, messages over a transport."""
+"""The runtime: loads an artifact and runs it, one rank of a job or all ranks in one process. `README.md` has its laws.
+
+Names are imported when they are first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from .errors import ArtifactError, InputError, PartcError, RankError, UsageError
+
+if TYPE_CHECKING:
+    from .artifact import Artifact, open_artifact
+    from .program import LocalProgram, Program, describe_action, load, load_local
+
+_HOMES = {
+    "Artifact": "artifact",
+    "open_artifact": "artifact",
+    "LocalProgram": "program",
+    "Program": "program",
+    "describe_action": "program",
+    "load": "program",
+    "load_local": "program",
+}
+
+__all__ = [
+    "Artifact",
+    "ArtifactError",
+    "InputError",
+    "LocalProgram",
+    "PartcError",
+    "Program",
+    "RankError",
+    "UsageError",
+    "describe_action",
+    "load",
+    "load_local",
+    "open_artifact",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -1,1 +1,71 @@
-""""""
+"""Layers to write a model with: torch's names, arguments and defaults, on top of onnxscript's modules.
+
+    from partc.compiler import nn
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+
+        def forward(self, op, x):
+            return self.body(op, x)
+
+A layer is called with the op builder and its input. Weights are drawn from the seed (`nn.seed(7)`) and the parameter's
+own path when they are needed, the same on every machine; `nn.init` has the initializers. Layers are in inference mode
+until `train()` is called. The ops are those of opset 23, all of which onnxruntime runs.
+"""
+
+from partc.compiler.nn import init
+from partc.compiler.nn.activation import (
+    GELU,
+    Dropout,
+    Identity,
+    LeakyReLU,
+    LogSoftmax,
+    ReLU,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Tanh,
+)
+from partc.compiler.nn.conv import Conv1d, Conv2d, ConvTranspose2d
+from partc.compiler.nn.flatten import Flatten
+from partc.compiler.nn.linear import Embedding, Linear
+from partc.compiler.nn.module import Module, ModuleList, Sequential
+from partc.compiler.nn.norm import BatchNorm2d, GroupNorm, InstanceNorm2d, LayerNorm, RMSNorm
+from partc.compiler.nn.parameter import Parameter, seed
+from partc.compiler.nn.pool import AdaptiveAvgPool2d, AvgPool2d, GlobalAvgPool2d, MaxPool2d
+
+__all__ = [
+    "GELU",
+    "AdaptiveAvgPool2d",
+    "AvgPool2d",
+    "BatchNorm2d",
+    "Conv1d",
+    "Conv2d",
+    "ConvTranspose2d",
+    "Dropout",
+    "Embedding",
+    "Flatten",
+    "GlobalAvgPool2d",
+    "GroupNorm",
+    "Identity",
+    "InstanceNorm2d",
+    "LayerNorm",
+    "LeakyReLU",
+    "Linear",
+    "LogSoftmax",
+    "MaxPool2d",
+    "Module",
+    "ModuleList",
+    "Parameter",
+    "RMSNorm",
+    "ReLU",
+    "Sequential",
+    "SiLU",
+    "Sigmoid",
+    "Softmax",
+    "Tanh",
+    "init",
+    "seed",
+]

@@ -1,0 +1,37 @@
+"""The command `partc check`: every violation in an artifact, or one line that says what was proved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from partc.cli.present import count
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
+def command(folder: Path) -> int:
+    """Prove an artifact sound from its files alone; nothing is run.
+
+    Hashes and sizes, schemas, external data, the matching and the order of all communication over the ranks, values
+    that nobody makes. Exit code 1 where anything is wrong.
+
+    \b
+    partc check build/
+    """
+    from partc.runtime.check import check
+
+    checked = check(folder)
+    for violation in checked.violations:
+        click.echo(str(violation), err=True)
+    if checked.violations:
+        click.echo(f"{folder}: {count(len(checked.violations), 'violation')}", err=True)
+        return 1
+    parts = [
+        count(checked.ranks, "rank"),
+        count(checked.files, "file"),
+        count(checked.nodes, "node"),
+        count(checked.transfers, "transfer"),
+    ]
+    click.echo(f"{folder}: ok, {', '.join(parts)}")
+    return 0

@@ -1,0 +1,51 @@
+"""The command `partc compile`: one program per rank, and a table of what each rank got."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from partc.cli.present import Table, count, seconds, size
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--plan", type=click.Path(path_type=Path), help="The plan; without it all runs on one rank.")
+@click.option("-o", "--output", "out", type=click.Path(path_type=Path), default=Path("build"), show_default=True)
+def command(model: Path, plan: Path | None, out: Path) -> int:
+    """Compile MODEL (.onnx or .py) by a plan into one ONNX program per rank.
+
+    The folder is replaced only if it is an artifact or empty, and only when the new one is whole.
+
+    \b
+    partc compile model.py --plan plan.yaml -o build/
+    """
+    import time
+
+    from partc.compiler.pipeline import compile_model
+    from partc.runtime.format import BEGIN_IR, END_IR
+
+    begin = time.perf_counter()
+    report = compile_model(model, plan, out)
+    spent = time.perf_counter() - begin
+    ranks_table(out).show()
+    transfers, ranks = len(report.manifest.transfers), report.manifest.ranks
+    for warning in report.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    click.echo(f"\n{out}: {count(ranks, 'rank')}, {count(transfers, 'transfer')}, in {seconds(spent)}")
+    click.echo(f"to read: {out / BEGIN_IR}, {out / END_IR}")
+    return 0
+
+
+def ranks_table(folder: Path) -> Table:
+    """A row per rank: nodes, weights, bytes in and out as expressions in the symbols."""
+    from partc.cli.figures import rank_figures, typical_sizes
+    from partc.runtime.artifact import open_artifact
+
+    artifact = open_artifact(folder, trust=True)
+    sizes = typical_sizes(artifact.manifest)
+    table = Table([">rank", ">nodes", ">weights", ">bytes received", ">bytes sent"])
+    for rank in range(artifact.manifest.ranks):
+        one = rank_figures(artifact, rank, sizes)
+        table.add(rank, one.nodes, size(one.weights), one.received.text, one.sent.text)
+    return table

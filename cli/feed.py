@@ -1,0 +1,210 @@
+"""Reads a run's inputs: members of an .npz, single .npy files, or random values; each rank reads only what it uses.
+
+All that is wrong with what the user gave is said at once, before any value is read: files, names, sizes of symbols.
+Random values depend on the seed and the input's name alone, so that every rank makes the same ones. A sequence `s` is
+given as the members `s.0`, `s.1` and so on; types that numpy has no file form for (bfloat16, float8, int4) are given
+as float32, int8 or uint8. A sequence or an optional that is not given is empty.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from partc.runtime.dtypes import BY_NAME, Array, Dtype
+from partc.runtime.errors import UsageError
+from partc.runtime.format import Manifest, Port, SymbolRecord
+
+Value = Array | list[Array] | None
+
+_WORDS = ("one", "two", "three", "four", "five")
+_INTEGERS_BELOW = 2
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Where each input of a model comes from; `read` gives the values."""
+
+    ports: Mapping[str, Port]
+    members: Mapping[str, tuple[Path, str | None]]
+    seed: int | None
+    sizes: Mapping[str, int]
+
+    def read(self, names: Iterable[str]) -> dict[str, Value]:
+        """The values of these inputs, as the model's types want them."""
+        return {name: self._value(self.ports[name]) for name in names}
+
+    def _value(self, port: Port) -> Value:
+        if port.name in self.members:
+            return _fit(self._load(port.name), port)
+        items = [_fit(self._load(item), port) for item in self._items(port.name)]
+        if items or port.type.startswith("seq("):
+            return items
+        if port.type.startswith("optional("):
+            return None
+        assert self.seed is not None
+        return _random(port, self.seed, self.sizes)
+
+    def _items(self, name: str) -> list[str]:
+        found: list[str] = []
+        while f"{name}.{len(found)}" in self.members:
+            found.append(f"{name}.{len(found)}")
+        return found
+
+    def _load(self, name: str) -> Array:
+        path, member = self.members[name]
+        try:
+            if member is None:
+                return cast(Array, np.load(path, mmap_mode="r", allow_pickle=False))
+            with np.load(path, allow_pickle=False) as archive:
+                return cast(Array, archive[member])
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            place = f"{path}: '{member}'" if member else str(path)
+            raise UsageError(f"{place} cannot be read: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    return "it holds Python objects; save arrays of numbers or of text" if "allow_pickle" in text else text
+
+
+def open_feed(manifest: Manifest, specs: Sequence[str], seed: int | None, sizes: Mapping[str, int]) -> Feed:
+    """The sources of all inputs of the model; UsageError with everything that is wrong with what was given."""
+    ports = {port.name: port for port in manifest.inputs}
+    members: dict[str, tuple[Path, str | None]] = {}
+    problems: list[str] = []
+    for spec in specs:
+        try:
+            found = _members(spec, ports)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        for name, source in found.items():
+            if name.rpartition(".")[0] not in ports and name not in ports:
+                problems.append(f"{source[0]}: '{name}' is no input of the model{_choice(ports)}")
+            elif name in members:
+                problems.append(f"{source[0]}: input '{name}' is already given by {members[name][0]}")
+            members[name] = source
+    chosen: dict[str, int] = {}
+    if seed is not None:
+        chosen, wrong = choose_sizes(manifest.symbols, sizes)
+        problems.extend(wrong)
+    elif sizes:
+        problems.append("--set gives sizes to random inputs, and there is no --random SEED")
+    given = {name for name in ports if name in members or f"{name}.0" in members}
+    for name in (name for name in ports if name not in given):
+        port = ports[name]
+        if port.type.startswith(("optional(", "seq(")):
+            continue
+        if seed is None:
+            problems.append(f"input '{name}' ({describe(port)}) is not given")
+        elif not port.type.startswith("tensor(") or port.shape is None:
+            problems.append(f"input '{name}' ({describe(port)}) cannot be random: its shape is not known")
+    if problems:
+        help = "help: give every input by --input x.npz or --input name=file.npy, or all by --random SEED"
+        raise UsageError("\n".join([*problems, help]))
+    return Feed(ports, members, seed, chosen)
+
+
+def _members(spec: str, ports: Mapping[str, Port]) -> dict[str, tuple[Path, str | None]]:
+    """The inputs that one --input gives, by name; ValueError with the reason where it gives none."""
+    name, equals, file = spec.partition("=")
+    if equals and not Path(spec).exists():
+        path = Path(file)
+        if not path.is_file():
+            raise ValueError(f"{file}: there is no such file, for input '{name}'")
+        if path.suffix == ".npz":
+            raise ValueError(f"{file}: an .npz holds several arrays; give it without '{name}='")
+        return {name: (path, None)}
+    path = Path(spec)
+    if not path.is_file():
+        raise ValueError(f"{spec}: there is no such file")
+    if path.suffix == ".npy":
+        if len(ports) == 1:
+            return {next(iter(ports)): (path, None)}
+        raise ValueError(f"{spec}: say which input it is, as in {next(iter(ports), 'name')}={spec}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {entry.removesuffix(".npy"): (path, entry.removesuffix(".npy")) for entry in archive.namelist()}
+    except zipfile.BadZipFile:
+        raise ValueError(f"{spec}: it is no .npz file, or a broken one") from None
+
+
+def _choice(names: Iterable[str]) -> str:
+    listed = list(names)
+    return f"; they are {', '.join(repr(name) for name in listed)}" if listed else "; it has none"
+
+
+def describe(port: Port) -> str:
+    """A port as messages write it: `tensor(float) [batch, 10]`."""
+    return port.type if port.shape is None else f"{port.type} [{', '.join(map(str, port.shape))}]"
+
+
+def smallest(symbol: SymbolRecord) -> int:
+    """The smallest legal size of a symbol that is not zero."""
+    least = max(symbol.min, symbol.divisor + symbol.remainder if symbol.divisor > 1 else 1)
+    return least + (symbol.remainder - least) % symbol.divisor
+
+
+def choose_sizes(symbols: Mapping[str, SymbolRecord], given: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
+    """A size for every symbol, the given one or the smallest, and what is wrong with those given."""
+    problems = [
+        f"--set {name}={given[name]}: no such symbol{_choice(symbols)}" for name in given if name not in symbols
+    ]
+    for name, size in given.items():
+        if name in symbols and (law := _broken_law(symbols[name], size)):
+            problems.append(f"--set {name}={size}: {law}")
+    return {name: given.get(name, smallest(symbol)) for name, symbol in symbols.items()}, problems
+
+
+def _broken_law(symbol: SymbolRecord, size: int) -> str:
+    if size < symbol.min:
+        return f"it must be at least {symbol.min}"
+    if symbol.max is not None and size > symbol.max:
+        return f"it must be at most {symbol.max}"
+    if symbol.divisor > 1 and (size < symbol.divisor + symbol.remainder or (size - symbol.remainder) % symbol.divisor):
+        rest = f" + {symbol.remainder}" if symbol.remainder else ""
+        return f"it must be {symbol.divisor}*N{rest} with N at least 1"
+    return ""
+
+
+def _element(port: Port) -> Dtype | None:
+    """The element type of a port, also of a sequence's or an optional's; None for text."""
+    return BY_NAME.get(port.type[port.type.rindex("(") + 1 : port.type.index(")")])
+
+
+def _fit(array: Array, port: Port) -> Array:
+    """The array as the runtime takes it: types that numpy's files cannot name come in a wide one."""
+    element = _element(port)
+    if element is None:
+        return array.astype(object) if array.dtype.kind == "U" else array
+    if not element.wide:
+        return array
+    if array.dtype.kind == "V" and array.dtype.itemsize == element.numpy.itemsize:
+        return array.view(element.numpy)
+    return array.astype(element.numpy) if array.dtype == element.wide else array
+
+
+def _random(port: Port, seed: int, sizes: Mapping[str, int]) -> Array:
+    from partc.runtime.expression import parse
+
+    assert port.shape is not None
+    generator = np.random.default_rng([seed, *port.name.encode()])
+    shape = tuple(dim if isinstance(dim, int) else parse(dim, sizes)(sizes) for dim in port.shape)
+    element = _element(port)
+    if element is None:
+        return generator.choice(np.array(_WORDS, dtype=object), size=shape)
+    wanted = np.dtype(element.wide) if element.wide else element.numpy
+    if wanted.kind == "b":
+        return generator.integers(0, 2, size=shape).astype(wanted)
+    if wanted.kind in "iu":
+        return generator.integers(0, _INTEGERS_BELOW, size=shape).astype(element.numpy)
+    values = generator.standard_normal(size=shape)
+    if wanted.kind == "c":
+        return (values + 1j * generator.standard_normal(size=shape)).astype(wanted)
+    return values.astype(wanted).astype(element.numpy)

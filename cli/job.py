@@ -1,0 +1,53 @@
+"""What one rank is told to do, as `partc run` hands it over: a value that travels as one argument of a command line.
+
+Everything is in the argument and nothing in the environment, because launchers carry arguments to other hosts and not
+always variables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BOARD = "board"
+PIDS = "pids"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of an artifact; paths are absolute.
+
+    `inputs` holds `x.npz` or `name=file.npy`; `sizes` the symbols' values for random inputs. `scratch` is the launching
+    process's folder with the status board and the process ids, None where the user's own launcher started the ranks.
+    """
+
+    folder: str
+    inputs: tuple[str, ...] = ()
+    random: int | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    output: str | None = None
+    repeat: int = 1
+    threads: int | None = None
+    stall: float = 30.0
+    trust: bool = False
+    scratch: str | None = None
+
+    def dumps(self) -> str:
+        """The job as one line of JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def loads(text: str) -> Job:
+        """The job that `dumps` wrote."""
+        fields = json.loads(text)
+        return Job(**{**fields, "inputs": tuple(fields["inputs"])})
+
+    @property
+    def partial(self) -> Path:
+        """Where the output is written before it gets its name."""
+        assert self.output is not None
+        path = Path(self.output)
+        return path.with_name(f".{path.name}.partial")

@@ -1,0 +1,123 @@
+"""Finds what starts ranks on this machine, and writes its command line.
+
+Looked for in this order: the environment's own mpiexec (which belongs to the MPI library that mpi4py will load), one
+on the PATH, and srun inside a Slurm allocation. Open MPI binds each rank to one core unless told otherwise, which
+would put all of a rank's threads there.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from partc.runtime.errors import UsageError
+
+_INTERACTIVE_STEP = 0xFFFFFFF0
+_NO_MPI = """\
+no mpiexec, mpirun or srun is found, which would start the {ranks} ranks
+  help: install one with pip install "partc[mpi]", or run all ranks in this process with --in-process"""
+
+
+class Kind(enum.Enum):
+    """The families of launchers, which differ in their options."""
+
+    OPEN_MPI = "Open MPI"
+    HYDRA = "MPICH"
+    SLURM = "Slurm"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A program that starts ranks."""
+
+    path: str
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where the ranks go: a file of hosts, or a list `a,b`; neither means this machine or the allocation."""
+
+    file: str | None = None
+    names: str | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a launcher around this process says of it: its rank, and how many there are where it says so."""
+
+    rank: int
+    size: int | None
+
+
+def surrounding_job(environment: Mapping[str, str]) -> Place | None:
+    """This process's place in a job of ranks that someone else started, or None outside of any."""
+    if "OMPI_COMM_WORLD_SIZE" in environment:
+        return _place(environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    if "PMI_RANK" in environment:
+        return _place(environment, "PMI_RANK", "PMI_SIZE")
+    step, tasks = environment.get("SLURM_STEP_ID", ""), environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if step.isdecimal() and int(step) < _INTERACTIVE_STEP and tasks.isdecimal() and int(tasks) > 1:
+        return _place(environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    if "PMIX_RANK" in environment and "SLURM_JOB_ID" not in environment:
+        return _place(environment, "PMIX_RANK", "")
+    return None
+
+
+def _place(environment: Mapping[str, str], rank: str, size: str) -> Place:
+    size_text = environment.get(size, "")
+    return Place(int(environment.get(rank, "0")), int(size_text) if size_text.isdecimal() else None)
+
+
+def find_launcher(ranks: int) -> Launcher:
+    """The launcher for this many ranks; UsageError with the remedies where there is none."""
+    own = str(Path(sys.executable).parent)
+    for name, path in (("mpiexec", own), ("mpirun", own), ("mpiexec", None), ("mpirun", None)):
+        found = shutil.which(name, path=path)
+        if found is not None:
+            return Launcher(found, _kind(found))
+    if "SLURM_JOB_ID" in os.environ and (found := shutil.which("srun")) is not None:
+        return Launcher(found, Kind.SLURM)
+    raise UsageError(_NO_MPI.format(ranks=ranks))
+
+
+def _kind(path: str) -> Kind:
+    try:
+        told = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return Kind.HYDRA
+    return Kind.OPEN_MPI if any(word in told for word in ("Open MPI", "OpenRTE", "PRRTE")) else Kind.HYDRA
+
+
+def command_line(
+    launcher: Launcher, ranks: int, hosts: Hosts, extra: Sequence[str], program: Sequence[str]
+) -> list[str]:
+    """The command that starts `program` on that many ranks; `extra` are the user's own options for the launcher."""
+    options = [launcher.path, "-n", str(ranks)]
+    if launcher.kind is Kind.OPEN_MPI:
+        options += ["--bind-to", "none"] if "--bind-to" not in extra else []
+        local = hosts.file is None and hosts.names is None and "SLURM_JOB_ID" not in os.environ
+        options += ["--oversubscribe"] if local and ranks > (os.cpu_count() or 1) else []
+        file, names = "--hostfile", "--host"
+    elif launcher.kind is Kind.HYDRA:
+        file, names = "-f", "-hosts"
+    else:
+        options += ["--kill-on-bad-exit=1", "--cpu-bind=none"]
+        file, names = "--nodefile", "--nodelist"
+    options += [file, hosts.file] if hosts.file is not None else []
+    options += [names, hosts.names] if hosts.names is not None else []
+    return [*options, *extra, *program]
+
+
+def launch_environment(launcher: Launcher) -> dict[str, str]:
+    """The environment for the launcher: Open MPI refuses to work for root unless it is told twice."""
+    environment = dict(os.environ)
+    if launcher.kind is Kind.OPEN_MPI and hasattr(os, "geteuid") and os.geteuid() == 0:
+        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return environment

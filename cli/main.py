@@ -1,0 +1,115 @@
+"""The entry of the command `partc`: its list of commands, and what an error becomes.
+
+A command's module is imported when the command runs, so that `partc --help` and a wrong option answer at once. An error
+made for the user prints its text and no traceback; anything else is a fault of partc and says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+INTERRUPTED = 130
+_NO_READER = 141
+
+COMMANDS = {
+    "compile": "Compile a model and a plan into one program per rank.",
+    "run": "Run an artifact over MPI, or in this process.",
+    "verify": "Compare the compiled model with the whole one.",
+    "check": "Prove an artifact sound from its files alone.",
+    "inspect": "Show what runs where, and what it moves and needs.",
+    "plan": "Write a plan to start from.",
+    "schema": "Print the JSON schema of a plan.",
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are modules of this package, imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands in the order in which a user meets them."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command's object, or None where there is no such command."""
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"partc.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of commands, without importing any."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+def _version(ctx: click.Context, parameter: click.Parameter, asked: bool) -> None:
+    if asked and not ctx.resilient_parsing:
+        from importlib.metadata import version
+
+        click.echo(f"partc {version('partc')}")
+        ctx.exit()
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Print the version."
+)
+def partc() -> None:
+    """Compile a model and a plan into one ONNX program per rank, and run it over MPI.
+
+    \b
+    partc plan model.onnx -o plan.yaml           # a plan to edit
+    partc compile model.onnx --plan plan.yaml    # writes build/
+    partc run --input x.npz -o y.npz             # runs build/ on its ranks
+    """
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(invoke(sys.argv[1:]))
+
+
+def invoke(arguments: Sequence[str]) -> int:
+    """The exit code of `partc ARGUMENTS`; whatever is to be said of an error is printed."""
+    try:
+        code = partc.main(list(arguments), prog_name="partc", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NO_READER
+    except Exception as error:
+        return report(error)
+
+
+def report(error: Exception) -> int:
+    """Prints an error to stderr as its kind asks for; the exit code that goes with it."""
+    code, text = described(error)
+    click.echo(text, err=True)
+    return code
+
+
+def described(error: Exception) -> tuple[int, str]:
+    """An error's exit code and text: the message alone where it is made for the user, else the traceback too."""
+    from partc.compiler.errors import CompileError
+    from partc.runtime.errors import PartcError
+
+    if isinstance(error, CompileError | PartcError):
+        return error.exit_code, str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return 1, f"{error.filename}: {error.strerror}"
+    import traceback
+
+    trace = "".join(traceback.format_exception(error))
+    return 1, f"{trace}partc: this is a fault of partc itself; please report it together with the text above"

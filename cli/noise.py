@@ -1,0 +1,83 @@
+"""Tells a launcher's own words from those of the ranks, and reads from them which rank ended, and how.
+
+Launchers explain the end of a rank in many lines, after the rank itself has said what is wrong. Those lines are held
+back; they are shown only where nothing better is known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank's end as the launcher tells it; the rank or its process id is None where the launcher does not say."""
+
+    rank: int | None = None
+    pid: int | None = None
+    signal: int | None = None
+    code: int | None = None
+
+
+_ENDS: tuple[tuple[str, Callable[[re.Match[str]], Ended]], ...] = (
+    (
+        r"process rank (\d+) with PID (\d+) on node \S+ exited on\s+signal (\d+)",
+        lambda found: Ended(rank=int(found[1]), pid=int(found[2]) or None, signal=int(found[3])),
+    ),
+    (
+        r"Process name: \[\S*?,(\d+)\]\s+Exit code:\s+(\d+)",
+        lambda found: Ended(rank=int(found[1]), code=int(found[2])),
+    ),
+    (
+        r"PID (\d+) RUNNING AT \S+\s+=\s+EXIT CODE: (\d+)",
+        lambda found: _hydra(int(found[1]), int(found[2])),
+    ),
+    (r"srun: error: \S+: tasks? (\d+)\S*: Killed", lambda found: Ended(rank=int(found[1]), signal=9)),
+    (r"srun: error: \S+: tasks? (\d+)\S*: Segmentation fault", lambda found: Ended(rank=int(found[1]), signal=11)),
+    (
+        r"srun: error: \S+: tasks? (\d+)\S*: Exited with exit code (\d+)",
+        lambda found: Ended(rank=int(found[1]), code=int(found[2])),
+    ),
+)
+
+_FENCE = re.compile(r"^(-{60,}|={60,})$")
+_LINE = re.compile(
+    r"^\[[^\]\s]+:\d+\] |^srun: |^slurmstepd: |^Abort\(-?\d+\) on node \d+|^\[(mpiexec|proxy)[^\]]*\]"
+    r"|^YOUR APPLICATION TERMINATED WITH|^This typically refers to a problem with your application|"
+    r"^Please see the FAQ page for debugging"
+)
+
+
+def _hydra(pid: int, code: int) -> Ended:
+    """Hydra gives a signal as an exit code below 32, or in the shell's way above 128."""
+    if code > 128:
+        return Ended(pid=pid, signal=code - 128)
+    return Ended(pid=pid, signal=code) if code in (4, 6, 7, 8, 9, 11, 15) else Ended(pid=pid, code=code)
+
+
+@dataclass
+class Noise:
+    """The launcher's lines so far; `hold` says of each new line whether it is one."""
+
+    lines: list[str] = field(default_factory=list)
+    fenced: bool = False
+
+    def hold(self, line: str) -> bool:
+        """Whether the line is the launcher's own; if so it is kept here."""
+        text = line.rstrip("\r\n ")
+        fence = _FENCE.match(text) is not None
+        held = fence or self.fenced or _LINE.match(text) is not None or (text == "" and bool(self.lines))
+        self.fenced ^= fence
+        if held:
+            self.lines.append(text)
+        return held
+
+    def ended(self) -> Ended | None:
+        """How a rank ended, as far as the launcher told."""
+        text = "\n".join(self.lines)
+        for pattern, read in _ENDS:
+            if found := re.search(pattern, text):
+                return read(found)
+        return None

@@ -1,0 +1,33 @@
+"""The command `partc plan`: a plan to start from, with the model's modules and parameters as comments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("-o", "--output", "out", type=click.Path(path_type=Path, dir_okay=False), help="Write it to this file.")
+def command(model: Path, out: Path | None) -> int:
+    """Write a plan for MODEL to edit: its inputs, and its modules and parameters as comments.
+
+    \b
+    partc plan model.onnx -o plan.yaml
+    """
+    from partc.compiler.load import load
+    from partc.compiler.load.names import node_paths
+    from partc.compiler.plan.start import starting_plan
+    from partc.runtime.errors import UsageError
+
+    if out is not None and out.exists():
+        raise UsageError(f"{out}: there is such a file already\n  help: give another name with -o, or remove it")
+    source = load(model)
+    text = starting_plan(source.model, node_paths(source.model), model.name)
+    if out is None:
+        click.echo(text, nl=False)
+        return 0
+    out.write_text(text, encoding="utf-8")
+    click.echo(f"wrote {out}")
+    return 0

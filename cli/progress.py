@@ -1,0 +1,80 @@
+"""Shows how far a run of many steps is: a bar on a terminal, else a line now and then, both on stderr.
+
+Short runs show nothing: a bar for a moment is a flicker, and a line that says what the next one says is noise.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
+_QUIET = 1.0
+_BETWEEN_LINES = 10.0
+_BETWEEN_DRAWS = 0.1
+
+
+class Progress:
+    """The progress of `total` steps, as a context; `reached` may be called at any rate."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._next = time.monotonic() + (_QUIET if sys.stderr.isatty() else _BETWEEN_LINES)
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def reached(self, step: int) -> None:
+        """Says that this many steps are done."""
+        now = time.monotonic()
+        if step >= self.total:
+            self.close()
+        if now < self._next or step >= self.total:
+            return
+        if not sys.stderr.isatty():
+            self._next = now + _BETWEEN_LINES
+            click.echo(f"step {step} of {self.total}", err=True)
+            return
+        self._next = now + _BETWEEN_DRAWS
+        if self._bar is None:
+            self._bar = self._begin()
+            self._task = self._bar.add_task("steps", total=self.total)
+        assert self._task is not None
+        self._bar.update(self._task, completed=step)
+
+    def close(self) -> None:
+        """Takes the bar away, so that other output may follow."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+            self._next = float("inf")
+
+    def _begin(self) -> Bar:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        bar = RichProgress(*columns, console=Console(stderr=True), transient=True)
+        bar.start()
+        return bar

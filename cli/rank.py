@@ -1,0 +1,184 @@
+"""What one rank of `partc run` does: reads its inputs, loads its program, steps, and brings the outputs to rank 0.
+
+Started as `python -m partc.cli.rank JOB` by the launcher, or called directly where the user's own launcher is around.
+A failure is told once: what all ranks find alike by rank 0 alone, what one rank finds by that rank, which then ends
+all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+from partc.cli.job import BOARD, PIDS, Job
+from partc.cli.main import INTERRUPTED, described
+from partc.cli.present import count, size
+from partc.runtime.board import VARIABLE
+from partc.runtime.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from partc.cli.feed import Feed, Value
+    from partc.runtime.dtypes import Array
+    from partc.runtime.format import Manifest
+
+Result = TypeVar("Result")
+
+FRAME = "partc-failure: "
+
+
+def run_rank(job: Job) -> int:
+    """Runs this process's rank of the job to its end; the exit code."""
+    try:
+        comm = _join(job)
+    except Exception as error:
+        _tell(job, 0, error)
+        return described(error)[0]
+    rank = comm.Get_rank()
+    try:
+        return _run(job, comm)
+    except _Refused as refused:
+        if rank == refused.rank:
+            _print_failure(job, rank, refused.code, refused.text)
+        return refused.code
+    except InputError as error:
+        if rank == 0:
+            _tell(job, rank, error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        comm.Abort(INTERRUPTED)
+        raise
+    except Exception as error:
+        _tell(job, rank, error)
+        comm.Abort(described(error)[0])
+        raise
+
+
+def _join(job: Job) -> MPI.Intracomm:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        help = 'help: install one with pip install "partc[mpi]", or run with --in-process'
+        raise UsageError(f"no MPI library can be loaded: {error}\n{help}") from None
+    comm = MPI.COMM_WORLD
+    if job.scratch is not None and Path(job.scratch).is_dir():
+        os.environ[VARIABLE] = str(Path(job.scratch) / BOARD)
+        with (Path(job.scratch) / PIDS).open("r+b") as file:
+            file.seek(8 * comm.Get_rank())
+            file.write(struct.pack("<q", os.getpid()))
+    return comm
+
+
+class _Refused(Exception):
+    """All ranks know that one of them cannot begin: the lowest such rank, its exit code and its text."""
+
+    def __init__(self, rank: int, code: int, text: str) -> None:
+        super().__init__(text)
+        self.rank, self.code, self.text = rank, code, text
+
+
+def _together(comm: MPI.Intracomm, action: Callable[[], Result]) -> Result:
+    """The action's result, where it succeeds on every rank; else `_Refused` on every rank alike."""
+    problem: tuple[int, str] | None = None
+    result: Result | None = None
+    try:
+        result = action()
+    except Exception as error:
+        problem = described(error)
+    for rank, found in enumerate(comm.allgather(problem)):
+        if found is not None:
+            raise _Refused(rank, *found)
+    return result  # type: ignore[return-value]
+
+
+def _run(job: Job, comm: MPI.Intracomm) -> int:
+    from partc.cli.results import gather
+    from partc.runtime import load
+
+    begin = time.perf_counter()
+    rank = comm.Get_rank()
+    inputs = _together(comm, lambda: _open(job, comm))
+    with load(job.folder, comm, threads=job.threads, trust=True, stall=job.stall, on_error="raise") as program:
+        loaded = time.perf_counter() - begin
+        times = []
+        for _ in range(job.repeat):
+            start = time.perf_counter()
+            outputs = program(inputs)
+            times.append(time.perf_counter() - start)
+        arrays = gather(comm, program.manifest, outputs)
+        if rank == 0:
+            finish(job, arrays, loaded, times)
+        comm.Barrier()
+    return 0
+
+
+def _open(job: Job, comm: MPI.Intracomm) -> dict[str, Value]:
+    """This rank's inputs, once its files are proved to be those that were compiled."""
+    from partc.runtime.artifact import open_artifact
+
+    rank, size = comm.Get_rank(), comm.Get_size()
+    manifest = prepare(job)
+    if manifest.ranks != size:
+        raise UsageError(wrong_ranks(job.folder, manifest.ranks, size))
+    open_artifact(job.folder, rank=rank, trust=job.trust)
+    return open_job_feed(job, manifest).read(port.name for port in manifest.inputs if rank in port.ranks)
+
+
+def prepare(job: Job) -> Manifest:
+    """The manifest, once all is checked that can be without starting anything; PartcError says what is wrong."""
+    from partc.runtime.artifact import open_artifact
+
+    manifest = open_artifact(job.folder, trust=True).manifest
+    open_job_feed(job, manifest)
+    if job.output is not None and not Path(job.output).parent.is_dir():
+        raise UsageError(f"{job.output}: there is no folder {Path(job.output).parent} to write it to")
+    return manifest
+
+
+def open_job_feed(job: Job, manifest: Manifest) -> Feed:
+    """The sources of the job's inputs."""
+    from partc.cli.feed import open_feed
+
+    return open_feed(manifest, job.inputs, job.random, job.sizes)
+
+
+def wrong_ranks(folder: str, right: int, given: int) -> str:
+    """The one line that says the right number of ranks."""
+    return f"{folder}: it is compiled for {count(right, 'rank')}, not for {given}: run it with -n {right}"
+
+
+def finish(job: Job, arrays: dict[str, Array], loaded: float, times: list[float]) -> None:
+    """Writes the outputs or tells them, then the timing."""
+    from partc.cli.results import summary, write
+    from partc.cli.timing import timing
+
+    if job.output is None:
+        summary(arrays).show()
+    else:
+        path = Path(job.output)
+        write(path, job.partial, arrays)
+        click.echo(f"wrote {path}: {count(len(arrays), 'array')}, {size(path.stat().st_size)}")
+    click.echo(timing(loaded, times))
+    sys.stdout.flush()
+
+
+def _tell(job: Job, rank: int, error: Exception) -> None:
+    _print_failure(job, rank, *described(error))
+
+
+def _print_failure(job: Job, rank: int, code: int, text: str) -> None:
+    """Says a failure to the user, or to the launching process, which prints the first one that it hears of."""
+    sys.stdout.flush()
+    line = text if job.scratch is None else FRAME + json.dumps({"rank": rank, "code": code, "text": text})
+    os.write(sys.stderr.fileno(), f"{line}\n".encode())
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank(Job.loads(sys.argv[1])))

@@ -1,0 +1,135 @@
+"""The command `partc run`: decides where the ranks come from, and hands each of them its job.
+
+Ranks come from the user's own launcher where this process already is under one, from this process where the artifact
+has one rank or all are wanted in-process, and else from a launcher that is started here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import click
+from partc.cli.job import Job
+from partc.cli.launcher import Hosts, Place, surrounding_job
+
+_LAUNCHER_OPTIONS = "launcher_options"
+
+
+class _WithLauncherOptions(click.Command):
+    """A command that leaves everything after `--` to the launcher."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta[_LAUNCHER_OPTIONS] = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])
+
+
+def parse_sizes(ctx: click.Context, parameter: click.Parameter, given: Sequence[str]) -> dict[str, int]:
+    """The `--set NAME=SIZE` options as a mapping."""
+    sizes = {}
+    for text in given:
+        name, _, size = text.rpartition("=")
+        if not name or not size.isdecimal():
+            raise click.BadParameter(f"'{text}' is not NAME=SIZE, such as batch=32")
+        sizes[name] = int(size)
+    return sizes
+
+
+@click.command(cls=_WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
+@click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
+@click.option("-n", "ranks", type=click.IntRange(min=1), help="Number of ranks; the artifact knows it.")
+@click.option(
+    "--input", "inputs", multiple=True, metavar="X.NPZ|NAME=X.NPY", help="Inputs; may be given several times."
+)
+@click.option("--random", type=int, metavar="SEED", help="Random values for the inputs that no --input gives.")
+@click.option(
+    "--set", "sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="A symbol's size for --random."
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the outputs to this .npz.")
+@click.option("--repeat", type=click.IntRange(min=1), default=1, metavar="N", help="Run N steps and tell their times.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads per rank; by default the cores are shared out.")
+@click.option(
+    "--stall", type=float, default=30.0, show_default=True, metavar="SECONDS", help="Tell waits longer than this."
+)
+@click.option("--trust", is_flag=True, help="Do not hash the artifact's files.")
+@click.option("--in-process", is_flag=True, help="Run all ranks as threads of this process, without MPI.")
+@click.option("--hostfile", type=click.Path(exists=True, dir_okay=False), help="The launcher's file of hosts.")
+@click.option("--host", "hosts", metavar="A,B", help="The launcher's list of hosts.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    folder: Path,
+    ranks: int | None,
+    inputs: tuple[str, ...],
+    random: int | None,
+    sizes: Mapping[str, int],
+    output: Path | None,
+    repeat: int,
+    threads: int | None,
+    stall: float,
+    trust: bool,
+    in_process: bool,
+    hostfile: str | None,
+    hosts: str | None,
+) -> int:
+    """Run the artifact in FOLDER (by default build) on its ranks.
+
+    \b
+    partc run --input x.npz -o y.npz
+    partc run build/ --random 7 --set batch=32 --repeat 100
+    mpiexec -n 5 partc run build/ --input x=x.npy       # under your own launcher
+    """
+    job = Job(
+        folder=str(folder.absolute()),
+        inputs=tuple(_absolute(spec) for spec in inputs),
+        random=random,
+        sizes=sizes,
+        output=None if output is None else str(output.absolute()),
+        repeat=repeat,
+        threads=threads,
+        stall=stall,
+        trust=trust,
+    )
+    place = surrounding_job(os.environ)
+    if place is not None and not in_process:
+        return _as_rank(job, place)
+    from partc.cli.rank import prepare, wrong_ranks
+
+    manifest = prepare(job)
+    if ranks not in (None, manifest.ranks):
+        click.echo(wrong_ranks(str(folder), manifest.ranks, ranks or 0), err=True)
+        return 2
+    if in_process or manifest.ranks == 1:
+        from partc.cli.here import run_here
+
+        return run_here(job, manifest)
+    from partc.cli.launch import launch
+
+    return launch(job, manifest, Hosts(hostfile, hosts), ctx.meta[_LAUNCHER_OPTIONS])
+
+
+def _absolute(spec: str) -> str:
+    """An --input with an absolute path, since ranks may start in another folder."""
+    name, equals, file = spec.partition("=")
+    return f"{name}={Path(file).absolute()}" if equals and not Path(spec).exists() else str(Path(spec).absolute())
+
+
+def _as_rank(job: Job, place: Place) -> int:
+    """This process is a rank already. What the files alone show to be wrong is told by rank 0, before MPI begins."""
+    from partc.cli.rank import prepare, run_rank, wrong_ranks
+    from partc.runtime.errors import PartcError
+
+    try:
+        manifest = prepare(job)
+        if place.size not in (None, manifest.ranks):
+            click.echo(wrong_ranks(job.folder, manifest.ranks, place.size or 0), err=True) if place.rank == 0 else None
+            return 2
+    except PartcError as error:
+        if place.rank == 0:
+            click.echo(str(error), err=True)
+        return error.exit_code
+    sys.stdout.flush()
+    return run_rank(job)

@@ -1,0 +1,225 @@
+"""Starts a launcher, watches its ranks, and says of a failure one thing: what happened first.
+
+The launcher's output passes through. A rank's own failure arrives as one framed line on stderr; a rank that was
+killed says nothing, and is told by the launcher's words, or by which process vanished first, together with the status
+board. After the first sign of a failure the launcher has some seconds to end, then its process group is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import IO
+
+import click
+from partc.cli.noise import Ended, Noise
+from partc.cli.rank import FRAME
+from partc.cli.scratch import Scratch
+from partc.runtime.board import IDLE
+
+_PATIENCE = 4.0
+_LAST_PATIENCE = 2.0
+_POLL = 0.05
+
+
+class Stopped(Exception):
+    """A signal asked this process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank said of its failure."""
+
+    rank: int
+    code: int
+    text: str
+
+
+@dataclass
+class _Heard:
+    """What the threads that read and watch have found so far."""
+
+    failure: Failure | None = None
+    failed_at: float | None = None
+    first_dead: int | None = None
+    noise: Noise = field(default_factory=Noise)
+
+    def fail(self, failure: Failure | None) -> None:
+        self.failure = self.failure or failure
+        self.failed_at = self.failed_at or time.monotonic()
+
+
+def supervise(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    scratch: Scratch,
+    where: Callable[[int, int], str],
+    tick: Callable[[], None],
+    before_output: Callable[[], None],
+) -> int:
+    """Runs the command to its end and prints the one message of a failure; the exit code, or `Stopped` after a signal.
+
+    `where` renders an action of a rank; `tick` is called some times a second, for progress, and `before_output`
+    before a line of the ranks is passed through.
+    """
+    heard = _Heard()
+    process = subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    readers = [
+        threading.Thread(target=_pass_through, args=(process.stdout, before_output), daemon=True),
+        threading.Thread(target=_listen, args=(process.stderr, heard), daemon=True),
+        threading.Thread(target=_watch, args=(process, scratch, heard), daemon=True),
+    ]
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for reader in readers:
+            reader.start()
+        while process.poll() is None:
+            tick()
+            if heard.failed_at is not None and time.monotonic() - heard.failed_at > _PATIENCE:
+                break
+            time.sleep(_POLL)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _end(process)
+        scratch.end_ranks()
+        for reader in readers:
+            reader.join(_LAST_PATIENCE)
+    return _verdict(process.returncode, heard, scratch, where)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Stopped(number)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the launcher: politely, so that it ends its ranks on all hosts, then by force."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_LAST_PATIENCE)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _pass_through(stream: IO[bytes], before_output: Callable[[], None]) -> None:
+    for line in stream:
+        before_output()
+        sys.stdout.buffer.write(line)
+        sys.stdout.flush()
+
+
+def _listen(stream: IO[bytes], heard: _Heard) -> None:
+    for raw in stream:
+        line = raw.decode(errors="replace")
+        _, framed, text = line.partition(FRAME)
+        if framed:
+            heard.fail(_failure(text))
+        elif not heard.noise.hold(line):
+            sys.stderr.write(line)
+            sys.stderr.flush()
+        elif heard.noise.ended() is not None:
+            heard.fail(None)
+
+
+def _failure(text: str) -> Failure:
+    try:
+        fields = json.loads(text)
+        return Failure(fields["rank"], fields["code"], fields["text"])
+    except (ValueError, KeyError):
+        return Failure(-1, 1, text)
+
+
+def _watch(process: subprocess.Popen[bytes], scratch: Scratch, heard: _Heard) -> None:
+    """Notes the rank whose process ends first, by a handle that the system signals at its end."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    poll = select.poll()
+    ranks: dict[int, int] = {}
+    known: set[int] = set()
+    try:
+        while process.poll() is None and heard.first_dead is None:
+            for rank, pid in enumerate(scratch.pids() if len(known) < scratch.ranks else []):
+                if pid and rank not in known:
+                    known.add(rank)
+                    handle = os.pidfd_open(pid)
+                    ranks[handle] = rank
+                    poll.register(handle, select.POLLIN)
+            for handle, _ in poll.poll(200 if len(known) == scratch.ranks else 20)[:1]:
+                heard.first_dead = ranks[handle]
+    except OSError:
+        return
+    finally:
+        for handle in ranks:
+            os.close(handle)
+
+
+def _verdict(code: int, heard: _Heard, scratch: Scratch, where: Callable[[int, int], str]) -> int:
+    if heard.failure is not None:
+        click.echo(heard.failure.text, err=True)
+        return heard.failure.code
+    if code == 0 and heard.failed_at is None:
+        for line in heard.noise.lines:
+            click.echo(line, err=True)
+        return 0
+    ended = heard.noise.ended() or _by_exit_code(code)
+    rank = ended.rank if ended.rank is not None else heard.first_dead
+    if rank is None or not 0 <= rank < scratch.ranks:
+        for line in heard.noise.lines:
+            click.echo(line, err=True)
+        click.echo(f"the launcher ended with exit code {code}, and no rank said why", err=True)
+        return 1
+    click.echo(f"rank {rank} {_manner(ended)} {_position(rank, scratch, where)}{_advice(ended)}", err=True)
+    return 1
+
+
+def _by_exit_code(code: int) -> Ended:
+    if code > 128:
+        return Ended(signal=code - 128)
+    return Ended(signal=code) if code in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT) else Ended(code=code)
+
+
+def _manner(ended: Ended) -> str:
+    if ended.signal is None:
+        return f"ended with exit code {ended.code} and no message,"
+    try:
+        name = f" ({signal.Signals(ended.signal).name})"
+    except ValueError:
+        name = ""
+    return f"was killed by signal {ended.signal}{name}"
+
+
+def _position(rank: int, scratch: Scratch, where: Callable[[int, int], str]) -> str:
+    step, action = scratch.board()[rank]
+    if action == IDLE:
+        return f"after step {step}" if step else "before its first step"
+    return f"in step {step}, at {where(rank, action)}"
+
+
+def _advice(ended: Ended) -> str:
+    if ended.signal != signal.SIGKILL:
+        return ""
+    return "\n  help: where memory runs out, the system kills; 'partc inspect' estimates what each rank needs"

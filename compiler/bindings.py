@@ -1,0 +1,171 @@
+"""Which dynamic dims a program has: names in the inputs' shapes, brought together with the plan's `inputs` and `symbols`.
+
+A name that the model itself uses twice means equal dims (ONNX says so). A Symbol that the plan writes at several places
+shares its promises only, unless it is `unique: true`; its uses then get names of their own (`batch`, `batch_mask_0`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+
+import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.facts import Facts
+from partc.compiler.plan.pattern import nearest
+from partc.compiler.plan.rules import Plan
+from partc.compiler.program import Program, SymbolInfo
+
+_FREE = Facts(divisor=1, remainder=0, min=0, max=None)
+
+
+def bind_inputs(program: Program) -> dict[str, SymbolInfo]:
+    """Writes the plan's dims and clean names into the shapes of the graph's inputs; gives the program's symbols by name.
+
+    Raises CompileError, all violations at once: an unknown input, another rank, a fixed dim that the plan changes, a
+    symbol that no input has.
+    """
+    graph, plan = program.model.graph, program.plan
+    problems = _input_problems(graph, plan)
+    names = _Names(graph, _promises(program))
+    for value in graph.inputs:
+        rule = plan.inputs.get(value.name or "")
+        if value.shape is None and rule and isinstance(value.type, ir.TensorType | None):
+            value.shape = ir.Shape([None] * len(rule.dims))
+        if value.shape is None or (rule and len(rule.dims) != len(value.shape)):
+            continue
+        asked = rule.dims if rule else (None,) * len(value.shape)
+        value.shape = ir.Shape([names.give(value, axis, dim) for axis, dim in enumerate(asked)])
+    if not problems:
+        problems = _unused_symbols(plan, names, graph)
+    if problems:
+        raise CompileError(problems)
+    return names.bound
+
+
+def _unused_symbols(plan: Plan, names: _Names, graph: ir.Graph) -> list[Problem]:
+    have = sorted(names.bound)
+    problems = []
+    for name, rule in plan.symbols.items():
+        if name in names.used:
+            continue
+        close = nearest(name, have)
+        remedy = f"say '{close[0]}'" if close else "take it out"
+        if not close and graph.inputs:
+            remedy = f"name it in `inputs`, as in `inputs: {{{graph.inputs[0].name}: [{name}, ...]}}`"
+        law = f"the inputs' dynamic dims are {', '.join(have)}" if have else "every dim of the inputs is fixed"
+        problems.append(Problem(rule.where, f"no input has a dim '{name}'", law, remedy))
+    return problems
+
+
+class _Names:
+    """Gives dims their names, one after the other; `bound` and `used` say which symbols came of it."""
+
+    def __init__(self, graph: ir.Graph, promises: dict[str, SymbolInfo]) -> None:
+        self.promises = promises
+        self.clean = _clean_names(graph)
+        self.bound: dict[str, SymbolInfo] = {}
+        self.used: set[str] = set()
+        self._given: dict[str, int | str] = {}
+
+    def give(self, value: ir.Value, axis: int, asked: int | str | None) -> int | str:
+        """The size or name of a dim: the model's size, else the plan's, else the model's name, else one made here."""
+        assert value.shape is not None
+        dim = value.shape[axis]
+        if isinstance(dim, int):
+            return dim
+        place = f"{value.name}_{axis}"
+        own = str(dim.value) if dim.value is not None else None
+        key = own if own is not None else f"[{place}]"
+        if key not in self._given:
+            self._given[key] = self._choose(own, asked, place, f"{value.name}_dim_{axis}")
+        name = self._given[key]
+        if isinstance(name, str) and name not in self.bound:
+            self.bound[name] = self.promises.get(name) or SymbolInfo(_FREE, f"input '{value.name}'")
+        return name
+
+    def _choose(self, own: str | None, asked: int | str | None, place: str, fresh: str) -> int | str:
+        if isinstance(asked, int):
+            return asked
+        name = asked or (self.clean[own] if own is not None else _identifier(fresh))
+        self.used.add(name)
+        promise = self.promises.get(name)
+        if promise is None or promise.unique or name not in self.bound:
+            return name
+        apart = _identifier(f"{name}_{place}")
+        self.promises[apart] = promise
+        return apart
+
+
+def _promises(program: Program) -> dict[str, SymbolInfo]:
+    """Symbols by name: the model's own first, then the plan's over them."""
+    found = {
+        name: SymbolInfo(symbol.facts(), f"{program.name}, Symbol", symbol.unique)
+        for name, symbol in program.declared.symbols.items()
+    }
+    return found | {
+        name: SymbolInfo(rule.symbol.facts(), PurePath(rule.where).name, rule.symbol.unique)
+        for name, rule in program.plan.symbols.items()
+    }
+
+
+def _clean_names(graph: ir.Graph) -> dict[str, str]:
+    """Names of dims as identifiers, each kept distinct: 'batch size' -> batch_size."""
+    names: dict[str, str] = {}
+    taken: set[str] = set()
+    for value in graph.inputs:
+        for dim in value.shape.dims if value.shape is not None else ():
+            if isinstance(dim, int) or dim.value is None or dim.value in names:
+                continue
+            name = base = _identifier(str(dim.value))
+            count = 1
+            while name in taken:
+                name, count = f"{base}_{count}", count + 1
+            taken.add(name)
+            names[str(dim.value)] = name
+    return names
+
+
+def _identifier(text: str) -> str:
+    name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_") or "dim"
+    return f"dim_{name}" if name[0].isdigit() else name
+
+
+def _input_problems(graph: ir.Graph, plan: Plan) -> list[Problem]:
+    problems = []
+    by_name = {value.name or "": value for value in graph.inputs}
+    for name, rule in plan.inputs.items():
+        value = by_name.get(name)
+        if value is None:
+            close = nearest(name, list(by_name))
+            problems.append(
+                Problem(
+                    rule.where,
+                    f"the model has no input '{name}'",
+                    f"its inputs are {', '.join(by_name) or 'none'}",
+                    f"say '{close[0]}'" if close else "",
+                )
+            )
+            continue
+        if value.shape is None:
+            continue
+        if len(value.shape) != len(rule.dims):
+            problems.append(
+                Problem(
+                    rule.where,
+                    f"input '{name}' has {len(value.shape)} dims in the model and {len(rule.dims)} in the plan",
+                    help=f"the model says {value.shape}",
+                )
+            )
+            continue
+        for axis, (dim, asked) in enumerate(zip(value.shape.dims, rule.dims, strict=True)):
+            if isinstance(dim, int) and asked is not None and asked != dim:
+                problems.append(
+                    Problem(
+                        rule.where,
+                        f"dim {axis} of input '{name}' is {dim} in the model and {asked} in the plan",
+                        "a plan cannot change a size that the model fixes",
+                        f"write {dim}, or export the model with a dynamic dim there",
+                    )
+                )
+    return problems

@@ -1,0 +1,128 @@
+"""What a `model.py` says of its own distribution: `place`, `Input`, and the record of both for the compiler.
+
+While a model.py is loaded, a `Collector` is open and every `place` call is recorded with its line; the paths of modules
+are looked up afterwards, because a module learns its path only when the whole model stands. Outside of a load `place`
+does nothing, so that the same file still serves other programs.
+
+    self.conv1 = place(nn.Conv2d(1, 6, 5), rank=3)
+    place("layers.[0-5].*", rank=0)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+from partc.compiler.symbol import Symbol
+
+Target = TypeVar("Target")
+_COMPILER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Input:
+    """A model's input: each dim an int, a name or a Symbol; the dtype as numpy and ml_dtypes write it, or "string"."""
+
+    shape: Sequence[int | str | Symbol]
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What matches `pattern` runs on `rank`; `where` is the line that says so, such as `model.py:12`."""
+
+    pattern: str
+    rank: int
+    where: str
+
+
+@dataclass(frozen=True)
+class Declared:
+    """All that a model declares: its placements in the order of the calls, and the constraints of its dims by name."""
+
+    placements: tuple[Placement, ...] = ()
+    symbols: Mapping[str, Symbol] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlaceCall:
+    """One call of `place`: a pattern or the module itself, kept alive so that it can be found in the model."""
+
+    target: object
+    rank: int
+    where: str
+
+
+@dataclass
+class Collector:
+    """The `place` calls of one load, and the folder whose files are the model's own."""
+
+    folder: Path
+    calls: list[PlaceCall] = field(default_factory=list)
+
+    def line(self, file: str, number: int) -> str:
+        """`model.py:12`: the file's path within the model's folder, or its bare name where it lies elsewhere."""
+        path = Path(file)
+        inside = path.is_relative_to(self.folder)
+        return f"{path.relative_to(self.folder).as_posix() if inside else path.name}:{number}"
+
+    def owns(self, file: str) -> bool:
+        """Whether `file` is a source of the model: it lies in the model's folder and is no library's, nor the compiler's."""
+        path = Path(file)
+        if not path.is_relative_to(self.folder) or path.is_relative_to(_COMPILER):
+            return False
+        return "site-packages" not in path.relative_to(self.folder).parts
+
+
+_open: ContextVar[Collector | None] = ContextVar("partc_collector", default=None)
+
+
+@contextmanager
+def collecting(folder: Path) -> Iterator[Collector]:
+    """Records the `place` calls made within."""
+    collector = Collector(folder)
+    token = _open.set(collector)
+    try:
+        yield collector
+    finally:
+        _open.reset(token)
+
+
+def place(target: Target, rank: int) -> Target:
+    """Runs `target` on `rank` and hands it back: a module with all that is inside, or a pattern of dotted paths.
+
+    Where two calls speak of the same node the later wins, and the plan wins over both. Raises TypeError for a target
+    that is neither module nor pattern and a rank that is no int, ValueError for a negative rank and an empty pattern.
+    """
+    if not isinstance(target, str) and not (hasattr(target, "named_modules") and hasattr(target, "forward")):
+        raise TypeError(f"place takes a module or a pattern such as 'layers.*', got {_a(target)}")
+    if isinstance(target, str) and not target:
+        raise ValueError("place got an empty pattern; '**' stands for the whole model")
+    if isinstance(target, type):
+        raise TypeError(f"place takes a module, got the class {target.__name__}: make an instance of it")
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise TypeError(f"place takes the rank as an int, got {_a(rank)}")
+    if rank < 0:
+        raise ValueError(f"place takes a rank of at least 0, got {rank}")
+    if collector := _open.get():
+        collector.calls.append(PlaceCall(target, rank, _caller(collector, sys._getframe(1))))
+    return target
+
+
+def _caller(collector: Collector, frame: FrameType) -> str:
+    """The innermost line of the model's own files; the direct caller where none is on the stack."""
+    at: FrameType | None = frame
+    while at and not collector.owns(at.f_code.co_filename):
+        at = at.f_back
+    at = at or frame
+    return collector.line(at.f_code.co_filename, at.f_lineno)
+
+
+def _a(value: object) -> str:
+    return f"{value!r} of type {type(value).__name__}"

@@ -1,0 +1,234 @@
+"""Reads a model from an `.onnx` file, or refuses it with everything that is wrong with it.
+
+Weights kept beside the file stay there: they are memory-mapped and read once, when the artifact is written. The file's own
+opset is kept, from 7 to 26: placement needs no particular one, and a conversion that is not needed can only do harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass, TopologicalSortPass
+from partc.compiler.errors import CompileError, Problem
+
+OLDEST_OPSET, NEWEST_OPSET = 7, 26
+
+
+def load_onnx(path: Path) -> ir.Model:
+    """The model in `path`, its functions inlined, its nodes in topological order, its external weights memory-mapped.
+
+    Raises CompileError for a missing or broken file, an opset outside 7..26, an op or domain that onnxruntime does not
+    know, external weights that are missing, too short or outside of the model's folder, and values that nothing defines.
+    """
+    if not path.is_file():
+        raise CompileError(Problem(str(path), "no such file", help="give the path of a model.py or a .onnx file"))
+    try:
+        proto = onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf raises its own kinds, by version
+        raise CompileError(
+            Problem(str(path), f"is not an ONNX model: {error}", help="check that the file is whole; export it again")
+        ) from error
+    return from_proto(proto, path)
+
+
+def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
+    """As `load_onnx`, of a proto in memory; `path` names it in errors and its folder holds its external data."""
+    where = path.name
+    if not proto.opset_import or not proto.HasField("graph"):
+        raise CompileError(
+            Problem(
+                where,
+                "is not an ONNX model: it has no graph or no opset",
+                help="check that the file is whole; export it again",
+            )
+        )
+    _raise(_opset_problems(proto, where))
+    try:
+        model = ir.from_proto(_inlined(proto))
+    except Exception as error:
+        raise CompileError(
+            Problem(where, f"is broken: {error}", help="onnx.checker.check_model says more; export it again")
+        ) from error
+    ir.external_data.set_base_dir(model.graph, path.parent)
+    return checked(model, where)
+
+
+def checked(model: ir.Model, where: str) -> ir.Model:
+    """`model` inlined, sorted and free of the faults that `load_onnx` names; weights are no longer graph inputs."""
+    if model.functions:
+        model = InlinePass()(model).model
+    _forget_default_inputs(model.graph)
+    problems = [
+        *_unknown_ops(model, where),
+        *_structure_problems(model.graph, where),
+        *_external_problems(model.graph, where),
+    ]
+    _raise(problems)
+    if not _is_sorted(model.graph):
+        try:
+            TopologicalSortPass()(model)
+        except Exception as error:
+            raise CompileError(Problem(where, "the graph has a cycle", help="export the model again")) from error
+    return model
+
+
+def _raise(problems: list[Problem]) -> None:
+    if problems:
+        raise CompileError(problems)
+
+
+def _inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Inlined by onnx where a function's opset differs from the model's, since it converts; else left to onnx-ir."""
+    own = {entry.domain: entry.version for entry in proto.opset_import}
+    if any(own.get(e.domain, e.version) != e.version for f in proto.functions for e in f.opset_import):
+        import onnx.inliner
+
+        return onnx.inliner.inline_local_functions(proto, convert_version=True)
+    return proto
+
+
+def _opset_problems(proto: onnx.ModelProto, where: str) -> list[Problem]:
+    problems = []
+    for entry in proto.opset_import:
+        if entry.domain in ("", "ai.onnx") and not OLDEST_OPSET <= entry.version <= NEWEST_OPSET:
+            remedy = "a newer partc" if entry.version > NEWEST_OPSET else f"convert it to opset {OLDEST_OPSET} or later"
+            if entry.version > NEWEST_OPSET:
+                remedy = f"export it with opset {NEWEST_OPSET} or lower: onnxruntime runs no later one"
+            problems.append(
+                Problem(where, f"opset {entry.version} is outside of {OLDEST_OPSET} to {NEWEST_OPSET}", help=remedy)
+            )
+    return problems
+
+
+@cache
+def _known_ops() -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
+    """(domain, op) pairs and domains that this onnxruntime has a schema for."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    known = frozenset((schema.domain, schema.name) for schema in state.get_all_operator_schema())
+    return known, frozenset(domain for domain, _ in known)
+
+
+def _unknown_ops(model: ir.Model, where: str) -> list[Problem]:
+    known, domains = _known_ops()
+    count: dict[tuple[str, str], list[str]] = {}
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        key = ("" if node.domain == "ai.onnx" else node.domain, node.op_type)
+        if key not in known:
+            count.setdefault(key, []).append(node.name or "unnamed")
+    problems = []
+    for (domain, op_type), names in sorted(count.items()):
+        op = f"{domain}::{op_type}" if domain else op_type
+        fact = f"onnxruntime does not know the op {op} ({len(names)} times, first '{names[0]}')"
+        law = (
+            ""
+            if domain in domains
+            else f"it knows no domain '{domain}'; its domains are {', '.join(sorted(d or 'ai.onnx' for d in domains))}"
+        )
+        problems.append(Problem(where, fact, law, "express it by standard ops, or as a function inside of the model"))
+    return problems
+
+
+def _forget_default_inputs(graph: ir.Graph) -> None:
+    """A weight listed as a graph input too (old exporters) is a weight: nobody feeds it."""
+    for value in [value for value in graph.inputs if value.name in graph.initializers]:
+        graph.inputs.remove(value)
+
+
+def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:
+    """The graph and all bodies inside of it."""
+    yield graph
+    for node in graph:
+        for body in bodies(node):
+            yield from graphs_of(body)
+
+
+def bodies(node: ir.Node) -> list[ir.Graph]:
+    """The graphs among a node's attributes: branches of If, the body of Loop, Scan and SequenceMap."""
+    found: list[ir.Graph] = []
+    for attr in node.attributes.values():
+        if attr.type == ir.AttributeType.GRAPH:
+            found.append(attr.as_graph())
+        elif attr.type == ir.AttributeType.GRAPHS:
+            found.extend(attr.as_graphs())
+    return found
+
+
+def _structure_problems(graph: ir.Graph, where: str, outer: frozenset[ir.Value] = frozenset()) -> list[Problem]:
+    problems = []
+    defined = set(outer) | set(graph.inputs) | set(graph.initializers.values())
+    for value in graph.initializers.values():
+        if value.const_value is None:
+            problems.append(
+                Problem(where, f"the weight '{value.name}' has no data", help="export the model with its weights")
+            )
+    for node in graph:
+        defined.update(node.outputs)
+    names: set[str] = set()
+    for value in defined - outer:
+        if value.name and value.name in names:
+            problems.append(Problem(where, f"the value '{value.name}' is defined twice", help="export the model again"))
+        names.add(value.name or "")
+    for node in graph:
+        missing = [value.name for value in node.inputs if value is not None and value not in defined]
+        problems += [
+            Problem(
+                where,
+                f"'{name}', read by {node.op_type} '{node.name}', is defined nowhere",
+                help="export the model again",
+            )
+            for name in missing
+        ]
+        for body in bodies(node):
+            problems += _structure_problems(body, where, frozenset(defined))
+    problems += [
+        Problem(where, f"the output '{value.name}' is defined nowhere", help="export the model again")
+        for value in graph.outputs
+        if value not in defined
+    ]
+    return problems
+
+
+def _external_problems(graph: ir.Graph, where: str) -> list[Problem]:
+    problems = []
+    for part in graphs_of(graph):
+        for value in part.initializers.values():
+            tensor = value.const_value
+            if not isinstance(tensor, ir.ExternalTensor):
+                continue
+            file, base = Path(tensor.path), Path(tensor.base_dir)
+            if not file.resolve().is_relative_to(base.resolve()):
+                fact, remedy = (
+                    f"the weight '{value.name}' points outside of the model's folder: {tensor.location}",
+                    "keep weights beside the model",
+                )
+            elif not file.is_file():
+                fact, remedy = (
+                    f"the weight '{value.name}' is in '{tensor.location}', which is missing",
+                    "copy the weights file beside the model",
+                )
+            elif (have := file.stat().st_size) < (need := (tensor.offset or 0) + tensor.nbytes):
+                fact, remedy = (
+                    f"'{tensor.location}' is truncated: the weight '{value.name}' ends at byte {need} of {have}",
+                    "copy the weights file again",
+                )
+            else:
+                continue
+            problems.append(Problem(where, fact, help=remedy))
+    return problems
+
+
+def _is_sorted(graph: ir.Graph) -> bool:
+    for part in graphs_of(graph):
+        seen: set[ir.Node] = set()
+        for node in part:
+            for value in node.inputs:
+                producer = value.producer() if value is not None else None
+                if producer is not None and producer.graph is part and producer not in seen:
+                    return False
+            seen.add(node)
+    return True

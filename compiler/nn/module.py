@@ -1,0 +1,53 @@
+"""Modules: onnxscript's own, which mirror torch's, with the switch between training and inference.
+
+A forward gets the op builder first and calls ONNX ops and other modules with it:
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(8, 32)
+
+        def forward(self, op, x):
+            return op.Relu(self.up(op, x))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import onnxscript.nn
+
+if TYPE_CHECKING:
+    Base = onnxscript.nn.Module
+else:
+    Base = object
+
+Self = TypeVar("Self", bound="Switch")
+
+
+class Switch(Base):
+    """The mode that BatchNorm2d and Dropout look at: `training` is False until `train()` is called."""
+
+    training: bool = False
+
+    def train(self: Self, mode: bool = True) -> Self:
+        """This module and all within it in training mode, or with `mode=False` in inference mode."""
+        for module in self.modules():
+            module.training = mode
+        return self
+
+    def eval(self: Self) -> Self:
+        """This module and all within it in inference mode."""
+        return self.train(False)
+
+
+class Module(Switch, onnxscript.nn.Module):
+    """The base of all layers and models: attributes that are modules or parameters become its parts."""
+
+
+class ModuleList(Switch, onnxscript.nn.ModuleList):
+    """Modules in a list, to be called one by one: their paths are `layers.0`, `layers.1`."""
+
+
+class Sequential(Switch, onnxscript.nn.Sequential):
+    """Modules that are called in order, each with the result of the one before."""

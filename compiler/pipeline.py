@@ -1,0 +1,78 @@
+"""The road of a compile: load, then the passes in order, then emit.
+
+program = analyse(Path("model.py"), Path("plan.yaml"))      # everything but writing
+report = compile_model(Path("model.py"), Path("plan.yaml"), Path("build"))
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from partc.compiler.dump import begin_text
+from partc.compiler.emit import emit
+from partc.compiler.load import load
+from partc.compiler.load.names import node_paths
+from partc.compiler.load.source import Source
+from partc.compiler.partition import partition
+from partc.compiler.place import place
+from partc.compiler.plan.read import Plan, read_plan
+from partc.compiler.program import Program
+from partc.compiler.shapes import shapes
+from partc.runtime.format import Manifest, SourceRecord
+
+Pass = Callable[[Program], Program]
+PASSES: tuple[Pass, ...] = (shapes, place, partition)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a compile did: the program, the manifest of what was written, and what the user should know of."""
+
+    program: Program
+    manifest: Manifest
+    out: Path
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return self.program.warnings
+
+
+def start(source: Source, plan: Plan, name: str) -> Program:
+    """The program before any pass."""
+    return Program(name=name, model=source.model, plan=plan, declared=source.declared, paths=node_paths(source.model))
+
+
+def run_passes(program: Program) -> Program:
+    """The program after all passes. Raises CompileError with all violations that the failing pass found."""
+    for step in PASSES:
+        program = step(program)
+    return program
+
+
+def analyse(model: Path, plan: Path | None) -> Program:
+    """Loads and runs all passes; writes nothing. Without a plan, all runs on one rank."""
+    chosen = read_plan(plan) if plan is not None else Plan.whole()
+    return run_passes(start(load(model), chosen, model.name))
+
+
+def compile_model(model: Path, plan: Path | None, out: Path) -> Report:
+    """Compiles `model` by `plan` into the folder `out`. Raises CompileError; then `out` is as it was."""
+    program = analyse(model, plan)
+    sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
+    return Report(program, emit(program, out, sources), out)
+
+
+def compile_source(source: Source, plan: Plan, out: Path, name: str = "model") -> Report:
+    """As `compile_model`, of a model and a plan in memory."""
+    program = run_passes(start(source, plan, name))
+    record = SourceRecord(name=name, sha256=hashlib.sha256(begin_text(program).encode()).hexdigest())
+    return Report(program, emit(program, out, {"model": record, "plan": None}), out)
+
+
+def _record(path: Path) -> SourceRecord:
+    """The hash of a source file itself; weights beside a model are covered by the hashes of the artifact's own."""
+    with path.open("rb") as file:
+        return SourceRecord(name=path.name, sha256=hashlib.file_digest(file, "sha256").hexdigest())

@@ -1,0 +1,85 @@
+"""Pass: every node gets the rank where it runs, and the reason.
+
+The law, in order; the first that decides holds:
+
+1. A node that depends on no input (a constant) runs on every rank that reads it, wherever the plan puts its module.
+2. Shape arithmetic (from `Shape` and `Size` to integers of rank 0 or 1; where the plan is silent, to anything) runs on every
+   rank that reads it. `Shape(x)` is taken where x is; a rank without x is sent the shape, never x.
+3. The plan's last matching rule, else the model's own last `place`.
+4. A node joins the producer that has most bytes of its inputs; at a tie, the earliest input's.
+5. Without a placed producer it joins its first consumer, else the rank its output goes to, else rank 0.
+6. Nodes that (4) or (5) placed move to their consumers, alone or with the producers that serve them only, where that saves a
+   transfer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import onnx_ir as ir
+from partc.compiler.errors import CompileError
+from partc.compiler.pattern_rules import Rule, output_ranks, placement_rules
+from partc.compiler.program import Placed, Program
+from partc.compiler.settle import Settled, settle
+
+_RANDOM = {
+    "RandomNormal",
+    "RandomUniform",
+    "RandomNormalLike",
+    "RandomUniformLike",
+    "Bernoulli",
+    "Multinomial",
+    "Dropout",
+}
+
+
+def place(program: Program) -> Program:
+    """Fills `placement`. Raises CompileError for patterns that match nothing; warns of ranks with nothing to do."""
+    graph = program.model.graph
+    rules, problems = placement_rules(program)
+    delivered, output_problems = output_ranks(program)
+    if problems or output_problems:
+        raise CompileError([*problems, *output_problems])
+    floating = _floating(program, rules)
+    fixed = {node: rule.rank for node, rule in rules.items() if node not in floating}
+    settled = settle(program, fixed, floating, delivered)
+    placement = {node: _placed(node, rules, settled, floating, program) for node in graph}
+    return replace(program, placement=placement)
+
+
+def _floating(program: Program, rules: dict[ir.Node, Rule]) -> dict[ir.Node, str]:
+    """Nodes that run wherever they are read, with the reason: constants and shape arithmetic."""
+    constant: set[ir.Value] = set(program.model.graph.initializers.values())
+    of_shape: set[ir.Value] = set()
+    floating: dict[ir.Node, str] = {}
+    for node in program.model.graph:
+        if node.op_type in _RANDOM or node.domain not in ("", "ai.onnx", "com.microsoft"):
+            continue
+        values = program.reads[node]
+        if all(value in constant for value in values):
+            constant.update(node.outputs)
+            floating[node] = "constant"
+            continue
+        root = node.op_type in ("Shape", "Size") and node.domain in ("", "ai.onnx")
+        if not root and not all(value in constant or value in of_shape for value in values):
+            continue
+        if node in rules and not all(_is_small(program, out) for out in node.outputs):
+            continue
+        of_shape.update(node.outputs)
+        floating[node] = "shape arithmetic"
+    return floating
+
+
+def _is_small(program: Program, value: ir.Value) -> bool:
+    return value.shape is not None and value.shape.rank() <= 1 and value.dtype is not None and value.dtype.is_integer()
+
+
+def _placed(
+    node: ir.Node, rules: dict[ir.Node, Rule], settled: Settled, floating: dict[ir.Node, str], program: Program
+) -> Placed:
+    ranks = settled.ranks[node]
+    if node in floating:
+        return Placed(ranks, floating[node], follows=True)
+    if node in rules:
+        return Placed(ranks, str(rules[node]))
+    return Placed(ranks, settled.reasons[node])

@@ -1,0 +1,182 @@
+"""A YAML file as plain data that knows its lines.
+
+Keys are always text, as they are written, so that a node may be named `1` or `on`. Values follow YAML 1.2: `yes` is a
+text. The line of a value is that of its key, of a list's item that of the item; lines are found by path,
+`("placement", "conv1")`. What makes a file no YAML at all is raised at once; what YAML has and plans have not (keys
+given twice, aliases of lists and mappings, merge keys, tags) is collected.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from partc.compiler.errors import CompileError, Problem
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
+
+Data: TypeAlias = "bool | int | float | str | list[Data] | dict[str, Data] | None"
+Steps: TypeAlias = tuple[str | int, ...]
+
+_TAG = "tag:yaml.org,2002:"
+_KINDS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp")
+
+_HELP = {
+    "undefined alias": "put quotes around a pattern that begins with '*': \"*.mlp\": 3",
+    "'\\t'": "indent with spaces, a tab is no indentation in YAML",
+    "but got '['": 'put quotes around a pattern with brackets: {"layers.[0-5]": 1}',
+    "another document": "a plan is one document: take the line '---' away",
+    "mapping values are not allowed": "look for a ':' too many, a missing quote, or a line indented otherwise",
+    "could not find expected ':'": "a line is 'key: value', with a space after the ':'",
+    "found character '@'": "put quotes around a text that begins with '@'",
+    "found character '`'": "put quotes around a text that begins with '`'",
+}
+
+
+@dataclass
+class Document:
+    """The data of a file, the lines of its paths, and the problems found while it was taken apart.
+
+    A value that was refused is None in the data and its path in `refused`.
+    """
+
+    file: str
+    data: Data = None
+    lines: dict[Steps, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    refused: set[Steps] = field(default_factory=set)
+
+    def where(self, *steps: str | int) -> str:
+        """`file:line` of this path, or of the nearest one around it."""
+        while steps and steps not in self.lines:
+            steps = steps[:-1]
+        return f"{self.file}:{self.lines.get(steps, 1)}"
+
+
+def read_text(path: Path) -> str:
+    """The text of a plan file; CompileError where it cannot be read or is not UTF-8."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        fact, remedy = "there is no such plan file", "give the path of a YAML file"
+        raise CompileError(Problem(str(path), fact, help=remedy)) from None
+    except OSError as error:
+        raise CompileError(Problem(str(path), f"the plan cannot be read: {error.strerror}")) from None
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        fact = f"the byte 0x{raw[error.start]:02x} is not UTF-8"
+        raise CompileError(Problem(f"{path}:{line}", fact, help="save the plan as UTF-8 text")) from None
+
+
+def parse_document(text: str, file: str) -> Document:
+    """The data of a YAML text; CompileError where the text is not YAML."""
+    try:
+        root = YAML(typ="safe", pure=True).compose(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise CompileError(_syntax(f"{file}:{mark.line + 1 if mark else 1}", error.problem, error.context)) from None
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        fact = f"the character U+{error.character:04X} is not allowed in YAML"
+        raise CompileError(Problem(f"{file}:{line}", fact, help="take it away")) from None
+    except YAMLError as error:
+        raise CompileError(Problem(f"{file}:1", f"this is not YAML: {str(error).splitlines()[0]}")) from None
+    except RecursionError:
+        raise CompileError(Problem(f"{file}:1", "lists and mappings are nested too deeply to be read")) from None
+    taken = _Taking(Document(file))
+    if root is not None:
+        taken.document.data = taken.data(root, ())
+    return taken.document
+
+
+class _Taking:
+    """Takes YAML's nodes apart; a list or a mapping is taken once, so that aliases neither recur nor multiply."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.taken: set[int] = set()
+
+    def data(self, node: Node, steps: Steps) -> Data:
+        line = node.start_mark.line + 1
+        self.document.lines.setdefault(steps, line)
+        tag = str(node.tag)
+        kind = tag.removeprefix(_TAG)
+        if kind not in _KINDS:
+            self.problem(line, f"the tag '{tag.replace(_TAG, '!!')}' is not used in plans", "take it away")
+        elif isinstance(node, ScalarNode):
+            return _scalar(str(node.value), kind)
+        elif id(node) in self.taken:
+            line = self.document.lines[steps]
+            self.problem(line, "an alias of a list or a mapping is not used in plans", "write it out")
+        else:
+            self.taken.add(id(node))
+            if isinstance(node, MappingNode):
+                return self.mapping(node, steps)
+            if isinstance(node, SequenceNode):
+                return [self.data(item, (*steps, i)) for i, item in enumerate(node.value)]
+        self.document.refused.add(steps)
+        return None
+
+    def mapping(self, node: MappingNode, steps: Steps) -> dict[str, Data]:
+        data: dict[str, Data] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, ScalarNode):
+                self.problem(line, "a key is a text, not a list or a mapping", "put quotes around it")
+            elif key.tag == "tag:yaml.org,2002:merge":
+                self.problem(line, "'<<' is not used in plans", "write the keys out")
+            elif key.value in data:
+                first = self.document.lines[*steps, key.value]
+                self.problem(line, f"'{key.value}' is given twice, first in line {first}", "keep one of them")
+            else:
+                self.document.lines[*steps, key.value] = line
+                data[key.value] = self.data(value, (*steps, key.value))
+        return data
+
+    def problem(self, line: int, fact: str, help: str) -> None:
+        self.document.problems.append(Problem(f"{self.document.file}:{line}", fact, help=help))
+
+
+def _scalar(text: str, kind: str) -> Data:
+    match kind:
+        case "null":
+            return None
+        case "bool":
+            return text.lower() in ("true", "yes", "on")
+        case "int":
+            return _integer(text)
+        case "float":
+            return _float(text)
+        case _:
+            return text
+
+
+def _integer(text: str) -> int | str:
+    """A YAML 1.2 integer: `012` is twelve, `0o14` and `0xc` too."""
+    digits = text.replace("_", "").lower()
+    sign, digits = (-1, digits[1:]) if digits.startswith("-") else (1, digits.removeprefix("+"))
+    base = {"0x": 16, "0o": 8, "0b": 2}.get(digits[:2], 10)
+    try:
+        return sign * int(digits if base == 10 else digits[2:], base)
+    except ValueError:
+        return text
+
+
+def _float(text: str) -> float | str:
+    for candidate in (text.replace("_", ""), text.replace(".", "")):  # the second is for .inf and .nan
+        try:
+            return float(candidate)
+        except ValueError:
+            continue
+    return text
+
+
+def _syntax(where: str, problem: str | None, context: str | None) -> Problem:
+    fact = ": ".join(piece for piece in (context, problem) if piece)
+    remedy = next((text for symptom, text in _HELP.items() if symptom in fact), "")
+    return Problem(where, f"this is not YAML: {fact}", help=remedy)

@@ -1,0 +1,248 @@
+"""A plan to begin with: valid YAML that places nothing, with the model's modules and parameters as comments.
+
+The inputs stand with the dims that the model gives them, and every named dim is a symbol whose constraints wait to be
+filled in. Below is the tree of modules in the order of the graph, each with its nodes, weights, share of all weights
+and op types; a parameter is listed with the module of the first node that uses it. Nodes outside of modules follow, in
+runs where they are many. Names are written as the plan takes them: they can be copied before a ':'.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+from partc.compiler.plan.pattern import literal_pattern
+from partc.compiler.plan.schema import is_dim_name
+
+MOST_LINES = 200
+RUNS = 100
+WIDEST = 56
+
+_PLAIN = re.compile(r"[A-Za-z_/][\w./-]*", re.ASCII)
+_WORDS = {"null", "true", "false", "yes", "no", "on", "off"}
+
+
+@dataclass
+class _Part:
+    """A module, a node or a run of nodes: what it has itself, and the modules inside it."""
+
+    label: str
+    path: str = ""
+    nodes: int = 0
+    bytes: int = 0
+    ops: collections.Counter[str] = field(default_factory=collections.Counter)
+    parameters: list[ir.Value] = field(default_factory=list)
+    inside: dict[str, _Part] = field(default_factory=dict)
+
+    def add(self, node: ir.Node, parameters: list[ir.Value]) -> None:
+        self.nodes += 1
+        self.ops[node.op_type] += 1
+        self.bytes += sum(_bytes(parameter) for parameter in parameters)
+
+
+def starting_plan(model: ir.Model, paths: Mapping[ir.Node, str], name: str) -> str:
+    """The text of a plan for the model called `name`; `paths` has the dotted path of every node of the main graph."""
+    graph = model.graph
+    sizes = [_bytes(value) for value in graph.initializers.values()]
+    counts = f"{_count(len(graph), 'node')}, {_count(len(sizes), 'parameter')}, {_size(sum(sizes))}"
+    lines = [
+        f"# A plan for {_shown(name)}: {counts}.",
+        "# Set 'ranks', then say under 'placement' which module or node runs on which of them.",
+        "",
+        "ranks: 1",
+        "",
+        *_inputs(graph),
+        "placement:",
+        "  # a name or a pattern from below, and its rank; where two match, the later wins; for instance:",
+        *(f"  # {_key(literal_pattern(path))}: 0" for path in _examples(paths.values())),
+        "",
+        "# outputs: 0   # a rank, a list of ranks, or producer, for all of them; or one line for each:",
+        "# outputs:",
+        *(f"#   {_key(literal_pattern(value.name or ''))}: 0   # {_type(value)}" for value in graph.outputs),
+        "",
+        *_tree(graph, paths, sum(sizes)),
+    ]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _inputs(graph: ir.Graph) -> Iterator[str]:
+    inputs = [value for value in graph.inputs if value.name not in graph.initializers]
+    uses = collections.Counter(
+        dim.value for value in inputs for dim in value.shape or () if isinstance(dim, ir.SymbolicDim)
+    )
+    names = [dim for dim in uses if dim is not None and dim.isidentifier()]
+    if names:
+        yield "symbols:   # the legal sizes of the dims that vary, for instance {min: 8, max: 512, divisor: 8}"
+        yield from (f"  {_key(dim)}: {'{unique: true}' if uses[dim] > 1 else '{}'}" for dim in names)
+        yield ""
+    if inputs:
+        yield "inputs:"
+    for value in inputs:
+        if value.shape is None or not isinstance(value.type, ir.TensorType | None):
+            yield f"  # {_key(value.name or '')}: {_type(value)}"
+        else:
+            dims = ", ".join(_dim(dim) for dim in value.shape)
+            yield f"  {_key(value.name or '')}: [{dims}]   # {_type(value)}"
+    if inputs:
+        yield ""
+
+
+def _examples(paths: Iterable[str]) -> list[str]:
+    """The first and the last of the outermost modules, or nodes."""
+    heads = list(dict.fromkeys(path.partition(".")[0] or path for path in paths))
+    return heads[:1] + heads[1:][-1:]
+
+
+def _tree(graph: ir.Graph, paths: Mapping[ir.Node, str], total: int) -> Iterator[str]:
+    root = _Part("")
+    loose: list[tuple[str, ir.Node, list[ir.Value]]] = []
+    used: set[str] = set()
+    for node in graph:
+        parameters = [value for value in _initializers(node, graph) if value.name not in used]
+        used.update(value.name or "" for value in parameters)
+        path = paths[node]
+        modules = path.split(".")[:-1]
+        if not modules or not all(modules):
+            loose.append((path, node, parameters))
+            continue
+        part = root
+        for i, module in enumerate(modules):
+            part = part.inside.setdefault(module, _Part(module, ".".join(modules[: i + 1])))
+            part.add(node, parameters)
+        part.parameters += parameters
+    if root.inside:
+        yield "# The modules of the model, with their nodes, weights and op types:"
+        yield "#"
+        for part in root.inside.values():
+            yield from _module(part, 0, total)
+        yield "#"
+    if loose:
+        yield from _loose(loose, total)
+    unused = len(graph.initializers) - len(used)
+    if unused:
+        yield f"# No node uses {_count(unused, 'parameter')} of the model, not listed here."
+
+
+def _module(part: _Part, depth: int, total: int) -> Iterator[str]:
+    yield _line("  " * depth + _key(literal_pattern(part.path)), part, total)
+    listed = [value for value in part.parameters if not _is_arithmetic(value)]
+    for value in listed:
+        label = (value.name or "").removeprefix(part.path + ".")
+        yield f"#   {'  ' * depth}  . {_shown(label)}  {_type(value)}  {_size(_bytes(value))}"
+    for inner in part.inside.values():
+        yield from _module(inner, depth + 1, total)
+
+
+def _loose(nodes: list[tuple[str, ir.Node, list[ir.Value]]], total: int) -> Iterator[str]:
+    """The nodes that are in no module: one line each, or, of more than MOST_LINES, one line for each run."""
+    length = 1 if len(nodes) <= MOST_LINES else -(-len(nodes) // RUNS)
+    runs = "" if length == 1 else f", {len(nodes)} of them, in runs of {length} in the order of the graph"
+    yield f"# The nodes outside of modules{runs}:"
+    yield "#"
+    for start in range(0, len(nodes), length):
+        run = nodes[start : start + length]
+        ends = [_key(literal_pattern(path)) for path, _, _ in (run[0], run[-1])]
+        part = _Part(ends[0] if len(run) == 1 else " .. ".join(ends))
+        for _, node, parameters in run:
+            part.add(node, parameters)
+            part.parameters += [value for value in parameters if not _is_arithmetic(value)]
+        yield _line(part.label, part, total, alone=len(run) == 1)
+        if length == 1:
+            yield from (f"#       . {_shown(v.name or '')}  {_type(v)}  {_size(_bytes(v))}" for v in part.parameters)
+    yield "#"
+
+
+def _line(label: str, part: _Part, total: int, alone: bool = False) -> str:
+    kinds = [f"{op} {n}" if n > 1 else op for op, n in part.ops.most_common(4)]
+    more = f", and {len(part.ops) - 4} more" if len(part.ops) > 4 else ""
+    share = f"{100 * part.bytes / total:5.1f} %" if total and part.bytes else " " * 7
+    nodes = "" if alone else _count(part.nodes, "node")
+    weights = _size(part.bytes) if part.bytes else ""
+    return f"#   {label:<{WIDEST}} {nodes:>11} {weights:>10} {share}  {', '.join(kinds)}{more}"
+
+
+def _initializers(node: ir.Node, graph: ir.Graph) -> Iterator[ir.Value]:
+    """The initializers that a node uses, itself or in its bodies, each once, in order."""
+    seen: set[str] = set()
+    for inner in (node, *_bodies(node)):
+        for value in inner.inputs:
+            name = value.name if value is not None else None
+            if value is not None and name and name not in seen and graph.initializers.get(name) is value:
+                seen.add(name)
+                yield value
+
+
+def _bodies(node: ir.Node) -> Iterator[ir.Node]:
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield from attribute.as_graph().all_nodes()
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            for body in attribute.as_graphs():
+                yield from body.all_nodes()
+
+
+def _is_arithmetic(value: ir.Value) -> bool:
+    """Whether an initializer is a scalar or a short list of integers (a shape, axes): counted, but not listed."""
+    shape = value.shape
+    if shape is None or any(not isinstance(dim, int) for dim in shape):
+        return False
+    return len(shape) == 0 or (len(shape) == 1 and value.dtype == ir.DataType.INT64 and shape.numpy()[0] <= 8)
+
+
+def _bytes(value: ir.Value) -> int:
+    return 0 if value.const_value is None else value.const_value.nbytes
+
+
+def _type(value: ir.Value) -> str:
+    kind = value.type
+    if kind is not None and not isinstance(kind, ir.TensorType):
+        return _shown(str(kind))
+    dtype = "unknown type" if value.dtype is None else _dtype(value.dtype)
+    if value.shape is None:
+        return f"{dtype}, rank unknown"
+    return f"{dtype} [{', '.join('?' if _name(dim) is None else _shown(str(_name(dim))) for dim in value.shape)}]"
+
+
+def _dtype(dtype: ir.DataType) -> str:
+    return {"FLOAT": "float32", "DOUBLE": "float64"}.get(dtype.name, dtype.name.lower())
+
+
+def _name(dim: int | ir.SymbolicDim) -> int | str | None:
+    return dim if isinstance(dim, int) else dim.value
+
+
+def _dim(dim: int | ir.SymbolicDim) -> str:
+    name = _name(dim)
+    return str(name) if isinstance(name, int) else _key(name) if name is not None and is_dim_name(name) else "null"
+
+
+def _key(text: str) -> str:
+    """The text as YAML, with quotes where it needs them."""
+    if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
+        return text
+    return re.sub(r"[^\x20-\x7e]", _escaped, json.dumps(text, ensure_ascii=False))
+
+
+def _shown(text: str) -> str:
+    """The text for a comment: on one line, printable."""
+    return re.sub(r"[^\x20-\x7e]", lambda found: found[0] if found[0].isprintable() else _escaped(found), text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"\\U{ord(found[0]):08x}"
+
+
+def _size(count: int) -> str:
+    """Bytes for people; 1 KB is 1000 bytes."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.{1 if count < 100 * factor else 0}f} {unit}"
+    return f"{count} B"
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,199 @@
+"""Settles the ranks of nodes that no rule places, such that no transfer is added where none is needed.
+
+A value costs one transfer per rank other than its own that reads it. Model inputs and weights cost none: ranks read them
+themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import onnx_ir as ir
+from partc.compiler.facts import facts_of
+from partc.compiler.program import Program
+
+Delivered = dict[ir.Value, tuple[int, ...] | None]
+_LARGEST_MOVE = 32
+
+
+@dataclass
+class Settled:
+    """Per node its ranks, the one that sends its values first, and why; `needs`: per value the ranks that read it."""
+
+    ranks: dict[ir.Node, tuple[int, ...]] = field(default_factory=dict)
+    reasons: dict[ir.Node, str] = field(default_factory=dict)
+    needs: dict[ir.Value, set[int]] = field(default_factory=dict)
+
+
+def settle(program: Program, fixed: dict[ir.Node, int], floating: dict[ir.Node, str], delivered: Delivered) -> Settled:
+    """The ranks of all nodes, given the `fixed` ones; `floating` nodes run wherever they are read."""
+    work = _Settler(program, fixed, floating, delivered)
+    work.join_producers()
+    work.join_consumers()
+    work.move_to_consumers()
+    return work.settled()
+
+
+class _Settler:
+    def __init__(
+        self, program: Program, fixed: dict[ir.Node, int], floating: dict[ir.Node, str], delivered: Delivered
+    ) -> None:
+        self.program, self.fixed, self.floating, self.delivered = program, fixed, floating, delivered
+        self.nodes = list(program.model.graph)
+        self.index = {node: k for k, node in enumerate(self.nodes)}
+        self.home: dict[ir.Node, int] = dict(fixed)
+        self.reasons: dict[ir.Node, str] = {}
+        self.readers: dict[ir.Value, list[ir.Node]] = {}
+        for node in self.nodes:
+            for value in program.reads[node]:
+                self.readers.setdefault(value, []).append(node)
+
+    @cached_property
+    def free(self) -> list[ir.Node]:
+        return [node for node in self.nodes if node not in self.fixed and node not in self.floating]
+
+    def producers(self, node: ir.Node) -> list[tuple[ir.Value, ir.Node]]:
+        """The values that a node reads from nodes with one home, with these nodes."""
+        found = []
+        for value in self.program.reads[node]:
+            producer = value.producer()
+            if producer is not None and producer not in self.floating:
+                found.append((value, producer))
+        return found
+
+    def join_producers(self) -> None:
+        sizes = _Sizes(self.program)
+        for node in self.free:
+            weight: dict[int, int] = {}
+            first: dict[int, ir.Node] = {}
+            for value, producer in self.producers(node):
+                if producer in self.home:
+                    rank = self.home[producer]
+                    weight[rank] = weight.get(rank, 0) + sizes.bytes_of(value)
+                    first.setdefault(rank, producer)
+            if weight:
+                rank = max(weight, key=lambda rank: weight[rank])
+                self.home[node] = rank
+                self.reasons[node] = f"joins {self.program.paths[first[rank]]}"
+
+    def join_consumers(self) -> None:
+        for node in reversed(self.free):
+            if node in self.home:
+                continue
+            readers = [reader for out in node.outputs for reader in self.readers.get(out, ()) if reader in self.home]
+            if readers:
+                reader = min(readers, key=lambda reader: self.index[reader])
+                self.home[node], self.reasons[node] = (
+                    self.home[reader],
+                    f"joins its reader {self.program.paths[reader]}",
+                )
+                continue
+            wanted = [ranks[0] for out in node.outputs if (ranks := self.delivered.get(out))]
+            self.home[node] = wanted[0] if wanted else 0
+            self.reasons[node] = "joins its output" if wanted else "nothing decides"
+
+    def needed_on(self, value: ir.Value, moved: frozenset[ir.Node] = frozenset(), to: int = 0) -> set[int]:
+        ranks = {
+            to if reader in moved else self.home[reader]
+            for reader in self.readers.get(value, ())
+            if reader in self.home
+        }
+        ranks.update(self.delivered.get(value) or ())
+        return ranks
+
+    def _cost(self, values: dict[ir.Value, ir.Node], moved: frozenset[ir.Node], to: int) -> int:
+        total = 0
+        for value, producer in values.items():
+            home = to if producer in moved else self.home[producer]
+            total += len(self.needed_on(value, moved, to) - {home})
+        return total
+
+    def _gain(self, moved: frozenset[ir.Node], to: int) -> int:
+        values: dict[ir.Value, ir.Node] = {}
+        for node in moved:
+            values.update(self.producers(node))
+            values.update((out, node) for out in node.outputs)
+        return self._cost(values, frozenset(), to) - self._cost(values, moved, to)
+
+    def move_to_consumers(self) -> None:
+        """Moves a free node, with free producers that serve the moved ones only, where that saves a transfer; until none does."""
+        free = frozenset(self.free)
+        again = bool(free)
+        while again:
+            again = False
+            for node in reversed(self.free):
+                here = self.home[node]
+                away = set().union(*(self.needed_on(out) for out in node.outputs)) - {here}
+                for to in sorted(away):
+                    moved = self._worth_moving(node, here, to, free)
+                    if moved:
+                        for each in moved:
+                            self.home[each], self.reasons[each] = to, f"joins its readers on rank {to}"
+                        again = True
+                        break
+
+    def _worth_moving(self, node: ir.Node, here: int, to: int, free: frozenset[ir.Node]) -> frozenset[ir.Node] | None:
+        moved = frozenset({node})
+        while (gain := self._gain(moved, to)) >= 0:
+            if gain > 0:
+                return moved
+            more = [
+                producer
+                for each in moved
+                for _, producer in self.producers(each)
+                if producer in free and producer not in moved and self.home[producer] == here
+            ]
+            serving = [p for p in more if set().union(*(self.needed_on(out, moved, to) for out in p.outputs)) <= {to}]
+            if not serving or len(moved) >= _LARGEST_MOVE:
+                return None
+            moved |= {max(serving, key=lambda producer: self.index[producer])}
+        return None
+
+    def settled(self) -> Settled:
+        result = Settled(reasons=self.reasons)
+        needs = result.needs
+        for value in [*self.readers, *self.delivered]:
+            needs[value] = self.needed_on(value)
+        for node in reversed(self.nodes):
+            if node in self.home:
+                result.ranks[node] = (self.home[node],)
+                continue
+            wanted = set().union(*(needs.get(out, set()) for out in node.outputs))
+            if not wanted and any(out in self.delivered for out in node.outputs):
+                wanted = {0}
+            ranks = self._where_readable(node, wanted, needs)
+            result.ranks[node] = ranks
+            for value in self.program.reads[node]:
+                needs.setdefault(value, set()).update(ranks)
+        return result
+
+    def _where_readable(self, node: ir.Node, wanted: set[int], needs: dict[ir.Value, set[int]]) -> tuple[int, ...]:
+        """All wanted ranks; of `Shape(x)` those that hold x, after x's home where another one has to be sent the shape."""
+        for _, producer in self.producers(node):
+            home = self.home[producer]
+            holding = {home, *(rank for value in self.program.reads[node] for rank in needs.get(value, ()))}
+            if wanted - holding or home in wanted:
+                return (home, *sorted((wanted & holding) - {home}))
+        return tuple(sorted(wanted))
+
+
+class _Sizes:
+    """Bytes of values at the smallest legal size of every symbol: only used to compare."""
+
+    def __init__(self, program: Program) -> None:
+        self.values = program.values
+        self.known = {name: info.facts for name, info in program.symbols.items()}
+        self.smallest: dict[str, int] = {}
+
+    def bytes_of(self, value: ir.Value) -> int:
+        info = self.values[value]
+        size = info.item_bytes or 1
+        for dim in info.shape or ():
+            size *= dim if isinstance(dim, int) else self._smallest(dim)
+        return size
+
+    def _smallest(self, dim: str) -> int:
+        if dim not in self.smallest:
+            self.smallest[dim] = max(1, facts_of(dim, self.known).min or 0)
+        return self.smallest[dim]

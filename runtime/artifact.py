@@ -1,0 +1,187 @@
+"""Opening an artifact: the manifest, and the proof that the files a rank needs are those that the compiler wrote.
+
+Nothing is believed: the manifest is held against its schema, every needed file against its recorded size and SHA-256, every path
+of external data against the folder (links resolved) and every region against its file. With `trust` the contents are not hashed;
+sizes and paths are checked all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from . import expression
+from .errors import ArtifactError
+from .format import FORMAT, MANIFEST, Manifest, Shape, rank_file, stays_inside
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, TensorProto
+
+_AGAIN = "help: compile again, or copy the whole folder again"
+
+
+class Artifact:
+    """An artifact on disk: its folder, its manifest, and the checked programs of its ranks."""
+
+    def __init__(self, folder: Path, manifest: Manifest, trust: bool) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.trust = trust
+        self._checked: set[str] = set()
+
+    def model(self, rank: int) -> ModelProto:
+        """The program of a rank, its weights left in their files; ArtifactError where any file it needs is not what it was."""
+        import onnx
+        from google.protobuf.message import DecodeError
+
+        name = rank_file(rank)
+        self._check([name])
+        try:
+            model = onnx.load_model(self.folder / name, load_external_data=False)
+        except DecodeError:
+            raise ArtifactError(f"{self.folder / name}: is not an ONNX model\n  {_AGAIN}") from None
+        regions = [(tensor.name, *_region(tensor)) for tensor in _external(model.graph)]
+        self._check(dict.fromkeys(path for _, path, _, _ in regions))
+        problems = [
+            f"{self.folder / name}: weight '{weight}' lies at bytes {offset} to {offset + length} of {path}, which has "
+            f"{self.manifest.files[path].bytes}"
+            for weight, path, offset, length in regions
+            if offset < 0 or length < 0 or offset + length > self.manifest.files[path].bytes
+        ]
+        if problems:
+            raise ArtifactError("\n".join([*problems, f"  {_AGAIN}"]))
+        return model
+
+    def _check(self, names: Iterable[str]) -> None:
+        problems = [problem for name in names if name not in self._checked for problem in self._violations(name)]
+        if problems:
+            raise ArtifactError("\n".join([*problems, f"  {_AGAIN}"]))
+        self._checked.update(names)
+
+    def _violations(self, name: str) -> Iterator[str]:
+        file = self.folder / name
+        record = self.manifest.files.get(name)
+        if not stays_inside(name) or not file.resolve().is_relative_to(self.folder.resolve()):
+            yield f"{self.folder}: the path '{name}' leaves the folder\n  a file of an artifact lies inside its folder"
+        elif record is None:
+            yield f"{file}: is needed, but the manifest does not list it"
+        elif not file.is_file():
+            yield f"{file}: is missing"
+        elif (size := file.stat().st_size) != record.bytes:
+            yield f"{file}: has {size} bytes, the manifest says {record.bytes}"
+        elif not self.trust and (found := sha256(file)) != record.sha256:
+            yield f"{file}: was changed: its SHA-256 begins with {found[:12]}, the manifest says {record.sha256[:12]}"
+
+
+def open_artifact(folder: str | Path, *, rank: int | None = None, trust: bool = False) -> Artifact:
+    """The artifact in a folder, its manifest checked; with `rank`, the files of that rank too. ArtifactError says what is wrong."""
+    place = Path(folder)
+    artifact = Artifact(place, _manifest(place), trust)
+    if rank is not None:
+        artifact.model(rank)
+    return artifact
+
+
+def sha256(file: Path) -> str:
+    """The SHA-256 of a file's contents, in hexadecimal."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _manifest(folder: Path) -> Manifest:
+    file = folder / MANIFEST
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder}: there is no such folder\n  help: give the folder that `partc compile` wrote")
+    if not file.is_file():
+        raise ArtifactError(f"{folder}: has no {MANIFEST}\n  help: give the folder that `partc compile` wrote")
+    try:
+        data = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{file}: is not JSON: {error}\n  {_AGAIN}") from None
+    if isinstance(data, dict) and (version := data.get("format")) != FORMAT:
+        raise ArtifactError(
+            f"{file}: is of format {version!r}, this partc reads format {FORMAT}\n"
+            f"  help: compile again with this partc, or install the one that wrote it ({data.get('partc')})"
+        )
+    try:
+        manifest = Manifest.model_validate(data)
+    except ValidationError as error:
+        lines = [f"{file}: {'.'.join(map(str, item['loc'])) or 'the whole'}: {item['msg']}" for item in error.errors()]
+        raise ArtifactError("\n".join([*lines, f"  {_AGAIN}"])) from None
+    problems = [f"{file}: {problem}" for problem in _contradictions(manifest)]
+    if problems:
+        raise ArtifactError("\n".join([*problems, f"  {_AGAIN}"]))
+    return manifest
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """What a schema cannot say: ranks within range, tags unique, dims that are expressions over the symbols."""
+    last = manifest.ranks - 1
+    tags: set[int] = set()
+    for kind, ports in (("input", manifest.inputs), ("output", manifest.outputs)):
+        for port in ports:
+            yield from (
+                f"{kind} '{port.name}' names rank {rank}: the ranks are 0 to {last}"
+                for rank in port.ranks
+                if not 0 <= rank <= last
+            )
+            yield from (f"{kind} '{port.name}': {problem}" for problem in _bad_dims(port.shape, manifest))
+    for transfer in manifest.transfers:
+        where = f"transfer {transfer.tag} of '{transfer.value}'"
+        ends = (transfer.source, transfer.target)
+        if transfer.source == transfer.target or not all(0 <= rank <= last for rank in ends):
+            yield f"{where} goes from rank {transfer.source} to rank {transfer.target}: two different ranks of 0 to {last} are needed"
+        if transfer.tag in tags:
+            yield f"{where}: another transfer has the same tag"
+        tags.add(transfer.tag)
+        yield from (f"{where}: {problem}" for problem in _bad_dims(transfer.shape, manifest))
+
+
+def _bad_dims(shape: Shape, manifest: Manifest) -> Iterator[str]:
+    for dim in shape or ():
+        try:
+            names = expression.parse(dim, manifest.symbols).names
+        except ValueError as error:
+            yield str(error)
+        else:
+            yield from (
+                f"the dim '{dim}' needs '{name}', which is no symbol"
+                for name in sorted(names - manifest.symbols.keys())
+            )
+
+
+def _region(tensor: TensorProto) -> tuple[str, int, int]:
+    """Where a tensor's bytes lie: path, offset and length (0 where the entry does not say)."""
+    entry = {item.key: item.value for item in tensor.external_data}
+    try:
+        return entry.get("location", ""), int(entry.get("offset", 0)), int(entry.get("length", 0))
+    except ValueError:
+        raise ArtifactError(
+            f"weight '{tensor.name}' has external data that is not at a number of bytes\n  {_AGAIN}"
+        ) from None
+
+
+def _external(graph: GraphProto) -> Iterator[TensorProto]:
+    """Every tensor of a graph and of the bodies in it whose bytes are in another file."""
+    from onnx import TensorProto
+
+    for tensor in _tensors(graph):
+        if tensor.data_location == TensorProto.EXTERNAL:
+            yield tensor
+
+
+def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield attribute.t
+            yield from attribute.tensors
+            for body in (attribute.g, *attribute.graphs):
+                yield from _tensors(body)

@@ -1,0 +1,239 @@
+"""The start of a step: inputs checked, dims bound to symbols, and one answer on all ranks before any value moves.
+
+Every rank puts the dims of the inputs that it reads into one vector; one agreement makes the vectors equal. So all ranks know all
+bindings, hold them against the same laws, and refuse a step with the same words. What only one rank can see (an input that is
+missing, a wrong dtype) sets a flag in the vector, and then the ranks exchange their texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from . import expression
+from .dtypes import BY_NAME, Array, Dtype, by_numpy, dense
+from .errors import InputError
+from .format import Manifest, Port, SymbolRecord, Transfer
+from .message import Value
+from .tensor import Tensor
+from .transport import Transport, Vector
+
+Bindings: TypeAlias = dict[str, int]
+
+_UNSEEN = np.iinfo(np.int64).min
+
+
+@dataclass
+class Binder:
+    """What a rank knows of the inputs; `read` are the names of those that it reads."""
+
+    manifest: Manifest
+    read: frozenset[str]
+    bound: frozenset[str] = field(init=False)
+    """The symbols that the inputs of a step bind; the others are known to no rank beforehand."""
+
+    def __post_init__(self) -> None:
+        self.bound = frozenset(
+            dim
+            for port in self.manifest.inputs
+            if port.ranks and _is_tensor(port)
+            for dim in port.shape or ()
+            if isinstance(dim, str) and dim in self.manifest.symbols
+        )
+        self._cells = [
+            (port, axis)
+            for port in self.manifest.inputs
+            if port.ranks and _is_tensor(port)
+            for axis in range(len(port.shape or ()))
+        ]
+
+    def bind(self, inputs: Mapping[str, object], transport: Transport) -> tuple[Bindings, dict[str, Value]]:
+        """The bindings of this step and the inputs that this rank reads, as values; InputError on all ranks alike."""
+        values, problems = self._read(inputs)
+        vector = self._vector(values, bool(problems))
+        agreed = transport.agree(vector)
+        texts = transport.share("\n".join(problems)) if agreed[0] else []
+        bindings: Bindings = {}
+        found = [text for text in dict.fromkeys(texts) if text] + list(self._violations(agreed, bindings))
+        if found:
+            raise InputError("\n".join(found))
+        return bindings, values
+
+    def check_promises(self, bindings: Bindings) -> None:
+        """Every size that the manifest promises is a whole number of at least 0; all ranks find the same, so that all refuse alike."""
+        symbols = self.manifest.symbols
+        problems: dict[str, None] = {}
+        for one in (*self.manifest.transfers, *self.manifest.outputs):
+            name = one.value if isinstance(one, Transfer) else one.name
+            for axis, dim in enumerate(one.shape or ()):
+                promise = expression.parse(dim, symbols)
+                if promise.names <= self.bound:
+                    try:
+                        size = promise(bindings)
+                        fault = f"{dim} is {size}" if size < 0 else ""
+                    except ValueError as error:
+                        fault = str(error)
+                    if fault:
+                        problems[
+                            f"with {spelled(bindings)} the value '{name}' has no size along axis {axis}: {fault}"
+                        ] = None
+        if problems:
+            raise InputError("\n".join(problems))
+
+    def _read(self, inputs: Mapping[str, object]) -> tuple[dict[str, Value], list[str]]:
+        names = {port.name for port in self.manifest.inputs}
+        known = ", ".join(f"'{port.name}'" for port in self.manifest.inputs) or "none"
+        problems = [
+            f"the model has no input '{name}'\n  help: its inputs are {known}" for name in inputs if name not in names
+        ]
+        values: dict[str, Value] = {}
+        for port in self.manifest.inputs:
+            if port.name not in self.read:
+                continue
+            if port.name not in inputs:
+                problems.append(f"the input '{port.name}' is missing\n  help: the model's inputs are {known}")
+                continue
+            try:
+                values[port.name] = _value(port, inputs[port.name])
+            except ValueError as error:
+                problems.append(f"input '{port.name}': {error}")
+        return values, problems
+
+    def _vector(self, values: Mapping[str, Value], flag: bool) -> Vector:
+        """The flag, then for each dim of each input itself and its negative, so that the maximum shows disagreement."""
+        vector = np.full(1 + 2 * len(self._cells), _UNSEEN, np.int64)
+        vector[0] = flag
+        for index, (port, axis) in enumerate(self._cells):
+            value = values.get(port.name)
+            if isinstance(value, Tensor | np.ndarray) and len(value.shape) == len(port.shape or ()):
+                vector[1 + 2 * index] = value.shape[axis]
+                vector[2 + 2 * index] = -value.shape[axis]
+        return vector
+
+    def _violations(self, vector: Vector, bindings: Bindings) -> Iterator[str]:
+        """Fill in the bindings; say every law that the dims break."""
+        symbols = self.manifest.symbols
+        origin: dict[str, str] = {}
+        later: list[tuple[str, int, str]] = []
+        for index, (port, axis) in enumerate(self._cells):
+            size, other = int(vector[1 + 2 * index]), -int(vector[2 + 2 * index])
+            dim = (port.shape or [])[axis]
+            where = f"input '{port.name}' axis {axis}"
+            if vector[1 + 2 * index] == _UNSEEN:
+                continue
+            if size != other:
+                yield f"{where} is not the same on all ranks: {other} to {size}\n  help: give every rank the same input"
+            elif isinstance(dim, int):
+                if size != dim:
+                    yield f"{where} is {size}, the model was compiled for {dim}"
+            elif dim not in symbols:
+                later.append((where, size, dim))
+            elif dim not in bindings:
+                bindings[dim], origin[dim] = size, where
+                if not _legal(size, symbols[dim]):
+                    yield _refusal(where, size, dim, symbols[dim])
+            elif bindings[dim] != size:
+                yield f"{where} is {size}, but '{dim}' is {bindings[dim]} by {origin[dim]}\n  the two must be equal"
+        for where, size, dim in later:
+            promise = expression.parse(dim, symbols)
+            if promise.names <= bindings.keys():
+                try:
+                    wanted = str(promise(bindings))
+                except ValueError as error:
+                    wanted = str(error)
+                if wanted != str(size):
+                    yield f"{where} is {size}, but {dim} is {wanted} with {spelled(bindings)}"
+
+
+def spelled(bindings: Mapping[str, int]) -> str:
+    """Bindings as people write them: `batch = 8, seq = 5`."""
+    return ", ".join(f"{name} = {value}" for name, value in sorted(bindings.items())) or "no symbols"
+
+
+def _is_tensor(port: Port) -> bool:
+    return port.shape is not None and port.type.startswith("tensor(")
+
+
+def _value(port: Port, given: object) -> Value:
+    """An input as the runtime handles it; ValueError says what is wrong with it."""
+    dtype = dense(port.type)
+    if dtype is None and port.type != "tensor(string)":
+        return _general(given, port.type)
+    try:
+        array = np.asarray(given)
+    except ValueError:
+        raise ValueError("is not an array: its rows differ in length") from None
+    rank = None if port.shape is None else len(port.shape)
+    if rank is not None and array.ndim != rank:
+        shape = ", ".join(map(str, port.shape or ()))
+        raise ValueError(f"has {array.ndim} axes, shape {array.shape}; the model takes {rank}: [{shape}]")
+    if dtype is None:
+        if array.dtype.kind not in "OUST":
+            raise ValueError(f"is of {array.dtype}, the model takes strings")
+        return array.astype(object)
+    if array.dtype.newbyteorder("=") != dtype.numpy:
+        raise ValueError(
+            f"is of {array.dtype}, the model takes {dtype.numpy}\n  help: convert it: .astype('{dtype.numpy}')"
+        )
+    return Tensor.of(array.astype(dtype.numpy, copy=False), dtype)
+
+
+def _general(given: object, text: str) -> Value:
+    """A sequence, optional or map, its element types held against the port's."""
+    head, _, rest = text.partition("(")
+    inner = rest[:-1]
+    match head:
+        case "optional":
+            return None if given is None else _general(given, inner)
+        case "seq":
+            if not isinstance(given, list | tuple):
+                raise ValueError(f"is a {type(given).__name__}, the model takes a list ({text})")
+            return [_general(item, inner) for item in given]
+        case "map":
+            if not isinstance(given, Mapping):
+                raise ValueError(f"is a {type(given).__name__}, the model takes a dict ({text})")
+            return dict(given)
+        case "tensor":
+            return _element(np.asarray(given), BY_NAME.get(inner), text)
+    raise ValueError(f"is a {text}, which cannot be given from Python")
+
+
+def _element(array: Array, dtype: Dtype | None, text: str) -> Array:
+    fits = by_numpy(array.dtype) == dtype if dtype else array.dtype.kind in "OUST"
+    if not fits:
+        raise ValueError(f"holds an array of {array.dtype}, the model takes {text}")
+    return array if dtype else array.astype(object)
+
+
+def _legal(size: int, law: SymbolRecord) -> bool:
+    least = law.divisor + law.remainder if law.divisor > 1 else law.remainder
+    fits = (size - law.remainder) % law.divisor == 0 and size >= least
+    return fits and size >= law.min and (law.max is None or size <= law.max)
+
+
+def _refusal(where: str, size: int, name: str, law: SymbolRecord) -> str:
+    terms = []
+    if law.divisor > 1:
+        rest = f" + {law.remainder}" if law.remainder else ""
+        terms.append(f"{law.divisor}*N{rest} with N at least 1")
+    if law.min or not terms:
+        terms.append(f"at least {law.min}")
+    if law.max is not None:
+        terms.append(f"at most {law.max}")
+    return f"{where} is {size}\n  '{name}' is {', '.join(terms)}\n  help: {_nearest(size, law)}"
+
+
+def _nearest(size: int, law: SymbolRecord) -> str:
+    """The legal sizes around one that is not."""
+    step, rest = law.divisor, law.remainder
+    low = max(law.min, step + rest if step > 1 else rest)
+    first = low + (rest - low) % step
+    last = None if law.max is None else law.max - (law.max - rest) % step
+    if last is not None and last < first:
+        return "no size is legal"
+    below = size - (size - rest) % step
+    around = [max(first, number if last is None else min(last, number)) for number in (below, below + step)]
+    return f"{' or '.join(map(str, dict.fromkeys(around)))} would do"

@@ -1,0 +1,110 @@
+"""Checks an artifact's folder against its manifest: schema, sizes, hashes, strangers, and the weights files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+from partc.runtime.artifact import open_artifact, sha256
+from partc.runtime.errors import ArtifactError
+from partc.runtime.format import MANIFEST, FileRecord, Manifest, rank_file
+from partc.runtime.violation import Violation
+
+_COMPILE_AGAIN = "compile the model again, or copy the whole folder again"
+
+
+def read_manifest(folder: Path) -> tuple[Manifest | None, list[Violation]]:
+    """The manifest of `folder`, or None with the reasons why there is none that this version reads."""
+    try:
+        return open_artifact(folder, trust=True).manifest, []
+    except ArtifactError as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        help = next((line.removeprefix("help: ") for line in lines if line.startswith("help: ")), "")
+        shorter = (line.removeprefix(f"{folder / MANIFEST}: ").removeprefix(f"{folder}: ") for line in lines)
+        facts = [line for line in shorter if not line.startswith("help: ")]
+        return None, [Violation(str(folder / MANIFEST), fact, help=help) for fact in facts]
+
+
+def check_folder(folder: Path, manifest: Manifest) -> list[Violation]:
+    """What differs between the folder's files and the manifest's list of them."""
+    found = list(_missing_ranks(manifest))
+    for name, record in sorted(manifest.files.items()):
+        found.extend(_check_file(folder, name, record))
+    return [*found, *_strangers(folder, manifest)]
+
+
+def _missing_ranks(manifest: Manifest) -> Iterator[Violation]:
+    for rank in range(manifest.ranks):
+        if rank_file(rank) not in manifest.files:
+            yield Violation(MANIFEST, f"it lists no file {rank_file(rank)} for rank {rank} of {manifest.ranks}")
+
+
+def _check_file(folder: Path, name: str, record: FileRecord) -> Iterator[Violation]:
+    path = folder / name
+    if not path.exists():
+        yield Violation(name, "the manifest lists it, and it is not there", help=_COMPILE_AGAIN)
+        return
+    if not path.resolve().is_relative_to(folder.resolve()):
+        yield Violation(name, f"it leads out of the folder, to {path.resolve()}", help="put the file itself there")
+        return
+    size = path.stat().st_size
+    if size != record.bytes:
+        yield Violation(name, f"it has {size} bytes; the manifest says {record.bytes}", help=_COMPILE_AGAIN)
+    elif (digest := sha256(path)) != record.sha256:
+        fact = f"its content has changed: sha256 {digest[:12]}…, the manifest says {record.sha256[:12]}…"
+        yield Violation(name, fact, help=_COMPILE_AGAIN)
+    if name.endswith(".safetensors"):
+        try:
+            data_region(path)
+        except ValueError as error:
+            yield Violation(name, str(error), help=_COMPILE_AGAIN)
+
+
+def _strangers(folder: Path, manifest: Manifest) -> Iterator[Violation]:
+    known = {*manifest.files, MANIFEST}
+    for root, folders, files in os.walk(folder):
+        folders.sort()
+        for file in sorted(files):
+            name = (Path(root) / file).relative_to(folder).as_posix()
+            if name not in known:
+                yield Violation(name, "the manifest does not list it", help="remove it from the folder")
+
+
+def data_region(path: Path) -> tuple[int, int]:
+    """First and one-past-last byte of a safetensors file's data; ValueError where the header is not sound.
+
+    The law: 8 bytes of little-endian header length, the header in JSON, then the tensors without a gap between them.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(f"its header would end at byte {8 + length}, and the file has {size}")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise ValueError(f"its header is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise ValueError("its header holds no JSON object")
+    end = 0
+    for first, last, name in sorted(_spans(header)):
+        if first != end or last < first:
+            raise ValueError(f"tensor '{name}' lies at {first} to {last}; the one before it ends at {end}")
+        end = last
+    if 8 + length + end != size:
+        raise ValueError(f"its tensors end at byte {8 + length + end}, and the file has {size}")
+    return 8 + length, size
+
+
+def _spans(header: dict[str, object]) -> Iterator[tuple[int, int, str]]:
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        span = entry.get("data_offsets") if isinstance(entry, dict) else None
+        if not (isinstance(span, list) and len(span) == 2 and all(isinstance(end, int) for end in span)):
+            raise ValueError(f"tensor '{name}' has no data_offsets")
+        first, last = cast(list[int], span)
+        yield first, last, name

@@ -1,0 +1,150 @@
+"""Checks one rank's graph: each value made once and before its use, known ops, external tensors inside their files.
+
+A body of If, Loop or Scan sees the values of the graphs around it, as they are at its node. A value that nobody makes
+is told apart from one that is made too late, since the remedies differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
+from partc.runtime.check_files import data_region
+from partc.runtime.dtypes import BY_CODE
+from partc.runtime.format import DOMAIN, DOMAIN_VERSION, RECV, SEND, Manifest, stays_inside
+from partc.runtime.segments import path_of
+from partc.runtime.violation import Violation
+
+
+def node_title(node: NodeProto) -> str:
+    """A node as messages name it: its op and its name, or what it makes or takes where it has none."""
+    name = node.name or next(iter([*node.output, *node.input]), "")
+    return f"{node.op_type} '{name}'"
+
+
+def graph_bodies(node: NodeProto) -> Iterator[GraphProto]:
+    """The bodies that a node carries as attributes."""
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            yield attribute.g
+        elif attribute.type == AttributeProto.GRAPHS:
+            yield from attribute.graphs
+
+
+def check_graph(file: str, model: ModelProto) -> list[Violation]:
+    """Dangling, late and doubly made values, graph outputs without a producer, and ops or domains that no one knows."""
+    return [*_check_scope(file, model.graph, set()), *_check_ops(file, model)]
+
+
+def _check_scope(file: str, graph: GraphProto, outer: set[str]) -> Iterator[Violation]:
+    made = {port.name for port in graph.input}
+    made.update(tensor.name for tensor in graph.initializer)
+    made.update(tensor.values.name for tensor in graph.sparse_initializer)
+    later = {name for node in graph.node for name in node.output if name}
+    for node in graph.node:
+        title, path = node_title(node), path_of(node)
+        for name in dict.fromkeys(node.input):
+            if name and name not in made and name not in outer:
+                fact = (
+                    f"its input '{name}' {'is made after it' if name in later else 'is made by no node of this rank'}"
+                )
+                yield Violation(file, fact, title, path)
+        for body in graph_bodies(node):
+            yield from _check_scope(file, body, made | outer)
+        for name in node.output:
+            if name and name in made:
+                yield Violation(file, f"its output '{name}' is made twice", title, path)
+            if name:
+                made.add(name)
+    for port in graph.output:
+        if port.name not in made and port.name not in outer:
+            yield Violation(file, f"its output '{port.name}' is made by no node of this rank", f"graph '{graph.name}'")
+
+
+def _check_ops(file: str, model: ModelProto) -> Iterator[Violation]:
+    imported = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
+    known = _known_ops()
+    if imported.get(DOMAIN, DOMAIN_VERSION) != DOMAIN_VERSION:
+        yield Violation(
+            file, f"it uses version {imported[DOMAIN]} of {DOMAIN}; this partc knows version {DOMAIN_VERSION}"
+        )
+    for node in _all_nodes(model.graph):
+        domain = node.domain or "ai.onnx"
+        title, path = node_title(node), path_of(node)
+        if domain not in imported:
+            yield Violation(file, f"its domain {domain} has no opset_import", title, path)
+        if (domain, node.op_type) not in known:
+            yield Violation(file, f"neither ONNX nor onnxruntime knows {domain}.{node.op_type}", title, path)
+
+
+def _all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
+    for node in graph.node:
+        yield node
+        for body in graph_bodies(node):
+            yield from _all_nodes(body)
+
+
+def _known_ops() -> set[tuple[str, str]]:
+    from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime
+
+    schemas = [*onnx.defs.get_all_schemas(), *onnxruntime.get_all_operator_schema()]
+    return {(schema.domain or "ai.onnx", schema.name) for schema in schemas} | {(DOMAIN, SEND), (DOMAIN, RECV)}
+
+
+def check_weights(folder: Path, file: str, model: ModelProto, manifest: Manifest) -> Iterator[Violation]:
+    """External tensors whose file is not listed or leaves the folder, or whose bytes are not inside the file's data."""
+    regions: dict[str, tuple[int, int] | None] = {}
+    for tensor in _all_tensors(model.graph):
+        if tensor.data_location != TensorProto.EXTERNAL:
+            continue
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        location, title = entries.get("location", ""), f"weight '{tensor.name}'"
+        if not stays_inside(location):
+            yield Violation(file, f"its data lies at '{location}', out of the folder", title)
+            continue
+        if location not in manifest.files:
+            yield Violation(file, f"its data lies in '{location}', which the manifest does not list", title)
+            continue
+        if location not in regions:
+            regions[location] = _region(folder / location)
+        region = regions[location]
+        if region is None:
+            continue
+        offset, length = _number(entries, "offset"), _number(entries, "length")
+        if not region[0] <= offset <= offset + length <= region[1]:
+            span = f"bytes {offset} to {offset + length} of {location}"
+            fact = f"its data would be {span}, whose data is {region[0]} to {region[1]}"
+            yield Violation(file, fact, title)
+        elif (need := _bytes_of(tensor)) is not None and need != length:
+            yield Violation(file, f"it has {length} bytes of data, and its type and shape need {need}", title)
+
+
+def _all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.TENSOR:
+                yield attribute.t
+        for body in graph_bodies(node):
+            yield from _all_tensors(body)
+
+
+def _region(path: Path) -> tuple[int, int] | None:
+    """The data bytes of a weights file, or None where the file itself is already reported."""
+    try:
+        return data_region(path) if path.suffix == ".safetensors" else (0, path.stat().st_size)
+    except (OSError, ValueError):
+        return None
+
+
+def _number(entries: dict[str, str], key: str) -> int:
+    text = entries.get(key, "0")
+    return int(text) if text.isdecimal() else -1
+
+
+def _bytes_of(tensor: TensorProto) -> int | None:
+    """The bytes that a tensor's data takes; None for texts and unknown types."""
+    dtype = BY_CODE.get(tensor.data_type)
+    return None if dtype is None else dtype.bytes_of(tuple(tensor.dims))

@@ -1,0 +1,263 @@
+"""Running a step: the actions of a rank for given bindings, with every buffer bound once.
+
+A schedule holds one callable for each thing to do, made when the bindings are new: run a bound session, post a receive, begin a
+send, wait. Values lie in cells. A cell is fixed (the arena, a constant) or set in each step (an input, a value of unknown
+shape, a string, a sequence). A session whose operands are all fixed runs without any further word; one with tensors of unknown shape binds
+those anew; one with strings, sequences, optionals or maps is called with Python objects.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from .board import IDLE, SLOT, Board
+from .buffers import assign
+from .bindings import Bindings
+from .dtypes import Array, Dtype, dense
+from .errors import RankError
+from .message import HEADER, Value, decode, encode, payload_size
+from .prepare import Kind, RankProgram
+from .segments import Post, Segment, Send, Wait
+from .sessions import Runner
+from .tensor import Tensor, aligned
+from .transport import Request, Transport
+
+if TYPE_CHECKING:
+    from onnxruntime import IOBinding, OrtValue
+
+Action: TypeAlias = Callable[[], object]
+Shape: TypeAlias = tuple[int, ...]
+
+
+class Schedule:
+    """The actions of one rank for one set of bindings; `run` executes a step."""
+
+    def __init__(self, program: RankProgram, bindings: Bindings, transport: Transport, wire: Mapping[int, int]) -> None:
+        self.program = program
+        self.transport = transport
+        self.wire = wire
+        self.shapes = {name: program.evaluated(shape, bindings) for name, shape in program.shapes.items()}
+        self.promises = {tag: program.evaluated(shape, bindings) for tag, shape in program.promises.items()}
+        self.cells: dict[str, Value] = dict(program.constants)
+        self.requests: list[Request] = [None] * len(program.steps)
+        self.posts = {step.tag: index for index, step in enumerate(program.steps) if isinstance(step, Post)}
+        self.headers = {tag: aligned(HEADER) for tag in self.posts if tag not in self.promises}
+        self.readers: dict[str, list[tuple[IOBinding, int]]] = defaultdict(list)
+        self.last: dict[str, tuple[int, Shape]] = {}
+        self.actions: list[tuple[int, Action]] = []
+        self._plan(self._lay_out())
+
+    def run(self, inputs: Mapping[str, Value], board: Board, step: int) -> dict[str, Value]:
+        """Execute the step; what comes back are the outputs delivered to this rank, in memory of their own."""
+        self.cells.update(inputs)
+        for name, value in inputs.items():
+            if isinstance(value, Tensor) and self.last.get(name) != (value.pointer, value.shape):
+                self.last[name] = (value.pointer, value.shape)
+                for binding, code in self.readers[name]:
+                    binding.bind_input(name, "cpu", 0, code, value.shape, value.pointer)
+        write, buffer, offset, index = SLOT.pack_into, board.buffer, board.offset, IDLE
+        try:
+            for index, action in self.actions:
+                write(buffer, offset, step, index)
+                action()
+        except RankError:
+            raise
+        except Exception as error:
+            raise RankError(f"rank {self.transport.rank} failed in {self.program.explain(index, error)}") from error
+        write(buffer, offset, step, IDLE)
+        return {name: self._delivered(name) for name in self.program.outputs}
+
+    def _delivered(self, name: str) -> Value:
+        """An output as the caller sees it; memory that the next step overwrites is copied."""
+        value = self.cells[name]
+        if not isinstance(value, Tensor):
+            return value
+        fresh = self.program.kinds[name] is Kind.TENSOR or value.dtype.bits < 8
+        return value.array() if fresh else value.array().copy()
+
+    def _lay_out(self) -> dict[int, list[int]]:
+        """Give every value of known shape its place in the arena; by step, the sends to wait for before it."""
+        lives = self.program.lives(self.shapes)
+        arena = assign(lives)
+        memory = aligned(arena.bytes)
+        for life in lives:
+            place = memory[arena.offsets[life.name] :][: life.bytes]
+            self.cells[life.name] = Tensor(self.program.dtype(life.name), self.shapes[life.name], place)
+        return arena.waits
+
+    def _plan(self, waits: Mapping[int, Sequence[int]]) -> None:
+        unused = self.program.last_uses()
+        sends: dict[int, None] = {}
+        for index, step in enumerate(self.program.steps):
+            for earlier in waits.get(index, ()):
+                self.actions.append((earlier, self._complete(earlier)))
+                del sends[earlier]
+            match step:
+                case Segment():
+                    action = self._segment(self.program.runners[index])
+                case Send():
+                    action = self._send(index, step)
+                    sends[index] = None
+                case Post():
+                    action = self._post(index, step)
+                case Wait():
+                    action = self._receive(step)
+            self.actions.append((index, action))
+            self.actions += [(index, partial(self.cells.pop, name, None)) for name in unused.get(index, ())]
+        self.actions += [(index, self._complete(index)) for index in sends]
+
+    def _segment(self, runner: Runner) -> Action:
+        if runner.objects or any(self._is_object(name) for name in runner.segment.inputs):
+            return partial(self._run_objects, runner)
+        binding = runner.session.io_binding()
+        loose = [
+            name
+            for name in (*runner.segment.inputs, *runner.segment.outputs)
+            if self.program.kinds[name] is Kind.TENSOR
+        ]
+        for name in runner.segment.inputs:
+            if self.program.kinds[name] is Kind.INPUT:
+                self.readers[name].append((binding, self.program.dtype(name).code))
+            elif name not in loose:
+                _bind(binding.bind_input, name, self._tensor(name))
+        for name in runner.segment.outputs:
+            if name in loose:
+                binding.bind_output(name)
+            else:
+                _bind(binding.bind_output, name, self._tensor(name))
+        if loose:
+            return partial(self._run_loose, runner, binding, frozenset(loose))
+        return partial(runner.session.run_with_iobinding, binding)
+
+    def _run_loose(self, runner: Runner, binding: IOBinding, loose: frozenset[str]) -> None:
+        """Run a session of which some tensors have another place and shape each time."""
+        for name in runner.segment.inputs:
+            if name in loose:
+                _bind(binding.bind_input, name, self._tensor(name))
+        for name in runner.segment.outputs:
+            if name in loose:
+                # Bound anew, or the session would write into what it gave last time.
+                binding.bind_output(name)
+        runner.session.run_with_iobinding(binding)
+        for name, value in zip(runner.segment.outputs, binding.get_outputs(), strict=True):
+            if name in loose:
+                self.cells[name] = Tensor.from_ort(value)
+
+    def _run_objects(self, runner: Runner) -> None:
+        """Run a session with Python objects."""
+        feeds = {name: _fed(self.cells[name]) for name in runner.segment.inputs}
+        names = [runner.widened.get(name, name) for name in runner.segment.outputs]
+        for name, value in zip(runner.segment.outputs, runner.session.run(names, feeds), strict=True):
+            match self.program.kinds[name]:
+                case Kind.OBJECT:
+                    self.cells[name] = value
+                case Kind.TENSOR:
+                    self.cells[name] = _dense(value, self.program.dtype(name))
+                case _:
+                    slot, made = self._tensor(name), _dense(value, self.program.dtype(name))
+                    _check_promise(name, made.shape, slot.shape)
+                    slot.data[:] = made.data
+
+    def _send(self, index: int, step: Send) -> Action:
+        tag, peer, isend = self.wire[step.tag], step.peer, self.transport.isend
+        promise = self.promises.get(step.tag)
+        if promise is None:
+            return partial(self._send_encoded, index, step)
+        kind = self.program.kinds[step.value]
+        if kind in (Kind.SLOT, Kind.CONSTANT):
+            tensor = self._tensor(step.value)
+            _check_promise(step.value, tensor.shape, promise)
+            data = tensor.data
+
+            def send_fixed() -> None:
+                self.requests[index] = isend(data, peer, tag)
+
+            return send_fixed
+
+        def send() -> None:
+            tensor = self._tensor(step.value)
+            _check_promise(step.value, tensor.shape, promise)
+            self.requests[index] = isend(tensor.data, peer, tag)
+
+        return send
+
+    def _send_encoded(self, index: int, step: Send) -> None:
+        tag = self.wire[step.tag]
+        self.requests[index] = [self.transport.isend(part, step.peer, tag) for part in encode(self.cells[step.value])]
+
+    def _post(self, index: int, step: Post) -> Action:
+        tag, peer, irecv, requests = self.wire[step.tag], step.peer, self.transport.irecv, self.requests
+        data = self._tensor(step.value).data if step.tag in self.promises else self.headers[step.tag]
+
+        def post() -> None:
+            requests[index] = irecv(data, peer, tag)
+
+        return post
+
+    def _receive(self, step: Wait) -> Action:
+        post, wait, what, requests = self.posts[step.tag], self.transport.wait, step.__str__, self.requests
+
+        def receive() -> None:
+            wait(requests[post], what)
+
+        return receive if step.tag in self.promises else partial(self._receive_encoded, post, step)
+
+    def _receive_encoded(self, post: int, step: Wait) -> None:
+        transport, header = self.transport, self.headers[step.tag]
+        transport.wait(self.requests[post], step.__str__)
+        payload = aligned(payload_size(header))
+        transport.wait(transport.irecv(payload, step.peer, self.wire[step.tag]), step.__str__)
+        self.cells[step.value] = decode(header, payload)
+
+    def _complete(self, index: int) -> Action:
+        """Wait for a send."""
+        step, wait, requests = self.program.steps[index], self.transport.wait, self.requests
+
+        def complete() -> None:
+            request = requests[index]
+            for one in request if isinstance(request, list) else (request,):
+                wait(one, step.__str__)
+            requests[index] = None
+
+        return complete
+
+    def _is_object(self, name: str) -> bool:
+        return dense(self.program.types[name]) is None
+
+    def _tensor(self, name: str) -> Tensor:
+        value = self.cells[name]
+        assert isinstance(value, Tensor), name
+        return value
+
+
+def _bind(bind: Callable[[str, str, int, int, Shape, int], None], name: str, tensor: Tensor) -> None:
+    bind(name, "cpu", 0, tensor.dtype.code, tensor.shape, tensor.pointer)
+
+
+def _fed(value: Value) -> Value | OrtValue:
+    """A value as onnxruntime takes it from Python; an element type that numpy lacks goes in as onnxruntime's own tensor, by one copy."""
+    if not isinstance(value, Tensor):
+        return value
+    if not value.dtype.wide:
+        return value.array()
+    import ctypes
+
+    from onnxruntime import OrtValue
+
+    made = OrtValue.ortvalue_from_shape_and_type(value.shape, value.dtype.code)
+    ctypes.memmove(made.data_ptr(), value.pointer, value.data.size)
+    return made
+
+
+def _dense(value: Array, dtype: Dtype) -> Tensor:
+    return Tensor.of(np.asarray(value).astype(dtype.numpy, copy=False), dtype)
+
+
+def _check_promise(name: str, found: Shape, promised: Shape) -> None:
+    if found != promised:
+        raise RankError(f"the value '{name}' was promised with shape {list(promised)} and has {list(found)}")

@@ -1,0 +1,287 @@
+"""Loading an artifact and calling it: one rank of an MPI job, or all ranks as threads of this process.
+
+    with partc.runtime.load("build") as program:     # on every rank
+        outputs = program(x=images)
+
+A call is one step, collective over the ranks. A step that the inputs make impossible is refused by all ranks with one InputError and
+leaves the program usable. A failure inside a step ends it on all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+
+from .artifact import Artifact, open_artifact
+from .bindings import Bindings
+from .board import AGREEING, SLOT, open_board
+from .dtypes import Array
+from .errors import ArtifactError, InputError, PartcError, RankError, UsageError
+from .execute import Schedule
+from .format import Manifest, Port, rank_file
+from .local import LocalWorld
+from .message import Value
+from .prepare import describe, prepare
+from .segments import cut
+from .sessions import Settings
+from .transport import Transport
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Outputs: TypeAlias = dict[str, Value]
+OnError: TypeAlias = Literal["raise", "abort"]
+
+_SCHEDULES = 8
+_CPU = ("CPUExecutionProvider",)
+
+
+class Program:
+    """One rank's end of a loaded artifact."""
+
+    def __init__(self, artifact: Artifact, transport: Transport, settings: Settings, on_error: OnError) -> None:
+        self.manifest: Manifest = artifact.manifest
+        self.rank: int = transport.rank
+        self._transport = transport
+        self._on_error = on_error
+        self._program = prepare(artifact, transport.rank, settings)
+        self._wire = _wire_tags(artifact.manifest, transport.tags)
+        self._schedules: OrderedDict[tuple[tuple[str, int], ...], Schedule] = OrderedDict()
+        self._board = open_board(transport.rank)
+        self._step = 0
+        self._broken: str | None = None
+
+    @property
+    def inputs(self) -> list[Port]:
+        """The model inputs that this rank reads."""
+        return [port for port in self.manifest.inputs if self.rank in port.ranks]
+
+    @property
+    def outputs(self) -> list[Port]:
+        """The model outputs that are delivered to this rank."""
+        return [port for port in self.manifest.outputs if self.rank in port.ranks]
+
+    def __call__(self, inputs: Mapping[str, object] | None = None, /, **named: object) -> Outputs:
+        """Run one step; give every rank the inputs that it reads (others are ignored), and get the outputs delivered to it.
+
+        InputError is raised on all ranks alike and harms nothing. RankError says which rank failed in which op; the program
+        cannot be called again.
+        """
+        if self._broken is not None:
+            raise RankError(f"the program has stopped: {self._broken}")
+        self._step += 1
+        try:
+            SLOT.pack_into(self._board.buffer, self._board.offset, self._step, AGREEING)
+            bindings, values = self._program.binder.bind({**(inputs or {}), **named}, self._transport)
+            return self._schedule(bindings).run(values, self._board, self._step)
+        except InputError:
+            raise
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def describe(self, action: int) -> str:
+        """The text of an action that the status board shows."""
+        return describe(self._program.steps, action)
+
+    def recover(self) -> None:
+        """Make the program callable again after a failure; all ranks must do so, and the transport must hold no old message."""
+        self._broken = None
+
+    def close(self) -> None:
+        """Give back sessions, buffers and communicators; collective."""
+        if self._broken is None:
+            self._broken = "it was closed"
+            self._transport.close()
+        self._schedules.clear()
+        self._program.runners.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._broken = self._broken or "an error left its block"
+        self.close()
+
+    def _schedule(self, bindings: Bindings) -> Schedule:
+        key = tuple(bindings.items())
+        schedule = self._schedules.get(key)
+        if schedule is None:
+            self._program.binder.check_promises(bindings)
+            schedule = Schedule(self._program, bindings, self._transport, self._wire)
+            self._schedules[key] = schedule
+            if len(self._schedules) > _SCHEDULES:
+                self._schedules.popitem(last=False)
+        else:
+            self._schedules.move_to_end(key)
+        return schedule
+
+    def _fail(self, error: Exception) -> None:
+        text = (
+            str(error) if isinstance(error, PartcError) else f"rank {self.rank} failed: {type(error).__name__}: {error}"
+        )
+        self._broken = text
+        if self._on_error == "abort":
+            self._transport.abort(text)
+        else:
+            self._transport.fail(text)
+
+
+class LocalProgram:
+    """All ranks of an artifact as threads of this process: called with the whole model's inputs, it gives all outputs."""
+
+    def __init__(self, artifact: Artifact, settings: Settings, stall: float) -> None:
+        self.manifest: Manifest = artifact.manifest
+        self._world = LocalWorld(artifact.manifest.ranks, stall)
+        transports = [self._world.transport(rank) for rank in range(self._world.size)]
+        self._ranks = [Program(artifact, transport, settings, "raise") for transport in transports]
+        self._threads = ThreadPoolExecutor(self._world.size, thread_name_prefix="rank")
+
+    @property
+    def inputs(self) -> list[Port]:
+        """The model's inputs."""
+        return self.manifest.inputs
+
+    @property
+    def outputs(self) -> list[Port]:
+        """The model's outputs."""
+        return self.manifest.outputs
+
+    def __call__(self, inputs: Mapping[str, object] | None = None, /, **named: object) -> Outputs:
+        """Run one step on all ranks. After an InputError or a RankError it can be called again."""
+        given = {**(inputs or {}), **named}
+        futures = [self._threads.submit(self._run, program, given) for program in self._ranks]
+        errors = [error for error in (future.exception() for future in futures) if error is not None]
+        if errors:
+            self._world.reset()
+            for program in self._ranks:
+                program.recover()
+            raise next((error for error in errors if not isinstance(error, PartcError)), errors[0])
+        return self._merged(futures)
+
+    def close(self) -> None:
+        """Give back sessions, buffers and threads."""
+        self._threads.shutdown()
+        for program in self._ranks:
+            program.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, program: Program, given: Mapping[str, object]) -> Outputs:
+        try:
+            return program(given)
+        finally:
+            self._world.finish(program.rank)
+
+    def _merged(self, futures: Sequence[Future[Outputs]]) -> Outputs:
+        self._world.reset()
+        found = [future.result() for future in futures]
+        return {port.name: found[port.ranks[0]][port.name] for port in self.outputs if port.ranks}
+
+
+def load(
+    folder: str | Path,
+    comm: MPI.Intracomm | Transport | None = None,
+    *,
+    threads: int | None = None,
+    trust: bool = False,
+    stall: float = 30.0,
+    on_error: OnError = "raise",
+    providers: Sequence[str] = _CPU,
+) -> Program:
+    """This rank's program of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
+
+    `threads`: of each operator, by default the cores that belong to this rank. `trust`: do not hash the files. `stall`: seconds
+    after which a wait is reported on stderr. `on_error`: what a failure inside a step does to the job, raise a RankError
+    on every rank or end it by MPI's abort. An artifact of one rank needs no MPI.
+    """
+    artifact = open_artifact(folder, trust=trust)
+    transport = _transport(artifact, comm, stall)
+    try:
+        program = Program(artifact, transport, _settings(transport, threads, providers), on_error)
+        problem = ""
+    except PartcError as error:
+        problem = str(error)
+    problems = [text for text in dict.fromkeys(transport.share(problem)) if text]
+    if problems:
+        raise ArtifactError("\n".join(problems))
+    return program
+
+
+def load_local(
+    folder: str | Path,
+    *,
+    threads: int | None = None,
+    trust: bool = False,
+    stall: float = 30.0,
+    providers: Sequence[str] = _CPU,
+) -> LocalProgram:
+    """All ranks of the artifact in `folder` as threads of this process, without MPI."""
+    artifact = open_artifact(folder, trust=trust)
+    settings = _settings(LocalWorld(artifact.manifest.ranks).transport(0), threads, providers)
+    return LocalProgram(artifact, settings, stall)
+
+
+def describe_action(folder: str | Path, rank: int, action: int) -> str:
+    """The text of an action that a rank's slot of the status board shows; reads the rank's file alone, without MPI."""
+    import onnx
+
+    file = Path(folder) / rank_file(rank)
+    return describe(cut(onnx.load_model(file, load_external_data=False), str(file)), action)
+
+
+def _settings(transport: Transport, threads: int | None, providers: Sequence[str]) -> Settings:
+    return Settings(threads or transport.cores, not transport.crowded, providers)
+
+
+def _transport(artifact: Artifact, comm: MPI.Intracomm | Transport | None, stall: float) -> Transport:
+    """The transport for a job of the right size; UsageError says the right one."""
+    ranks = artifact.manifest.ranks
+    if comm is None and ranks == 1 and not _launched():
+        return LocalWorld(1, stall).transport(0)
+    if comm is None:
+        from mpi4py import MPI
+
+        comm = MPI.COMM_WORLD
+    if comm.size != ranks:
+        right = f"`partc run -n {ranks} {artifact.folder}` or `mpiexec -n {ranks} ...`"
+        raise UsageError(
+            f"{artifact.folder}: was compiled for {ranks} ranks, this job has {comm.size}\n  help: start it with {right}"
+        )
+    if isinstance(comm, Transport):
+        return comm
+    from .mpi import MpiTransport
+
+    return MpiTransport(comm, stall)
+
+
+def _launched() -> bool:
+    """Whether an MPI launcher started this process as one of several."""
+    return any(os.environ.get(name, "1") != "1" for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+
+
+def _wire_tags(manifest: Manifest, largest: int) -> dict[int, int]:
+    """The tags as the transport sees them: the manifest's, or where those are too large, a count for each pair of ranks."""
+    if all(one.tag <= largest for one in manifest.transfers):
+        return {one.tag: one.tag for one in manifest.transfers}
+    count: dict[tuple[int, int], int] = {}
+    tags: dict[int, int] = {}
+    for one in manifest.transfers:
+        pair = (one.source, one.target)
+        tags[one.tag] = count.get(pair, 0)
+        count[pair] = tags[one.tag] + 1
+    return tags

@@ -1,0 +1,71 @@
+"""The one theorem of these tests: what a compiled model gives on all ranks is what the whole model gives."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from partc.compiler.load.onnx_file import from_proto
+from partc.compiler.load.source import Source
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
+from partc.compiler.program import Program
+
+
+def model(text: str) -> onnx.ModelProto:
+    """A model from ONNX text, checked."""
+    proto = onnx.parser.parse_model(text)
+    onnx.checker.check_model(proto)
+    return proto
+
+
+def compiled(proto: onnx.ModelProto, plan: str, out: Path) -> Program:
+    """Compiles a model in memory by the text of a plan into `out`."""
+    return compile_source(Source(from_proto(proto, Path("model.onnx"))), parse_plan(plan, "plan.yaml"), out).program
+
+
+def whole_outputs(proto: onnx.ModelProto, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The outputs of the whole model, by one onnxruntime session."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return dict(zip((out.name for out in session.get_outputs()), session.run(None, dict(inputs)), strict=True))
+
+
+def same_as_whole(proto: onnx.ModelProto, plan: str, *steps: Mapping[str, Any], rtol: float, atol: float) -> Program:
+    """Runs every step of inputs whole and on in-process ranks and compares all outputs; gives the compiled program."""
+    from partc.runtime import load_local
+
+    with tempfile.TemporaryDirectory() as name:
+        program = compiled(proto, plan, Path(name) / "build")
+        with load_local(Path(name) / "build") as ranks:
+            for inputs in steps:
+                want, have = whole_outputs(proto, inputs), ranks(inputs)
+                assert set(have) == set(want)
+                for output, value in want.items():
+                    same(have[output], value, output, rtol, atol)
+    return program
+
+
+def same(have: Any, want: Any, where: str, rtol: float, atol: float) -> None:
+    """Compares tensors, sequences and absent optionals; dtype and shape exactly."""
+    if want is None or have is None:
+        assert have is None, where
+        assert want is None, where
+    elif isinstance(want, list):
+        assert len(have) == len(want), where
+        for k, (a, b) in enumerate(zip(have, want, strict=True)):
+            same(a, b, f"{where}[{k}]", rtol, atol)
+    else:
+        a, b = np.asarray(have), np.asarray(want)
+        assert a.dtype == b.dtype, where
+        assert a.shape == b.shape, where
+        if b.dtype.kind in "OUSb":
+            np.testing.assert_array_equal(a, b, err_msg=where)
+        else:
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=where)
