@@ -44,7 +44,7 @@ _ENDS: tuple[tuple[str, Callable[[re.Match[str]], Ended]], ...] = (
 
 _FENCE = re.compile(r"^(-{60,}|={60,})$")
 _LINE = re.compile(
-    r"^\[[^\]\s]+:\d+\] |^srun: |^slurmstepd: |^Abort\(-?\d+\) on node \d+|^\[(mpiexec|proxy)[^\]]*\]"
+    r"^\[[^\]\s]+:\d+\] |^\[warn\] |^srun: |^slurmstepd: |^Abort\(-?\d+\) on node \d+|^\[(mpiexec|proxy)[^\]]*\]"
     r"|^YOUR APPLICATION TERMINATED WITH|^This typically refers to a problem with your application|"
     r"^Please see the FAQ page for debugging"
 )

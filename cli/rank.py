@@ -14,14 +14,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import click
 from partc.cli.job import BOARD, PIDS, Job
 from partc.cli.main import INTERRUPTED, described
 from partc.cli.present import count, size
 from partc.runtime.board import VARIABLE
-from partc.runtime.errors import InputError, UsageError
+from partc.runtime.errors import ArtifactError, InputError, UsageError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -48,7 +48,7 @@ def run_rank(job: Job) -> int:
         if rank == refused.rank:
             _print_failure(job, rank, refused.code, refused.text)
         return refused.code
-    except InputError as error:
+    except (ArtifactError, InputError) as error:
         if rank == 0:
             _tell(job, rank, error)
         return error.exit_code
@@ -105,7 +105,8 @@ def _run(job: Job, comm: MPI.Intracomm) -> int:
     begin = time.perf_counter()
     rank = comm.Get_rank()
     inputs = _together(comm, lambda: _open(job, comm))
-    with load(job.folder, comm, threads=job.threads, trust=True, stall=job.stall, on_error="raise") as program:
+    on_error: Literal["raise", "abort"] = "abort" if job.scratch is None else "raise"
+    with load(job.folder, comm, threads=job.threads, trust=job.trust, stall=job.stall, on_error=on_error) as program:
         loaded = time.perf_counter() - begin
         times = []
         for _ in range(job.repeat):
@@ -120,14 +121,11 @@ def _run(job: Job, comm: MPI.Intracomm) -> int:
 
 
 def _open(job: Job, comm: MPI.Intracomm) -> dict[str, Value]:
-    """This rank's inputs, once its files are proved to be those that were compiled."""
-    from partc.runtime.artifact import open_artifact
-
+    """This rank's inputs, once the number of ranks is known to be right."""
     rank, size = comm.Get_rank(), comm.Get_size()
     manifest = prepare(job)
     if manifest.ranks != size:
         raise UsageError(wrong_ranks(job.folder, manifest.ranks, size))
-    open_artifact(job.folder, rank=rank, trust=job.trust)
     return open_job_feed(job, manifest).read(port.name for port in manifest.inputs if rank in port.ranks)
 
 
@@ -160,7 +158,7 @@ def finish(job: Job, arrays: dict[str, Array], loaded: float, times: list[float]
     from partc.cli.timing import timing
 
     if job.output is None:
-        summary(arrays).show()
+        click.echo(summary(arrays).plain())
     else:
         path = Path(job.output)
         write(path, job.partial, arrays)

@@ -215,7 +215,7 @@ def _manifest(
 def _symbol(program: Program, name: str) -> fmt.SymbolRecord:
     facts = program.symbols[name].facts
     if facts.value is not None:
-        return fmt.SymbolRecord(min=facts.value, max=facts.value)
+        return fmt.SymbolRecord(min=facts.value, max=facts.value, divisor=1, remainder=0)
     return fmt.SymbolRecord(min=facts.min or 0, max=facts.max, divisor=facts.divisor, remainder=facts.remainder)
 
 

@@ -25,13 +25,15 @@ from partc.compiler.facts import ANY, ANY_DIM, Facts, maximum, minimum
 from partc.compiler.polynomial import Monomial, Polynomial
 
 LARGEST_POWER = 8
+LARGEST_SUM = 256
 LARGEST_PRODUCT = 1024
+LARGEST_QUOTIENT = 64
 
 Bindings: TypeAlias = tuple[tuple[str, Facts], ...]
 
 
 class _Unread(Exception):
-    """No rule reads this expression."""
+    """No rule reads this expression, or it is too large to be read."""
 
 
 def facts_of_expression(dim: ir.SymbolicDim | sympy.Expr | str, known: Mapping[str, Facts]) -> Facts:
@@ -79,19 +81,24 @@ def _divided(expression: sympy.Basic, known: Mapping[str, Facts]) -> Polynomial:
     try:
         return _read(expression, known)
     except _Unread:
+        divides = any(power.exp.is_negative for power in expression.atoms(sympy.Pow))
+        if not divides or expression.count_ops() > LARGEST_QUOTIENT:
+            raise
         try:
             top, bottom = sympy.fraction(sympy.cancel(expression))
         except sympy.PolynomialError as error:
             raise _Unread(expression) from error
-        if bottom == 1 and top == expression:
-            raise
     numerator, denominator = _integers([_read(top, known), _read(bottom, known)])[0]
+    if denominator.value == 0:
+        raise _Unread(expression)
     if denominator.value is not None:
         return numerator * (1 / denominator.value)
     return Polynomial.having(numerator.facts() // denominator.facts(), f"({numerator.key})//({denominator.key})")
 
 
 def _sum(args: tuple[sympy.Basic, ...], known: Mapping[str, Facts]) -> Polynomial:
+    if len(args) > LARGEST_SUM:
+        raise _Unread(args)
     return functools.reduce(Polynomial.__add__, (_read(arg, known) for arg in args))
 
 

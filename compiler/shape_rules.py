@@ -37,6 +37,15 @@ def split(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule) -> None:
         _unknown_sizes(ctx, node, node.attributes.get_int("axis", 0))
 
 
+def squeeze(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule) -> None:
+    """Axes given by a value that is no constant leave the rank open; the engine drops every dim of size 1."""
+    data, axes = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
+    if axes is None or ir.convenience.get_const_tensor(axes) is not None:
+        rule(ctx, node)
+    elif data is not None:
+        ctx.set_shape_and_dtype(node.outputs[0], None, data.dtype)
+
+
 def unique(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule) -> None:
     """With an axis, the first output has the input's rank; the engine says 1. Index outputs are 1-D."""
     axis = node.attributes.get_int("axis", None)
@@ -54,8 +63,29 @@ def unique(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule) -> None:
             ctx.set_shape_and_dtype(out, ir.Shape([ctx.new_symbolic_dim()]), ir.DataType.INT64)
 
 
+def if_(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule) -> None:
+    """Where one branch's shape is unknown, so is the result's; the engine takes the other's."""
+    rule(ctx, node)
+    branches = [attr.as_graph() for attr in node.attributes.values() if attr.type == ir.AttributeType.GRAPH]
+    for k, out in enumerate(node.outputs):
+        if any(branch.outputs[k].shape is None for branch in branches):
+            out.shape = None
+
+
+def loop(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule) -> None:
+    """A carried value keeps its shape only if the body gives back the shape that it began with; the engine takes the body's."""
+    rule(ctx, node)
+    body = node.attributes["body"].as_graph()
+    for out, first, last in zip(node.outputs, node.inputs[2:], body.outputs[1:], strict=False):
+        if first is None or first.shape is None or first.shape != last.shape:
+            out.shape = None
+
+
 CORRECTIONS: dict[tuple[str, str], Callable[[ShapeInferenceContext, ir.Node, Rule], None]] = {
+    ("", "If"): if_,
+    ("", "Loop"): loop,
     ("", "Split"): split,
+    ("", "Squeeze"): squeeze,
     ("", "Unique"): unique,
 }
 

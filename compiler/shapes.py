@@ -125,7 +125,7 @@ def _without_weights(model: ir.Model) -> ir.Model:
     for name, value in list(copy.graph.initializers.items()):
         if value.const_value is not None and value.const_value.nbytes > 1024:
             value.type = value.type or ir.TensorType(value.const_value.dtype)
-            value.shape = ir.Shape(value.const_value.shape.dims)
+            value.shape = ir.Shape(value.const_value.shape.numpy())
             del copy.graph.initializers[name]
             value.const_value = None
             copy.graph.inputs.append(value)

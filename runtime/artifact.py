@@ -37,13 +37,12 @@ class Artifact:
     def model(self, rank: int) -> ModelProto:
         """The program of a rank, its weights left in their files; ArtifactError where any file it needs is not what it was."""
         import onnx
-        from google.protobuf.message import DecodeError
 
         name = rank_file(rank)
         self._check([name])
         try:
             model = onnx.load_model(self.folder / name, load_external_data=False)
-        except DecodeError:
+        except _decode_error():
             raise ArtifactError(f"{self.folder / name}: is not an ONNX model\n  {_AGAIN}") from None
         regions = [(tensor.name, *_region(tensor)) for tensor in _external(model.graph)]
         self._check(dict.fromkeys(path for _, path, _, _ in regions))
@@ -79,12 +78,20 @@ class Artifact:
 
 
 def open_artifact(folder: str | Path, *, rank: int | None = None, trust: bool = False) -> Artifact:
-    """The artifact in a folder, its manifest checked; with `rank`, the files of that rank too. ArtifactError says what is wrong."""
+    """The artifact in a folder, its manifest checked; with `rank`, that rank's files too. ArtifactError says what is wrong."""
     place = Path(folder)
     artifact = Artifact(place, _manifest(place), trust)
     if rank is not None:
         artifact.model(rank)
     return artifact
+
+
+def _decode_error() -> type[Exception]:
+    """What protobuf raises for bytes that are no message."""
+    from google.protobuf import message  # type: ignore[import-untyped]
+
+    found: type[Exception] = message.DecodeError
+    return found
 
 
 def sha256(file: Path) -> str:
@@ -135,7 +142,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         where = f"transfer {transfer.tag} of '{transfer.value}'"
         ends = (transfer.source, transfer.target)
         if transfer.source == transfer.target or not all(0 <= rank <= last for rank in ends):
-            yield f"{where} goes from rank {transfer.source} to rank {transfer.target}: two different ranks of 0 to {last} are needed"
+            yield f"{where} goes from rank {transfer.source} to {transfer.target}: two different ranks of 0 to {last} are needed"
         if transfer.tag in tags:
             yield f"{where}: another transfer has the same tag"
         tags.add(transfer.tag)

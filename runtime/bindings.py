@@ -16,13 +16,14 @@ import numpy as np
 from . import expression
 from .dtypes import BY_NAME, Array, Dtype, by_numpy, dense
 from .errors import InputError
-from .format import Manifest, Port, SymbolRecord, Transfer
+from .format import Manifest, Port, SymbolRecord
 from .message import Value
 from .tensor import Tensor
 from .transport import Transport, Vector
 
 Bindings: TypeAlias = dict[str, int]
 
+_BETWEEN = "\x1e"
 _UNSEEN = np.iinfo(np.int64).min
 
 
@@ -55,20 +56,22 @@ class Binder:
         values, problems = self._read(inputs)
         vector = self._vector(values, bool(problems))
         agreed = transport.agree(vector)
-        texts = transport.share("\n".join(problems)) if agreed[0] else []
+        texts = transport.share(_BETWEEN.join(problems)) if agreed[0] else []
         bindings: Bindings = {}
-        found = [text for text in dict.fromkeys(texts) if text] + list(self._violations(agreed, bindings))
+        told = [problem for text in texts for problem in text.split(_BETWEEN) if problem]
+        found = list(dict.fromkeys(told)) + list(self._violations(agreed, bindings))
         if found:
             raise InputError("\n".join(found))
         return bindings, values
 
     def check_promises(self, bindings: Bindings) -> None:
-        """Every size that the manifest promises is a whole number of at least 0; all ranks find the same, so that all refuse alike."""
+        """Every size that the manifest promises is a whole number of at least 0; all ranks find the same and refuse alike."""
         symbols = self.manifest.symbols
         problems: dict[str, None] = {}
-        for one in (*self.manifest.transfers, *self.manifest.outputs):
-            name = one.value if isinstance(one, Transfer) else one.name
-            for axis, dim in enumerate(one.shape or ()):
+        stated = [(one.value, one.shape) for one in self.manifest.transfers]
+        stated += [(port.name, port.shape) for port in self.manifest.outputs]
+        for name, shape in stated:
+            for axis, dim in enumerate(shape or ()):
                 promise = expression.parse(dim, symbols)
                 if promise.names <= self.bound:
                     try:

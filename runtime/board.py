@@ -1,7 +1,8 @@
 """The status board: what each rank is doing, readable by the launcher even after the rank was killed.
 
-A file of 16 bytes a rank: the number of the step and the index of the action, as two little-endian 64-bit integers. Each rank maps
-the file into its memory and writes its own slot before each action. A launcher creates the file and names it in `PARTC_BOARD`.
+A file of 16 bytes a rank: the number of the step and the index of the action, as two little-endian 64-bit integers. Each rank
+maps the file into its memory and writes its own slot before each action. A launcher creates the file and names it in
+`PARTC_BOARD`.
 """
 
 from __future__ import annotations

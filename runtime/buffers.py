@@ -1,9 +1,9 @@
 """Where values that cross segments lie: one arena, shared by values whose lives do not meet.
 
-A value lives from the step that makes it, or posts its receive, to the last step that reads it, and beyond while a send of it is in
-flight. Slots are given in the order of births, each at the lowest place that is free. Where the arena would have to grow, the slot
-of a value with a send in flight may be taken: then the plan says that this step first waits for that send. Only sends issued before
-the previous step are taken, so that a send has had time to go while something was computed.
+A value lives from the step that makes it, or posts its receive, to the last step that reads it, and beyond while a send of it is
+in flight. Slots are given in the order of births, each at the lowest place that is free. Where the arena would have to grow, the
+slot of a value with a send in flight may be taken: then the plan says that this step first waits for that send. Only sends issued
+before the previous step are taken, so that a send has had time to go while something was computed.
 """
 
 from __future__ import annotations

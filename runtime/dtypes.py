@@ -22,7 +22,10 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Dtype:
-    """An element type: `code` is its number in onnx.TensorProto, `shown` its numpy name, `wide` a numpy dtype that holds it exactly."""
+    """An element type: `code` is its number in onnx.TensorProto, `shown` its numpy or ml_dtypes name.
+
+    `wide` is the numpy dtype that holds its values exactly, where numpy itself lacks the type.
+    """
 
     name: str
     code: int
@@ -81,7 +84,8 @@ def _numpy(shown: str, extension: bool) -> np.dtype[np.generic]:
         return np.dtype(shown)
     import ml_dtypes
 
-    return np.dtype(getattr(ml_dtypes, shown))
+    found: np.dtype[np.generic] = np.dtype(getattr(ml_dtypes, shown))
+    return found
 
 
 def by_numpy(dtype: np.dtype[np.generic]) -> Dtype | None:

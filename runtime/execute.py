@@ -1,34 +1,33 @@
 """Running a step: the actions of a rank for given bindings, with every buffer bound once.
 
 A schedule holds one callable for each thing to do, made when the bindings are new: run a bound session, post a receive, begin a
-send, wait. Values lie in cells. A cell is fixed (the arena, a constant) or set in each step (an input, a value of unknown
-shape, a string, a sequence). A session whose operands are all fixed runs without any further word; one with tensors of unknown shape binds
-those anew; one with strings, sequences, optionals or maps is called with Python objects.
+send, wait. Values lie in cells. A cell is fixed (the arena, a constant) or set in each step (an input, a value of unknown shape,
+a string, a sequence). A session whose operands are all fixed runs without any further word; one with tensors of unknown shape
+binds those anew; one with strings, sequences, optionals or maps is called with Python objects.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
+from .bindings import Bindings
 from .board import IDLE, SLOT, Board
 from .buffers import assign
-from .bindings import Bindings
 from .dtypes import Array, Dtype, dense
 from .errors import RankError
 from .message import HEADER, Value, decode, encode, payload_size
+from .onnxruntime_api import Bind, Binding, OrtValue, new_value
 from .prepare import Kind, RankProgram
 from .segments import Post, Segment, Send, Wait
 from .sessions import Runner
 from .tensor import Tensor, aligned
 from .transport import Request, Transport
-
-if TYPE_CHECKING:
-    from onnxruntime import IOBinding, OrtValue
 
 Action: TypeAlias = Callable[[], object]
 Shape: TypeAlias = tuple[int, ...]
@@ -47,7 +46,7 @@ class Schedule:
         self.requests: list[Request] = [None] * len(program.steps)
         self.posts = {step.tag: index for index, step in enumerate(program.steps) if isinstance(step, Post)}
         self.headers = {tag: aligned(HEADER) for tag in self.posts if tag not in self.promises}
-        self.readers: dict[str, list[tuple[IOBinding, int]]] = defaultdict(list)
+        self.readers: dict[str, list[tuple[Binding, int]]] = defaultdict(list)
         self.last: dict[str, tuple[int, Shape]] = {}
         self.actions: list[tuple[int, Action]] = []
         self._plan(self._lay_out())
@@ -134,7 +133,7 @@ class Schedule:
             return partial(self._run_loose, runner, binding, frozenset(loose))
         return partial(runner.session.run_with_iobinding, binding)
 
-    def _run_loose(self, runner: Runner, binding: IOBinding, loose: frozenset[str]) -> None:
+    def _run_loose(self, runner: Runner, binding: Binding, loose: frozenset[str]) -> None:
         """Run a session of which some tensors have another place and shape each time."""
         for name in runner.segment.inputs:
             if name in loose:
@@ -235,21 +234,17 @@ class Schedule:
         return value
 
 
-def _bind(bind: Callable[[str, str, int, int, Shape, int], None], name: str, tensor: Tensor) -> None:
+def _bind(bind: Bind, name: str, tensor: Tensor) -> None:
     bind(name, "cpu", 0, tensor.dtype.code, tensor.shape, tensor.pointer)
 
 
 def _fed(value: Value) -> Value | OrtValue:
-    """A value as onnxruntime takes it from Python; an element type that numpy lacks goes in as onnxruntime's own tensor, by one copy."""
+    """A value as onnxruntime takes it from Python; what numpy cannot show goes in as onnxruntime's own tensor, by one copy."""
     if not isinstance(value, Tensor):
         return value
     if not value.dtype.wide:
         return value.array()
-    import ctypes
-
-    from onnxruntime import OrtValue
-
-    made = OrtValue.ortvalue_from_shape_and_type(value.shape, value.dtype.code)
+    made = new_value(value.shape, value.dtype.code)
     ctypes.memmove(made.data_ptr(), value.pointer, value.data.size)
     return made
 

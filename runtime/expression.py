@@ -46,14 +46,14 @@ _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Mod: operator.mod,
     ast.Pow: _power,
 }
-_UNARY: dict[type[ast.unaryop], Callable[[Number], Number]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
+_UNARY: dict[type[ast.unaryop], Callable[[Number], Number]] = {ast.USub: lambda one: -one, ast.UAdd: lambda one: one}
 _ONE: dict[str, Callable[[Number], Number]] = {
     "floor": math.floor,
     "ceiling": math.ceil,
     "ceil": math.ceil,
     "trunc": math.trunc,
-    "Abs": abs,
-    "abs": abs,
+    "Abs": lambda one: max(one, -one),
+    "abs": lambda one: max(one, -one),
 }
 _MANY: dict[str, Callable[[list[Number]], Number]] = {"Max": max, "Min": min, "max": max, "min": min}
 
@@ -112,8 +112,8 @@ def _term(node: ast.expr, names: set[str]) -> _Term:
     match node:
         case ast.Constant(value=bool()):
             pass
-        case ast.Constant(value=int(number)):
-            return lambda _: number
+        case ast.Constant(value=int(whole)):
+            return lambda _: whole
         case ast.Constant(value=float(number)) if math.isfinite(number):
             exact = Fraction(repr(number))
             return lambda _: exact

@@ -153,7 +153,8 @@ class LocalTransport:
 
     def agree(self, vector: Vector) -> Vector:
         vectors = self.world.meet(self.rank, vector.copy(), lambda: "the agreement on the sizes of a step")
-        return np.max(np.stack([np.asarray(one, np.int64) for one in vectors]), axis=0)
+        highest: Vector = np.stack([np.asarray(one, np.int64) for one in vectors]).max(axis=0)
+        return highest
 
     def share(self, text: str) -> list[str]:
         return [str(one) for one in self.world.meet(self.rank, text, lambda: "the exchange of messages")]

@@ -1,7 +1,8 @@
 """Encoding of values whose bytes the receiver cannot foresee: unknown shapes, strings, sequences, optionals and maps.
 
 Such a value is two messages of one tag: a header of fixed size, then the payload whose kind and size the header tells. A tensor's
-payload is its bytes, uncopied. Everything else is packed into one self-describing block, little-endian 64-bit integers for all counts:
+payload is its bytes, uncopied. Everything else is packed into one self-describing block, all counts as
+little-endian 64-bit integers:
 
     tensor    1, element type, rank, dims..., bytes
     strings   2, rank, dims..., length of each in bytes, UTF-8 of all
@@ -124,7 +125,8 @@ class _Reader:
                 return None
             case 5:
                 keys, values = self.value(), self.value()
-                assert isinstance(keys, np.ndarray) and isinstance(values, list)
+                if not isinstance(keys, np.ndarray) or not isinstance(values, list):
+                    raise ValueError("a message holds a map without keys and values")
                 return dict(zip(keys.tolist(), map(_scalar, values), strict=True))
         raise ValueError(f"a message holds a value of kind {kind}, which this partc does not know")
 

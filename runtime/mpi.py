@@ -1,8 +1,8 @@
 """Ranks as MPI processes, by mpi4py, on a communicator of the runtime's own.
 
-A wait tests for a moment and then sleeps, 20 microseconds first and twice as long each time up to a millisecond: ranks may outnumber
-cores, and a rank that spins takes its core from the one it waits for. While it sleeps it looks whether another rank has failed.
-MPI counts in 32-bit integers, so that a longer message travels in pieces.
+A wait tests for a moment and then sleeps, 20 microseconds first and twice as long each time up to a millisecond: ranks may
+outnumber cores, and a rank that spins takes its core from the one it waits for. While it sleeps it looks whether another rank has
+failed. MPI counts in 32-bit integers, so that a longer message travels in pieces.
 """
 
 from __future__ import annotations

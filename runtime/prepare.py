@@ -1,8 +1,8 @@
 """A rank's program made ready: everything that does not depend on the bindings of a step.
 
 Steps are cut, sessions built, and every value gets a kind that says where it lies while a step runs. A shape is known when every
-name in it is a symbol that the inputs bind; the promise that two ranks hold each other to is the transfer's shape in the manifest,
-so that both choose the same form of message.
+name in it is a symbol that the inputs bind; the promise that two ranks hold each other to is the transfer's shape in the
+manifest, so that both choose the same form of message.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _transfers(steps: Sequence[Step], manifest: Manifest, rank: int, where: str)
                 problems.append(f"{where}: transfer {step.tag} stands twice in the file: {step}")
             used.add(step.tag)
     problems += [
-        f"{where}: transfer {one.tag} of '{one.value}' from rank {one.source} to rank {one.target} is in the manifest, but not in the file"
+        f"{where}: the manifest lists transfer {one.tag} of '{one.value}' ({one.source} to {one.target}), the file does not"
         for one in manifest.transfers
         if rank in (one.source, one.target) and one.tag not in used
     ]

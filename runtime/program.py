@@ -3,8 +3,8 @@
     with partc.runtime.load("build") as program:     # on every rank
         outputs = program(x=images)
 
-A call is one step, collective over the ranks. A step that the inputs make impossible is refused by all ranks with one InputError and
-leaves the program usable. A failure inside a step ends it on all ranks.
+A call is one step, collective over the ranks. A step that the inputs make impossible is refused by all ranks with one InputError
+and leaves the program usable. A failure inside a step ends it on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 from .artifact import Artifact, open_artifact
 from .bindings import Bindings
 from .board import AGREEING, SLOT, open_board
-from .dtypes import Array
 from .errors import ArtifactError, InputError, PartcError, RankError, UsageError
 from .execute import Schedule
 from .format import Manifest, Port, rank_file

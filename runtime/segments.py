@@ -1,8 +1,8 @@
 """Cutting a rank's program at its communication nodes into steps: segments of compute nodes, sends, and receives.
 
 The order of the file is kept for everything that communicates. A segment ends before a Send of a value that it makes, and before
-the first node that needs a received value nobody has waited for; all other cuts would only cost. A receive is posted at its place in the
-file, or before the segment that is open there, and waited for at the first use of its value. So communication overlaps
+the first node that needs a received value nobody has waited for; all other cuts would only cost. A receive is posted at its place
+in the file, or before the segment that is open there, and waited for at the first use of its value. So communication overlaps
 computation as far as the order allows, and no rank waits for what the global order puts later.
 """
 
@@ -75,11 +75,9 @@ Step: TypeAlias = Segment | Send | Post | Wait
 
 @dataclass
 class _Cutter:
-    """The state of the one walk over the nodes."""
+    """The state of the one walk over the nodes; a segment is a list of node numbers."""
 
-    initializers: set[str]
-    known: set[str]
-    steps: list[Step | list[int]] = field(default_factory=list)
+    steps: list[Message | list[int]] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
     made: set[str] = field(default_factory=set)
     pending: dict[str, Message] = field(default_factory=dict)
@@ -90,7 +88,7 @@ class _Cutter:
             self.open, self.made = [], set()
 
     def wait(self, names: Iterable[str]) -> None:
-        waited = [name for name in names if name in self.pending]
+        waited = [name for name in dict.fromkeys(names) if name in self.pending]
         if waited:
             self.close()
         for name in waited:
@@ -110,28 +108,24 @@ def cut(model: ModelProto, where: str) -> list[Step]:
         sparse.values.name for sparse in graph.sparse_initializer
     }
     _check(graph, nodes, operands, initializers, where)
-    cutter = _Cutter(initializers, set())
+    cutter = _Cutter()
     for index, node in enumerate(nodes):
         if node.domain != DOMAIN:
             cutter.wait(operands[index])
             cutter.open.append(index)
             cutter.made.update(filter(None, node.output))
             continue
-        match node.op_type:
-            case "Recv":
-                message = Post(node.output[0], *_ends(node, where))
-                cutter.pending[message.value] = message
-                cutter.steps.append(message)
-            case "Send":
-                send = Send(node.input[0], *_ends(node, where))
-                cutter.wait([send.value])
-                if send.value in cutter.made:
-                    cutter.close()
-                cutter.steps.append(send)
-            case other:
-                raise ArtifactError(
-                    f"{where}: this partc does not know the communication op '{other}'\n  help: install a newer partc"
-                )
+        peer, tag = _ends(node, where)
+        if node.op_type == RECV:
+            post = Post(node.output[0], peer, tag, path_of(node))
+            cutter.pending[post.value] = post
+            cutter.steps.append(post)
+        else:
+            send = Send(node.input[0], peer, tag, path_of(node))
+            cutter.wait([send.value])
+            if send.value in cutter.made:
+                cutter.close()
+            cutter.steps.append(send)
     cutter.close()
     cutter.wait(list(cutter.pending))
     return _segments(cutter.steps, nodes, operands, initializers, [value.name for value in graph.output])
@@ -152,7 +146,7 @@ def _source(path: str) -> str:
 
 
 def _segments(
-    steps: Sequence[Step | list[int]],
+    steps: Sequence[Message | list[int]],
     nodes: Sequence[NodeProto],
     operands: Sequence[Sequence[str]],
     initializers: set[str],
@@ -166,9 +160,9 @@ def _segments(
             made = {name for index in step for name in nodes[index].output}
             reads.append(tuple(dict.fromkeys(name for index in step for name in operands[index] if name not in made)))
             wanted.update(reads[-1])
-        else:
+        elif isinstance(step, Message):
             reads.append(())
-            wanted.update([step.value])
+            wanted.add(step.value)
     result: list[Step] = []
     for step, read in zip(steps, reads, strict=True):
         if isinstance(step, list):
@@ -176,7 +170,7 @@ def _segments(
             given = tuple(name for node in chosen for name in node.output if name in wanted)
             inputs = tuple(name for name in read if name not in initializers)
             result.append(Segment(chosen, inputs, given, tuple(name for name in read if name in initializers)))
-        else:
+        elif isinstance(step, Send | Post | Wait):
             result.append(step)
     return result
 
@@ -202,7 +196,7 @@ def _check(
     graph: GraphProto, nodes: Sequence[NodeProto], operands: Sequence[Sequence[str]], initializers: set[str], where: str
 ) -> None:
     """Every value made exactly once, and before it is used."""
-    makers = {name: "an initializer" for name in initializers}
+    makers = dict.fromkeys(initializers, "an initializer")
     problems: list[str] = []
 
     def make(name: str, maker: str) -> None:
@@ -228,12 +222,16 @@ def _check(
         raise ArtifactError("\n".join([*problems[:_SHOWN], *more, "  help: the file was changed; compile again"]))
 
 
-def _ends(node: NodeProto, where: str) -> tuple[int, int, str]:
-    """Peer, tag and source name of a communication node."""
+def _ends(node: NodeProto, where: str) -> tuple[int, int]:
+    """Peer and tag of a communication node."""
+    counts = {SEND: (1, 0), RECV: (0, 1)}.get(node.op_type)
+    if counts is None:
+        raise ArtifactError(
+            f"{where}: this partc does not know the op '{DOMAIN}.{node.op_type}'\n  help: install a newer partc"
+        )
     numbers = {attribute.name: attribute.i for attribute in node.attribute}
-    counts = {SEND: (1, 0), RECV: (0, 1)}[node.op_type]
     if PEER not in numbers or TAG not in numbers or (len(node.input), len(node.output)) != counts:
         raise ArtifactError(
             f"{where}: {name_of(node)} is not a {node.op_type} with '{PEER}', '{TAG}' and one value\n  help: compile again"
         )
-    return numbers[PEER], numbers[TAG], path_of(node)
+    return numbers[PEER], numbers[TAG]

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from .dtypes import BY_CODE, dense, type_proto, type_text
 from .errors import ArtifactError
 from .format import DOMAIN, Dim
+from .onnxruntime_api import Session, new_session, version
 from .segments import Segment, name_of
 
 if TYPE_CHECKING:
     from onnx import ModelProto, TypeProto
-    from onnxruntime import InferenceSession
 
 _NODE = re.compile(r"Name:\s?'([^']*)'")
 _OUTPUT = re.compile(
@@ -44,7 +44,7 @@ class Runner:
     """
 
     segment: Segment
-    session: InferenceSession
+    session: Session
     objects: bool
     widened: Mapping[str, str]
 
@@ -64,7 +64,7 @@ class Runner:
 
 
 class Builder:
-    """Makes the sessions of one rank, in order: the types of values are known from the file, the manifest or an earlier session."""
+    """Makes the sessions of one rank, in order: types are known from the file, the manifest or an earlier session."""
 
     def __init__(
         self, model: ModelProto, folder: Path, types: Mapping[str, str], settings: Settings, where: str
@@ -95,27 +95,17 @@ class Builder:
             session = self._session(model, segment)
         return Runner(segment, session, objects, widened)
 
-    def _session(self, model: ModelProto, segment: Segment) -> InferenceSession:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = self.settings.threads
-        options.inter_op_num_threads = 1
-        options.enable_cpu_mem_arena = False
-        # Every failure is raised with its text; onnxruntime's own print of it would be a second one.
-        options.log_severity_level = 4
-        options.add_session_config_entry("session.intra_op.allow_spinning", "1" if self.settings.spinning else "0")
-        options.add_session_config_entry(
-            "session.model_external_initializers_file_folder_path", str(self.folder.resolve())
-        )
+    def _session(self, model: ModelProto, segment: Segment) -> Session:
+        entries = {
+            "session.intra_op.allow_spinning": "1" if self.settings.spinning else "0",
+            "session.model_external_initializers_file_folder_path": str(self.folder.resolve()),
+        }
         try:
-            return onnxruntime.InferenceSession(
-                model.SerializeToString(), options, providers=list(self.settings.providers)
-            )
+            return new_session(model.SerializeToString(), self.settings.threads, self.settings.providers, entries)
         except Exception as error:
             text = _plain(str(error))
             raise ArtifactError(
-                f"{self.where}: onnxruntime {onnxruntime.__version__} does not load {self._refused(segment, text)}: {text}\n"
+                f"{self.where}: onnxruntime {version()} does not load {self._refused(segment, text)}: {text}\n"
                 "  help: install the onnxruntime that the artifact was compiled for, or compile again"
             ) from None
 

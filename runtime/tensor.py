@@ -7,14 +7,11 @@ array to a session, from a session to a message, or from a message to a session.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .dtypes import BY_CODE, Array, Bytes, Dtype
-
-if TYPE_CHECKING:
-    from onnxruntime import OrtValue
+from .onnxruntime_api import OrtValue
 
 ALIGNMENT = 64
 
@@ -52,7 +49,7 @@ class Tensor:
             return Tensor.empty(dtype, shape)
         memory = (ctypes.c_uint8 * size).from_address(value.data_ptr())
         memory.owner = value  # type: ignore[attr-defined]
-        return Tensor(dtype, shape, np.frombuffer(memory, np.uint8))
+        return Tensor(dtype, shape, np.ctypeslib.as_array(memory))
 
     def array(self) -> Array:
         """The value as people see it: a view of the same bytes, or the unpacked elements where they are narrower than a byte."""
@@ -72,7 +69,8 @@ def _packed(array: Array, bits: int) -> Bytes:
     per = 8 // bits
     codes = np.ascontiguousarray(array).reshape(-1).view(np.uint8) & ((1 << bits) - 1)
     rows = np.pad(codes, (0, -codes.size % per)).reshape(-1, per)
-    return np.bitwise_or.reduce(rows << (bits * np.arange(per, dtype=np.uint8)), axis=1).astype(np.uint8)
+    packed: Bytes = np.bitwise_or.reduce(rows << (bits * np.arange(per, dtype=np.uint8)), axis=1)
+    return packed
 
 
 def _unpacked(data: Bytes, shape: tuple[int, ...], dtype: Dtype) -> Array:

@@ -103,4 +103,5 @@ def test_node(name: str, tmp_path: Path) -> None:
                 have = ranks(inputs)
             assert set(have) == set(want)
             for output, value in want.items():
-                same(have[output], value, output, rtol=1e-5, atol=1e-6)
+                half = np.asarray(value).dtype == np.float16 if not isinstance(value, list) else False
+                same(have[output], value, output, rtol=2e-3 if half else 1e-5, atol=1e-3 if half else 1e-6)

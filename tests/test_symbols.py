@@ -10,7 +10,6 @@ import sys
 import onnx_ir as ir
 import pytest
 import sympy
-
 from partc.compiler.facts import ANY, ANY_DIM, Facts, facts_of, maximum, meet, minimum
 from partc.compiler.symbol import Symbol
 
@@ -92,9 +91,9 @@ def test_facts_of_a_symbol_are_just_its_sizes(divisor: int, least: int, most: in
 
 
 def test_symbols_load_without_heavy_libraries() -> None:
-    code = "import sys, partc.compiler.symbol as s; s.Symbol(divisor=8).facts(); print('sympy' in sys.modules or 'onnx_ir' in sys.modules)"
+    code = "import sys, partc.compiler.symbol as s; s.Symbol().facts(); print({'sympy', 'onnx_ir'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "set()"
 
 
 SMALL = [
@@ -110,12 +109,14 @@ SMALL = [
     Facts(5, 3, 3, None),
 ]
 
+PAIRS = list(itertools.product(SMALL, SMALL))
+
 
 def values(facts: Facts) -> list[int]:
     return [value for value in range(-20, 21) if facts.contains(value)]
 
 
-@pytest.mark.parametrize(("a", "b"), itertools.product(SMALL, SMALL), ids=str)
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids=str)
 def test_arithmetic_of_facts_holds_for_every_pair_of_values(a: Facts, b: Facts) -> None:
     total, difference, product, quotient, rest = a + b, a - b, a * b, a // b, a % b
     most, least = maximum([a, b]), minimum([a, b])
@@ -130,7 +131,7 @@ def test_arithmetic_of_facts_holds_for_every_pair_of_values(a: Facts, b: Facts) 
             assert rest.contains(v % w), (v, w, rest)
 
 
-@pytest.mark.parametrize(("a", "b"), itertools.product(SMALL, SMALL), ids=str)
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids=str)
 def test_meet_is_just_the_common_values(a: Facts, b: Facts) -> None:
     common = sorted(set(values(a)) & set(values(b)))
     try:
@@ -175,7 +176,7 @@ def test_text_and_real_divisor(facts: Facts, text: str, divisor: int) -> None:
     "wrong", [(0, 5, 6, 9), (4, 0, 1, 3), (1, 0, 5, 4), (-2, 0, 0, 9)], ids=["outside", "between", "empty", "negative"]
 )
 def test_facts_of_no_integer_are_refused(wrong: tuple[int, int, int, int]) -> None:
-    with pytest.raises(ValueError, match="no integer|not negative"):
+    with pytest.raises(ValueError, match=r"no integer|not negative"):
         Facts(*wrong)
 
 
@@ -246,10 +247,13 @@ def test_the_same_text_under_other_knowledge() -> None:
     assert facts_of("n*3", {"n": Facts(4)}) == Facts(12)
 
 
+LETTERS = [sympy.Symbol(name, integer=True, positive=True) for name in "abc"]
+
+
 def random_expression(r: random.Random, depth: int) -> sympy.Expr:
     if depth == 0 or r.random() < 0.15:
         return r.choice(
-            [sympy.Symbol(name, integer=True, positive=True) for name in "abc"] + [sympy.Integer(r.randint(1, 9))]
+            LETTERS + [sympy.Integer(r.randint(1, 9))]
         )
     a, b = random_expression(r, depth - 1), random_expression(r, depth - 1)
     k = sympy.Integer(r.randint(2, 6))
@@ -288,7 +292,10 @@ def test_facts_hold_for_every_legal_binding(seed: int) -> None:
     legal = {name: [value for value in range(64) if of.contains(value)][:4] for name, of in known.items()}
     checked = 0
     for binding in itertools.product(*(legal[name] for name in "abc")):
-        value = expression.subs(dict(zip("abc", binding, strict=True)))
+        try:
+            value = expression.subs(dict(zip(LETTERS, binding, strict=True)))
+        except ValueError:  # a division by zero inside Max or Min
+            continue
         if value.is_Integer:
             checked += 1
             assert facts.contains(int(value)), (expression, binding, value, str(facts))

@@ -53,6 +53,7 @@ def trace(module: onnxscript.nn.Module, inputs: Sequence[Spec], outputs: Sequenc
         if not parameter.uses():
             del graph.initializers[path]
     _refuse_without_values(graph, where)
+    _drop_absent_inputs(graph)
     model = ir.Model(graph, ir_version=IR_VERSION, functions=list(builder.functions.values()))
     model = checked(model, where)
     derive_names(model, [value for name, value in graph.initializers.items() if name not in parameters])
@@ -154,6 +155,17 @@ def _refuse_strangers(graph: ir.Graph, parameters: Mapping[str, onnxscript.nn.Pa
         problems.append(Problem(where, fact, help=help_))
     if problems:
         raise CompileError(problems)
+
+
+def _drop_absent_inputs(graph: ir.Graph) -> None:
+    """A missing bias is no input at all, rather than a last one that is absent."""
+    for inner in graphs_of(graph):
+        for node in inner:
+            count = len(node.inputs)
+            while count and node.inputs[count - 1] is None:
+                count -= 1
+            if count < len(node.inputs):
+                node.resize_inputs(count)
 
 
 def _refuse_without_values(graph: ir.Graph, where: str) -> None:

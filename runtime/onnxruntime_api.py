@@ -1,0 +1,74 @@
+"""What the runtime uses of onnxruntime, with types: onnxruntime's own Python layer has none, and is slow to import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, cast
+
+Bind: TypeAlias = Callable[[str, str, int, int, tuple[int, ...], int], None]
+"""Name, device, device number, element type by its ONNX number, shape, address."""
+
+
+class OrtValue(Protocol):
+    """A tensor that onnxruntime owns."""
+
+    def element_type(self) -> int: ...
+    def shape(self) -> list[int]: ...
+    def data_ptr(self) -> int: ...
+
+
+class Binding(Protocol):
+    """The places of a session's inputs and outputs."""
+
+    bind_input: Bind
+
+    @property
+    def bind_output(self) -> Callable[..., None]: ...
+    def get_outputs(self) -> list[OrtValue]: ...
+
+
+class Described(Protocol):
+    """An output of a session."""
+
+    name: str
+    type: str
+
+
+class Session(Protocol):
+    """A model ready to run."""
+
+    def io_binding(self) -> Binding: ...
+    def run_with_iobinding(self, binding: Binding) -> None: ...
+    def run(self, names: Sequence[str], feeds: Mapping[str, Any]) -> list[Any]: ...
+    def get_outputs(self) -> list[Described]: ...
+
+
+def new_session(model: bytes, threads: int, providers: Sequence[str], entries: Mapping[str, str]) -> Session:
+    """A session with all optimizations and without a memory arena of its own; `entries` are session options by name."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()  # type: ignore[attr-defined]
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.enable_cpu_mem_arena = False
+    # Every failure is raised with its text; onnxruntime's own print of it would be a second one.
+    options.log_severity_level = 4
+    for name, value in entries.items():
+        options.add_session_config_entry(name, value)
+    session = onnxruntime.InferenceSession(model, options, providers=list(providers))  # type: ignore[attr-defined]
+    return cast(Session, session)
+
+
+def new_value(shape: tuple[int, ...], code: int) -> OrtValue:
+    """A tensor in onnxruntime's memory, not cleared."""
+    import onnxruntime
+
+    value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, code)  # type: ignore[attr-defined]
+    return cast(OrtValue, value)
+
+
+def version() -> str:
+    """The version of onnxruntime."""
+    import onnxruntime
+
+    return str(onnxruntime.__version__)
