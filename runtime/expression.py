@@ -70,7 +70,9 @@ class Expression:
         """The dim; ValueError where it is no whole number or cannot be computed."""
         try:
             value = self.term(bindings)
-        except (ZeroDivisionError, ValueError, OverflowError) as error:
+        except ZeroDivisionError:
+            raise ValueError(f"'{self.text}' divides by 0") from None
+        except (ValueError, OverflowError) as error:
             raise ValueError(f"'{self.text}' cannot be computed: {error}") from None
         except KeyError as error:
             raise ValueError(f"'{self.text}' needs {error}, which is not bound") from None

@@ -20,7 +20,7 @@ from .bindings import Binder, Bindings
 from .buffers import Life
 from .dtypes import BY_CODE, Array, Dtype, dense, element
 from .errors import ArtifactError
-from .format import Manifest, Shape, Transfer, rank_file
+from .format import Dim, Manifest, Shape, Transfer, rank_file
 from .message import Value
 from .segments import Post, Segment, Send, Step, cut
 from .sessions import Builder, Runner, Settings, stated_shapes
@@ -133,14 +133,13 @@ def prepare(artifact: Artifact, rank: int, settings: Settings) -> RankProgram:
     binder = Binder(manifest, frozenset(reads))
 
     def known(shape: Shape) -> bool:
-        dims = [expression.parse(dim, manifest.symbols) for dim in shape or ()]
-        return shape is not None and all(dim.names <= binder.bound for dim in dims)
+        return shape is not None and all(_names(dim, manifest) <= binder.bound for dim in shape)
 
     promises = {one.tag: one.shape for one in transfers.values() if dense(one.type) and known(one.shape)}
     sent = {step.value: transfers[step.tag].shape for step in steps if isinstance(step, Send)}
     received = {step.value: transfers[step.tag] for step in steps if isinstance(step, Post)}
-    shapes = {name: shape for name, shape in (sent | stated_shapes(model)).items() if known(shape)}
-    shapes = {name: shape for name, shape in shapes.items() if name not in received}
+    stated = [*sent.items(), *stated_shapes(model).items()]
+    shapes = {name: shape for name, shape in stated if known(shape) and name not in received}
     shapes |= {name: one.shape for name, one in received.items() if one.tag in promises}
     builder = Builder(model, artifact.folder, {name: one.type for name, one in received.items()}, settings, where)
     runners = {index: builder.build(step) for index, step in enumerate(steps) if isinstance(step, Segment)}
@@ -165,6 +164,14 @@ def prepare(artifact: Artifact, rank: int, settings: Settings) -> RankProgram:
         promises=promises,
         binder=binder,
     )
+
+
+def _names(dim: Dim, manifest: Manifest) -> frozenset[str]:
+    """The symbols that a dim needs; a file may name dims in ways that are no expression, and those nobody knows."""
+    try:
+        return expression.parse(dim, manifest.symbols).names
+    except ValueError:
+        return frozenset([str(dim)])
 
 
 def _kind(text: str, known: bool) -> Kind:

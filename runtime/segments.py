@@ -152,7 +152,10 @@ def _segments(
     initializers: set[str],
     outputs: Sequence[str],
 ) -> list[Step]:
-    """The runs of node numbers among the steps as segments, each giving exactly the values that others need."""
+    """The runs of node numbers among the steps as segments, each giving exactly the values that others need.
+
+    A segment that nobody needs anything of is left out.
+    """
     wanted = set(outputs)
     reads: list[tuple[str, ...]] = []
     for step in steps:
@@ -169,7 +172,8 @@ def _segments(
             chosen = [nodes[index] for index in step]
             given = tuple(name for node in chosen for name in node.output if name in wanted)
             inputs = tuple(name for name in read if name not in initializers)
-            result.append(Segment(chosen, inputs, given, tuple(name for name in read if name in initializers)))
+            if given:
+                result.append(Segment(chosen, inputs, given, tuple(name for name in read if name in initializers)))
         elif isinstance(step, Send | Post | Wait):
             result.append(step)
     return result

@@ -258,7 +258,7 @@ def test_a_body_captures_a_received_value(tmp_path: Path) -> None:
 
 def test_shapes_are_expressions(tmp_path: Path) -> None:
     graphs = [
-        f"rank0 (float[n, 3] x) => () <float[n, 3] h> {{ h = Concat <axis = 0> (x, x) {send('h', 1, 0)} }}",
+        f"rank0 (float[n, 3] x) => () <float[m, 3] h> {{ h = Concat <axis = 0> (x, x) {send('h', 1, 0)} }}",
         f"rank1 () => (float[m, 3] y) {{ {recv('h', 0, 0)} y = Neg(h) }}",
     ]
     with load_local(write(tmp_path, graphs, shapes={"h": ["2*n", 3]})) as program:

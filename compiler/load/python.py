@@ -61,7 +61,7 @@ def load_python(path: Path) -> Source:
         file = UserFile.run(path)
         built, inputs = _defined(file)
         names = DimNames(file.globals, set())
-        model = _model(built, inputs, names, file)
+        model = _model(built, inputs, names, file, collector)
         _use_named_symbols(model, names, file)
         return Source(model, Declared(_placements(collector, built), names.symbols))
 
@@ -102,7 +102,7 @@ def _defined(file: UserFile) -> tuple[object, object]:
     return result
 
 
-def _model(built: object, inputs: object, names: DimNames, file: UserFile) -> ir.Model:
+def _model(built: object, inputs: object, names: DimNames, file: UserFile, collector: Collector) -> ir.Model:
     where = file.line("model", "build")
     match built:
         case onnx.ModelProto():
@@ -118,7 +118,8 @@ def _model(built: object, inputs: object, names: DimNames, file: UserFile) -> ir
         from partc.compiler.load.torch_module import export
 
         dynamic_shapes = file.globals.get("dynamic_shapes")
-        return export(built, _required(inputs, file), dynamic_shapes, names, _output_names(file), _where_inputs(file))
+        given, outputs = _required(inputs, file), _output_names(file)
+        return export(built, given, dynamic_shapes, names, outputs, _where_inputs(file), collector)
     kind = f"the class {built.__name__}" if isinstance(built, type) else f"a {type(built).__name__}"
     help_ = f"make an instance of it: {built.__name__}()" if isinstance(built, type) else f"a model is {_KINDS}"
     what = "model" if "model" in file.globals else "what build returns"

@@ -1,7 +1,7 @@
 """Exports a `torch.nn.Module` to a model whose nodes and weights keep the names of its modules.
 
-torch's own clean-up would fold weights into others, merge equal ones and drop layers that train, so it stays off. Instead the
-weights are lifted to graph inputs, the graph is cleaned up around them, and they are put back under their names. Layers in
+torch's own clean-up would fold weights into others, merge equal ones and drop layers that train, so it stays off. Instead
+the weights are lifted to graph inputs, the graph is cleaned up around them, and they are put back under their names. Layers in
 training mode stay: Dropout as it is, BatchNorm with `training_mode=1` and its running statistics as outputs, which torch's
 exporter leaves out. A module is exported in the mode that it is in: call `model.eval()` for inference.
 """
@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from partc.compiler.declare import Input
+from partc.compiler.declare import Collector, Input
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.inputs import DimNames, Spec, all_inputs, as_mapping, specs
 from partc.compiler.load.names import derive_names
 from partc.compiler.load.onnx_file import checked, graphs_of
+from partc.compiler.load.user_code import own_frames
 from partc.compiler.symbol import Symbol
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def export(
     names: DimNames,
     outputs: Sequence[str],
     where: str,
+    collector: Collector,
 ) -> ir.Model:
     """The module's model. An input is an example tensor, its dims named by `dynamic_shapes`, or whatever `specs` takes.
 
@@ -60,7 +62,7 @@ def export(
         with _quiet():
             program: Any = torch.onnx.export(module, **arguments, dynamo=True, optimize=False, verbose=False)
     except Exception as error:
-        raise _refusal(error, where) from error
+        raise _refusal(error, where, collector) from error
     if program is None:
         raise CompileError(Problem(where, "torch.onnx.export returned no program", help="use torch 2.6 or later"))
     model: ir.Model = program.model
@@ -97,7 +99,9 @@ def _dynamic_dims(declared: object, inputs: list[str], where: str) -> dict[str, 
     found: dict[str, dict[int, object]] = {}
     for name, dims in declared.items():
         entries = dims.items() if isinstance(dims, Mapping) else enumerate(dims or ())
-        found[name] = {int(axis): _dim(dim) for axis, dim in entries if not (dim is None and not isinstance(dims, Mapping))}
+        found[name] = {
+            int(axis): _dim(dim) for axis, dim in entries if not (dim is None and not isinstance(dims, Mapping))
+        }
     return found
 
 
@@ -133,7 +137,8 @@ def _example(spec: Spec, sizes: Mapping[str, int]) -> torch.Tensor:
     import torch
 
     shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.dims]
-    return torch.ones(shape).to(_torch_type(spec)) if spec.dtype.is_floating_point() else torch.zeros(shape, dtype=_torch_type(spec))
+    fill = 1 if spec.dtype.is_floating_point() else 0
+    return torch.full(shape, fill, dtype=_torch_type(spec))
 
 
 def _torch_type(spec: Spec) -> torch.dtype:
@@ -155,27 +160,33 @@ def _exported_with(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch's exporter warns of packages that the module does not need and of its own internals."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """torch's exporter logs what it lacks for modules that are not used, and warns of its own internals."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        logging.disable(disabled)
 
 
-def _refusal(error: Exception, where: str) -> Exception:
-    """What stopped the export, at its root: the user's own error keeps its traceback."""
+def _refusal(error: Exception, where: str, collector: Collector) -> Exception:
+    """What stopped the export, at its root: the user's own error as it is, torch's with the user's line where it has one."""
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
-    if isinstance(root, Exception) and root is not error and not type(root).__module__.startswith("torch"):
+    frames = own_frames(root, collector)
+    own_kind = type(root).__module__.startswith("torch")
+    if frames and isinstance(root, Exception) and not own_kind:
         return root
-    text = "\n  ".join(line.rstrip() for line in str(root).strip().splitlines()[:12])
-    return CompileError(Problem(where, f"torch cannot export the module: {text}", help="torch.export's documentation says more"))
+    lines = [line.strip() for line in str(root).strip().splitlines() if line.strip()] or [type(root).__name__]
+    if frames:
+        where = collector.line(frames[-1].filename, frames[-1].lineno or 0)
+        lines[1:] = [frames[-1].line or ""]
+    help_ = "a dim that the module fixes is an int in inputs; torch.export's documentation says what forward may do"
+    fact = f"torch cannot export the module: {'' if own_kind else type(root).__name__ + ': '}{lines[0]}"
+    return CompileError(Problem(where, fact, "\n  ".join(lines[1:6]), help_))
 
 
 def _set_inputs(model: ir.Model, read: Sequence[Spec], where: str) -> None:
@@ -223,7 +234,9 @@ def _set_outputs(model: ir.Model, names: Sequence[str], where: str) -> None:
     graph = model.graph
     kept = {value.name for value in (*graph.inputs, *graph.initializers.values())}
     if clash := [name for name in names if name in kept]:
-        raise CompileError([Problem(where, f"'{name}' names an output and an input or weight", help="rename one") for name in clash])
+        raise CompileError(
+            [Problem(where, f"'{name}' names an output and an input or weight", help="rename one") for name in clash]
+        )
     values = list(graph.outputs)
     for k, (name, value) in enumerate(zip(names, values, strict=True)):
         if value.producer() is None or value in values[:k]:

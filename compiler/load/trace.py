@@ -90,7 +90,9 @@ def _parameters(root: onnxscript.nn.Module, where: str) -> dict[str, onnxscript.
             seen.add(id(parameter))
             whole = f"{path}.{name}" if path else name
             if whole in found:
-                problems.append(Problem(where, f"two parameters have the path '{whole}'", help="rename one of their modules"))
+                problems.append(
+                    Problem(where, f"two parameters have the path '{whole}'", help="rename one of their modules")
+                )
             if isinstance(parameter, Parameter):
                 parameter.path = whole
             found[whole] = parameter
@@ -110,7 +112,9 @@ def _named_outputs(result: object, names: Sequence[str], where: str) -> dict[str
             found = {f"output_{k}": value for k, value in enumerate(result)}
         case _:
             fact = f"forward returns {result!r}, which is no value of the graph"
-            raise CompileError(Problem(where, fact, help="return a value, a tuple of values, or a dict of them by name"))
+            raise CompileError(
+                Problem(where, fact, help="return a value, a tuple of values, or a dict of them by name")
+            )
     wrong = [name for name, value in found.items() if not isinstance(value, ir.Value)]
     if wrong or not found:
         fact = f"forward returns {found[wrong[0]]!r} as '{wrong[0]}'" if wrong else "forward returns no value"
@@ -126,7 +130,9 @@ def _add_outputs(builder: GraphBuilder, outputs: Mapping[str, ir.Value], where: 
     graph = builder.graph
     kept = {value.name for value in (*graph.inputs, *graph.initializers.values())}
     if clash := [name for name in outputs if name in kept]:
-        problems = [Problem(where, f"'{name}' names an output and an input or weight", help="rename one") for name in clash]
+        problems = [
+            Problem(where, f"'{name}' names an output and an input or weight", help="rename one") for name in clash
+        ]
         raise CompileError(problems)
     for name, value in outputs.items():
         if value.producer() is None or value in graph.outputs:

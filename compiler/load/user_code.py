@@ -1,7 +1,7 @@
 """Runs a user's Python file: its folder importable, what it imports kept apart, and its errors told by its own lines.
 
-    model.py:14: ValueError: in_channels 3 is not divisible by groups 2
-      self.conv = nn.Conv2d(3, 6, 5, groups=2)
+model.py:14: ValueError: in_channels 3 is not divisible by groups 2
+  self.conv = nn.Conv2d(3, 6, 5, groups=2)
 """
 
 from __future__ import annotations
@@ -103,11 +103,16 @@ def told_by_line(path: Path, collector: Collector) -> Iterator[None]:
         raise CompileError(problem) from error
 
 
+def own_frames(error: BaseException, collector: Collector) -> list[traceback.FrameSummary]:
+    """The lines of the user's own files that the error came through, the innermost last."""
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if collector.owns(frame.filename)]
+
+
 def _problem(error: BaseException, path: Path, collector: Collector) -> Problem | None:
     if isinstance(error, SyntaxError) and error.filename and collector.owns(error.filename):
         line = collector.line(error.filename, error.lineno or 0)
         return Problem(line, f"{type(error).__name__}: {error.msg}", (error.text or "").strip())
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if collector.owns(frame.filename)]
+    frames = own_frames(error, collector)
     if not frames:
         return None
     inner = frames[-1]
@@ -137,7 +142,9 @@ def _help(error: BaseException) -> str:
 
 def _module_names(folder: Path) -> set[str]:
     """Top-level modules that the folder has, without those whose name a library already goes by."""
-    found = {entry.stem for entry in folder.glob("*.py")} | {entry.parent.name for entry in folder.glob("*/__init__.py")}
+    found = {entry.stem for entry in folder.glob("*.py")} | {
+        entry.parent.name for entry in folder.glob("*/__init__.py")
+    }
     return {name for name in found if name not in sys.stdlib_module_names and not _is_library(sys.modules.get(name))}
 
 

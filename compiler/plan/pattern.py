@@ -58,6 +58,7 @@ def compile_pattern(text: str) -> Pattern:
     prefix = ""
     for token in tokens:
         if token[0] in "*[":
+            prefix = prefix.removesuffix(".") if token == "**" else prefix
             break
         prefix += token[-1]
     for before, after in itertools.pairwise(tokens):
@@ -128,9 +129,7 @@ def _numbers(token: str) -> str:
     for piece in token[1:-1].split(","):
         found = _NUMBERS.fullmatch(piece)
         if not found:
-            raise ValueError(
-                f"'{token}' is no range of numbers such as [0-5] or [0-5,7]; '\\[' is the character itself"
-            )
+            raise ValueError(f"'{token}' is no range of numbers such as [0-5,7]; '\\[' is the character itself")
         first, last = int(found[1]), int(found[2] or found[1])
         if first > last:
             raise ValueError(f"the range '{token}' runs from {first} down to {last}; write [{last}-{first}]")
@@ -154,9 +153,7 @@ def _digits(first: str, last: str) -> list[str]:
     rest = len(first) - 1
     if first[0] == last[0]:
         return [first[0] + inner for inner in _digits(first[1:], last[1:])]
-    between = range(int(first[0]) + 1, int(last[0]))
-    return [
-        *(first[0] + inner for inner in _digits(first[1:], "9" * rest)),
-        *([f"[{between[0]}-{between[-1]}][0-9]{{{rest}}}"] if between else []),
-        *(last[0] + inner for inner in _digits("0" * rest, last[1:])),
-    ]
+    below = [] if first[1:] == "0" * rest else [first[0] + inner for inner in _digits(first[1:], "9" * rest)]
+    above = [] if last[1:] == "9" * rest else [last[0] + inner for inner in _digits("0" * rest, last[1:])]
+    whole = range(int(first[0]) + bool(below), int(last[0]) + (not above))
+    return [*below, *([f"[{whole[0]}-{whole[-1]}][0-9]{{{rest}}}"] if whole else []), *above]

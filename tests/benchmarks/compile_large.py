@@ -100,7 +100,7 @@ def main() -> None:
         partc = [
             sys.executable,
             "-m",
-            "partc.cli.main",
+            "partc.cli",
             "compile",
             str(folder / "model.onnx"),
             "--plan",

@@ -83,7 +83,7 @@ def main() -> None:
         command = [
             sys.executable,
             "-m",
-            "partc.cli.main",
+            "partc.cli",
             "compile",
             str(folder / "model.onnx"),
             "--plan",

@@ -1,0 +1,388 @@
+"""Reading plans: what they give, what is said of wrong ones, the schema, and the starting plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from partc.compiler.errors import CompileError
+from partc.compiler.facts import Facts
+from partc.compiler.plan.pattern import compile_pattern
+from partc.compiler.plan.read import InputRule, OutputRule, PlacementRule, Plan, SymbolRule, parse_plan, read_plan
+from partc.compiler.plan.schema import plan_schema
+from partc.compiler.plan.start import starting_plan
+from partc.compiler.symbol import Symbol
+
+WHOLE = """\
+ranks: 5
+
+symbols:
+  batch: {divisor: 8, max: 512}
+  seq:
+    min: 3
+    unique: true
+  any:
+inputs:
+  x: [batch, 1, 28, null]
+  "tokens:0":
+    - batch
+    - a.b
+  scalar: []
+placement:
+  conv1: 3
+  "layers.[0-5].*": 4
+  conv1.Relu: 0
+  1: 0
+outputs:
+  y: 0
+  "aux*": [2, 0]
+  kept: producer
+"""
+
+
+def said(text: str) -> str:
+    with pytest.raises(CompileError) as caught:
+        parse_plan(text, "plan.yaml")
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_a_whole_plan() -> None:
+    assert parse_plan(WHOLE, "a/plan.yaml") == Plan(
+        file="a/plan.yaml",
+        ranks=5,
+        symbols={
+            "batch": SymbolRule(Symbol(divisor=8, max=512), "a/plan.yaml:4"),
+            "seq": SymbolRule(Symbol(min=3, unique=True), "a/plan.yaml:5"),
+            "any": SymbolRule(Symbol(), "a/plan.yaml:8"),
+        },
+        inputs={
+            "x": InputRule(("batch", 1, 28, None), "a/plan.yaml:10"),
+            "tokens:0": InputRule(("batch", "a.b"), "a/plan.yaml:11"),
+            "scalar": InputRule((), "a/plan.yaml:14"),
+        },
+        placement=(
+            PlacementRule("conv1", 3, "a/plan.yaml:16"),
+            PlacementRule("layers.[0-5].*", 4, "a/plan.yaml:17"),
+            PlacementRule("conv1.Relu", 0, "a/plan.yaml:18"),
+            PlacementRule("1", 0, "a/plan.yaml:19"),
+        ),
+        outputs=(
+            OutputRule("y", (0,), "a/plan.yaml:21"),
+            OutputRule("aux*", (0, 2), "a/plan.yaml:22"),
+            OutputRule("kept", None, "a/plan.yaml:23"),
+        ),
+    )
+
+
+def test_a_plan_does_not_change() -> None:
+    plan = parse_plan("ranks: 2\n", "p")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.ranks = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"), [("outputs: 1", (1,)), ("outputs: [2, 0]", (0, 2)), ("outputs: producer", None)]
+)
+def test_one_value_for_all_outputs(text: str, ranks: tuple[int, ...] | None) -> None:
+    (rule,) = parse_plan(f"ranks: 3\n{text}\n", "p").outputs
+    assert rule == OutputRule("**", ranks, "p:2")
+    assert compile_pattern(rule.pattern).matches("any.output")
+
+
+def test_empty_sections_and_the_whole_model() -> None:
+    plan = parse_plan("ranks: 1\nsymbols:\ninputs:\nplacement:\noutputs:\n", "")
+    assert plan == Plan.whole()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "plan.yaml:1: the plan is empty\n  help: begin with 'ranks: 2'"),
+        ("# only\n# comments\n", "plan.yaml:1: the plan is empty\n  help: begin with 'ranks: 2'"),
+        ("- ranks\n", "plan.yaml:1: a plan is a mapping, but this is a list\n  help: begin with 'ranks: 2'"),
+        (
+            "ranks:2\n",
+            "plan.yaml:1: a plan is a mapping, but this is the text 'ranks:2'\n  help: begin with 'ranks: 2'",
+        ),
+        ("placement: {a: 1}", "plan.yaml:1: 'ranks' is missing\n  help: begin with the number of ranks, 'ranks: 2'"),
+        ("ranks: two", "plan.yaml:1: 'ranks': expected an integer, but got the text 'two'"),
+        ("ranks: true", "plan.yaml:1: 'ranks': expected an integer, but got true"),
+        ("ranks: 2.0", "plan.yaml:1: 'ranks': expected an integer, but got the number 2.0"),
+        ("ranks:", "plan.yaml:1: 'ranks': expected an integer, but got nothing"),
+        ("ranks: 0", "plan.yaml:1: 'ranks': expected at least 1, but got 0"),
+        (
+            "ranks: 1\nplacement: [a]",
+            "plan.yaml:2: 'placement': expected a mapping, 'key: value' on each line, but got a list",
+        ),
+        (
+            "ranks: 1\n\tx: 2\n",
+            "plan.yaml:2: this is not YAML: while scanning for the next token: found character '\\t' that cannot start any "
+            "token\n  help: indent with spaces, a tab is no indentation in YAML",
+        ),
+        (
+            "ranks: 1\nplacement:\n  *.x: 0\n",
+            "plan.yaml:3: this is not YAML: found undefined alias '.x:'\n"
+            "  help: put quotes around a pattern that begins with '*': \"*.mlp\": 3",
+        ),
+        ("ranks: 1\nranks: 2\n", "plan.yaml:2: 'ranks' is given twice, first in line 1\n  help: keep one of them"),
+        ("ranks: 1\n\x00", "plan.yaml:2: the character U+0000 is not allowed in YAML\n  help: take it away"),
+        ("ranks: !!set 1", "plan.yaml:1: the tag '!!set' is not used in plans\n  help: take it away"),
+        (
+            "ranks: 1\nplacement: &p\n  a: *p\n",
+            "plan.yaml:3: an alias of a list or a mapping is not used in plans\n  help: write it out",
+        ),
+        ("ranks: 1\n<<: {a: 1}\n", "plan.yaml:2: '<<' is not used in plans\n  help: write the keys out"),
+        (
+            "ranks: 1\n? [a]\n: 1\n",
+            "plan.yaml:2: a key is a text, not a list or a mapping\n  help: put quotes around it",
+        ),
+        ("[" * 2000, "plan.yaml:1: lists and mappings are nested too deeply to be read"),
+    ],
+)
+def test_files_that_are_no_plan(text: str, message: str) -> None:
+    assert said(text) == message
+
+
+def test_aliases_of_aliases_end() -> None:
+    lines = ["ranks: 1", "a0: &a0 [x, x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
+    assert said("\n".join(lines)).count("unknown key") == 12
+
+
+def test_all_problems_are_said_at_once_in_the_order_of_lines() -> None:
+    text = """\
+ranks: 4
+rank: 3
+sharding: {}
+symbols:
+  batch: {divisor: 8, max: 12, divisr: 3}
+  b:
+    divisor: 8
+    remainder: 9
+  c:
+    divisor: 8
+    max: 3
+  3x: {}
+  d: {min: 0, unique: 1}
+  e: 5
+inputs:
+  x: 3
+  y: [-1, 2*batch, true]
+  y: [1]
+placement:
+  conv1: 4
+  conv2: a
+  conv3: [1, 2]
+  conv4: {pp: 1}
+  "conv[a]": 1
+  c5: -1
+  c7:
+outputs:
+  a: [1, 1]
+  b: []
+  c: prod
+  d:
+    - 0
+    - 7
+"""
+    dim = "  a dim is a size, the name of a symbol or of a free dim, or null where nothing is said"
+    group = (
+        "is a group, but this version of partc places every operator on one rank\n  groups of ranks come with sharding"
+    )
+    assert said(text) == "\n".join(
+        [
+            "plan.yaml:2: unknown key 'rank'\n  help: the nearest is 'ranks'",
+            "plan.yaml:3: 'sharding' is not in this version of partc, which has placement only\n  help: take it away",
+            "plan.yaml:5: symbol 'batch': unknown key 'divisr'\n  help: the nearest is 'divisor'",
+            "plan.yaml:8: symbol 'b': For 'Symbol', the 'remainder' value should be in the range '[0, 8)', but got 9",
+            "plan.yaml:11: symbol 'c': For 'Symbol', the 'max' value should be 0 (no maximum) or at least 8, the smallest "
+            "size that min=1, divisor=8 and remainder=0 allow, but got 3",
+            "plan.yaml:12: symbol '3x': this is no name\n"
+            "  a symbol's name has letters, digits and '_', and no digit first",
+            "plan.yaml:13: symbol 'd', 'min': expected at least 1, but got 0",
+            "plan.yaml:13: symbol 'd', 'unique': expected true or false, but got the number 1",
+            "plan.yaml:14: symbol 'e': expected a mapping, 'key: value' on each line, but got the number 5",
+            "plan.yaml:16: input 'x': expected a list of dims such as [batch, 1, 28, 28], but got the number 3",
+            f"plan.yaml:17: input 'y', dim 0: the size -1 is negative\n{dim}\n"
+            "  help: name a dim that varies, or write null",
+            f"plan.yaml:17: input 'y', dim 1: '2*batch' is no name\n{dim}\n"
+            "  help: a name has letters, digits, '_' and '.', and no digit first",
+            f"plan.yaml:17: input 'y', dim 2: expected a dim, but got true\n{dim}",
+            "plan.yaml:18: 'y' is given twice, first in line 17\n  help: keep one of them",
+            "plan.yaml:20: placement of 'conv1': rank 4, but there are 4 ranks\n"
+            "  help: choose a rank from 0 to 3, or set 'ranks' to at least 5",
+            "plan.yaml:21: placement of 'conv2': expected a rank, an integer, but got the text 'a'",
+            f"plan.yaml:22: placement of 'conv3': a list of ranks {group}\n  help: name one rank",
+            f"plan.yaml:23: placement of 'conv4': a slice of the mesh {group}\n  help: name one rank",
+            "plan.yaml:24: placement of 'conv[a]': this is no pattern: '[a]' is no range of numbers such as [0-5,7]; '\\[' is "
+            "the character itself",
+            "plan.yaml:25: placement of 'c5': rank -1, but there are 4 ranks\n  help: choose a rank from 0 to 3",
+            "plan.yaml:26: placement of 'c7': expected a rank, an integer, but got nothing",
+            "plan.yaml:28: delivery of 'a': rank 1 stands twice in the list\n  help: name every rank once",
+            "plan.yaml:29: delivery of 'b': the list of ranks is empty\n"
+            "  help: say 'producer' for an output that stays where it is made",
+            "plan.yaml:30: delivery of 'c': expected a rank, a list of ranks or 'producer', but got the text 'prod'",
+            "plan.yaml:31: delivery of 'd': rank 7, but there are 4 ranks\n"
+            "  help: choose a rank from 0 to 3, or set 'ranks' to at least 8",
+        ]
+    )
+
+
+def test_ranks_are_checked_against_no_wrong_number() -> None:
+    message = said("ranks: many\nplacement: {a: 7, b: -2}\n")
+    assert "rank 7" not in message
+    assert (
+        "plan.yaml:2: placement of 'b': rank -2, but there are no negative ranks\n  help: choose a rank from 0"
+        in message
+    )
+
+
+@pytest.mark.parametrize(("text", "value"), [("0x1f", 31), ("0o17", 15), ("012", 12), ("+3", 3), ("1_000", 1000)])
+def test_integers_are_yaml_integers(text: str, value: int) -> None:
+    assert parse_plan(f"ranks: {text}", "p").ranks == value
+
+
+def test_reading_files(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_bytes(b"\xef\xbb\xbfranks: 3\r\nplacement:\r\n  a: 2\r\n")
+    assert read_plan(path).placement == (PlacementRule("a", 2, f"{path}:3"),)
+    path.write_bytes(b"ranks: 3\n# caf\xe9\n")
+    with pytest.raises(CompileError) as caught:
+        read_plan(path)
+    assert str(caught.value) == f"{path}:2: the byte 0xe9 is not UTF-8\n  help: save the plan as UTF-8 text"
+    with pytest.raises(CompileError, match="there is no such plan file"):
+        read_plan(tmp_path / "none.yaml")
+    with pytest.raises(CompileError, match="the plan cannot be read"):
+        read_plan(tmp_path)
+
+
+def test_the_schema_is_one_for_editors() -> None:
+    schema = plan_schema()
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert schema["title"] == "partc plan"
+    assert list(schema["properties"]) == ["ranks", "symbols", "inputs", "placement", "outputs"]
+    assert schema["required"] == ["ranks"]
+    assert schema["additionalProperties"] is False
+    for properties in (schema["properties"], schema["$defs"]["SymbolEntry"]["properties"]):
+        assert all(entry["description"].endswith(".") for entry in properties.values())
+    assert {"type": "null"} in schema["properties"]["placement"]["anyOf"]
+
+
+def value(name: str, dims: list[int | str | None] | None, dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
+    return ir.Value(name=name, shape=None if dims is None else ir.Shape(dims), type=ir.TensorType(dtype))
+
+
+def weight(name: str, *dims: int, dtype: type[np.generic] = np.float32) -> ir.Value:
+    tensor = ir.tensor(np.zeros(dims, dtype))
+    return ir.Value(name=name, const_value=tensor, shape=ir.Shape(dims), type=ir.TensorType(tensor.dtype))
+
+
+def model(inputs: list[ir.Value], nodes: list[ir.Node], weights: list[ir.Value]) -> ir.Model:
+    graph = ir.Graph(inputs, nodes[-1].outputs, nodes=nodes, initializers=weights, opset_imports={"": 20}, name="g")
+    graph.outputs[0].name = "out"
+    return ir.Model(graph, ir_version=10)
+
+
+def small_model() -> tuple[ir.Model, Mapping[ir.Node, str]]:
+    """Modules, a node outside of them, a parameter that only a body uses, an unused one, and one that is listed as an input."""
+    x, mask = value("x:0", ["batch", 1, 28, None]), value("mask", ["batch", "2*h", "a.b"], ir.DataType.BOOL)
+    kernel, bias, shape = weight("conv1.weight", 6, 1, 5, 5), weight("net.bias", 6), weight("s", 2, dtype=np.int64)
+    unused, listed, inner = weight("unused", 3), weight("listed", 7), weight("block.0.scale", 9)
+    conv = ir.node("Conv", [x, kernel, bias])
+    reshape = ir.node("Reshape", [conv.outputs[0], shape])
+    mul = ir.node("Mul", [reshape.outputs[0], inner])
+    branch = ir.Graph([], mul.outputs, nodes=[mul], name="branch")
+    choose = ir.node("If", [mask], attributes={"then_branch": branch})
+    late = ir.node("Mul", [choose.outputs[0], mask, kernel])
+    nodes = [conv, reshape, choose, late]
+    paths = dict(zip(nodes, ["conv1.Conv_0", "block.0.Reshape", "block.0.act.If", "odd*na[me]"], strict=True))
+    return model([x, mask, listed], nodes, [kernel, bias, shape, unused, listed, inner]), paths
+
+
+def test_the_starting_plan_of_modules() -> None:
+    text = starting_plan(*small_model(), "net.onnx")
+    plan = parse_plan(text, "p")
+    assert (plan.ranks, plan.placement, plan.outputs) == (1, (), ())
+    assert {name: rule.symbol for name, rule in plan.symbols.items()} == {"batch": Symbol(unique=True)}
+    assert {name: rule.dims for name, rule in plan.inputs.items()} == {
+        "x:0": ("batch", 1, 28, None),
+        "mask": ("batch", None, "a.b"),
+    }
+    squeezed = [" ".join(line.split()) for line in text.splitlines()]
+    for line in [
+        "# A plan for net.onnx: 4 nodes, 6 parameters, 716 B.",
+        '"x:0": [batch, 1, 28, null] # float32 [batch, 1, 28, ?]',
+        "mask: [batch, null, a.b] # bool [batch, 2*h, a.b]",
+        "# conv1 1 node 624 B 87.2 % Conv",
+        "# . weight float32 [6, 1, 5, 5] 600 B",
+        "# . net.bias float32 [6] 24 B",
+        "# block 2 nodes 52 B 7.3 % Reshape, If",
+        "# block.0 2 nodes 52 B 7.3 % Reshape, If",
+        "# block.0.act 1 node 36 B 5.0 % If",
+        "# . block.0.scale float32 [9] 36 B",
+        r'# "odd\\*na\\[me\\]" Mul',
+        "# No node uses 2 parameters of the model, not listed here.",
+    ]:
+        assert line in squeezed, line
+    assert not any(line.startswith("# . s ") for line in squeezed)
+
+
+def test_the_names_of_a_starting_plan_place_what_they_name() -> None:
+    built, paths = small_model()
+    _, _, tree = starting_plan(built, paths, "net.onnx").partition("# The modules")
+    lines = [line[4:].strip() for line in tree.splitlines() if line.startswith("#   ")]
+    names = [line.split("  ")[0] for line in lines if not line.startswith(". ")]
+    plan = parse_plan("ranks: 2\nplacement:\n" + "".join(f"  {name}: 1\n" for name in names), "p")
+    taken = [
+        [path for path in paths.values() if compile_pattern(rule.pattern).matches(path)] for rule in plan.placement
+    ]
+    inside = ["block.0.Reshape", "block.0.act.If"]
+    assert taken == [["conv1.Conv_0"], inside, inside, ["block.0.act.If"], ["odd*na[me]"]]
+
+
+def chain(length: int, names: str) -> tuple[ir.Model, Mapping[ir.Node, str]]:
+    first = last = value("x", ["n", 3])
+    nodes, weights, paths = [], [], {}
+    for i in range(length):
+        weights.append(weight(f"w{i}", 3, 3))
+        node = ir.node("MatMul" if i % 3 else "Gemm", [last, weights[-1]])
+        last = node.outputs[0]
+        nodes.append(node)
+        paths[node] = names.format(i)
+    return model([first], nodes, weights), paths
+
+
+def test_the_starting_plan_of_a_model_without_modules() -> None:
+    text = starting_plan(*chain(5, "MatMul_{}"), "m")
+    squeezed = [" ".join(line.split()) for line in text.splitlines()]
+    assert "# MatMul_4 36 B 20.0 % MatMul" in squeezed
+    assert "# . w4 float32 [3, 3] 36 B" in squeezed
+    assert parse_plan(text, "p").symbols["n"].symbol.facts() == Facts(1, 0, 1)
+
+
+def test_the_starting_plan_of_many_nodes_is_in_runs() -> None:
+    text = starting_plan(*chain(205, "n{}"), "m")
+    squeezed = [" ".join(line.split()) for line in text.splitlines()]
+    assert "# The nodes outside of modules, 205 of them, in runs of 3 in the order of the graph:" in squeezed
+    assert "# n3 .. n5 3 nodes 108 B 1.5 % MatMul 2, Gemm" in squeezed
+    assert "# n204 36 B 0.5 % Gemm" in squeezed
+    assert len(squeezed) < 100
+
+
+@pytest.mark.parametrize(
+    "name", ["a: b", "# c", "null", "é\u2028\x85\U0001f600", "a\nb", '"', "-", "a#b", "..", "x.", "\\"]
+)
+def test_names_of_any_kind_stay_yaml(name: str) -> None:
+    x = value(name, [name, 5])
+    node = ir.node("Relu", [x])
+    built = model([x], [node], [])
+    text = starting_plan(built, {node: name}, name)
+    assert list(parse_plan(text, "p").inputs) == [name]
+    uncommented = text.replace("  # a name or a pattern", "  #").replace("\n  # ", "\n  ")
+    lines = [line for line in uncommented.splitlines() if not line.startswith("  from below")]
+    (rule,) = parse_plan("\n".join(lines), "p").placement
+    assert compile_pattern(rule.pattern).matches(name)

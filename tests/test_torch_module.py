@@ -1,0 +1,176 @@
+"""torch modules in a model.py: names, weights and layers in training survive the export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from partc.compiler.errors import CompileError
+from partc.compiler.load.names import node_paths
+from partc.compiler.load.python import load_python
+from partc.compiler.load.source import Source
+
+torch = pytest.importorskip("torch", reason="needs partc[torch]")
+
+NET = """
+import torch
+from torch import nn
+from partc.compiler import Input, Symbol, place
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 24)
+        self.ln = nn.LayerNorm(8)
+
+    def forward(self, x):
+        a, b, c = self.fc(self.ln(x)).split(8, dim=-1)
+        return a * b + c
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(0.25)
+        self.relu = nn.ReLU()
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.seq = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+    def forward(self, x):
+        x = self.drop(self.relu(self.bn(self.conv1(x))))
+        x = x.mean((2,)).flatten(1)[:, :8]
+        for layer in self.layers:
+            x = self.relu(layer(x))
+        return {"logits": self.seq(x), "aux": x}
+
+torch.manual_seed(3)
+"""
+INPUTS = 'inputs = {"x": Input(["batch", 1, 5, 7])}\n'
+PATHS = """conv1.Conv bn.BatchNormalization relu.Relu ReduceMean Reshape Slice
+layers.0.ln.LayerNormalization layers.0.fc.Gemm layers.0.Split layers.0.Mul layers.0.Add relu.Relu_1
+layers.1.ln.LayerNormalization layers.1.fc.Gemm layers.1.Split layers.1.Mul layers.1.Add relu.Relu_2
+seq.0.Gemm seq.1.Relu""".split()
+
+
+def load(folder: Path, text: str) -> Source:
+    path = folder / "model.py"
+    path.write_text(text)
+    return load_python(path)
+
+
+def run(model: ir.Model, **inputs: np.ndarray) -> list[np.ndarray]:
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, inputs)
+
+
+def test_inference_keeps_names_weights_and_numbers(tmp_path: Path) -> None:
+    source = load(tmp_path, NET + INPUTS + "model = Net().eval()\nplace(model.layers[1], 2)\nplace(model.seq[0], 1)\n")
+    graph = source.model.graph
+    assert list(node_paths(source.model).values()) == PATHS
+    assert [value.name for value in graph.outputs] == ["logits", "aux"]
+    assert [(value.name, str(value.shape)) for value in graph.inputs] == [("x", "[batch,1,5,7]")]
+    assert [placement.pattern for placement in source.declared.placements] == ["layers.1", "seq.0"]
+    scope: dict[str, object] = {}
+    exec(NET + "model = Net().eval()", scope)
+    theirs = scope["model"]
+    state = theirs.state_dict()  # type: ignore[attr-defined]
+    del state["bn.num_batches_tracked"]
+    ours = {name: value.const_value.numpy() for name, value in graph.initializers.items() if value.const_value}
+    assert set(state) < set(ours)
+    for name, tensor in state.items():
+        np.testing.assert_array_equal(ours[name], tensor.numpy())
+    for batch in (1, 6):
+        x = np.random.default_rng(batch).standard_normal((batch, 1, 5, 7)).astype(np.float32)
+        expected = theirs(torch.from_numpy(x))  # type: ignore[operator]
+        for name, actual in zip(("logits", "aux"), run(source.model, x=x), strict=True):
+            np.testing.assert_allclose(actual, expected[name].detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_layers_in_training_stay(tmp_path: Path) -> None:
+    graph = load(tmp_path, NET + INPUTS + "model = Net()\n").model.graph
+    nodes = {str(node.name): node for node in graph}
+    norm, drop = nodes["bn.BatchNormalization"], nodes["drop.Dropout"]
+    assert norm.attributes["training_mode"].as_int() == 1
+    assert len(norm.outputs) == 3
+    assert [value.name for value in norm.inputs if value][1:] == [
+        "bn.weight",
+        "bn.bias",
+        "bn.running_mean",
+        "bn.running_var",
+    ]
+    assert bool(graph.initializers[str(drop.inputs[2].name)].const_value.numpy())
+
+
+def test_equal_weights_are_not_merged_and_nothing_of_the_machine_is_kept(tmp_path: Path) -> None:
+    model = load(tmp_path, NET + INPUTS + "model = Net().eval()\n").model
+    assert {"layers.0.ln.weight", "layers.1.ln.weight", "layers.0.ln.bias", "layers.1.ln.bias"} <= set(
+        model.graph.initializers
+    )
+    data = ir.to_proto(model).SerializeToString()
+    assert b".py" not in data
+    assert str(tmp_path).encode() not in data
+    assert ir.to_proto(load(tmp_path, NET + INPUTS + "model = Net().eval()\n").model).SerializeToString() == data
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        'inputs = {"x": torch.zeros(3, 1, 5, 7)}\ndynamic_shapes = {"x": {0: "batch"}}\n',
+        "inputs = (torch.zeros(3, 1, 5, 7),)\nbatch = Symbol(divisor=4)\ndynamic_shapes = ((batch, None, None, None),)\n",
+        'inputs = [torch.zeros(3, 1, 5, 7)]\ndynamic_shapes = {"x": {0: torch.export.Dim("batch", min=2)}}\n',
+        'batch = Symbol(divisor=4)\ninputs = {"x": Input([batch, 1, 5, 7])}\n',
+    ],
+)
+def test_dynamic_dims_by_example_or_by_shape(tmp_path: Path, inputs: str) -> None:
+    source = load(tmp_path, NET + inputs + "model = Net().eval()\n")
+    assert str(source.model.graph.inputs[0].shape) == "[batch,1,5,7]"
+    assert ("batch" in source.declared.symbols) == ("Symbol" in inputs)
+
+
+def test_static_examples_several_inputs_and_output_names(tmp_path: Path) -> None:
+    text = """
+import torch
+class Net(torch.nn.Module):
+    def forward(self, a, tokens, scale=None):
+        return a + 1, a[tokens], a
+model = Net()
+inputs = {"tokens": torch.tensor([2, 0, 1]), "a": torch.zeros(4, 5)}
+outputs = ["p", "q", "r"]
+"""
+    model = load(tmp_path, text).model
+    assert [(value.name, str(value.shape)) for value in model.graph.inputs] == [("tokens", "[3]"), ("a", "[4,5]")]
+    a = np.arange(20, dtype=np.float32).reshape(4, 5)
+    tokens = np.array([3, 1, 1])
+    for actual, expected in zip(run(model, a=a, tokens=tokens), (a + 1, a[tokens], a), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_a_sequential_takes_its_input_by_any_name(tmp_path: Path) -> None:
+    text = 'import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(5, 3))\ninputs = {"pixels": ["n", 5]}\n'
+    model = load(tmp_path, text).model
+    assert [value.name for value in model.graph.inputs] == ["pixels"]
+    assert list(node_paths(model).values()) == ["0.Gemm"]
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    def refused(text: str) -> str:
+        with pytest.raises(CompileError) as caught:
+            load(tmp_path, text)
+        return str(caught.value)
+
+    message = refused(NET + 'inputs = {"y": [3]}\nmodel = Net()\n')
+    assert message.startswith("model.py:34: inputs names 'y', but forward takes 'x'\n")
+    assert "model.py:34: forward takes 'x', which inputs does not name\n" in message
+    message = refused(NET + 'inputs = {"x": [3, 2, 5, 7]}\nmodel = Net()\n')
+    assert message.startswith("model.py:27: RuntimeError: Given groups=1, weight of size [4, 1, 3, 3]")
+    message = refused('import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(5, 3))\ninputs = [["n", "m"]]\n')
+    assert message == ""
+    message = refused(NET + 'inputs = {"x": Input([3, 1, 5, 7], "uint8")}\nmodel = Net()\n')
+    assert message == ""
+    message = refused(NET + INPUTS + 'dynamic_shapes = {"y": {0: "batch"}}\nmodel = Net()\n')
+    assert "dynamic_shapes is" in message
