@@ -7,6 +7,7 @@ board. After the first sign of a failure the launcher has some seconds to end, t
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -29,6 +30,7 @@ from partc.runtime.board import IDLE
 _PATIENCE = 4.0
 _LAST_PATIENCE = 2.0
 _POLL = 0.05
+_PR_SET_PDEATHSIG = 1
 
 
 class Stopped(Exception):
@@ -83,6 +85,7 @@ def supervise(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -112,6 +115,11 @@ def supervise(
 
 def _stop(number: int, frame: FrameType | None) -> None:
     raise Stopped(number)
+
+
+def _end_with_parent() -> None:
+    """In the launcher, before it begins: ask the kernel for SIGTERM should this process be killed outright."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -186,6 +194,9 @@ def _verdict(code: int, heard: _Heard, scratch: Scratch, where: Callable[[int, i
             click.echo(line, err=True)
         return 0
     ended = heard.noise.ended() or _by_exit_code(code)
+    if code < 0 and ended.rank is None:
+        click.echo(f"the launcher was killed by signal {-code}{_name(-code)}, and its ranks with it", err=True)
+        return 1
     rank = ended.rank if ended.rank is not None else heard.first_dead
     if rank is None or not 0 <= rank < scratch.ranks:
         for line in heard.noise.lines:
@@ -205,11 +216,11 @@ def _by_exit_code(code: int) -> Ended:
 def _manner(ended: Ended) -> str:
     if ended.signal is None:
         return f"ended with exit code {ended.code} and no message,"
-    try:
-        name = f" ({signal.Signals(ended.signal).name})"
-    except ValueError:
-        name = ""
-    return f"was killed by signal {ended.signal}{name}"
+    return f"was killed by signal {ended.signal}{_name(ended.signal)}"
+
+
+def _name(number: int) -> str:
+    return f" ({signal.Signals(number).name})" if number in set(signal.Signals) else ""
 
 
 def _position(rank: int, scratch: Scratch, where: Callable[[int, int], str]) -> str:

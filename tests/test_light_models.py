@@ -26,7 +26,10 @@ def test_light_model_over_mpi(path: Path, tmp_path: Path) -> None:
     paths = [path for node, path in node_paths(source.model).items() if not node.op_type.startswith("Constant")]
     rules = [f'  "{name}": {k * RANKS // len(paths)}' for k, name in enumerate(paths)]
     program = compile_source(
-        source, parse_plan("\n".join([f"ranks: {RANKS}", "placement:", *rules, ""]), "plan.yaml"), tmp_path / "build", path.name
+        source,
+        parse_plan("\n".join([f"ranks: {RANKS}", "placement:", *rules, ""]), "plan.yaml"),
+        tmp_path / "build",
+        path.name,
     ).program
     assert all(part.steps for part in program.parts)
     (value,) = program.model.graph.inputs

@@ -10,7 +10,6 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-
 from partc.compiler.declare import Placement, place
 from partc.compiler.errors import CompileError
 from partc.compiler.load.names import node_paths
@@ -105,9 +104,20 @@ def test_finished_graphs_keep_their_names(tmp_path: Path, text: str) -> None:
     assert {name: symbol.divisor for name, symbol in source.declared.symbols.items()} == {"batch": 4}
 
 
+RETURNS = """
+class Net(nn.Module):
+    def forward(self, op, x):
+        a = op.Neg(x)
+        return RETURNED
+
+model = Net()
+inputs = {"x": [2, 3]}
+"""
+
+
 def test_outputs_are_named_by_the_file_by_dict_keys_or_by_number(tmp_path: Path) -> None:
     def outputs(returned: str, extra: str = "") -> list[str | None]:
-        text = f'class Net(nn.Module):\n    def forward(self, op, x):\n        a = op.Neg(x)\n        return {returned}\nmodel = Net()\ninputs = {{"x": [2, 3]}}\n'
+        text = RETURNS.replace("RETURNED", returned)
         return [value.name for value in load(tmp_path, text + extra).model.graph.outputs]
 
     assert outputs("a") == ["output"]
@@ -118,7 +128,7 @@ def test_outputs_are_named_by_the_file_by_dict_keys_or_by_number(tmp_path: Path)
 
 
 def test_an_input_and_a_value_twice_leave_through_an_identity(tmp_path: Path) -> None:
-    text = 'class Net(nn.Module):\n    def forward(self, op, x):\n        a = op.Neg(x)\n        return x, a, a\nmodel = Net()\ninputs = {"x": [2, 3]}'
+    text = RETURNS.replace("RETURNED", "x, a, a")
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     for actual, expected in zip(run(load(tmp_path, text).model, x=x), (x, -x, -x), strict=True):
         np.testing.assert_array_equal(actual, expected)
@@ -261,6 +271,12 @@ def test_place_outside_of_a_load_hands_back_its_target() -> None:
         place("a", -1)
 
 
+def test_place_is_the_function_whatever_was_imported_before(tmp_path: Path) -> None:
+    import partc.compiler.pipeline  # noqa: F401
+
+    assert load(tmp_path, WHOLE + "place('fc1', 1)\n").declared.placements[0].pattern == "fc1"
+
+
 def test_symbols_name_dims(tmp_path: Path) -> None:
     text = """
     batch = Symbol(divisor=8, max=64)
@@ -287,7 +303,8 @@ def test_symbols_name_dims(tmp_path: Path) -> None:
 
 def test_siblings_are_imported_and_forgotten(tmp_path: Path) -> None:
     path, modules = list(sys.path), set(sys.modules)
-    text = "from layers import width\nimport sub.inner\nclass Net(nn.Module):\n    def forward(self, op, x):\n        return op.Neg(x)\nmodel = Net()\ninputs = {'x': [width]}"
+    text = "from layers import width\nimport sub.inner\n"
+    text += RETURNS.replace("RETURNED", "a").replace("[2, 3]", "[width]")
     for width in (3, 5):
         folder = tmp_path / str(width)
         (folder / "sub").mkdir(parents=True)
@@ -469,7 +486,7 @@ def test_a_mistake_in_a_sibling_names_both_lines(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CompileError, match="nowhere.py: no such file"):
+    with pytest.raises(CompileError, match=r"nowhere\.py: no such file"):
         load_python(tmp_path / "nowhere.py")
 
 

@@ -6,7 +6,6 @@ import time
 
 import onnx_ir as ir
 import pytest
-
 from partc.compiler.load.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES, derive_names, node_paths
 
 

@@ -13,7 +13,6 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
-
 from partc.compiler import nn
 from partc.compiler.load.inputs import Spec, data_type
 from partc.compiler.load.trace import trace

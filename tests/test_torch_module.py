@@ -8,7 +8,6 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-
 from partc.compiler.errors import CompileError
 from partc.compiler.load.names import node_paths
 from partc.compiler.load.python import load_python
@@ -51,10 +50,41 @@ class Net(nn.Module):
 torch.manual_seed(3)
 """
 INPUTS = 'inputs = {"x": Input(["batch", 1, 5, 7])}\n'
-PATHS = """conv1.Conv bn.BatchNormalization relu.Relu ReduceMean Reshape Slice
-layers.0.ln.LayerNormalization layers.0.fc.Gemm layers.0.Split layers.0.Mul layers.0.Add relu.Relu_1
-layers.1.ln.LayerNormalization layers.1.fc.Gemm layers.1.Split layers.1.Mul layers.1.Add relu.Relu_2
-seq.0.Gemm seq.1.Relu""".split()
+PATHS = [
+    "conv1.Conv",
+    "bn.BatchNormalization",
+    "relu.Relu",
+    "ReduceMean",
+    "Reshape",
+    "Slice",
+    "layers.0.ln.LayerNormalization",
+    "layers.0.fc.Gemm",
+    "layers.0.Split",
+    "layers.0.Mul",
+    "layers.0.Add",
+    "relu.Relu_1",
+    "layers.1.ln.LayerNormalization",
+    "layers.1.fc.Gemm",
+    "layers.1.Split",
+    "layers.1.Mul",
+    "layers.1.Add",
+    "relu.Relu_2",
+    "seq.0.Gemm",
+    "seq.1.Relu",
+]
+
+
+BRANCH = """import torch
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        if x.sum() > 0:
+            return x
+        return -x
+
+model = Net()
+inputs = {"x": ["n", 4]}
+"""
 
 
 def load(folder: Path, text: str) -> Source:
@@ -169,8 +199,11 @@ def test_mistakes(tmp_path: Path) -> None:
     message = refused(NET + 'inputs = {"x": [3, 2, 5, 7]}\nmodel = Net()\n')
     assert message.startswith("model.py:27: RuntimeError: Given groups=1, weight of size [4, 1, 3, 3]")
     message = refused('import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(5, 3))\ninputs = [["n", "m"]]\n')
-    assert message == ""
-    message = refused(NET + 'inputs = {"x": Input([3, 1, 5, 7], "uint8")}\nmodel = Net()\n')
-    assert message == ""
+    assert message.startswith("model.py:3: torch cannot export the module: ")
+    message = refused(BRANCH)
+    assert message.startswith(
+        "model.py:5: torch cannot export the module: Could not guard on data-dependent expression"
+    )
+    assert "\n  if x.sum() > 0:\n" in message
     message = refused(NET + INPUTS + 'dynamic_shapes = {"y": {0: "batch"}}\nmodel = Net()\n')
     assert "dynamic_shapes is" in message

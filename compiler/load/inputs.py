@@ -15,7 +15,6 @@ from itertools import count
 import ml_dtypes  # noqa: F401, makes bfloat16 and its like known to numpy
 import numpy as np
 import onnx_ir as ir
-
 from partc.compiler.declare import Input
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.symbol import Symbol
@@ -111,7 +110,8 @@ def as_mapping(
 ) -> dict[str, object]:
     """The inputs by the name of the argument that each feeds; the first `skip` parameters of `forward` are not inputs.
 
-    A tuple or list goes by position, and with `in_order` a dict too, whatever its names. Raises CompileError where names and parameters do not fit each other.
+    A tuple or list goes by position, and with `in_order` a dict too, whatever its names. Raises CompileError where names
+    and parameters do not fit each other.
     """
     parameters = list(inspect.signature(forward).parameters.values())[skip:]
     variadic = {p.kind for p in parameters} & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}

@@ -87,7 +87,7 @@ def _inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
     if any(own.get(e.domain, e.version) != e.version for f in proto.functions for e in f.opset_import):
         import onnx.inliner
 
-        return onnx.inliner.inline_local_functions(proto, convert_version=True)
+        return onnx.inliner.inline_local_functions(onnx.shape_inference.infer_shapes(proto), convert_version=True)
     return proto
 
 

@@ -25,13 +25,13 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx
 import onnx_ir as ir
 import onnxscript.nn
-
 from partc.compiler.declare import Collector, Declared, Placement, collecting
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.inputs import DimNames, all_inputs, as_mapping, specs
@@ -41,6 +41,10 @@ from partc.compiler.load.trace import module_paths, trace
 from partc.compiler.load.user_code import MODEL_MODULE, UserFile, importable, told_by_line
 from partc.compiler.nn.parameter import seed_of_its_own
 from partc.compiler.symbol import Symbol
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import TypeIs
 
 _CONTRACT = "define `model = ...`, or `def build(): return ...`"
 _KINDS = "an onnx.ModelProto, an onnx_ir.Model, an nn.Module of partc.compiler or onnxscript, or a torch.nn.Module"
@@ -111,8 +115,8 @@ def _model(built: object, inputs: object, names: DimNames, file: UserFile, colle
             return checked(_with_legal_opset(built, where), where)
         case onnxscript.nn.Module():
             in_order = type(built).forward is onnxscript.nn.Sequential.forward
-            given = as_mapping(_required(inputs, file), built.forward, 1, _where_inputs(file), in_order)
-            declared = specs(all_inputs(given, _where_inputs(file)), names, _where_inputs(file))
+            by_name = as_mapping(_required(inputs, file), built.forward, 1, _where_inputs(file), in_order)
+            declared = specs(all_inputs(by_name, _where_inputs(file)), names, _where_inputs(file))
             return trace(built, declared, _output_names(file), where)
     if _is_torch_module(built):
         from partc.compiler.load.torch_module import export
@@ -201,9 +205,9 @@ def _literal(path: str) -> str:
     return re.sub(r"([*\[\\])", r"\\\1", path)
 
 
-def _is_torch_module(built: object) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(built, torch.nn.Module)
+def _is_torch_module(built: object) -> TypeIs[torch.nn.Module]:
+    loaded = sys.modules.get("torch")
+    return loaded is not None and isinstance(built, loaded.nn.Module)
 
 
 def _is_own_module_class(value: object) -> bool:

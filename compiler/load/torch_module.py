@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
-
 from partc.compiler.declare import Collector, Input
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.inputs import DimNames, Spec, all_inputs, as_mapping, specs

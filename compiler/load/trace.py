@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import onnx_ir as ir
 import onnxscript.nn
 from onnxscript import GraphBuilder
-
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.inputs import Spec
 from partc.compiler.load.names import derive_names

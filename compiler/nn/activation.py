@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 
 import onnx_ir as ir
 from onnxscript import OpBuilder
-
 from partc.compiler.nn.module import Module
 
 

@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 
 import onnx_ir as ir
 from onnxscript import OpBuilder
-
 from partc.compiler.nn import init as _init
 from partc.compiler.nn.module import Module
 from partc.compiler.nn.parameter import Parameter

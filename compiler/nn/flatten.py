@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import onnx_ir as ir
 from onnxscript import OpBuilder
-
 from partc.compiler.nn.module import Module
 
 

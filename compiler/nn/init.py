@@ -16,7 +16,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-
 from partc.compiler.nn import draw
 
 Shape = tuple[int, ...]

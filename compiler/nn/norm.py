@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 from onnxscript import OpBuilder
-
 from partc.compiler.nn import init as _init
 from partc.compiler.nn.module import Module
 from partc.compiler.nn.parameter import Parameter

@@ -15,7 +15,6 @@ import numpy as np
 import onnx_ir as ir
 import onnxscript.nn
 from numpy.typing import NDArray
-
 from partc.compiler.nn.init import Initializer
 
 _seed: ContextVar[int] = ContextVar("partc_seed", default=0)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 from onnxscript import OpBuilder
-
 from partc.compiler.nn.module import Module
 from partc.compiler.nn.sizes import each
 

@@ -2,7 +2,6 @@
 
 from model import LeNet as WholeLeNet
 from model import batch, inputs, outputs
-
 from partc.compiler import place
 
 __all__ = ["batch", "inputs", "model", "outputs"]
