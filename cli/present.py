@@ -1,16 +1,21 @@
-"""Tables and numbers as the commands print them: aligned on any output, wrapped only on a terminal, never cut.
+"""Tables and numbers as the commands print them: aligned on any output, never cut, wrapped only on a terminal.
 
-A number keeps all its digits whatever the width; only a table's last column, made for words, is wrapped, and only where
-the output is a terminal.
+A number keeps all its digits and a name all its letters whatever the width; only a table's last column, made for words, is
+wrapped, and only where the output is a terminal with room for it.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import click
+
+_GAP = "  "
+_NARROWEST = 24
 
 
 @dataclass(frozen=True)
@@ -25,42 +30,41 @@ class Table:
         """Adds a row."""
         self.rows.append([str(cell) for cell in cells])
 
-    def plain(self) -> str:
-        """The table as aligned lines without ruling and without trailing blanks."""
-        names = [name.removeprefix(">") for name in self.columns]
-        lines: list[Sequence[str]] = [names, *self.rows]
-        widths = [max(len(line[at]) for line in lines) for at in range(len(names))]
+    def lines(self, width: int | None = None) -> list[str]:
+        """Header and rows as aligned lines without trailing blanks; the last column is wrapped to `width` if it can be."""
+        header = [name.removeprefix(">") for name in self.columns]
+        widths = [max(map(len, column)) for column in zip(header, *self.rows, strict=True)]
         right = [name.startswith(">") for name in self.columns]
-        text = [
-            "  ".join(
-                cell.rjust(width) if side else cell.ljust(width)
-                for cell, width, side in zip(line, widths, right, strict=True)
-            ).rstrip()
-            for line in lines
-        ]
-        return "\n".join([self.title, *text] if self.title else text)
+        room = None if width is None else width - sum(widths[:-1]) - len(_GAP) * (len(widths) - 1)
+        lines = []
+        for row in [header, *self.rows]:
+            words = [row[-1]]
+            if room is not None and room >= _NARROWEST and not right[-1]:
+                words = textwrap.wrap(row[-1], room) or [""]
+            blank = [""] * (len(row) - 1)
+            for at, word in enumerate(words):
+                cells = [*(row[:-1] if at == 0 else blank), word]
+                aligned = (
+                    cell.rjust(width) if side else cell.ljust(width)
+                    for cell, width, side in zip(cells, widths, right, strict=True)
+                )
+                lines.append(_GAP.join(aligned).rstrip())
+        return lines
+
+    def plain(self) -> str:
+        """The table as it is printed where no terminal is."""
+        return "\n".join(([self.title] if self.title else []) + self.lines())
 
     def show(self) -> None:
-        """Prints the table to stdout, ruled by rich on a terminal."""
+        """Prints the table to stdout, the header set off on a terminal."""
         if not sys.stdout.isatty():
             click.echo(self.plain())
             return
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        ruled = RichTable(title=self.title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for at, name in enumerate(self.columns):
-            words = at == len(self.columns) - 1 and not name.startswith(">")
-            side = "right" if name.startswith(">") else "left"
-            ruled.add_column(Text(name.removeprefix(">")), justify=side, no_wrap=not words, overflow="fold")  # type: ignore[arg-type]
-        for row in self.rows:
-            ruled.add_row(*(Text(cell) for cell in row))
-        console = Console()
-        needed = max((len(line) for line in self.plain().splitlines()), default=0)
-        fixed = needed - max((len(row[-1]) for row in self.rows), default=0) + 24
-        console.print(ruled, width=max(console.width, fixed), soft_wrap=fixed > console.width)
+        header, *rows = self.lines(shutil.get_terminal_size().columns)
+        if self.title:
+            click.secho(self.title, bold=True)
+        click.secho(header, dim=True)
+        click.echo("\n".join(rows))
 
 
 def show_tables(tables: Iterable[Table]) -> None:

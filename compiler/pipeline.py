@@ -17,7 +17,7 @@ from partc.compiler.load import load
 from partc.compiler.load.names import node_paths
 from partc.compiler.load.source import Source
 from partc.compiler.partition import partition
-from partc.compiler.place import place
+from partc.compiler.placement import place
 from partc.compiler.plan.read import Plan, read_plan
 from partc.compiler.program import Program
 from partc.compiler.shapes import shapes

@@ -23,9 +23,8 @@ def read_manifest(folder: Path) -> tuple[Manifest | None, list[Violation]]:
     except ArtifactError as error:
         lines = [line.strip() for line in str(error).splitlines()]
         help = next((line.removeprefix("help: ") for line in lines if line.startswith("help: ")), "")
-        shorter = (line.removeprefix(f"{folder / MANIFEST}: ").removeprefix(f"{folder}: ") for line in lines)
-        facts = [line for line in shorter if not line.startswith("help: ")]
-        return None, [Violation(str(folder / MANIFEST), fact, help=help) for fact in facts]
+        facts = (line.split(": ", 1) for line in lines if not line.startswith("help: "))
+        return None, [Violation(fact[0], fact[-1], help=help) for fact in facts]
 
 
 def check_folder(folder: Path, manifest: Manifest) -> list[Violation]:

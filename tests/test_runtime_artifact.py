@@ -60,8 +60,8 @@ def test_a_whole_artifact_opens(folder: Path) -> None:
 
 
 def test_no_artifact(tmp_path: Path, folder: Path) -> None:
-    assert refusal(tmp_path / "nowhere").endswith("nowhere: there is no such folder")
-    assert refusal(tmp_path).endswith(": has no manifest.json")
+    assert refusal(tmp_path / "nowhere") == "build: there is no such folder"
+    assert refusal(tmp_path) == "build: has no manifest.json"
     (folder / MANIFEST).write_text("{")
     assert refusal(folder).startswith("build/manifest.json: is not JSON: ")
     (folder / MANIFEST).write_text("[" * 100_000)

@@ -39,9 +39,13 @@ def test_the_reference_and_the_runtime_agree(tmp_path: Path) -> None:
     world = LocalWorld(2)
 
     def run(rank: int) -> dict[str, np.ndarray]:
-        evaluator = ReferenceEvaluator(models(tmp_path)[rank], new_ops=reference_ops(world.transport(rank)))
-        found = evaluator.run(None, inputs if rank == 0 else {})
-        return dict(zip(evaluator.output_names, found, strict=True))
+        try:
+            evaluator = ReferenceEvaluator(models(tmp_path)[rank], new_ops=reference_ops(world.transport(rank)))
+            found = evaluator.run(None, inputs if rank == 0 else {})
+            return dict(zip(evaluator.output_names, found, strict=True))
+        except BaseException as error:
+            world.fail(str(error))
+            raise
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(run, range(2))
@@ -60,5 +64,5 @@ def test_the_checker_knows_the_ops(tmp_path: Path) -> None:
         broken.CopyFrom(model)
         node = next(node for node in broken.graph.node if node.domain)
         del node.attribute[:]
-        with pytest.raises(onnx.checker.ValidationError, match="Required attribute 'peer' is missing"):
+        with pytest.raises(onnx.checker.ValidationError, match="Required attribute '(peer|tag)' is missing"):
             onnx.checker.check_model(broken)
