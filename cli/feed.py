@@ -70,7 +70,8 @@ class Feed:
 
 def _reason(error: Exception) -> str:
     text = str(error)
-    return "it holds Python objects; save arrays of numbers or of text" if "allow_pickle" in text else text
+    objects = "allow_pickle" in text or "Python objects" in text
+    return "it holds Python objects; save arrays of numbers or of text" if objects else text
 
 
 def open_feed(manifest: Manifest, specs: Sequence[str], seed: int | None, sizes: Mapping[str, int]) -> Feed:

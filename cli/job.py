@@ -12,9 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-BOARD = "board"
-PIDS = "pids"
-
 
 @dataclass(frozen=True)
 class Job:

@@ -1,9 +1,10 @@
-"""Starts the ranks of a job under a launcher, and leaves nothing behind, however the run ends."""
+"""Runs a job: its ranks under a launcher, leaving nothing behind however that ends, or all of them in this process."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,3 +39,24 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
         finally:
             if job.output is not None:
                 job.partial.unlink(missing_ok=True)
+
+
+def run_here(job: Job, manifest: Manifest) -> int:
+    """Runs all ranks of the job as threads, without MPI; the exit code."""
+    from partc.cli.rank import finish, open_job_feed
+    from partc.cli.results import flatten
+    from partc.runtime import load_local
+
+    begin = time.perf_counter()
+    inputs = open_job_feed(job, manifest).read(port.name for port in manifest.inputs)
+    times = []
+    with load_local(job.folder, threads=job.threads, trust=job.trust, stall=job.stall) as program:
+        loaded = time.perf_counter() - begin
+        with Progress(job.repeat) as progress:
+            for step in range(job.repeat):
+                start = time.perf_counter()
+                outputs = program(inputs)
+                times.append(time.perf_counter() - start)
+                progress.reached(step + 1)
+    finish(job, flatten(outputs), loaded, times)
+    return 0

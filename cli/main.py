@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": "Write a plan to start from.",
     "schema": "Print the JSON schema of a plan.",
 }
+_HOMES = {"schema": "plan"}
 
 
 class LazyGroup(click.Group):
@@ -38,7 +39,8 @@ class LazyGroup(click.Group):
         """The command's object, or None where there is no such command."""
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(f"partc.cli.{cmd_name}").command
+        module = importlib.import_module(f"partc.cli.{_HOMES.get(cmd_name, cmd_name)}")
+        command = getattr(module, cmd_name if cmd_name in _HOMES else "command")
         assert isinstance(command, click.Command)
         return command
 

@@ -1,4 +1,4 @@
-"""The command `partc plan`: a plan to start from, with the model's modules and parameters as comments."""
+"""The commands about plans: `partc plan` writes one to start from, `partc schema` says what one may hold."""
 
 from __future__ import annotations
 
@@ -30,4 +30,21 @@ def command(model: Path, out: Path | None) -> int:
         return 0
     out.write_text(text, encoding="utf-8")
     click.echo(f"wrote {out}")
+    return 0
+
+
+@click.command()
+def schema() -> int:
+    """Print the JSON schema of a plan, for editors and other tools.
+
+    \b
+    partc schema > plan.schema.json
+    # then, as the first line of a plan:
+    # yaml-language-server: $schema=plan.schema.json
+    """
+    import json
+
+    from partc.compiler.plan.schema import plan_schema
+
+    click.echo(json.dumps(plan_schema(), indent=2))
     return 0

@@ -7,6 +7,7 @@ wrapped, and only where the output is a terminal with room for it.
 from __future__ import annotations
 
 import shutil
+import statistics
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -93,3 +94,17 @@ def seconds(duration: float) -> str:
 def count(number: int, word: str, words: str = "") -> str:
     """A number with its word in the right form: `1 rank`, `5 ranks`."""
     return f"{number:,} {word}" if number == 1 else f"{number:,} {words or word + 's'}"
+
+
+def timing(loaded: float, times: Sequence[float]) -> str:
+    """The line for a load time and the times of all steps, in seconds; the first step is apart, since it warms up.
+
+    loaded in 412 ms, first step 12.3 ms, then 99 steps: median 1.02 ms, min 998 us, p90 1.2 ms; 968 steps/s
+    """
+    text = f"loaded in {seconds(loaded)}, first step {seconds(times[0])}"
+    rest = sorted(times[1:])
+    if not rest:
+        return text
+    p90 = rest[min(len(rest) - 1, round(0.9 * (len(rest) - 1)))]
+    figures = f"median {seconds(statistics.median(rest))}, min {seconds(rest[0])}, p90 {seconds(p90)}"
+    return f"{text}, then {count(len(rest), 'step')}: {figures}; {len(rest) / sum(rest):,.4g} steps/s"

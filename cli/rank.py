@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -17,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import click
-from partc.cli.job import BOARD, PIDS, Job
+from partc.cli.job import Job
 from partc.cli.main import INTERRUPTED, described
-from partc.cli.present import count, size
+from partc.cli.present import count, size, timing
+from partc.cli.scratch import BOARD, write_pid
 from partc.runtime.board import VARIABLE
 from partc.runtime.errors import ArtifactError, InputError, UsageError
 
@@ -70,9 +70,7 @@ def _join(job: Job) -> MPI.Intracomm:
     comm = MPI.COMM_WORLD
     if job.scratch is not None and Path(job.scratch).is_dir():
         os.environ[VARIABLE] = str(Path(job.scratch) / BOARD)
-        with (Path(job.scratch) / PIDS).open("r+b") as file:
-            file.seek(8 * comm.Get_rank())
-            file.write(struct.pack("<q", os.getpid()))
+        write_pid(Path(job.scratch), comm.Get_rank())
     return comm
 
 
@@ -155,7 +153,6 @@ def wrong_ranks(folder: str, right: int, given: int) -> str:
 def finish(job: Job, arrays: dict[str, Array], loaded: float, times: list[float]) -> None:
     """Writes the outputs or tells them, then the timing."""
     from partc.cli.results import summary, write
-    from partc.cli.timing import timing
 
     if job.output is None:
         click.echo(summary(arrays).plain())

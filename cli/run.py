@@ -40,7 +40,7 @@ def parse_sizes(ctx: click.Context, parameter: click.Parameter, given: Sequence[
 
 @click.command(cls=_WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
-@click.option("-n", "ranks", type=click.IntRange(min=1), help="Number of ranks; the artifact knows it.")
+@click.option("-n", "ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks; the artifact knows it.")
 @click.option(
     "--input", "inputs", multiple=True, metavar="X.NPZ|NAME=X.NPY", help="Inputs; may be given several times."
 )
@@ -50,9 +50,11 @@ def parse_sizes(ctx: click.Context, parameter: click.Parameter, given: Sequence[
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the outputs to this .npz.")
 @click.option("--repeat", type=click.IntRange(min=1), default=1, metavar="N", help="Run N steps and tell their times.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads per rank; by default the cores are shared out.")
 @click.option(
-    "--stall", type=float, default=30.0, show_default=True, metavar="SECONDS", help="Tell waits longer than this."
+    "--threads", type=click.IntRange(min=1), metavar="N", help="Threads per rank; by default the cores are shared out."
+)
+@click.option(
+    "--stall", type=float, default=30.0, show_default=True, metavar="SECONDS", help="Report waits longer than this."
 )
 @click.option("--trust", is_flag=True, help="Do not hash the artifact's files.")
 @click.option("--in-process", is_flag=True, help="Run all ranks as threads of this process, without MPI.")
@@ -103,7 +105,7 @@ def command(
         click.echo(wrong_ranks(str(folder), manifest.ranks, ranks or 0), err=True)
         return 2
     if in_process or manifest.ranks == 1:
-        from partc.cli.here import run_here
+        from partc.cli.launch import run_here
 
         return run_here(job, manifest)
     from partc.cli.launch import launch

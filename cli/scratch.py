@@ -10,8 +10,10 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-from partc.cli.job import BOARD, PIDS
 from partc.runtime.board import create_board, read_board
+
+BOARD = "board"
+PIDS = "pids"
 
 _PID = struct.Struct("<q")
 
@@ -40,8 +42,7 @@ class Scratch:
 
     def pids(self) -> list[int]:
         """The process id of every rank; 0 where it has not begun, or runs on another host."""
-        data = (self.folder / PIDS).read_bytes()
-        return [_PID.unpack_from(data, _PID.size * rank)[0] for rank in range(self.ranks)]
+        return read_pids(self.folder)
 
     def end_ranks(self) -> None:
         """Kills the ranks that outlived their launcher; only processes whose command line names this folder."""
@@ -54,3 +55,15 @@ class Scratch:
             return os.fsencode(self.folder) in Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             return False
+
+
+def read_pids(folder: Path) -> list[int]:
+    """The process ids in a run's folder, in order of ranks."""
+    return [pid for (pid,) in _PID.iter_unpack((folder / PIDS).read_bytes())]
+
+
+def write_pid(folder: Path, rank: int) -> None:
+    """Notes that this process is the rank."""
+    with (folder / PIDS).open("r+b") as file:
+        file.seek(_PID.size * rank)
+        file.write(_PID.pack(os.getpid()))

@@ -7,6 +7,7 @@ board. After the first sign of a failure the launcher has some seconds to end, t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -57,7 +58,17 @@ class _Heard:
     failure: Failure | None = None
     failed_at: float | None = None
     first_dead: int | None = None
-    noise: Noise = field(default_factory=Noise)
+    on_stdout: Noise = field(default_factory=Noise)
+    on_stderr: Noise = field(default_factory=Noise)
+
+    def ended(self) -> Ended | None:
+        """How a rank ended, by the launcher's words."""
+        return self.on_stderr.ended() or self.on_stdout.ended()
+
+    def show_noise(self) -> None:
+        """Prints what was held back."""
+        for line in [*self.on_stdout.lines, *self.on_stderr.lines]:
+            click.echo(line, err=True)
 
     def fail(self, failure: Failure | None) -> None:
         self.failure = self.failure or failure
@@ -90,7 +101,7 @@ def supervise(
     assert process.stdout is not None
     assert process.stderr is not None
     readers = [
-        threading.Thread(target=_pass_through, args=(process.stdout, before_output), daemon=True),
+        threading.Thread(target=_pass_through, args=(process.stdout, heard, before_output), daemon=True),
         threading.Thread(target=_listen, args=(process.stderr, heard), daemon=True),
         threading.Thread(target=_watch, args=(process, scratch, heard), daemon=True),
     ]
@@ -133,11 +144,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _pass_through(stream: IO[bytes], before_output: Callable[[], None]) -> None:
+def _pass_through(stream: IO[bytes], heard: _Heard, before_output: Callable[[], None]) -> None:
     for line in stream:
+        if heard.on_stdout.hold(line.decode(errors="replace")):
+            continue
         before_output()
-        sys.stdout.buffer.write(line)
-        sys.stdout.flush()
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.buffer.write(line)
+            sys.stdout.flush()
 
 
 def _listen(stream: IO[bytes], heard: _Heard) -> None:
@@ -146,10 +160,10 @@ def _listen(stream: IO[bytes], heard: _Heard) -> None:
         _, framed, text = line.partition(FRAME)
         if framed:
             heard.fail(_failure(text))
-        elif not heard.noise.hold(line):
+        elif not heard.on_stderr.hold(line):
             sys.stderr.write(line)
             sys.stderr.flush()
-        elif heard.noise.ended() is not None:
+        elif heard.on_stderr.ended() is not None:
             heard.fail(None)
 
 
@@ -190,17 +204,15 @@ def _verdict(code: int, heard: _Heard, scratch: Scratch, where: Callable[[int, i
         click.echo(heard.failure.text, err=True)
         return heard.failure.code
     if code == 0 and heard.failed_at is None:
-        for line in heard.noise.lines:
-            click.echo(line, err=True)
+        heard.show_noise()
         return 0
-    ended = heard.noise.ended() or _by_exit_code(code)
+    ended = heard.ended() or _by_exit_code(code)
     if code < 0 and ended.rank is None:
         click.echo(f"the launcher was killed by signal {-code}{_name(-code)}, and its ranks with it", err=True)
         return 1
     rank = ended.rank if ended.rank is not None else heard.first_dead
     if rank is None or not 0 <= rank < scratch.ranks:
-        for line in heard.noise.lines:
-            click.echo(line, err=True)
+        heard.show_noise()
         click.echo(f"the launcher ended with exit code {code}, and no rank said why", err=True)
         return 1
     click.echo(f"rank {rank} {_manner(ended)} {_position(rank, scratch, where)}{_advice(ended)}", err=True)

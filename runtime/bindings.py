@@ -103,6 +103,9 @@ class Binder:
                 values[port.name] = _value(port, inputs[port.name])
             except ValueError as error:
                 problems.append(f"input '{port.name}': {error}")
+            except Exception as error:
+                # Whatever converting a caller's object raises must not keep this rank from the agreement.
+                problems.append(f"input '{port.name}': a {type(inputs[port.name]).__name__} is no array: {error}")
         return values, problems
 
     def _vector(self, values: Mapping[str, Value], flag: bool) -> Vector:

@@ -43,6 +43,7 @@ class Schedule:
         self.shapes = {name: program.evaluated(shape, bindings) for name, shape in program.shapes.items()}
         self.promises = {tag: program.evaluated(shape, bindings) for tag, shape in program.promises.items()}
         self.cells: dict[str, Value] = dict(program.constants)
+        self.transient = [name for name, kind in program.kinds.items() if self._passes(name, kind)]
         self.requests: list[Request] = [None] * len(program.steps)
         self.posts = {step.tag: index for index, step in enumerate(program.steps) if isinstance(step, Post)}
         self.headers = {tag: aligned(HEADER) for tag in self.posts if tag not in self.promises}
@@ -69,7 +70,10 @@ class Schedule:
         except Exception as error:
             raise RankError(f"rank {self.transport.rank} failed in {self.program.explain(index, error)}") from error
         write(buffer, offset, step, IDLE)
-        return {name: self._delivered(name) for name in self.program.outputs}
+        outputs = {name: self._delivered(name) for name in self.program.outputs}
+        for name in self.transient:
+            del self.cells[name]
+        return outputs
 
     def _delivered(self, name: str) -> Value:
         """An output as the caller sees it; memory that the next step overwrites is copied."""
@@ -78,6 +82,10 @@ class Schedule:
             return value
         fresh = self.program.kinds[name] is Kind.TENSOR or value.dtype.bits < 8
         return value.array() if fresh else value.array().copy()
+
+    def _passes(self, name: str, kind: Kind) -> bool:
+        """Whether a cell is of no use after the step, and holds memory that is not the schedule's."""
+        return kind is Kind.INPUT or (kind in (Kind.TENSOR, Kind.OBJECT) and name in self.program.outputs)
 
     def _lay_out(self) -> dict[int, list[int]]:
         """Give every value of known shape its place in the arena; by step, the sends to wait for before it."""

@@ -159,7 +159,7 @@ class LocalTransport:
     def share(self, text: str) -> list[str]:
         return [str(one) for one in self.world.meet(self.rank, text, lambda: "the exchange of messages")]
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, buffers: object = None) -> None:
         self.world.fail(message)
 
     def abort(self, message: str) -> None:

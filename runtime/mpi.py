@@ -1,8 +1,8 @@
 """Ranks as MPI processes, by mpi4py, on a communicator of the runtime's own.
 
-A wait tests for a moment and then sleeps, 20 microseconds first and twice as long each time up to a millisecond: ranks may
-outnumber cores, and a rank that spins takes its core from the one it waits for. While it sleeps it looks whether another rank has
-failed. MPI counts in 32-bit integers, so that a longer message travels in pieces.
+A wait tests for a moment and then sleeps, 20 microseconds first and twice as long each time, up to a tenth of a millisecond and,
+once it has lasted long, up to a whole one: ranks may outnumber cores, and a rank that spins takes its core from the one it waits
+for. While it sleeps it looks whether another rank has failed. MPI counts in 32-bit integers, so that a longer message travels in pieces.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ _PIECE = 1 << 30
 _ALONE_SPIN = 2e-3
 _CROWDED_SPIN = 5e-5
 _SHORTEST_SLEEP = 2e-5
-_LONGEST_SLEEP = 1e-3
+_LONGEST_SLEEP = 1e-4
+_LONG_WAIT = 0.1
+_LONGEST_SLEEP_OF_A_LONG_WAIT = 1e-3
 _NOTICE = 1
 _NOTICE_BYTES = 3000
+_LEFT: list[object] = []
+"""What messages under way may still touch after a failure: it must outlive every user."""
 
 
 class _Tested(Protocol):
@@ -59,10 +63,11 @@ class MpiTransport:
         everyone = frozenset().union(*seen)
         self.cores = min(len(usable_cores()), max(1, len(everyone) // neighbours.size))
         self.crowded = neighbours.size > 1
+        self._yields = neighbours.size > len(everyone) and hasattr(os, "sched_yield")
         self._spin = _CROWDED_SPIN if neighbours.size > len(everyone) else _ALONE_SPIN
         neighbours.Free()
         self._failure: str | None = None
-        self._kept: list[object] = []
+        self._agreeing: object = None
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Request:
         if buffer.size > self.piece:
@@ -79,18 +84,17 @@ class MpiTransport:
         if test():
             return
         begun = time.monotonic()
-        give = os.sched_yield if self._spin is not _ALONE_SPIN and hasattr(os, "sched_yield") else None
         while time.monotonic() - begun < self._spin:
-            if give:
-                give()
+            if self._yields:
+                os.sched_yield()
             if test():
                 return
         sleep, report = _SHORTEST_SLEEP, self.stall
         while not test():
             self._look()
             time.sleep(sleep)
-            sleep = min(2 * sleep, _LONGEST_SLEEP)
             waited = time.monotonic() - begun
+            sleep = min(2 * sleep, _LONGEST_SLEEP if waited < _LONG_WAIT else _LONGEST_SLEEP_OF_A_LONG_WAIT)
             if waited >= report:
                 print(stalled(self.rank, waited, what()), file=sys.stderr, flush=True)
                 report *= 2
@@ -98,7 +102,7 @@ class MpiTransport:
     def agree(self, vector: Vector) -> Vector:
         result = np.empty_like(vector)
         request = self.comm.Iallreduce(vector, result, MPI.MAX)
-        self._kept = [vector, result]
+        self._agreeing = (vector, result)
         self.wait(request, lambda: "the agreement on the sizes of a step")
         return result
 
@@ -111,13 +115,14 @@ class MpiTransport:
         self.comm.Allgather(np.pad(mine, (0, longest - mine.size)), rows)
         return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, buffers: object = None) -> None:
         if self._failure is None:
             self._failure = message
             # Short enough to leave at once: nobody is sure to wait for it.
             notice = np.frombuffer(message.encode()[:_NOTICE_BYTES], np.uint8)
             peers = (peer for peer in range(self.size) if peer != self.rank)
-            self._kept.append([notice, *(self.notices.Isend([notice, MPI.BYTE], peer, _NOTICE) for peer in peers)])
+            _LEFT.append([notice, *(self.notices.Isend([notice, MPI.BYTE], peer, _NOTICE) for peer in peers)])
+        _LEFT.append((self, buffers))
 
     def abort(self, message: str) -> None:
         sys.stdout.flush()

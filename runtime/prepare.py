@@ -144,6 +144,7 @@ def prepare(artifact: Artifact, rank: int, settings: Settings) -> RankProgram:
     builder = Builder(model, artifact.folder, {name: one.type for name, one in received.items()}, settings, where)
     runners = {index: builder.build(step) for index, step in enumerate(steps) if isinstance(step, Segment)}
     types = builder.types
+    _refuse_sparse(types, steps, where)
     constants = _constants(model, artifact, steps, outputs)
     types |= {name: f"tensor({element(tensor.data_type)})" for name, (tensor, _) in constants.items()}
     made = [name for runner in runners.values() for name in runner.segment.outputs]
@@ -202,6 +203,16 @@ def _transfers(steps: Sequence[Step], manifest: Manifest, rank: int, where: str)
     if problems:
         raise ArtifactError("\n".join([*problems, "  help: the file was changed; compile again"]))
     return {tag: records[tag] for tag in used}
+
+
+def _refuse_sparse(types: Mapping[str, str], steps: Sequence[Step], where: str) -> None:
+    problems = [
+        f"{where}: the {step}: a sparse value cannot go from rank to rank"
+        for step in steps
+        if isinstance(step, Send | Post) and types.get(step.value, "").startswith("sparse_tensor(")
+    ]
+    if problems:
+        raise ArtifactError("\n".join([*problems, "  help: place the ops that make and use it on one rank"]))
 
 
 def _check_ports(manifest: Manifest, rank: int, reads: Sequence[str], outputs: Sequence[str], where: str) -> None:

@@ -131,7 +131,7 @@ class Program:
         if self._on_error == "abort":
             self._transport.abort(text)
         else:
-            self._transport.fail(text)
+            self._transport.fail(text, list(self._schedules.values()))
 
 
 class LocalProgram:
@@ -208,15 +208,24 @@ def load(
     after which a wait is reported on stderr. `on_error`: what a failure inside a step does to the job, raise a RankError
     on every rank or end it by MPI's abort. An artifact of one rank needs no MPI.
     """
-    artifact = open_artifact(folder, trust=trust)
-    transport = _transport(artifact, comm, stall)
+    artifact: Artifact | None = None
+    program: Program | None = None
+    problem = ""
     try:
-        program = Program(artifact, transport, _settings(transport, threads, providers), on_error)
-        problem = ""
-    except PartcError as error:
+        artifact = open_artifact(folder, trust=trust)
+    except ArtifactError as error:
         problem = str(error)
+    transport = _transport(folder, artifact.manifest.ranks if artifact else None, comm, stall)
+    if artifact is not None:
+        try:
+            program = Program(artifact, transport, _settings(transport, threads, providers), on_error)
+        except PartcError as error:
+            problem = str(error)
+        except Exception as error:
+            problem = f"rank {transport.rank}: {type(error).__name__}: {error}"
     problems = [text for text in dict.fromkeys(transport.share(problem)) if text]
-    if problems:
+    if program is None or problems:
+        transport.close()
         raise ArtifactError("\n".join(problems))
     return program
 
@@ -247,19 +256,20 @@ def _settings(transport: Transport, threads: int | None, providers: Sequence[str
     return Settings(threads or transport.cores, not transport.crowded, providers)
 
 
-def _transport(artifact: Artifact, comm: MPI.Intracomm | Transport | None, stall: float) -> Transport:
-    """The transport for a job of the right size; UsageError says the right one."""
-    ranks = artifact.manifest.ranks
-    if comm is None and ranks == 1 and not _launched():
+def _transport(
+    folder: str | Path, ranks: int | None, comm: MPI.Intracomm | Transport | None, stall: float
+) -> Transport:
+    """The transport for a job of the right size, `ranks`, unless that is not known; UsageError says the right one."""
+    if comm is None and ranks in (1, None) and not _launched():
         return LocalWorld(1, stall).transport(0)
     if comm is None:
         from mpi4py import MPI
 
         comm = MPI.COMM_WORLD
-    if comm.size != ranks:
-        right = f"`partc run -n {ranks} {artifact.folder}` or `mpiexec -n {ranks} ...`"
+    if ranks is not None and comm.size != ranks:
+        right = f"`partc run -n {ranks} {folder}` or `mpiexec -n {ranks} ...`"
         raise UsageError(
-            f"{artifact.folder}: was compiled for {ranks} ranks, this job has {comm.size}\n  help: start it with {right}"
+            f"{folder}: was compiled for {ranks} ranks, this job has {comm.size}\n  help: start it with {right}"
         )
     if isinstance(comm, Transport):
         return comm

@@ -59,8 +59,9 @@ class Runner:
     def culprit(self, text: str) -> str:
         """The node that a message of onnxruntime names, else the whole segment."""
         match = _NODE.search(text)
-        found = match and next((node for node in self.segment.nodes if node.name and node.name == match[1]), None)
-        return name_of(found) if found else str(self.segment)
+        # A fused node's name holds the name of one that it was made of.
+        named = [node for node in self.segment.nodes if match and node.name and node.name in match[1]]
+        return name_of(max(named, key=lambda node: len(node.name))) if named else str(self.segment)
 
 
 class Builder:
@@ -96,12 +97,13 @@ class Builder:
         return Runner(segment, session, objects, widened)
 
     def _session(self, model: ModelProto, segment: Segment) -> Session:
+        threads, spinning, providers = self.settings.threads, self.settings.spinning, self.settings.providers
         entries = {
-            "session.intra_op.allow_spinning": "1" if self.settings.spinning else "0",
+            "session.intra_op.allow_spinning": "1" if spinning else "0",
             "session.model_external_initializers_file_folder_path": str(self.folder.resolve()),
         }
         try:
-            return new_session(model.SerializeToString(), self.settings.threads, self.settings.providers, entries)
+            return new_session(model.SerializeToString(), threads, spinning, providers, entries)
         except Exception as error:
             text = _plain(str(error))
             raise ArtifactError(

@@ -55,8 +55,11 @@ class Transport(Protocol):
         """The text of every rank, in order of ranks."""
         ...
 
-    def fail(self, message: str) -> None:
-        """Tell every other rank that this one has failed: their waits raise a RankError with the message."""
+    def fail(self, message: str, buffers: object = None) -> None:
+        """Tell every other rank that this one has failed: their waits raise a RankError with the message.
+
+        `buffers` hold the memory that messages under way may still touch.
+        """
         ...
 
     def abort(self, message: str) -> None:

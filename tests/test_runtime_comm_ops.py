@@ -64,5 +64,5 @@ def test_the_checker_knows_the_ops(tmp_path: Path) -> None:
         broken.CopyFrom(model)
         node = next(node for node in broken.graph.node if node.domain)
         del node.attribute[:]
-        with pytest.raises(onnx.checker.ValidationError, match="Required attribute '(peer|tag)' is missing"):
+        with pytest.raises(onnx.checker.ValidationError, match=r"Required attribute '(peer|tag)' is missing"):
             onnx.checker.check_model(broken)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import ml_dtypes
@@ -382,6 +385,61 @@ def test_wrong_types_are_refused_not_converted(tmp_path: Path) -> None:
         "input 'x': is of float64, the model takes float32\n  help: convert it: .astype('float32')\n"
         "input 'z': is of float64, the model takes float32\n  help: convert it: .astype('float32')"
     )
+
+
+def test_an_object_that_cannot_become_an_array_is_refused_by_all(tmp_path: Path) -> None:
+    class Odd:
+        def __array__(self, *_: object, **__: object) -> np.ndarray:
+            raise RuntimeError("it requires grad")
+
+    with load_local(write(tmp_path, PING_PONG)) as program:
+        with pytest.raises(InputError, match="input 'x': a Odd is no array: it requires grad"):
+            program(x=Odd())
+        assert program(x=np.full((1, 3), 2, np.float32))["y"].tolist() == [[-1.0] * 3]
+
+
+def test_a_segment_of_weights_alone_gives_the_same_in_every_step(tmp_path: Path) -> None:
+    graphs = [
+        f"""rank0 () => () <float[3] v, float[3] w = {{1, 2, 3}}> {{ v = Neg(w) {send("v", 1, 0)} }}""",
+        f"rank1 (float[n, 3] x) => (float[n, 3] y) <float[3] v> {{ {recv('v', 0, 0)} y = Mul(x, v) }}",
+    ]
+    with load_local(write(tmp_path, graphs)) as program:
+        for batch in (2, 5, 2):
+            assert program(x=np.ones((batch, 3), np.float32))["y"].tolist() == [[-1.0, -2.0, -3.0]] * batch
+
+
+def test_maps(tmp_path: Path) -> None:
+    graphs = [
+        f"""rank0 (float[n, 2] x) => () <seq(map(int64, float)) z>
+        {{ z = ai.onnx.ml.ZipMap <classlabels_int64s = [3, 5]> (x) {send("z", 1, 0)} }}""",
+        f"rank1 () => (seq(map(int64, float)) z) {{ {recv('z', 0, 0)} }}",
+    ]
+    with load_local(write(tmp_path, graphs)) as program:
+        assert program(x=np.array([[1, 2], [0.5, 4]], np.float32))["z"] == [{3: 1.0, 5: 2.0}, {3: 0.5, 5: 4.0}]
+
+
+def test_segments_share_their_threads(tmp_path: Path) -> None:
+    """Sixty segments of four threads each: one pool, not sixty."""
+    names = ["x", *(f"h{index}" for index in range(60))]
+    body = " ".join(f"{b} = Neg({a}) {send(b, 0, index)}" for index, (a, b) in enumerate(pairwise(names)))
+    infos = ", ".join(f"float[n] {name}" for name in names[1:])
+    graphs = [f"rank0 (float[n] x) => (float[n] h59) <{infos}> {{ {body} }}"]
+    script = f"""
+import os
+import onnx.parser
+from partc.runtime.segments import Segment, cut
+from partc.runtime.sessions import Builder, Settings
+from itertools import pairwise
+from pathlib import Path
+from by_text import HEAD
+model = onnx.parser.parse_model(HEAD + {graphs[0]!r})
+builder = Builder(model, Path(), {{}}, Settings(4, True), "rank.onnx")
+before = len(os.listdir("/proc/self/task"))
+runners = [builder.build(step) for step in cut(model, "rank.onnx") if isinstance(step, Segment)]
+print(len(runners), len(os.listdir("/proc/self/task")) - before < 8)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert (result.stdout, result.stderr) == ("60 True\n", "")
 
 
 def test_swapped_byte_order_is_the_same_type(tmp_path: Path) -> None:

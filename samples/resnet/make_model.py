@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import onnx_ir
-
 from partc.compiler import Input, nn
 from partc.compiler.load import load
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from mlp_placed import generate, idle_barrier, launch
+from mlp_placed import generate, launch
 from onnx import helper
 
 
@@ -44,7 +44,7 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
     for turn in range(options.turns + 1):
         for side, program in programs.items():
             for _ in range(options.steps):
-                idle_barrier(comm)
+                comm.Barrier()
                 start = time.perf_counter()
                 program({"h0": x} if program.inputs else {})
                 if turn:
@@ -61,7 +61,7 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("layers", 24), ("width", 64), ("batch", 8), ("steps", 50), ("turns", 10)):
+    for name, default in (("layers", 24), ("width", 64), ("batch", 8), ("steps", 100), ("turns", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,0 +1,139 @@
+"""How a value lies on a group of ranks: which axes of the group's mesh cut which dim, and over which it is a partial result.
+
+A mesh is the group's ranks as a grid: sizes of its axes, row-major, last axis fastest; rank k of the group has the coordinates of k.
+Along one axis a value is cut (`Shard(dim)`), repeated (`Replicate`), or has to be summed (`Partial`). Several axes may cut one dim,
+the first named is the major one. With mesh (2, 4):
+
+    Layout((2, 4), ((0,), (1,)))          rows cut in 2 over axis 0, columns in 4 over axis 1
+    Layout((2, 4), ((0, 1), ()))          rows cut in 8
+    Layout((2, 4), ((), ()), ((1, "sum"),))   whole on each rank, to be summed over axis 1, repeated over axis 0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Mesh: TypeAlias = tuple[int, ...]
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""Per dim, the begin and end of a piece."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Cut along `dim`."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """The same on every rank along the axis."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Every rank along the axis holds a term; the value is their sum, maximum or minimum."""
+
+    reduce: str = "sum"
+
+
+Placement: TypeAlias = Shard | Replicate | Partial
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Per dim of the value the axes that cut it, major first, and the axes with the reduction that they await, in rising order."""
+
+    mesh: Mesh
+    cuts: tuple[tuple[int, ...], ...]
+    partial: tuple[tuple[int, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        used = [axis for axes in self.cuts for axis in axes] + [axis for axis, _ in self.partial]
+        if len(used) != len(set(used)) or not all(0 <= axis < len(self.mesh) for axis in used):
+            raise ValueError(f"every mesh axis of {self.mesh} is used at most once: {self}")
+
+    @staticmethod
+    def whole(mesh: Mesh, rank: int) -> Layout:
+        """A value of `rank` dims that every rank of the group holds whole."""
+        return Layout(mesh, ((),) * rank)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.mesh)
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.partial and not any(self.cuts)
+
+    def placement(self, axis: int) -> Placement:
+        """What the value is along one axis of the mesh."""
+        for dim, axes in enumerate(self.cuts):
+            if axis in axes:
+                return Shard(dim)
+        return next((Partial(reduce) for other, reduce in self.partial if other == axis), Replicate())
+
+    def pieces(self, dim: int) -> int:
+        """Into how many pieces a dim is cut."""
+        return math.prod(self.mesh[axis] for axis in self.cuts[dim])
+
+    def coordinates(self, index: int) -> tuple[int, ...]:
+        """The place in the mesh of the group's `index`-th rank."""
+        found = []
+        for size in reversed(self.mesh):
+            index, coordinate = divmod(index, size)
+            found.append(coordinate)
+        return tuple(reversed(found))
+
+    def piece(self, index: int) -> tuple[int, ...]:
+        """Per dim, which piece the group's `index`-th rank holds."""
+        at = self.coordinates(index)
+        found = []
+        for axes in self.cuts:
+            number = 0
+            for axis in axes:
+                number = number * self.mesh[axis] + at[axis]
+            found.append(number)
+        return tuple(found)
+
+    def box(self, index: int, shape: Sequence[int]) -> Box:
+        """Per dim, begin and end of what the group's `index`-th rank holds of a value of `shape`; the cuts must divide it."""
+        found = []
+        for dim, (size, number) in enumerate(zip(shape, self.piece(index), strict=True)):
+            length, rest = divmod(size, self.pieces(dim))
+            if rest:
+                raise ValueError(f"dim {dim} of {size} is not cut into {self.pieces(dim)} equal pieces")
+            found.append((number * length, (number + 1) * length))
+        return tuple(found)
+
+    def groups(self, axes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The group's ranks (as indices) in sets that differ along `axes` only, each in the order of `axes`, first axis major."""
+        sets: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
+        for index in range(self.size):
+            at = self.coordinates(index)
+            rest = tuple(c for axis, c in enumerate(at) if axis not in axes)
+            sets.setdefault(rest, []).append((tuple(at[axis] for axis in axes), index))
+        return tuple(tuple(index for _, index in sorted(members)) for members in sets.values())
+
+    def __str__(self) -> str:
+        """As the plan would cut it: `[2, 1]`, with `sum over 4` where terms are to be summed."""
+        text = f"[{', '.join(str(self.pieces(dim)) for dim in range(len(self.cuts)))}]"
+        return text + "".join(f" {reduce} over {self.mesh[axis]}" for axis, reduce in self.partial)
+
+
+def primes(number: int) -> tuple[int, ...]:
+    """The prime factors of a number, rising: the axes that a mesh axis of that size is refined into."""
+    return tuple(_primes(number))
+
+
+def _primes(number: int) -> Iterator[int]:
+    divisor = 2
+    while number > 1:
+        while number % divisor == 0:
+            yield divisor
+            number //= divisor
+        divisor += 1

@@ -1,0 +1,77 @@
+"""What a rule's `local` sees and does: one node on one rank, its operands as local pieces, and nodes emitted in its place.
+
+The program of every rank of a group is the same list of nodes; what differs by rank (an offset, a zero or one) must be a constant, never
+another node, so that equal programs stay equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from partc.compiler.ops.rule import Rule
+
+Dim = int | str
+Shape = tuple[Dim, ...]
+
+
+@dataclass
+class Local:
+    """One node on one rank.
+
+    `pieces`: per factor into how many pieces it is cut (absent: 1); `piece`: which of them this rank has. `inputs` are the names of the
+    local operands ("" where absent), `outputs` the names that must be made. `global_shapes`/`local_shapes`: by name, for operands
+    and outputs, where known. `nodes` and `constants` collect what is emitted.
+    """
+
+    node: ir.Node
+    rule: Rule
+    pieces: Mapping[str, int]
+    piece: Mapping[str, int]
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    global_shapes: Mapping[str, Shape | None]
+    local_shapes: Mapping[str, Shape | None]
+    nodes: list[ir.Node] = field(default_factory=list)
+    constants: dict[str, np.ndarray] = field(default_factory=dict)
+    value: Callable[[str], ir.Value] = field(default=lambda name: ir.Value(name=name))
+
+    def cut(self, factor: str) -> int:
+        """Into how many pieces a factor is cut."""
+        return self.pieces.get(factor, 1)
+
+    def index(self, factor: str) -> int:
+        """Which piece of a factor this rank has."""
+        return self.piece.get(factor, 0)
+
+    def constant(self, name: str, array: np.ndarray) -> str:
+        """A constant of this rank; `name` says what it is (`offset`), and becomes `<node's path>.offset`."""
+        full = f"{self.outputs[0]}.{name}"
+        self.constants[full] = array
+        return full
+
+    def same(self, inputs: Sequence[str] | None = None, outputs: Sequence[str] | None = None, **changed: object) -> None:
+        """Emits the node itself, with other operands or attributes where given (an attribute of None is left out)."""
+        attributes = {name: attr for name, attr in self.node.attributes.items() if name not in changed}
+        extra = ir.convenience.convert_attributes({name: value for name, value in changed.items() if value is not None})
+        self._append(self.node.op_type, inputs or self.inputs, outputs or self.outputs, [*attributes.values(), *extra], self.node.domain)
+
+    def emit(self, op_type: str, inputs: Sequence[str], output: str, **attributes: object) -> str:
+        """Emits a standard op with one output; `output` is one of `outputs`, or a word that becomes `<output>.<word>`."""
+        name = output if output in self.outputs else f"{self.outputs[0]}.{output}"
+        self._append(op_type, inputs, [name], ir.convenience.convert_attributes(attributes), "")
+        return name
+
+    def _append(self, op_type: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[ir.Attr], domain: str) -> None:
+        self.nodes.append(
+            ir.Node(
+                domain,
+                op_type,
+                inputs=[self.value(name) if name else None for name in inputs],
+                attributes=attributes,
+                outputs=[ir.Value(name=name) for name in outputs],
+            )
+        )

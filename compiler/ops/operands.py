@@ -1,0 +1,75 @@
+"""What a rule reads of a node: dims, axes, integers that are constants, and the opset that gives an op its meaning.
+
+A dim is an integer or a symbolic expression. Two dims are `same` only where that is certain: equal integers, or equal expressions; a
+dim of which nothing is known is equal to none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import onnx_ir as ir
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Dim: TypeAlias = "int | ir.SymbolicDim"
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def operand(node: ir.Node, k: int) -> ir.Value | None:
+    """The node's input `k`, or None where it is absent."""
+    return node.inputs[k] if k < len(node.inputs) else None
+
+
+def dims(value: ir.Value | None) -> tuple[Dim, ...] | None:
+    """The dims of a value, or None where it is absent or its rank is unknown."""
+    return None if value is None or value.shape is None else tuple(value.shape.dims)
+
+
+def rank_of(value: ir.Value | None) -> int | None:
+    """The rank of a value, or None where it is absent or unknown."""
+    return None if value is None or value.shape is None else len(value.shape)
+
+
+def same(a: Dim, b: Dim) -> bool:
+    """Whether two dims are certainly equal."""
+    if isinstance(a, int) or isinstance(b, int):
+        return isinstance(a, int) and isinstance(b, int) and a == b
+    return a.value is not None and a == b
+
+
+def constant_ints(node: ir.Node, k: int) -> tuple[int, ...] | None:
+    """The integers of input `k` where it is a constant, else None."""
+    value = operand(node, k)
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tuple(int(number) for number in tensor.numpy().ravel())
+
+
+def axes_of(node: ir.Node, rank: int, k: int = 1) -> tuple[int, ...] | None:
+    """The `axes` of a node, as an attribute or as constant input `k`, counted from 0; () where none are given, None where unknown."""
+    given: Sequence[int] | None = node.attributes.get_ints("axes")
+    if given is None and operand(node, k) is not None:
+        given = constant_ints(node, k)
+        if given is None:
+            return None
+    return tuple(sorted(counted(axis, rank) for axis in given or ()))
+
+
+def axis_of(node: ir.Node, rank: int, default: int, name: str = "axis") -> int:
+    """The attribute `axis`, counted from 0."""
+    return counted(node.attributes.get_int(name, default), rank)
+
+
+def counted(axis: int, rank: int) -> int:
+    """An axis counted from 0, of one that may count from the end."""
+    return axis + rank if axis < 0 else axis
+
+
+def opset_of(node: ir.Node, newest: int = 21) -> int:
+    """The opset version of the node's domain; `newest` where the node stands in no graph that says it."""
+    if node.version is not None:
+        return node.version
+    versions = {} if node.graph is None else node.graph.opset_imports
+    return versions.get(node.domain, versions.get("ai.onnx", newest) if node.domain == "" else newest)

@@ -1,0 +1,63 @@
+"""What an op's entry in the table says: how its dims correspond, so that a cut of one is a cut of all that share its letter.
+
+A factor is a letter that names dims which correspond across an op. MatMul is `mk,kn->mn`: cutting m cuts the first input and the
+output; cutting k, which no output has, leaves every rank a term of a sum: the output is Partial. A dim without a letter (`.`)
+is never cut: its operand broadcasts there, or the op needs it whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from partc.compiler.ops.local import Local
+
+WHOLE = "."
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one node may be cut.
+
+    `inputs`, `outputs`: per operand one letter a dim, `.` for a dim that stays whole; None for an operand that is absent or no tensor.
+    `reduce`: per factor that no output has, the reduction that its cut awaits: sum, max or min. A factor that stands in inputs only
+    and not in `reduce` cannot be cut, nor one in `whole`.
+    `linear`: inputs that may be Partial(sum), with the outputs Partial then: "" none, "each" any one of `terms` while the others
+    are whole (a product), "joint" all of them together (a sum). `terms`: of which inputs it speaks; None: of all tensors.
+    `local`: rewrites the node for a rank where the plain node on local pieces would be wrong; None where it is right.
+    """
+
+    inputs: tuple[str | None, ...]
+    outputs: tuple[str | None, ...]
+    reduce: Mapping[str, str] = field(default_factory=dict)
+    whole: frozenset[str] = frozenset()
+    linear: str = ""
+    terms: tuple[int, ...] | None = None
+    local: Callable[[Local], None] | None = None
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """Letters that may be cut, in order of their first appearance: the axes of an integer strategy's device matrix."""
+        seen = dict.fromkeys(letter for operand in (*self.inputs, *self.outputs) if operand for letter in operand)
+        made = {letter for operand in self.outputs if operand for letter in operand}
+        return tuple(
+            letter
+            for letter in seen
+            if letter != WHOLE and letter not in self.whole and (letter in made or letter in self.reduce)
+        )
+
+    @property
+    def partial_inputs(self) -> tuple[tuple[int, ...], ...]:
+        """Every set of inputs that may be Partial(sum) together, the others whole; the outputs are Partial(sum) then."""
+        tensors = tuple(k for k, letters in enumerate(self.inputs) if letters is not None)
+        terms = tensors if self.terms is None else tuple(k for k in tensors if k in self.terms)
+        if not self.linear or not terms:
+            return ()
+        return (terms,) if self.linear == "joint" else tuple((k,) for k in terms)
+
+
+RuleOf = Callable[["ir.Node"], "Rule | None"]

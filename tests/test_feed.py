@@ -1,0 +1,117 @@
+"""What goes into a run and comes out of it: files, random values, the sizes of symbols, and the .npz of outputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from partc.cli.feed import choose_sizes, open_feed, smallest
+from partc.cli.figures import typical_sizes
+from partc.cli.results import flatten, write
+from partc.runtime.errors import UsageError
+from partc.runtime.format import Manifest, Port, SymbolRecord
+
+
+def small_manifest(ports: list[Port], **symbols: SymbolRecord) -> Manifest:
+    return Manifest.model_validate(
+        {
+            "format": 1,
+            "partc": "0",
+            "ranks": 2,
+            "symbols": symbols,
+            "inputs": ports,
+            "outputs": [],
+            "transfers": [],
+            "files": {},
+            "model": {"name": "m.onnx", "sha256": ""},
+            "plan": None,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("symbol", "least", "most"),
+    [
+        (SymbolRecord(min=0, max=None, divisor=1, remainder=0), 1, 1),
+        (SymbolRecord(min=5, max=31, divisor=1, remainder=0), 5, 31),
+        (SymbolRecord(min=0, max=30, divisor=8, remainder=0), 8, 24),
+        (SymbolRecord(min=0, max=None, divisor=8, remainder=3), 11, 11),
+        (SymbolRecord(min=20, max=50, divisor=8, remainder=3), 27, 43),
+    ],
+)
+def test_sizes_that_a_symbol_allows(symbol: SymbolRecord, least: int, most: int) -> None:
+    assert smallest(symbol) == least
+    assert typical_sizes(small_manifest([], n=symbol)) == {"n": most}
+    assert choose_sizes({"n": symbol}, {"n": least}) == ({"n": least}, [])
+    assert choose_sizes({"n": symbol}, {"n": least - 1})[1] or least == 1
+
+
+def test_random_inputs_depend_on_seed_and_name_alone() -> None:
+    symbols = {"n": SymbolRecord(min=3, max=9, divisor=1, remainder=0)}
+    types = ("tensor(float)", "tensor(int64)", "tensor(bool)", "tensor(string)", "tensor(bfloat16)", "tensor(float16)")
+    ports = [Port(name=f"v{at}", type=type, shape=["n", 2 + at, "2*n"], ranks=[0]) for at, type in enumerate(types)]
+    manifest = small_manifest(ports, **symbols)
+    names = [port.name for port in ports]
+    whole = open_feed(manifest, [], 5, {}).read(names)
+    alone = {name: open_feed(manifest, [], 5, {}).read([name])[name] for name in names}
+    other = open_feed(manifest, [], 6, {}).read(["v0"])["v0"]
+    for at, name in enumerate(names):
+        value = np.asarray(whole[name])
+        assert value.shape == (3, 2 + at, 6)
+        np.testing.assert_array_equal(value, np.asarray(alone[name]))
+    assert not np.array_equal(np.asarray(whole["v0"]), np.asarray(other))
+    assert [np.asarray(whole[name]).dtype.name for name in names] == [
+        "float32",
+        "int64",
+        "bool",
+        "object",
+        "bfloat16",
+        "float16",
+    ]
+
+
+def test_what_numpy_has_no_file_form_for_goes_out_and_comes_in_again(tmp_path: Path) -> None:
+    import ml_dtypes
+
+    outputs = {
+        "half": np.array([1.5, -2.0], ml_dtypes.bfloat16),
+        "words": np.array(["a", "bcd"], dtype=object),
+        "several": [np.arange(3), np.zeros((2, 0), np.float32)],
+        "absent": None,
+        "file": np.array(7),
+    }
+    write(tmp_path / "o.npz", tmp_path / ".o.npz.partial", flatten(outputs))
+    with np.load(tmp_path / "o.npz") as found:
+        assert sorted(found) == ["file", "half", "several.0", "several.1", "words"]
+        assert found["half"].dtype == np.float32
+    types = {"half": "tensor(bfloat16)", "words": "tensor(string)", "several": "seq(tensor(float))"}
+    ports = [Port(name=name, type=type, shape=None, ranks=[0]) for name, type in types.items()]
+    ports += [Port(name="absent", type="optional(tensor(float))", shape=None, ranks=[0])]
+    manifest = small_manifest([*ports, Port(name="file", type="tensor(int64)", shape=[], ranks=[0])])
+    again = open_feed(manifest, [str(tmp_path / "o.npz")], None, {}).read(["half", "words", "several", "absent"])
+    assert np.asarray(again["half"]).dtype == ml_dtypes.bfloat16
+    assert np.asarray(again["words"]).tolist() == ["a", "bcd"]
+    several = again["several"]
+    assert isinstance(several, list)
+    assert [item.shape for item in several] == [(3,), (2, 0)]
+    assert again["absent"] is None
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    path, partial = tmp_path / "o.npz", tmp_path / ".o.npz.partial"
+    write(path, partial, {"a": np.arange(3)})
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="Object arrays"):
+        write(path, partial, {"a": np.arange(4), "b": np.array([{}], dtype=object)})
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["o.npz"]
+
+
+def test_feed_refuses_python_objects(tmp_path: Path) -> None:
+    np.save(tmp_path / "o.npy", np.array([{}], dtype=object))
+    feed = open_feed(
+        small_manifest([Port(name="x", type="tensor(float)", shape=[1], ranks=[0])]), [f"{tmp_path}/o.npy"], None, {}
+    )
+    with pytest.raises(UsageError, match="it holds Python objects"):
+        feed.read(["x"])
