@@ -12,7 +12,8 @@ from partc.cli.present import Table, count, seconds, size
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--plan", type=click.Path(path_type=Path), help="The plan; without it all runs on one rank.")
 @click.option("-o", "--output", "out", type=click.Path(path_type=Path), default=Path("build"), show_default=True)
-def command(model: Path, plan: Path | None, out: Path) -> int:
+@click.option("--dump-ir", is_flag=True, help="Write the text after each pass too, ir/1_shapes.ir and on.")
+def command(model: Path, plan: Path | None, out: Path, dump_ir: bool) -> int:
     """Compile MODEL (.onnx or .py) by a plan into one ONNX program per rank.
 
     The folder is replaced only if it is an artifact or empty, and only when the new one is whole.
@@ -26,7 +27,7 @@ def command(model: Path, plan: Path | None, out: Path) -> int:
     from partc.runtime.format import BEGIN_IR, END_IR
 
     begin = time.perf_counter()
-    report = compile_model(model, plan, out)
+    report = compile_model(model, plan, out, dump_ir)
     spent = time.perf_counter() - begin
     ranks_table(out).show()
     transfers, ranks = len(report.manifest.transfers), report.manifest.ranks

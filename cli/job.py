@@ -18,7 +18,8 @@ class Job:
     """One run of an artifact; paths are absolute.
 
     `inputs` holds `x.npz` or `name=file.npy`; `sizes` the symbols' values for random inputs. `scratch` is the launching
-    process's folder with the status board and the process ids, None where the user's own launcher started the ranks.
+    process's folder with the status board and the process ids, None where the user's own launcher started the ranks. A `quiet`
+    run tells nothing but failures.
     """
 
     folder: str
@@ -31,6 +32,7 @@ class Job:
     stall: float = 30.0
     trust: bool = False
     scratch: str | None = None
+    quiet: bool = False
 
     def dumps(self) -> str:
         """The job as one line of JSON."""

@@ -154,11 +154,14 @@ def finish(job: Job, arrays: dict[str, Array], loaded: float, times: list[float]
     """Writes the outputs or tells them, then the timing."""
     from partc.cli.results import summary, write
 
+    if job.output is not None:
+        path = Path(job.output)
+        write(path, job.partial, arrays)
+    if job.quiet:
+        return
     if job.output is None:
         click.echo(summary(arrays).plain())
     else:
-        path = Path(job.output)
-        write(path, job.partial, arrays)
         click.echo(f"wrote {path}: {count(len(arrays), 'array')}, {size(path.stat().st_size)}")
     click.echo(timing(loaded, times))
     sys.stdout.flush()

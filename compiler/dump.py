@@ -23,10 +23,13 @@ GRAMMAR = 1
 _LONG = 16
 
 
-def begin_text(program: Program) -> str:
-    """`step_parallel_begin.ir`: the whole model in global shapes, each op with its ranks and the rule that decided."""
+def begin_text(program: Program, title: str = "step_parallel_begin") -> str:
+    """`step_parallel_begin.ir`: the whole model in global shapes, each op with its ranks and the rule that decided.
+
+    Before the passes that decide them have run, ranks and rules are left out.
+    """
     graph = program.model.graph
-    lines = _head(program, "step_parallel_begin")
+    lines = _head(program, title)
     lines += _listing(
         "Symbols", [f"{name} : {info.facts}   {info.where}" for name, info in sorted(program.symbols.items())]
     )
@@ -47,9 +50,9 @@ def begin_text(program: Program) -> str:
     )
     lines.append(f"graph @main({', '.join(f'%{value.name}' for value in graph.inputs)}) {{")
     for node in graph:
-        placed = program.placement[node]
-        key = "rank" if len(placed.ranks) == 1 else "ranks"
-        lines += _node_lines(program, node, f" {{{key}: {_ranks(placed.ranks)}}}")
+        placed = program.placement.get(node)
+        key = "rank" if placed and len(placed.ranks) == 1 else "ranks"
+        lines += _node_lines(program, node, f" {{{key}: {_ranks(placed.ranks)}}}" if placed else "")
     lines += _return_lines(program, graph.outputs)
     return "\n".join([*lines, "}", ""])
 
@@ -128,7 +131,8 @@ def _node_lines(program: Program, node: ir.Node, suffix: str) -> Iterator[str]:
     ins = ", ".join(_type(program, value) for value in node.inputs)
     outs = ", ".join(_type(program, value) for value in node.outputs)
     yield f"      : ({ins}) -> ({outs})"
-    yield f"      # Scope: {program.paths[node]}   Rule: {program.placement[node].rule}"
+    placed = program.placement.get(node)
+    yield f"      # Scope: {program.paths[node]}" + (f"   Rule: {placed.rule}" if placed else "")
 
 
 def _return_lines(program: Program, outputs: Sequence[ir.Value]) -> list[str]:

@@ -22,8 +22,10 @@ from partc.runtime import format as fmt
 _OLDEST_IR, _NEWEST_IR = 11, 13
 
 
-def emit(program: Program, out: Path, sources: Mapping[str, fmt.SourceRecord | None]) -> fmt.Manifest:
-    """Writes `program` to the folder `out` and gives the manifest; `sources` are the records of `model` and `plan`.
+def emit(
+    program: Program, out: Path, sources: Mapping[str, fmt.SourceRecord | None], texts: Mapping[str, str] | None = None
+) -> fmt.Manifest:
+    """Writes `program` to the folder `out` and gives the manifest; `sources` are the records of `model` and `plan`, `texts` more files.
 
     The same program gives the same bytes. `out` is replaced only if it is an artifact or empty, and only by a whole one.
     """
@@ -37,6 +39,8 @@ def emit(program: Program, out: Path, sources: Mapping[str, fmt.SourceRecord | N
             files[f"ir/rank_{part.rank:04d}.ir"] = _write(folder, f"ir/rank_{part.rank:04d}.ir", text.encode())
         files[fmt.BEGIN_IR] = _write(folder, fmt.BEGIN_IR, begin_text(program).encode())
         files[fmt.END_IR] = _write(folder, fmt.END_IR, end_text(program).encode())
+        for file, text in (texts or {}).items():
+            files[file] = _write(folder, file, text.encode())
         manifest = _manifest(program, files, sources)
         (folder / fmt.MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return manifest

@@ -20,7 +20,7 @@ from fractions import Fraction
 from typing import TypeAlias
 
 import onnx_ir as ir
-import sympy  # type: ignore[import-untyped]
+import sympy
 from partc.compiler.facts import ANY, ANY_DIM, Facts, maximum, minimum
 from partc.compiler.polynomial import Monomial, Polynomial
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-    import sympy  # type: ignore[import-untyped]
+    import sympy
 
 Bound: TypeAlias = int | float  # a float only as an infinity
 

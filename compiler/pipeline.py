@@ -45,24 +45,37 @@ def start(source: Source, plan: Plan, name: str) -> Program:
     return Program(name=name, model=source.model, plan=plan, declared=source.declared, paths=node_paths(source.model))
 
 
-def run_passes(program: Program) -> Program:
-    """The program after all passes. Raises CompileError with all violations that the failing pass found."""
+def run_passes(program: Program, after: Callable[[str, Program], None] | None = None) -> Program:
+    """The program after all passes; `after` is told each pass's name and result.
+
+    Raises CompileError with all violations that the failing pass found.
+    """
     for step in PASSES:
         program = step(program)
+        if after:
+            after(step.__name__, program)
     return program
 
 
-def analyse(model: Path, plan: Path | None) -> Program:
+def analyse(model: Path, plan: Path | None, after: Callable[[str, Program], None] | None = None) -> Program:
     """Loads and runs all passes; writes nothing. Without a plan, all runs on one rank."""
     chosen = read_plan(plan) if plan is not None else Plan.whole()
-    return run_passes(start(load(model), chosen, model.name))
+    return run_passes(start(load(model), chosen, model.name), after)
 
 
-def compile_model(model: Path, plan: Path | None, out: Path) -> Report:
-    """Compiles `model` by `plan` into the folder `out`. Raises CompileError; then `out` is as it was."""
-    program = analyse(model, plan)
+def compile_model(model: Path, plan: Path | None, out: Path, dump_ir: bool = False) -> Report:
+    """Compiles `model` by `plan` into the folder `out`; with `dump_ir` also the text after each pass, `ir/1_shapes.ir` and on.
+
+    Raises CompileError; then `out` is as it was.
+    """
+    texts: dict[str, str] = {}
+
+    def keep(name: str, program: Program) -> None:
+        texts[f"ir/{len(texts) + 1}_{name}.ir"] = begin_text(program, name)
+
+    program = analyse(model, plan, keep if dump_ir else None)
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
-    return Report(program, emit(program, out, sources), out)
+    return Report(program, emit(program, out, sources, texts), out)
 
 
 def compile_source(source: Source, plan: Plan, out: Path, name: str = "model") -> Report:

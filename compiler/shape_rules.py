@@ -115,7 +115,7 @@ def tolerant_rules(failed: list[ir.Node]) -> Iterator[None]:
 
         return guarded
 
-    registry.get = get  # type: ignore[method-assign]
+    registry.get = get
     try:
         yield
     finally:

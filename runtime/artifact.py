@@ -88,7 +88,7 @@ def open_artifact(folder: str | Path, *, rank: int | None = None, trust: bool = 
 
 def _decode_error() -> type[Exception]:
     """What protobuf raises for bytes that are no message."""
-    from google.protobuf import message  # type: ignore[import-untyped]
+    from google.protobuf import message
 
     found: type[Exception] = message.DecodeError
     return found

@@ -56,7 +56,7 @@ def new_session(
     """
     import onnxruntime
 
-    options = onnxruntime.SessionOptions()  # type: ignore[attr-defined]
+    options = onnxruntime.SessionOptions()
     shared = spinning and threads > 1 and _shared_pool(threads) == threads
     options.use_per_session_threads = not shared
     if not shared:
@@ -67,7 +67,7 @@ def new_session(
     options.log_severity_level = 4
     for name, value in entries.items():
         options.add_session_config_entry(name, value)
-    session = onnxruntime.InferenceSession(model, options, providers=list(providers))  # type: ignore[attr-defined]
+    session = onnxruntime.InferenceSession(model, options, providers=list(providers))
     return cast(Session, session)
 
 
@@ -78,7 +78,7 @@ def _shared_pool(threads: int) -> int:
         import onnxruntime
 
         try:
-            onnxruntime.set_global_thread_pool_sizes(threads, 1)  # type: ignore[attr-defined]
+            onnxruntime.set_global_thread_pool_sizes(threads, 1)
             _pool = threads
         except Exception:
             # An older onnxruntime, or a pool that somebody else in this process has made.
@@ -90,7 +90,7 @@ def new_value(shape: tuple[int, ...], code: int) -> OrtValue:
     """A tensor in onnxruntime's memory, not cleared."""
     import onnxruntime
 
-    value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, code)  # type: ignore[attr-defined]
+    value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, code)
     return cast(OrtValue, value)
 
 

@@ -66,9 +66,7 @@ def rule(
     free = [letter for letter in LETTERS if letter not in used]
     common, per_star = broadcast(stars, free)
     at = iter(per_star)
-    inputs = tuple(
-        None if one is None else one[0] + (next(at) if one[1] == "*" else one[1]) + one[2] for one in plain
-    )
+    inputs = tuple(None if one is None else one[0] + (next(at) if one[1] == "*" else one[1]) + one[2] for one in plain)
     outputs = tuple(_output(part, common, rank_of(value)) for part, value in zip(outs, node.outputs, strict=False))
     made = {letter for one in outputs if one for letter in one}
     reductions = {

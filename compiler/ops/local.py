@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -53,13 +54,13 @@ class Local:
         self.constants[full] = array
         return full
 
-    def same(self, inputs: Sequence[str] | None = None, outputs: Sequence[str] | None = None, **changed: object) -> None:
+    def same(self, inputs: Sequence[str] | None = None, outputs: Sequence[str] | None = None, **changed: Any) -> None:
         """Emits the node itself, with other operands or attributes where given (an attribute of None is left out)."""
         attributes = {name: attr for name, attr in self.node.attributes.items() if name not in changed}
         extra = ir.convenience.convert_attributes({name: value for name, value in changed.items() if value is not None})
         self._append(self.node.op_type, inputs or self.inputs, outputs or self.outputs, [*attributes.values(), *extra], self.node.domain)
 
-    def emit(self, op_type: str, inputs: Sequence[str], output: str, **attributes: object) -> str:
+    def emit(self, op_type: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
         """Emits a standard op with one output; `output` is one of `outputs`, or a word that becomes `<output>.<word>`."""
         name = output if output in self.outputs else f"{self.outputs[0]}.{output}"
         self._append(op_type, inputs, [name], ir.convenience.convert_attributes(attributes), "")

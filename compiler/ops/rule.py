@@ -24,10 +24,11 @@ class Rule:
     """How one node may be cut.
 
     `inputs`, `outputs`: per operand one letter a dim, `.` for a dim that stays whole; None for an operand that is absent or no tensor.
-    `reduce`: per factor that no output has, the reduction that its cut awaits: sum, max or min. A factor that stands in inputs only
-    and not in `reduce` cannot be cut, nor one in `whole`.
+    `reduce`: per factor that no output has, the reduction that its cut awaits: sum, max or min, or "" where `local` leaves the whole
+    result on every rank. A factor that stands in inputs only and not in `reduce` cannot be cut, nor one in `whole`.
     `linear`: inputs that may be Partial(sum), with the outputs Partial then: "" none, "each" any one of `terms` while the others
     are whole (a product), "joint" all of them together (a sum). `terms`: of which inputs it speaks; None: of all tensors.
+    `units`: per factor a number that its pieces must divide besides the dims themselves: heads, groups, blocks.
     `local`: rewrites the node for a rank where the plain node on local pieces would be wrong; None where it is right.
     """
 
@@ -38,6 +39,7 @@ class Rule:
     linear: str = ""
     terms: tuple[int, ...] | None = None
     local: Callable[[Local], None] | None = None
+    units: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def factors(self) -> tuple[str, ...]:

@@ -80,9 +80,7 @@ def op(
     if factors:
 
         def by_factors(node: ir.Node) -> Rule | None:
-            return rule(
-                node, factors, contracted=contracted, whole=whole, linear=linear, terms=terms, local=local
-            )
+            return rule(node, factors, contracted=contracted, whole=whole, linear=linear, terms=terms, local=local)
 
         _register(op_types, domain, by_factors, f"`{factors}`{'; ' if says else ''}{says}")
 

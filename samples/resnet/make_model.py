@@ -6,7 +6,6 @@ in the nodes' metadata, so that a plan can say `layer3` or `layer4.0.downsample`
 this script is a legal `model.py` as well.
 """
 
-import sys
 from pathlib import Path
 
 import onnx_ir
@@ -84,6 +83,5 @@ outputs = ["logits"]
 
 
 if __name__ == "__main__":
-    here = Path(__file__)
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else here.with_name("resnet18.onnx")
-    onnx_ir.save(load(here).model, path, external_data=f"{path.stem}.data")
+    path = Path(__file__)
+    onnx_ir.save(load(path).model, path.with_name("resnet18.onnx"), external_data="resnet18.data")
