@@ -1,1 +1,1 @@
-"""The command `partc`: compile, run, verify, check, inspect, plan, schema."""
+"""The command `partc`: compile, run, verify, check, inspect, plan, schema, ops."""

@@ -33,5 +33,7 @@ def command(folder: Path) -> int:
         count(checked.nodes, "node"),
         count(checked.transfers, "transfer"),
     ]
+    if checked.collectives:
+        parts.append(count(checked.collectives, "collective"))
     click.echo(f"{folder}: ok, {', '.join(parts)}")
     return 0

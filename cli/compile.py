@@ -10,10 +10,25 @@ from partc.cli.present import Table, count, seconds, size
 
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--plan", type=click.Path(path_type=Path), help="The plan; without it all runs on one rank.")
+@click.option("--plan", type=click.Path(path_type=Path), help="The plan; without it the model's annotations, or one rank.")
 @click.option("-o", "--output", "out", type=click.Path(path_type=Path), default=Path("build"), show_default=True)
+@click.option("--strict", is_flag=True, help="Refuse changes of layout that the plan did not ask for.")
+@click.option(
+    "--annotated",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the whole model here too, every node annotated as it was cut.",
+)
+@click.option("--configuration", metavar="NAME", help="The model's device configuration to follow; 'none' follows none.")
 @click.option("--dump-ir", is_flag=True, help="Write the text after each pass too, ir/1_shapes.ir and on.")
-def command(model: Path, plan: Path | None, out: Path, dump_ir: bool) -> int:
+def command(
+    model: Path,
+    plan: Path | None,
+    out: Path,
+    strict: bool,
+    annotated: Path | None,
+    configuration: str | None,
+    dump_ir: bool,
+) -> int:
     """Compile MODEL (.onnx or .py) by a plan into one ONNX program per rank.
 
     The folder is replaced only if it is an artifact or empty, and only when the new one is whole.
@@ -27,13 +42,16 @@ def command(model: Path, plan: Path | None, out: Path, dump_ir: bool) -> int:
     from partc.runtime.format import BEGIN_IR, END_IR
 
     begin = time.perf_counter()
-    report = compile_model(model, plan, out, dump_ir)
+    report = compile_model(model, plan, out, dump_ir, strict, annotated, configuration)
     spent = time.perf_counter() - begin
     ranks_table(out).show()
-    transfers, ranks = len(report.manifest.transfers), report.manifest.ranks
+    ranks = report.manifest.ranks
+    moves = count(len(report.manifest.transfers), "transfer")
+    if report.manifest.collectives:
+        moves += f", {count(len(report.manifest.collectives), 'collective')}"
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
-    click.echo(f"\n{out}: {count(ranks, 'rank')}, {count(transfers, 'transfer')}, in {seconds(spent)}")
+    click.echo(f"\n{out}: {count(ranks, 'rank')}, {moves}, in {seconds(spent)}")
     click.echo(f"to read: {out / BEGIN_IR}, {out / END_IR}")
     return 0
 

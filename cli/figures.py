@@ -1,8 +1,8 @@
 """What an artifact's ranks do and need, in numbers: nodes, segments, weights, memory, bytes moved.
 
-Bytes moved are sums of expressions in the symbols (`28*batch + 32`) and their value at chosen sizes. Peak memory is
-an estimate: the weights, and the largest set of values alive at one node in the order of the file; values whose size
-only a run tells are counted apart.
+Bytes moved are those of messages and of collectives, of which a rank gets as many as it sends: sums of expressions in the symbols
+(`28*batch + 32`) and their value at chosen sizes. Peak memory is an estimate: the weights, and the largest set of values alive at
+one node in the order of the file; values whose size only a run tells are counted apart.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from partc.cli.feed import smallest
 from partc.runtime.artifact import Artifact
 from partc.runtime.dtypes import BY_CODE
 from partc.runtime.expression import parse
-from partc.runtime.format import Manifest, Transfer, rank_file
+from partc.runtime.format import BYTES, DOMAIN, TAG, Collective, Manifest, Transfer
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
@@ -58,27 +58,38 @@ def typical_sizes(manifest: Manifest) -> dict[str, int]:
 
 def rank_figures(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankFigures:
     """The numbers of a rank, with the symbols at these sizes."""
-    from partc.runtime.format import DOMAIN
     from partc.runtime.segments import Segment, cut
 
     model = artifact.model(rank)
-    transfers = artifact.manifest.transfers
+    manifest = artifact.manifest
+    transfers = manifest.transfers
+    collectives = list(_collectives(model, manifest))
     weights = sum(_tensor_bytes(tensor) for tensor in model.graph.initializer)
     live, unknown = _largest_live_set(model, sizes)
     return RankFigures(
         rank=rank,
         nodes=sum(node.domain != DOMAIN for node in model.graph.node),
-        segments=sum(isinstance(step, Segment) for step in cut(model, rank_file(rank))),
+        segments=sum(isinstance(step, Segment) for step in cut(model, manifest.program(rank))),
         weights=weights,
         peak=weights + live,
         unknown_values=unknown,
-        sent=moved((transfer for transfer in transfers if transfer.source == rank), sizes),
-        received=moved((transfer for transfer in transfers if transfer.target == rank), sizes),
+        sent=moved([*(one for one in transfers if one.source == rank), *collectives], sizes),
+        received=moved([*(one for one in transfers if one.target == rank), *collectives], sizes),
     )
 
 
-def moved(transfers: Iterable[Transfer], sizes: Mapping[str, int]) -> Moved:
-    """The bytes of these transfers together."""
+def _collectives(model: ModelProto, manifest: Manifest) -> Iterator[Collective]:
+    """The collectives of a rank, each with the bytes that the rank's own node states."""
+    records = {one.tag: one for one in manifest.collectives}
+    for node in model.graph.node if records else ():
+        tag = next((attribute.i for attribute in node.attribute if attribute.name == TAG), -1)
+        if node.domain == DOMAIN and tag in records:
+            stated = next((entry.value for entry in node.metadata_props if entry.key == BYTES), records[tag].bytes)
+            yield records[tag].model_copy(update={"bytes": stated})
+
+
+def moved(transfers: Iterable[Transfer | Collective], sizes: Mapping[str, int]) -> Moved:
+    """The bytes of these messages and collectives together."""
     terms: Counter[str] = Counter()
     unknown = 0
     for transfer in transfers:

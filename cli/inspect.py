@@ -68,8 +68,11 @@ def command(folder: Path, rank: int | None, pattern: str | None, given: Mapping[
     figures = [rank_figures(artifact, one, sizes) for one in range(manifest.ranks)]
     if as_json:
         transfers = [transfer.model_dump(mode="json") for transfer in manifest.transfers]
+        collectives = [one.model_dump(mode="json") for one in manifest.collectives]
         ranks_json = [dataclasses.asdict(one) for one in figures]
-        click.echo(json.dumps({"sizes": sizes, "ranks": ranks_json, "transfers": transfers}, indent=1))
+        found = {"sizes": sizes, "ranks": ranks_json, "transfers": transfers}
+        found |= {"groups": manifest.groups, "collectives": collectives} if collectives else {}
+        click.echo(json.dumps(found, indent=1))
         return 0
     table = Table(
         [">rank", ">nodes", ">segments", ">weights", ">peak memory", ">received", ">sent", "bytes in and out"]
@@ -88,7 +91,7 @@ def command(folder: Path, rank: int | None, pattern: str | None, given: Mapping[
             moves,
         )
         table.add(*cells)
-    show_tables([table, *_largest_transfers(artifact, sizes)])
+    show_tables([table, *_largest_transfers(artifact, sizes), *_largest_collectives(artifact, sizes)])
     click.echo()
     for line in _notes(artifact, sizes, sum(one.unknown_values for one in figures)):
         click.echo(line)
@@ -114,6 +117,30 @@ def _largest_transfers(artifact: Artifact, sizes: Mapping[str, int]) -> Iterator
         yield table
 
 
+def _largest_collectives(artifact: Artifact, sizes: Mapping[str, int]) -> Iterator[Table]:
+    from partc.cli.figures import moved
+
+    manifest = artifact.manifest
+    measured = [(moved([one], sizes), one) for one in manifest.collectives]
+    measured.sort(key=lambda pair: (-pair[0].bytes, pair[1].tag))
+    title = "collectives" if len(measured) <= _LARGEST else f"the {_LARGEST} largest of {len(measured)} collectives"
+    table = Table(["op", "ranks", "value", "type", ">bytes per rank", ">at this size", "cause"], title=title)
+    for bytes, one in measured[:_LARGEST]:
+        at = "?" if bytes.unknown else size(bytes.bytes)
+        ranks = _lists_text(manifest.groups[one.group])
+        table.add(one.op, ranks, one.value, _type_text(one.type, one.shape), one.bytes, at, one.cause)
+    if measured:
+        yield table
+
+
+def _lists_text(lists: list[list[int]]) -> str:
+    """Lists of ranks as people read them: `0-3`, `0,2`, `4 lists of 2: 0,4`."""
+    first = lists[0] if lists else []
+    run = len(first) > 1 and first == list(range(first[0], first[0] + len(first)))
+    text = f"{first[0]}-{first[-1]}" if run else ",".join(map(str, first))
+    return text if len(lists) == 1 else f"{len(lists)} lists of {len(first)}: {text}"
+
+
 def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterator[str]:
     symbols = artifact.manifest.symbols
     if symbols:
@@ -126,14 +153,18 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
 
 def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
     from partc.runtime.check_order import ValueType, declared_types
-    from partc.runtime.format import CAUSE, DOMAIN, PATH, PEER, RULE, SEND
+    from partc.runtime.format import CAUSE, COLLECTIVES, DOMAIN, GROUP, PATH, PEER, RULE, SEND
 
     model = artifact.model(rank)
     types: dict[str, ValueType] = declared_types(model)
     for at, node in enumerate(model.graph.node):
         metadata = {entry.key: entry.value for entry in node.metadata_props}
         op = node.op_type
-        if node.domain == DOMAIN:
+        if node.domain == DOMAIN and op in COLLECTIVES:
+            group = next((attribute.s.decode() for attribute in node.attribute if attribute.name == GROUP), "")
+            ranks = artifact.manifest.circles(rank).get(group, ())
+            op += f" with {','.join(str(other) for other in ranks if other != rank)}"
+        elif node.domain == DOMAIN:
             peer = next((attribute.i for attribute in node.attribute if attribute.name == PEER), -1)
             op += f" to {peer}" if op == SEND else f" from {peer}"
         names = list(node.input) if node.domain == DOMAIN and node.op_type == SEND else list(node.output)

@@ -24,6 +24,7 @@ COMMANDS = {
     "inspect": "Show what runs where, and what it moves and needs.",
     "plan": "Write a plan to start from.",
     "schema": "Print the JSON schema of a plan.",
+    "ops": "Show how each op may be cut.",
 }
 _HOMES = {"schema": "plan"}
 

@@ -24,7 +24,7 @@ def command(model: Path, out: Path | None) -> int:
     if out is not None and out.exists():
         raise UsageError(f"{out}: there is such a file already\n  help: give another name with -o, or remove it")
     source = load(model)
-    text = starting_plan(source.model, node_paths(source.model), model.name)
+    text = starting_plan(source.model, node_paths(source.model), model.name, source.declared.symbols)
     if out is None:
         click.echo(text, nl=False)
         return 0

@@ -25,7 +25,7 @@ from partc.runtime.errors import ArtifactError, InputError, UsageError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-    from partc.cli.feed import Feed, Value
+    from partc.cli.feed import Feed
     from partc.runtime.dtypes import Array
     from partc.runtime.format import Manifest
 
@@ -118,13 +118,17 @@ def _run(job: Job, comm: MPI.Intracomm) -> int:
     return 0
 
 
-def _open(job: Job, comm: MPI.Intracomm) -> dict[str, Value]:
-    """This rank's inputs, once the number of ranks is known to be right."""
+def _open(job: Job, comm: MPI.Intracomm) -> dict[str, object]:
+    """This rank's inputs, or its pieces of them, once the number of ranks is known to be right."""
+    from partc.runtime.cuts import piece
+
     rank, size = comm.Get_rank(), comm.Get_size()
     manifest = prepare(job)
     if manifest.ranks != size:
         raise UsageError(wrong_ranks(job.folder, manifest.ranks, size))
-    return open_job_feed(job, manifest).read(port.name for port in manifest.inputs if rank in port.ranks)
+    ports = {port.name: port for port in manifest.inputs if rank in port.ranks}
+    values = open_job_feed(job, manifest).read(ports)
+    return {name: piece(ports[name], rank, value) for name, value in values.items()}
 
 
 def prepare(job: Job) -> Manifest:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from partc.cli.present import Table
+from partc.runtime.cuts import distinct, merge
 from partc.runtime.dtypes import Array, by_numpy
-from partc.runtime.format import Manifest
+from partc.runtime.format import Manifest, Port
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -49,10 +50,16 @@ def _storable(value: Any) -> Array:
 
 
 def gather(comm: MPI.Comm, manifest: Manifest, mine: Mapping[str, Any]) -> Arrays:
-    """All outputs on rank 0, each sent by the lowest rank that it is delivered to; on other ranks what they have."""
+    """All outputs on rank 0, each sent by the lowest rank that it is delivered to; on other ranks what they have.
+
+    An output that is cut comes from the ranks that together have all of it.
+    """
     rank = comm.Get_rank()
     gathered = flatten(mine)
     for port in manifest.outputs:
+        if port.boxes is not None:
+            gathered.update(_merged(comm, port, mine))
+            continue
         if 0 in port.ranks or not port.ranks:
             continue
         owner = min(port.ranks)
@@ -61,6 +68,18 @@ def gather(comm: MPI.Comm, manifest: Manifest, mine: Mapping[str, Any]) -> Array
         elif rank == 0:
             gathered.update(_receive(comm, owner))
     return gathered
+
+
+def _merged(comm: MPI.Comm, port: Port, mine: Mapping[str, Any]) -> Arrays:
+    """The whole of a cut output on rank 0; nothing on other ranks."""
+    rank, chosen, pieces = comm.Get_rank(), distinct(port), []
+    for owner, _ in chosen:
+        if rank == owner != 0:
+            _send(comm, flatten({port.name: mine[port.name]}))
+        elif rank == 0:
+            found = flatten({port.name: mine[port.name]}) if owner == 0 else _receive(comm, owner)
+            pieces.append(found[port.name])
+    return {port.name: merge([box for _, box in chosen], pieces)} if rank == 0 and pieces else {}
 
 
 def _send(comm: MPI.Comm, arrays: Arrays) -> None:

@@ -1,6 +1,6 @@
 """From one single-device model and a plan to one ONNX program per rank.
 
-What a `model.py` needs: `from partc.compiler import Symbol, nn, place`.
+What a `model.py` needs: `from partc.compiler import Symbol, nn, place, shard`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from partc.compiler import nn
     from partc.compiler.declare import Input, place
     from partc.compiler.pipeline import compile_model
+    from partc.compiler.regions import shard
     from partc.compiler.symbol import Symbol
 
-__all__ = ["Input", "Symbol", "compile_model", "nn", "place"]
+__all__ = ["Input", "Symbol", "compile_model", "nn", "place", "shard"]
 
 _HOME = {
     "Input": "partc.compiler.declare",
     "Symbol": "partc.compiler.symbol",
     "compile_model": "partc.compiler.pipeline",
     "place": "partc.compiler.declare",
+    "shard": "partc.compiler.regions",
 }
 
 

@@ -1,8 +1,8 @@
-"""What a `model.py` says of its own distribution: `place`, `Input`, and the record of both for the compiler.
+"""What a `model.py` says of its own distribution: `place`, `Input`, and the record of all that for the compiler.
 
-While a model.py is loaded, a `Collector` is open and every `place` call is recorded with its line; the paths of modules
-are looked up afterwards, because a module learns its path only when the whole model stands. Outside of a load `place`
-does nothing, so that the same file still serves other programs.
+While a model.py is loaded, a `Collector` is open and every call of `place` and of `shard` (`partc.compiler.regions`) is
+recorded with its line; the paths of modules are looked up afterwards, because a module learns its path only when the whole
+model stands. Outside of a load they do nothing, so that the same file still serves other programs.
 
     self.conv1 = place(nn.Conv2d(1, 6, 5), rank=3)
     place("layers.[0-5].*", rank=0)
@@ -17,9 +17,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from partc.compiler.symbol import Symbol
+
+if TYPE_CHECKING:
+    from partc.compiler.annotations.read import Annotations
+    from partc.compiler.plan.rules import ShardingRule
+    from partc.compiler.regions import ShardCall
 
 Target = TypeVar("Target")
 _COMPILER = Path(__file__).parent
@@ -44,10 +49,14 @@ class Placement:
 
 @dataclass(frozen=True)
 class Declared:
-    """All that a model declares: its placements in the order of the calls, and the constraints of its dims by name."""
+    """All that a model declares: placements and cuts in the order of the calls, the constraints of its dims by name, and
+    the standard's annotations that it carries.
+    """
 
     placements: tuple[Placement, ...] = ()
     symbols: Mapping[str, Symbol] = field(default_factory=dict)
+    sharding: tuple[ShardingRule, ...] = ()
+    annotations: Annotations | None = None
 
 
 @dataclass(frozen=True)
@@ -61,10 +70,11 @@ class PlaceCall:
 
 @dataclass
 class Collector:
-    """The `place` calls of one load, and the folder whose files are the model's own."""
+    """The `place` and `shard` calls of one load, and the folder whose files are the model's own."""
 
     folder: Path
     calls: list[PlaceCall] = field(default_factory=list)
+    shards: list[ShardCall] = field(default_factory=list)
 
     def line(self, file: str, number: int) -> str:
         """`model.py:12`: the file's path within the model's folder, or its bare name where it lies elsewhere."""
@@ -85,13 +95,18 @@ _open: ContextVar[Collector | None] = ContextVar("partc_collector", default=None
 
 @contextmanager
 def collecting(folder: Path) -> Iterator[Collector]:
-    """Records the `place` calls made within."""
+    """Records the `place` and `shard` calls made within."""
     collector = Collector(folder)
     token = _open.set(collector)
     try:
         yield collector
     finally:
         _open.reset(token)
+
+
+def collector() -> Collector | None:
+    """The collector of the load that is going on."""
+    return _open.get()
 
 
 def place(target: Target, rank: int) -> Target:
@@ -110,18 +125,22 @@ def place(target: Target, rank: int) -> Target:
         raise TypeError(f"place takes the rank as an int, got {_a(rank)}")
     if rank < 0:
         raise ValueError(f"place takes a rank of at least 0, got {rank}")
-    if collector := _open.get():
-        collector.calls.append(PlaceCall(target, rank, _caller(collector, sys._getframe(1))))
+    if record := _open.get():
+        record.calls.append(PlaceCall(target, rank, calling_line(sys._getframe(1))))
     return target
 
 
-def _caller(collector: Collector, frame: FrameType) -> str:
-    """The innermost line of the model's own files; the direct caller where none is on the stack."""
-    at: FrameType | None = frame
-    while at and not collector.owns(at.f_code.co_filename):
+def calling_line(frame: FrameType) -> str:
+    """The innermost line of the model's own files; the direct caller's where none is on the stack."""
+    record, at = _open.get(), frame
+    while record and not record.owns(at.f_code.co_filename) and at.f_back:
         at = at.f_back
-    at = at or frame
-    return collector.line(at.f_code.co_filename, at.f_lineno)
+    if record is None or not record.owns(at.f_code.co_filename):
+        at = frame
+        while Path(at.f_code.co_filename).is_relative_to(_COMPILER) and at.f_back:
+            at = at.f_back
+    file, line = at.f_code.co_filename, at.f_lineno
+    return record.line(file, line) if record else f"{Path(file).name}:{line}"
 
 
 def _a(value: object) -> str:

@@ -11,22 +11,24 @@ is described in `compiler/README.md`, section "The dumps".
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import onnx_ir as ir
+from partc.compiler.choice import Instance
 from partc.compiler.facts import facts_of
-from partc.compiler.program import Part, Program, Recv, Send, Step
+from partc.compiler.program import Array, Comm, Event, Held, Op, Part, Program, Shape
 from partc.compiler.shapes import type_text
 from partc.compiler.transfer_bytes import bytes_text
+from partc.runtime.format import SEND
 
 GRAMMAR = 1
 _LONG = 16
 
 
 def begin_text(program: Program, title: str = "step_parallel_begin") -> str:
-    """`step_parallel_begin.ir`: the whole model in global shapes, each op with its ranks and the rule that decided.
+    """`step_parallel_begin.ir`: the whole model in global shapes, each op with its ranks, its strategy and the rule that decided.
 
-    Before the passes that decide them have run, ranks and rules are left out.
+    Before the passes that decide them have run, ranks, strategies and rules are left out.
     """
     graph = program.model.graph
     lines = _head(program, title)
@@ -34,39 +36,37 @@ def begin_text(program: Program, title: str = "step_parallel_begin") -> str:
         "Symbols", [f"{name} : {info.facts}   {info.where}" for name, info in sorted(program.symbols.items())]
     )
     lines += _listing("Dims", _dim_facts(program))
-    readers = {value: [part.rank for part in program.parts if value in part.inputs] for value in graph.inputs}
-    lines += _listing(
-        "Inputs", [f"{_typed(program, value)}   ranks: {_ranks(readers[value])}" for value in graph.inputs]
-    )
-    holders = {
-        value: [part.rank for part in program.parts if value in part.weights] for value in graph.initializers.values()
-    }
+    readers = _holders(program, lambda part: part.inputs)
+    lines += _listing("Inputs", [f"{_typed(program, v)}   ranks: {_ranks(readers.get(v, []))}" for v in graph.inputs])
+    holders = _holders(program, lambda part: part.weights)
     lines += _listing(
         "Parameters",
         [
-            f"{_typed(program, value)}   {bytes_text(program.values[value])} bytes   ranks: {_ranks(ranks)}"
-            for value, ranks in holders.items()
+            f"{_typed(program, value)}   {_bytes(program, value)} bytes   ranks: {_ranks(holders.get(value, []))}"
+            for value in graph.initializers.values()
         ],
     )
     lines.append(f"graph @main({', '.join(f'%{value.name}' for value in graph.inputs)}) {{")
     for node in graph:
         placed = program.placement.get(node)
-        key = "rank" if placed and len(placed.ranks) == 1 else "ranks"
-        lines += _node_lines(program, node, f" {{{key}: {_ranks(placed.ranks)}}}" if placed else "")
-    lines += _return_lines(program, graph.outputs)
+        suffix = f" {{{'rank' if len(placed.ranks) == 1 else 'ranks'}: {_ranks(placed.ranks)}}}" if placed else ""
+        for group in placed.groups if placed else ():
+            choice = program.choices.get(Instance(node, group))
+            if choice is not None:
+                suffix += f" {{in_strategy: {choice.strategy()}}}"
+        lines.append(f"  {_call(node, '  ')}{suffix}")
+        lines.append(f"      : {_signature(program, node.inputs)} -> {_signature(program, node.outputs)}")
+        lines.append(f"      # Scope: {program.paths[node]}" + (f"   Rule: {placed.rule}" if placed else ""))
+        lines += [f"      # Cut: {text}" for text in cut_text(program, node)]
+    lines.append(f"  Return({', '.join(f'%{value.name}' for value in graph.outputs)})")
+    lines.append(f"      : {_signature(program, graph.outputs)}")
     return "\n".join([*lines, "}", ""])
 
 
 def end_text(program: Program) -> str:
-    """`step_parallel_end.ir`: all ranks' programs with their communication, after a table of every transfer."""
+    """`step_parallel_end.ir`: all ranks' programs with their communication, after a table of all of it."""
     lines = _head(program, "step_parallel_end")
-    lines += _listing(
-        "Transfers",
-        [
-            f"{t.tag}: %{t.value.name} {t.source} -> {t.target}   {bytes_text(program.values[t.value])} bytes   {t.cause}"
-            for t in program.transfers
-        ],
-    )
+    lines += _listing("Communication", [_event_text(event) for event in program.events])
     for part in program.parts:
         lines += ["", *_part_lines(program, part)]
     return "\n".join([*lines, ""])
@@ -85,6 +85,24 @@ def _listing(title: str, rows: Sequence[str]) -> list[str]:
     return [f"# {title}: {len(rows)}", *(f"#   {row}" for row in rows)]
 
 
+def _holders(program: Program, held: Callable[[Part], Sequence[Held]]) -> dict[ir.Value, list[int]]:
+    """Per value the ranks that read or hold it, rising."""
+    found: dict[ir.Value, list[int]] = {}
+    for part in program.parts:
+        for value in dict.fromkeys(one.copy.value for one in held(part)):
+            found.setdefault(value, []).append(part.rank)
+    return found
+
+
+def _event_text(event: Event) -> str:
+    if event.op_type == SEND:
+        (source,), (target,) = event.ranks
+        where = f"{source} -> {target}"
+    else:
+        where = f"{event.op_type} {', '.join('-'.join(map(str, ranks)) for ranks in event.ranks)}"
+    return f"{event.tag}: %{event.name} {where}   {event.bytes} bytes   {event.cause}"
+
+
 def _dim_facts(program: Program) -> list[str]:
     """Every compound dim once, with what is known of it."""
     known = {name: info.facts for name, info in program.symbols.items()}
@@ -95,71 +113,97 @@ def _dim_facts(program: Program) -> list[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
+    """`3`, `[0, 2]`, and a run of more than eight as `[0..511]`."""
+    if len(ranks) > 8 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"[{ranks[0]}..{ranks[-1]}]"
     return ", ".join(map(str, ranks)) if len(ranks) == 1 else f"[{', '.join(map(str, ranks))}]"
 
 
+def cut_text(program: Program, node: ir.Node) -> Iterator[str]:
+    """Who decided each cut of a node, per group that cuts it: `m in 2 by plan.yaml:4, k in 4 by plan.yaml:4`."""
+    placed = program.placement.get(node)
+    for group in placed.groups if placed else ():
+        choice = program.choices.get(Instance(node, group))
+        if choice is not None and choice.cut:
+            yield ", ".join(
+                f"{factor} in {pieces} by {choice.why.get(factor, '?')}" for factor, pieces in choice.cut.items()
+            )
+
+
 def _part_lines(program: Program, part: Part) -> Iterator[str]:
-    yield f"program @rank_{part.rank:04d}({', '.join(f'%{value.name}' for value in part.inputs)}) {{"
-    for value in part.weights:
-        yield f"  # Parameter: {_typed(program, value)}   {bytes_text(program.values[value])} bytes"
+    def kind(name: str) -> str:
+        if name not in part.types:
+            return f"<{_array(part.constants[name])}>" if name in part.constants else "<>"
+        value, shape = part.types[name]
+        return _type_text(program, value, shape)
+
+    def kinds(names: Sequence[str]) -> str:
+        return f"({', '.join(kind(name) if name else '<>' for name in names)})"
+
+    yield f"program @rank_{part.rank:04d}({', '.join(f'%{held.name}' for held in part.inputs)}) {{"
+    for held in part.weights:
+        value, shape = part.types[held.name]
+        yield f"  # Parameter: %{held.name} : {kind(held.name)}   {bytes_text(program.values[value], shape)} bytes"
     for step in part.steps:
-        yield from _step_lines(program, step)
-    yield from _return_lines(program, part.outputs)
+        if isinstance(step, Op):
+            outs, ins = [v.name or "" for v in step.node.outputs], [v.name or "" if v else "" for v in step.node.inputs]
+            yield f"  {_call(step.node, '  ')}"
+            yield f"      : {kinds(ins)} -> {kinds(outs)}"
+            placed = program.placement.get(step.source)
+            path = program.paths.get(step.source, step.node.name or "")
+            yield f"      # Scope: {path}" + (f"   Rule: {placed.rule}" if placed else "")
+        else:
+            yield from _comm_lines(program, step, kinds)
+    names = [held.name for held in part.outputs]
+    yield f"  Return({', '.join(f'%{name}' for name in names)})"
+    yield f"      : {kinds(names)}"
     yield "}"
 
 
-def _step_lines(program: Program, step: Step) -> Iterator[str]:
-    if isinstance(step, ir.Node):
-        yield from _node_lines(program, step, "")
-        return
-    transfer = step.transfer
-    value = transfer.value
-    producer = value.producer()
-    assert producer is not None
-    match step:
-        case Send():
-            yield f"  Send(%{value.name}) {{peer: {transfer.target}, tag: {transfer.tag}}}"
-            yield f"      : ({_type(program, value)}) -> ()"
-        case Recv():
-            yield f"  %{value.name} = Recv() {{peer: {transfer.source}, tag: {transfer.tag}}}"
-            yield f"      : () -> ({_type(program, value)})"
-    yield f"      # Scope: {program.paths[producer]}   Bytes: {bytes_text(program.values[value])}   Cause: {transfer.cause}"
+def _comm_lines(program: Program, step: Comm, kinds: Callable[[Sequence[str]], str]) -> Iterator[str]:
+    outs, ins = ", ".join(f"%{name}" for name in step.outputs), ", ".join(f"%{name}" for name in step.inputs)
+    attributes = ", ".join(f"{key}: {_plain(value)}" for key, value in {**step.attributes, "tag": step.tag}.items())
+    yield f"  {outs + ' = ' if outs else ''}{step.op_type}({ins}) {{{attributes}}}"
+    yield f"      : {kinds(step.inputs)} -> {kinds(step.outputs)}"
+    producer = step.value.producer()
+    path = program.paths[producer] if producer is not None else step.value.name
+    yield f"      # Scope: {path}   Bytes: {step.bytes}   Cause: {step.cause}"
 
 
-def _node_lines(program: Program, node: ir.Node, suffix: str) -> Iterator[str]:
-    yield f"  {_call(node, '  ')}{suffix}"
-    ins = ", ".join(_type(program, value) for value in node.inputs)
-    outs = ", ".join(_type(program, value) for value in node.outputs)
-    yield f"      : ({ins}) -> ({outs})"
-    placed = program.placement.get(node)
-    yield f"      # Scope: {program.paths[node]}" + (f"   Rule: {placed.rule}" if placed else "")
+def _plain(value: int | str | tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
-def _return_lines(program: Program, outputs: Sequence[ir.Value]) -> list[str]:
-    return [
-        f"  Return({', '.join(f'%{value.name}' for value in outputs)})",
-        f"      : ({', '.join(_type(program, value) for value in outputs)})",
-    ]
+def _array(array: Array) -> str:
+    return f"{array.dtype}, {array.tolist()}"
+
+
+def _signature(program: Program, values: Sequence[ir.Value | None]) -> str:
+    return f"({', '.join(_type(program, value) for value in values)})"
 
 
 def _typed(program: Program, value: ir.Value) -> str:
     return f"%{value.name} : {_type(program, value)}"
 
 
+def _bytes(program: Program, value: ir.Value) -> str:
+    return bytes_text(program.values[value], program.values[value].shape)
+
+
 def _type(program: Program, value: ir.Value | None) -> str:
-    if value is None or not value.name:
-        return "<>"
+    return "<>" if value is None or not value.name else _type_text(program, value, program.values[value].shape)
+
+
+def _type_text(program: Program, value: ir.Value, shape: Shape | None) -> str:
     info = program.values[value]
     if not info.is_tensor:
         return f"<{info.type}>"
-    if info.shape is None:
-        dims = (
-            ", ".join(str(d) if isinstance(d, int) else "?" for d in value.shape.dims)
-            if value.shape is not None
-            else None
-        )
-        return f"<{info.type}, ?>" if dims is None else f"<{info.type}, ({dims})>"
-    return f"<{info.type}, ({', '.join(map(str, info.shape))})>"
+    if shape is not None:
+        return f"<{info.type}, ({', '.join(map(str, shape))})>"
+    if value.shape is None:
+        return f"<{info.type}, ?>"
+    dims = ", ".join(str(d) if isinstance(d, int) else "?" for d in value.shape.dims)
+    return f"<{info.type}, ({dims})>"
 
 
 def _call(node: ir.Node, indent: str) -> str:

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
-from partc.compiler.dump import begin_text, end_text, rank_text
+from partc.compiler.dump import begin_text, cut_text, end_text, rank_text
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.program import Part, Program, Recv, Send, Transfer, ValueInfo
-from partc.compiler.transfer_bytes import bytes_text
-from partc.compiler.weights import Location, is_inline, owners, write_weights
+from partc.compiler.program import Comm, Event, Held, Op, Part, Program, Shape
+from partc.compiler.weights import Location, Stored, is_inline, owners, piece_of, stored, write_weights
 from partc.runtime import format as fmt
 
 _OLDEST_IR, _NEWEST_IR = 11, 13
+_BODIES = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 
 
 def emit(
@@ -31,17 +31,22 @@ def emit(
     """
     with _new_folder(out) as folder:
         files, locations = write_weights(folder, owners({part.rank: part.weights for part in program.parts}))
-        nodes: dict[ir.Node, onnx.NodeProto] = {}
+        nodes: dict[int, onnx.NodeProto] = {}
+        programs: dict[bytes, str] = {}
+        by_rank: list[str] = []
         for part in program.parts:
             data = _rank_model(program, part, locations, nodes).SerializeToString(deterministic=True)
-            files[fmt.rank_file(part.rank)] = _write(folder, fmt.rank_file(part.rank), data)
-            text = rank_text(program, part)
-            files[f"ir/rank_{part.rank:04d}.ir"] = _write(folder, f"ir/rank_{part.rank:04d}.ir", text.encode())
+            file = programs.setdefault(data, fmt.rank_file(part.rank))
+            by_rank.append(file)
+            if file not in files:
+                files[file] = _write(folder, file, data)
+                text = rank_text(program, part)
+                files[f"ir/rank_{part.rank:04d}.ir"] = _write(folder, f"ir/rank_{part.rank:04d}.ir", text.encode())
         files[fmt.BEGIN_IR] = _write(folder, fmt.BEGIN_IR, begin_text(program).encode())
         files[fmt.END_IR] = _write(folder, fmt.END_IR, end_text(program).encode())
         for file, text in (texts or {}).items():
             files[file] = _write(folder, file, text.encode())
-        manifest = _manifest(program, files, sources)
+        manifest = _manifest(program, files, sources, by_rank)
         (folder / fmt.MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return manifest
 
@@ -78,34 +83,31 @@ def _write(folder: Path, file: str, data: bytes) -> fmt.FileRecord:
 
 
 def _rank_model(
-    program: Program, part: Part, locations: Mapping[str, Location], cache: dict[ir.Node, onnx.NodeProto]
+    program: Program, part: Part, locations: Mapping[Stored, Location], cache: dict[int, onnx.NodeProto]
 ) -> onnx.ModelProto:
-    graph = onnx.GraphProto(name=f"rank_{part.rank:04d}")
+    graph = onnx.GraphProto(name="program")
     for step in part.steps:
-        match step:
-            case Send(transfer):
-                graph.node.append(_comm_node(program, fmt.SEND, transfer))
-            case Recv(transfer):
-                graph.node.append(_comm_node(program, fmt.RECV, transfer))
-            case ir.Node():
-                if step not in cache:
-                    cache[step] = _node(program, step)
-                graph.node.append(cache[step])
+        if isinstance(step, Comm):
+            graph.node.append(_comm_node(program, step))
+            continue
+        if id(step) not in cache:
+            cache[id(step)] = _node(program, step)
+        graph.node.append(cache[id(step)])
     known = frozenset(program.symbols)
-    listed: set[ir.Value] = {*part.inputs, *part.outputs}
-    graph.input.extend(_value_info(value, known) for value in part.inputs)
-    graph.output.extend(_value_info(value, known) for value in part.outputs)
-    for step in part.steps:
-        values = step.outputs if isinstance(step, ir.Node) else (step.transfer.value,)
-        for value in values:
-            if value.name and value not in listed and value.type is not None:
-                listed.add(value)
-                graph.value_info.append(_value_info(value, known))
-    for value in part.weights:
-        graph.initializer.append(_weight(value, locations))
+    ports = [held.name for held in (*part.inputs, *part.outputs)]
+    graph.input.extend(_value_info(part, held.name, known) for held in part.inputs)
+    graph.output.extend(_value_info(part, held.name, known) for held in part.outputs)
+    listed = {*ports, *(held.name for held in part.weights)}
+    graph.value_info.extend(
+        _value_info(part, name, known) for name, (value, _) in part.types.items() if name not in listed and value.type
+    )
+    for held in part.weights:
+        graph.initializer.append(_weight(held, locations))
+    for name, array in part.constants.items():
+        graph.initializer.append(onnx.numpy_helper.from_array(array, name))
     imports = dict(program.model.opset_imports)
     imports.setdefault("", imports.pop("ai.onnx", 21))
-    if any(isinstance(step, Send | Recv) for step in part.steps):
+    if any(isinstance(step, Comm) for step in part.steps):
         imports[fmt.DOMAIN] = fmt.DOMAIN_VERSION
     return onnx.ModelProto(
         ir_version=min(_NEWEST_IR, max(_OLDEST_IR, program.model.ir_version or 0)),
@@ -118,70 +120,104 @@ def _rank_model(
     )
 
 
-def _node(program: Program, node: ir.Node) -> onnx.NodeProto:
-    proto = ir.serde.serialize_node(node)
+def _node(program: Program, step: Op) -> onnx.NodeProto:
+    proto = ir.serde.serialize_node(step.node)
     del proto.metadata_props[:]
+    _forget_annotations(proto)
     proto.doc_string = ""
-    proto.name = proto.name or program.paths[node]
-    _add_metadata(proto, {fmt.PATH: program.paths[node], fmt.RULE: program.placement[node].rule})
+    path = program.paths.get(step.source, step.node.name or "")
+    proto.name = proto.name or (path if len(step.node.outputs) != 1 else step.node.outputs[0].name or path)
+    if step.captured:
+        for attribute in proto.attribute:
+            for body in (attribute.g, *attribute.graphs):
+                _rename_captured(body, step.captured)
+    placed = program.placement.get(step.source)
+    cut = "; ".join(cut_text(program, step.source)) if placed else ""
+    _add_metadata(proto, {fmt.PATH: path, **({fmt.RULE: placed.rule} if placed else {}), **({fmt.CUT: cut} if cut else {})})
     return proto
 
 
-def _comm_node(program: Program, op_type: str, transfer: Transfer) -> onnx.NodeProto:
-    name = transfer.value.name or ""
-    here = op_type == fmt.SEND
-    proto = onnx.NodeProto(
-        op_type=op_type,
-        domain=fmt.DOMAIN,
-        name=f"{name}.{op_type.lower()}.{transfer.target if here else transfer.source}",
-    )
-    (proto.input if here else proto.output).append(name)
-    proto.attribute.append(onnx.helper.make_attribute(fmt.PEER, transfer.target if here else transfer.source))
-    proto.attribute.append(onnx.helper.make_attribute(fmt.TAG, transfer.tag))
-    producer = transfer.value.producer()
-    assert producer is not None
-    metadata = {
-        fmt.PATH: program.paths[producer],
-        fmt.CAUSE: transfer.cause,
-        fmt.BYTES: bytes_text(program.values[transfer.value]),
-    }
-    _add_metadata(proto, metadata)
+def _forget_annotations(proto: onnx.NodeProto) -> None:
+    """A rank's program is not annotated: the model's annotations speak of devices, and of names, that it does not have."""
+    del proto.device_configurations[:]
+    for attribute in proto.attribute:
+        for body in (attribute.g, *attribute.graphs) if attribute.type in _BODIES else ():
+            for node in body.node:
+                _forget_annotations(node)
+
+
+def _rename_captured(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    """In a body, gives outer values the names that they have on this rank; names that the body defines itself are kept."""
+    own = {value.name for value in graph.input} | {out for node in graph.node for out in node.output}
+    names = {old: new for old, new in names.items() if old not in own}
+    for node in graph.node:
+        for k, name in enumerate(node.input):
+            node.input[k] = names.get(name, name)
+        for attribute in node.attribute:
+            for body in (attribute.g, *attribute.graphs):
+                _rename_captured(body, names)
+
+
+def _comm_node(program: Program, step: Comm) -> onnx.NodeProto:
+    name = (step.inputs or step.outputs)[0]
+    proto = onnx.NodeProto(op_type=step.op_type, domain=fmt.DOMAIN, name=f"{name}.{step.op_type.lower()}.{step.tag}")
+    proto.input.extend(step.inputs)
+    proto.output.extend(step.outputs)
+    for key, value in (*step.attributes.items(), (fmt.TAG, step.tag)):
+        proto.attribute.append(_attribute(key, value))
+    producer = step.value.producer()
+    path = program.paths[producer] if producer is not None else step.value.name or ""
+    _add_metadata(proto, {fmt.PATH: path, fmt.CAUSE: step.cause, fmt.BYTES: step.bytes})
     return proto
+
+
+def _attribute(key: str, value: int | str | tuple[int, ...]) -> onnx.AttributeProto:
+    kind = onnx.AttributeProto.INTS if isinstance(value, tuple) else None
+    return onnx.helper.make_attribute(key, value, attr_type=kind)
 
 
 def _add_metadata(proto: onnx.NodeProto, metadata: Mapping[str, str]) -> None:
     proto.metadata_props.extend(onnx.StringStringEntryProto(key=key, value=value) for key, value in metadata.items())
 
 
-def _value_info(value: ir.Value, known: frozenset[str]) -> onnx.ValueInfoProto:
+def _value_info(part: Part, name: str, known: frozenset[str]) -> onnx.ValueInfoProto:
+    """A value's type with its local shape; dims that no symbol tells are left open."""
+    value, shape = part.types[name]
     proto = ir.serde.serialize_value(value)
-    kind = proto.type.WhichOneof("value") if proto.HasField("type") else None
-    if kind in ("tensor_type", "sparse_tensor_type"):
-        tensor = getattr(proto.type, kind)
-        dims = list(value.shape.dims) if value.shape is not None else []
-        for field, dim in zip(tensor.shape.dim, dims, strict=False):
-            if isinstance(dim, ir.SymbolicDim) and not (dim.value is not None and dim.free_symbols() <= known):
-                field.ClearField("dim_param")
+    proto.name = name
     del proto.metadata_props[:]
+    kind = proto.type.WhichOneof("value") if proto.HasField("type") else None
+    if kind not in ("tensor_type", "sparse_tensor_type"):
+        return proto
+    field = getattr(proto.type, kind).shape
+    for k, dim in enumerate(field.dim):
+        if shape is not None:
+            dim.Clear()
+            size = shape[k]
+            if isinstance(size, int):
+                dim.dim_value = size
+            else:
+                dim.dim_param = size
+        elif dim.HasField("dim_param"):
+            dim.ClearField("dim_param")
     return proto
 
 
-def _weight(value: ir.Value, locations: Mapping[str, Location]) -> onnx.TensorProto:
-    tensor = value.const_value
-    assert tensor is not None
+def _weight(held: Held, locations: Mapping[Stored, Location]) -> onnx.TensorProto:
+    tensor = piece_of(held)
     if is_inline(tensor):
         proto = ir.serde.serialize_tensor(
             tensor
             if not isinstance(tensor, ir.ExternalTensor)
             else ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype)
         )
-        proto.name = value.name or ""
+        proto.name = held.name
         del proto.metadata_props[:]
         proto.doc_string = ""
         return proto
-    place = locations[value.name or ""]
+    place = locations[stored(held)]
     proto = onnx.TensorProto(
-        name=value.name or "",
+        name=held.name,
         data_type=tensor.dtype.value,
         dims=tensor.shape.numpy(),
         data_location=onnx.TensorProto.EXTERNAL,
@@ -192,7 +228,10 @@ def _weight(value: ir.Value, locations: Mapping[str, Location]) -> onnx.TensorPr
 
 
 def _manifest(
-    program: Program, files: Mapping[str, fmt.FileRecord], sources: Mapping[str, fmt.SourceRecord | None]
+    program: Program,
+    files: Mapping[str, fmt.FileRecord],
+    sources: Mapping[str, fmt.SourceRecord | None],
+    programs: Sequence[str],
 ) -> fmt.Manifest:
     model = sources["model"]
     assert model is not None
@@ -202,14 +241,17 @@ def _manifest(
         ranks=program.plan.ranks,
         symbols={name: _symbol(program, name) for name in sorted(program.symbols)},
         inputs=[
-            _port(program, value, [p.rank for p in program.parts if value in p.inputs])
+            _port(program, value, [(p.rank, one) for p in program.parts for one in p.inputs if one.copy.value is value])
             for value in program.model.graph.inputs
         ],
         outputs=[
-            _port(program, value, [p.rank for p in program.parts if value in p.outputs])
+            _port(program, value, [(p.rank, one) for p in program.parts for one in p.outputs if one.copy.value is value])
             for value in program.model.graph.outputs
         ],
-        transfers=[_transfer(program.values[t.value], t) for t in program.transfers],
+        transfers=[_transfer(program, event) for event in program.events if event.op_type == fmt.SEND],
+        groups={name: [list(ranks) for ranks in sets] for name, sets in program.groups.items()},
+        collectives=[_collective(program, event) for event in program.events if event.op_type != fmt.SEND],
+        programs=list(programs) if len(set(programs)) < len(programs) else [],
         files=dict(sorted(files.items())),
         model=model,
         plan=sources["plan"],
@@ -223,23 +265,44 @@ def _symbol(program: Program, name: str) -> fmt.SymbolRecord:
     return fmt.SymbolRecord(min=facts.min or 0, max=facts.max, divisor=facts.divisor, remainder=facts.remainder)
 
 
-def _port(program: Program, value: ir.Value, ranks: Sequence[int]) -> fmt.Port:
+def _port(program: Program, value: ir.Value, held: Sequence[tuple[int, Held]]) -> fmt.Port:
     info = program.values[value]
-    return fmt.Port(name=value.name or "", type=info.type, shape=_shape(info), ranks=list(ranks))
+    whole = all(one.copy.layout.is_whole for _, one in held)
+    boxes = None if whole else [_box(one) for _, one in held]
+    return fmt.Port(name=value.name or "", type=info.type, shape=_shape(info.shape), ranks=[r for r, _ in held], boxes=boxes)
 
 
-def _transfer(info: ValueInfo, transfer: Transfer) -> fmt.Transfer:
+def _box(held: Held) -> list[list[int]]:
+    layout = held.copy.layout
+    return [[number, number + 1, layout.pieces(dim)] for dim, number in enumerate(layout.piece(held.index))]
+
+
+def _transfer(program: Program, event: Event) -> fmt.Transfer:
+    (source,), (target,) = event.ranks
     return fmt.Transfer(
-        tag=transfer.tag,
-        value=transfer.value.name or "",
-        source=transfer.source,
-        target=transfer.target,
-        type=info.type,
-        shape=_shape(info),
-        bytes=bytes_text(info),
-        cause=transfer.cause,
+        tag=event.tag,
+        value=event.name,
+        source=source,
+        target=target,
+        type=program.values[event.value].type,
+        shape=_shape(event.shape),
+        bytes=event.bytes,
+        cause=event.cause,
     )
 
 
-def _shape(info: ValueInfo) -> fmt.Shape:
-    return None if info.shape is None else list(info.shape)
+def _collective(program: Program, event: Event) -> fmt.Collective:
+    return fmt.Collective(
+        tag=event.tag,
+        op=event.op_type,
+        value=event.name,
+        group=event.group,
+        type=program.values[event.value].type,
+        shape=_shape(event.shape),
+        bytes=event.bytes,
+        cause=event.cause,
+    )
+
+
+def _shape(shape: Shape | None) -> fmt.Shape:
+    return None if shape is None else list(shape)

@@ -1,8 +1,9 @@
-"""Pass: one program per rank, cut out of one global order, with a transfer per (value, rank that reads it elsewhere).
+"""Pass: one program per rank, cut out of one global order, with every change of layout or group where its value is made.
 
-The global order is the model's own topological order; a value's transfers stand right behind the node that makes it, as one event
-that both ranks see: its Send in one program, its Recv in the other. Since every rank follows this one order, and a receive is
-waited for no earlier than its Recv stands, the programs cannot deadlock, even if a send waited for its receiver.
+The global order is the model's own topological order; what makes the other copies of a value stands right behind the node that makes
+it, as one event that all its ranks see: a message's Send in one program and its Recv in the other, a collective in all of its
+ranks'. Since every rank follows this one order, and waits for an event no earlier than it stands, the programs cannot deadlock, even
+if a send waited for its receiver.
 
     order:   conv1.Conv@3   h: 3->4   conv2.Conv@4
     rank 3:  conv1.Conv  Send(h, 4)
@@ -11,77 +12,119 @@ waited for no earlier than its Recv stands, the programs cannot deadlock, even i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import onnx_ir as ir
+
+from partc.compiler.choice import Instance
+from partc.compiler.comm import Draft, Writer
+from partc.compiler.copies import Copies, find_copies
+from partc.compiler.localize import local_shape, localize
 from partc.compiler.pattern_rules import output_ranks
-from partc.compiler.program import Part, Program, Recv, Send, Step, Transfer
+from partc.compiler.load.onnx_file import bodies
+from partc.compiler.program import Comm, Copy, Held, Part, Program, Step, captured
 
 
 def partition(program: Program) -> Program:
-    """Fills `transfers` and `parts`; warns of ranks with nothing to do."""
-    graph = program.model.graph
+    """Fills `parts`, `events` and `groups`; warns of ranks with nothing to do."""
     delivered, _ = output_ranks(program)
-    needs = _needs(program)
-    for value, ranks in delivered.items():
-        for rank in ranks or ():
-            needs.setdefault(value, {}).setdefault(rank, f"output '{value.name}' is delivered to rank {rank}")
-    drafts = [_Draft() for _ in range(program.plan.ranks)]
-    transfers: list[Transfer] = []
-    for node in graph:
-        homes = program.placement[node].ranks
-        for rank in homes:
-            drafts[rank].steps.append(node)
+    copies = find_copies(program, delivered)
+    drafts = [Draft() for _ in range(program.plan.ranks)]
+    writer = Writer(program, drafts, copies.names)
+    held = _Held(program, copies, drafts)
+    done: set[Copy] = {home for homes in copies.homes.values() for home in homes}
+    for value in (*program.model.graph.inputs,):
+        held.inputs(value)
+        _derive(copies, writer, value, done)
+    for node in program.model.graph:
+        for group in program.placement[node].groups:
+            each = localize(program, copies, Instance(node, group), lambda copy: writer.names[copy])
+            for rank, local in zip(group, each, strict=True):
+                drafts[rank].steps += local.ops
+                drafts[rank].constants |= local.constants
+                drafts[rank].types |= local.types
         for value in node.outputs:
-            for rank in sorted(set(needs.get(value, ())) - set(homes)):
-                transfer = Transfer(len(transfers), value, homes[0], rank, needs[value][rank])
-                transfers.append(transfer)
-                drafts[homes[0]].steps.append(Send(transfer))
-                drafts[rank].steps.append(Recv(transfer))
-    for value, ranks in delivered.items():
-        producer = value.producer()
-        home = program.placement[producer].ranks[:1] if producer is not None else (0,)
-        for rank in ranks if ranks is not None else home:
-            drafts[rank].outputs.append(value)
-    inputs, weights = set(graph.inputs), set(graph.initializers.values())
-    for draft in drafts:
-        for step in draft.steps:
-            if isinstance(step, ir.Node):
-                draft.reads.update(program.reads[step])
-        draft.reads.update(draft.outputs)
-    parts = tuple(
-        Part(
-            rank=rank,
-            steps=tuple(draft.steps),
-            inputs=tuple(value for value in graph.inputs if value in draft.reads and value in inputs),
-            weights=tuple(value for value in graph.initializers.values() if value in draft.reads and value in weights),
-            outputs=tuple(value for value in graph.outputs if value in set(draft.outputs)),
-        )
-        for rank, draft in enumerate(drafts)
-    )
+            _derive(copies, writer, value, done)
+    parts = tuple(held.part(rank, draft) for rank, draft in enumerate(drafts))
     idle = [part.rank for part in parts if not part.steps and not part.outputs]
     warnings = (f"{_ranks(idle)} nothing to do; place nodes there, or lower `ranks`",) if idle else ()
-    return replace(program, transfers=tuple(transfers), parts=parts, warnings=program.warnings + warnings)
+    return replace(
+        program,
+        parts=parts,
+        events=tuple(writer.events),
+        groups=dict(writer.groups),
+        warnings=program.warnings + warnings,
+    )
 
 
-@dataclass
-class _Draft:
-    steps: list[Step] = field(default_factory=list)
-    outputs: list[ir.Value] = field(default_factory=list)
-    reads: set[ir.Value] = field(default_factory=set)
+def _derive(copies: Copies, writer: Writer, value: ir.Value, done: set[Copy]) -> None:
+    """All copies of a value that its homes do not give, the settled ones first."""
+    for home in copies.homes.get(value, ()):
+        if (settled := copies.settled.get(home)) and settled not in done:
+            causes = copies.needs.get(value, {})
+            cause = causes.get(settled) or next(iter(causes.values()), "as the plan says")
+            writer.make(home, settled, cause)
+            done.add(settled)
+    for copy, cause in copies.needs.get(value, {}).items():
+        if copy not in done:
+            writer.make(copies.home_for(copy), copy, cause, copy in copies.derived)
+            done.add(copy)
 
 
-def _needs(program: Program) -> dict[ir.Value, dict[int, str]]:
-    """Per value the ranks that read it, each with its first reader as the cause; nodes that follow theirs come last."""
-    needs: dict[ir.Value, dict[int, str]] = {}
-    for node in sorted(program.model.graph, key=lambda node: program.placement[node].follows):
-        placed = program.placement[node]
-        cause = f"read by {program.paths[node]} ({placed.rule})"
-        for value in program.reads[node]:
-            for rank in placed.ranks:
-                needs.setdefault(value, {}).setdefault(rank, cause)
-    return needs
+class _Held:
+    """Inputs, weights and outputs of every rank."""
+
+    def __init__(self, program: Program, copies: Copies, drafts: list[Draft]) -> None:
+        self.program, self.copies, self.drafts = program, copies, drafts
+        self.read: list[dict[str, Held]] = [{} for _ in drafts]
+        graph = program.model.graph
+        for value in graph.initializers.values():
+            for home in copies.homes.get(value, ()):
+                self._hold(home, self.read)
+        self.weights = self.read
+        self.read = [{} for _ in drafts]
+
+    def _hold(self, copy: Copy, where: list[dict[str, Held]]) -> None:
+        name = self.copies.names[copy]
+        for index, rank in enumerate(copy.group):
+            where[rank].setdefault(name, Held(name, copy, index))
+            self.drafts[rank].types[name] = (copy.value, local_shape(self.program, copy))
+
+    def inputs(self, value: ir.Value) -> None:
+        """The ranks that a model input arrives on."""
+        for home in self.copies.homes.get(value, ()):
+            self._hold(home, self.read)
+
+    def part(self, rank: int, draft: Draft) -> Part:
+        """The finished program of a rank."""
+        outputs = [
+            Held(self.copies.names[copy], copy, copy.group.index(rank))
+            for value in self.program.model.graph.outputs
+            for copy in self.copies.delivered.get(value, ())
+            if rank in copy.group
+        ]
+        used = {name for step in draft.steps for name in read_names(step)} | {held.name for held in outputs}
+        return Part(
+            rank=rank,
+            steps=tuple(draft.steps),
+            inputs=tuple(held for held in self.read[rank].values() if held.name in used),
+            weights=tuple(held for held in self.weights[rank].values() if held.name in used),
+            outputs=tuple({held.copy.value: held for held in outputs}.values()),
+            constants=draft.constants,
+            types=draft.types,
+        )
+
+
+def read_names(step: Step) -> list[str]:
+    """The names that a step reads, those captured by bodies included."""
+    if isinstance(step, Comm):
+        return list(step.inputs)
+    names = [value.name or "" for value in step.node.inputs if value is not None]
+    for body in bodies(step.node):
+        names += [step.captured.get(value.name or "", value.name or "") for value in captured(body)]
+    return names
 
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 import onnx_ir as ir
+from partc.compiler.declare import Declared
 from partc.compiler.errors import Problem
 from partc.compiler.plan.pattern import compile_pattern, nearest
-from partc.compiler.program import Program
+from partc.compiler.plan.rules import FULL_BATCH, Plan, ShardingRule
+from partc.compiler.program import Group, Program
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class Rule:
     """A line that places: prints as `plan.yaml:8 'conv1'`, without the folder, which differs by machine."""
 
     pattern: str
-    rank: int
+    ranks: tuple[int, ...]
     where: str
 
     def __str__(self) -> str:
@@ -37,16 +39,16 @@ def modules_of(paths: Iterable[str]) -> list[str]:
 def placement_rules(program: Program) -> tuple[dict[ir.Node, Rule], list[Problem]]:
     """Per placed node the rule that decides, and a problem per rule that matches nothing or names a rank that is not there."""
     problems: list[Problem] = []
-    decided: dict[ir.Node, Rule] = {}
-    rules = [Rule(p.pattern, p.rank, p.where) for p in program.declared.placements]
-    rules += [Rule(p.pattern, p.rank, p.where) for p in program.plan.placement]
+    decided = _annotated(program)
+    rules = [Rule(p.pattern, (p.rank,), p.where) for p in program.declared.placements]
+    rules += [Rule(p.pattern, p.ranks, p.where) for p in program.plan.placement]
     for rule in rules:
-        if not 0 <= rule.rank < program.plan.ranks:
-            ranks = program.plan.ranks
+        ranks = program.plan.ranks
+        if outside := [rank for rank in rule.ranks if not 0 <= rank < ranks]:
             problems.append(
                 Problem(
                     rule.where,
-                    f"rank {rule.rank} is outside of 0..{ranks - 1}",
+                    f"rank {outside[0]} is outside of 0..{ranks - 1}",
                     f"{program.plan.file} says `ranks: {ranks}`",
                     "raise `ranks`, or place it on another rank",
                 )
@@ -67,15 +69,46 @@ def placement_rules(program: Program) -> tuple[dict[ir.Node, Rule], list[Problem
     return decided, problems
 
 
-def output_ranks(program: Program) -> tuple[dict[ir.Value, tuple[int, ...] | None], list[Problem]]:
-    """Per output of the model the ranks it is delivered to: rank 0 unless the plan says otherwise, None where it stays."""
+def _annotated(program: Program) -> dict[ir.Node, Rule]:
+    """What the model's own annotations place; every rule is weaker."""
+    return {
+        node: Rule(program.paths[node], one.group, program.name)
+        for node, one in program.followed.items()
+        if one.group and not one.follows
+    }
+
+
+def default_group(plan: Plan, declared: Declared) -> Group:
+    """Where operators run that nothing places: rank 0, or all ranks in a plan that cuts operators."""
+    if declared.annotations is not None and declared.annotations.several:
+        return tuple(range(plan.ranks))
+    asked = plan.sharding or declared.sharding or plan.mesh or plan.dataset.style != FULL_BATCH or plan.dataset.cuts
+    return tuple(range(plan.ranks)) if asked else (0,)
+
+
+def sharding_rules(program: Program) -> tuple[dict[ir.Node, ShardingRule], list[Problem]]:
+    """Per node the sharding rule that decides, the plan's over the model's, and a problem per rule that matches nothing."""
+    problems: list[Problem] = []
+    decided: dict[ir.Node, ShardingRule] = {}
+    for rule in (*program.declared.sharding, *program.plan.sharding):
+        matches = compile_pattern(rule.pattern).matches
+        hit = [node for node, path in program.paths.items() if matches(path)]
+        decided.update(dict.fromkeys(hit, rule))
+        if not hit:
+            names = [*modules_of(program.paths.values()), *program.paths.values()]
+            problems.append(_nothing(rule.pattern, rule.where, names, "module or node"))
+    return decided, problems
+
+
+def output_ranks(program: Program) -> tuple[dict[ir.Value, tuple[tuple[int, ...] | None, bool]], list[Problem]]:
+    """Per output of the model its ranks and whether it stays cut: rank 0 unless the plan says otherwise, None where it stays."""
     outputs = program.model.graph.outputs
     problems: list[Problem] = []
-    decided: dict[ir.Value, tuple[int, ...] | None] = dict.fromkeys(outputs, (0,))
+    decided: dict[ir.Value, tuple[tuple[int, ...] | None, bool]] = dict.fromkeys(outputs, ((0,), False))
     for rule in program.plan.outputs:
         matches = compile_pattern(rule.pattern).matches
         hit = [value for value in outputs if matches(value.name or "")]
-        decided.update(dict.fromkeys(hit, rule.ranks))
+        decided.update(dict.fromkeys(hit, (rule.ranks, rule.cut)))
         if not hit:
             problems.append(_nothing(rule.pattern, rule.where, [value.name or "" for value in outputs], "output"))
     return decided, problems

@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from partc.compiler.annotations.check import follow_annotations
+from partc.compiler.annotations.read import read
+from partc.compiler.annotations.write import write_annotated
+from partc.compiler.budget import check_budget
 from partc.compiler.dump import begin_text
 from partc.compiler.emit import emit
 from partc.compiler.load import load
 from partc.compiler.load.names import node_paths
 from partc.compiler.load.source import Source
+from partc.compiler.normalize import cuts, normalize
 from partc.compiler.partition import partition
 from partc.compiler.placement import place
 from partc.compiler.plan.read import Plan, read_plan
 from partc.compiler.program import Program
+from partc.compiler.sharding import shard
 from partc.compiler.shapes import shapes
 from partc.runtime.format import Manifest, SourceRecord
 
 Pass = Callable[[Program], Program]
-PASSES: tuple[Pass, ...] = (shapes, place, partition)
+PASSES: tuple[Pass, ...] = (shapes, follow_annotations, place, shard, partition)
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,21 @@ class Report:
         return self.program.warnings
 
 
-def start(source: Source, plan: Plan, name: str) -> Program:
-    """The program before any pass."""
-    return Program(name=name, model=source.model, plan=plan, declared=source.declared, paths=node_paths(source.model))
+def start(source: Source, plan: Plan | None, name: str, configuration: str | None = None) -> Program:
+    """The program before any pass. Without a plan the model's own annotations are one, else all runs on one rank.
+
+    Of several device configurations the one called `configuration` is meant, or the first; "none" ignores annotations.
+    """
+    found = read(source.model, name, configuration)
+    declared = source.declared
+    if found:
+        declared = replace(declared, symbols={**found.symbols, **declared.symbols}, annotations=found)
+    if plan is None:
+        plan = found.plan() if found else Plan.whole()
+    if found:
+        plan = replace(plan, outputs=(*found.outputs, *plan.outputs))
+    model = normalize(source.model, name) if cuts(plan, declared) else source.model
+    return Program(name=name, model=model, plan=plan, declared=declared, paths=node_paths(model))
 
 
 def run_passes(program: Program, after: Callable[[str, Program], None] | None = None) -> Program:
@@ -57,14 +75,30 @@ def run_passes(program: Program, after: Callable[[str, Program], None] | None = 
     return program
 
 
-def analyse(model: Path, plan: Path | None, after: Callable[[str, Program], None] | None = None) -> Program:
-    """Loads and runs all passes; writes nothing. Without a plan, all runs on one rank."""
-    chosen = read_plan(plan) if plan is not None else Plan.whole()
-    return run_passes(start(load(model), chosen, model.name), after)
+def analyse(
+    model: Path,
+    plan: Path | None,
+    after: Callable[[str, Program], None] | None = None,
+    configuration: str | None = None,
+) -> Program:
+    """Loads and runs all passes; writes nothing. `plan` and `configuration` are as `start` says."""
+    chosen = read_plan(plan) if plan is not None else None
+    return run_passes(start(load(model), chosen, model.name, configuration), after)
 
 
-def compile_model(model: Path, plan: Path | None, out: Path, dump_ir: bool = False) -> Report:
+def compile_model(
+    model: Path,
+    plan: Path | None,
+    out: Path,
+    dump_ir: bool = False,
+    strict: bool = False,
+    annotated: Path | None = None,
+    configuration: str | None = None,
+) -> Report:
     """Compiles `model` by `plan` into the folder `out`; with `dump_ir` also the text after each pass, `ir/1_shapes.ir` and on.
+
+    `strict` refuses changes of layout that nobody asked for. `annotated`: where the whole model is written with the choices made, in
+    the standard's annotations; `configuration`: which of the model's own are followed.
 
     Raises CompileError; then `out` is as it was.
     """
@@ -73,14 +107,19 @@ def compile_model(model: Path, plan: Path | None, out: Path, dump_ir: bool = Fal
     def keep(name: str, program: Program) -> None:
         texts[f"ir/{len(texts) + 1}_{name}.ir"] = begin_text(program, name)
 
-    program = analyse(model, plan, keep if dump_ir else None)
+    program = analyse(model, plan, keep if dump_ir else None, configuration)
+    check_budget(program, strict)
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
-    return Report(program, emit(program, out, sources, texts), out)
+    manifest = emit(program, out, sources, texts)
+    if annotated is not None:
+        write_annotated(program, annotated)
+    return Report(program, manifest, out)
 
 
-def compile_source(source: Source, plan: Plan, out: Path, name: str = "model") -> Report:
+def compile_source(source: Source, plan: Plan | None, out: Path, name: str = "model") -> Report:
     """As `compile_model`, of a model and a plan in memory."""
     program = run_passes(start(source, plan, name))
+    check_budget(program)
     record = SourceRecord(name=name, sha256=hashlib.sha256(begin_text(program).encode()).hexdigest())
     return Report(program, emit(program, out, {"model": record, "plan": None}), out)
 

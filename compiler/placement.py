@@ -5,9 +5,11 @@ The law, in order; the first that decides holds:
 1. A node that depends on no input (a constant) runs on every rank that reads it, wherever the plan puts its module.
 2. Shape arithmetic (from `Shape` and `Size` to integers of rank 0 or 1; where the plan is silent, to anything) runs on every
    rank that reads it. `Shape(x)` is taken where x is; a rank without x is sent the shape, never x.
-3. The plan's last matching rule, else the model's own last `place`.
+3. The plan's last matching rule, else the model's own last `place`; what a sharding rule matches and no placement does runs on
+   the group of all ranks.
 4. A node joins the producer that has most bytes of its inputs; at a tie, the earliest input's.
-5. Without a placed producer it joins its first consumer, else the rank its output goes to, else rank 0.
+5. Without a placed producer it joins its first consumer, else the rank its output goes to, else rank 0. In a plan that cuts
+   operators, the group of all ranks stands for rank 0.
 6. Nodes that (4) or (5) placed move to their consumers, alone or with the producers that serve them only, where that saves a
    transfer.
 """
@@ -18,7 +20,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError
-from partc.compiler.pattern_rules import Rule, output_ranks, placement_rules
+from partc.compiler.pattern_rules import Rule, default_group, output_ranks, placement_rules, sharding_rules
 from partc.compiler.program import Placed, Program
 from partc.compiler.settle import Settled, settle
 
@@ -36,13 +38,17 @@ _RANDOM = {
 def place(program: Program) -> Program:
     """Fills `placement`. Raises CompileError for patterns that match nothing; warns of ranks with nothing to do."""
     graph = program.model.graph
+    default = default_group(program.plan, program.declared)
     rules, problems = placement_rules(program)
     delivered, output_problems = output_ranks(program)
-    if problems or output_problems:
-        raise CompileError([*problems, *output_problems])
+    cut, cut_problems = sharding_rules(program)
+    problems += [*output_problems, *cut_problems]
+    if problems:
+        raise CompileError(problems)
+    rules = {node: Rule(rule.pattern, default, rule.where) for node, rule in cut.items()} | rules
     floating = _floating(program, rules)
-    fixed = {node: rule.rank for node, rule in rules.items() if node not in floating}
-    settled = settle(program, fixed, floating, delivered)
+    fixed = {node: rule.ranks for node, rule in rules.items() if node not in floating}
+    settled = settle(program, fixed, floating, {value: ranks for value, (ranks, _) in delivered.items()}, default)
     placement = {node: _placed(node, rules, settled, floating, program) for node in graph}
     return replace(program, placement=placement)
 
@@ -77,9 +83,9 @@ def _is_small(program: Program, value: ir.Value) -> bool:
 def _placed(
     node: ir.Node, rules: dict[ir.Node, Rule], settled: Settled, floating: dict[ir.Node, str], program: Program
 ) -> Placed:
-    ranks = settled.ranks[node]
+    groups = settled.groups[node]
     if node in floating:
-        return Placed(ranks, floating[node], follows=True)
+        return Placed(groups, floating[node], follows=True)
     if node in rules:
-        return Placed(ranks, str(rules[node]))
-    return Placed(ranks, settled.reasons[node])
+        return Placed(groups, str(rules[node]))
+    return Placed(groups, settled.reasons[node])

@@ -1,6 +1,6 @@
 """The program that passes take and give: the model, the plan, and what each pass found out.
 
-    load -> Program -> shapes -> place -> partition -> Program
+    load -> Program -> shapes -> place -> shard -> partition -> Program
 
 A pass never changes what an earlier one wrote; it fills its own fields. Decisions are bound to the graph's objects, not to
 names.
@@ -11,18 +11,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
+import numpy.typing as npt
 from partc.compiler.load.onnx_file import bodies
 
 if TYPE_CHECKING:
+    from partc.compiler.annotations.check import Followed
+    from partc.compiler.choice import Choice, Instance
     from partc.compiler.declare import Declared
     from partc.compiler.facts import Facts
+    from partc.compiler.layout import Layout
     from partc.compiler.plan.rules import Plan
+    from partc.compiler.propagate import Given
 
 Dim = int | str
 Shape = tuple[Dim, ...]
+Array = npt.NDArray[Any]
+Group = tuple[int, ...]
+"""Ranks in order that share values; a group of one is a rank."""
 
 
 @dataclass(frozen=True)
@@ -51,48 +59,99 @@ class ValueInfo:
 class Placed:
     """Where a node runs, and the rule that decided: `plan.yaml:8 'conv1'`; `follows`: wherever it is read, as constants do."""
 
-    ranks: tuple[int, ...]
+    groups: tuple[Group, ...]
     rule: str
     follows: bool = False
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that run the node."""
+        return tuple(dict.fromkeys(rank for group in self.groups for rank in group))
+
 
 @dataclass(frozen=True)
-class Transfer:
-    """One message of a step: `value` goes from rank `source` to rank `target` because of `cause`."""
+class Copy:
+    """A value as it lies on a group: whole, cut, or to be reduced."""
 
+    value: ir.Value
+    group: Group
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Op:
+    """In a rank's program: a node with the names that its operands have there; `source` is the model's node that it stands for.
+
+    `captured` renames what bodies read from outside of themselves.
+    """
+
+    node: ir.Node
+    source: ir.Node
+    captured: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Comm:
+    """In a rank's program: a message or a collective, by the op's name in the artifact; `tag` tells events apart.
+
+    `bytes` is what the rank sends (Send) or receives, an expression in the symbols.
+    """
+
+    op_type: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, int | str | tuple[int, ...]]
     tag: int
     value: ir.Value
-    source: int
-    target: int
     cause: str
+    bytes: str
+
+
+Step = Op | Comm
 
 
 @dataclass(frozen=True)
-class Send:
-    """In a rank's program: the transfer leaves here."""
+class Event:
+    """A message or collective as all its ranks see it: `ranks` are source and target of a message, or the sets of a collective.
 
-    transfer: Transfer
+    `derived`: it changes the layout for a reader whose cut nobody gave.
+    """
+
+    tag: int
+    op_type: str
+    value: ir.Value
+    name: str
+    ranks: tuple[tuple[int, ...], ...]
+    group: str
+    shape: Shape | None
+    bytes: str
+    cause: str
+    derived: bool = False
 
 
 @dataclass(frozen=True)
-class Recv:
-    """In a rank's program: the transfer's receive is posted here."""
+class Held:
+    """A model input, weight or output on a rank: its name there and the layout's piece, by the rank's place in the group."""
 
-    transfer: Transfer
-
-
-Step = ir.Node | Send | Recv
+    name: str
+    copy: Copy
+    index: int
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's program: its steps in order, the inputs that it reads, its weights, the outputs delivered to it."""
+    """One rank's program: its steps in order, the inputs that it reads, its weights, the outputs delivered to it.
+
+    `constants` differ by rank and belong to no weight of the model; `types` has every value by its name there, with local shapes.
+    """
 
     rank: int
     steps: tuple[Step, ...]
-    inputs: tuple[ir.Value, ...]
-    weights: tuple[ir.Value, ...]
-    outputs: tuple[ir.Value, ...]
+    inputs: tuple[Held, ...]
+    weights: tuple[Held, ...]
+    outputs: tuple[Held, ...]
+    constants: Mapping[str, Array] = field(default_factory=dict)
+    types: Mapping[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,10 +165,19 @@ class Program:
     paths: Mapping[ir.Node, str]
     symbols: Mapping[str, SymbolInfo] = field(default_factory=dict)
     values: Mapping[ir.Value, ValueInfo] = field(default_factory=dict)
+    followed: Mapping[ir.Node, Followed] = field(default_factory=dict)
     placement: Mapping[ir.Node, Placed] = field(default_factory=dict)
-    transfers: tuple[Transfer, ...] = ()
+    choices: Mapping[Instance, Choice] = field(default_factory=dict)
+    given: Given | None = None
+    events: tuple[Event, ...] = ()
+    groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     parts: tuple[Part, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def derived_paths(self) -> frozenset[str]:
+        """What stands as the reason of a cut that a neighbour asked for: the neighbours' paths."""
+        return frozenset(self.paths.values())
 
     @cached_property
     def reads(self) -> dict[ir.Node, tuple[ir.Value, ...]]:

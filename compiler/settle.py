@@ -1,7 +1,7 @@
-"""Settles the ranks of nodes that no rule places, such that no transfer is added where none is needed.
+"""Settles the groups of nodes that no rule places, such that no transfer is added where none is needed.
 
-A value costs one transfer per rank other than its own that reads it. Model inputs and weights cost none: ranks read them
-themselves.
+A value costs one transfer per group other than its own that reads it. Model inputs and weights cost none: ranks read them
+themselves. A rank is a group of one.
 """
 
 from __future__ import annotations
@@ -10,39 +10,61 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import onnx_ir as ir
+
 from partc.compiler.facts import facts_of
-from partc.compiler.program import Program
+from partc.compiler.program import Group, Program
 
 Delivered = dict[ir.Value, tuple[int, ...] | None]
+"""Per output of the model the ranks that it goes to; None: it stays."""
 _LARGEST_MOVE = 32
 
 
 @dataclass
 class Settled:
-    """Per node its ranks, the one that sends its values first, and why; `needs`: per value the ranks that read it."""
+    """Per node its groups, the one that sends its values first, and why; `needs`: per value the groups that read it."""
 
-    ranks: dict[ir.Node, tuple[int, ...]] = field(default_factory=dict)
+    groups: dict[ir.Node, tuple[Group, ...]] = field(default_factory=dict)
     reasons: dict[ir.Node, str] = field(default_factory=dict)
-    needs: dict[ir.Value, set[int]] = field(default_factory=dict)
+    needs: dict[ir.Value, set[Group]] = field(default_factory=dict)
 
 
-def settle(program: Program, fixed: dict[ir.Node, int], floating: dict[ir.Node, str], delivered: Delivered) -> Settled:
-    """The ranks of all nodes, given the `fixed` ones; `floating` nodes run wherever they are read."""
-    work = _Settler(program, fixed, floating, delivered)
+def settle(
+    program: Program, fixed: dict[ir.Node, Group], floating: dict[ir.Node, str], delivered: Delivered, default: Group
+) -> Settled:
+    """The groups of all nodes, given the `fixed` ones; `floating` nodes run wherever they are read.
+
+    `default` is the group of what nothing else decides.
+    """
+    work = _Settler(program, fixed, floating, delivered, default)
     work.join_producers()
     work.join_consumers()
     work.move_to_consumers()
     return work.settled()
 
 
+def spelled(group: Group) -> str:
+    """A group for messages: `rank 3`, `ranks 0-3`, `ranks 0, 2`."""
+    if len(group) == 1:
+        return f"rank {group[0]}"
+    if group == tuple(range(group[0], group[-1] + 1)):
+        return f"ranks {group[0]}-{group[-1]}"
+    return f"ranks {', '.join(map(str, group))}"
+
+
 class _Settler:
     def __init__(
-        self, program: Program, fixed: dict[ir.Node, int], floating: dict[ir.Node, str], delivered: Delivered
+        self,
+        program: Program,
+        fixed: dict[ir.Node, Group],
+        floating: dict[ir.Node, str],
+        delivered: Delivered,
+        default: Group,
     ) -> None:
-        self.program, self.fixed, self.floating, self.delivered = program, fixed, floating, delivered
+        self.program, self.fixed, self.floating, self.default = program, fixed, floating, default
+        self.delivered = {value: [(rank,) for rank in ranks or ()] for value, ranks in delivered.items()}
         self.nodes = list(program.model.graph)
         self.index = {node: k for k, node in enumerate(self.nodes)}
-        self.home: dict[ir.Node, int] = dict(fixed)
+        self.home: dict[ir.Node, Group] = dict(fixed)
         self.reasons: dict[ir.Node, str] = {}
         self.readers: dict[ir.Value, list[ir.Node]] = {}
         for node in self.nodes:
@@ -65,17 +87,17 @@ class _Settler:
     def join_producers(self) -> None:
         sizes = _Sizes(self.program)
         for node in self.free:
-            weight: dict[int, int] = {}
-            first: dict[int, ir.Node] = {}
+            weight: dict[Group, int] = {}
+            first: dict[Group, ir.Node] = {}
             for value, producer in self.producers(node):
                 if producer in self.home:
-                    rank = self.home[producer]
-                    weight[rank] = weight.get(rank, 0) + sizes.bytes_of(value)
-                    first.setdefault(rank, producer)
+                    group = self.home[producer]
+                    weight[group] = weight.get(group, 0) + sizes.bytes_of(value)
+                    first.setdefault(group, producer)
             if weight:
-                rank = max(weight, key=lambda rank: weight[rank])
-                self.home[node] = rank
-                self.reasons[node] = f"joins {self.program.paths[first[rank]]}"
+                group = max(weight, key=lambda group: weight[group])
+                self.home[node] = group
+                self.reasons[node] = f"joins {self.program.paths[first[group]]}"
 
     def join_consumers(self) -> None:
         for node in reversed(self.free):
@@ -84,32 +106,33 @@ class _Settler:
             readers = [reader for out in node.outputs for reader in self.readers.get(out, ()) if reader in self.home]
             if readers:
                 reader = min(readers, key=lambda reader: self.index[reader])
-                self.home[node], self.reasons[node] = (
-                    self.home[reader],
-                    f"joins its reader {self.program.paths[reader]}",
-                )
+                self.home[node] = self.home[reader]
+                self.reasons[node] = f"joins its reader {self.program.paths[reader]}"
                 continue
-            wanted = [ranks[0] for out in node.outputs if (ranks := self.delivered.get(out))]
-            self.home[node] = wanted[0] if wanted else 0
-            self.reasons[node] = "joins its output" if wanted else "nothing decides"
+            wanted = [groups[0] for out in node.outputs if (groups := self.delivered.get(out))]
+            joins = wanted and len(self.default) == 1
+            self.home[node] = wanted[0] if joins else self.default
+            self.reasons[node] = "joins its output" if joins else "nothing decides"
 
-    def needed_on(self, value: ir.Value, moved: frozenset[ir.Node] = frozenset(), to: int = 0) -> set[int]:
-        ranks = {
-            to if reader in moved else self.home[reader]
+    def needed_on(
+        self, value: ir.Value, moved: frozenset[ir.Node] = frozenset(), to: Group | None = None
+    ) -> set[Group]:
+        groups = {
+            to if to is not None and reader in moved else self.home[reader]
             for reader in self.readers.get(value, ())
             if reader in self.home
         }
-        ranks.update(self.delivered.get(value) or ())
-        return ranks
+        groups.update(self.delivered.get(value, ()))
+        return groups
 
-    def _cost(self, values: dict[ir.Value, ir.Node], moved: frozenset[ir.Node], to: int) -> int:
+    def _cost(self, values: dict[ir.Value, ir.Node], moved: frozenset[ir.Node], to: Group) -> int:
         total = 0
         for value, producer in values.items():
             home = to if producer in moved else self.home[producer]
             total += len(self.needed_on(value, moved, to) - {home})
         return total
 
-    def _gain(self, moved: frozenset[ir.Node], to: int) -> int:
+    def _gain(self, moved: frozenset[ir.Node], to: Group) -> int:
         values: dict[ir.Value, ir.Node] = {}
         for node in moved:
             values.update(self.producers(node))
@@ -124,16 +147,18 @@ class _Settler:
             again = False
             for node in reversed(self.free):
                 here = self.home[node]
-                away = set().union(*(self.needed_on(out) for out in node.outputs)) - {here}
+                away = {group for out in node.outputs for group in self.needed_on(out)} - {here}
                 for to in sorted(away):
                     moved = self._worth_moving(node, here, to, free)
                     if moved:
                         for each in moved:
-                            self.home[each], self.reasons[each] = to, f"joins its readers on rank {to}"
+                            self.home[each], self.reasons[each] = to, f"joins its readers on {spelled(to)}"
                         again = True
                         break
 
-    def _worth_moving(self, node: ir.Node, here: int, to: int, free: frozenset[ir.Node]) -> frozenset[ir.Node] | None:
+    def _worth_moving(
+        self, node: ir.Node, here: Group, to: Group, free: frozenset[ir.Node]
+    ) -> frozenset[ir.Node] | None:
         moved = frozenset({node})
         while (gain := self._gain(moved, to)) >= 0:
             if gain > 0:
@@ -144,7 +169,7 @@ class _Settler:
                 for _, producer in self.producers(each)
                 if producer in free and producer not in moved and self.home[producer] == here
             ]
-            serving = [p for p in more if set().union(*(self.needed_on(out, moved, to) for out in p.outputs)) <= {to}]
+            serving = [p for p in more if all(self.needed_on(out, moved, to) <= {to} for out in p.outputs)]
             if not serving or len(moved) >= _LARGEST_MOVE:
                 return None
             moved |= {max(serving, key=lambda producer: self.index[producer])}
@@ -157,22 +182,24 @@ class _Settler:
             needs[value] = self.needed_on(value)
         for node in reversed(self.nodes):
             if node in self.home:
-                result.ranks[node] = (self.home[node],)
+                result.groups[node] = (self.home[node],)
                 continue
-            wanted = set().union(*(needs.get(out, set()) for out in node.outputs))
+            wanted = {group for out in node.outputs for group in needs.get(out, ())}
             if not wanted and any(out in self.delivered for out in node.outputs):
-                wanted = {0}
-            ranks = self._where_readable(node, wanted, needs)
-            result.ranks[node] = ranks
+                wanted = {self.default}
+            groups = self._where_readable(node, wanted, needs)
+            result.groups[node] = groups
             for value in self.program.reads[node]:
-                needs.setdefault(value, set()).update(ranks)
+                needs.setdefault(value, set()).update(groups)
         return result
 
-    def _where_readable(self, node: ir.Node, wanted: set[int], needs: dict[ir.Value, set[int]]) -> tuple[int, ...]:
-        """All wanted ranks; of `Shape(x)` those that hold x, after x's home where another one has to be sent the shape."""
+    def _where_readable(
+        self, node: ir.Node, wanted: set[Group], needs: dict[ir.Value, set[Group]]
+    ) -> tuple[Group, ...]:
+        """All wanted groups; of `Shape(x)` those that hold x, after x's home where another one has to be sent the shape."""
         for _, producer in self.producers(node):
             home = self.home[producer]
-            holding = {home, *(rank for value in self.program.reads[node] for rank in needs.get(value, ()))}
+            holding = {home, *(group for value in self.program.reads[node] for group in needs.get(value, ()))}
             if wanted - holding or home in wanted:
                 return (home, *sorted((wanted & holding) - {home}))
         return tuple(sorted(wanted))

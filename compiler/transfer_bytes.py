@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import math
+
 import onnx_ir as ir
-from partc.compiler.program import ValueInfo
+
+from partc.compiler.program import Shape, ValueInfo
 
 
-def bytes_text(info: ValueInfo) -> str:
-    """The bytes of a value; `unknown` where its shape is known only when it runs, or its items are no whole bytes."""
-    if info.shape is None or info.item_bytes is None or not info.is_tensor:
-        return "unknown"
-    fixed = info.item_bytes
+def bytes_of(info: ValueInfo, shape: Shape | None) -> int | ir.SymbolicDim | None:
+    """The bytes of a value, or of a piece of it, of this shape; None where only a run tells, or its items are no whole bytes."""
+    if shape is None or info.item_bytes is None or not info.is_tensor:
+        return None
+    fixed = math.prod(dim for dim in shape if isinstance(dim, int)) * info.item_bytes
     total: ir.SymbolicDim | None = None
-    for dim in info.shape:
-        if isinstance(dim, int):
-            fixed *= dim
-        else:
+    for dim in shape:
+        if isinstance(dim, str):
             total = ir.SymbolicDim(dim) if total is None else total * ir.SymbolicDim(dim)
-    return str(fixed) if total is None else str((total * fixed).value)
+    return fixed if total is None else total * fixed
+
+
+def whole_bytes(info: ValueInfo) -> int | ir.SymbolicDim | None:
+    """The bytes of a whole value."""
+    return bytes_of(info, info.shape)
+
+
+def bytes_text(info: ValueInfo, shape: Shape | None) -> str:
+    """The bytes of a value, or of a piece of it, as text."""
+    found = bytes_of(info, shape)
+    return "unknown" if found is None else str(found) if isinstance(found, int) else str(found.value)

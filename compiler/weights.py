@@ -19,6 +19,7 @@ from typing import Protocol
 import ml_dtypes  # noqa: F401  (registers numpy's views of bfloat16 and float8)
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.program import Held
 from partc.runtime.format import FileRecord, weights_file
 
 INLINE_BYTES = 128
@@ -47,6 +48,10 @@ class _Digest(Protocol):
     def update(self, data: memoryview, /) -> None: ...
 
 
+Stored = tuple[ir.Value, tuple[int, ...], tuple[int, ...]]
+"""A piece of a weight: the weight, into how many pieces its dims are cut, and which of them it is."""
+
+
 @dataclass(frozen=True)
 class Location:
     """Where a weight lies: what ONNX calls external data."""
@@ -65,20 +70,19 @@ def is_inline(tensor: ir.TensorProtocol) -> bool:
 
 
 def write_weights(
-    folder: Path, weights_of: Mapping[int, Sequence[ir.Value]]
-) -> tuple[dict[str, FileRecord], dict[str, Location]]:
+    folder: Path, weights_of: Mapping[int, Sequence[Held]]
+) -> tuple[dict[str, FileRecord], dict[Stored, Location]]:
     """Writes the weights that each rank owns into its file in `folder`; gives the files' records and the place of every weight.
 
     Files are written side by side, as many as there are cores: hashing a byte takes longer than writing it.
     """
-    files = {
-        weights_file(rank): [(v.name or "", v.const_value) for v in weights if v.const_value is not None]
-        for rank, weights in weights_of.items()
-    }
+    files = {weights_file(rank): [(one.name, piece_of(one)) for one in held] for rank, held in weights_of.items()}
     with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as writers:
         written = {file: writers.submit(_write_file, folder, file, weights) for file, weights in files.items()}
         results = {file: future.result() for file, future in written.items()}
-    locations = {name: place for _, places in results.values() for name, place in places.items()}
+    locations = {
+        stored(one): results[weights_file(rank)][1][one.name] for rank, held in weights_of.items() for one in held
+    }
     return {file: record for file, (record, _) in results.items()}, locations
 
 
@@ -163,15 +167,47 @@ def _write_all(out: FileIO, data: memoryview) -> None:
         data = data[out.write(data) :]
 
 
-def owners(weights_of: Mapping[int, Sequence[ir.Value]]) -> dict[int, list[ir.Value]]:
+def owners(held_by: Mapping[int, Sequence[Held]]) -> dict[int, list[Held]]:
     """Per rank the weights that stand in its file: those that no lower rank holds, without the inline ones."""
-    seen: set[ir.Value] = set()
-    owned: dict[int, list[ir.Value]] = {}
-    for rank in sorted(weights_of):
-        own = [
-            v for v in weights_of[rank] if v not in seen and v.const_value is not None and not is_inline(v.const_value)
-        ]
-        seen.update(own)
+    seen: set[Stored] = set()
+    owned: dict[int, list[Held]] = {}
+    for rank in sorted(held_by):
+        own = [one for one in held_by[rank] if stored(one) not in seen and not is_inline(piece_of(one))]
+        seen.update(map(stored, own))
         if own:
             owned[rank] = own
     return owned
+
+
+def stored(held: Held) -> Stored:
+    """What a weight on a rank is stored as: the same piece of the same weight is stored once."""
+    layout = held.copy.layout
+    return held.copy.value, tuple(layout.pieces(dim) for dim in range(len(layout.cuts))), layout.piece(held.index)
+
+
+def piece_of(held: Held) -> ir.TensorProtocol:
+    """The tensor of a weight on a rank: the whole one, or a view of its piece that is read when it is written."""
+    tensor, layout = held.copy.value.const_value, held.copy.layout
+    assert tensor is not None
+    if not any(layout.cuts):
+        return tensor
+    box = layout.box(held.index, tensor.shape.numpy())
+    shape = ir.Shape([end - begin for begin, end in box])
+    if isinstance(tensor, ir.ExternalTensor) and tensor.dtype.bitwidth >= 8 and not any(layout.cuts[1:]):
+        row = tensor.nbytes // max(1, tensor.shape.numpy()[0])
+        begin, end = box[0]
+        return ir.ExternalTensor(
+            tensor.location,
+            (tensor.offset or 0) + begin * row,
+            (end - begin) * row,
+            tensor.dtype,
+            shape=shape,
+            name=held.name,
+            base_dir=tensor.base_dir,
+        )
+
+    def cut() -> ir.Tensor:
+        pieces = tuple(slice(begin, end) for begin, end in box)
+        return ir.Tensor(np.ascontiguousarray(tensor.numpy()[pieces]), dtype=tensor.dtype)
+
+    return ir.LazyTensor(cut, dtype=tensor.dtype, shape=shape, name=held.name, cache=False)

@@ -12,12 +12,14 @@ from .errors import ArtifactError, InputError, PartcError, RankError, UsageError
 
 if TYPE_CHECKING:
     from .artifact import Artifact, open_artifact
+    from .cuts import Whole
     from .program import LocalProgram, Program, describe_action, load, load_local
 
 _HOMES = {
     "Artifact": "artifact",
     "open_artifact": "artifact",
     "LocalProgram": "program",
+    "Whole": "cuts",
     "Program": "program",
     "describe_action": "program",
     "load": "program",
@@ -33,6 +35,7 @@ __all__ = [
     "Program",
     "RankError",
     "UsageError",
+    "Whole",
     "describe_action",
     "load",
     "load_local",

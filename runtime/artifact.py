@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from . import expression
 from .errors import ArtifactError
-from .format import FORMAT, MANIFEST, Manifest, Shape, rank_file, stays_inside
+from .format import COLLECTIVES, FORMAT, MANIFEST, Manifest, Port, Shape, stays_inside
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, TensorProto
@@ -38,7 +38,7 @@ class Artifact:
         """The program of a rank, its weights left in their files; ArtifactError where any file it needs is not what it was."""
         import onnx
 
-        name = rank_file(rank)
+        name = self.manifest.program(rank)
         self._check([name])
         try:
             model = onnx.load_model(self.folder / name, load_external_data=False)
@@ -138,6 +138,8 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
                 if not 0 <= rank <= last
             )
             yield from (f"{kind} '{port.name}': {problem}" for problem in _bad_dims(port.shape, manifest))
+    yield from _bad_collectives(manifest)
+    tags |= {one.tag for one in manifest.collectives}
     for transfer in manifest.transfers:
         where = f"transfer {transfer.tag} of '{transfer.value}'"
         ends = (transfer.source, transfer.target)
@@ -147,6 +149,46 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
             yield f"{where}: another transfer has the same tag"
         tags.add(transfer.tag)
         yield from (f"{where}: {problem}" for problem in _bad_dims(transfer.shape, manifest))
+
+
+def _bad_collectives(manifest: Manifest) -> Iterator[str]:
+    """What is wrong with groups, programs, boxes and collectives."""
+    ranks = manifest.ranks
+    if manifest.programs and len(manifest.programs) != ranks:
+        yield f"{len(manifest.programs)} programs are named for {ranks} ranks"
+    for name, lists in manifest.groups.items():
+        members = [rank for one in lists for rank in one]
+        if any(not 0 <= rank < ranks for rank in members) or len(set(members)) != len(members) or not all(lists):
+            yield f"group '{name}' is {lists}: disjoint lists of ranks 0 to {ranks - 1} are needed"
+    for port in (*manifest.inputs, *manifest.outputs):
+        yield from (f"'{port.name}': {problem}" for problem in _bad_boxes(port))
+    tags: set[int] = set()
+    for one in manifest.collectives:
+        where = f"collective {one.tag}, {one.op} of '{one.value}'"
+        if one.op not in COLLECTIVES:
+            yield f"{where}: this partc does not know the op"
+        if one.group not in manifest.groups:
+            yield f"{where}: there is no group '{one.group}'"
+        if one.tag in tags:
+            yield f"{where}: another collective has the same tag"
+        tags.add(one.tag)
+        yield from (f"{where}: {problem}" for problem in _bad_dims(one.shape, manifest))
+
+
+def _bad_boxes(port: Port) -> Iterator[str]:
+    if port.boxes is None:
+        return
+    dims = None if port.shape is None else len(port.shape)
+    if not port.type.startswith("tensor(") or dims is None:
+        yield "only a tensor of known dims can be cut"
+    elif len(port.boxes) != len(port.ranks):
+        yield f"it has {len(port.boxes)} boxes for {len(port.ranks)} ranks"
+    elif any(len(box) != dims or any(not _is_cut(cut) for cut in box) for box in port.boxes):
+        yield f"its boxes must be {dims} times begin, end, denominator with 0 <= begin < end <= denominator"
+
+
+def _is_cut(cut: Sequence[int]) -> bool:
+    return len(cut) == 3 and 0 <= cut[0] < cut[1] <= cut[2]
 
 
 def _bad_dims(shape: Shape, manifest: Manifest) -> Iterator[str]:

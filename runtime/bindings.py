@@ -2,18 +2,20 @@
 
 Every rank puts the dims of the inputs that it reads into one vector; one agreement makes the vectors equal. So all ranks know all
 bindings, hold them against the same laws, and refuse a step with the same words. What only one rank can see (an input that is
-missing, a wrong dtype) sets a flag in the vector, and then the ranks exchange their texts.
+missing, a wrong dtype) sets a flag in the vector, and then the ranks exchange their texts. The dims in the vector are those of
+the whole value: a rank that has a piece of an input knows them from its box.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 
 from . import expression
+from .cuts import Whole, divisor, local, whole_size
 from .dtypes import BY_NAME, Array, Dtype, by_numpy, dense
 from .errors import InputError
 from .format import Manifest, Port, SymbolRecord
@@ -32,6 +34,7 @@ class Binder:
     """What a rank knows of the inputs; `read` are the names of those that it reads."""
 
     manifest: Manifest
+    rank: int
     read: frozenset[str]
     bound: frozenset[str] = field(init=False)
     """The symbols that the inputs of a step bind; the others are known to no rank beforehand."""
@@ -44,6 +47,7 @@ class Binder:
             for dim in port.shape or ()
             if isinstance(dim, str) and dim in self.manifest.symbols
         )
+        self._sizes: dict[str, tuple[int, ...]] = {}
         self._cells = [
             (port, axis)
             for port in self.manifest.inputs
@@ -69,6 +73,7 @@ class Binder:
         symbols = self.manifest.symbols
         problems: dict[str, None] = {}
         stated = [(one.value, one.shape) for one in self.manifest.transfers]
+        stated += [(one.value, one.shape) for one in self.manifest.collectives]
         stated += [(port.name, port.shape) for port in self.manifest.outputs]
         for name, shape in stated:
             for axis, dim in enumerate(shape or ()):
@@ -93,6 +98,7 @@ class Binder:
             f"the model has no input '{name}'\n  help: its inputs are {known}" for name in inputs if name not in names
         ]
         values: dict[str, Value] = {}
+        self._sizes.clear()
         for port in self.manifest.inputs:
             if port.name not in self.read:
                 continue
@@ -100,7 +106,7 @@ class Binder:
                 problems.append(f"the input '{port.name}' is missing\n  help: the model's inputs are {known}")
                 continue
             try:
-                values[port.name] = _value(port, inputs[port.name])
+                values[port.name] = self._piece(port, _value(port, inputs[port.name]), inputs[port.name])
             except ValueError as error:
                 problems.append(f"input '{port.name}': {error}")
             except Exception as error:
@@ -108,15 +114,34 @@ class Binder:
                 problems.append(f"input '{port.name}': a {type(inputs[port.name]).__name__} is no array: {error}")
         return values, problems
 
+    def _piece(self, port: Port, value: Value, given: object) -> Value:
+        """What this rank has of an input, whose whole dims are noted; ValueError where they are no whole numbers."""
+        box = port.box(self.rank)
+        if not isinstance(value, Tensor | np.ndarray):
+            return value
+        self._sizes[port.name] = value.shape
+        if box is None:
+            return value
+        if not isinstance(given, Whole):
+            self._sizes[port.name] = tuple(
+                _whole_axis(axis, size, cut) for axis, (size, cut) in enumerate(zip(value.shape, box, strict=True))
+            )
+            return value
+        if any(size % divisor(port.boxes or [], axis) for axis, size in enumerate(value.shape)):
+            return value  # which is refused by all ranks, once they know the size
+        array = value.array() if isinstance(value, Tensor) else value
+        part = array[local(box, array.shape)]
+        return Tensor.of(part, value.dtype) if isinstance(value, Tensor) else part
+
     def _vector(self, values: Mapping[str, Value], flag: bool) -> Vector:
         """The flag, then for each dim of each input itself and its negative, so that the maximum shows disagreement."""
         vector = np.full(1 + 2 * len(self._cells), _UNSEEN, np.int64)
         vector[0] = flag
         for index, (port, axis) in enumerate(self._cells):
-            value = values.get(port.name)
-            if isinstance(value, Tensor | np.ndarray) and len(value.shape) == len(port.shape or ()):
-                vector[1 + 2 * index] = value.shape[axis]
-                vector[2 + 2 * index] = -value.shape[axis]
+            sizes = self._sizes.get(port.name, ())
+            if port.name in values and len(sizes) == len(port.shape or ()):
+                vector[1 + 2 * index] = sizes[axis]
+                vector[2 + 2 * index] = -sizes[axis]
         return vector
 
     def _violations(self, vector: Vector, bindings: Bindings) -> Iterator[str]:
@@ -128,6 +153,8 @@ class Binder:
             size, other = int(vector[1 + 2 * index]), -int(vector[2 + 2 * index])
             dim = (port.shape or [])[axis]
             where = f"input '{port.name}' axis {axis}"
+            parts = divisor(port.boxes or [], axis)
+            where += " in all" if parts > 1 else ""
             if vector[1 + 2 * index] == _UNSEEN:
                 continue
             if size != other:
@@ -143,6 +170,8 @@ class Binder:
                     yield _refusal(where, size, dim, symbols[dim])
             elif bindings[dim] != size:
                 yield f"{where} is {size}, but '{dim}' is {bindings[dim]} by {origin[dim]}\n  the two must be equal"
+            if size == other and size % parts and not (dim in symbols and not _legal(size, symbols[str(dim)])):
+                yield f"{where} is {size}, and it is cut into {parts}\n  help: give a multiple of {parts}"
         for where, size, dim in later:
             promise = expression.parse(dim, symbols)
             if promise.names <= bindings.keys():
@@ -165,6 +194,7 @@ def _is_tensor(port: Port) -> bool:
 
 def _value(port: Port, given: object) -> Value:
     """An input as the runtime handles it; ValueError says what is wrong with it."""
+    given = given.value if isinstance(given, Whole) else given
     dtype = dense(port.type)
     if dtype is None and port.type != "tensor(string)":
         return _general(given, port.type)
@@ -185,6 +215,13 @@ def _value(port: Port, given: object) -> Value:
             f"is of {array.dtype}, the model takes {dtype.numpy}\n  help: convert it: .astype('{dtype.numpy}')"
         )
     return Tensor.of(array.astype(dtype.numpy, copy=False), dtype)
+
+
+def _whole_axis(axis: int, size: int, cut: Sequence[int]) -> int:
+    try:
+        return whole_size(size, cut)
+    except ValueError as error:
+        raise ValueError(f"axis {axis} of this rank's piece: {error}") from None
 
 
 def _general(given: object, text: str) -> Value:

@@ -2,7 +2,8 @@
 
 files     the manifest's schema, sizes and hashes, strangers in the folder, sound weights files
 graphs    onnx.checker, each value made once and before its use, known ops, weights inside their files
-order     every Send has its Recv, both agree with the manifest, and the common order ends without a deadlock
+order     every Send has its Recv and every collective all its ranks, all agree with the manifest, and the common order ends
+          without a deadlock
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from partc.runtime.check_files import check_folder, read_manifest
-from partc.runtime.format import Manifest, rank_file
+from partc.runtime.format import Manifest
 from partc.runtime.violation import Violation
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Checked:
     files: int = 0
     nodes: int = 0
     transfers: int = 0
+    collectives: int = 0
 
 
 def check_artifact(folder: str | Path) -> list[Violation]:
@@ -48,30 +50,35 @@ def check(folder: str | Path) -> Checked:
     found = check_folder(folder, manifest)
     models = {}
     nodes = 0
+    read: dict[str, ModelProto | None] = {}
     for rank in range(manifest.ranks):
-        if (folder / rank_file(rank)).is_file():
-            model, problems = _check_rank(folder, rank, manifest)
+        file = manifest.program(rank)
+        if file not in read and (folder / file).is_file():
+            read[file], problems = _check_rank(folder, file, manifest)
             found.extend(problems)
-            if model is not None:
-                models[rank] = model
-                nodes += len(model.graph.node)
+        model = read.get(file)
+        if model is not None:
+            models[rank] = model
+            nodes += len(model.graph.node)
     found.extend(check_order(manifest, models))
-    return Checked(found, manifest.ranks, len(manifest.files) + 1, nodes, len(manifest.transfers))
+    transfers, collectives = len(manifest.transfers), len(manifest.collectives)
+    return Checked(found, manifest.ranks, len(manifest.files) + 1, nodes, transfers, collectives)
 
 
-def _check_rank(folder: Path, rank: int, manifest: Manifest) -> tuple[ModelProto | None, list[Violation]]:
-    """The rank's model, None where it cannot be read, and what is wrong with it alone."""
+def _check_rank(folder: Path, file: str, manifest: Manifest) -> tuple[ModelProto | None, list[Violation]]:
+    """The model in a rank file, None where it cannot be read, and what is wrong with it alone."""
     import onnx
     from google.protobuf.message import DecodeError
     from partc.runtime.check_graph import check_graph, check_weights
+    from partc.runtime.comm_ops import register
 
-    file = rank_file(rank)
     try:
         model = onnx.load(folder / file, load_external_data=False)
     except DecodeError as error:
         return None, [Violation(file, f"it is not an ONNX file: {error}", help="compile the model again")]
     found = [*check_graph(file, model), *check_weights(folder, file, model, manifest)]
     if not found:
+        register()
         try:
             onnx.checker.check_model(str(folder / file))
         except onnx.checker.ValidationError as error:

@@ -10,7 +10,7 @@ from typing import cast
 
 from partc.runtime.artifact import open_artifact, sha256
 from partc.runtime.errors import ArtifactError
-from partc.runtime.format import MANIFEST, FileRecord, Manifest, rank_file
+from partc.runtime.format import MANIFEST, FileRecord, Manifest
 from partc.runtime.violation import Violation
 
 _COMPILE_AGAIN = "compile the model again, or copy the whole folder again"
@@ -36,9 +36,12 @@ def check_folder(folder: Path, manifest: Manifest) -> list[Violation]:
 
 
 def _missing_ranks(manifest: Manifest) -> Iterator[Violation]:
+    if manifest.programs and len(manifest.programs) != manifest.ranks:
+        yield Violation(MANIFEST, f"it names {len(manifest.programs)} programs for {manifest.ranks} ranks")
+        return
     for rank in range(manifest.ranks):
-        if rank_file(rank) not in manifest.files:
-            yield Violation(MANIFEST, f"it lists no file {rank_file(rank)} for rank {rank} of {manifest.ranks}")
+        if manifest.program(rank) not in manifest.files:
+            yield Violation(MANIFEST, f"it lists no file {manifest.program(rank)} for rank {rank} of {manifest.ranks}")
 
 
 def _check_file(folder: Path, name: str, record: FileRecord) -> Iterator[Violation]:

@@ -13,7 +13,7 @@ import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 from partc.runtime.check_files import data_region
 from partc.runtime.dtypes import BY_CODE
-from partc.runtime.format import DOMAIN, DOMAIN_VERSION, RECV, SEND, Manifest, stays_inside
+from partc.runtime.format import COLLECTIVES, DOMAIN, DOMAIN_VERSION, RECV, SEND, Manifest, stays_inside
 from partc.runtime.segments import path_of
 from partc.runtime.violation import Violation
 
@@ -90,7 +90,9 @@ def _known_ops() -> set[tuple[str, str]]:
     from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime
 
     schemas = [*onnx.defs.get_all_schemas(), *onnxruntime.get_all_operator_schema()]
-    return {(schema.domain or "ai.onnx", schema.name) for schema in schemas} | {(DOMAIN, SEND), (DOMAIN, RECV)}
+    return {(schema.domain or "ai.onnx", schema.name) for schema in schemas} | {
+        (DOMAIN, op) for op in (SEND, RECV, *COLLECTIVES)
+    }
 
 
 def check_weights(folder: Path, file: str, model: ModelProto, manifest: Manifest) -> Iterator[Violation]:

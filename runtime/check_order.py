@@ -1,7 +1,7 @@
 """Checks that the ranks' communication fits together: every Send has its Recv, in an order that ends.
 
-The proof of the order is a run in which every transfer waits for both its ends (a rendezvous): a transfer happens when
-it is the next one of its source and of its target. Buffered sends can only do more, so an order that ends here ends
+The proof of the order is a run in which every transfer waits for both its ends, and every collective for all its ranks (a
+rendezvous): it happens when it is the next one of each. Buffered sends can only do more, so an order that ends here ends
 everywhere.
 """
 
@@ -11,9 +11,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnx import ModelProto, TypeProto, helper
+from partc.runtime.check_collectives import CallNode, call_nodes, check_collectives, local_shape, same_dims
 from partc.runtime.check_graph import node_title
 from partc.runtime.dtypes import type_text
-from partc.runtime.format import DOMAIN, MANIFEST, PEER, RECV, SEND, TAG, Manifest, Port, Shape, Transfer, rank_file
+from partc.runtime.format import (
+    COLLECTIVES,
+    DOMAIN,
+    MANIFEST,
+    PEER,
+    RECV,
+    SEND,
+    TAG,
+    Manifest,
+    Port,
+    Shape,
+    Transfer,
+)
 from partc.runtime.segments import path_of
 from partc.runtime.violation import Violation
 
@@ -33,9 +46,11 @@ class CommNode:
     title: str
     path: str
 
+    file: str
+
     def violation(self, fact: str, help: str = "") -> Violation:
         """A violation at this node."""
-        return Violation(rank_file(self.rank), fact, self.title, self.path, help)
+        return Violation(self.file, fact, self.title, self.path, help)
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -67,7 +82,7 @@ def declared_types(model: ModelProto) -> dict[str, ValueType]:
     return types
 
 
-def comm_nodes(rank: int, model: ModelProto) -> list[CommNode]:
+def comm_nodes(rank: int, file: str, model: ModelProto) -> list[CommNode]:
     """The Send and Recv nodes of a rank, in their order."""
     types = declared_types(model)
     found = []
@@ -78,18 +93,23 @@ def comm_nodes(rank: int, model: ModelProto) -> list[CommNode]:
         value = next(iter(node.input if node.op_type == SEND else node.output), "")
         peer, tag = numbers.get(PEER, -1), numbers.get(TAG, -1)
         title, path = node_title(node), path_of(node)
-        found.append(CommNode(node.op_type, rank, peer, tag, value, types.get(value), title, path))
+        found.append(CommNode(node.op_type, rank, peer, tag, value, types.get(value), title, path, file))
     return found
 
 
 def check_order(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
     """Every disagreement between the ranks, and with the manifest; `models` holds the rank files that can be read."""
-    programs = {rank: comm_nodes(rank, model) for rank, model in models.items()}
+    programs = {rank: comm_nodes(rank, manifest.program(rank), model) for rank, model in models.items()}
+    calls: dict[int, list[CallNode]] = {}
     found = [*_check_ports(manifest, models), *_check_nodes(manifest, programs)]
-    unmatched = [*_check_matching(manifest, programs)]
+    for rank, model in models.items():
+        calls[rank], unread = call_nodes(rank, manifest.program(rank), model, declared_types(model))
+        found.extend(unread)
+    unmatched = [*_check_matching(manifest, programs), *check_collectives(manifest, calls)]
     if found or unmatched or len(models) < manifest.ranks:
-        return [*found, *unmatched]
-    return [*_check_sequence(manifest, programs), *_check_rendezvous(programs)]
+        return [*dict.fromkeys([*found, *unmatched])]
+    events = {rank: _events(rank, models[rank], programs[rank], calls) for rank in models}
+    return [*_check_sequence(manifest, programs), *_check_rendezvous(events, manifest)]
 
 
 def _check_ports(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterator[Violation]:
@@ -102,15 +122,16 @@ def _check_ports(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterat
                 record = listed.get(port.name)
                 if record is None or rank not in record.ranks:
                     fact = f"{MANIFEST} lists no {side} '{port.name}' for rank {rank}"
-                    yield Violation(rank_file(rank), fact, f"graph {side} '{port.name}'")
-                elif not _agree(type_of(port.type), record):
-                    fact = f"it is {_text(type_of(port.type))}; {MANIFEST} says {_text((record.type, record.shape))}"
-                    yield Violation(rank_file(rank), fact, f"graph {side} '{port.name}'")
+                    yield Violation(manifest.program(rank), fact, f"graph {side} '{port.name}'")
+                elif not _port_agrees(type_of(port.type), record, rank, manifest):
+                    wanted = (record.type, local_shape(record.shape, record.box(rank)))
+                    fact = f"it is {_text(type_of(port.type))}; {MANIFEST} says {_text(wanted)}"
+                    yield Violation(manifest.program(rank), fact, f"graph {side} '{port.name}'")
             there = {port.name for port in ports}
             for record in records:
                 if rank in record.ranks and record.name not in there:
                     yield Violation(
-                        rank_file(rank), f"{MANIFEST} gives it the {side} '{record.name}', and the file has none"
+                        manifest.program(rank), f"{MANIFEST} gives it the {side} '{record.name}', and the file has none"
                     )
     for record in [*manifest.inputs, *manifest.outputs]:
         if wrong := [rank for rank in record.ranks if not 0 <= rank < manifest.ranks]:
@@ -181,26 +202,67 @@ def _check_sequence(manifest: Manifest, programs: Mapping[int, Sequence[CommNode
                 break
 
 
-def _check_rendezvous(programs: Mapping[int, Sequence[CommNode]]) -> Iterator[Violation]:
+def _events(
+    rank: int, model: ModelProto, nodes: Sequence[CommNode], calls: Mapping[int, Sequence[CallNode]]
+) -> list[CommNode | CallNode]:
+    """The communication of a rank in the order of its file."""
+    messages, collectives = iter(nodes), iter(calls[rank])
+    return [
+        next(messages) if node.op_type in (SEND, RECV) else next(collectives)
+        for node in model.graph.node
+        if node.domain == DOMAIN and node.op_type in (SEND, RECV, *COLLECTIVES)
+    ]
+
+
+def _check_rendezvous(programs: Mapping[int, Sequence[CommNode | CallNode]], manifest: Manifest) -> Iterator[Violation]:
     position = dict.fromkeys(programs, 0)
+    members = _members(programs, manifest)
     ready = list(programs)
     while ready:
         rank = ready.pop()
         while position[rank] < len(programs[rank]):
-            node = programs[rank][position[rank]]
-            if (
-                position[node.peer] == len(programs[node.peer])
-                or programs[node.peer][position[node.peer]].tag != node.tag
+            ranks = members[rank][position[rank]]
+            tag = _tag(programs[rank][position[rank]])
+            if any(
+                position[other] == len(programs[other]) or _tag(programs[other][position[other]]) != tag
+                for other in ranks
             ):
                 break
-            position[rank] += 1
-            position[node.peer] += 1
-            ready.append(node.peer)
+            for other in ranks:
+                position[other] += 1
+            ready.extend(other for other in ranks if other != rank)
     stuck = {rank: programs[rank][at] for rank, at in position.items() if at < len(programs[rank])}
     if stuck:
         waits = "; ".join(f"rank {rank} waits at {node}" for rank, node in sorted(stuck.items()))
         first = stuck[min(stuck)]
         yield first.violation(f"a deadlock of {len(stuck)} ranks: {waits}", "compile the model again")
+
+
+def _members(
+    programs: Mapping[int, Sequence[CommNode | CallNode]], manifest: Manifest
+) -> dict[int, list[tuple[int, ...]]]:
+    """By rank, for each of its nodes, the ranks that must come to it; those of a list that have no such node need not."""
+    there = {(_tag(node), rank) for rank, nodes in programs.items() for node in nodes}
+    circles = {rank: manifest.circles(rank) for rank in programs}
+    return {
+        rank: [
+            tuple(other for other in circles[rank][node.call.group] if (node.call.tag, other) in there)
+            if isinstance(node, CallNode)
+            else node.ends
+            for node in nodes
+        ]
+        for rank, nodes in programs.items()
+    }
+
+
+def _tag(node: CommNode | CallNode) -> int:
+    return node.call.tag if isinstance(node, CallNode) else node.tag
+
+
+def _port_agrees(declared: ValueType, record: Port, rank: int, manifest: Manifest) -> bool:
+    if record.boxes is None:
+        return _agree(declared, record)
+    return declared[0] == record.type and same_dims(declared[1], local_shape(record.shape, record.box(rank)), manifest)
 
 
 def _agree(declared: ValueType, record: Transfer | Port) -> bool:

@@ -1,56 +1,100 @@
 """The ops of `partc.comm` as ONNX knows ops: their schemas, and a numpy reference that runs over any transport.
 
-With the schemas registered, `onnx.checker` checks a rank file in full. With `reference_ops(transport)`,
+With the schemas registered, `onnx.checker` checks a rank file in full, and `onnx.shape_inference` tells what a node alone can
+tell: the type, the number of dims, and the dims that do not depend on the number of ranks. With `reference_ops(transport)`,
 `onnx.reference.ReferenceEvaluator` executes it, node by node and without onnxruntime: slow, plain, and another witness of
 what the file means.
 
-    ReferenceEvaluator(model, new_ops=reference_ops(transport)).run(None, {"x": x})
+    ReferenceEvaluator(model, new_ops=reference_ops(transport, manifest.circles(rank))).run(None, {"x": x})
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx.defs
+from onnx import TypeProto
 from onnx.defs import OpSchema
 from onnx.reference.op_run import OpRun
 
 from .dtypes import BY_NAME, Array, by_numpy
-from .format import DOMAIN, DOMAIN_VERSION, PEER, RECV, SEND, TAG
+from .format import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    AXIS,
+    BROADCAST,
+    CONCAT_AXIS,
+    DOMAIN,
+    DOMAIN_VERSION,
+    EXCHANGE,
+    GROUP,
+    MAX,
+    PEER,
+    RANK,
+    RECV,
+    RECV_BOXES,
+    RECV_PEERS,
+    REDUCE,
+    REDUCE_SCATTER,
+    ROOT,
+    SEND,
+    SEND_BOXES,
+    SEND_PEERS,
+    SPLIT_AXIS,
+    SUM,
+    TAG,
+)
 from .message import HEADER, Value, decode, encode, payload_size
 from .tensor import Tensor, aligned
 from .transport import Transport
 
-_ENDS = (
-    (PEER, "The rank at the other end."),
-    (TAG, "The number that both ends of one transfer carry, and no other transfer."),
-)
+_INT, _INTS, _STRING = OpSchema.AttrType.INT, OpSchema.AttrType.INTS, OpSchema.AttrType.STRING
+_ATTRIBUTES = {
+    PEER: (_INT, "The rank at the other end."),
+    TAG: (_INT, "The number that all nodes of one transfer or collective carry, and no other node."),
+    GROUP: (_STRING, "The group of the manifest among whose lists of ranks it happens."),
+    REDUCE: (_STRING, "sum, max or min."),
+    AXIS: (_INT, "The axis along which pieces lie."),
+    SPLIT_AXIS: (_INT, "The axis that is split into a piece for each rank."),
+    CONCAT_AXIS: (_INT, "The axis along which the pieces that come are joined."),
+    ROOT: (_INT, "The place in the list of the rank whose value it is."),
+    RANK: (_INT, "The number of dims."),
+    SEND_PEERS: (_INTS, "The ranks that boxes of the input go to."),
+    SEND_BOXES: (_INTS, "For each such box and each dim of the input: begin, end and denominator."),
+    RECV_PEERS: (_INTS, "The ranks that boxes of the output come from."),
+    RECV_BOXES: (_INTS, "For each such box and each dim of the output: begin, end and denominator."),
+}
+_OPTIONAL = (SEND_PEERS, SEND_BOXES, RECV_PEERS, RECV_BOXES)
+_OPS = {
+    SEND: ("Sends a value to another rank; the value stays as it is.", (PEER, TAG)),
+    RECV: (
+        "Receives a value from another rank; its type and shape stand in the graph's value_info.",
+        (PEER, TAG),
+    ),
+    ALL_REDUCE: ("The element-wise reduction of the values of all ranks, on every rank.", (GROUP, TAG, REDUCE)),
+    ALL_GATHER: ("The values of all ranks joined along an axis, on every rank.", (GROUP, TAG, AXIS)),
+    REDUCE_SCATTER: (
+        "The element-wise reduction of the values of all ranks, of which each rank gets its piece along an axis.",
+        (GROUP, TAG, AXIS, REDUCE),
+    ),
+    ALL_TO_ALL: (
+        "Each rank gives every rank a piece along one axis, and joins what it gets along another.",
+        (GROUP, TAG, SPLIT_AXIS, CONCAT_AXIS),
+    ),
+    BROADCAST: ("The value of one rank, on every rank.", (GROUP, TAG, ROOT)),
+    EXCHANGE: (
+        "Boxes of the input go to ranks, and boxes that come from ranks make the output.",
+        (GROUP, TAG, RANK, *_OPTIONAL),
+    ),
+}
 
 
 def schemas() -> list[OpSchema]:
-    """The schemas of Send and Recv: a value of any type, a peer and a tag."""
-    anything = ("T", _types(), "Whatever a value can be.")
-    attributes = [OpSchema.Attribute(name, OpSchema.AttrType.INT, text, required=True) for name, text in _ENDS]
-    send = OpSchema(
-        SEND,
-        DOMAIN,
-        DOMAIN_VERSION,
-        doc="Sends a value to another rank; the value stays as it is.",
-        inputs=[OpSchema.FormalParameter("X", "T", "The value.")],
-        type_constraints=[anything],
-        attributes=attributes,
-    )
-    recv = OpSchema(
-        RECV,
-        DOMAIN,
-        DOMAIN_VERSION,
-        doc="Receives a value from another rank; its type and shape stand in the graph's value_info.",
-        outputs=[OpSchema.FormalParameter("Y", "T", "The value.")],
-        type_constraints=[anything],
-        attributes=attributes,
-    )
-    return [send, recv]
+    """The schemas of all ops of the domain."""
+    return [_schema(op, doc, attributes) for op, (doc, attributes) in _OPS.items()]
 
 
 def register() -> None:
@@ -60,15 +104,97 @@ def register() -> None:
             onnx.defs.register_schema(schema)
 
 
-def reference_ops(transport: Transport) -> list[type[OpRun]]:
-    """Send and Recv for `onnx.reference.ReferenceEvaluator`, over a transport whose other ends run the same reference."""
+def _schema(op: str, doc: str, attributes: Sequence[str]) -> OpSchema:
+    options = {
+        SEND: (OpSchema.FormalParameterOption.Single, None),
+        RECV: (None, OpSchema.FormalParameterOption.Single),
+        BROADCAST: (OpSchema.FormalParameterOption.Optional, OpSchema.FormalParameterOption.Single),
+        EXCHANGE: (OpSchema.FormalParameterOption.Optional, OpSchema.FormalParameterOption.Optional),
+    }
+    single = OpSchema.FormalParameterOption.Single
+    given, made = options.get(op, (single, single))
+    schema = OpSchema(
+        op,
+        DOMAIN,
+        DOMAIN_VERSION,
+        doc=doc,
+        inputs=[] if given is None else [OpSchema.FormalParameter("X", "T", "The value.", param_option=given)],
+        outputs=[] if made is None else [OpSchema.FormalParameter("Y", "T", "The value.", param_option=made)],
+        type_constraints=[("T", _types(), "Whatever a value can be.")],
+        attributes=[
+            OpSchema.Attribute(name, _ATTRIBUTES[name][0], _ATTRIBUTES[name][1], required=name not in _OPTIONAL)
+            for name in attributes
+        ],
+    )
+    if given is not None and made is not None:
+        schema.set_type_and_shape_inference_function(_infer(op))
+    return schema
+
+
+def _infer(op: str) -> Callable[[Any], None]:
+    """What a node alone tells of its output: how many ranks take part stands in the manifest."""
+
+    def infer(context: Any) -> None:
+        given = context.get_input_type(0) if context.get_num_inputs() else None
+        if given is None or not given.HasField("tensor_type"):
+            return
+        found = TypeProto()
+        found.tensor_type.elem_type = given.tensor_type.elem_type
+        if op in (ALL_REDUCE, BROADCAST):
+            found.CopyFrom(given)
+        elif op == EXCHANGE:
+            for _ in range(context.get_attribute(RANK).i):
+                found.tensor_type.shape.dim.add()
+        elif given.tensor_type.HasField("shape"):
+            axes = (AXIS,) if op != ALL_TO_ALL else (SPLIT_AXIS, CONCAT_AXIS)
+            dims = given.tensor_type.shape.dim
+            changed = {context.get_attribute(name).i % max(len(dims), 1) for name in axes}
+            changed = set() if op == ALL_TO_ALL and len(changed) == 1 else changed
+            for axis, dim in enumerate(dims):
+                made = found.tensor_type.shape.dim.add()
+                if axis not in changed:
+                    made.CopyFrom(dim)
+        if context.get_num_outputs():
+            context.set_output_type(0, found)
+
+    return infer
+
+
+def reference_ops(transport: Transport, circles: Mapping[str, Sequence[int]] | None = None) -> list[type[OpRun]]:
+    """All ops for `onnx.reference.ReferenceEvaluator`, over a transport whose other ends run the same reference.
+
+    `circles` gives by group the ranks among which this rank works.
+    """
+
+    def send(value: Any, peer: int, tag: int) -> None:
+        for part in encode(_sent(value)):
+            transport.wait(transport.isend(part, peer, tag), lambda: f"Send to rank {peer}")
+
+    def receive(peer: int, tag: int) -> Any:
+        def received(size: int) -> Any:
+            buffer = aligned(size)
+            transport.wait(transport.irecv(buffer, peer, tag), lambda: f"Recv from rank {peer}")
+            return buffer
+
+        header = received(HEADER)
+        value = decode(header, received(payload_size(header)))
+        return value.array() if isinstance(value, Tensor) else value
+
+    def ranks_of(group: str) -> Sequence[int]:
+        return (circles or {})[group]
+
+    def everyone(x: Any, group: str, tag: int) -> list[Any]:
+        """The values of all ranks of the list."""
+        peers = [rank for rank in ranks_of(group) if rank != transport.rank]
+        for peer in peers:
+            send(x, peer, tag)
+        return [x if rank == transport.rank else receive(rank, tag) for rank in ranks_of(group)]
 
     class Send(OpRun):
         op_domain = DOMAIN
 
         def _run(self, x: Any, peer: int = 0, tag: int = 0) -> tuple[Any]:
-            for part in encode(_sent(x)):
-                transport.wait(transport.isend(part, peer, tag), lambda: f"Send to rank {peer}")
+            send(x, peer, tag)
             # The evaluator wants a result, and gives it no name.
             return (x,)
 
@@ -76,16 +202,111 @@ def reference_ops(transport: Transport) -> list[type[OpRun]]:
         op_domain = DOMAIN
 
         def _run(self, peer: int = 0, tag: int = 0) -> tuple[Any]:
-            def received(size: int) -> Any:
-                buffer = aligned(size)
-                transport.wait(transport.irecv(buffer, peer, tag), lambda: f"Recv from rank {peer}")
-                return buffer
+            return (receive(peer, tag),)
 
-            header = received(HEADER)
-            value = decode(header, received(payload_size(header)))
-            return (value.array() if isinstance(value, Tensor) else value,)
+    class AllReduce(OpRun):
+        op_domain = DOMAIN
 
-    return [Send, Recv]
+        def _run(self, x: Any, group: str = "", tag: int = 0, reduce: str = SUM) -> tuple[Any]:
+            return (_reduced(everyone(x, group, tag), reduce),)
+
+    class AllGather(OpRun):
+        op_domain = DOMAIN
+
+        def _run(self, x: Any, group: str = "", tag: int = 0, axis: int = 0) -> tuple[Any]:
+            return (np.concatenate(everyone(x, group, tag), axis),)
+
+    class ReduceScatter(OpRun):
+        op_domain = DOMAIN
+
+        def _run(self, x: Any, group: str = "", tag: int = 0, axis: int = 0, reduce: str = SUM) -> tuple[Any]:
+            ranks = ranks_of(group)
+            parts = np.split(_reduced(everyone(x, group, tag), reduce), len(ranks), axis)
+            return (parts[ranks.index(transport.rank)],)
+
+    class AllToAll(OpRun):
+        op_domain = DOMAIN
+
+        def _run(self, x: Any, group: str = "", tag: int = 0, split_axis: int = 0, concat_axis: int = 0) -> tuple[Any]:
+            ranks = ranks_of(group)
+            place = ranks.index(transport.rank)
+            mine = [np.split(value, len(ranks), split_axis)[place] for value in everyone(x, group, tag)]
+            return (np.concatenate(mine, concat_axis),)
+
+    class Broadcast(OpRun):
+        op_domain = DOMAIN
+
+        def _run(self, x: Any = None, group: str = "", tag: int = 0, root: int = 0) -> tuple[Any]:
+            owner = ranks_of(group)[root]
+            if owner != transport.rank:
+                return (receive(owner, tag),)
+            for peer in ranks_of(group):
+                if peer != owner:
+                    send(x, peer, tag)
+            return (x,)
+
+    class Exchange(OpRun):
+        op_domain = DOMAIN
+
+        def _run(
+            self,
+            x: Any = None,
+            group: str = "",
+            tag: int = 0,
+            rank: int = 0,
+            send_peers: Sequence[int] | None = None,
+            send_boxes: Sequence[int] | None = None,
+            recv_peers: Sequence[int] | None = None,
+            recv_boxes: Sequence[int] | None = None,
+        ) -> tuple[Any]:
+            kept = []
+            for peer, box in _boxes(send_peers, send_boxes, rank):
+                piece = x[
+                    tuple(
+                        slice(size * begin // of, size * end // of)
+                        for size, (begin, end, of) in zip(x.shape, box, strict=True)
+                    )
+                ]
+                if peer == transport.rank:
+                    kept.append(piece)
+                else:
+                    send(piece, peer, tag)
+            arrived = [
+                (box, kept.pop(0) if peer == transport.rank else receive(peer, tag))
+                for peer, box in _boxes(recv_peers, recv_boxes, rank)
+            ]
+            return (_joined(arrived) if arrived else x,)
+
+    return [Send, Recv, AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast, Exchange]
+
+
+def _reduced(values: Sequence[Any], reduce: str) -> Any:
+    total = values[0]
+    for value in values[1:]:
+        total = (
+            total + value if reduce == SUM else np.maximum(total, value) if reduce == MAX else np.minimum(total, value)
+        )
+    return total
+
+
+def _boxes(
+    peers: Sequence[int] | None, numbers: Sequence[int] | None, rank: int
+) -> list[tuple[int, list[tuple[int, int, int]]]]:
+    cells = np.array(numbers or [], np.int64).reshape(len(peers or []), rank, 3).tolist()
+    return [(peer, [(begin, end, of) for begin, end, of in box]) for peer, box in zip(peers or [], cells, strict=True)]
+
+
+def _joined(pieces: Sequence[tuple[list[tuple[int, int, int]], Any]]) -> Any:
+    """The value of which these are the boxes."""
+    box, piece = pieces[0]
+    shape = [size * of // (end - begin) for size, (begin, end, of) in zip(piece.shape, box, strict=True)]
+    value = np.empty(shape, piece.dtype)
+    for box, piece in pieces:
+        at = tuple(
+            slice(size * begin // of, size * end // of) for size, (begin, end, of) in zip(shape, box, strict=True)
+        )
+        value[at] = piece
+    return value
 
 
 def _sent(value: Any) -> Value:

@@ -1,9 +1,9 @@
 """Running a step: the actions of a rank for given bindings, with every buffer bound once.
 
 A schedule holds one callable for each thing to do, made when the bindings are new: run a bound session, post a receive, begin a
-send, wait. Values lie in cells. A cell is fixed (the arena, a constant) or set in each step (an input, a value of unknown shape,
-a string, a sequence). A session whose operands are all fixed runs without any further word; one with tensors of unknown shape
-binds those anew; one with strings, sequences, optionals or maps is called with Python objects.
+send or a collective, wait. Values lie in cells. A cell is fixed (the arena, a constant) or set in each step (an input, a value of
+unknown shape, a string, a sequence). A session whose operands are all fixed runs without any further word; one with tensors of
+unknown shape binds those anew; one with strings, sequences, optionals or maps is called with Python objects.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ import numpy as np
 
 from .bindings import Bindings
 from .board import IDLE, SLOT, Board
-from .buffers import assign
-from .dtypes import Array, Dtype, dense
+from .buffers import Life, assign
+from .dtypes import Array, Bytes, Dtype, dense
 from .errors import RankError
+from .format import EXCHANGE
 from .message import HEADER, Value, decode, encode, payload_size
 from .onnxruntime_api import Bind, Binding, OrtValue, new_value
+from .perform import Bound, Work, at_large
 from .prepare import Kind, RankProgram
-from .segments import Post, Segment, Send, Wait
+from .redistribute import Redistribution
+from .segments import Begin, Finish, Post, Segment, Send, Wait
 from .sessions import Runner
 from .tensor import Tensor, aligned
 from .transport import Request, Transport
@@ -36,15 +39,26 @@ Shape: TypeAlias = tuple[int, ...]
 class Schedule:
     """The actions of one rank for one set of bindings; `run` executes a step."""
 
-    def __init__(self, program: RankProgram, bindings: Bindings, transport: Transport, wire: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        program: RankProgram,
+        bindings: Bindings,
+        transport: Transport,
+        wire: Mapping[int, int],
+        at_once: frozenset[int] = frozenset(),
+    ) -> None:
         self.program = program
         self.transport = transport
         self.wire = wire
+        self.at_once = at_once
         self.shapes = {name: program.evaluated(shape, bindings) for name, shape in program.shapes.items()}
         self.promises = {tag: program.evaluated(shape, bindings) for tag, shape in program.promises.items()}
+        self.works = self._works()
         self.cells: dict[str, Value] = dict(program.constants)
         self.transient = [name for name, kind in program.kinds.items() if self._passes(name, kind)]
         self.requests: list[Request] = [None] * len(program.steps)
+        self.scratch: dict[tuple[int, str], Bytes] = {}
+        self.begun: dict[int, tuple[list[Request], Action | None]] = {}
         self.posts = {step.tag: index for index, step in enumerate(program.steps) if isinstance(step, Post)}
         self.headers = {tag: aligned(HEADER) for tag in self.posts if tag not in self.promises}
         self.readers: dict[str, list[tuple[Binding, int]]] = defaultdict(list)
@@ -87,15 +101,52 @@ class Schedule:
         """Whether a cell is of no use after the step, and holds memory that is not the schedule's."""
         return kind is Kind.INPUT or (kind in (Kind.TENSOR, Kind.OBJECT) and name in self.program.outputs)
 
+    def _works(self) -> dict[int, Work | Redistribution]:
+        """The collectives of known shape, by tag; the shapes of what they give are filled in."""
+        found: dict[int, Work | Redistribution] = {}
+        for step in self.program.steps:
+            if not isinstance(step, Begin) or step.call.tag not in self.promises:
+                continue
+            call, promise = step.call, self.promises[step.call.tag]
+            dtype = self.program.dtype(call.source or call.result or "")
+            try:
+                if call.op == EXCHANGE:
+                    given, taken = promise if call.source else None, self.shapes.get(call.result or "")
+                    wire = self.wire[call.tag]
+                    found[call.tag] = Redistribution(call, given, taken, dtype, self.transport, wire)
+                    continue
+                work = Work(call, step.ranks, promise, dtype, self.transport, call.tag)
+            except ValueError as error:
+                raise RankError(f"rank {self.transport.rank}: {step}: {error}") from None
+            found[call.tag] = work
+            self.shapes[call.result or ""] = work.result
+        return found
+
     def _lay_out(self) -> dict[int, list[int]]:
         """Give every value of known shape its place in the arena; by step, the sends to wait for before it."""
-        lives = self.program.lives(self.shapes)
+        lives = [*self.program.lives(self.shapes), *self._scratch_lives()]
         arena = assign(lives)
         memory = aligned(arena.bytes)
-        for life in lives:
-            place = memory[arena.offsets[life.name] :][: life.bytes]
-            self.cells[life.name] = Tensor(self.program.dtype(life.name), self.shapes[life.name], place)
+        places = {life.name: memory[arena.offsets[life.name] :] for life in lives}
+        for name, shape in self.shapes.items():
+            dtype = self.program.dtype(name)
+            place = places[self.program.places.get(name, name)][: dtype.bytes_of(shape)]
+            self.cells[name] = Tensor(dtype, shape, place)
+        self.scratch = {key: places[_scratch_name(*key)] for tag in self.works for key in ((tag, "in"), (tag, "out"))}
         return arena.waits
+
+    def _scratch_lives(self) -> list[Life]:
+        finishes = {step.call.tag: index for index, step in enumerate(self.program.steps) if isinstance(step, Finish)}
+        found = []
+        for index, step in enumerate(self.program.steps):
+            if isinstance(step, Begin) and step.call.tag in self.works:
+                tag, work = step.call.tag, self.works[step.call.tag]
+                end = finishes.get(tag, index)
+                leaves = isinstance(work, Redistribution)
+                sends = (index,) if leaves else ()
+                found.append(Life(_scratch_name(tag, "out"), work.packed, index, index if leaves else end, sends))
+                found.append(Life(_scratch_name(tag, "in"), work.landing, index, end))
+        return found
 
     def _plan(self, waits: Mapping[int, Sequence[int]]) -> None:
         unused = self.program.last_uses()
@@ -114,6 +165,12 @@ class Schedule:
                     action = self._post(index, step)
                 case Wait():
                     action = self._receive(step)
+                case Begin():
+                    action = self._begin(index, step)
+                    if isinstance(self.works.get(step.call.tag), Redistribution):
+                        sends[index] = None
+                case Finish():
+                    action = self._finish(step)
             self.actions.append((index, action))
             self.actions += [(index, partial(self.cells.pop, name, None)) for name in unused.get(index, ())]
         self.actions += [(index, self._complete(index)) for index in sends]
@@ -221,6 +278,72 @@ class Schedule:
         transport.wait(transport.irecv(payload, step.peer, self.wire[step.tag]), step.__str__)
         self.cells[step.value] = decode(header, payload)
 
+    def _begin(self, index: int, step: Begin) -> Action:
+        call, work = step.call, self.works.get(step.call.tag)
+        if work is None:
+            return partial(self._begin_at_large, step)
+        if isinstance(work, Redistribution):
+            return partial(self._begin_redistribution, index, step, work)
+        if call.source and self.program.kinds[call.source] not in (Kind.SLOT, Kind.CONSTANT):
+            return partial(self._begin_anew, step, work)
+        bound = self._bound(step, work)
+        start, begun, tag = bound.start, self.begun, call.tag
+
+        def begin() -> None:
+            if bound.before:
+                bound.before()
+            begun[tag] = ([start()], bound.after)
+
+        return begin
+
+    def _bound(self, step: Begin, work: Work) -> Bound:
+        """A collective on the memory of its values as they are now."""
+        call = step.call
+        source = self._tensor(call.source) if call.source else None
+        if source is not None:
+            _check_promise(call.source or "", source.shape, work.shape)
+        packed, landing = self.scratch[call.tag, "out"], self.scratch[call.tag, "in"]
+        return work.bind(source, self._tensor(call.result or ""), packed, landing, call.tag in self.at_once)
+
+    def _begin_anew(self, step: Begin, work: Work) -> None:
+        """Begin a collective whose input has another place each time."""
+        bound = self._bound(step, work)
+        if bound.before:
+            bound.before()
+        self.begun[step.call.tag] = ([bound.start()], bound.after)
+
+    def _begin_redistribution(self, index: int, step: Begin, work: Redistribution) -> None:
+        call = step.call
+        source = self._tensor(call.source) if call.source else None
+        if source is not None:
+            _check_promise(call.source or "", source.shape, work.given or ())
+        result = self._tensor(call.result) if call.result else None
+        packed, landing = self.scratch[call.tag, "out"], self.scratch[call.tag, "in"]
+        leaving, coming, after = work.begin(source, result, packed, landing)
+        self.requests[index] = leaving
+        self.begun[call.tag] = (coming, after)
+
+    def _begin_at_large(self, step: Begin) -> None:
+        """A collective on values of unknown shape is one with its wait, at its place in the file."""
+        call, finish = step.call, Finish(step.call, step.ranks)
+        source = self._tensor(call.source or "")
+        self.cells[call.result or ""] = at_large(call, step.ranks, call.tag, source, self.transport, finish.__str__)
+
+    def _finish(self, step: Finish) -> Action:
+        if step.call.tag not in self.works:
+            return _nothing
+        wait, what, begun, tag = self.transport.wait, step.__str__, self.begun, step.call.tag
+
+        def finish() -> None:
+            requests, after = begun[tag]
+            for request in requests:
+                if request is not None:
+                    wait(request, what)
+            if after:
+                after()
+
+        return finish
+
     def _complete(self, index: int) -> Action:
         """Wait for a send."""
         step, wait, requests = self.program.steps[index], self.transport.wait, self.requests
@@ -240,6 +363,15 @@ class Schedule:
         value = self.cells[name]
         assert isinstance(value, Tensor), name
         return value
+
+
+def _scratch_name(tag: int, side: str) -> str:
+    """A name that no value of a program has."""
+    return f"{tag} {side}\n"
+
+
+def _nothing() -> None:
+    pass
 
 
 def _bind(bind: Bind, name: str, tensor: Tensor) -> None:

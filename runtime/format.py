@@ -4,6 +4,21 @@ This is the one contract between compiler and runtime; `runtime/README.md` expla
 ONNX model: nodes of the standard domains plus nodes of `partc.comm`, in the order in which the rank executes and
 communicates. `Send(X) ->` and `-> Recv(Y)` of one transfer carry the same `tag`.
 
+Collectives are one node on every rank that takes part, and these nodes carry the same `tag`, which no other message or collective
+has. `group` names an entry of `Manifest.groups`: disjoint lists of ranks. A rank works with the list that holds it, so that ranks
+which do the same share one file. A collective over p ranks of a list:
+
+    AllReduce(X) -> Y       reduce                   the element-wise sum, max or min of all X, the same bits on every rank
+    AllGather(X) -> Y       axis                     all X joined along axis, in the list's order
+    ReduceScatter(X) -> Y   axis, reduce             the i-th of p equal pieces along axis, reduced, for the list's i-th rank
+    AllToAll(X) -> Y        split_axis, concat_axis  the i-th piece along split_axis goes to the i-th rank; what comes is joined
+    Broadcast(X) -> Y       root                     X of the list's root-th rank; the others may leave X out
+    Exchange(X) -> Y        send_peers, send_boxes, recv_peers, recv_boxes, rank
+                            boxes of X go to ranks, boxes of Y come from ranks; X is left out where nothing is given, Y where
+                            nothing is taken. Peers are ranks of the job; oneself means a copy. A box is `begin, end,
+                            denominator` for each of `rank` dims: fractions of the dim of X or Y as this rank has it. The k-th
+                            box for a peer is the k-th that it takes from here.
+
 Types are written as onnxruntime writes them: `tensor(float)`, `seq(tensor(float))`, `optional(tensor(int64))`.
 A dim is an integer or an expression over the dims named in `Manifest.symbols` (`batch`, `floor(seq/2) + 1`); None where the shape
 is known only when the step runs.
@@ -22,14 +37,39 @@ DOMAIN_VERSION = 1
 
 SEND = "Send"
 RECV = "Recv"
+ALL_REDUCE = "AllReduce"
+ALL_GATHER = "AllGather"
+REDUCE_SCATTER = "ReduceScatter"
+ALL_TO_ALL = "AllToAll"
+BROADCAST = "Broadcast"
+EXCHANGE = "Exchange"
+COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, EXCHANGE)
+
 PEER = "peer"
 TAG = "tag"
+GROUP = "group"
+REDUCE = "reduce"
+AXIS = "axis"
+SPLIT_AXIS = "split_axis"
+CONCAT_AXIS = "concat_axis"
+ROOT = "root"
+SEND_PEERS = "send_peers"
+SEND_BOXES = "send_boxes"
+RECV_PEERS = "recv_peers"
+RECV_BOXES = "recv_boxes"
+RANK = "rank"
+
+SUM = "sum"
+MAX = "max"
+MIN = "min"
+REDUCTIONS = (SUM, MAX, MIN)
 
 # metadata_props keys of nodes in a rank file
 PATH = "partc.path"
 RULE = "partc.rule"
 CAUSE = "partc.cause"
 BYTES = "partc.bytes"
+CUT = "partc.cut"
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights"
@@ -61,6 +101,8 @@ def _inside(path: str) -> str:
 
 Dim: TypeAlias = int | str
 Shape: TypeAlias = list[Dim] | None
+Box: TypeAlias = list[list[int]]
+"""A piece of a value: for each dim `[begin, end, denominator]`, fractions of the whole dim."""
 
 
 class _Record(BaseModel):
@@ -77,12 +119,20 @@ class SymbolRecord(_Record):
 
 
 class Port(_Record):
-    """A model input with the ranks that read it, or a model output with the ranks that it is delivered to."""
+    """A model input with the ranks that read it, or a model output with the ranks that it is delivered to.
+
+    The shape is the whole value's. `boxes` says what each of the ranks reads or gets of it, in their order; None: all of it.
+    """
 
     name: str
     type: str
     shape: Shape
     ranks: list[int]
+    boxes: list[Box] | None = None
+
+    def box(self, rank: int) -> Box | None:
+        """The piece of a rank that reads or gets it; None where that is the whole."""
+        return None if self.boxes is None else self.boxes[self.ranks.index(rank)]
 
 
 class Transfer(_Record):
@@ -92,6 +142,22 @@ class Transfer(_Record):
     value: str
     source: int
     target: int
+    type: str
+    shape: Shape
+    bytes: str
+    cause: str
+
+
+class Collective(_Record):
+    """One collective: `value` is its output's name, `type` and `shape` those of one rank's input, as large on all of them.
+
+    `bytes`, an expression or 'unknown', is what a rank sends.
+    """
+
+    tag: int
+    op: str
+    value: str
+    group: str
     type: str
     shape: Shape
     bytes: str
@@ -113,7 +179,10 @@ class SourceRecord(_Record):
 
 
 class Manifest(_Record):
-    """The index of an artifact."""
+    """The index of an artifact.
+
+    `groups`: by name disjoint lists of ranks. `programs`: by rank its rank file, which equal ranks share; empty: `rank_file`.
+    """
 
     format: Literal[1]
     partc: str
@@ -122,6 +191,17 @@ class Manifest(_Record):
     inputs: list[Port]
     outputs: list[Port]
     transfers: list[Transfer]
+    groups: dict[str, list[list[int]]] = {}
+    collectives: list[Collective] = []
+    programs: list[Annotated[str, AfterValidator(_inside)]] = []
     files: dict[Annotated[str, AfterValidator(_inside)], FileRecord]
     model: SourceRecord
     plan: SourceRecord | None
+
+    def program(self, rank: int) -> str:
+        """The file that holds a rank's program."""
+        return self.programs[rank] if self.programs else rank_file(rank)
+
+    def circles(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """By group the list of ranks that holds this rank; groups without it are left out."""
+        return {name: tuple(ranks) for name, lists in self.groups.items() for ranks in lists if rank in ranks}

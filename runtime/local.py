@@ -1,6 +1,7 @@
 """Ranks as threads of one process: mailboxes in place of MPI, for tests, `partc verify` and machines without MPI.
 
-A send copies its bytes into a mailbox and is complete at once. Waits end at once when a rank has failed, and when no rank can
+A send copies its bytes into a mailbox and is complete at once; a collective is a meeting to which each rank brings a copy of its
+bytes, and which is complete when all have come. Waits end at once when a rank has failed, and when no rank can
 ever go on: then the error says what each one waits for, so that a wrong order of communication is a message and not a hang.
 """
 
@@ -9,15 +10,16 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition
 
 import numpy as np
 
-from .dtypes import Bytes
+from .dtypes import Bytes, Dtype
 from .errors import RankError
-from .transport import Request, Transport, Vector, stalled, usable_cores
+from .format import ALL_GATHER, ALL_TO_ALL
+from .transport import Movement, Request, Transport, Vector, stalled, usable_cores
 
 _Key = tuple[int, int, int]
 
@@ -36,6 +38,12 @@ class _Receive:
     key: _Key
 
 
+@dataclass(frozen=True)
+class _Gathering:
+    meeting: _Meeting
+    movement: Movement
+
+
 class LocalWorld:
     """The ranks of one process; `transport(rank)` is what a rank's thread uses."""
 
@@ -44,6 +52,7 @@ class LocalWorld:
         self.stall = stall
         self._changed = Condition()
         self._mail: dict[_Key, deque[Bytes]] = {}
+        self._gatherings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
         self._waiting: dict[int, tuple[Callable[[], bool], Callable[[], str]]] = {}
         self._finished: set[int] = set()
         self._failure: str | None = None
@@ -57,6 +66,7 @@ class LocalWorld:
         """Forget messages and failures; only between steps, when no rank is inside a call."""
         with self._changed:
             self._mail.clear()
+            self._gatherings.clear()
             self._finished.clear()
             self._failure = None
             self._meeting = _Meeting()
@@ -84,6 +94,23 @@ class LocalWorld:
         with self._changed:
             self._wait(key[1], lambda: bool(self._mail.get(key)), what)
             return self._mail[key].popleft()
+
+    def bring(self, ranks: tuple[int, ...], tag: int, rank: int, data: Bytes) -> _Meeting:
+        """The meeting of a collective, to which a rank now has brought its bytes."""
+        with self._changed:
+            meeting = self._gatherings.setdefault((ranks, tag), _Meeting())
+            meeting.brought[rank] = data
+            if len(meeting.brought) == len(ranks):
+                meeting.complete = True
+                del self._gatherings[ranks, tag]
+                self._changed.notify_all()
+            return meeting
+
+    def gathered(self, rank: int, meeting: _Meeting, what: Callable[[], str]) -> dict[int, object]:
+        """What all ranks of a collective have brought, when they have."""
+        with self._changed:
+            self._wait(rank, lambda: meeting.complete, what)
+            return meeting.brought
 
     def meet(self, rank: int, thing: object, what: Callable[[], str]) -> list[object]:
         """What every rank brought to this round, in order of ranks."""
@@ -136,6 +163,7 @@ class LocalTransport:
         self.stall = world.stall
         self.cores = max(1, len(usable_cores()) // world.size)
         self.crowded = world.size > 1
+        self.spins = False
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Request:
         self.world.put((self.rank, peer, tag), buffer.copy())
@@ -150,6 +178,22 @@ class LocalTransport:
             if data.size != request.buffer.size:
                 raise RankError(f"rank {self.rank} got {data.size} bytes instead of {request.buffer.size}: {what()}")
             request.buffer[:] = data
+        elif isinstance(request, _Gathering):
+            brought = self.world.gathered(self.rank, request.meeting, what)
+            _distribute(self.rank, request.movement, [np.asarray(brought[rank]) for rank in request.movement.ranks], what)
+
+    def join(self, circles: Sequence[tuple[int, ...]]) -> None:
+        pass
+
+    def reduces(self, dtype: Dtype, reduce: str) -> bool:
+        return False
+
+    def ready(self, movement: Movement) -> Callable[[], Request]:
+        def begin() -> Request:
+            data = movement.source.copy()
+            return _Gathering(self.world.bring(movement.ranks, movement.tag, self.rank, data), movement)
+
+        return begin
 
     def agree(self, vector: Vector) -> Vector:
         vectors = self.world.meet(self.rank, vector.copy(), lambda: "the agreement on the sizes of a step")
@@ -167,3 +211,21 @@ class LocalTransport:
 
     def close(self) -> None:
         pass
+
+
+def _distribute(rank: int, movement: Movement, brought: Sequence[Bytes], what: Callable[[], str]) -> None:
+    """Give a rank its part of what all have brought."""
+    ranks, target = len(movement.ranks), movement.target
+    if movement.op == ALL_GATHER:
+        parts = list(brought)
+    elif movement.op == ALL_TO_ALL:
+        place = movement.ranks.index(rank)
+        size = target.size // ranks
+        parts = [data[place * size : (place + 1) * size] for data in brought]
+    else:
+        parts = [brought[movement.root]]
+    if any(part.size * len(parts) != target.size for part in parts):
+        sizes = ", ".join(str(part.size) for part in parts)
+        raise RankError(f"rank {rank} got {sizes} bytes instead of {target.size} from all: {what()}")
+    if target.size:
+        np.concatenate(parts, out=target)

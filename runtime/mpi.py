@@ -2,7 +2,8 @@
 
 A wait tests for a moment and then sleeps, 20 microseconds first and twice as long each time, up to a tenth of a millisecond and,
 once it has lasted long, up to a whole one: ranks may outnumber cores, and a rank that spins takes its core from the one it waits
-for. While it sleeps it looks whether another rank has failed. MPI counts in 32-bit integers, so that a longer message travels in pieces.
+for. While it sleeps it looks whether another rank has failed. MPI counts in 32-bit integers, so that a longer message travels in
+pieces.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Protocol, cast
 import numpy as np
 from mpi4py import MPI
 
-from .dtypes import Bytes
+from .dtypes import Bytes, Dtype
 from .errors import RankError
-from .transport import Request, Vector, stalled, usable_cores
+from .mpi_circle import Circle, reduces
+from .transport import Movement, Request, Vector, stalled, usable_cores
 
 _PIECE = 1 << 30
 _ALONE_SPIN = 2e-3
@@ -63,11 +65,13 @@ class MpiTransport:
         everyone = frozenset().union(*seen)
         self.cores = min(len(usable_cores()), max(1, len(everyone) // neighbours.size))
         self.crowded = neighbours.size > 1
+        self.spins = neighbours.size <= len(everyone)
         self._yields = neighbours.size > len(everyone) and hasattr(os, "sched_yield")
         self._spin = _CROWDED_SPIN if neighbours.size > len(everyone) else _ALONE_SPIN
         neighbours.Free()
         self._failure: str | None = None
         self._agreeing: object = None
+        self._circles: dict[tuple[int, ...], Circle] = {}
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Request:
         if buffer.size > self.piece:
@@ -98,6 +102,17 @@ class MpiTransport:
             if waited >= report:
                 print(stalled(self.rank, waited, what()), file=sys.stderr, flush=True)
                 report *= 2
+
+    def join(self, circles: Sequence[tuple[int, ...]]) -> None:
+        for index, ranks in enumerate(circles):
+            if self.rank in ranks and ranks not in self._circles:
+                self._circles[ranks] = Circle(self.comm, ranks, index % self.tags)
+
+    def reduces(self, dtype: Dtype, reduce: str) -> bool:
+        return reduces(dtype, reduce)
+
+    def ready(self, movement: Movement) -> Callable[[], Request]:
+        return self._circles[movement.ranks].ready(movement)
 
     def agree(self, vector: Vector) -> Vector:
         result = np.empty_like(vector)
@@ -132,6 +147,8 @@ class MpiTransport:
     def close(self) -> None:
         # After a failure messages may still be under way: the communicators must outlive them.
         if self._failure is None and not MPI.Is_finalized():
+            for circle in self._circles.values():
+                circle.free()
             self.comm.Free()
             self.notices.Free()
 

@@ -43,25 +43,22 @@ class Session(Protocol):
     def get_outputs(self) -> list[Described]: ...
 
 
-_pool: int | None = None
 """The threads of the pool that the sessions of this process share; 0 where onnxruntime gives none, None before the first use."""
 
 
 def new_session(
-    model: bytes, threads: int, spinning: bool, providers: Sequence[str], entries: Mapping[str, str]
+    model: bytes, threads: int, providers: Sequence[str], entries: Mapping[str, str]
 ) -> Session:
     """A session with all optimizations and without a memory arena of its own; `entries` are session options by name.
 
-    Sessions whose threads may spin share one pool: the idle threads of one would take the cores from the next.
+    Its threads are its own: onnxruntime's pool for all sessions is for all of the process, and the user's sessions there would have
+    to be told of it.
     """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    shared = spinning and threads > 1 and _shared_pool(threads) == threads
-    options.use_per_session_threads = not shared
-    if not shared:
-        options.intra_op_num_threads = threads
-        options.inter_op_num_threads = 1
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
     options.enable_cpu_mem_arena = False
     # Every failure is raised with its text; onnxruntime's own print of it would be a second one.
     options.log_severity_level = 4
@@ -69,21 +66,6 @@ def new_session(
         options.add_session_config_entry(name, value)
     session = onnxruntime.InferenceSession(model, options, providers=list(providers))
     return cast(Session, session)
-
-
-def _shared_pool(threads: int) -> int:
-    """The threads of the shared pool, which is made with the first size that is asked for."""
-    global _pool
-    if _pool is None:
-        import onnxruntime
-
-        try:
-            onnxruntime.set_global_thread_pool_sizes(threads, 1)
-            _pool = threads
-        except Exception:
-            # An older onnxruntime, or a pool that somebody else in this process has made.
-            _pool = 0
-    return _pool
 
 
 def new_value(shape: tuple[int, ...], code: int) -> OrtValue:

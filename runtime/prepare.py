@@ -1,14 +1,14 @@
 """A rank's program made ready: everything that does not depend on the bindings of a step.
 
 Steps are cut, sessions built, and every value gets a kind that says where it lies while a step runs. A shape is known when every
-name in it is a symbol that the inputs bind; the promise that two ranks hold each other to is the transfer's shape in the
-manifest, so that both choose the same form of message.
+name in it is a symbol that the inputs bind; the promise that ranks hold each other to is the transfer's or collective's shape in
+the manifest, so that all choose the same form of message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -18,11 +18,14 @@ from . import expression
 from .artifact import Artifact
 from .bindings import Binder, Bindings
 from .buffers import Life
+from .collective import LOOSE, Call
 from .dtypes import BY_CODE, Array, Dtype, dense, element
 from .errors import ArtifactError
-from .format import Dim, Manifest, Shape, Transfer, rank_file
+from .format import EXCHANGE, Collective, Dim, Manifest, Shape, Transfer
+from .lives import Span, lives, places, spans
 from .message import Value
-from .segments import Post, Segment, Send, Step, cut
+from .records import check_ports, collectives_of, transfers_of
+from .segments import Begin, Finish, Post, Segment, Send, Step, cut
 from .sessions import Builder, Runner, Settings, stated_shapes
 from .tensor import Tensor
 
@@ -59,7 +62,10 @@ class RankProgram:
     constants: dict[str, Value]
     outputs: list[str]
     promises: dict[int, Shape]
-    """By tag the shape of a message that travels bare; a tag without one has a header."""
+    """By tag the shape of a message that travels bare, or of a collective's input; a message without one has a header."""
+    spans: dict[str, Span]
+    places: dict[str, str]
+    """By output of a collective the value whose place in memory it takes."""
     binder: Binder
 
     def dtype(self, name: str) -> Dtype:
@@ -74,37 +80,33 @@ class RankProgram:
         return tuple(expression.parse(dim, symbols)(bindings) for dim in shape or ())
 
     def lives(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Life]:
-        """Bytes and life of every value in a slot."""
-        born: dict[str, int] = {}
-        died: dict[str, int] = {}
-        sends: dict[str, list[int]] = {}
-        for index, step in enumerate(self.steps):
-            if isinstance(step, Segment):
-                born.update(dict.fromkeys(step.outputs, index))
-                died.update(dict.fromkeys((*step.inputs, *step.outputs), index))
-                continue
-            died[step.value] = index
-            if isinstance(step, Post):
-                born[step.value] = index
-            elif isinstance(step, Send):
-                sends.setdefault(step.value, []).append(index)
-        died.update(dict.fromkeys(self.outputs, len(self.steps)))
-        return [
-            Life(name, self.dtype(name).bytes_of(shape), born[name], died[name], tuple(sends.get(name, ())))
-            for name, shape in shapes.items()
-        ]
+        """Bytes and life of every place in the arena."""
+        return lives(
+            self.spans, self.places, {name: self.dtype(name).bytes_of(shape) for name, shape in shapes.items()}
+        )
 
     def last_uses(self) -> dict[int, list[str]]:
         """By step the values with memory of their own that nobody needs after it."""
-        died: dict[str, int] = {}
-        for index, step in enumerate(self.steps):
-            names = step.inputs + step.outputs if isinstance(step, Segment) else (step.value,)
-            died.update({name: index for name in names if self.kinds[name] in (Kind.TENSOR, Kind.OBJECT)})
         found: dict[int, list[str]] = {}
-        for name, index in died.items():
-            if name not in self.outputs:
-                found.setdefault(index, []).append(name)
+        for name, span in self.spans.items():
+            if self.kinds[name] in (Kind.TENSOR, Kind.OBJECT) and name not in self.outputs:
+                found.setdefault(max(span.ends), []).append(name)
         return found
+
+    def adjacent(self) -> set[int]:
+        """The tags of the collectives that are waited for as soon as they have begun."""
+        pairs = zip(self.steps, self.steps[1:], strict=False)
+        return {
+            first.call.tag
+            for first, second in pairs
+            if isinstance(first, Begin) and isinstance(second, Finish) and first.call is second.call
+        }
+
+    def in_place(self, apart: Collection[int] = ()) -> set[int]:
+        """Let collectives work in place where they can, but for those tags; the tags of those that do."""
+        slots = {name for name, kind in self.kinds.items() if kind is Kind.SLOT}
+        self.places = places(self.steps, self.spans, slots, apart)
+        return {step.call.tag for step in self.steps if isinstance(step, Begin) and step.call.result in self.places}
 
     def explain(self, index: int, error: Exception) -> str:
         """What failed in a step."""
@@ -122,47 +124,63 @@ def describe(steps: Sequence[Step], index: int) -> str:
 
 def prepare(artifact: Artifact, rank: int, settings: Settings) -> RankProgram:
     """The program of a rank with its sessions built; ArtifactError where the file contradicts itself or the manifest."""
-    where = str(artifact.folder / rank_file(rank))
     manifest = artifact.manifest
+    where = str(artifact.folder / manifest.program(rank))
     model = artifact.model(rank)
-    steps = cut(model, where)
-    transfers = _transfers(steps, manifest, rank, where)
+    steps = cut(model, where, manifest.circles(rank))
+    transfers = transfers_of(steps, manifest, rank, where)
+    collectives = collectives_of(steps, manifest, rank, where)
     reads = [value.name for value in model.graph.input]
     outputs = [value.name for value in model.graph.output]
-    _check_ports(manifest, rank, reads, outputs, where)
-    binder = Binder(manifest, frozenset(reads))
+    check_ports(manifest, rank, {"inputs": reads, "outputs": outputs}, where)
+    binder = Binder(manifest, rank, frozenset(reads))
 
     def known(shape: Shape) -> bool:
         return shape is not None and all(_names(dim, manifest) <= binder.bound for dim in shape)
 
-    promises = {one.tag: one.shape for one in transfers.values() if dense(one.type) and known(one.shape)}
+    records: list[Transfer | Collective] = [*transfers.values(), *collectives.values()]
+    promises = {one.tag: one.shape for one in records if dense(one.type) and known(one.shape)}
     sent = {step.value: transfers[step.tag].shape for step in steps if isinstance(step, Send)}
     received = {step.value: transfers[step.tag] for step in steps if isinstance(step, Post)}
+    results = {step.call.result: step.call for step in steps if isinstance(step, Begin) and step.call.result}
     stated = [*sent.items(), *stated_shapes(model).items()]
     shapes = {name: shape for name, shape in stated if known(shape) and name not in received}
     shapes |= {name: one.shape for name, one in received.items() if one.tag in promises}
-    builder = Builder(model, artifact.folder, {name: one.type for name, one in received.items()}, settings, where)
+    _check_results(results.values(), shapes, promises, where)
+    foreign = {name: one.type for name, one in received.items()}
+    foreign |= {name: collectives[call.tag].type for name, call in results.items()}
+    if sum(isinstance(step, Segment) for step in steps) > 1:
+        # idle threads of one session that spin would take the cores from the next
+        settings = replace(settings, spinning=False)
+    builder = Builder(model, artifact.folder, foreign, settings, where)
     runners = {index: builder.build(step) for index, step in enumerate(steps) if isinstance(step, Segment)}
     types = builder.types
     _refuse_sparse(types, steps, where)
     constants = _constants(model, artifact, steps, outputs)
     types |= {name: f"tensor({element(tensor.data_type)})" for name, (tensor, _) in constants.items()}
+    _refuse_other_types(types, steps, collectives, where)
     made = [name for runner in runners.values() for name in runner.segment.outputs]
+    known_results = {name for name, call in results.items() if call.tag in promises}
     kinds = {
         **{name: _kind(types[name], name in shapes) for name in (*received, *made)},
+        **{name: _kind(types[name], name in known_results) for name in results},
         **dict.fromkeys(reads, Kind.INPUT),
         **dict.fromkeys(constants, Kind.CONSTANT),
     }
+    used = spans(steps, outputs)
+    slots = {name for name, kind in kinds.items() if kind is Kind.SLOT}
     return RankProgram(
         rank=rank,
         steps=steps,
         runners=runners,
         types=types,
         kinds=kinds,
-        shapes={name: shapes[name] for name, kind in kinds.items() if kind is Kind.SLOT},
+        shapes={name: shape for name, shape in shapes.items() if name in slots},
         constants={name: value for name, (_, value) in constants.items()},
         outputs=outputs,
         promises=promises,
+        spans=used,
+        places={},
         binder=binder,
     )
 
@@ -181,28 +199,16 @@ def _kind(text: str, known: bool) -> Kind:
     return Kind.SLOT if known else Kind.TENSOR
 
 
-def _transfers(steps: Sequence[Step], manifest: Manifest, rank: int, where: str) -> dict[int, Transfer]:
-    """The manifest's record of each message of this rank, by tag; the file and the manifest must tell the same."""
-    records = {one.tag: one for one in manifest.transfers}
-    used: set[int] = set()
+def _check_results(calls: Iterable[Call], shapes: Mapping[str, Shape], promises: Collection[int], where: str) -> None:
+    """Every collective whose result's shape must be known has one."""
     problems = []
-    for step in steps:
-        if isinstance(step, Send | Post):
-            ends = (rank, step.peer) if isinstance(step, Send) else (step.peer, rank)
-            record = records.get(step.tag)
-            if record is None or (record.value, record.source, record.target) != (step.value, *ends):
-                problems.append(f"{where}: the manifest lists no transfer {step.tag} for the {step}")
-            elif step.tag in used:
-                problems.append(f"{where}: transfer {step.tag} stands twice in the file: {step}")
-            used.add(step.tag)
-    problems += [
-        f"{where}: the manifest lists transfer {one.tag} of '{one.value}' ({one.source} to {one.target}), the file does not"
-        for one in manifest.transfers
-        if rank in (one.source, one.target) and one.tag not in used
-    ]
+    for call in calls:
+        if call.tag not in promises and call.op not in LOOSE:
+            problems.append(f"{where}: {call.op} of '{call.value}': the inputs of a step do not tell the shape of what it moves")
+        elif call.op == EXCHANGE and call.result not in shapes:
+            problems.append(f"{where}: {call.op} of '{call.value}': the file does not state the shape of its output")
     if problems:
-        raise ArtifactError("\n".join([*problems, "  help: the file was changed; compile again"]))
-    return {tag: records[tag] for tag in used}
+        raise ArtifactError("\n".join([*problems, "  help: compile again"]))
 
 
 def _refuse_sparse(types: Mapping[str, str], steps: Sequence[Step], where: str) -> None:
@@ -215,13 +221,15 @@ def _refuse_sparse(types: Mapping[str, str], steps: Sequence[Step], where: str) 
         raise ArtifactError("\n".join([*problems, "  help: place the ops that make and use it on one rank"]))
 
 
-def _check_ports(manifest: Manifest, rank: int, reads: Sequence[str], outputs: Sequence[str], where: str) -> None:
-    """The file's inputs and outputs are those that the manifest gives to this rank."""
-    problems = []
-    for kind, names, ports in (("inputs", reads, manifest.inputs), ("outputs", outputs, manifest.outputs)):
-        listed = {port.name for port in ports if rank in port.ranks}
-        if listed != set(names):
-            problems.append(f"{where}: the {kind} are {sorted(names)}, the manifest says {sorted(listed)}")
+def _refuse_other_types(
+    types: Mapping[str, str], steps: Sequence[Step], collectives: Mapping[int, Collective], where: str
+) -> None:
+    problems = [
+        f"{where}: the {step}: its input is {found}, the manifest says {collectives[step.call.tag].type}"
+        for step in steps
+        if isinstance(step, Begin) and (found := types.get(step.call.source or ""))
+        if found != collectives[step.call.tag].type
+    ]
     if problems:
         raise ArtifactError("\n".join([*problems, "  help: the file was changed; compile again"]))
 
@@ -233,6 +241,7 @@ def _constants(
     from onnx import numpy_helper
 
     loose = {step.value for step in steps if isinstance(step, Send)} | set(outputs)
+    loose |= {step.call.source for step in steps if isinstance(step, Begin) and step.call.source}
     found: dict[str, tuple[TensorProto, Value]] = {}
     for tensor in model.graph.initializer:
         if tensor.name in loose:

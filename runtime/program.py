@@ -17,12 +17,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
+import numpy as np
+
 from .artifact import Artifact, open_artifact
 from .bindings import Bindings
 from .board import AGREEING, SLOT, open_board
+from .cuts import Whole, distinct, merge
 from .errors import ArtifactError, InputError, PartcError, RankError, UsageError
 from .execute import Schedule
-from .format import Manifest, Port, rank_file
+from .format import ALL_REDUCE, EXCHANGE, Manifest, Port
 from .local import LocalWorld
 from .message import Value
 from .prepare import describe, prepare
@@ -50,6 +53,7 @@ class Program:
         self._on_error = on_error
         self._program = prepare(artifact, transport.rank, settings)
         self._wire = _wire_tags(artifact.manifest, transport.tags)
+        self._at_once: frozenset[int] = frozenset()
         self._schedules: OrderedDict[tuple[tuple[str, int], ...], Schedule] = OrderedDict()
         self._board = open_board(transport.rank)
         self._step = 0
@@ -68,6 +72,8 @@ class Program:
     def __call__(self, inputs: Mapping[str, object] | None = None, /, **named: object) -> Outputs:
         """Run one step; give every rank the inputs that it reads (others are ignored), and get the outputs delivered to it.
 
+        Of an input that is cut a rank gives its piece (`Port.box`), or the `Whole` of it; of such an output it gets its piece.
+
         InputError is raised on all ranks alike and harms nothing. RankError says which rank failed in which op; the program
         cannot be called again.
         """
@@ -83,6 +89,31 @@ class Program:
         except Exception as error:
             self._fail(error)
             raise
+
+    def connect(self) -> None:
+        """Make ready for the collectives of the artifact; all ranks call it, once, before the first step.
+
+        A collective that every rank waits for as soon as it has begun may be one blocking call, where each rank has a core. An
+        AllReduce works in place if it can do so on every rank, as MPI wants it.
+        """
+        collectives = self.manifest.collectives
+        if not collectives:
+            return
+        used = {one.group for one in collectives if one.op != EXCHANGE}
+        lists = {tuple(ranks) for group in used for ranks in self.manifest.groups[group] if len(ranks) > 1}
+        self._transport.join(sorted(lists))
+        circles = self.manifest.circles(self.rank)
+        adjacent, in_place = self._program.adjacent() & self._program.promises.keys(), self._program.in_place()
+        flags = [
+            (
+                not self._transport.spins or (one.group in circles and one.tag not in adjacent),
+                one.group in circles and one.op == ALL_REDUCE and one.tag not in in_place,
+            )
+            for one in collectives
+        ]
+        agreed = self._transport.agree(np.array(flags, np.int64).reshape(-1)).reshape(-1, 2).tolist()
+        self._at_once = frozenset(one.tag for one, (later, _) in zip(collectives, agreed, strict=True) if not later)
+        self._program.in_place({one.tag for one, (_, apart) in zip(collectives, agreed, strict=True) if apart})
 
     def describe(self, action: int) -> str:
         """The text of an action that the status board shows."""
@@ -115,7 +146,7 @@ class Program:
         schedule = self._schedules.get(key)
         if schedule is None:
             self._program.binder.check_promises(bindings)
-            schedule = Schedule(self._program, bindings, self._transport, self._wire)
+            schedule = Schedule(self._program, bindings, self._transport, self._wire, self._at_once)
             self._schedules[key] = schedule
             if len(self._schedules) > _SCHEDULES:
                 self._schedules.popitem(last=False)
@@ -143,6 +174,8 @@ class LocalProgram:
         transports = [self._world.transport(rank) for rank in range(self._world.size)]
         self._ranks = [Program(artifact, transport, settings, "raise") for transport in transports]
         self._threads = ThreadPoolExecutor(self._world.size, thread_name_prefix="rank")
+        for future in [self._threads.submit(program.connect) for program in self._ranks]:
+            future.result()
 
     @property
     def inputs(self) -> list[Port]:
@@ -155,8 +188,11 @@ class LocalProgram:
         return self.manifest.outputs
 
     def __call__(self, inputs: Mapping[str, object] | None = None, /, **named: object) -> Outputs:
-        """Run one step on all ranks. After an InputError or a RankError it can be called again."""
+        """Run one step on all ranks, with whole inputs and outputs. After an InputError or a RankError it can be called again."""
         given = {**(inputs or {}), **named}
+        for port in self.inputs:
+            if port.boxes is not None and port.name in given and not isinstance(given[port.name], Whole):
+                given[port.name] = Whole(given[port.name])
         futures = [self._threads.submit(self._run, program, given) for program in self._ranks]
         errors = [error for error in (future.exception() for future in futures) if error is not None]
         if errors:
@@ -189,7 +225,15 @@ class LocalProgram:
     def _merged(self, futures: Sequence[Future[Outputs]]) -> Outputs:
         self._world.reset()
         found = [future.result() for future in futures]
-        return {port.name: found[port.ranks[0]][port.name] for port in self.outputs if port.ranks}
+        return {port.name: _whole(port, found) for port in self.outputs if port.ranks}
+
+
+def _whole(port: Port, found: Sequence[Outputs]) -> Value:
+    """An output of the model out of what the ranks got."""
+    if port.boxes is None:
+        return found[port.ranks[0]][port.name]
+    chosen = distinct(port)
+    return merge([box for _, box in chosen], [np.asarray(found[rank][port.name]) for rank, _ in chosen])
 
 
 def load(
@@ -227,6 +271,7 @@ def load(
     if program is None or problems:
         transport.close()
         raise ArtifactError("\n".join(problems))
+    program.connect()
     return program
 
 
@@ -245,11 +290,13 @@ def load_local(
 
 
 def describe_action(folder: str | Path, rank: int, action: int) -> str:
-    """The text of an action that a rank's slot of the status board shows; reads the rank's file alone, without MPI."""
+    """The text of an action that a rank's slot of the status board shows; reads the manifest and the rank's file, without MPI."""
     import onnx
 
-    file = Path(folder) / rank_file(rank)
-    return describe(cut(onnx.load_model(file, load_external_data=False), str(file)), action)
+    manifest = open_artifact(folder, trust=True).manifest
+    file = Path(folder) / manifest.program(rank)
+    model = onnx.load_model(file, load_external_data=False)
+    return describe(cut(model, str(file), manifest.circles(rank)), action)
 
 
 def _settings(transport: Transport, threads: int | None, providers: Sequence[str]) -> Settings:
@@ -284,13 +331,19 @@ def _launched() -> bool:
 
 
 def _wire_tags(manifest: Manifest, largest: int) -> dict[int, int]:
-    """The tags as the transport sees them: the manifest's, or where those are too large, a count for each pair of ranks."""
-    if all(one.tag <= largest for one in manifest.transfers):
-        return {one.tag: one.tag for one in manifest.transfers}
+    """The tags as the transport sees them: the manifest's, or where those are too large, a count for each pair of ranks.
+
+    An Exchange is a message between every two ranks of its lists; the other collectives need no tag of the transport.
+    """
+    exchanges = [one for one in manifest.collectives if one.op == EXCHANGE]
+    every = [one.tag for one in manifest.transfers] + [one.tag for one in exchanges]
+    if all(tag <= largest for tag in every):
+        return {tag: tag for tag in every}
     count: dict[tuple[int, int], int] = {}
     tags: dict[int, int] = {}
     for one in manifest.transfers:
         pair = (one.source, one.target)
         tags[one.tag] = count.get(pair, 0)
         count[pair] = tags[one.tag] + 1
-    return tags
+    first = max(count.values(), default=0)
+    return tags | {one.tag: first + index for index, one in enumerate(exchanges)}

@@ -2,16 +2,18 @@
 
 The order of the file is kept for everything that communicates. A segment ends before a Send of a value that it makes, and before
 the first node that needs a received value nobody has waited for; all other cuts would only cost. A receive is posted at its place
-in the file, or before the segment that is open there, and waited for at the first use of its value. So communication overlaps
-computation as far as the order allows, and no rank waits for what the global order puts later.
+in the file, or before the segment that is open there, and waited for at the first use of its value. A collective begins like a
+Send and is waited for like a receive. So communication overlaps computation as far as the order allows, and no rank waits for
+what the global order puts later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from .collective import Call, read_call
 from .errors import ArtifactError
 from .format import DOMAIN, PATH, PEER, RECV, SEND, TAG
 
@@ -70,17 +72,45 @@ class Wait(Message):
         return f"Recv of '{self.value}' from rank {self.peer}{_source(self.path)}"
 
 
-Step: TypeAlias = Segment | Send | Post | Wait
+@dataclass(frozen=True)
+class _Collective:
+    """One end of a collective: the call, and the ranks that take part, none where the file alone is looked at."""
+
+    call: Call
+    ranks: tuple[int, ...]
+
+    def _text(self) -> str:
+        ranks = f", ranks {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        return f"{self.call.op} of '{self.call.value}' in group '{self.call.group}'{ranks}{_source(self.call.path)}"
+
+
+@dataclass(frozen=True)
+class Begin(_Collective):
+    """The collective begins: from here on its input is read and its output written."""
+
+    def __str__(self) -> str:
+        return f"beginning of {self._text()}"
+
+
+@dataclass(frozen=True)
+class Finish(_Collective):
+    """The collective's output is needed: it must be complete."""
+
+    def __str__(self) -> str:
+        return self._text()
+
+
+Step: TypeAlias = Segment | Send | Post | Wait | Begin | Finish
 
 
 @dataclass
 class _Cutter:
     """The state of the one walk over the nodes; a segment is a list of node numbers."""
 
-    steps: list[Message | list[int]] = field(default_factory=list)
+    steps: list[Message | _Collective | list[int]] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
     made: set[str] = field(default_factory=set)
-    pending: dict[str, Message] = field(default_factory=dict)
+    pending: dict[str, Wait | Finish] = field(default_factory=dict)
 
     def close(self) -> None:
         if self.open:
@@ -91,15 +121,20 @@ class _Cutter:
         waited = [name for name in dict.fromkeys(names) if name in self.pending]
         if waited:
             self.close()
-        for name in waited:
-            message = self.pending.pop(name)
-            self.steps.append(Wait(message.value, message.peer, message.tag, message.path))
+        self.steps.extend(self.pending.pop(name) for name in waited)
+
+    def give(self, name: str, step: Message | _Collective) -> None:
+        """A step that takes a value out of the rank."""
+        self.wait([name])
+        if name in self.made:
+            self.close()
+        self.steps.append(step)
 
 
-def cut(model: ModelProto, where: str) -> list[Step]:
+def cut(model: ModelProto, where: str, circles: Mapping[str, tuple[int, ...]] | None = None) -> list[Step]:
     """The steps of a rank's program in order; every value is made once and before its use, else ArtifactError names it.
 
-    `where` is the file, for messages. Time is linear in the nodes.
+    `where` is the file, for messages; `circles` by group the ranks among which this rank works. Time is linear in the nodes.
     """
     graph = model.graph
     nodes = list(graph.node)
@@ -115,20 +150,27 @@ def cut(model: ModelProto, where: str) -> list[Step]:
             cutter.open.append(index)
             cutter.made.update(filter(None, node.output))
             continue
-        peer, tag = _ends(node, where)
-        if node.op_type == RECV:
-            post = Post(node.output[0], peer, tag, path_of(node))
-            cutter.pending[post.value] = post
-            cutter.steps.append(post)
+        if node.op_type in (SEND, RECV):
+            _cut_message(cutter, node, where)
         else:
-            send = Send(node.input[0], peer, tag, path_of(node))
-            cutter.wait([send.value])
-            if send.value in cutter.made:
-                cutter.close()
-            cutter.steps.append(send)
+            call = read_call(node, where)
+            ranks = (circles or {}).get(call.group, ())
+            cutter.give(call.source or "", Begin(call, ranks))
+            if call.result:
+                cutter.pending[call.result] = Finish(call, ranks)
     cutter.close()
     cutter.wait(list(cutter.pending))
     return _segments(cutter.steps, nodes, operands, initializers, [value.name for value in graph.output])
+
+
+def _cut_message(cutter: _Cutter, node: NodeProto, where: str) -> None:
+    peer, tag = _ends(node, where)
+    if node.op_type == SEND:
+        cutter.give(node.input[0], Send(node.input[0], peer, tag, path_of(node)))
+        return
+    post = Post(node.output[0], peer, tag, path_of(node))
+    cutter.pending[post.value] = Wait(post.value, peer, tag, post.path)
+    cutter.steps.append(post)
 
 
 def name_of(node: NodeProto) -> str:
@@ -146,7 +188,7 @@ def _source(path: str) -> str:
 
 
 def _segments(
-    steps: Sequence[Message | list[int]],
+    steps: Sequence[Message | _Collective | list[int]],
     nodes: Sequence[NodeProto],
     operands: Sequence[Sequence[str]],
     initializers: set[str],
@@ -166,6 +208,9 @@ def _segments(
         elif isinstance(step, Message):
             reads.append(())
             wanted.add(step.value)
+        elif isinstance(step, _Collective):
+            reads.append(())
+            wanted.update(filter(None, (step.call.source, step.call.result)))
     result: list[Step] = []
     for step, read in zip(steps, reads, strict=True):
         if isinstance(step, list):
@@ -174,7 +219,7 @@ def _segments(
             inputs = tuple(name for name in read if name not in initializers)
             if given:
                 result.append(Segment(chosen, inputs, given, tuple(name for name in read if name in initializers)))
-        elif isinstance(step, Send | Post | Wait):
+        elif isinstance(step, Send | Post | Wait | Begin | Finish):
             result.append(step)
     return result
 
@@ -228,11 +273,7 @@ def _check(
 
 def _ends(node: NodeProto, where: str) -> tuple[int, int]:
     """Peer and tag of a communication node."""
-    counts = {SEND: (1, 0), RECV: (0, 1)}.get(node.op_type)
-    if counts is None:
-        raise ArtifactError(
-            f"{where}: this partc does not know the op '{DOMAIN}.{node.op_type}'\n  help: install a newer partc"
-        )
+    counts = (1, 0) if node.op_type == SEND else (0, 1)
     numbers = {attribute.name: attribute.i for attribute in node.attribute}
     if PEER not in numbers or TAG not in numbers or (len(node.input), len(node.output)) != counts:
         raise ArtifactError(

@@ -103,7 +103,7 @@ class Builder:
             "session.model_external_initializers_file_folder_path": str(self.folder.resolve()),
         }
         try:
-            return new_session(model.SerializeToString(), threads, spinning, providers, entries)
+            return new_session(model.SerializeToString(), threads, providers, entries)
         except Exception as error:
             text = _plain(str(error))
             raise ArtifactError(

@@ -3,21 +3,49 @@
 Laws: messages of one (source, target, tag) arrive in the order in which they were sent; a buffer given to `isend` or `irecv`
 belongs to the transport until `wait` returns; a wait never lasts for ever, because the failure of any rank ends it with a
 RankError.
+
+A collective begins and is waited for like a message. Each rank of a list calls the list's collectives in one order; each gives
+packed bytes and gets packed bytes:
+
+    AllReduce       source n    target n     reduced element by element (source may be target)
+    ReduceScatter   source p*n  target n     the own block of the reduced source
+    AllGather       source n    target p*n   all sources, in the list's order
+    AllToAll        source p*n  target p*n   block i of the target is the own block of the i-th rank's source
+    Broadcast       target n                 the target of the root
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from .dtypes import Bytes
+from .dtypes import Bytes, Dtype
 
 Request: TypeAlias = object
 Vector: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Movement:
+    """A collective as transports see it: among `ranks`, which include this one, from `source` to `target`.
+
+    `at_once`: on every one of the ranks the wait follows the begin at once, and may be one with it.
+    """
+
+    op: str
+    ranks: tuple[int, ...]
+    tag: int
+    source: Bytes
+    target: Bytes
+    dtype: Dtype
+    reduce: str = ""
+    root: int = 0
+    at_once: bool = False
 
 
 @runtime_checkable
@@ -34,6 +62,8 @@ class Transport(Protocol):
     """The largest tag."""
     stall: float
     """Seconds after which a wait is reported, and again after twice as long."""
+    spins: bool
+    """Whether every rank has a core of its own, so that a wait may keep it."""
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Request:
         """Begin to send the buffer."""
@@ -45,6 +75,18 @@ class Transport(Protocol):
 
     def wait(self, request: Request, what: Callable[[], str]) -> None:
         """Return when the transfer is complete; `what` names it in reports."""
+        ...
+
+    def join(self, circles: Sequence[tuple[int, ...]]) -> None:
+        """Make ready for collectives among each of these lists of ranks; all ranks call it, with the same lists."""
+        ...
+
+    def reduces(self, dtype: Dtype, reduce: str) -> bool:
+        """Whether AllReduce and ReduceScatter take this type, and give every rank the same bits."""
+        ...
+
+    def ready(self, movement: Movement) -> Callable[[], Request]:
+        """What begins the collective, each time that it is called."""
         ...
 
     def agree(self, vector: Vector) -> Vector:

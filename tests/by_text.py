@@ -5,7 +5,9 @@
         "rank1 () => (float[batch, 3] y) { h = partc.comm.Recv <peer = 0, tag = 0> ()  y = Neg(h) }",
     ])
 
-Every dim that is a name is a symbol. The type and shape of a transfer are those that the sender's graph states for the value.
+Every dim that is a name is a symbol. The type and shape of a transfer are those that the sender's graph states for the value,
+those of a collective what a giver's graph states for its input. `boxes` gives cut inputs and outputs: by name the whole shape, and
+each rank's box.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ from onnx import GraphProto, ModelProto, ValueInfoProto, helper, numpy_helper
 from partc.runtime.artifact import sha256
 from partc.runtime.dtypes import type_text
 from partc.runtime.format import (
+    COLLECTIVES,
     DOMAIN,
     MANIFEST,
     PATH,
     SEND,
+    Box,
+    Collective,
     Dim,
     FileRecord,
     Manifest,
@@ -45,8 +50,12 @@ def write(
     symbols: Mapping[str, SymbolRecord] | None = None,
     shapes: Mapping[str, list[Dim] | None] | None = None,
     external: bool = False,
+    groups: Mapping[str, list[list[int]]] | None = None,
+    boxes: Mapping[str, tuple[list[Dim], list[Box]]] | None = None,
 ) -> Path:
-    """The artifact in `folder`. `shapes` overrides the shapes of transfers; `external` moves the weights to their own files."""
+    """The artifact in `folder`. `shapes` overrides the shapes of transfers and of what collectives take, by the value's name;
+    `external` moves the weights to their own files. Ranks whose graphs have one text share a file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     models = [_parsed(text) for text in graphs]
     transfers = []
@@ -69,11 +78,16 @@ def write(
                         cause="test",
                     )
                 )
+    collectives = _collectives(models, shapes or {})
     inputs = _ports([list(model.graph.input) for model in models])
     outputs = _ports([list(model.graph.output) for model in models])
+    inputs, outputs = (_cut(ports, boxes or {}) for ports in (inputs, outputs))
+    programs = [rank_file(graphs.index(text)) for text in graphs]
     names = {dim for one in (*inputs, *outputs, *transfers) for dim in one.shape or () if isinstance(dim, str)}
     files: dict[str, FileRecord] = {}
     for rank, model in enumerate(models):
+        if programs[rank] != rank_file(rank):
+            continue
         if external and model.graph.initializer:
             _move_weights(folder, rank, model)
             files[weights_file(rank)] = record(folder / weights_file(rank))
@@ -87,12 +101,49 @@ def write(
         inputs=inputs,
         outputs=outputs,
         transfers=sorted(transfers, key=lambda one: one.tag),
+        groups=dict(groups or {}),
+        collectives=collectives,
+        programs=programs if len(set(programs)) < len(programs) else [],
         files=files,
         model=SourceRecord(name="test", sha256="0"),
         plan=None,
     )
     (folder / MANIFEST).write_text(manifest.model_dump_json())
     return folder
+
+
+def _collectives(models: Sequence[ModelProto], shapes: Mapping[str, list[Dim] | None]) -> list[Collective]:
+    found: dict[int, Collective] = {}
+    for model in models:
+        known = {value.name: value for value in _values(model.graph)}
+        for node in model.graph.node:
+            said = {attribute.name: attribute for attribute in node.attribute}
+            if node.op_type in COLLECTIVES and node.domain == DOMAIN and any(node.input):
+                tag, given = said["tag"].i, node.input[0]
+                earlier = found.get(tag)
+                value = next(iter(node.output), earlier.value if earlier else "")
+                found[tag] = Collective(
+                    tag=tag,
+                    op=node.op_type,
+                    value=value,
+                    group=said["group"].s.decode(),
+                    type=type_text(known[given].type),
+                    shape=shapes.get(given, _shape(known[given])),
+                    bytes="unknown",
+                    cause="test",
+                )
+            elif node.op_type in COLLECTIVES and said["tag"].i in found:
+                found[said["tag"].i] = found[said["tag"].i].model_copy(update={"value": node.output[0]})
+    return [found[tag] for tag in sorted(found)]
+
+
+def _cut(ports: list[Port], boxes: Mapping[str, tuple[list[Dim], list[Box]]]) -> list[Port]:
+    return [
+        port.model_copy(update={"shape": boxes[port.name][0], "boxes": boxes[port.name][1]})
+        if port.name in boxes
+        else port
+        for port in ports
+    ]
 
 
 def record(file: Path) -> FileRecord:

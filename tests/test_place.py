@@ -17,7 +17,7 @@ main (float[batch, 5] x) => (float[batch, 5] y) {
 
 
 def transfers(program) -> list[tuple[str, int, int]]:
-    return [(t.value.name, t.source, t.target) for t in program.transfers]
+    return [(e.value.name, e.ranks[0][0], e.ranks[1][0]) for e in program.events]
 
 
 def plan(ranks: int, **placement: int) -> str:
@@ -132,7 +132,7 @@ def test_a_free_chain_moves_to_its_readers_where_that_saves_a_transfer(tmp_path:
         [c] y = Add(u, r)
     }"""
     program = same_as_whole(model(text), plan(2, a=0, b=1, c=1), {"x": np.ones((4, 6), np.float32)}, rtol=0, atol=0)
-    assert len(program.transfers) == 2
+    assert len(program.events) == 2
 
 
 def test_outputs_go_where_the_plan_says(tmp_path: Path) -> None:

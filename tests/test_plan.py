@@ -66,10 +66,10 @@ def test_a_whole_plan() -> None:
             "scalar": InputRule((), "a/plan.yaml:14"),
         },
         placement=(
-            PlacementRule("conv1", 3, "a/plan.yaml:16"),
-            PlacementRule("layers.[0-5].*", 4, "a/plan.yaml:17"),
-            PlacementRule("conv1.Relu", 0, "a/plan.yaml:18"),
-            PlacementRule("1", 0, "a/plan.yaml:19"),
+            PlacementRule("conv1", (3,), "a/plan.yaml:16"),
+            PlacementRule("layers.[0-5].*", (4,), "a/plan.yaml:17"),
+            PlacementRule("conv1.Relu", (0,), "a/plan.yaml:18"),
+            PlacementRule("1", (0,), "a/plan.yaml:19"),
         ),
         outputs=(
             OutputRule("y", (0,), "a/plan.yaml:21"),
@@ -157,7 +157,7 @@ def test_all_problems_are_said_at_once_in_the_order_of_lines() -> None:
     text = """\
 ranks: 4
 rank: 3
-sharding: {}
+train: {}
 symbols:
   batch: {divisor: 8, max: 12, divisr: 3}
   b:
@@ -176,7 +176,7 @@ inputs:
 placement:
   conv1: 4
   conv2: a
-  conv3: [1, 2]
+  conv3: [1, 4]
   conv4: {pp: 1}
   "conv[a]": 1
   c5: -1
@@ -190,13 +190,10 @@ outputs:
     - 7
 """
     dim = "  a dim is a size, the name of a symbol or of a free dim, or null where nothing is said"
-    group = (
-        "is a group, but this version of partc places every operator on one rank\n  groups of ranks come with sharding"
-    )
     assert said(text) == "\n".join(
         [
             "plan.yaml:2: unknown key 'rank'\n  help: the nearest is 'ranks'",
-            "plan.yaml:3: 'sharding' is not in this version of partc, which has placement only\n  help: take it away",
+            "plan.yaml:3: 'train' is not in this version of partc\n  help: take it away",
             "plan.yaml:5: symbol 'batch': unknown key 'divisr'\n  help: the nearest is 'divisor'",
             "plan.yaml:8: symbol 'b': For 'Symbol', the 'remainder' value should be in the range '[0, 8)', but got 9",
             "plan.yaml:11: symbol 'c': For 'Symbol', the 'max' value should be 0 (no maximum) or at least 8, the smallest "
@@ -216,8 +213,11 @@ outputs:
             "plan.yaml:20: placement of 'conv1': rank 4, but there are 4 ranks\n"
             "  help: choose a rank from 0 to 3, or set 'ranks' to at least 5",
             "plan.yaml:21: placement of 'conv2': expected a rank, an integer, but got the text 'a'",
-            f"plan.yaml:22: placement of 'conv3': a list of ranks {group}\n  help: name one rank",
-            f"plan.yaml:23: placement of 'conv4': a slice of the mesh {group}\n  help: name one rank",
+            "plan.yaml:22: placement of 'conv3': rank 4, but there are 4 ranks\n"
+            "  help: choose a rank from 0 to 3, or set 'ranks' to at least 5",
+            "plan.yaml:23: placement of 'conv4': a slice of the mesh, but there is no mesh\n"
+            "  a slice of the mesh fixes the coordinate of one or more of its axes: {pp: 1}\n"
+            "  help: declare 'mesh: {pp: 2, tp: 4}'",
             "plan.yaml:24: placement of 'conv[a]': this is no pattern: '[a]' is no range of numbers such as [0-5,7]; '\\[' is "
             "the character itself",
             "plan.yaml:25: placement of 'c5': rank -1, but there are 4 ranks\n  help: choose a rank from 0 to 3",
@@ -225,7 +225,8 @@ outputs:
             "plan.yaml:28: delivery of 'a': rank 1 stands twice in the list\n  help: name every rank once",
             "plan.yaml:29: delivery of 'b': the list of ranks is empty\n"
             "  help: say 'producer' for an output that stays where it is made",
-            "plan.yaml:30: delivery of 'c': expected a rank, a list of ranks or 'producer', but got the text 'prod'",
+            "plan.yaml:30: delivery of 'c': expected a rank, a list of ranks, 'producer' or 'cut', but got the text "
+            "'prod'",
             "plan.yaml:31: delivery of 'd': rank 7, but there are 4 ranks\n"
             "  help: choose a rank from 0 to 3, or set 'ranks' to at least 8",
         ]
@@ -249,7 +250,7 @@ def test_integers_are_yaml_integers(text: str, value: int) -> None:
 def test_reading_files(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_bytes(b"\xef\xbb\xbfranks: 3\r\nplacement:\r\n  a: 2\r\n")
-    assert read_plan(path).placement == (PlacementRule("a", 2, f"{path}:3"),)
+    assert read_plan(path).placement == (PlacementRule("a", (2,), f"{path}:3"),)
     path.write_bytes(b"ranks: 3\n# caf\xe9\n")
     with pytest.raises(CompileError) as caught:
         read_plan(path)
@@ -264,10 +265,21 @@ def test_the_schema_is_one_for_editors() -> None:
     schema = plan_schema()
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert schema["title"] == "partc plan"
-    assert list(schema["properties"]) == ["ranks", "symbols", "inputs", "placement", "outputs"]
+    assert list(schema["properties"]) == [
+        "ranks",
+        "mesh",
+        "symbols",
+        "inputs",
+        "dataset",
+        "placement",
+        "sharding",
+        "outputs",
+        "max_reshard_bytes",
+    ]
     assert schema["required"] == ["ranks"]
     assert schema["additionalProperties"] is False
-    for properties in (schema["properties"], schema["$defs"]["SymbolEntry"]["properties"]):
+    inside = [schema["$defs"][name]["properties"] for name in ("SymbolEntry", "ShardingEntry")]
+    for properties in (schema["properties"], *inside):
         assert all(entry["description"].endswith(".") for entry in properties.values())
     assert {"type": "null"} in schema["properties"]["placement"]["anyOf"]
 
@@ -329,6 +341,14 @@ def test_the_starting_plan_of_modules() -> None:
     ]:
         assert line in squeezed, line
     assert not any(line.startswith("# . s ") for line in squeezed)
+
+
+def test_a_starting_plan_keeps_what_the_model_promises() -> None:
+    built, paths, name = (*small_model(), "net.onnx")
+    dims = [dim.value for value in built.graph.inputs for dim in value.shape or () if not isinstance(dim, int)]
+    text = starting_plan(built, paths, name, {str(dims[0]): Symbol(divisor=8, max=512)})
+    assert parse_plan(text, "plan.yaml").symbols[str(dims[0])].symbol.max == 512
+    assert "divisor: 8" in text
 
 
 def test_the_names_of_a_starting_plan_place_what_they_name() -> None:

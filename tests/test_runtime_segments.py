@@ -119,8 +119,8 @@ def test_cuts(graph: str, expected: list[str]) -> None:
         ),
         ("g (float[n] x) => (float[n] y) { z = Neg(x) }", "rank.onnx: the output 'y' is made by nothing"),
         (
-            "g (float[n] x) => (float[n] y) { y = partc.comm.Broadcast <root=1> (x) }",
-            "rank.onnx: this partc does not know the op 'partc.comm.Broadcast'",
+            "g (float[n] x) => (float[n] y) { y = partc.comm.Gossip <root=1> (x) }",
+            "rank.onnx: this partc does not know the op 'partc.comm.Gossip'",
         ),
         (
             "g (float[n] x) => (float[n] y) { y = partc.comm.Recv <peer=1> () }",

@@ -128,4 +128,4 @@ def test_shapes_that_only_a_run_tells() -> None:
     random = np.random.default_rng(0)
     steps = [{"x": random.random((n, 6), dtype=np.float32)} for n in (3, 1, 8)] + [{"x": np.zeros((2, 6), np.float32)}]
     program = same_as_whole(proto, "ranks: 2\nplacement: {a: 0, b: 1, c: 0, d: 1, e: 0}\n", *steps, rtol=0, atol=0)
-    assert {t.value.name for t in program.transfers} == {"flags", "where", "t", "g"}
+    assert {e.value.name for e in program.events} == {"flags", "where", "t", "g"}

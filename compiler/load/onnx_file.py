@@ -13,6 +13,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, TopologicalSortPass
+from partc.compiler.annotations.keep import kept
 from partc.compiler.errors import CompileError, Problem
 
 OLDEST_OPSET, NEWEST_OPSET = 7, 26
@@ -60,7 +61,8 @@ def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
 def checked(model: ir.Model, where: str) -> ir.Model:
     """`model` inlined, sorted and free of the faults that `load_onnx` names; weights are no longer graph inputs."""
     if model.functions:
-        model = InlinePass()(model).model
+        with kept(model, where):
+            model = InlinePass()(model).model
     _forget_default_inputs(model.graph)
     problems = [
         *_unknown_ops(model, where),

@@ -16,14 +16,13 @@ an int, a name or a `Symbol`; `partc.compiler.load.inputs` says how Symbols name
 dim that has its name, in finished graphs as well. `outputs = ["logits"]` names the outputs; else they are the keys
 of the dict that forward returns, else `output`, or `output_0`, `output_1`.
 
-`place(module, rank)` and `nn.seed(7)` may stand anywhere. The file's folder can be imported from. `if __name__ ==
-"__main__":` parts do not run.
+`place(module, rank)`, `shard(module, in_strategy)` and `nn.seed(7)` may stand anywhere. The file's folder can be imported
+from. `if __name__ == "__main__":` parts do not run.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,10 +35,12 @@ from partc.compiler.declare import Collector, Declared, Placement, collecting
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.inputs import DimNames, all_inputs, as_mapping, specs
 from partc.compiler.load.onnx_file import NEWEST_OPSET, OLDEST_OPSET, checked, from_proto
+from partc.compiler.load.shard_calls import shardings
 from partc.compiler.load.source import Source
 from partc.compiler.load.trace import module_paths, trace
 from partc.compiler.load.user_code import MODEL_MODULE, UserFile, importable, told_by_line
 from partc.compiler.nn.parameter import seed_of_its_own
+from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.symbol import Symbol
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def load_python(path: Path) -> Source:
         names = DimNames(file.globals, set())
         model = _model(built, inputs, names, file, collector)
         _use_named_symbols(model, names, file)
-        return Source(model, Declared(_placements(collector, built), names.symbols))
+        placements, sharding = _placements(collector, built), shardings(collector, _modules(built), model)
+        return Source(model, Declared(placements, names.symbols, sharding))
 
 
 def _defined(file: UserFile) -> tuple[object, object]:
@@ -177,14 +179,16 @@ def _use_named_symbols(model: ir.Model, names: DimNames, file: UserFile) -> None
 
 def _placements(collector: Collector, built: object) -> tuple[Placement, ...]:
     """The place calls with the paths of their modules. Raises CompileError for modules that the model does not have."""
-    paths = {id(module): path for path, module in _modules(built)}
+    paths: dict[int, str] = {}
+    for first, module in _modules(built):
+        paths.setdefault(id(module), first)
     problems: list[Problem] = []
     placements: list[Placement] = []
     for call in collector.calls:
         if isinstance(call.target, str):
             placements.append(Placement(call.target, call.rank, call.where))
         elif (path := paths.get(id(call.target))) is not None:
-            placements.append(Placement(_literal(path) or "**", call.rank, call.where))
+            placements.append(Placement(literal_pattern(path) or "**", call.rank, call.where))
         else:
             fact = f"place speaks of a {type(call.target).__name__} that is not part of the model"
             problems.append(Problem(call.where, fact, help="place a module that the model holds as an attribute"))
@@ -197,12 +201,7 @@ def _modules(built: object) -> Iterator[tuple[str, object]]:
     if isinstance(built, onnxscript.nn.Module):
         yield from module_paths(built)
     elif _is_torch_module(built):
-        yield from built.named_modules()
-
-
-def _literal(path: str) -> str:
-    """The pattern that means this path and no other."""
-    return re.sub(r"([*\[\\])", r"\\\1", path)
+        yield from built.named_modules(remove_duplicate=False)
 
 
 def _is_torch_module(built: object) -> TypeIs[torch.nn.Module]:

@@ -13,9 +13,12 @@ A forward gets the op builder first and calls ONNX ops and other modules with it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import onnxscript.nn
+from onnxscript import OpBuilder
+from partc.compiler.regions import note_call, shard
 
 if TYPE_CHECKING:
     Base = onnxscript.nn.Module
@@ -39,6 +42,22 @@ class Switch(Base):
     def eval(self: Self) -> Self:
         """This module and all within it in inference mode."""
         return self.train(False)
+
+    def shard(
+        self: Self,
+        in_strategy: Sequence[Sequence[Any] | None],
+        out_strategy: Sequence[Sequence[Any] | None] | None = None,
+        parameter_plan: Mapping[str, Sequence[Any]] | None = None,
+        device: str | None = None,
+        level: int = 0,
+    ) -> Self:
+        """Cuts this module over its group, as `partc.compiler.shard` does, and hands it back."""
+        return shard(self, in_strategy, out_strategy, parameter_plan, device, level)
+
+    def __call__(self, op: OpBuilder, *args: Any, **kwargs: Any) -> Any:
+        result = super().__call__(op, *args, **kwargs)
+        note_call(self, [*args, *kwargs.values()], result)
+        return result
 
 
 class Module(Switch, onnxscript.nn.Module):

@@ -3,6 +3,56 @@
 Importing the package registers every family's entries.
 """
 
-from partc.compiler.ops import elementwise, matmul
+from partc.compiler.ops import (
+    attention,
+    contrib_attention,
+    control,
+    convolution,
+    elementwise,
+    expand,
+    gather,
+    image,
+    join,
+    loss,
+    matmul,
+    norm,
+    pool,
+    quantize,
+    random,
+    recurrent,
+    reduce,
+    reshape,
+    scatter,
+    shape,
+    slice,
+    spectrum,
+    transpose,
+    triangle,
+)
 
-__all__ = ["elementwise", "matmul"]
+__all__ = [
+    "attention",
+    "contrib_attention",
+    "control",
+    "convolution",
+    "elementwise",
+    "expand",
+    "gather",
+    "image",
+    "join",
+    "loss",
+    "matmul",
+    "norm",
+    "pool",
+    "quantize",
+    "random",
+    "recurrent",
+    "reduce",
+    "reshape",
+    "scatter",
+    "shape",
+    "slice",
+    "spectrum",
+    "transpose",
+    "triangle",
+]

@@ -6,11 +6,13 @@ Sums pass terms of a sum on (`joint`), products those of one operand (`each`); w
 from __future__ import annotations
 
 import onnx_ir as ir
-
 from partc.compiler.ops.factors import rule
 from partc.compiler.ops.operands import operand
 from partc.compiler.ops.rule import Rule
 from partc.compiler.ops.table import CONTRIB, op
+
+_FLOATING = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_SIGNED = (ir.DataType.INT8, ir.DataType.INT16, ir.DataType.INT32, ir.DataType.INT64)
 
 op("Identity", "Neg", factors="*->*", linear="joint", says="sums pass")
 op(
@@ -70,7 +72,7 @@ def total(node: ir.Node) -> Rule | None:
 @op("Max", "Min")
 def extreme(node: ir.Node) -> Rule | None:
     """`*,...->*`."""
-    return _many(node, "")
+    return _many(node, "joint" if len(node.inputs) == 1 else "")
 
 
 @op("Div")
@@ -81,27 +83,27 @@ def div(node: ir.Node) -> Rule | None:
 
 @op("Cast")
 def cast(node: ir.Node) -> Rule | None:
-    """`*->*`; a sum passes between floating-point types."""
+    """`*->*`; a sum passes to floating-point types from these and signed integers."""
     to = ir.DataType(node.attributes.get_int("to", 0))
-    return rule(node, "*->*", linear="joint" if _floating(operand(node, 0)) and _is_floating(to) else "")
+    return rule(node, "*->*", linear="joint" if _signed(operand(node, 0)) and to in _FLOATING else "")
 
 
 @op("CastLike")
 def cast_like(node: ir.Node) -> Rule | None:
-    """`*,_->*`; a sum passes between floating-point types; the operand that gives the type stays whole."""
-    linear = "joint" if _floating(operand(node, 0)) and _floating(operand(node, 1)) else ""
+    """`*,_->*`; a sum passes as in Cast; the operand that gives the type stays whole."""
+    linear = "joint" if _signed(operand(node, 0)) and _floating(operand(node, 1)) else ""
     return rule(node, "*,_->*", linear=linear, terms=(0,))
 
 
 @op("Dropout")
 def dropout(node: ir.Node) -> Rule | None:
-    """`*,_,_->*,*`; whole where it draws random numbers, in training mode."""
+    """`*,_,_->*,*`; a sum passes where no mask is made; whole where it draws random numbers, in training mode."""
     training = operand(node, 2)
     if training is not None:
         mode = ir.convenience.get_const_tensor(training)
         if mode is None or bool(mode.numpy()):
             return None
-    return rule(node, "*,_,_->*,*")
+    return rule(node, "*,_,_->*,*", linear="joint" if len(node.outputs) == 1 else "", terms=(0,))
 
 
 def _many(node: ir.Node, linear: str) -> Rule | None:
@@ -109,8 +111,8 @@ def _many(node: ir.Node, linear: str) -> Rule | None:
 
 
 def _floating(value: ir.Value | None) -> bool:
-    return value is not None and value.dtype is not None and _is_floating(value.dtype)
+    return value is not None and value.dtype in _FLOATING
 
 
-def _is_floating(dtype: ir.DataType) -> bool:
-    return dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+def _signed(value: ir.Value | None) -> bool:
+    return value is not None and value.dtype in (*_FLOATING, *_SIGNED)

@@ -1,8 +1,8 @@
 """The notation of rules: `*mk,*kn->*mn` read against the shapes of one node.
 
-A letter is a factor and one dim. `*` is any number of dims that correspond across the operands that have it, aligned at the
-last one; where one of them is 1 and another is not, it broadcasts. `.` is one dim that stays whole and `_` any number of them. `-`
-is an operand that is no tensor, and an operand may be missing. A factor that no output has is contracted: `reduce` says by what.
+A letter is a factor and one dim. `*` is any number of dims that correspond across the operands that have it, aligned at the last
+one; where one of them is 1 and another is not, it broadcasts. `.` is one dim that stays whole and `_` any number of them. `-` is
+an operand that is no tensor, and an operand may be missing. A factor that no output has is contracted.
 
     *mk,*kn->*mn    on (5, 2, 6) and (6, 4)     amk,kn->amn
     nc_,oc_,o->no_  on (2, 3, 8, 8), (4, 3, 2, 2) and (4)    nc..,oc..,o->no..
@@ -18,7 +18,6 @@ from partc.compiler.ops.rule import WHOLE, Rule
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
     from partc.compiler.ops.local import Local
 
 
@@ -39,12 +38,14 @@ def rule(
     linear: str = "",
     terms: Sequence[int] | None = None,
     local: Callable[[Local], None] | None = None,
+    units: Mapping[str, int] | None = None,
 ) -> Rule | None:
     """The rule that `factors` says of a node; None where an operand has not the rank that its part asks for.
 
-    `contracted`: reductions of factors that no output has, sum where not said.
+    `contracted`: reductions of factors that no output has, sum where not said. The other arguments are those of `Rule`.
     """
-    ins, outs = (side.split(",") if side else [] for side in factors.replace(" ", "").split("->"))
+    left, right = factors.split("->")
+    ins, outs = left.split(",") if left else [], right.split(",")
     if len(node.inputs) > len(ins) or len(node.outputs) > len(outs):
         return None
     stars: list[Sequence[Dim]] = []
@@ -74,7 +75,8 @@ def rule(
         for letter in dict.fromkeys(letter for one in inputs if one for letter in one)
         if letter != WHOLE and letter not in made and letter not in whole
     }
-    return Rule(inputs, outputs, reductions, frozenset(whole), linear, None if terms is None else tuple(terms), local)
+    of_terms = None if terms is None else tuple(terms)
+    return Rule(inputs, outputs, reductions, frozenset(whole), linear, of_terms, local, units or {})
 
 
 def broadcast(shapes: Sequence[Sequence[Dim]], free: Sequence[str]) -> tuple[str, list[str]]:

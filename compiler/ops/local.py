@@ -58,7 +58,13 @@ class Local:
         """Emits the node itself, with other operands or attributes where given (an attribute of None is left out)."""
         attributes = {name: attr for name, attr in self.node.attributes.items() if name not in changed}
         extra = ir.convenience.convert_attributes({name: value for name, value in changed.items() if value is not None})
-        self._append(self.node.op_type, inputs or self.inputs, outputs or self.outputs, [*attributes.values(), *extra], self.node.domain)
+        self._append(
+            self.node.op_type,
+            inputs or self.inputs,
+            outputs or self.outputs,
+            [*attributes.values(), *extra],
+            self.node.domain,
+        )
 
     def emit(self, op_type: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
         """Emits a standard op with one output; `output` is one of `outputs`, or a word that becomes `<output>.<word>`."""
@@ -66,7 +72,9 @@ class Local:
         self._append(op_type, inputs, [name], ir.convenience.convert_attributes(attributes), "")
         return name
 
-    def _append(self, op_type: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[ir.Attr], domain: str) -> None:
+    def _append(
+        self, op_type: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[ir.Attr], domain: str
+    ) -> None:
         self.nodes.append(
             ir.Node(
                 domain,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
-
+from partc.compiler.ops.bias import bias_once
 from partc.compiler.ops.factors import rule
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.operands import Dim, dims, operand, rank_of, same
 from partc.compiler.ops.rule import WHOLE, Rule
 from partc.compiler.ops.table import CONTRIB, op
@@ -60,23 +58,11 @@ def gemm(node: ir.Node) -> Rule | None:
     if a is None or b is None:
         return None
     made = {"m": a[left.index("m")], "n": b[right.index("n")]}
-    letters, unsure = "", ""
+    letters, unsure = "", "" if node.inputs[2] is not None and node.inputs[2].dtype else "k"
     for dim, letter in zip(reversed(bias), "nm", strict=False):
         letters = (WHOLE if isinstance(dim, int) and dim == 1 else letter) + letters
         unsure += letter if not isinstance(dim, int) and not same(dim, made[letter]) else ""
     return rule(node, f"{left},{right},{letters}->mn", whole=unsure, local=bias_once)
-
-
-def bias_once(local: Local) -> None:
-    """Adds the bias, operand 2, to one of the terms that a cut of k makes: on the other ranks it is multiplied by zero."""
-    if local.cut("k") == 1:
-        local.same()
-        return
-    bias = local.node.inputs[2]
-    assert bias is not None
-    assert bias.dtype is not None
-    keep = local.constant("keep", np.array(local.index("k") == 0, bias.dtype.numpy()))
-    local.same([*local.inputs[:2], local.emit("Mul", [local.inputs[2], keep], "bias")])
 
 
 @op("Einsum")
@@ -94,7 +80,7 @@ def einsum(node: ir.Node) -> Rule | None:
     for part, value in zip(parts, node.inputs, strict=True):
         for letter, dim in _named(part, dims(value) or ()):
             sizes.setdefault(letter, []).append(dim)
-    spread = {letter for letter, there in sizes.items() if any(dim != there[0] for dim in there)}
+    spread = {letter for letter, there in sizes.items() if not all(same(dim, there[0]) for dim in there[1:])}
     diagonal = {letter for part in parts for letter in part if part.count(letter) > 1}
     unsure = {letter for letter in spread if sum(not isinstance(dim, int) for dim in sizes[letter])}
     shown = [_spread(part, dims(value) or (), spread - unsure) for part, value in zip(parts, node.inputs, strict=True)]

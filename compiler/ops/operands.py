@@ -1,11 +1,12 @@
 """What a rule reads of a node: dims, axes, integers that are constants, and the opset that gives an op its meaning.
 
-A dim is an integer or a symbolic expression. Two dims are `same` only where that is certain: equal integers, or equal expressions; a
-dim of which nothing is known is equal to none.
+A dim is an integer or a symbolic expression. Two dims are `same` only where that is certain: equal integers, or equal
+expressions; a dim of which nothing is known is equal to none.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, TypeAlias
 
 import onnx_ir as ir
@@ -37,7 +38,16 @@ def same(a: Dim, b: Dim) -> bool:
     """Whether two dims are certainly equal."""
     if isinstance(a, int) or isinstance(b, int):
         return isinstance(a, int) and isinstance(b, int) and a == b
-    return a.value is not None and a == b
+    return a.value is not None and b.value is not None and (a.value == b.value or _equal(a.value, b.value))
+
+
+@functools.lru_cache(maxsize=4096)
+def _equal(a: str, b: str) -> bool:
+    """Whether two expressions are the same number whatever their symbols are: `2*b` and `b + b`."""
+    try:
+        return str((ir.SymbolicDim(a) - ir.SymbolicDim(b)).simplify()) == "0"
+    except (ValueError, TypeError):
+        return False
 
 
 def constant_ints(node: ir.Node, k: int) -> tuple[int, ...] | None:
@@ -48,7 +58,7 @@ def constant_ints(node: ir.Node, k: int) -> tuple[int, ...] | None:
 
 
 def axes_of(node: ir.Node, rank: int, k: int = 1) -> tuple[int, ...] | None:
-    """The `axes` of a node, as an attribute or as constant input `k`, counted from 0; () where none are given, None where unknown."""
+    """The `axes` of a node, an attribute or constant input `k`, counted from 0; () where none are given, None where unknown."""
     given: Sequence[int] | None = node.attributes.get_ints("axes")
     if given is None and operand(node, k) is not None:
         given = constant_ints(node, k)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
     from partc.compiler.ops.local import Local
 
 WHOLE = "."
@@ -23,9 +22,10 @@ WHOLE = "."
 class Rule:
     """How one node may be cut.
 
-    `inputs`, `outputs`: per operand one letter a dim, `.` for a dim that stays whole; None for an operand that is absent or no tensor.
-    `reduce`: per factor that no output has, the reduction that its cut awaits: sum, max or min, or "" where `local` leaves the whole
-    result on every rank. A factor that stands in inputs only and not in `reduce` cannot be cut, nor one in `whole`.
+    `inputs`, `outputs`: per operand one letter a dim, `.` for a dim that stays whole; None for an operand that is absent or no
+    tensor. `reduce`: per factor that an output lacks, the reduction that its cut awaits there: sum, max or min, or "" where
+    `local` leaves the whole result on every rank. A factor that stands in inputs only and not in `reduce` cannot be cut, nor one
+    in `whole`.
     `linear`: inputs that may be Partial(sum), with the outputs Partial then: "" none, "each" any one of `terms` while the others
     are whole (a product), "joint" all of them together (a sum). `terms`: of which inputs it speaks; None: of all tensors.
     `units`: per factor a number that its pieces must divide besides the dims themselves: heads, groups, blocks.

@@ -1,7 +1,7 @@
 """The op table: which ops have an entry, and the rule of one node.
 
-An entry is registered where its op is described. What it says of itself, for `partc ops` and for readers, is the first line of its
-docstring: factors, what is contracted, what stays whole, remarks.
+An entry is registered where its op is described. What it says of itself, for `partc ops` and for readers, is the first paragraph
+of its docstring: factors, what is contracted, what stays whole, remarks.
 
     @op("MatMul")
     def matmul(node: ir.Node) -> Rule | None:
@@ -12,6 +12,7 @@ docstring: factors, what is contracted, what stays whole, remarks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,7 +22,6 @@ from partc.compiler.ops.rule import Rule, RuleOf
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
     from partc.compiler.ops.local import Local
 
 CONTRIB = "com.microsoft"
@@ -47,13 +47,13 @@ class Entry:
     @property
     def cuttable(self) -> bool:
         """Whether any factor of the op may be cut."""
-        return bool(self.factors)
+        return any(sign == "*" or (sign.isalpha() and sign not in self.whole) for sign in self.factors)
 
     def __str__(self) -> str:
         words = [
             self.factors or "whole",
-            *([f"{self.contracted} contracted"] if self.contracted else []),
-            *([f"{self.whole} whole"] if self.whole else []),
+            *([f"contracted: {self.contracted}"] if self.contracted else []),
+            *([f"whole: {self.whole}"] if self.whole else []),
             *([self.remarks] if self.remarks else []),
         ]
         return f"{self.name}: {'; '.join(words)}"
@@ -102,6 +102,18 @@ def entries() -> tuple[Entry, ...]:
     return tuple(_TABLE[key] for key in sorted(_TABLE))
 
 
+def standard_ops(opset: int = 23) -> tuple[str, ...]:
+    """The names of the ops that the standard has at an opset version."""
+    import onnx.defs
+
+    newest: dict[str, onnx.defs.OpSchema] = {}
+    for schema in onnx.defs.get_all_schemas_with_history():
+        older = newest.get(schema.name)
+        if schema.domain == "" and (older.since_version if older else 0) < schema.since_version <= opset:
+            newest[schema.name] = schema
+    return tuple(sorted(name for name, schema in newest.items() if not schema.deprecated))
+
+
 def rule_of(node: ir.Node) -> Rule:
     """The rule of a node; nothing is cut where its op has no entry or the shape of an operand is unknown."""
     entry = _TABLE.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
@@ -118,15 +130,19 @@ def _register(op_types: Sequence[str], domain: str, rule_of_node: RuleOf, line: 
 
 
 def _read(line: str) -> dict[str, str]:
-    """The parts of an entry's line: `factors` in backticks, `k contracted`, `n whole`, and remarks, separated by semicolons."""
+    """The parts of an entry's line, which semicolons separate.
+
+    `factors` in backticks, `k contracted` or `k contracted by max`, `n whole`, and remarks.
+    """
     found = {"factors": "", "contracted": "", "whole": ""}
     remarks = []
     for clause in (part.strip().rstrip(".") for part in line.split(";")):
+        contracted = re.fullmatch(r"(\w+) contracted( by \w+)?", clause)
         if clause.startswith("`") and not found["factors"]:
             found["factors"] = clause.strip("`")
-        elif clause.endswith(" contracted"):
-            found["contracted"] = clause.removesuffix(" contracted")
-        elif clause.endswith(" whole"):
+        elif contracted:
+            found["contracted"] = contracted[1] + (contracted[2] or "")
+        elif clause.endswith(" whole") and not re.search(" (are|is|stays?) ", clause):
             found["whole"] = clause.removesuffix(" whole")
         elif clause:
             remarks.append(clause)

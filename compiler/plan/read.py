@@ -9,14 +9,37 @@ from __future__ import annotations
 from pathlib import Path
 
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.plan.document import Data, Document, parse_document, read_text
+from partc.compiler.plan.document import Document, parse_document, read_text
+from partc.compiler.plan.groups import frame_of
 from partc.compiler.plan.pattern import nearest
-from partc.compiler.plan.rules import InputRule, OutputRule, PlacementRule, Plan, SymbolRule
-from partc.compiler.plan.schema import LATER, PlanEntries, SymbolEntry, Violation, shown
-from pydantic import ValidationError
+from partc.compiler.plan.rules import (
+    Dataset,
+    DatasetCut,
+    InputRule,
+    OutputRule,
+    PlacementRule,
+    Plan,
+    ShardingRule,
+    SymbolRule,
+)
+from partc.compiler.plan.schema import LATER, PlanEntries, SymbolEntry
+from partc.compiler.plan.sharding import ShardingEntry
+from partc.compiler.plan.violation import Violation, shown
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-__all__ = ["InputRule", "OutputRule", "PlacementRule", "Plan", "SymbolRule", "parse_plan", "read_plan"]
+__all__ = [
+    "Dataset",
+    "DatasetCut",
+    "InputRule",
+    "OutputRule",
+    "PlacementRule",
+    "Plan",
+    "ShardingRule",
+    "SymbolRule",
+    "parse_plan",
+    "read_plan",
+]
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -47,36 +70,41 @@ def parse_plan(text: str, name: str) -> Plan:
         problems.append(Problem(document.where(), what, help="begin with 'ranks: 2'"))
     else:
         try:
-            entries = PlanEntries.model_validate(document.data, context={"ranks": _ranks(document.data)})
+            entries = PlanEntries.model_validate(document.data, context=frame_of(document.data))
         except ValidationError as error:
             details = error.errors(include_url=False)
             problems += (_problem(detail, document) for detail in details if detail["loc"] not in document.refused)
     if problems or entries is None:
         raise CompileError(sorted(problems, key=lambda problem: int(problem.where.rpartition(":")[2])))
+    return _plan(entries, document)
+
+
+def _plan(entries: PlanEntries, document: Document) -> Plan:
+    where = document.where
     return Plan(
-        file=name,
+        file=document.file,
         ranks=entries.ranks,
         symbols={
-            symbol: SymbolRule(entry.symbol(), document.where("symbols", symbol))
-            for symbol, entry in entries.symbols.items()
+            symbol: SymbolRule(entry.symbol(), where("symbols", symbol)) for symbol, entry in entries.symbols.items()
         },
-        inputs={
-            value: InputRule(tuple(dims), document.where("inputs", value)) for value, dims in entries.inputs.items()
-        },
+        inputs={value: InputRule(tuple(dims), where("inputs", value)) for value, dims in entries.inputs.items()},
         placement=tuple(
-            PlacementRule(pattern, rank, document.where("placement", pattern))
-            for pattern, rank in entries.placement.items()
+            PlacementRule(pattern, group.ranks, where("placement", pattern), group.axes)
+            for pattern, group in entries.placement.items()
         ),
         outputs=tuple(
-            OutputRule(pattern, ranks, document.where("outputs", pattern)) for pattern, ranks in entries.outputs.items()
+            OutputRule(pattern, delivery.ranks, where("outputs", pattern), delivery.cut)
+            for pattern, delivery in entries.outputs.items()
         ),
+        mesh=tuple(entries.mesh.items()),
+        dataset=Dataset(
+            entries.dataset.style,
+            {value: DatasetCut(cut, where("dataset", value)) for value, cut in entries.dataset.cuts.items()},
+            where("dataset") if ("dataset",) in document.lines else "",
+        ),
+        sharding=tuple(entry.rule(pattern, where("sharding", pattern)) for pattern, entry in entries.sharding.items()),
+        max_reshard_bytes=entries.max_reshard_bytes,
     )
-
-
-def _ranks(data: dict[str, Data]) -> int | None:
-    """The number of ranks that ranks are checked against; None where the plan does not say it rightly."""
-    ranks = data.get("ranks")
-    return ranks if isinstance(ranks, int) and not isinstance(ranks, bool) and ranks >= 1 else None
 
 
 def _problem(detail: ErrorDetails, document: Document) -> Problem:
@@ -87,13 +115,15 @@ def _problem(detail: ErrorDetails, document: Document) -> Problem:
     violation = context.get("error")
     if isinstance(violation, Violation):
         at = (*steps, violation.key) if violation.key else steps
-        return Problem(document.where(*at), f"{subject}: {violation.fact}", violation.law, violation.help)
+        return violation.at(document.where(*at), subject)
     if kind == "extra_forbidden":
         return _unknown(where, steps)
     if kind == "missing":
         return Problem(document.where(), "'ranks' is missing", help="begin with the number of ranks, 'ranks: 2'")
     if kind == "greater_than_equal":
         return Problem(where, f"{subject}: expected at least {context['ge']}, but got {detail['input']}")
+    if kind == "literal_error":
+        return Problem(where, f"{subject}: expected {context['expected']}, but got {shown(detail['input'])}")
     if kind in _EXPECTED:
         return Problem(where, f"{subject}: expected {_EXPECTED[kind]}, but got {shown(detail['input'])}")
     return Problem(where, f"{subject}: {detail['msg']}")
@@ -102,8 +132,11 @@ def _problem(detail: ErrorDetails, document: Document) -> Problem:
 def _unknown(where: str, steps: tuple[str | int, ...]) -> Problem:
     key = str(steps[-1])
     if len(steps) == 1 and key in LATER:
-        return Problem(where, f"'{key}' is not in this version of partc, which has placement only", help="take it away")
-    keys = list(PlanEntries.model_fields if len(steps) == 1 else SymbolEntry.model_fields)
+        return Problem(where, f"'{key}' is not in this version of partc", help="take it away")
+    model: type[BaseModel] = PlanEntries
+    if len(steps) > 1:
+        model = ShardingEntry if steps[0] == "sharding" else SymbolEntry
+    keys = [field.alias or name for name, field in model.model_fields.items()]
     near = nearest(key, keys, 1)
     remedy = f"the nearest is '{near[0]}'" if near else f"the keys here are {', '.join(keys)}"
     around = "" if len(steps) == 1 else f"{_subject(steps[:-1])}: "
@@ -121,9 +154,31 @@ def _subject(steps: tuple[str | int, ...]) -> str:
             return f"input '{name}'"
         case ("inputs", name, index):
             return f"input '{name}', dim {index}"
+        case ("mesh", name):
+            return f"mesh axis '{name}'"
+        case ("dataset", name):
+            return f"dataset of '{name}'"
+        case ("dataset", name, index):
+            return f"dataset of '{name}', dim {index}"
         case ("placement", pattern):
             return f"placement of '{pattern}'"
+        case ("sharding", pattern, *inside):
+            return f"sharding of '{pattern}'{_operand(inside)}"
         case ("outputs", pattern):
             return f"delivery of '{pattern}'"
         case _:
             return "'" + ".".join(str(step) for step in steps) + "'"
+
+
+def _operand(steps: list[str | int]) -> str:
+    """What a path within a strategy speaks of: `, input 1, dim 0`."""
+    match steps:
+        case ("in" | "out" as side, index, *inside):
+            named = f", {side}put {index}"
+        case ("parameters", name, *inside):
+            named = f", parameter '{name}'"
+        case (key, *inside):
+            named = f", '{key}'"
+        case _:
+            return ""
+    return named + "".join(f", dim {index}" for index in inside)

@@ -1,15 +1,19 @@
 """The plan as the compiler sees it: what a plan file says, with the place of every rule.
 
-`where` is `file:line` for messages. Placement and output rules are in the order of the file: where two match, the later
-wins.
+`where` is `file:line` for messages. Placement, sharding and output rules are in the order of the file: where two match,
+the later wins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from partc.compiler.plan.cut import Cut
+from partc.compiler.plan.groups import Axes, axes_of
 from partc.compiler.symbol import Symbol
+
+FULL_BATCH, DATA_PARALLEL = "full_batch", "data_parallel"
 
 
 @dataclass(frozen=True)
@@ -30,25 +34,80 @@ class InputRule:
 
 @dataclass(frozen=True)
 class PlacementRule:
-    """What matches the pattern runs on this rank."""
+    """What matches the pattern runs on these ranks, a group in this order; `axes` are the mesh's axes within the group."""
 
     pattern: str
-    rank: int
+    ranks: tuple[int, ...]
     where: str
+    axes: Axes = ()
+
+
+@dataclass(frozen=True)
+class RegionCall:
+    """One call of a function or module: the names of the tensors that it was given and gave back, in the call's order."""
+
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ShardingRule:
+    """How what matches the pattern is cut: a style, or cuts in one spelling.
+
+    `inputs`, `outputs`: one entry for each tensor, None for one that is derived; None: nothing is said. They speak of a
+    node's operands; of a module they speak of what it is given, per call as `calls` has it, or without calls the values that
+    enter it in the order in which its nodes first read them. `parameters`: cuts by the path below the module.
+    """
+
+    pattern: str
+    style: str | None
+    inputs: tuple[Cut | None, ...] | None
+    outputs: tuple[Cut | None, ...] | None
+    parameters: Mapping[str, Cut]
+    where: str
+    level: int = 0
+    calls: tuple[RegionCall, ...] = ()
+
+
+@dataclass(frozen=True)
+class DatasetCut:
+    """How an input arrives: every rank is fed this piece of it."""
+
+    cut: Cut
+    where: str
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """How inputs arrive: whole on every rank (full_batch), dim 0 cut over all ranks (data_parallel), or as `cuts` says.
+
+    An input that `cuts` does not name arrives whole. `where` is empty where the plan says nothing.
+    """
+
+    style: str = FULL_BATCH
+    cuts: Mapping[str, DatasetCut] = field(default_factory=dict)
+    where: str = ""
 
 
 @dataclass(frozen=True)
 class OutputRule:
-    """Outputs whose names match are delivered to these ranks, in rising order; None: they stay where they are made."""
+    """Outputs whose names match are delivered to these ranks, in rising order; None: they stay where they are made.
+
+    `cut`: they stay cut as they are, a piece on each rank; otherwise they are whole.
+    """
 
     pattern: str
     ranks: tuple[int, ...] | None
     where: str
+    cut: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A valid plan: every rank is in 0 .. ranks - 1, every pattern compiles, every symbol has a legal size."""
+    """A valid plan: every rank is in 0 .. ranks - 1, every pattern compiles, every symbol has a legal size.
+
+    Cuts name axes of the mesh only; whether they fit an op, a value or a group is not known yet.
+    """
 
     file: str
     ranks: int
@@ -56,8 +115,16 @@ class Plan:
     inputs: Mapping[str, InputRule]
     placement: tuple[PlacementRule, ...]
     outputs: tuple[OutputRule, ...]
+    mesh: Axes = ()
+    dataset: Dataset = field(default_factory=Dataset)
+    sharding: tuple[ShardingRule, ...] = ()
+    max_reshard_bytes: int | None = None
 
     @staticmethod
     def whole() -> Plan:
         """The plan of a model that nobody cuts: one rank, nothing placed."""
         return Plan(file="", ranks=1, symbols={}, inputs={}, placement=(), outputs=())
+
+    def axes_of(self, group: tuple[int, ...]) -> Axes:
+        """The mesh axes within a group of ranks, in order; none where the mesh says nothing of the group."""
+        return axes_of(self.mesh, self.ranks, group)

@@ -1,16 +1,21 @@
 """The plan's YAML: its keys, what they mean and what they may be.
 
 The models serve two ends: `plan_schema` prints them for editors, and `read` checks a file by them. A rule of the plan's
-own raises `Violation`, whose texts are the user's; `context={"ranks": n}` lets ranks be checked where they stand.
+own raises `Violation`, whose texts are the user's; a `Frame` as context lets ranks and axes be checked where they stand.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
+from partc.compiler.plan.groups import Group, checked_mesh, placed, rank_of, ranks_of
 from partc.compiler.plan.pattern import compile_pattern
+from partc.compiler.plan.rules import FULL_BATCH
+from partc.compiler.plan.sharding import ByteCount, DatasetEntry, DatasetForm, ShardingForm
+from partc.compiler.plan.violation import Violation, is_integer, shown
 from partc.compiler.symbol import Symbol
 from pydantic import (
     AfterValidator,
@@ -24,17 +29,10 @@ from pydantic import (
 )
 
 PRODUCER: Literal["producer"] = "producer"
-LATER = ("mesh", "dataset", "sharding", "target", "pipeline", "train")
+CUT: Literal["cut"] = "cut"
+LATER = ("target", "pipeline", "train")
 
 _DIM_NAME = re.compile(r"[^\W\d][\w.]*")
-
-
-class Violation(ValueError):
-    """A value that a plan cannot have: the fact, the law, the remedy; `key` where one key of a mapping is at fault."""
-
-    def __init__(self, fact: str, law: str = "", help: str = "", key: str = "") -> None:
-        super().__init__(fact)
-        self.fact, self.law, self.help, self.key = fact, law, help, key
 
 
 def is_dim_name(text: str) -> bool:
@@ -42,64 +40,22 @@ def is_dim_name(text: str) -> bool:
     return _DIM_NAME.fullmatch(text) is not None
 
 
-def shown(value: object) -> str:
-    """A YAML value in YAML's words: `the text 'a'`, `a list`, `nothing`."""
-    match value:
-        case None:
-            return "nothing"
-        case bool():
-            return str(value).lower()
-        case str():
-            return f"the text '{value}'"
-        case list():
-            return "a list"
-        case dict():
-            return "a mapping"
-        case _:
-            return f"the number {value}"
+@dataclass(frozen=True)
+class Delivery:
+    """Where an output goes: to these ranks, or nowhere, where it is whole or stays `cut`."""
+
+    ranks: tuple[int, ...] | None
+    cut: bool = False
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _rank(value: object, info: ValidationInfo) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise Violation(f"expected a rank, an integer, but got {shown(value)}")
-    ranks = (info.context or {}).get("ranks")
-    if value < 0 or (ranks is not None and value >= ranks):
-        there = "no negative ranks" if ranks is None else f"{ranks} rank{'s' if ranks != 1 else ''}"
-        last = "" if ranks is None else f" to {ranks - 1}"
-        more = "" if value < 0 else f", or set 'ranks' to at least {value + 1}"
-        raise Violation(f"rank {value}, but there are {there}", help=f"choose a rank from 0{last}{more}")
-    return value
-
-
-def _placed(value: object, info: ValidationInfo) -> int:
-    if isinstance(value, list | dict):
-        what = "a list of ranks" if isinstance(value, list) else "a slice of the mesh"
-        raise Violation(
-            f"{what} is a group, but this version of partc places every operator on one rank",
-            "groups of ranks come with sharding",
-            "name one rank",
-        )
-    return _rank(value, info)
-
-
-def _delivered(value: object, info: ValidationInfo) -> tuple[int, ...] | None:
-    if value == PRODUCER:
-        return None
+def _delivered(value: object, info: ValidationInfo) -> Delivery:
+    if value in (PRODUCER, CUT):
+        return Delivery(None, cut=value == CUT)
     if not isinstance(value, list):
-        if not _is_integer(value):
-            raise Violation(f"expected a rank, a list of ranks or 'producer', but got {shown(value)}")
-        return (_rank(value, info),)
-    ranks = [_rank(rank, info) for rank in value]
-    if not ranks:
-        raise Violation("the list of ranks is empty", help="say 'producer' for an output that stays where it is made")
-    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-    if twice:
-        raise Violation(f"rank {twice[0]} stands twice in the list", help="name every rank once")
-    return tuple(sorted(ranks))
+        if not is_integer(value):
+            raise Violation(f"expected a rank, a list of ranks, 'producer' or 'cut', but got {shown(value)}")
+        return Delivery((rank_of(value, info),))
+    return Delivery(tuple(sorted(ranks_of(value, info, "say 'producer' for an output that stays where it is made"))))
 
 
 def _dim(value: object) -> int | str | None:
@@ -137,6 +93,12 @@ def _symbol_name(text: str) -> str:
     return text
 
 
+def _mesh_name(text: str) -> str:
+    if not text.isidentifier():
+        raise Violation("this is no name", "a mesh axis' name has letters, digits and '_', and no digit first")
+    return text
+
+
 def _or_empty(value: object) -> object:
     return {} if value is None else value
 
@@ -148,9 +110,11 @@ def _everywhere(value: object) -> object:
 PatternText: TypeAlias = Annotated[str, AfterValidator(_pattern), Field(min_length=1)]
 SymbolName: TypeAlias = Annotated[str, AfterValidator(_symbol_name)]
 RankNumber: TypeAlias = Annotated[int, Field(ge=0)]
-Rank: TypeAlias = Annotated[int, PlainValidator(_placed, json_schema_input_type=RankNumber)]
-DeliveredTo: TypeAlias = RankNumber | Annotated[list[RankNumber], Field(min_length=1)] | Literal["producer"]
-Delivery: TypeAlias = Annotated[tuple[int, ...] | None, PlainValidator(_delivered, json_schema_input_type=DeliveredTo)]
+RankList: TypeAlias = Annotated[list[RankNumber], Field(min_length=1)]
+Slice: TypeAlias = Annotated[dict[str, RankNumber], Field(min_length=1)]
+Placed: TypeAlias = Annotated[Group, PlainValidator(placed, json_schema_input_type=RankNumber | RankList | Slice)]
+DeliveredTo: TypeAlias = RankNumber | RankList | Literal["producer", "cut"]
+Delivered: TypeAlias = Annotated[Delivery, PlainValidator(_delivered, json_schema_input_type=DeliveredTo)]
 DimText: TypeAlias = Annotated[int, Field(ge=0)] | str | None
 Dim: TypeAlias = Annotated[int | str | None, PlainValidator(_dim, json_schema_input_type=DimText)]
 Dims: TypeAlias = Annotated[list[Dim], BeforeValidator(_dims)]
@@ -184,16 +148,27 @@ SymbolEntries: TypeAlias = dict[
     SymbolName, Annotated[SymbolEntry, BeforeValidator(_or_empty, json_schema_input_type=SymbolEntry | None)]
 ]
 InputEntries: TypeAlias = dict[str, Dims]
-PlacementEntries: TypeAlias = dict[PatternText, Rank]
-OutputEntries: TypeAlias = dict[PatternText, Delivery]
+MeshEntries: TypeAlias = dict[Annotated[str, AfterValidator(_mesh_name)], Annotated[int, Field(ge=1)]]
+PlacementEntries: TypeAlias = dict[PatternText, Placed]
+ShardingEntries: TypeAlias = dict[PatternText, ShardingForm]
+OutputEntries: TypeAlias = dict[PatternText, Delivered]
 
 
 class PlanEntries(BaseModel):
-    """Where each operator of a model runs. Rules apply in order; where two match, the later wins."""
+    """Where each operator of a model runs, and how it is cut. Rules apply in order; where two match, the later wins."""
 
     model_config = ConfigDict(extra="forbid", strict=True, title="partc plan")
 
     ranks: int = Field(ge=1, description="The number of ranks, the processes of the job; they are numbered from 0.")
+    mesh: Annotated[
+        MeshEntries,
+        AfterValidator(checked_mesh),
+        BeforeValidator(_or_empty, json_schema_input_type=MeshEntries | None),
+    ] = Field(
+        {},
+        description="Names for the axes of the grid of ranks, with their sizes, row-major, the last axis fastest: "
+        "{dp: 2, tp: 4}. The sizes multiply to 'ranks', or else to the size of every group in 'placement'.",
+    )
     symbols: Annotated[SymbolEntries, BeforeValidator(_or_empty, json_schema_input_type=SymbolEntries | None)] = Field(
         {}, description="Dynamic dims by name, with their legal sizes."
     )
@@ -202,21 +177,40 @@ class PlanEntries(BaseModel):
         description="The dims of the model's inputs: sizes, symbols, names of free dims, or null. "
         "An input that is not named keeps the dims that the model gives it.",
     )
+    dataset: DatasetForm = Field(
+        DatasetEntry({}),
+        json_schema_extra={"default": FULL_BATCH},
+        description="How inputs arrive: full_batch, whole on every rank; data_parallel, dim 0 cut over all ranks; or by "
+        "input the cut of every dim, {x: [8, 1, 1, 1]}, where an input that is not named arrives whole.",
+    )
     placement: Annotated[
         PlacementEntries, BeforeValidator(_or_empty, json_schema_input_type=PlacementEntries | None)
     ] = Field(
         {},
-        description="The rank of every operator that a pattern matches. A pattern names modules or nodes by "
+        description="Where every operator that a pattern matches runs: a rank, a list of ranks (a group), or a slice of "
+        "the mesh, {pp: 1}, the group of all ranks with this coordinate. A pattern names modules or nodes by "
         "their dotted path: '*' within one part, '**' across parts, [0-5] a range of numbers; a module takes all that is "
         "inside.",
+    )
+    sharding: Annotated[ShardingEntries, BeforeValidator(_or_empty, json_schema_input_type=ShardingEntries | None)] = (
+        Field(
+            {},
+            description="How the operators that a pattern matches are cut over their group: colwise, rowwise, replicate, or a "
+            "strategy, {in: [[2, 4], [4, 1]]}. What is not said is derived.",
+        )
     )
     outputs: Annotated[
         OutputEntries,
         BeforeValidator(_everywhere, json_schema_input_type=OutputEntries | DeliveredTo | None),
     ] = Field(
         {},
-        description="The ranks to which the outputs that a pattern matches are delivered: a rank, a list of ranks, or "
-        "'producer' for the rank that makes them. One value instead of a mapping holds for all outputs.",
+        description="The ranks to which the outputs that a pattern matches are delivered, whole: a rank, a list of ranks, "
+        "or 'producer' for the ranks that make them; 'cut': they stay there, cut as they are. One value instead of a "
+        "mapping holds for all outputs.",
+    )
+    max_reshard_bytes: ByteCount = Field(
+        None,
+        description="The most bytes that changes of layout may move in a step, 64MB or a number; null: no limit.",
     )
 
 

@@ -9,6 +9,7 @@ runs where they are many. Names are written as the plan takes them: they can be 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 from partc.compiler.plan.pattern import literal_pattern
+from partc.compiler.symbol import Symbol
 from partc.compiler.plan.schema import is_dim_name
 
 MOST_LINES = 200
@@ -44,23 +46,33 @@ class _Part:
         self.bytes += sum(_bytes(parameter) for parameter in parameters)
 
 
-def starting_plan(model: ir.Model, paths: Mapping[ir.Node, str], name: str) -> str:
-    """The text of a plan for the model called `name`; `paths` has the dotted path of every node of the main graph."""
+def starting_plan(
+    model: ir.Model, paths: Mapping[ir.Node, str], name: str, symbols: Mapping[str, Symbol] | None = None
+) -> str:
+    """The text of a plan for the model called `name`; `paths` has the dotted path of every node of the main graph.
+
+    `symbols` are what the model itself promises of its dims: the plan would win over them, so it repeats them.
+    """
     graph = model.graph
     sizes = [_bytes(value) for value in graph.initializers.values()]
     counts = f"{_count(len(graph), 'node')}, {_count(len(sizes), 'parameter')}, {_size(sum(sizes))}"
     lines = [
         f"# A plan for {_shown(name)}: {counts}.",
-        "# Set 'ranks', then say under 'placement' which module or node runs on which of them.",
+        "# Set 'ranks', then say under 'placement' which module or node runs on which of them, under 'sharding' how it is cut.",
         "",
         "ranks: 1",
         "",
-        *_inputs(graph),
+        *_inputs(graph, symbols or {}),
         "placement:",
         "  # a name or a pattern from below, and its rank; where two match, the later wins; for instance:",
         *(f"  # {_key(literal_pattern(path))}: 0" for path in _examples(paths.values())),
         "",
-        "# outputs: 0   # a rank, a list of ranks, or producer, for all of them; or one line for each:",
+        "# mesh: {dp: 2, tp: 4}   # names for the axes of the ranks; without it, cuts are by numbers of pieces alone",
+        "# sharding:   # how it is cut: colwise, rowwise, replicate, or the pieces of each dim of each input; null: derived",
+        *(f"#   {line}" for line in _strategies(graph, paths)),
+        "# dataset: full_batch   # how inputs arrive: so, whole; data_parallel; or by input, {x: [8, 1]}",
+        "",
+        "# outputs: 0   # a rank, a list of ranks, producer or cut, for all of them; or one line for each:",
         "# outputs:",
         *(f"#   {_key(literal_pattern(value.name or ''))}: 0   # {_type(value)}" for value in graph.outputs),
         "",
@@ -69,7 +81,7 @@ def starting_plan(model: ir.Model, paths: Mapping[ir.Node, str], name: str) -> s
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _inputs(graph: ir.Graph) -> Iterator[str]:
+def _inputs(graph: ir.Graph, symbols: Mapping[str, Symbol]) -> Iterator[str]:
     inputs = [value for value in graph.inputs if value.name not in graph.initializers]
     uses = collections.Counter(
         dim.value for value in inputs for dim in value.shape or () if isinstance(dim, ir.SymbolicDim)
@@ -77,7 +89,7 @@ def _inputs(graph: ir.Graph) -> Iterator[str]:
     names = [dim for dim in uses if dim is not None and dim.isidentifier()]
     if names:
         yield "symbols:   # the legal sizes of the dims that vary, for instance {min: 8, max: 512, divisor: 8}"
-        yield from (f"  {_key(dim)}: {'{unique: true}' if uses[dim] > 1 else '{}'}" for dim in names)
+        yield from (f"  {_key(dim)}: {_promises(symbols.get(dim), uses[dim] > 1)}" for dim in names)
         yield ""
     if inputs:
         yield "inputs:"
@@ -91,10 +103,34 @@ def _inputs(graph: ir.Graph) -> Iterator[str]:
         yield ""
 
 
+def _promises(symbol: Symbol | None, shared: bool) -> str:
+    """What is declared of a dim, in the plan's words; a dim that stands twice is one size."""
+    given = dataclasses.asdict(symbol) if symbol is not None else {}
+    default = dataclasses.asdict(Symbol())
+    said = {key: value for key, value in given.items() if value != default[key]} | ({"unique": True} if shared else {})
+    return f"{{{', '.join(f'{key}: {str(value).lower()}' for key, value in said.items())}}}"
+
+
 def _examples(paths: Iterable[str]) -> list[str]:
     """The first and the last of the outermost modules, or nodes."""
     heads = list(dict.fromkeys(path.partition(".")[0] or path for path in paths))
     return heads[:1] + heads[1:][-1:]
+
+
+def _strategies(graph: ir.Graph, paths: Mapping[ir.Node, str]) -> Iterator[str]:
+    """A style for the first module or node, and for the first product with a matrix its contracted dims cut in two."""
+    for path in _examples(paths.values())[:1]:
+        yield f"{_key(literal_pattern(path))}: colwise"
+    for node in graph:
+        shapes = [value.shape for value in node.inputs[:2] if value is not None and value.shape is not None]
+        if node.op_type not in ("MatMul", "Gemm") or len(shapes) < 2 or len(shapes[0]) < 2 or len(shapes[1]) != 2:
+            continue
+        left = [*[1] * (len(shapes[0]) - 1), 2]
+        left = left[::-1] if node.attributes.get_int("transA", 0) else left
+        right = [1, 2] if node.attributes.get_int("transB", 0) else [2, 1]
+        cuts = [str(left), str(right), *["null"] * (len(node.inputs) - 2)]
+        yield f"{_key(literal_pattern(paths[node]))}: {{in: [{', '.join(cuts)}]}}"
+        return
 
 
 def _tree(graph: ir.Graph, paths: Mapping[ir.Node, str], total: int) -> Iterator[str]:

@@ -1,0 +1,245 @@
+"""Pass: what the model's own annotations say of every node, held against the graph; all that is wrong is said at once.
+
+A node runs on the devices that its tensors' specs name. Where they name none it runs on those of its pipeline stage:
+the devices that other nodes of the stage are on, else the device whose number the stage is; and a cut without devices or stage goes over all
+devices of the configuration, in order. Without a plan nothing says what divides a symbol that is cut: the annotation promises it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import onnx_ir as ir
+
+from partc.compiler.annotations import keys
+from partc.compiler.annotations.read import NONE, Annotations, NodeMarks
+from partc.compiler.annotations.spec import spread_in
+from partc.compiler.annotations.spread import Spread
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.facts import Facts
+from partc.compiler.layout import Mesh
+from partc.compiler.plan.pattern import nearest
+from partc.compiler.program import Group, Program, SymbolInfo
+from partc.compiler.symbol import Symbol
+
+_FREE = Facts()
+_TOOLS = (
+    "annotate last: tools that extract, rename or convert drop configurations and leave names behind; "
+    f"`--configuration {NONE}` compiles without annotations"
+)
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What a node's annotation asks for: its ranks in order, its operands' spreads, and what metadata adds.
+
+    `cuts`: per group the mesh and the axes by factor; `reduced`: outputs that are reduced where they are made.
+    """
+
+    group: Group
+    inputs: Mapping[int, Spread]
+    outputs: Mapping[int, Spread]
+    where: str
+    follows: bool = False
+    cuts: Mapping[Group, tuple[Mesh, Mapping[str, tuple[int, ...]]]] = field(default_factory=dict)
+    reduced: frozenset[str] = frozenset()
+
+
+def follow_annotations(program: Program) -> Program:
+    """Fills `followed`. Raises CompileError with every violation: names that nothing has, axes, devices, unequal pieces."""
+    annotations = program.declared.annotations
+    if annotations is None:
+        return program
+    work = _Check(program, annotations)
+    followed = work.followed()
+    problems = [*work.dangling(), *work.problems, *work.too_few_ranks(followed)]
+    if problems:
+        raise CompileError(problems)
+    symbols = {**program.symbols, **_promised(program, followed)} if not program.plan.file else program.symbols
+    return replace(program, followed=followed, symbols=symbols, warnings=(*program.warnings, *annotations.warnings, *work.gone()))
+
+
+def _promised(program: Program, followed: Mapping[ir.Node, Followed]) -> dict[str, SymbolInfo]:
+    """Symbols of which nothing is said but that annotations cut them: this promises that they are divisible."""
+    divisors: dict[str, int] = {}
+    for node, one in followed.items():
+        for values, spreads in ((node.inputs, one.inputs), (node.outputs, one.outputs)):
+            for k, spread in spreads.items():
+                value = values[k]
+                shape = program.values[value].shape if value is not None and spread.count > 1 else None
+                for dim, pieces in zip(shape or (), spread.pieces, strict=False):
+                    if isinstance(dim, str) and dim in program.symbols and program.symbols[dim].facts == _FREE:
+                        divisors[dim] = math.lcm(divisors.get(dim, 1), pieces)
+    return {
+        name: SymbolInfo(Symbol(divisor=divisor).facts(), f"{program.name}, annotations")
+        for name, divisor in divisors.items()
+        if divisor > 1
+    }
+
+
+class _Check:
+    def __init__(self, program: Program, annotations: Annotations) -> None:
+        self.program, self.annotations = program, annotations
+        self.problems: list[Problem] = []
+        self.present = {node: marks for node, marks in annotations.nodes.items() if node in program.paths}
+
+    def where(self, node: ir.Node) -> str:
+        return f"{self.program.name}:{self.program.paths.get(node, node.name)}"
+
+    def dangling(self) -> Iterator[Problem]:
+        """One problem for each configuration that is not declared."""
+        names = [one.name for one in self.program.model.device_configurations]
+        for called, nodes in self.annotations.dangling.items():
+            first = ", ".join(f"'{self.program.paths.get(node, node.name)}'" for node in nodes[:3])
+            count = f"{len(nodes)} nodes ({first}{', ...' if len(nodes) > 3 else ''}) are" if len(nodes) > 1 else f"{first} is"
+            fact = f"{count} annotated for the configuration '{called}', which the model does not declare"
+            have = f"it declares {', '.join(map(repr, names))}" if names else "it declares none"
+            yield Problem(self.program.name, fact, have, _TOOLS)
+
+    def gone(self) -> list[str]:
+        """A warning for nodes that were rewritten before they could be looked at."""
+        lost = [node.name or node.op_type for node in self.annotations.nodes if node not in self.present]
+        named = ", ".join(f"'{name}'" for name in lost[:3])
+        return [f"the annotations of {named} ({len(lost)} in all) are not followed: the op is expressed by others"] if lost else []
+
+    def followed(self) -> dict[ir.Node, Followed]:
+        spreads = {node: self._spreads(node, marks) for node, marks in self.present.items()}
+        stages: dict[int, set[Group]] = {}
+        for node, (inputs, outputs) in spreads.items():
+            stage = self.present[node].stage
+            for spread in (*inputs.values(), *outputs.values()):
+                if stage is not None and spread.holders:
+                    stages.setdefault(stage, set()).add(spread.ranks)
+        found = {}
+        for node, marks in self.present.items():
+            try:
+                one = self._one(node, marks, *spreads[node], stages)
+            except (keys.BrokenKey, TypeError, ValueError) as error:
+                self.problems.append(Problem(self.where(node), str(error), help="take the metadata of the node away"))
+                continue
+            if one is not None:
+                found[node] = one
+        return found
+
+    def _spreads(self, node: ir.Node, marks: NodeMarks) -> tuple[dict[int, Spread], dict[int, Spread]]:
+        inputs: dict[int, Spread] = {}
+        outputs: dict[int, Spread] = {}
+        where = self.where(node)
+        if marks.entries > 1:
+            fact = f"{marks.entries} entries for the configuration '{self.annotations.configuration.name}'"
+            self.problems.append(Problem(where, fact, "a node has one entry for a configuration"))
+        seen: set[ir.Value] = set()
+        for mark in marks.marks:
+            value = mark.spec.value
+            operands = [one.name or "" for one in (*node.inputs, *node.outputs) if one is not None and one.name]
+            if value is None or not value.name:
+                self.problems.append(Problem(where, "a spec names no tensor", "it names an input or output of the node"))
+                continue
+            if not mark.inputs and not mark.outputs:
+                near = nearest(value.name, operands, 1)
+                remedy = f"the nearest is '{near[0]}'; {_TOOLS}" if near else _TOOLS
+                fact = f"the annotation's tensor '{value.name}' is no input or output of the node"
+                self.problems.append(Problem(where, fact, f"these are {', '.join(map(repr, operands))}", remedy))
+                continue
+            if value in seen:
+                self.problems.append(Problem(where, f"two specs for '{value.name}'", "a tensor has one spec for a configuration"))
+                continue
+            seen.add(value)
+            info = self.program.values.get(value)
+            shape = info.shape if info is not None else None
+            rank = len(shape) if shape is not None else len(value.shape) if value.shape is not None else None
+            spread, wrong = spread_in(mark.spec, rank, shape, self.annotations.configuration.num_devices)
+            self.problems += [Problem(where, f"'{value.name}': {fact}", law) for fact, law in wrong]
+            if spread is not None:
+                inputs.update(dict.fromkeys(mark.inputs, spread))
+                outputs.update(dict.fromkeys(mark.outputs, spread))
+        return inputs, outputs
+
+    def _one(
+        self,
+        node: ir.Node,
+        marks: NodeMarks,
+        inputs: dict[int, Spread],
+        outputs: dict[int, Spread],
+        stages: Mapping[int, set[Group]],
+    ) -> Followed | None:
+        group = self._group(node, marks.stage, [*inputs.values(), *outputs.values()], stages)
+        metadata = node.metadata_props
+        follows = keys.decode(metadata, keys.FOLLOWS) is True
+        cuts = {
+            keys.integers(one["ranks"], keys.CUTS): _cut(one)
+            for one in keys.records(keys.decode(metadata, keys.CUTS), keys.CUTS)
+            if "ranks" in one
+        }
+        reduced = keys.decode(metadata, keys.REDUCED)
+        if group is None and not cuts and not follows:
+            return None
+        ordered = group or ()
+        if (said := keys.decode(metadata, keys.GROUP)) is not None:
+            order = keys.integers(said, keys.GROUP)
+            ordered = order if sorted(order) == sorted(ordered) else ordered
+        return Followed(
+            group=ordered,
+            inputs={k: spread.over(ordered) for k, spread in inputs.items()},
+            outputs={k: spread.over(ordered) for k, spread in outputs.items()},
+            where=self.where(node),
+            follows=follows,
+            cuts=cuts,
+            reduced=frozenset(reduced) if isinstance(reduced, list) else frozenset(),
+        )
+
+    def _group(
+        self, node: ir.Node, stage: int | None, spreads: list[Spread], stages: Mapping[int, set[Group]]
+    ) -> Group | None:
+        """The node's ranks; None where nothing says, or what is said is wrong, which is noted."""
+        count = self.annotations.configuration.num_devices
+        named = dict.fromkeys(spread.ranks for spread in spreads if spread.holders)
+        if len(named) > 1:
+            fact = f"its tensors lie on different devices: {'; '.join(_listed(ranks) for ranks in named)}"
+            law = "a node runs on one group of ranks, and all its tensors are spread over it"
+            help = "give its tensors the node's own devices: what another node makes or reads elsewhere is moved"
+            self.problems.append(Problem(self.where(node), fact, law, help))
+            return None
+        group = next(iter(named), None)
+        if group is None and stage is not None:
+            others = stages.get(stage, set())
+            if len(others) == 1:
+                group = next(iter(others))
+            elif 0 <= stage < count:
+                group = (stage,)
+            else:
+                fact = f"pipeline stage {stage}, but the configuration has {count} devices"
+                law = "a stage whose nodes name no devices is the device of its number"
+                self.problems.append(Problem(self.where(node), fact, law, "name the devices in a spec"))
+                return None
+        if group is None and any(spread.count > 1 for spread in spreads):
+            group = tuple(range(count))
+        for pieces in dict.fromkeys(spread.count for spread in spreads if not spread.holders):
+            if group is not None and len(group) % pieces:
+                fact = f"a tensor has {pieces} pieces and no devices, but the node has {len(group)}"
+                self.problems.append(Problem(self.where(node), fact, "pieces divide the devices evenly", "name the devices"))
+                return None
+        return group
+
+    def too_few_ranks(self, followed: Mapping[ir.Node, Followed]) -> Iterator[Problem]:
+        """A plan of fewer ranks than annotations name."""
+        ranks = self.program.plan.ranks
+        for node, one in followed.items():
+            if one.group and max(one.group) >= ranks:
+                fact = f"'{self.program.paths[node]}' is annotated for device {max(one.group)}, but there are {ranks} ranks"
+                law = f"the configuration '{self.annotations.configuration.name}' has {self.annotations.configuration.num_devices} devices, devices are ranks"
+                help = f"set 'ranks' to {self.annotations.configuration.num_devices}, or say --configuration {NONE}"
+                yield Problem(self.program.plan.file or self.program.name, fact, law, help)
+                return
+
+
+def _cut(record: Mapping[str, object]) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
+    mesh = keys.integers(record.get("mesh"), keys.CUTS)
+    axes = keys.mapping(record.get("axes"), keys.CUTS)
+    return mesh, {letter: keys.integers(each, keys.CUTS) for letter, each in axes.items()}
+
+
+def _listed(ranks: Group) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,193 @@
+"""What annotations stand in a model: bound to nodes and operands, before any pass replaces one of them.
+
+The first configuration that the model declares is meant, or the one that the user names; `none` means none. Nothing is judged
+here but which configuration it is; `check.py` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from partc.compiler.annotations import keys
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.plan.groups import Axes
+from partc.compiler.plan.pattern import literal_pattern, nearest
+from partc.compiler.plan.rules import OutputRule, Plan
+from partc.compiler.symbol import Symbol
+
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A spec with the operands of the node that it speaks of; both empty where it speaks of none."""
+
+    spec: ir.ShardingSpec
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class NodeMarks:
+    """What a node says under the configuration; `entries` counts how often it does."""
+
+    marks: tuple[Mark, ...]
+    stage: int | None
+    entries: int
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """A model's annotations under one configuration. `dangling`: nodes by the configuration that they name and nobody declares.
+
+    `symbols`, `outputs` and `mesh` are what metadata says.
+    """
+
+    configuration: ir.ModelConfiguration
+    nodes: Mapping[ir.Node, NodeMarks]
+    dangling: Mapping[str, tuple[ir.Node, ...]] = field(default_factory=dict)
+    symbols: Mapping[str, Symbol] = field(default_factory=dict)
+    outputs: tuple[OutputRule, ...] = ()
+    mesh: Axes = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def several(self) -> bool:
+        """Whether any tensor or node lies on several devices."""
+        return self.configuration.num_devices > 1 and any(
+            spec.sharded_dims or len(spec.device) > 1 or spec.index_to_device_group_map
+            for node in self.nodes.values()
+            for spec in (mark.spec for mark in node.marks)
+        )
+
+    def plan(self) -> Plan:
+        """The plan of a model that has only these."""
+        ranks = self.configuration.num_devices
+        mesh = self.mesh if math.prod(size for _, size in self.mesh) == ranks else ()
+        return Plan(file="", ranks=ranks, symbols={}, inputs={}, placement=(), outputs=(), mesh=mesh)
+
+
+def read(model: ir.Model, where: str, name: str | None = None) -> Annotations | None:
+    """The annotations of a model under the configuration called `name`, or the first one; None where there are none.
+
+    Raises CompileError for a name that no configuration has, several of one name, and metadata that is broken.
+    """
+    if name == NONE:
+        return None
+    configuration = _chosen(model, where, name)
+    nodes, dangling = _marks(model, configuration)
+    if configuration is None and not dangling:
+        return None
+    configuration = configuration or ir.ModelConfiguration("", 0)
+    try:
+        mesh = tuple((str(axis), int(size)) for axis, size in _pairs(model.metadata_props))
+        outputs = tuple(_outputs(model, where))
+        symbols = _symbols(model.metadata_props)
+    except (keys.BrokenKey, TypeError, ValueError) as error:
+        raise CompileError(Problem(where, str(error), help=f"take the metadata that begins with '{keys.PREFIX}' away")) from None
+    warnings = [_inside_bodies(model, where), _others(model, where, name)]
+    told = tuple(warning for warning in warnings if warning)
+    return Annotations(configuration, nodes, dangling, symbols, outputs, mesh, told)
+
+
+def _chosen(model: ir.Model, where: str, name: str | None) -> ir.ModelConfiguration | None:
+    declared = model.device_configurations
+    names = [one.name for one in declared]
+    problems = [
+        Problem(where, f"{names.count(each)} device configurations are called '{each}'", "names of configurations differ")
+        for each in dict.fromkeys(names)
+        if names.count(each) > 1
+    ]
+    for one in declared:
+        if one.num_devices < 1:
+            problems.append(Problem(where, f"the device configuration '{one.name}' has {one.num_devices} devices", "it has at least 1"))
+        elif one.device_names and len(one.device_names) != one.num_devices:
+            fact = f"the device configuration '{one.name}' has {one.num_devices} devices, but names {len(one.device_names)}"
+            problems.append(Problem(where, fact, "names are given to all devices or to none"))
+    if name is not None and name not in names:
+        listed = ", ".join(f"'{each}'" for each in nearest(name, names) or names)
+        remedy = f"choose {listed}" if listed else "leave --configuration out: it declares none"
+        problems.append(Problem(where, f"the model declares no device configuration '{name}'", help=remedy))
+    if problems:
+        raise CompileError(problems)
+    if name is not None:
+        return next(one for one in declared if one.name == name)
+    return declared[0] if declared else None
+
+
+def _marks(
+    model: ir.Model, configuration: ir.ModelConfiguration | None
+) -> tuple[dict[ir.Node, NodeMarks], dict[str, tuple[ir.Node, ...]]]:
+    nodes: dict[ir.Node, NodeMarks] = {}
+    dangling: dict[str, list[ir.Node]] = {}
+    known = {one.name for one in model.device_configurations}
+    for node in model.graph:
+        mine = []
+        for entry in node.device_configurations:
+            called = entry.configuration.name if entry.configuration is not None else ""
+            if called not in known:
+                dangling.setdefault(called, []).append(node)
+            elif configuration is not None and called == configuration.name:
+                mine.append(entry)
+        if mine:
+            marks = tuple(_mark(node, spec) for entry in mine for spec in entry.sharding_specs)
+            nodes[node] = NodeMarks(marks, mine[0].pipeline_stage, len(mine))
+    return nodes, {called: tuple(found) for called, found in dangling.items()}
+
+
+def _mark(node: ir.Node, spec: ir.ShardingSpec) -> Mark:
+    if spec.value is None:
+        return Mark(spec, (), ())
+    inputs = tuple(k for k, value in enumerate(node.inputs) if value is spec.value)
+    return Mark(spec, inputs, tuple(k for k, value in enumerate(node.outputs) if value is spec.value))
+
+
+def _symbols(metadata: Mapping[str, str]) -> dict[str, Symbol]:
+    found = {}
+    for name, facts in keys.mapping(keys.decode(metadata, keys.SYMBOLS), keys.SYMBOLS).items():
+        found[name] = Symbol(**keys.mapping(facts, keys.SYMBOLS))  # type: ignore[arg-type]
+    return found
+
+
+def _outputs(model: ir.Model, where: str) -> list[OutputRule]:
+    rules = []
+    for value in model.graph.outputs:
+        said = keys.mapping(keys.decode(value.metadata_props, keys.DELIVERED), keys.DELIVERED)
+        if said:
+            ranks = None if said.get("ranks") is None else keys.integers(said["ranks"], keys.DELIVERED)
+            rules.append(OutputRule(literal_pattern(value.name or ""), ranks, where, bool(said.get("cut"))))
+    return rules
+
+
+def _pairs(metadata: Mapping[str, str]) -> list[tuple[str, int]]:
+    said = keys.decode(metadata, keys.MESH)
+    if said is None:
+        return []
+    if not isinstance(said, list) or not all(isinstance(each, list) and len(each) == 2 for each in said):
+        raise keys.BrokenKey(f"the metadata '{keys.MESH}' wants pairs of a name and a size, but has {said!r}")
+    return [(name, size) for name, size in said]
+
+
+def _inside_bodies(model: ir.Model, where: str) -> str:
+    inside = [
+        node
+        for node in ir.traversal.RecursiveGraphIterator(model.graph)
+        if node.graph is not model.graph and node.device_configurations
+    ]
+    if not inside:
+        return ""
+    return (
+        f"{where}: the annotations of {len(inside)} nodes inside of bodies, the first '{inside[0].name}', are not followed: "
+        "a body runs where its node runs"
+    )
+
+
+def _others(model: ir.Model, where: str, name: str | None) -> str:
+    names = [one.name for one in model.device_configurations]
+    if name is not None or len(names) < 2:
+        return ""
+    return f"{where}: of the device configurations {', '.join(names)} the first is compiled; --configuration names another"

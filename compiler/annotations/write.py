@@ -1,0 +1,223 @@
+"""The way back: a compiled model as one global model, in which every node is annotated with where it runs and how it is cut.
+
+Numbers are the model's own: annotations are hints, and communication stays implicit. A node on one rank has that device in every spec, and
+the rank as its pipeline stage; an output that is made as terms of a sum is annotated as what they are reduced to. Read
+again without a plan, the file gives the same programs. Annotations that the model came with are replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx_ir as ir
+
+from partc.compiler.annotations import keys
+from partc.compiler.annotations.check import Followed
+from partc.compiler.annotations.seed import cut_by_operands
+from partc.compiler.annotations.spread import Spread, spec_of, spread_of
+from partc.compiler.choice import Choice, Instance
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.facts import Facts
+from partc.compiler.layout import Layout
+from partc.compiler.mesh import normal
+from partc.compiler.pattern_rules import output_ranks
+from partc.compiler.program import Group, Program
+
+IR_VERSION = 11
+CONFIGURATION = "partc"
+_INLINE_BYTES = 256 * 1024 * 1024
+"""Weights of more bytes stand in a file of their own; protobuf allows two gigabytes in all."""
+
+
+def write_annotated(program: Program, path: Path) -> None:
+    """Writes the annotated model into `path`, and large weights beside it into `path` and `.data`.
+
+    Raises CompileError where that would overwrite weights that the model is read from.
+    """
+    model = annotated(program)
+    weights = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
+    large = sum(tensor.nbytes for tensor in weights) > _INLINE_BYTES
+    data = path.with_name(f"{path.name}.data")
+    read = {Path(tensor.path).resolve() for tensor in weights if isinstance(tensor, ir.ExternalTensor)}
+    for file in (path, *([data] if large else [])):
+        if file.resolve() in read:
+            fact = f"the model's weights are read from '{file.name}'"
+            raise CompileError(Problem(str(file), fact, "they are not overwritten", "give --annotated another name"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+        made = Path(scratch) / path.name
+        if large:
+            ir.save(model, made, external_data=data.name)
+            os.replace(made.with_name(data.name), data)
+        else:
+            ir.external_data.load_to_model(model)
+            ir.save(model, made)
+        os.replace(made, path)
+
+
+def annotated(program: Program) -> ir.Model:
+    """A copy of the program's model with its choices as annotations; the program is one that `shard` has given."""
+    model = program.model.clone()
+    model.device_configurations = ()
+    model.ir_version = max(model.ir_version or 0, IR_VERSION)
+    known = program.declared.annotations
+    source = known.configuration if known is not None else None
+    same = source is not None and source.num_devices == program.plan.ranks
+    configuration = model.add_device_configuration(
+        source.name if source is not None and source.name else CONFIGURATION,
+        num_devices=program.plan.ranks,
+        device_names=source.device_names if source is not None and same else (),
+    )
+    _forget(model)
+    for old, new in zip(program.model.graph, model.graph, strict=True):
+        _annotate(program, old, new, configuration)
+    for value, copy in zip(program.model.graph.inputs, model.graph.inputs, strict=True):
+        _arrives(program, value, copy)
+    delivered, _ = output_ranks(program)
+    for value, copy in zip(program.model.graph.outputs, model.graph.outputs, strict=True):
+        ranks, cut = delivered[value]
+        if (ranks, cut) != ((0,), False):
+            said = {"ranks": None if ranks is None else list(ranks), "cut": cut}
+            copy.metadata_props[keys.DELIVERED] = keys.encode(said)
+    if program.plan.mesh:
+        model.metadata_props[keys.MESH] = keys.encode([list(axis) for axis in program.plan.mesh])
+    symbols = {name: said for name, info in program.symbols.items() if (said := _symbol(info.facts))}
+    if symbols:
+        model.metadata_props[keys.SYMBOLS] = keys.encode(symbols)
+    return model
+
+
+def _forget(model: ir.Model) -> None:
+    graph = model.graph
+    for node in ir.traversal.RecursiveGraphIterator(graph):
+        node.device_configurations = ()
+        _drop(node.metadata_props)
+    for value in (*graph.inputs, *graph.outputs):
+        _drop(value.metadata_props)
+    _drop(model.metadata_props)
+
+
+def _drop(metadata: dict[str, str]) -> None:
+    for key in [key for key in metadata if key.startswith(keys.PREFIX)]:
+        del metadata[key]
+
+
+def _annotate(program: Program, old: ir.Node, new: ir.Node, configuration: ir.ModelConfiguration) -> None:
+    placed = program.placement[old]
+    if placed.follows:
+        new.metadata_props[keys.FOLLOWS] = keys.encode(True)
+    if len(placed.groups) != 1:
+        _cuts(program, old, new, placed.groups)
+        return
+    instance = Instance(old, placed.groups[0])
+    group, choice = instance.group, program.choices.get(instance)
+    inputs = {k: _read(choice, k, group) for k, value in enumerate(old.inputs) if value is not None and value.name}
+    outputs = {k: _made(program, instance, k) for k, value in enumerate(old.outputs) if value.name}
+    specs: dict[ir.Value, ir.ShardingSpec] = {}
+    for values, spreads in ((new.inputs, inputs), (new.outputs, outputs)):
+        for k, spread in spreads.items():
+            value = values[k]
+            assert value is not None
+            specs.setdefault(value, spec_of(value, spread))
+    stage = group[0] if len(group) == 1 else None
+    new.device_configurations = (ir.NodeDeviceConfiguration(configuration, tuple(specs.values()), stage),)
+    if list(group) != sorted(group):
+        new.metadata_props[keys.GROUP] = keys.encode(group)
+    if choice is None:
+        return
+    terms = {
+        old.outputs[k].name: _terms(layout, group)
+        for k in outputs
+        if (layout := choice.output(k)) is not None and layout.partial
+    }
+    if terms:
+        new.metadata_props[keys.TERMS] = keys.encode(terms)
+    given = program.given.outputs if program.given else {}
+    reduced = [name for k in outputs if (instance, k) in given and (name := old.outputs[k].name) in terms]
+    if reduced:
+        new.metadata_props[keys.REDUCED] = keys.encode(reduced)
+    told = _unlike(old, inputs) or not _told(instance, choice, Followed(group, inputs, outputs, ""))
+    if told:
+        _cuts(program, old, new, placed.groups)
+
+
+def _cuts(program: Program, old: ir.Node, new: ir.Node, groups: tuple[Group, ...]) -> None:
+    """Cuts by factor, of every group on which the node is cut."""
+    records = [
+        {"ranks": group, "mesh": choice.mesh, "axes": {letter: axes for letter, axes in choice.axes.items() if axes}}
+        for group in groups
+        if (choice := program.choices.get(Instance(old, group))) is not None
+    ]
+    if any(record["axes"] for record in records):
+        new.metadata_props[keys.CUTS] = keys.encode(records)
+
+
+def _read(choice: Choice | None, k: int, group: Group) -> Spread:
+    layout = choice.input(k) if choice else None
+    return Spread((), (tuple(sorted(group)),)) if layout is None else spread_of(normal(layout), group)
+
+
+def _made(program: Program, instance: Instance, k: int) -> Spread:
+    """How an output lies once it is what readers may take: as the plan asks for it, else reduced."""
+    choice = program.choices.get(instance)
+    layout = choice.output(k) if choice else None
+    if layout is None:
+        return Spread((), (tuple(sorted(instance.group)),))
+    wanted = program.given.outputs.get((instance, k)) if program.given else None
+    settled = wanted[0] if wanted else Layout(layout.mesh, layout.cuts)
+    return spread_of(normal(settled), instance.group)
+
+
+def _unlike(node: ir.Node, inputs: dict[int, Spread]) -> bool:
+    """Whether the node reads one value in two layouts: a tensor has one spec."""
+    first: dict[ir.Value, Spread] = {}
+    return any(first.setdefault(value, inputs[k]) != inputs[k] for k, value in enumerate(node.inputs) if value is not None and k in inputs)
+
+
+def _told(instance: Instance, choice: Choice, followed: Followed) -> bool:
+    """Whether the operands' spreads alone give the node's cut."""
+    again = Choice(choice.rule, choice.mesh)
+    if cut_by_operands(instance, again, followed) or again.open:
+        return False
+    return all(_same(again.input(k), choice.input(k)) for k in range(len(choice.rule.inputs))) and all(
+        _same(again.output(k), choice.output(k)) for k in range(len(choice.rule.outputs))
+    )
+
+
+def _same(one: Layout | None, other: Layout | None) -> bool:
+    return one is other if one is None or other is None else normal(one) == normal(other)
+
+
+def _terms(layout: Layout, group: Group) -> dict[str, list[list[int]]]:
+    kinds = dict.fromkeys(reduce for _, reduce in layout.partial)
+    return {
+        kind: [
+            [group[index] for index in ranks]
+            for ranks in layout.groups([axis for axis, reduce in layout.partial if reduce == kind])
+        ]
+        for kind in kinds
+    }
+
+
+def _arrives(program: Program, value: ir.Value, copy: ir.Value) -> None:
+    records = list(_arrivals(program, value))
+    if records:
+        copy.metadata_props[keys.ARRIVES] = keys.encode(records)
+
+
+def _arrivals(program: Program, value: ir.Value) -> Iterator[dict[str, object]]:
+    for (each, group), (layout, _) in (program.given.arriving if program.given else {}).items():
+        if each is value:
+            yield {"ranks": group, "mesh": layout.mesh, "cuts": layout.cuts}
+
+
+def _symbol(facts: Facts) -> dict[str, int]:
+    """The arguments of a Symbol with these facts; none where nothing is promised."""
+    if facts == Facts(1, 0, 0, None):
+        return {}
+    if facts.value is not None:
+        return {"divisor": 1, "remainder": 0, "min": facts.value, "max": facts.value}
+    return {"divisor": facts.divisor, "remainder": facts.remainder, "min": max(1, facts.min or 1), "max": facts.max or 0}

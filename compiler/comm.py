@@ -1,0 +1,222 @@
+"""A copy of a value made from another one: the moves of `reshard.py` as messages, collectives and local nodes in ranks' programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+import onnx_ir as ir
+
+from partc.compiler import moves as mv
+from partc.compiler.exchange import Span, span_of, within
+from partc.compiler.facts import facts_of
+from partc.compiler.layout import Layout
+from partc.compiler.localize import local_shape
+from partc.compiler.program import Array, Comm, Copy, Event, Op, Program, Shape, Step
+from partc.compiler.reshard import lower
+from partc.compiler.transfer_bytes import bytes_text, whole_bytes
+from partc.runtime import format as fmt
+
+
+@dataclass
+class Draft:
+    """A rank's program while it is written."""
+
+    steps: list[Step] = field(default_factory=list)
+    constants: dict[str, Array] = field(default_factory=dict)
+    types: dict[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Writer:
+    """Writes copies into drafts; `events` and `groups` list what was written, `names` are the copies' names."""
+
+    program: Program
+    drafts: Sequence[Draft]
+    names: dict[Copy, str]
+    events: list[Event] = field(default_factory=list)
+    groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    derived: bool = False
+
+    def make(self, source: Copy, target: Copy, cause: str, derived: bool = False) -> None:
+        """Turns one copy into the other, on all ranks that take part."""
+        self.derived = derived
+        steps = lower(source.layout, target.layout, source.group, target.group, self._divisors(source.value))
+        name, final = self.names[source], self.names[target]
+        if not steps:
+            self.names[target] = name
+            return
+        at = source
+        for k, move in enumerate(steps):
+            last = k == len(steps) - 1
+            after = target if last else Copy(source.value, move.group, move.after)
+            out = final if last else f"{final}.{type(move).__name__.lower()}"
+            self._write(move, at, after, name, out, cause)
+            name, at = out, after
+
+    def _divisors(self, value: ir.Value) -> tuple[int, ...]:
+        shape = self.program.values[value].shape
+        if shape is None:
+            return ()
+        known = {name: info.facts for name, info in self.program.symbols.items()}
+        return tuple(dim if isinstance(dim, int) else facts_of(dim, known).real_divisor() for dim in shape)
+
+    def _write(self, move: mv.Move, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
+        match move:
+            case mv.Slice(dim=dim, axes=axes):
+                self._slice(move, before, after, name, out, dim, axes)
+            case mv.Exchange() | mv.Transfer():
+                self._exchange(move, before, after, name, out, cause)
+            case mv.Pad() | mv.Keep():
+                raise AssertionError(f"no program asks for terms of a sum: {move}")
+            case _:
+                self._collective(move, before, after, name, out, cause)
+        shape = local_shape(self.program, after)
+        for rank in after.group:
+            self.drafts[rank].types[out] = (after.value, shape)
+
+    def _collective(self, move: mv.Move, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
+        attributes: dict[str, int | str | tuple[int, ...]]
+        match move:
+            case mv.AllReduce(reduce=reduce, axes=axes):
+                op_type, attributes = fmt.ALL_REDUCE, {fmt.REDUCE: reduce}
+            case mv.AllGather(dim=dim, axes=axes):
+                op_type, attributes = fmt.ALL_GATHER, {fmt.AXIS: dim}
+            case mv.ReduceScatter(dim=dim, axes=axes, reduce=reduce):
+                op_type, attributes = fmt.REDUCE_SCATTER, {fmt.AXIS: dim, fmt.REDUCE: reduce}
+            case mv.AllToAll(split_dim=split, concat_dim=concat, axes=axes):
+                op_type, attributes = fmt.ALL_TO_ALL, {fmt.SPLIT_AXIS: split, fmt.CONCAT_AXIS: concat}
+            case _:
+                raise AssertionError(move)
+        sets = tuple(tuple(move.group[index] for index in one) for one in move.after.groups(axes))
+        group = self._group(sets)
+        amount = self._bytes(after.value, mv.received(move)[0])
+        event = Event(len(self.events), op_type, after.value, out, sets, group, local_shape(self.program, before), amount, cause, self.derived)
+        self.events.append(event)
+        for rank in move.group:
+            self.drafts[rank].steps.append(
+                Comm(op_type, (name,), (out,), {fmt.GROUP: group, **attributes}, event.tag, after.value, cause, amount)
+            )
+
+    def _group(self, sets: tuple[tuple[int, ...], ...]) -> str:
+        """The name of disjoint sets of ranks, made from their members: `0-1-2-3`, `0-4+3` for four sets like the first."""
+        name = "-".join(map(str, sets[0])) + (f"+{len(sets) - 1}" if len(sets) > 1 else "")
+        while self.groups.get(name, sets) != sets:
+            name += "'"
+        self.groups[name] = sets
+        return name
+
+    def _bytes(self, value: ir.Value, share: Fraction) -> str:
+        whole = whole_bytes(self.program.values[value])
+        if whole is None:
+            return "unknown"
+        found = mv.share_of(share, whole)
+        return str(found) if isinstance(found, int) else str(found.value)
+
+    def _exchange(
+        self, move: mv.Exchange | mv.Transfer, before: Copy, after: Copy, name: str, out: str, cause: str
+    ) -> None:
+        routes = move.routes
+        parts = routes.parts()
+        full = tuple((Fraction(0), Fraction(1)) for _ in before.layout.cuts)
+        source_span = {rank: span_of(routes.before, k) for k, rank in enumerate(routes.source_group)}
+        target_span = {rank: span_of(routes.after, k) for k, rank in enumerate(routes.target_group)}
+        given = {id(p): within(p.span[: len(full)], source_span[p.source]) for p in parts}
+        got = {id(p): within(p.span[: len(full)], target_span[p.target]) for p in parts}
+        if all(given[id(p)] == full and got[id(p)] == full for p in parts) and isinstance(move, mv.Transfer):
+            for part in parts:
+                if part.source == part.target:
+                    self._identity(part.source, name, out)
+                else:
+                    self._message(part.source, part.target, before, after, name, out, cause)
+            return
+        ranks = tuple(sorted({p.source for p in parts} | {p.target for p in parts}))
+        group = self._group((ranks,))
+        most = max(mv.received(move), default=Fraction(0))
+        amount = self._bytes(after.value, most)
+        event = Event(
+            len(self.events), fmt.EXCHANGE, after.value, out, (ranks,), group, local_shape(self.program, before), amount, cause, self.derived
+        )
+        self.events.append(event)
+        for rank in ranks:
+            sends = [p for p in parts if p.source == rank]
+            receives = [p for p in parts if p.target == rank]
+            attributes: dict[str, int | str | tuple[int, ...]] = {
+                fmt.GROUP: group,
+                fmt.SEND_PEERS: tuple(p.target for p in sends),
+                fmt.SEND_BOXES: _numbers([given[id(p)] for p in sends]),
+                fmt.RECV_PEERS: tuple(p.source for p in receives),
+                fmt.RECV_BOXES: _numbers([got[id(p)] for p in receives]),
+                fmt.RANK: len(full),
+            }
+            inputs, outputs = ((name,) if sends else ()), ((out,) if receives else ())
+            self.drafts[rank].steps.append(
+                Comm(fmt.EXCHANGE, inputs, outputs, attributes, event.tag, after.value, cause, amount)
+            )
+
+    def _message(self, source: int, target: int, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
+        shape = local_shape(self.program, after)
+        amount = self._bytes(after.value, _share(after.layout))
+        event = Event(len(self.events), fmt.SEND, after.value, out, ((source,), (target,)), "", shape, amount, cause)
+        self.events.append(event)
+        sent = {fmt.PEER: target}
+        self.drafts[source].steps.append(Comm(fmt.SEND, (name,), (), sent, event.tag, after.value, cause, amount))
+        received = {fmt.PEER: source}
+        self.drafts[target].steps.append(Comm(fmt.RECV, (), (out,), received, event.tag, after.value, cause, amount))
+
+    def _identity(self, rank: int, name: str, out: str) -> None:
+        if name != out:
+            self._emit(rank, "Identity", [name], out, None)
+
+    def _slice(
+        self, move: mv.Slice, before: Copy, after: Copy, name: str, out: str, dim: int, axes: Sequence[int]
+    ) -> None:
+        """The piece of each rank's place: fixed bounds where the size is fixed, else computed from the extent."""
+        shape = local_shape(self.program, before)
+        size = shape[dim] if shape is not None else None
+        pieces = math.prod(move.after.mesh[axis] for axis in axes)
+        for index, rank in enumerate(move.group):
+            number = Layout(move.after.mesh, (tuple(axes),)).piece(index)[0]
+            axis = self._constant(rank, out, "axis", [dim])
+            if isinstance(size, int):
+                length = size // pieces
+                begin = self._constant(rank, out, "begin", [number * length])
+                end = self._constant(rank, out, "end", [(number + 1) * length])
+            else:
+                extent = self._emit(rank, "Shape", [name], f"{out}.shape", None)
+                extent = self._emit(rank, "Gather", [extent, axis], f"{out}.extent", None)
+                length_name = self._emit(rank, "Div", [extent, self._constant(rank, out, "pieces", [pieces])], f"{out}.length", None)
+                begin = self._emit(rank, "Mul", [length_name, self._constant(rank, out, "piece", [number])], f"{out}.begin", None)
+                end = self._emit(rank, "Add", [begin, length_name], f"{out}.end", None)
+            self._emit(rank, "Slice", [name, begin, end, axis], out, after.value.producer())
+
+    def _constant(self, rank: int, out: str, word: str, numbers: list[int]) -> str:
+        name = f"{out}.{word}"
+        self.drafts[rank].constants[name] = np.array(numbers, np.int64)
+        return name
+
+    def _emit(self, rank: int, op_type: str, inputs: Sequence[str], out: str, source: ir.Node | None) -> str:
+        node = ir.Node("", op_type, inputs=[ir.Value(name=name) for name in inputs], outputs=[ir.Value(name=out)], name=out)
+        self.drafts[rank].steps.append(Op(node, source or node))
+        return out
+
+
+def _share(layout: Layout) -> Fraction:
+    return Fraction(1, math.prod(layout.pieces(dim) for dim in range(len(layout.cuts))))
+
+
+def _numbers(boxes: Sequence[Span]) -> tuple[int, ...]:
+    """Boxes as integers: per dim begin numerator, end numerator, denominator."""
+    found: list[int] = []
+    for box in boxes:
+        for begin, end in box:
+            bottom = math.lcm(begin.denominator, end.denominator)
+            found += [int(begin * bottom), int(end * bottom), bottom]
+    return tuple(found)
+
+
+__all__ = ["Draft", "Mapping", "Writer", "bytes_text"]

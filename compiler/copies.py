@@ -1,0 +1,193 @@
+"""Which copies of a value there are: where it is made, and every other group or layout in which it is read.
+
+One copy per (value, group, layout), however many readers. A copy's name on its ranks is the value's own where that is free: for what an
+output of the model is delivered as, then for the copy that it is made as, then for the first one that is read; others are
+named by their layout, `h@[2, 1]`. A value that is made as terms of a sum is `h.terms`, and what it is reduced to is `h`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from partc.compiler.choice import Instance
+from partc.compiler.layout import Layout
+from partc.compiler.mesh import normal
+from partc.compiler.program import Copy, Group, Program
+
+
+@dataclass
+class Copies:
+    """Per value its homes (copies that are made or arrive), what each is settled to, and the needed ones with their causes."""
+
+    homes: dict[ir.Value, list[Copy]] = field(default_factory=dict)
+    settled: dict[Copy, Copy] = field(default_factory=dict)
+    needs: dict[ir.Value, dict[Copy, str]] = field(default_factory=dict)
+    delivered: dict[ir.Value, list[Copy]] = field(default_factory=dict)
+    names: dict[Copy, str] = field(default_factory=dict)
+    derived: set[Copy] = field(default_factory=set)
+    """Needed copies of which only derived cuts are the cause."""
+
+    def home_for(self, copy: Copy) -> Copy:
+        """Where a needed copy comes from: its own group's home, else the first one; in its settled layout."""
+        homes = self.homes[copy.value]
+        home = next((one for one in homes if one.group == copy.group), homes[0])
+        return self.settled.get(home, home)
+
+
+def whole_on(value: ir.Value, group: Group) -> Copy:
+    """A value whole on every rank of a group."""
+    rank = value.shape.rank() if value.shape is not None else 0
+    return Copy(value, group, normal(Layout.whole((len(group),), rank)))
+
+
+def read_as(program: Program, instance: Instance, k: int) -> Copy:
+    """The copy that operand `k` of a node on a group must be."""
+    value = instance.node.inputs[k]
+    assert value is not None
+    choice = program.choices.get(instance)
+    layout = choice.input(k) if choice else None
+    return whole_on(value, instance.group) if layout is None else Copy(value, instance.group, normal(layout))
+
+
+def made_as(program: Program, instance: Instance, k: int) -> Copy:
+    """The copy that a node makes on a group as its output `k`."""
+    value = instance.node.outputs[k]
+    choice = program.choices.get(instance)
+    layout = choice.output(k) if choice else None
+    return whole_on(value, instance.group) if layout is None else Copy(value, instance.group, normal(layout))
+
+
+def is_derived(program: Program, instance: Instance) -> bool:
+    """Whether nothing of how a node is cut was given by the plan or the model."""
+    choice = program.choices.get(instance)
+    paths = program.derived_paths
+    return choice is not None and choice.open and all(why in paths for why in choice.why.values())
+
+
+def find_copies(program: Program, delivered: dict[ir.Value, tuple[tuple[int, ...] | None, bool]]) -> Copies:
+    """All copies of all values, named. `delivered`: per output its ranks (None: it stays), and whether it stays cut."""
+    copies = Copies()
+    graph = program.model.graph
+    order = sorted(graph, key=lambda node: program.placement[node].follows)
+    for node in graph:
+        for group in program.placement[node].groups:
+            for k, value in enumerate(node.outputs):
+                copies.homes.setdefault(value, []).append(made_as(program, Instance(node, group), k))
+    for node in order:
+        placed = program.placement[node]
+        cause = f"read by {program.paths[node]} ({placed.rule})"
+        operands = {value for value in node.inputs if value is not None}
+        for group in placed.groups:
+            instance = Instance(node, group)
+            wanted = [read_as(program, instance, k) for k, value in enumerate(node.inputs) if value is not None]
+            wanted += [whole_on(value, group) for value in program.reads[node] if value not in operands]
+            derived = is_derived(program, instance)
+            for copy in wanted:
+                known = copies.needs.setdefault(copy.value, {})
+                if derived and copy not in known:
+                    copies.derived.add(copy)
+                elif not derived:
+                    copies.derived.discard(copy)
+                known.setdefault(copy, cause)
+    _arrivals(program, copies)
+    for value, (ranks, cut) in delivered.items():
+        _deliver(copies, value, ranks, cut)
+    for value, homes in copies.homes.items():
+        for home in homes:
+            _settle(program, copies, value, home)
+    for value in {**copies.homes, **copies.needs}:
+        _name(copies, value, value in delivered)
+    return copies
+
+
+def _arrivals(program: Program, copies: Copies) -> None:
+    """Inputs lie on a group as the dataset says; weights lie as they are read."""
+    graph = program.model.graph
+    arriving = program.given.arriving if program.given else {}
+    for value in graph.inputs:
+        groups = dict.fromkeys(copy.group for copy in copies.needs.get(value, ()))
+        copies.homes[value] = [
+            Copy(value, group, normal(arriving[value, group][0])) if (value, group) in arriving else whole_on(value, group)
+            for group in groups
+        ]
+    for value in graph.initializers.values():
+        copies.homes[value] = list(copies.needs.get(value, ()))
+
+
+def _deliver(copies: Copies, value: ir.Value, ranks: tuple[int, ...] | None, cut: bool) -> None:
+    producer = value.producer()
+    homes = copies.homes.setdefault(value, [])
+    if producer is None and not homes:
+        homes.append(whole_on(value, (0,)))
+    if cut and not homes[0].layout.partial:
+        copies.delivered[value] = [homes[0]]
+        return
+    groups = [(rank,) for rank in ranks] if ranks is not None else [homes[0].group]
+    copies.delivered[value] = [whole_on(value, group) for group in groups]
+    if cut:
+        home = homes[0]
+        copies.delivered[value] = [Copy(value, home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))]
+    for copy in copies.delivered[value]:
+        where = f"rank {copy.group[0]}" if len(copy.group) == 1 else f"ranks {copy.group[0]}-{copy.group[-1]}"
+        copies.needs.setdefault(value, {}).setdefault(copy, f"output '{value.name}' is delivered to {where}")
+    if producer is None and value.is_initializer():
+        copies.homes[value] = list(copies.needs[value])
+    elif producer is None:
+        for copy in copies.delivered[value]:
+            if copy.group not in [home.group for home in homes]:
+                homes.append(copy)
+
+
+def _settle(program: Program, copies: Copies, value: ir.Value, home: Copy) -> None:
+    """Terms are reduced once, on the ranks that have them, unless one reader there takes them cut, which is cheaper.
+
+    An output whose layout the plan gives takes that first.
+    """
+    producer = value.producer()
+    if producer is None:
+        return
+    key = (Instance(producer, home.group), producer.outputs.index(value))
+    if program.given and key in program.given.outputs:
+        wanted = Copy(value, home.group, normal(program.given.outputs[key][0]))
+        if wanted != home:
+            copies.settled[home] = wanted
+        return
+    if not home.layout.partial:
+        return
+    first = copies.homes[value][0]
+    served = [
+        copy for copy in copies.needs.get(value, ()) if copy != home and (copy.group == home.group or home == first)
+    ]
+    if [copy.group for copy in served] != [home.group]:
+        copies.settled[home] = Copy(value, home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
+
+
+def _name(copies: Copies, value: ir.Value, is_output: bool) -> None:
+    name = value.name or ""
+    homes = copies.homes.get(value, [])
+    made = [home for home in homes if not home.layout.partial]
+    order = dict.fromkeys(
+        [
+            *(copies.delivered.get(value, []) if is_output else []),
+            *(copies.settled[home] for home in homes if home in copies.settled),
+            *made,
+            *copies.needs.get(value, ()),
+            *homes,
+        ]
+    )
+    for copy in copies.delivered.get(value, ()):
+        source = copies.home_for(copy) if homes else copy
+        if source.layout.is_whole and copy.layout.is_whole and set(copy.group) <= set(source.group):
+            copies.names[source] = copies.names[copy] = name
+    for copy in order:
+        if copy in copies.names:
+            continue
+        wanted = [name, f"{name}.terms"] if copy.layout.partial else [name, f"{name}@{copy.layout}"]
+        if copy.layout.partial:
+            wanted = wanted[1:]
+        taken = {copies.names[one] for one in order if one in copies.names and set(one.group) & set(copy.group)}
+        spelled = "-".join(map(str, copy.group))
+        wanted += [f"{wanted[-1]}@{spelled}"]
+        copies.names[copy] = next(each for each in wanted if each not in taken)

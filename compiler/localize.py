@@ -1,0 +1,119 @@
+"""One node on the ranks of its group: as it is where nothing is cut, else rewritten for each rank's piece by the op's own rule.
+
+Most nodes are the same on all ranks of a group; a rule that asks which piece a rank has may give constants that differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from partc.compiler.choice import Choice, Instance
+from partc.compiler.copies import Copies, made_as, read_as, whole_on
+from partc.compiler.layout import Layout
+from partc.compiler.ops.local import Local
+from partc.compiler.program import Array, Copy, Op, Program, Shape
+
+
+@dataclass
+class Localized:
+    """What a node becomes on one rank."""
+
+    ops: list[Op] = field(default_factory=list)
+    constants: dict[str, Array] = field(default_factory=dict)
+    types: dict[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
+
+
+class _Pieces(dict[str, int]):
+    """Which piece of each factor the rank has; remembers whether anybody asked."""
+
+    asked = False
+
+    def get(self, key: str, default: int = 0) -> int:  # type: ignore[override]
+        self.asked = True
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> int:
+        self.asked = True
+        return super().__getitem__(key)
+
+
+def local_shape(program: Program, copy: Copy) -> Shape | None:
+    """The shape of one piece of a copy: every dim over the number of its pieces; None where the value's shape is not known."""
+    shape = program.values[copy.value].shape
+    if shape is None or len(shape) != len(copy.layout.cuts):
+        return shape
+    return tuple(_part(dim, copy.layout.pieces(k)) for k, dim in enumerate(shape))
+
+
+def _part(dim: int | str, pieces: int) -> int | str:
+    if pieces == 1:
+        return dim
+    if isinstance(dim, int):
+        return dim // pieces
+    return str((ir.SymbolicDim(dim) / pieces).value)
+
+
+def localize(program: Program, copies: Copies, instance: Instance, name_of: Callable[[Copy], str]) -> list[Localized]:
+    """What a node becomes, per rank of its group; ranks on which it is the same share one object."""
+    node, group = instance.node, instance.group
+    read = [None if value is None else read_as(program, instance, k) for k, value in enumerate(node.inputs)]
+    made = [made_as(program, instance, k) for k in range(len(node.outputs))]
+    inputs = ["" if copy is None else name_of(copy) for copy in read]
+    outputs = [name_of(copy) if copy.value.name else "" for copy in made]
+    operands = {value for value in node.inputs if value is not None}
+    captured = {
+        value.name or "": name_of(whole_on(value, group)) for value in program.reads[node] if value not in operands
+    }
+    captured = {old: new for old, new in captured.items() if old != new}
+    types = {name: (copy.value, local_shape(program, copy)) for name, copy in zip(outputs, made, strict=True) if name}
+    choice = program.choices.get(instance)
+    if choice is None or not choice.cut or choice.rule.local is None:
+        one = Localized([Op(_renamed(node, inputs, outputs), node, captured)], types=types)
+        return [one] * len(group)
+    shapes = _Shapes(program, dict(zip(inputs, read, strict=True)) | dict(zip(outputs, made, strict=True)))
+    result: list[Localized] = []
+    for index in range(len(group)):
+        pieces = _Pieces(_pieces(choice, index))
+        local = Local(node, choice.rule, choice.cut, pieces, inputs, outputs, shapes.whole, shapes.local)
+        choice.rule.local(local)
+        done = Localized([Op(each, node, captured) for each in local.nodes], dict(local.constants), types)
+        if not pieces.asked:
+            return [done] * len(group)
+        result.append(done)
+    return result
+
+
+def _pieces(choice: Choice, index: int) -> dict[str, int]:
+    """Which piece of each cut factor the group's `index`-th rank has."""
+    found = {}
+    for letter, axes in choice.axes.items():
+        layout = Layout(choice.mesh, (axes,))
+        found[letter] = layout.piece(index)[0]
+    return found
+
+
+def _renamed(node: ir.Node, inputs: list[str], outputs: list[str]) -> ir.Node:
+    """The node itself where its operands have their own names, else a copy with the names that they have here."""
+    own = [value.name or "" if value is not None else "" for value in node.inputs]
+    if own == inputs and [value.name or "" for value in node.outputs] == outputs:
+        return node
+    return ir.Node(
+        node.domain,
+        node.op_type,
+        inputs=[ir.Value(name=name) if name else None for name in inputs],
+        attributes=list(node.attributes.values()),
+        outputs=[ir.Value(name=name) for name in outputs],
+        name=node.name,
+        overload=node.overload,
+        version=node.version,
+    )
+
+
+class _Shapes:
+    def __init__(self, program: Program, copies: Mapping[str, Copy | None]) -> None:
+        found = {name: copy for name, copy in copies.items() if copy is not None and name}
+        self.whole: dict[str, Shape | None] = {n: program.values[c.value].shape for n, c in found.items()}
+        self.local: dict[str, Shape | None] = {n: local_shape(program, c) for n, c in found.items()}

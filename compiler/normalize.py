@@ -1,0 +1,46 @@
+"""The model as the op table speaks of it, where operators are cut: one of the later opsets, and bent reductions in two parts.
+
+A model that is only placed stays as it is: every conversion is one more thing that can change numbers.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from partc.compiler.declare import Declared
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ops.decompose import decompose
+from partc.compiler.plan.rules import FULL_BATCH, Plan
+
+OLDEST, TARGET = 18, 21
+"""Rules emit ops in forms of opset 18 and later; older models are converted to TARGET."""
+
+
+def cuts(plan: Plan, declared: Declared) -> bool:
+    """Whether the plan or the model asks for any operator to be cut."""
+    return bool(
+        plan.sharding
+        or declared.sharding
+        or plan.mesh
+        or plan.dataset.style != FULL_BATCH
+        or plan.dataset.cuts
+        or any(len(rule.ranks) > 1 for rule in plan.placement)
+        or (declared.annotations is not None and declared.annotations.several)
+    )
+
+
+def normalize(model: ir.Model, name: str) -> ir.Model:
+    """`model` converted and decomposed. Raises CompileError where the converter cannot."""
+    if model.opset_imports.get("", TARGET) < OLDEST:
+        import onnxscript.version_converter
+
+        own = model.opset_imports[""]
+        try:
+            onnxscript.version_converter.convert_version(model, TARGET, fallback=True)
+        except Exception as error:
+            raise CompileError(
+                Problem(name, f"opset {own} cannot be converted to {TARGET}: {error}", help=f"export it with opset {OLDEST} or later")
+            ) from error
+    for node in list(model.graph):
+        decompose(node)
+    return model

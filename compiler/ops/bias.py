@@ -1,0 +1,26 @@
+"""A bias beside a contracted cut: every rank makes a term of the product, and one alone adds the bias."""
+
+from __future__ import annotations
+
+import numpy as np
+from partc.compiler.ops.local import Local
+
+
+def bias_once(local: Local) -> None:
+    """Adds the bias, operand 2, to one of the terms that a cut of contracted factors makes."""
+    add_once(local, 2)
+
+
+def add_once(local: Local, k: int) -> None:
+    """The node with operand `k`, its bias, multiplied by 1 on the first rank of a sum's terms and by 0 on the others."""
+    if all(local.cut(factor) == 1 for factor in local.rule.reduce):
+        local.same()
+        return
+    bias = local.node.inputs[k]
+    assert bias is not None
+    assert bias.dtype is not None
+    first = all(local.index(factor) == 0 for factor in local.rule.reduce)
+    keep = local.constant("keep", np.array(first, bias.dtype.numpy()))
+    inputs = list(local.inputs)
+    inputs[k] = local.emit("Mul", [inputs[k], keep], "bias")
+    local.same(inputs)

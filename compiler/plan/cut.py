@@ -1,0 +1,94 @@
+"""A cut: into how many pieces each dim of a value is cut, or along which axes of the mesh.
+
+Two spellings. By integers, `[2, 4]`: the number of pieces of every dim, 1 for a dim that stays whole. By axes, `[dp, tp]`,
+`[[dp, tp], null]`: the mesh axes that cut a dim, major first, and null (or 1) for a dim that stays whole. A rule has one
+spelling throughout; nothing but 1 and null is in both:
+
+    (2, 4)                     from [2, 4]
+    (("dp", "tp"), ())         from [[dp, tp], null]
+    ((), ())                   from [null, 1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TypeAlias
+
+from partc.compiler.plan.violation import Violation, is_integer, shown
+
+Piece: TypeAlias = int | tuple[str, ...]
+Cut: TypeAlias = tuple[Piece, ...]
+"""Per dim the number of pieces, or the axes that cut it, major first, () for none: one spelling in all dims."""
+
+_LAW = "a dim is cut into a number of pieces, along a mesh axis, or along a list of them, major first; null: not at all"
+
+
+def piece_of(value: object, axes: Collection[str] | None = None) -> Piece | None:
+    """One dim's entry as it is spelled; None for null. Raises Violation, also for an axis that `axes`, if given, has not."""
+    if value is None:
+        return None
+    if is_integer(value):
+        assert isinstance(value, int)
+        if value < 1:
+            raise Violation(f"expected at least 1 piece, but got {value}", help="write 1 for a dim that stays whole")
+        return value
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple):
+        raise Violation(f"expected a number of pieces or a mesh axis, but got {shown(value)}", _LAW)
+    wrong = [name for name in names if not isinstance(name, str)]
+    if wrong:
+        fact = f"a list within a cut is of mesh axes, but has {shown(wrong[0])}"
+        raise Violation(fact, _LAW, "write the product of the numbers" if is_integer(wrong[0]) else "")
+    if axes is not None and (unknown := [name for name in names if name not in axes]):
+        there = f"the mesh has the axes {', '.join(axes)}" if axes else "there is no mesh"
+        one = ", ".join(f"'{name}'" for name in unknown)
+        raise Violation(
+            f"{one} {'is no axis' if len(unknown) == 1 else 'are no axes'} of the mesh",
+            there,
+            "" if axes else "declare 'mesh: {dp: 2, tp: 4}', or write numbers of pieces",
+        )
+    return tuple(names)
+
+
+def one_spelling(cuts: Sequence[Sequence[Piece | None] | None]) -> list[Cut | None]:
+    """The cuts of one rule, None for those that are derived. Raises Violation where spellings mix, or an axis cuts twice."""
+    pieces = [piece for cut in cuts if cut is not None for piece in cut]
+    names = [name for piece in pieces if isinstance(piece, tuple) for name in piece]
+    numbers = [piece for piece in pieces if isinstance(piece, int) and piece > 1]
+    by_axes = any(isinstance(piece, tuple) for piece in pieces)
+    if by_axes and numbers:
+        axis = f"the axis '{names[0]}'" if names else "a list of axes"
+        raise Violation(
+            f"{axis} and {numbers[0]} pieces stand side by side",
+            "a rule is spelled by mesh axes or by numbers of pieces, not by both",
+            "1 and null are a whole dim beside mesh axes",
+        )
+    if numbers and None in pieces:
+        raise Violation(
+            f"null stands beside {numbers[0]} pieces",
+            "null is a whole dim beside mesh axes, and in place of a whole cut leaves it to be derived",
+            "write 1 for a dim that stays whole",
+        )
+    for cut in cuts:
+        used = [name for piece in cut or () if isinstance(piece, tuple) for name in piece]
+        if twice := [name for name in dict.fromkeys(used) if used.count(name) > 1]:
+            raise Violation(f"the axis '{twice[0]}' cuts twice", "a mesh axis cuts one dim of a value, once")
+    if by_axes or None in pieces:
+        return [None if cut is None else tuple(p if isinstance(p, tuple) else () for p in cut) for cut in cuts]
+    return [None if cut is None else tuple(p for p in cut if p is not None) for cut in cuts]
+
+
+def is_named(cut: Cut) -> bool:
+    """Whether a cut is spelled by mesh axes; a scalar's is spelled by neither."""
+    return any(isinstance(piece, tuple) for piece in cut)
+
+
+def shown_cut(cut: Cut) -> str:
+    """A cut as a plan spells it: `[2, 4]`, `[[dp, tp], null]`."""
+    return f"[{', '.join(_shown_piece(piece) for piece in cut)}]"
+
+
+def _shown_piece(piece: Piece) -> str:
+    if isinstance(piece, int):
+        return str(piece)
+    return "null" if not piece else piece[0] if len(piece) == 1 else f"[{', '.join(piece)}]"

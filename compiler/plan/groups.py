@@ -1,0 +1,189 @@
+"""Ranks and groups of ranks in a plan: the mesh, and what `placement` may say.
+
+A mesh is the grid of all ranks by named axes, `{dp: 2, tp: 4}`: its sizes multiply to `ranks`, row-major, last axis fastest.
+A slice of it, `{dp: 1}`, is the group of the ranks with these coordinates, in order, and keeps the other axes. A mesh whose sizes
+do not multiply to `ranks` is the grid of every group: each list of several ranks in `placement` then has as many ranks as
+the mesh, and there are no slices.
+
+The mesh's axes within a group: all of them in one of as many ranks, in the mesh's order, as the mesh; those that vary in a list
+that equals a slice, order included; none in any other list.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from partc.compiler.plan.violation import Violation, is_integer, shown
+
+if TYPE_CHECKING:
+    from pydantic import ValidationInfo
+
+Axes: TypeAlias = tuple[tuple[str, int], ...]
+"""Mesh axes by name, with their sizes, major first."""
+
+_LAW = "a mesh is the grid of all ranks, or, where it has another size, of every group in 'placement'"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks in order, and the mesh axes within them."""
+
+    ranks: tuple[int, ...]
+    axes: Axes = ()
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What the values of a plan are checked against; None where the plan does not say it rightly, which is said elsewhere.
+
+    `groups` are the sizes of the lists of several ranks in `placement`.
+    """
+
+    ranks: int | None = None
+    mesh: Axes | None = None
+    groups: tuple[int, ...] = ()
+
+    @property
+    def spans(self) -> bool:
+        """Whether the mesh is the grid of all ranks."""
+        return self.mesh is not None and _size(self.mesh) == self.ranks
+
+
+def frame_of(data: Mapping[str, object]) -> Frame:
+    """The frame of a plan's bare data."""
+    ranks, mesh, placement = data.get("ranks"), data.get("mesh"), data.get("placement")
+    axes: Axes | None = None
+    if mesh is None:
+        axes = ()
+    elif isinstance(mesh, dict) and all(is_integer(size) and size >= 1 for size in mesh.values()):
+        axes = tuple(mesh.items())
+    lists = [value for value in placement.values() if isinstance(value, list)] if isinstance(placement, dict) else []
+    return Frame(
+        ranks if isinstance(ranks, int) and is_integer(ranks) and ranks >= 1 else None,
+        axes,
+        tuple(len(value) for value in lists if len(value) > 1),
+    )
+
+
+def axes_of(mesh: Axes, ranks: int, group: Sequence[int]) -> Axes:
+    """The axes of `mesh` within a group, where there are `ranks` in all; the module's text has the law."""
+    if len(group) < 2 or not mesh:
+        return ()
+    if _size(mesh) != ranks:
+        return mesh if len(group) == _size(mesh) else ()
+    grid = _grid(mesh)
+    at = [grid[rank] for rank in group]
+    varying = [k for k, (_, size) in enumerate(mesh) if size == 1 or len({place[k] for place in at}) > 1]
+    fixed = {k: at[0][k] for k in range(len(mesh)) if k not in varying}
+    return tuple(mesh[k] for k in varying) if _slice(mesh, fixed) == tuple(group) else ()
+
+
+def checked_mesh(mesh: dict[str, int], info: ValidationInfo) -> dict[str, int]:
+    """The mesh, if its size is that of all ranks or of a group in `placement`."""
+    frame, size = _frame(info), math.prod(mesh.values())
+    if not mesh or frame.ranks is None or size == frame.ranks or size in frame.groups:
+        return mesh
+    there = f"there are {frame.ranks} ranks" if frame.ranks != 1 else "there is 1 rank"
+    groups = ", ".join(str(group) for group in dict.fromkeys(frame.groups))
+    more = f" and groups of {groups}" if groups else ""
+    fact = f"the mesh {shown_mesh(tuple(mesh.items()))} has {size} ranks, but {there}{more}"
+    raise Violation(fact, _LAW, f"choose sizes that multiply to {frame.ranks}, or set 'ranks' to {size}")
+
+
+def placed(value: object, info: ValidationInfo) -> Group:
+    """The group that a placement names: a rank, a list of ranks, or a slice of the mesh."""
+    frame = _frame(info)
+    match value:
+        case list():
+            return _listed(value, frame, info)
+        case dict():
+            return _sliced(value, frame)
+        case _:
+            return Group((rank_of(value, info),))
+
+
+def rank_of(value: object, info: ValidationInfo) -> int:
+    """A rank that there is."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise Violation(f"expected a rank, an integer, but got {shown(value)}")
+    ranks = _frame(info).ranks
+    if value < 0 or (ranks is not None and value >= ranks):
+        there = "no negative ranks" if ranks is None else f"{ranks} rank{'s' if ranks != 1 else ''}"
+        last = "" if ranks is None else f" to {ranks - 1}"
+        more = "" if value < 0 else f", or set 'ranks' to at least {value + 1}"
+        raise Violation(f"rank {value}, but there are {there}", help=f"choose a rank from 0{last}{more}")
+    return value
+
+
+def ranks_of(value: list[object], info: ValidationInfo, empty: str) -> tuple[int, ...]:
+    """A list of distinct ranks, in its order; `empty` is the remedy for one without any."""
+    if not value:
+        raise Violation("the list of ranks is empty", help=empty)
+    ranks = tuple(rank_of(rank, info) for rank in value)
+    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    if twice:
+        raise Violation(f"rank {twice[0]} stands twice in the list", help="name every rank once")
+    return ranks
+
+
+def shown_mesh(mesh: Axes) -> str:
+    """A mesh for messages: `dp=2 x tp=4`."""
+    return " x ".join(f"{name}={size}" for name, size in mesh)
+
+
+def _listed(value: list[object], frame: Frame, info: ValidationInfo) -> Group:
+    ranks = ranks_of(value, info, "name a rank, or leave the line out for all ranks")
+    mesh = frame.mesh or ()
+    if mesh and not frame.spans and len(ranks) > 1 and _size(mesh) in frame.groups and len(ranks) != _size(mesh):
+        fact = f"a group of {len(ranks)} ranks, but the mesh {shown_mesh(mesh)} has {_size(mesh)}"
+        help = f"name {_size(mesh)} ranks, or give a mesh of all {frame.ranks} ranks and slices of it"
+        raise Violation(fact, _LAW, help)
+    return Group(ranks, axes_of(mesh, frame.ranks, ranks) if frame.ranks is not None else ())
+
+
+def _sliced(value: dict[str, object], frame: Frame) -> Group:
+    law = "a slice of the mesh fixes the coordinate of one or more of its axes: {pp: 1}"
+    if frame.mesh is None or frame.ranks is None:
+        return Group(())
+    sizes = dict(frame.mesh)
+    if not sizes:
+        raise Violation("a slice of the mesh, but there is no mesh", law, "declare 'mesh: {pp: 2, tp: 4}'")
+    if not value:
+        raise Violation("the slice fixes no axis", law, f"name one of {', '.join(sizes)}, or leave the line out")
+    if not frame.spans:
+        fact = f"a slice of the mesh {shown_mesh(frame.mesh)}, which has {_size(frame.mesh)} of {frame.ranks} ranks"
+        raise Violation(fact, _LAW, "name the ranks in a list")
+    fixed: dict[int, int] = {}
+    for name, index in value.items():
+        if name not in sizes:
+            raise Violation(f"'{name}' is no axis of the mesh", f"the mesh has the axes {', '.join(sizes)}", key=name)
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise Violation(f"expected an index along '{name}', but got {shown(index)}", law, key=name)
+        if not 0 <= index < sizes[name]:
+            fact = f"index {index} along '{name}', whose size is {sizes[name]}"
+            raise Violation(fact, help=f"choose an index from 0 to {sizes[name] - 1}", key=name)
+        fixed[list(sizes).index(name)] = index
+    ranks = _slice(frame.mesh, fixed)
+    inside = tuple(axis for k, axis in enumerate(frame.mesh) if k not in fixed)
+    return Group(ranks, inside if len(ranks) > 1 else ())
+
+
+def _grid(mesh: Axes) -> list[tuple[int, ...]]:
+    """The coordinates of every rank."""
+    return list(itertools.product(*(range(size) for _, size in mesh)))
+
+
+def _slice(mesh: Axes, fixed: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(rank for rank, at in enumerate(_grid(mesh)) if all(at[k] == index for k, index in fixed.items()))
+
+
+def _size(mesh: Axes) -> int:
+    return math.prod(size for _, size in mesh)
+
+
+def _frame(info: ValidationInfo) -> Frame:
+    return info.context if isinstance(info.context, Frame) else Frame()

@@ -1,0 +1,150 @@
+"""Pass: how every node is cut on its group, and so how every value lies; all in global shapes.
+
+What is given is seeded (`seeds.py`), the rest derived (`propagate.py`), and then every cut is held against the law: a dim is cut only
+into pieces that are proven to be equal, for all sizes that its symbols may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from partc.compiler.choice import Choice, Instance
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.facts import Facts, facts_of
+from partc.compiler.mesh import normal
+from partc.compiler import ops  # noqa: F401  (registers the table)
+from partc.compiler.ops.table import rule_of
+from partc.compiler.program import Program
+from partc.compiler.propagate import Given, Propagation
+from partc.compiler.seeds import group_mesh, seed
+
+_UNKNOWN_BYTES = 1.0
+
+
+def shard(program: Program) -> Program:
+    """Fills `choices` and `given`. Raises CompileError, all violations at once: strategies that an op cannot have, and dims
+    that are not proven to be divisible.
+    """
+    if all(len(group) == 1 for placed in program.placement.values() for group in placed.groups):
+        return program
+    instances = [
+        Instance(node, group)
+        for node in program.model.graph
+        for group in program.placement[node].groups
+        if len(group) > 1
+    ]
+    choices = {instance: Choice(rule_of(instance.node), group_mesh(program, instance.group)) for instance in instances}
+    laws = _Laws(program)
+    given, problems = seed(program, choices)
+    if not problems:
+        Propagation(instances, choices, given, program.paths, laws.bytes_of, laws.divides_in(choices)).run()
+        problems = [*_unmet(program, choices, given), *laws.violations(choices, given)]
+    if problems:
+        raise CompileError(problems)
+    return replace(program, choices=choices, given=given)
+
+
+def _unmet(program: Program, choices: dict[Instance, Choice], given: Given) -> Iterator[Problem]:
+    """Cuts of what enters a region that its first op cannot take."""
+    for (instance, k), (layout, where) in given.inputs.items():
+        have = choices[instance].input(k)
+        if have is None or normal(have) != normal(layout):
+            value = instance.node.inputs[k]
+            assert value is not None
+            yield Problem(
+                where,
+                f"'{value.name}' enters cut {layout}, but {instance.node.op_type} ({program.paths[instance.node]}) "
+                f"can only take it {have}",
+                "an op takes a cut along its factors, into pieces that are proven to be equal",
+                "cut another dim, or another module",
+            )
+
+
+class _Laws:
+    """Divisibility and bytes, from what is known of the symbols."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.known = {name: info.facts for name, info in program.symbols.items()}
+        self.memo: dict[str, Facts] = {}
+
+    def facts(self, dim: int | str) -> Facts:
+        if isinstance(dim, int):
+            return Facts.constant(dim)
+        if dim not in self.memo:
+            self.memo[dim] = facts_of(dim, self.known)
+        return self.memo[dim]
+
+    def bytes_of(self, value: ir.Value) -> float:
+        info = self.program.values[value]
+        size = float(info.item_bytes or 1)
+        for dim in info.shape or ():
+            size *= max(1, self.facts(dim).min or 1)
+        return size
+
+    def dims(self, instance: Instance, choice: Choice, letter: str) -> Iterator[tuple[ir.Value, int, int | str | None]]:
+        """The dims that a factor names, with their values; None for a dim of unknown size."""
+        operands = [
+            *zip(choice.rule.inputs, instance.node.inputs, strict=False),
+            *zip(choice.rule.outputs, instance.node.outputs, strict=False),
+        ]
+        for letters, value in operands:
+            if letters is None or value is None:
+                continue
+            for dim, each in enumerate(letters):
+                if each == letter:
+                    shape = self.program.values[value].shape
+                    yield value, dim, shape[dim] if shape is not None and dim < len(shape) else self._own(value, dim)
+
+    def _own(self, value: ir.Value, dim: int) -> int | None:
+        size = value.shape[dim] if value.shape is not None else None
+        return size if isinstance(size, int) else None
+
+    def divides_in(self, choices: dict[Instance, Choice]):  # type: ignore[no-untyped-def]
+        def divides(instance: Instance, letter: str, pieces: int) -> bool:
+            choice = choices[instance]
+            if choice.rule.units.get(letter, 0) % pieces:
+                return False
+            sizes = [size for _, _, size in self.dims(instance, choice, letter)]
+            return all(size is not None and self.facts(size).divisible_by(pieces) for size in sizes)
+
+        return divides
+
+    def violations(self, choices: dict[Instance, Choice], given: Given) -> Iterator[Problem]:
+        """Every cut that was given and is not proven to give equal pieces."""
+        for instance, choice in choices.items():
+            for letter, pieces in choice.cut.items():
+                where = choice.why.get(letter, "").split(" ")[0]
+                subject = f"{instance.node.op_type} ({self.program.paths[instance.node]})"
+                if (unit := choice.rule.units.get(letter, 0)) % pieces:
+                    yield Problem(where, f"{subject}: {unit} heads or groups cannot be cut into {pieces}")
+                for value, dim, size in self.dims(instance, choice, letter):
+                    if size is None or not self.facts(size).divisible_by(pieces):
+                        yield self._indivisible(where, subject, value, dim, size, pieces)
+                        break
+        for (value, group), (layout, where) in given.arriving.items():
+            shape = self.program.values[value].shape
+            for dim in range(len(layout.cuts)):
+                pieces = layout.pieces(dim)
+                size = shape[dim] if shape is not None else None
+                if pieces > 1 and (size is None or not self.facts(size).divisible_by(pieces)):
+                    yield self._indivisible(where, f"'{value.name}' on {len(group)} ranks", value, dim, size, pieces)
+
+    def _indivisible(
+        self, where: str, subject: str, value: ir.Value, dim: int, size: int | str | None, pieces: int
+    ) -> Problem:
+        fact = f"{subject}: cannot cut '{value.name}' dim {dim} ({'unknown' if size is None else size}) into {pieces}"
+        if size is None:
+            return Problem(where, fact, "its size is known only when it runs", "leave it whole")
+        if isinstance(size, int):
+            fitting = [str(n) for n in range(2, min(size, 64) + 1) if size % n == 0]
+            return Problem(where, fact, f"{size} is not divisible by {pieces}", f"cut it into {', '.join(fitting) or '1'}, or leave it whole")
+        facts = self.facts(size)
+        if size in self.program.symbols:
+            info = self.program.symbols[size]
+            remedy = f"declare `{size}: {{divisor: {pieces}}}` under symbols, or cut it into less"
+            return Problem(where, fact, f"'{size}' is {facts} ({info.where}), not always divisible by {pieces}", remedy)
+        return Problem(where, fact, f"{size} is {facts}, not always divisible by {pieces}", "give its symbols a larger divisor")

@@ -1,0 +1,254 @@
+"""Checks collectives: each node against the manifest, against the nodes of the other ranks, and against the law of shapes.
+
+Dims are compared as numbers, at a few legal sizes of the symbols, because equal expressions may be written in many ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
+
+from onnx import ModelProto
+from partc.runtime import expression
+from partc.runtime.bindings import Bindings
+from partc.runtime.check_graph import node_title
+from partc.runtime.collective import LOOSE, Call, Piece, read_call, result_shape, slices
+from partc.runtime.dtypes import dense
+from partc.runtime.errors import ArtifactError
+from partc.runtime.format import COLLECTIVES, DOMAIN, EXCHANGE, MANIFEST, Box, Collective, Manifest, Shape
+from partc.runtime.pieces import reducible
+from partc.runtime.violation import Violation
+
+ValueType = tuple[str, Shape]
+
+_AGAIN = "compile the model again"
+_SAMPLES = 3
+
+
+@dataclass(frozen=True)
+class CallNode:
+    """A collective node of a rank, with what the file declares of its input and output."""
+
+    call: Call
+    rank: int
+    file: str
+    title: str
+    given: ValueType | None
+    made: ValueType | None
+
+    def violation(self, fact: str, help: str = _AGAIN) -> Violation:
+        """A violation at this node."""
+        return Violation(self.file, f"on rank {self.rank}: {fact}", self.title, self.call.path, help)
+
+    def __str__(self) -> str:
+        return f"{self.title} of group '{self.call.group}', tag {self.call.tag}"
+
+
+def call_nodes(
+    rank: int, file: str, model: ModelProto, types: Mapping[str, ValueType]
+) -> tuple[list[CallNode], list[Violation]]:
+    """The collective nodes of a rank, in their order, and those that cannot be read."""
+    found: list[CallNode] = []
+    problems: list[Violation] = []
+    for node in model.graph.node:
+        if node.domain == DOMAIN and node.op_type in COLLECTIVES:
+            try:
+                call = read_call(node, file)
+            except ArtifactError as error:
+                problems.append(
+                    Violation(file, str(error).splitlines()[0].split(": ", 2)[-1], node_title(node), help=_AGAIN)
+                )
+                continue
+            given, made = types.get(call.source or ""), types.get(call.result or "")
+            found.append(CallNode(call, rank, file, node_title(node), given, made))
+    return found, problems
+
+
+def check_collectives(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -> Iterator[Violation]:
+    """Every disagreement of collective nodes with the manifest and among the ranks; `calls` holds the ranks that can be read."""
+    records = {one.tag: one for one in manifest.collectives}
+    circles = {rank: manifest.circles(rank) for rank in range(manifest.ranks)}
+    by_tag: dict[int, dict[int, CallNode]] = {}
+    checked: set[tuple[str, int, tuple[int, ...]]] = set()
+    for rank, nodes in calls.items():
+        for node in nodes:
+            tag, record = node.call.tag, records.get(node.call.tag)
+            if rank in by_tag.setdefault(tag, {}):
+                yield node.violation(f"its tag {tag} is already that of {by_tag[tag][rank].title}")
+                continue
+            by_tag[tag][rank] = node
+            if record is None:
+                yield node.violation(f"{MANIFEST} lists no collective {tag}")
+            elif node.call.group not in circles[rank]:
+                yield node.violation(f"rank {rank} is in no list of group '{node.call.group}'")
+            elif (key := (node.file, tag, circles[rank][node.call.group])) not in checked:
+                checked.add(key)
+                yield from _check_node(manifest, node, record, key[2])
+    for one in manifest.collectives:
+        nodes_there = by_tag.get(one.tag, {})
+        for ranks in manifest.groups.get(one.group, []):
+            yield from _check_list(manifest, one, [rank for rank in ranks if rank in calls], nodes_there)
+    for nodes in calls.values():
+        own = {node.call.tag for node in nodes}
+        wanted = [one.tag for one in manifest.collectives if one.tag in own]
+        for node, tag in zip(nodes, wanted, strict=False):
+            if node.call.tag != tag:
+                yield node.violation(f"it stands where {MANIFEST} has collective {tag}")
+                break
+
+
+def same_dims(one: Shape, other: Shape, manifest: Manifest) -> bool:
+    """Whether two shapes are equal at all sample sizes; a dim that the symbols do not tell is equal to any."""
+    if one is None or other is None or one == other:
+        return True
+    if len(one) != len(other):
+        return False
+    return all(
+        first is None or second is None or first == second
+        for sizes in samples(manifest)
+        for first, second in zip(_numbers(one, manifest, sizes), _numbers(other, manifest, sizes), strict=True)
+    )
+
+
+def local_shape(shape: Shape, box: Box | None) -> Shape:
+    """The dims of a piece as expressions."""
+    if shape is None or box is None:
+        return shape
+    return [
+        dim if (begin, end) == (0, denominator) else f"({dim})*{end - begin}/{denominator}"
+        for dim, (begin, end, denominator) in zip(shape, box, strict=True)
+    ]
+
+
+def samples(manifest: Manifest) -> list[Bindings]:
+    """A few legal sizes of the symbols, no two of them alike where the laws let them differ."""
+    found = []
+    for number in range(_SAMPLES):
+        sizes: Bindings = {}
+        for place, (name, law) in enumerate(sorted(manifest.symbols.items())):
+            least = max(law.min, law.divisor + law.remainder if law.divisor > 1 else 1)
+            least += (law.remainder - least) % law.divisor
+            size = least + law.divisor * number * (place + 1)
+            sizes[name] = least if law.max is not None and size > law.max else size
+        found.append(sizes)
+    return found
+
+
+def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: tuple[int, ...]) -> Iterator[Violation]:
+    call, dtype = node.call, dense(record.type)
+    if (call.op, call.group) != (record.op, record.group) or call.result not in (None, record.value):
+        yield node.violation(
+            f"{MANIFEST} has {record.op} of '{record.value}' in group '{record.group}' as {record.tag}"
+        )
+        return
+    if dtype is None:
+        yield node.violation(f"a {record.type} cannot take part in a collective")
+    elif call.reduce and not reducible(dtype, call.reduce):
+        yield node.violation(f"a {record.type} has no {call.reduce}")
+    if record.shape is None and call.op not in LOOSE:
+        yield node.violation(f"the shape of its input is not known; only {' and '.join(LOOSE)} take such")
+    if not 0 <= call.root < len(ranks):
+        yield node.violation(f"its root is {call.root}, and its list has {len(ranks)} ranks")
+    if strangers := sorted({one.peer for one in (*call.gives, *call.takes)} - {*ranks}):
+        yield node.violation(f"its peer {strangers[0]} is not in its list, ranks {', '.join(map(str, ranks))}")
+    for kind, declared in (("input", node.given), ("output", node.made)):
+        if declared is not None and declared[0] != record.type:
+            yield node.violation(f"its {kind} is a {declared[0]}; {MANIFEST} says {record.type}")
+    if node.given is not None and not same_dims(node.given[1], record.shape, manifest):
+        yield node.violation(f"its input is {_text(node.given[1])}; {MANIFEST} says {_text(record.shape)}")
+    yield from _check_law(manifest, node, record, len(ranks))
+
+
+def _check_law(manifest: Manifest, node: CallNode, record: Collective, ranks: int) -> Iterator[Violation]:
+    """The declared output must be what the op makes of the input, at all sample sizes."""
+    for sizes in samples(manifest) if record.shape is not None and node.call.op != EXCHANGE else ():
+        given = _numbers(record.shape or [], manifest, sizes)
+        if None in given:
+            continue
+        try:
+            wanted = result_shape(node.call, tuple(size or 0 for size in given), ranks)
+        except ValueError as error:
+            yield node.violation(f"with {sizes}: {error}" if sizes else str(error))
+            return
+        if node.made is not None and node.made[1] is not None:
+            made = _numbers(node.made[1], manifest, sizes)
+            if len(made) != len(wanted) or any(one not in (None, two) for one, two in zip(made, wanted, strict=True)):
+                yield node.violation(
+                    f"its output is {_text(node.made[1])}; {node.call.op} of {_text(record.shape)} "
+                    f"on {ranks} ranks makes {list(wanted)}" + (f" with {sizes}" if sizes else "")
+                )
+                return
+
+
+def _check_list(
+    manifest: Manifest, record: Collective, ranks: Sequence[int], nodes: Mapping[int, CallNode]
+) -> Iterator[Violation]:
+    """The nodes of the ranks of one list fit together."""
+    there = [nodes[rank] for rank in ranks if rank in nodes]
+    if record.op != EXCHANGE:
+        for rank in ranks:
+            if rank not in nodes:
+                fact = f"collective {record.tag}, {record.op} of '{record.value}', has no node on rank {rank}"
+                yield Violation(MANIFEST, fact, help=_AGAIN)
+        for node in there[1:]:
+            first, other = there[0].call, node.call
+            facts = [(one.op, one.reduce, one.axis, one.concat_axis, one.root) for one in (first, other)]
+            if facts[0] != facts[1]:
+                yield node.violation(f"it differs from the node of rank {there[0].rank} in op, reduction, axis or root")
+        return
+    for node in there:
+        for piece in node.call.gives:
+            if piece.peer in ranks and piece.peer not in nodes:
+                yield node.violation(f"it gives a box to rank {piece.peer}, which has no such node")
+        for peer in dict.fromkeys(piece.peer for piece in (*node.call.gives, *node.call.takes)):
+            if peer in nodes:
+                yield from _check_pair(manifest, node, nodes[peer])
+        covered = sum(
+            (prod(Fraction(end - begin, of) for begin, end, of in one.box) for one in node.call.takes), Fraction(0)
+        )
+        if node.call.result and covered != 1:
+            yield node.violation(f"the boxes that it takes are {covered} of its output, not all of it once")
+
+
+def _check_pair(manifest: Manifest, giver: CallNode, taker: CallNode) -> Iterator[Violation]:
+    """What one rank gives to another is what that one takes from it, box by box."""
+    gives = [piece for piece in giver.call.gives if piece.peer == taker.rank]
+    takes = [piece for piece in taker.call.takes if piece.peer == giver.rank]
+    if len(gives) != len(takes):
+        yield giver.violation(f"it gives {len(gives)} boxes to rank {taker.rank}, which takes {len(takes)} from it")
+        return
+    for sizes in samples(manifest):
+        for give, take in zip(gives, takes, strict=True):
+            try:
+                given, taken = _size(give, giver.given, manifest, sizes), _size(take, taker.made, manifest, sizes)
+            except ValueError as error:
+                yield giver.violation(f"between ranks {giver.rank} and {taker.rank}: {error}")
+                return
+            if given is not None and taken is not None and given != taken:
+                fact = f"it gives a box of {list(given)} to rank {taker.rank}, which takes one of {list(taken)}"
+                yield giver.violation(fact + (f" with {sizes}" if sizes else ""))
+                return
+
+
+def _size(piece: Piece, declared: ValueType | None, manifest: Manifest, sizes: Bindings) -> tuple[int, ...] | None:
+    shape = _numbers(declared[1], manifest, sizes) if declared is not None and declared[1] is not None else [None]
+    if None in shape:
+        return None
+    return tuple(at.stop - at.start for at in slices(piece.box, tuple(size or 0 for size in shape)))
+
+
+def _numbers(shape: Shape, manifest: Manifest, sizes: Bindings) -> list[int | None]:
+    """The dims at these sizes; None for those that the symbols do not tell."""
+    found: list[int | None] = []
+    for dim in shape or []:
+        try:
+            found.append(expression.parse(dim, manifest.symbols)(sizes))
+        except ValueError:
+            found.append(None)
+    return found
+
+
+def _text(shape: Shape) -> str:
+    return "of unknown shape" if shape is None else f"[{', '.join(map(str, shape))}]"

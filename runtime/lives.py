@@ -1,0 +1,113 @@
+"""How long the values of a rank's program live, in step numbers: what the arena shares by, and what a step may forget.
+
+A value lives from the step that makes it, posts its receive or begins the collective that gives it, to its last reader. A
+collective reads its input until it is finished; an Exchange, like a Send, until the messages have left, which is waited for as
+late as possible.
+
+Where nobody else needs a collective's input any more, and its output is as large, both are one place in memory: AllReduce and
+Broadcast work there, and what one rank does with itself is nothing at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .buffers import Life
+from .format import ALL_REDUCE, BROADCAST, EXCHANGE
+from .segments import Begin, Finish, Post, Segment, Send, Step, Wait
+
+
+@dataclass
+class Span:
+    """The steps in which a value is made, in which each use of it ends, and in which it begins to leave."""
+
+    born: int
+    ends: list[int] = field(default_factory=list)
+    sends: list[int] = field(default_factory=list)
+
+
+def spans(steps: Sequence[Step], outputs: Iterable[str]) -> dict[str, Span]:
+    """The span of every value of a program; an output of the program is used to its end."""
+    finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, Finish)}
+    found: dict[str, Span] = {}
+    for index, step in enumerate(steps):
+        for name, end in _uses(step, index, finishes):
+            found.setdefault(name, Span(index)).ends.append(end)
+        leaving = _leaving(step)
+        if leaving is not None:
+            found[leaving].sends.append(index)
+    for name in outputs:
+        found.setdefault(name, Span(0)).ends.append(len(steps))
+    return found
+
+
+def places(
+    steps: Sequence[Step], spans: Mapping[str, Span], slots: Collection[str], apart: Collection[int] = ()
+) -> dict[str, str]:
+    """Where the output of a collective takes its input's place: by output, the value that first had the place.
+
+    Not so for the collectives whose tags are in `apart`.
+    """
+    finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, Finish)}
+    found: dict[str, str] = {}
+    for index, step in enumerate(steps):
+        if not isinstance(step, Begin) or not _keeps_size(step) or step.call.tag in apart:
+            continue
+        source, result = step.call.source, step.call.result
+        if source not in slots or result not in slots or source is None or result is None:
+            continue
+        others = list(spans[source].ends)
+        others.remove(finishes[step.call.tag])
+        if not spans[source].sends and all(end < index for end in others):
+            found[result] = found.get(source, source)
+    return found
+
+
+def lives(spans: Mapping[str, Span], places: Mapping[str, str], sizes: Mapping[str, int]) -> list[Life]:
+    """Bytes and life of every value that has a place of its own, values that later take the place included."""
+    shared: dict[str, list[str]] = {}
+    for name in sizes:
+        shared.setdefault(places.get(name, name), []).append(name)
+    return [
+        Life(
+            name,
+            max(sizes[one] for one in names),
+            min(spans[one].born for one in names),
+            max(end for one in names for end in spans[one].ends),
+            tuple(sorted({send for one in names for send in spans[one].sends})),
+        )
+        for name, names in shared.items()
+    ]
+
+
+def _keeps_size(step: Begin) -> bool:
+    """Whether the output of a collective is as large as its input, and may begin as its input was."""
+    return step.call.op in (ALL_REDUCE, BROADCAST) or (len(step.ranks) == 1 and step.call.op != EXCHANGE)
+
+
+def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple[str, int]]:
+    """The values that a step touches, each with the step in which this use ends."""
+    match step:
+        case Segment():
+            yield from ((name, index) for name in (*step.inputs, *step.outputs))
+        case Send() | Post() | Wait():
+            yield step.value, index
+        case Begin():
+            call = step.call
+            if call.source:
+                yield call.source, index if call.op == EXCHANGE else finishes[call.tag]
+            if call.result:
+                yield call.result, index
+        case Finish():
+            if step.call.result:
+                yield step.call.result, index
+
+
+def _leaving(step: Step) -> str | None:
+    """The value whose bytes a step lets go, and that must stay as it is until they have gone."""
+    if isinstance(step, Send):
+        return step.value
+    if isinstance(step, Begin) and step.call.op == EXCHANGE:
+        return step.call.source
+    return None

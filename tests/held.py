@@ -1,0 +1,134 @@
+"""Values on ranks in memory: scattered as a layout says, changed as a step says, and checked piece by piece."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from partc.compiler.exchange import offsets, span_of, within
+from partc.compiler.layout import Layout
+from partc.compiler.moves import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Keep,
+    Move,
+    Pad,
+    ReduceScatter,
+    Slice,
+    Transfer,
+)
+
+Held = dict[int, np.ndarray]
+REDUCE = {"sum": np.add.reduce, "max": np.maximum.reduce, "min": np.minimum.reduce}
+
+
+def layouts(mesh: tuple[int, ...], rank: int, reduce: str = "sum") -> Iterator[Layout]:
+    """Every layout of a value of `rank` dims: each axis cuts a dim, repeats or awaits; the axes of a dim in every order."""
+    for places in itertools.product((None, "P", *range(rank)), repeat=len(mesh)):
+        partial = tuple((axis, reduce) for axis, place in enumerate(places) if place == "P")
+        orders = [itertools.permutations(a for a, place in enumerate(places) if place == dim) for dim in range(rank)]
+        yield from (Layout(mesh, cuts, partial) for cuts in itertools.product(*orders))
+
+
+def piece(layout: Layout, index: int, value: np.ndarray) -> np.ndarray:
+    return value[tuple(slice(begin, end) for begin, end in layout.box(index, value.shape))]
+
+
+def scatter(value: np.ndarray, layout: Layout, group: tuple[int, ...], rng: np.random.Generator) -> Held:
+    """Its pieces; terms are unlike each other, the same on all ranks that hold the same one."""
+    axes = [axis for axis, _ in layout.partial]
+    count = math.prod(layout.mesh[axis] for axis in axes)
+    terms = rng.integers(-9, 9, (count, *value.shape)) * 1000 ** np.arange(count).reshape(-1, *[1] * value.ndim)
+    match {reduce for _, reduce in layout.partial}:
+        case found if found == {"sum"}:
+            terms[-1] = value - terms[:-1].sum(axis=0)
+        case found if found:
+            away = 1 + abs(terms) if found == {"min"} else -1 - abs(terms)
+            best = rng.integers(count, size=value.shape)
+            terms = value + np.where(np.arange(count).reshape(-1, *[1] * value.ndim) == best, 0, away)
+        case _:
+            terms = value[None]
+    held = {}
+    for index, rank in enumerate(group):
+        at = layout.coordinates(index)
+        term = 0
+        for axis in axes:
+            term = term * layout.mesh[axis] + at[axis]
+        held[rank] = piece(layout, index, terms[term])
+    return held
+
+
+def assert_held(held: Held, value: np.ndarray, layout: Layout, group: tuple[int, ...]) -> None:
+    """Each rank has its piece, and terms give the value whenever one of each is taken."""
+    axes = [axis for axis, _ in layout.partial]
+    for indices in layout.groups(axes) if axes else ((index,) for index in range(len(group))):
+        terms = np.stack([held[group[index]] for index in indices])
+        got = REDUCE[layout.partial[0][1]](terms, axis=0) if axes else terms[0]
+        np.testing.assert_array_equal(got, piece(layout, indices[0], value))
+
+
+def after(move: Move, held: Held, shape: tuple[int, ...]) -> Held:
+    """What the group of a step holds when it is done; checks that each rank's piece has the shape that the layout says."""
+    found = _exchanged(move, held, shape) if isinstance(move, Exchange | Transfer) else _collective(move, held)
+    for index, rank in enumerate(move.group):
+        assert found[rank].shape == tuple(end - begin for begin, end in move.after.box(index, shape))
+    return found
+
+
+def _collective(move: Move, held: Held) -> Held:
+    found = {}
+    for indices in move.after.groups(move.axes):
+        ranks = [move.group[index] for index in indices]
+        mine = [held[rank] for rank in ranks]
+        count = len(ranks)
+        for place, rank in enumerate(ranks):
+            match move:
+                case AllReduce(reduce=reduce):
+                    found[rank] = REDUCE[reduce](np.stack(mine), axis=0)
+                case ReduceScatter(dim=dim, reduce=reduce):
+                    found[rank] = np.split(REDUCE[reduce](np.stack(mine), axis=0), count, axis=dim)[place]
+                case AllGather(dim=dim):
+                    found[rank] = np.concatenate(mine, axis=dim)
+                case AllToAll(split_dim=split_dim, concat_dim=concat_dim):
+                    parts = [np.split(theirs, count, axis=split_dim)[place] for theirs in mine]
+                    found[rank] = np.concatenate(parts, axis=concat_dim)
+                case Slice(dim=dim):
+                    found[rank] = np.split(mine[place], count, axis=dim)[place]
+                case Pad(dim=dim):
+                    parts = [mine[place] * (other == place) for other in range(count)]
+                    found[rank] = np.concatenate(parts, axis=dim)
+                case Keep(reduce=reduce):
+                    found[rank] = mine[place] * (place == 0) if reduce == "sum" else mine[place]
+    return found
+
+
+def _exchanged(move: Exchange | Transfer, held: Held, shape: tuple[int, ...]) -> Held:
+    source_group = move.source_group if isinstance(move, Transfer) else move.group
+    sent = {}
+    for index, rank in enumerate(source_group):
+        for part in move.routes.of_source(rank):
+            assert part.source == rank
+            box = offsets(within(part.span, span_of(move.before, index)), held[rank].shape)
+            assert (rank, part.target, part.span) not in sent
+            sent[rank, part.target, part.span] = held[rank][tuple(slice(*bounds) for bounds in box)]
+    found = {}
+    for index, rank in enumerate(move.group):
+        local = tuple(end - begin for begin, end in move.after.box(index, shape))
+        times = np.zeros(local, np.int64)
+        found[rank] = np.zeros(local, np.int64)
+        received = 0
+        for part in move.routes.of_target(rank):
+            bounds = offsets(within(part.span, span_of(move.after, index)), local)
+            box = tuple(slice(*pair) for pair in bounds)
+            data = sent.pop((part.source, rank, part.span))
+            found[rank][box] = data
+            times[box] += 1
+            received += data.size if part.source != rank else 0
+        assert (times == 1).all()
+        assert received == move.routes.received()[index] * math.prod(shape)
+    assert not sent
+    return found

@@ -1,0 +1,192 @@
+"""A case for the prover of op rules: an op, its operands and attributes as data, and the node and the runs that it stands for.
+
+case("MatMul", [(2, 6, 12), (12, 18)])
+case("Gather", [(12, 6), np.array([3, -1, 7, 0])], {"axis": 0})
+case("ReduceSum", [(6, 12)], {"keepdims": 0}, constants={1: [1]})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+
+Array = np.ndarray[Any, Any]
+Operand = tuple[int, ...] | Array | None
+CONTRIB_OPSET = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op with operands: a shape stands for random numbers of `dtype` within `span`, None for an operand that is absent.
+
+    `constants` are operands that the compiler knows. `outputs`: how many the node has. `lacks`: rows that hold and are not
+    claimed, with the reason. `undivided`: factors that the case's dims do not let cut by 2 and 3. `close`: tolerance, of the
+    largest element. `static`: not tried with dynamic dims. `enumerated`: whether rows that the rule lacks are looked for; not
+    so where there are too many placements to try.
+    """
+
+    op_type: str
+    operands: tuple[Operand, ...]
+    attributes: Mapping[str, Any]
+    constants: Mapping[int, Array]
+    domain: str
+    opset: int
+    dtype: str
+    span: tuple[float, float] | None
+    outputs: int
+    lacks: Mapping[str, str]
+    undivided: str
+    close: float
+    static: bool
+    enumerated: bool
+
+    def __str__(self) -> str:
+        shapes = ",".join("-" if one is None else "x".join(map(str, _shape(one))) for one in self.operands)
+        words = [f"{name}={value}" for name, value in self.attributes.items()]
+        words += [f"#{k}={array.tolist()}" for k, array in self.constants.items()]
+        return " ".join([self.op_type, shapes, *words, *([f"opset{self.opset}"] if self.opset != 21 else [])])
+
+
+def case(
+    op_type: str,
+    operands: Sequence[Operand],
+    attributes: Mapping[str, Any] | None = None,
+    *,
+    constants: Mapping[int, Any] | None = None,
+    domain: str = "",
+    opset: int = 21,
+    dtype: str = "float32",
+    span: tuple[float, float] | None = None,
+    outputs: int = 1,
+    lacks: Mapping[str, str] | None = None,
+    undivided: str = "",
+    close: float = 2e-5,
+    static: bool = False,
+    enumerated: bool = True,
+) -> Case:
+    """A case; see `Case`. A constant operand may be left out of `operands`."""
+    known = {
+        k: np.asarray(value, np.int64 if np.asarray(value).dtype.kind == "i" else None)
+        for k, value in (constants or {}).items()
+    }
+    count = max([len(operands), *(k + 1 for k in known)])
+    given = [np.asarray(one) if isinstance(one, np.generic) else one for one in operands]
+    full = tuple(known[k] if k in known else given[k] if k < len(given) else None for k in range(count))
+    return Case(
+        op_type,
+        full,
+        attributes or {},
+        known,
+        domain,
+        opset,
+        dtype,
+        span,
+        outputs,
+        lacks or {},
+        undivided,
+        close,
+        static,
+        enumerated,
+    )
+
+
+def node_of(this: Case, dynamic: bool = False, feeds: Mapping[str, Array] | None = None) -> ir.Node:
+    """The case's node in a graph, every shape known; with `dynamic`, dims above 1 are symbols, equal ones alike."""
+    arrays = feeds_of(this) if feeds is None else feeds
+    inputs: list[ir.Value | None] = []
+    for k, one in enumerate(this.operands):
+        if one is None:
+            inputs.append(None)
+            continue
+        array = arrays[f"x{k}"]
+        kind = ir.TensorType(ir.DataType.from_numpy(array.dtype))
+        if k in this.constants:
+            inputs.append(ir.Value(name=f"x{k}", shape=ir.Shape(array.shape), type=kind, const_value=ir.tensor(array)))
+        else:
+            dims = [f"d{dim}" if dynamic and dim > 1 else dim for dim in array.shape]
+            inputs.append(ir.Value(name=f"x{k}", shape=ir.Shape(dims), type=kind))
+    outputs = [ir.Value(name=f"y{k}") for k in range(this.outputs)]
+    attributes = ir.convenience.convert_attributes(dict(this.attributes))
+    node = ir.Node(this.domain, this.op_type, inputs, attributes, outputs=outputs)
+    given = [value for k, value in enumerate(inputs) if value is not None and k not in this.constants]
+    known = [value for k, value in enumerate(inputs) if value is not None and k in this.constants]
+    opsets = {"": this.opset, "com.microsoft": CONTRIB_OPSET}
+    graph = ir.Graph(given, outputs, nodes=[node], initializers=known, opset_imports=opsets, name="case")
+    if dynamic:
+        import onnx_shape_inference
+
+        onnx_shape_inference.infer_symbolic_shapes(ir.Model(graph, ir_version=10), warn_on_missing=False)
+    else:
+        for value, array in zip(outputs, run([node], arrays, {}, this), strict=True):
+            value.shape, value.type = ir.Shape(array.shape), ir.TensorType(ir.DataType.from_numpy(array.dtype))
+    return node
+
+
+def feeds_of(this: Case) -> dict[str, Array]:
+    """The operands' numbers, the same for the same case."""
+    rng = np.random.default_rng(1000 + len(str(this)))
+    found: dict[str, Array] = {}
+    for k, one in enumerate(this.operands):
+        if isinstance(one, np.ndarray):
+            found[f"x{k}"] = one
+        elif one is not None:
+            found[f"x{k}"] = _numbers(rng, one, np.dtype(this.dtype), this.span)
+    return found
+
+
+_sessions: dict[bytes, Any] = {}
+
+
+def run(
+    nodes: Sequence[ir.Node], feeds: Mapping[str, Array], constants: Mapping[str, Array], this: Case
+) -> list[Array]:
+    """The outputs of nodes that make `y0`, `y1`, ... of the operands `x0`, ... and of constants."""
+    fixed = {name: array for name, array in feeds.items() if int(name[1:]) in this.constants} | dict(constants)
+    given = {name: array for name, array in feeds.items() if name not in fixed}
+    used = {value.name for node in nodes for value in node.inputs if value is not None}
+    graph = onnx.helper.make_graph(
+        [ir.to_proto(node) for node in nodes],
+        "case",
+        [
+            onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), None)
+            for name, array in given.items()
+            if name in used
+        ],
+        [onnx.ValueInfoProto(name=f"y{k}") for k in range(this.outputs)],
+        [onnx.numpy_helper.from_array(np.asarray(array), name) for name, array in fixed.items() if name in used],
+    )
+    opsets = [onnx.helper.make_opsetid("", this.opset), onnx.helper.make_opsetid("com.microsoft", CONTRIB_OPSET)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+    if model not in _sessions:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        options.intra_op_num_threads = 1
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        _sessions[model] = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return list(_sessions[model].run(None, {name: array for name, array in given.items() if name in used}))
+
+
+def _numbers(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any], span: tuple[float, float] | None
+) -> Array:
+    if dtype.kind == "b":
+        return np.asarray(rng.random(shape) < 0.5)
+    if dtype.kind in "iu":
+        low, high = span or (0 if dtype.kind == "u" else -9, 10)
+        return rng.integers(int(low), int(high), shape).astype(dtype)
+    return (eighths(rng, shape) if span is None else rng.uniform(*span, shape)).astype(dtype)
+
+
+def eighths(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Random multiples of 1/8 up to 4: sums of their products are exact in float32."""
+    return np.asarray(rng.integers(-32, 33, shape) / 8)
+
+
+def _shape(one: Operand) -> tuple[int, ...]:
+    return one.shape if isinstance(one, np.ndarray) else one or ()

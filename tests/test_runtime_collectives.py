@@ -1,0 +1,497 @@
+"""Collectives of the runtime on in-process ranks: every op, axis and type against numpy, memory, unknown shapes, wrong files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from by_text import write
+from onnx.reference import ReferenceEvaluator
+from partc.runtime import InputError, RankError, Whole, load, load_local
+from partc.runtime.artifact import open_artifact
+from partc.runtime.check import check_artifact
+from partc.runtime.collective import Call
+from partc.runtime.comm_ops import reference_ops
+from partc.runtime.dtypes import BY_NAME, Array
+from partc.runtime.local import LocalTransport, LocalWorld
+from partc.runtime.perform import at_large
+from partc.runtime.segments import Finish
+from partc.runtime.tensor import Tensor
+
+RANKS = (1, 2, 3)
+
+
+def spmd(op: str, attributes: str, given: str, made: str, ranks: int, types: str = "float") -> list[str]:
+    """One graph for each rank: the rank's own input, doubled, through one collective, and the result negated."""
+    return [
+        f"""rank{rank} ({types}[{given}] x{rank}) => ({types}[{made}] y{rank}) <{types}[{given}] h, {types}[{made}] k>
+        {{ h = Add(x{rank}, x{rank})
+           k = partc.comm.{op} <group = "all", tag = 3, {attributes}> (h)
+           y{rank} = Neg(k) }}"""
+        for rank in range(ranks)
+    ]
+
+
+def pieces(shape: tuple[int, ...], ranks: int, dtype: object = np.float32) -> list[Array]:
+    """A value for each rank, all different."""
+    random = np.random.default_rng(ranks)
+    return [random.integers(-9, 9, shape).astype(dtype) for _ in range(ranks)]
+
+
+def run(folder: Path, given: list[Array]) -> list[Array]:
+    """What each rank makes of its own value; twice, since a schedule's memory is used again."""
+    assert check_artifact(folder) == []
+    world = LocalWorld(len(given))
+
+    def rank(index: int) -> Array:
+        try:
+            with load(folder, world.transport(index)) as program:
+                (port,) = program.inputs
+                (first,) = program({port.name: given[index]}).values()
+                (again,) = program({port.name: given[index]}).values()
+            np.testing.assert_array_equal(first, again)
+            return np.asarray(first)
+        except BaseException as error:
+            world.fail(str(error))
+            raise
+        finally:
+            world.finish(index)
+
+    with ThreadPoolExecutor(len(given)) as threads:
+        return list(threads.map(rank, range(len(given))))
+
+
+def run_reference(folder: Path, given: list[Array]) -> list[Array]:
+    """What each rank makes of its own value by the numpy reference."""
+    world, artifact = LocalWorld(len(given)), open_artifact(folder)
+
+    def rank(index: int) -> Array:
+        ops = reference_ops(world.transport(index), artifact.manifest.circles(index))
+        evaluator = ReferenceEvaluator(artifact.model(index), new_ops=ops)
+        return np.asarray(evaluator.run(None, {evaluator.input_names[0]: given[index]})[0])
+
+    with ThreadPoolExecutor(len(given)) as threads:
+        return list(threads.map(rank, range(len(given))))
+
+
+def same(found: list[Array], wanted: list[Array]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert one.dtype == other.dtype
+
+
+def text(shape: tuple[int, ...]) -> str:
+    return ", ".join(map(str, shape))
+
+
+def whole(ranks: int) -> dict[str, list[list[int]]]:
+    return {"all": [list(range(ranks))]}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("reduce", "numpy"), [("sum", sum), ("max", max), ("min", min)])
+def test_all_reduce(tmp_path: Path, ranks: int, reduce: str, numpy: Callable[..., Array]) -> None:
+    given = pieces((5, 3), ranks)
+    combine = {"sum": np.add, "max": np.maximum, "min": np.minimum}[reduce].reduce
+    write(tmp_path, spmd("AllReduce", f'reduce = "{reduce}"', "n, 3", "n, 3", ranks), groups=whole(ranks))
+    same(run(tmp_path, given), [-2 * combine(given)] * ranks)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
+def test_all_gather(tmp_path: Path, ranks: int, axis: int) -> None:
+    shape = (2, 5, 3)
+    made = [*shape]
+    made[axis] *= ranks
+    given = pieces(shape, ranks)
+    write(tmp_path, spmd("AllGather", f"axis = {axis}", text(shape), text(tuple(made)), ranks), groups=whole(ranks))
+    same(run(tmp_path, given), [-2 * np.concatenate(given, axis)] * ranks)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("axis", [0, 1, 2, -2])
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_reduce_scatter(tmp_path: Path, ranks: int, axis: int, reduce: str) -> None:
+    piece = (2, 5, 3)
+    shape = [*piece]
+    shape[axis] *= ranks
+    given = pieces(tuple(shape), ranks)
+    graphs = spmd("ReduceScatter", f'axis = {axis}, reduce = "{reduce}"', text(tuple(shape)), text(piece), ranks)
+    write(tmp_path, graphs, groups=whole(ranks))
+    total = {"sum": np.add, "max": np.maximum}[reduce].reduce(given)
+    same(run(tmp_path, given), [-2 * part for part in np.split(total, ranks, axis)])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("split", "concat"), [*itertools.product(range(3), range(3)), (-1, 0)])
+def test_all_to_all(tmp_path: Path, ranks: int, split: int, concat: int) -> None:
+    shape = [2, 5, 3]
+    shape[split] *= ranks
+    made = list(shape)
+    made[split] //= ranks
+    made[concat] *= ranks
+    given = pieces(tuple(shape), ranks)
+    attributes = f"split_axis = {split}, concat_axis = {concat}"
+    graphs = spmd("AllToAll", attributes, text(tuple(shape)), text(tuple(made)), ranks)
+    write(tmp_path, graphs, groups=whole(ranks))
+    parts = [np.split(one, ranks, split) for one in given]
+    wanted = [np.concatenate([row[rank] for row in parts], concat) for rank in range(ranks)]
+    same(run(tmp_path, given), [-2 * one for one in wanted])
+
+
+@pytest.mark.parametrize("root", [0, 2])
+def test_broadcast_where_only_the_root_has_it(tmp_path: Path, root: int) -> None:
+    graphs = [
+        f"""rank{rank} ({f"float[n, 3] x{rank}" if rank == root else ""}) => (float[n, 3] y{rank}) <float[n, 3] k>
+        {{ k = partc.comm.Broadcast <group = "all", tag = 3, root = {root}> ({f"x{rank}" if rank == root else ""})
+           y{rank} = Neg(k) }}"""
+        for rank in range(3)
+    ]
+    write(tmp_path, graphs, groups=whole(3))
+    x = np.arange(15, dtype=np.float32).reshape(5, 3)
+    with load_local(tmp_path) as program:
+        found = program({f"x{root}": x})
+    same([np.asarray(found[f"y{rank}"]) for rank in range(3)], [-x] * 3)
+
+
+DTYPES = [name for name in BY_NAME if name not in ("float8e8m0",)]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("op", ["AllReduce", "AllGather", "ReduceScatter", "AllToAll"])
+def test_every_type_moves_and_adds(tmp_path: Path, name: str, op: str) -> None:
+    """Values small enough that sums are exact in every type; 3 ranks, along axis 1, so that packing takes part."""
+    attributes = {
+        "AllReduce": 'reduce = "sum"',
+        "AllGather": "axis = 1",
+        "ReduceScatter": 'axis = 1, reduce = "sum"',
+        "AllToAll": "split_axis = 1, concat_axis = 1",
+    }[op]
+    graphs = [
+        f"rank{rank} ({name}[3, 6] x{rank}) => ({name}[3, k] y)"
+        f'{{ y = partc.comm.{op} <group = "all", tag = 0, {attributes}> (x{rank}) }}'.replace(
+            "[3, k]", {"AllGather": "[3, 18]", "ReduceScatter": "[3, 2]"}.get(op, "[3, 6]")
+        )
+        for rank in range(3)
+    ]
+    write(tmp_path, graphs, groups=whole(3))
+    dtype = BY_NAME[name].numpy
+    small = (np.arange(18).reshape(3, 6) * 5 % 2).astype(np.float32)
+    given = [(small * (rank == 1)).astype(dtype) for rank in range(3)]
+    total = small.astype(dtype)
+    wanted = {
+        "AllReduce": [total] * 3,
+        "AllGather": [np.concatenate(given, 1)] * 3,
+        "ReduceScatter": np.split(total, 3, 1),
+        "AllToAll": [np.concatenate([np.split(one, 3, 1)[rank] for one in given], 1) for rank in range(3)],
+    }[op]
+    same(run(tmp_path, given), wanted)
+
+
+def test_narrow_floats_are_added_in_float32_and_rounded_once(tmp_path: Path) -> None:
+    given = [np.array([value], ml_dtypes.bfloat16) for value in (256, 1, 1)]
+    graphs = [
+        f"rank{rank} (bfloat16[n] x{rank}) => (bfloat16[n] y)"
+        f'{{ y = partc.comm.AllReduce <group = "all", tag = 0, reduce = "sum"> (x{rank}) }}'
+        for rank in range(3)
+    ]
+    same(run(write(tmp_path, graphs, groups=whole(3)), given), [np.array([258], ml_dtypes.bfloat16)] * 3)
+
+
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (2, 0, 3)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_values_of_unknown_shape_are_gathered(tmp_path: Path, lengths: tuple[int, ...], axis: int) -> None:
+    """NonZero makes [1, count]: the count is known only when the step runs."""
+    given = [np.array([0] * rank + [1] * length, np.float32) for rank, length in enumerate(lengths)]
+    graphs = [
+        f"""rank{rank} (float[m{rank}] x{rank}) => (int64[a, b] y) <int64[one, count{rank}] h>
+        {{ h = NonZero(x{rank})
+           y = partc.comm.AllGather <group = "all", tag = 0, axis = {axis}> (h) }}"""
+        for rank in range(3)
+    ]
+    write(tmp_path, graphs, groups=whole(3), shapes={"h": None})
+    found = [np.nonzero(one)[0][None] for one in given]
+    if axis == 1 or len(set(lengths)) == 1:
+        same(run(tmp_path, given), [np.concatenate(found, axis)] * 3)
+    else:
+        with pytest.raises(RankError, match=r"AllGather of 'y'.*\[1, 2\] on rank 0, \[1, 0\] on rank 1, \[1, 3\]"):
+            run(tmp_path, given)
+
+
+def test_values_of_unknown_shape_are_reduced(tmp_path: Path) -> None:
+    graphs = [
+        f"""rank{rank} (float[m{rank}] x{rank}) => (int64[a, b] y{rank}) <int64[one, count{rank}] h>
+        {{ h = NonZero(x{rank})
+           k = partc.comm.AllReduce <group = "all", tag = 0, reduce = "max"> (h)
+           y{rank} = Neg(k) }}"""
+        for rank in range(2)
+    ]
+    write(tmp_path, graphs, groups=whole(2), shapes={"h": None})
+    same(run(tmp_path, [np.array(one, np.float32) for one in ([1, 0, 1], [0, 0, 1, 0, 9])]), [np.array([[-2, -4]])] * 2)
+    with pytest.raises(RankError, match=r"the shapes do not fit together: \[1, 2\] on rank 0, \[1, 1\] on rank 1"):
+        run(tmp_path, [np.array(one, np.float32) for one in ([1, 0, 1], [0, 0, 1, 0])])
+
+
+def test_exchange_from_2x3_to_3x2(tmp_path: Path) -> None:
+    """6 ranks hold a grid of 2x3 pieces and get one of 3x2; ranks keep what they have already."""
+
+    def span(at: int, parts: int) -> tuple[int, int]:
+        return at * 6 // parts, (at + 1) * 6 // parts
+
+    old = [(span(rank // 3, 2), span(rank % 3, 3)) for rank in range(6)]
+    new = [(span(rank // 2, 3), span(rank % 2, 2)) for rank in range(6)]
+
+    def common(one: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> list[tuple[int, int]] | None:
+        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
+        return both if all(begin < end for begin, end in both) else None
+
+    def boxes(mine: tuple[tuple[int, int], ...], theirs: list[tuple[tuple[int, int], ...]]) -> tuple[str, str]:
+        peers, numbers = [], []
+        for peer, other in enumerate(theirs):
+            if box := common(mine, other):
+                peers.append(peer)
+                for (begin, end), (first, last) in zip(box, mine, strict=True):
+                    numbers += [begin - first, end - first, last - first]
+        return str(peers), str(numbers)
+
+    graphs = []
+    for rank in range(6):
+        (give, give_boxes), (take, take_boxes) = boxes(old[rank], new), boxes(new[rank], old)
+        graphs.append(f"""rank{rank} (float[a, b] x{rank}) => (float[c, d] y{rank}) <float[6, 4] h, float[4, 6] k>
+        {{ h = Neg(x{rank})
+           k = partc.comm.Exchange <group = "all", tag = 5, rank = 2, send_peers = {give}, send_boxes = {give_boxes},
+                                   recv_peers = {take}, recv_boxes = {take_boxes}> (h)
+           y{rank} = Neg(k) }}""")
+    write(tmp_path, graphs, groups=whole(6), shapes={"h": [6, 4]})
+    value = np.arange(144, dtype=np.float32).reshape(12, 12)
+
+    def part(piece: tuple[tuple[int, int], ...]) -> Array:
+        (a, b), (c, d) = piece
+        return value[2 * a : 2 * b, 2 * c : 2 * d]
+
+    same(run(tmp_path, [part(one) for one in old]), [part(one) for one in new])
+
+
+def test_exchange_between_two_groups(tmp_path: Path) -> None:
+    """Rank 0 has it all; ranks 1 and 2 get a half of the columns each, and rank 0 has no output."""
+    graphs = [
+        """rank0 (float[n, 6] x) => () <float[n, 6] h>
+        { h = Neg(x)
+          = partc.comm.Exchange <group = "all", tag = 5, rank = 2, send_peers = [1, 2],
+                                 send_boxes = [0, 1, 1, 0, 1, 2, 0, 1, 1, 1, 2, 2]> (h) }""",
+        *(
+            f"""rank{rank} () => (float[n, 3] y{rank}) <float[n, 3] k>
+            {{ k = partc.comm.Exchange <group = "all", tag = 5, rank = 2, recv_peers = [0], recv_boxes = [0, 1, 1, 0, 1, 1]> ()
+               y{rank} = Neg(k) }}"""
+            for rank in (1, 2)
+        ),
+    ]
+    write(tmp_path, graphs, groups=whole(3))
+    x = np.arange(24, dtype=np.float32).reshape(4, 6)
+    with load_local(tmp_path) as program:
+        for value in (x, x + 7):
+            found = program(x=value)
+            same([np.asarray(found["y1"]), np.asarray(found["y2"])], [value[:, :3], value[:, 3:]])
+
+
+def test_cut_inputs_and_outputs(tmp_path: Path) -> None:
+    """Rows are cut over 3 ranks, which share one file; the mean of the columns is whole everywhere."""
+    graph = """rank (float[n_third, 2] x) => (float[n_third, 2] y, float[2] total) <float[2] part, int64[1] axis = {0}>
+    { y = Neg(x)
+      part = ReduceSum <keepdims = 0> (x, axis)
+      total = partc.comm.AllReduce <group = "all", tag = 0, reduce = "sum"> (part) }"""
+    boxes = [[[rank, rank + 1, 3], [0, 1, 1]] for rank in range(3)]
+    cut = {"x": (["n", 2], boxes), "y": (["n", 2], boxes)}
+    write(tmp_path, [graph.replace("n_third", "third")] * 3, groups=whole(3), boxes=cut)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["manifest.json", "rank_0000.onnx"]
+    x = np.arange(24, dtype=np.float32).reshape(12, 2)
+    with load_local(tmp_path) as program:
+        found = program(x=x)
+        same([np.asarray(found["y"]), np.asarray(found["total"])], [-x, x.sum(0)])
+        with pytest.raises(InputError, match="input 'x' axis 0 in all is 11, and it is cut into 3"):
+            program(x=x[:11])
+        with pytest.raises(InputError, match="input 'x' axis 1 is 1, the model was compiled for 2"):
+            program(x=x[:, :1])
+        same([np.asarray(program(x=Whole(x[:3]))["y"])], [-x[:3]])
+
+
+SHARED = """rank (float[4, 6] x) => (float[8, 2] y) <float[4, 6] h, float[8, 6] k, float[8, 2] p>
+{ h = Neg(x)
+  k = partc.comm.AllGather <group = "pairs", tag = 0, axis = 0> (h)
+  p = partc.comm.ReduceScatter <group = "triples", tag = 1, axis = 1, reduce = "sum"> (k)
+  y = Abs(p) }"""
+GROUPS = {"pairs": [[0, 3], [1, 4], [2, 5]], "triples": [[2, 1, 0], [3, 4, 5]]}
+
+
+def test_two_groups_of_six_ranks_in_one_shared_file(tmp_path: Path) -> None:
+    write(tmp_path, [SHARED] * 6, groups=GROUPS)
+    given = pieces((4, 6), 6)
+    gathered = {rank: np.concatenate([-given[one] for one in pair]) for pair in GROUPS["pairs"] for rank in pair}
+    wanted = {}
+    for triple in GROUPS["triples"]:
+        total = np.add.reduce([gathered[rank] for rank in triple])
+        wanted.update(zip(triple, (np.abs(part) for part in np.split(total, 3, 1)), strict=True))
+    expected = [wanted[rank] for rank in range(6)]
+    same(run(tmp_path, given), expected)
+    same(run_reference(tmp_path, given), expected)
+
+
+def test_a_collective_overlaps_and_its_memory_is_kept(tmp_path: Path) -> None:
+    """What is computed between a collective's beginning and its use neither sees nor harms its memory."""
+    graph = """rank (float[n] x) => (float[n] y) <float[n] h, float[n] s, float[n] a, float[n] b, float[n] c>
+    { h = Neg(x)
+      s = partc.comm.AllReduce <group = "all", tag = 0, reduce = "sum"> (h)
+      a = Add(x, x)
+      b = partc.comm.AllReduce <group = "all", tag = 1, reduce = "max"> (a)
+      c = Sub(b, s)
+      y = Mul(c, h) }"""
+    write(tmp_path, [graph] * 3, groups=whole(3))
+    given = pieces((301,), 3)
+    wanted = [(2 * np.maximum.reduce(given) + np.add.reduce(given)) * -one for one in given]
+    same(run(tmp_path, given), wanted)
+    same(run_reference(tmp_path, given), wanted)
+
+
+def test_a_chain_of_reductions_takes_one_place(tmp_path: Path) -> None:
+    """An output takes its input's place unless somebody needs the input later: k's and not h's, here."""
+    graph = """rank (float[n] x) => (float[n] y) <float[n] h, float[n] k, float[n] p>
+    { h = Neg(x)
+      k = partc.comm.AllReduce <group = "all", tag = 0, reduce = "sum"> (h)
+      p = partc.comm.AllReduce <group = "all", tag = 1, reduce = "max"> (k)
+      y = Sub(p, h) }"""
+    write(tmp_path, [graph] * 2, groups=whole(2))
+    with load_local(tmp_path) as program:
+        assert program._ranks[0]._program.places == {"p": "k"}
+    given = pieces((9,), 2)
+    same(run(tmp_path, given), [one - given[0] - given[1] for one in given])
+
+
+def test_a_maximum_with_nan_is_nan_on_every_rank(tmp_path: Path) -> None:
+    graphs = spmd("AllReduce", 'reduce = "max"', "n", "n", 3)
+    write(tmp_path, graphs, groups=whole(3))
+    found = run(
+        tmp_path, [np.array([1, np.nan, 3], np.float32), np.array([np.nan, 2, 1], np.float32), np.zeros(3, np.float32)]
+    )
+    same(found, [np.array([np.nan, np.nan, -6], np.float32)] * 3)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_values_of_no_and_one_row(tmp_path: Path, rows: int) -> None:
+    graph = SHARED.replace('"pairs"', '"triples"').replace("[4,", f"[{rows},").replace("[8,", f"[{3 * rows},")
+    write(tmp_path, [graph] * 3, groups={"triples": [[0, 1, 2]]})
+    given = pieces((rows, 6), 3)
+    total = 3 * np.concatenate(given)
+    same(run(tmp_path, given), [np.abs(part) for part in np.split(total, 3, 1)])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fact"),
+    [
+        (
+            'tag = 1, axis = 1, reduce = "sum"',
+            'tag = 1, axis = 1, reduce = "max"',
+            "differs from the node of rank 2 in op, red",
+        ),
+        ("axis = 1", "axis = 0", "differs from the node of rank 2"),
+        ("axis = 1", "axis = 7", "there is no axis 7 in a value of 2 dims"),
+        ("float[8, 2] p", "float[8, 3] p", "its output is [8, 3]; ReduceScatter of [8, 6] on 3 ranks makes"),
+        ("float[8, 6] k", "float[8, 5] k", "its output is [8, 5]; AllGather"),
+        ("tag = 1", "tag = 4", "collective 1, ReduceScatter of 'p', has no node on rank 0"),
+        ('"pairs"', '"triples"', "manifest.json has AllGather of 'k' in group 'pairs' as 0"),
+        ("p = partc.comm.ReduceScatter", "p = partc.comm.AllGather", "manifest.json has ReduceScatter of 'p'"),
+    ],
+)
+def test_the_checker_finds_what_one_rank_has_otherwise(tmp_path: Path, old: str, new: str, fact: str) -> None:
+    assert old in SHARED
+    graphs = [SHARED] * 6
+    graphs[0] = SHARED.replace(old, new)
+    with_record = write(tmp_path / "sound", [SHARED] * 6, groups=GROUPS) / "manifest.json"
+    folder = write(tmp_path / "broken", graphs, groups=GROUPS)
+    broken = json.loads((folder / "manifest.json").read_text())
+    broken["collectives"] = json.loads(with_record.read_text())["collectives"]
+    (folder / "manifest.json").write_text(json.dumps(broken))
+    assert fact in "\n".join(str(one) for one in check_artifact(folder))
+
+
+def test_the_checker_finds_a_wrong_order(tmp_path: Path) -> None:
+    calls = [
+        f'{name} = partc.comm.AllReduce <group = "all", tag = {tag}, reduce = "sum"> (x)'
+        for tag, name in enumerate("kp")
+    ]
+    graphs = [
+        f"rank (float[n] x) => (float[n] y) <float[n] k, float[n] p> {{ {one}  {other}  y = Sub(k, p) }}"
+        for one, other in (calls, calls[::-1])
+    ]
+    write(tmp_path, graphs, groups=whole(2))
+    found = "\n".join(str(one) for one in check_artifact(tmp_path))
+    assert (
+        "a deadlock of 2 ranks: rank 0 waits at AllReduce 'AllReduce.k' of group 'all', tag 0" in found
+        or "stands where" in found
+    )
+
+
+def test_the_checker_finds_a_deadlock_of_collectives_and_messages(tmp_path: Path) -> None:
+    reduce = 'k = partc.comm.AllReduce <group = "all", tag = 0, reduce = "sum"> (x)'
+    graphs = [
+        f"""rank0 (float[n] x) => () <float[n] k, float[n] r>
+        {{ {reduce}  r = Neg(k)  = partc.comm.Send <peer = 1, tag = 1> (r) }}""",
+        f"""rank1 (float[n] x) => (float[n] y) <float[n] k, float[n] r>
+        {{ r = partc.comm.Recv <peer = 0, tag = 1> ()  {reduce}  y = Sub(k, r) }}""",
+    ]
+    write(tmp_path, graphs, groups=whole(2))
+    found = "\n".join(str(one) for one in check_artifact(tmp_path))
+    assert (
+        "a deadlock of 2 ranks: rank 0 waits at AllReduce 'AllReduce.k' of group 'all', tag 0; rank 1 waits at" in found
+    )
+
+
+def test_the_checker_finds_boxes_that_do_not_fit(tmp_path: Path) -> None:
+    give = "send_peers = [1], send_boxes = [0, 1, 2]"
+    take = "recv_peers = [0], recv_boxes = [0, 1, 1]"
+    for taken, rows, fact in (
+        (take, 4, "it gives a box of [3] to rank 1, which takes one of [4]"),
+        (take.replace("0, 1, 1", "0, 1, 2"), 6, "the boxes that it takes are 1/2 of its output"),
+        (take.replace("[0]", "[1]"), 3, "it gives 1 boxes to rank 1, which takes 0 from it"),
+    ):
+        graphs = [
+            f'rank0 (float[6] x) => () {{ = partc.comm.Exchange <group = "all", tag = 0, rank = 1, {give}> (x) }}',
+            f"""rank1 () => (float[{rows}] y) <float[{rows}] k>
+            {{ k = partc.comm.Exchange <group = "all", tag = 0, rank = 1, {taken}> ()  y = Neg(k) }}""",
+        ]
+        folder = write(tmp_path / str(rows), graphs, groups=whole(2))
+        assert fact in "\n".join(str(one) for one in check_artifact(folder))
+
+
+def test_a_failure_and_a_missing_rank_name_the_collective(tmp_path: Path) -> None:
+    """Rank 1 fails before the collective; without it, rank 0 waits for it by name."""
+    graphs = [
+        f"""rank{rank} (float[n] x{rank}, int64[k] i{rank}) => (float[k] y) <float[k] h>
+        {{ h = Gather(x{rank}, i{rank})
+           y = partc.comm.AllReduce <group = "all", tag = 0, reduce = "sum"> (h) }}"""
+        for rank in range(2)
+    ]
+    write(tmp_path, graphs, groups=whole(2))
+    x = np.ones(3, np.float32)
+    with load_local(tmp_path) as program:
+        with pytest.raises(RankError, match=r"rank 1 failed in Gather \(net.h\)"):
+            program(x0=x, i0=np.array([0]), x1=x, i1=np.array([9]))
+        found = program(x0=x, i0=np.array([0]), x1=x, i1=np.array([2]))
+        assert np.asarray(found["y"]).tolist() == [2]
+        assert program._ranks[0].describe(1) == "beginning of AllReduce of 'y' in group 'all', ranks 0, 1 (net.y)"
+    transport = LocalWorld(2, 0.1).transport(0)
+    transport.world.finish(1)
+    with pytest.raises(RankError, match="rank 0 waits in AllReduce of 'k' in group 'all', ranks 0, 1"):
+        _alone(transport)
+
+
+def _alone(transport: LocalTransport) -> None:
+    call = Call("AllReduce", "h", "k", "all", 0, "", "sum")
+    at_large(
+        call, (0, 1), 0, Tensor.of(np.ones(1, np.float32), BY_NAME["float"]), transport, Finish(call, (0, 1)).__str__
+    )
