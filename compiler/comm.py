@@ -159,14 +159,25 @@ class Writer:
             )
 
     def _message(self, source: int, target: int, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
+        """One message; both ends name the value alike, so where they cannot, it gets its last name behind the receive."""
         shape = local_shape(self.program, after)
         amount = self._bytes(after.value, _share(after.layout))
-        event = Event(len(self.events), fmt.SEND, after.value, out, ((source,), (target,)), "", shape, amount, cause)
+        way = name
+        if name != out and name in self.drafts[target].types:
+            way = f"{name}.to.{target}"
+            self._identity(source, name, way)
+            self.drafts[source].types[way] = (before.value, shape)
+        if way != out:
+            self.drafts[target].types[way] = (after.value, shape)
+        event = Event(
+            len(self.events), fmt.SEND, after.value, way, ((source,), (target,)), "", shape, amount, cause, self.derived
+        )
         self.events.append(event)
         sent = {fmt.PEER: target}
-        self.drafts[source].steps.append(Comm(fmt.SEND, (name,), (), sent, event.tag, after.value, cause, amount))
+        self.drafts[source].steps.append(Comm(fmt.SEND, (way,), (), sent, event.tag, after.value, cause, amount))
         received = {fmt.PEER: source}
-        self.drafts[target].steps.append(Comm(fmt.RECV, (), (out,), received, event.tag, after.value, cause, amount))
+        self.drafts[target].steps.append(Comm(fmt.RECV, (), (way,), received, event.tag, after.value, cause, amount))
+        self._identity(target, way, out)
 
     def _identity(self, rank: int, name: str, out: str) -> None:
         if name != out:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from partc.compiler.choice import Instance
+from partc.compiler.exchange import span_of
 from partc.compiler.layout import Layout
 from partc.compiler.mesh import normal
 from partc.compiler.program import Copy, Group, Program
@@ -103,15 +104,14 @@ def find_copies(program: Program, delivered: dict[ir.Value, tuple[tuple[int, ...
 
 
 def _arrivals(program: Program, copies: Copies) -> None:
-    """Inputs lie on a group as the dataset says; weights lie as they are read."""
+    """Inputs arrive whole on every group that reads them, or cut on the largest one that does; weights lie as they are read."""
     graph = program.model.graph
     arriving = program.given.arriving if program.given else {}
     for value in graph.inputs:
-        groups = dict.fromkeys(copy.group for copy in copies.needs.get(value, ()))
-        copies.homes[value] = [
-            Copy(value, group, normal(arriving[value, group][0])) if (value, group) in arriving else whole_on(value, group)
-            for group in groups
-        ]
+        groups = list(dict.fromkeys(copy.group for copy in copies.needs.get(value, ())))
+        cut = [Copy(value, group, normal(arriving[value, group][0])) for group in groups if (value, group) in arriving]
+        whole = [whole_on(value, group) for group in groups]
+        copies.homes[value] = [max(cut, key=lambda copy: len(copy.group))] if cut else whole
     for value in graph.initializers.values():
         copies.homes[value] = list(copies.needs.get(value, ()))
 
@@ -134,10 +134,8 @@ def _deliver(copies: Copies, value: ir.Value, ranks: tuple[int, ...] | None, cut
         copies.needs.setdefault(value, {}).setdefault(copy, f"output '{value.name}' is delivered to {where}")
     if producer is None and value.is_initializer():
         copies.homes[value] = list(copies.needs[value])
-    elif producer is None:
-        for copy in copies.delivered[value]:
-            if copy.group not in [home.group for home in homes]:
-                homes.append(copy)
+    elif producer is None and homes[0].layout.is_whole:
+        homes += [copy for copy in copies.delivered[value] if copy.group not in [home.group for home in homes]]
 
 
 def _settle(program: Program, copies: Copies, value: ir.Value, home: Copy) -> None:
@@ -164,6 +162,18 @@ def _settle(program: Program, copies: Copies, value: ir.Value, home: Copy) -> No
         copies.settled[home] = Copy(value, home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
 
 
+def can_share(one: Copy, other: Copy) -> bool:
+    """Whether two copies may have one name: they have no rank in common, or one's ranks are among the other's and hold the same."""
+    common = set(one.group) & set(other.group)
+    if not common:
+        return True
+    if one.layout.partial or other.layout.partial or len(common) < min(len(one.group), len(other.group)):
+        return False
+    return all(
+        span_of(one.layout, one.group.index(rank)) == span_of(other.layout, other.group.index(rank)) for rank in common
+    )
+
+
 def _name(copies: Copies, value: ir.Value, is_output: bool) -> None:
     name = value.name or ""
     homes = copies.homes.get(value, [])
@@ -187,7 +197,7 @@ def _name(copies: Copies, value: ir.Value, is_output: bool) -> None:
         wanted = [name, f"{name}.terms"] if copy.layout.partial else [name, f"{name}@{copy.layout}"]
         if copy.layout.partial:
             wanted = wanted[1:]
-        taken = {copies.names[one] for one in order if one in copies.names and set(one.group) & set(copy.group)}
+        taken = {copies.names[one] for one in order if one in copies.names and not can_share(one, copy)}
         spelled = "-".join(map(str, copy.group))
         wanted += [f"{wanted[-1]}@{spelled}"]
         copies.names[copy] = next(each for each in wanted if each not in taken)

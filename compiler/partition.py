@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from partc.compiler.choice import Instance
 from partc.compiler.comm import Draft, Writer
-from partc.compiler.copies import Copies, find_copies
+from partc.compiler.copies import Copies, can_share, find_copies
 from partc.compiler.localize import local_shape, localize
 from partc.compiler.pattern_rules import output_ranks
 from partc.compiler.load.onnx_file import bodies
@@ -32,6 +32,7 @@ def partition(program: Program) -> Program:
     drafts = [Draft() for _ in range(program.plan.ranks)]
     writer = Writer(program, drafts, copies.names)
     held = _Held(program, copies, drafts)
+    made: list[dict[ir.Node, set[str]]] = [{} for _ in drafts]
     done: set[Copy] = {home for homes in copies.homes.values() for home in homes}
     for value in (*program.model.graph.inputs,):
         held.inputs(value)
@@ -40,6 +41,9 @@ def partition(program: Program) -> Program:
         for group in program.placement[node].groups:
             each = localize(program, copies, Instance(node, group), lambda copy: writer.names[copy])
             for rank, local in zip(group, each, strict=True):
+                if local.types and local.types.keys() <= made[rank].get(node, set()):
+                    continue  # the same on a smaller group of this rank
+                made[rank].setdefault(node, set()).update(local.types)
                 drafts[rank].steps += local.ops
                 drafts[rank].constants |= local.constants
                 drafts[rank].types |= local.types
@@ -65,10 +69,27 @@ def _derive(copies: Copies, writer: Writer, value: ir.Value, done: set[Copy]) ->
             cause = causes.get(settled) or next(iter(causes.values()), "as the plan says")
             writer.make(home, settled, cause)
             done.add(settled)
-    for copy, cause in copies.needs.get(value, {}).items():
-        if copy not in done:
-            writer.make(copies.home_for(copy), copy, cause, copy in copies.derived)
-            done.add(copy)
+    needs = copies.needs.get(value, {})
+    for copy in sorted(needs, key=lambda copy: -len(copy.group)):
+        if copy in done:
+            continue
+        there = next((one for one in done_of(value, copies, done) if _has(one, copy)), None)
+        if there is not None:
+            writer.names[copy] = writer.names[there]
+        else:
+            writer.make(copies.home_for(copy), copy, needs[copy], copy in copies.derived)
+        done.add(copy)
+
+
+def done_of(value: ir.Value, copies: Copies, done: set[Copy]) -> list[Copy]:
+    """The copies of a value that are there already."""
+    settled = (copies.settled[home] for home in copies.homes.get(value, ()) if home in copies.settled)
+    return [one for one in (*copies.homes.get(value, ()), *settled, *copies.needs.get(value, ())) if one in done]
+
+
+def _has(there: Copy, wanted: Copy) -> bool:
+    """Whether all ranks of a wanted copy hold just that already."""
+    return set(wanted.group) <= set(there.group) and can_share(there, wanted)
 
 
 class _Held:

@@ -154,7 +154,8 @@ def _call(comm: MPI.Intracomm, movement: Movement, blocking: bool) -> Callable[[
             reduce = comm.Allreduce if blocking else comm.Iallreduce
             return lambda: reduce(given, into, operation)
         scatter = comm.Reduce_scatter_block if blocking else comm.Ireduce_scatter_block
-        return lambda: scatter(given, into, operation)
+        # mpi4py wants the count of a block on both sides.
+        return lambda: scatter((source, into[1], kind), into, operation)
     block = target if movement.op not in (ALL_GATHER, ALL_TO_ALL) else target[: target.size // ranks]
     width, unit = next(row for row in _UNITS if block.size % row[0] == 0)
     if block.size // width > _COUNTS:

@@ -110,6 +110,7 @@ CASES: list[Case] = [
         "ScatterND",
         [(12, 5), np.arange(36).reshape(6, 6, 1) % 7, (6, 6, 5)],
         {"reduction": "add"},
+        undivided="a",
         lacks={"P,S(0),S(0)->P": TERM_AND_SPREAD, "P,S(1),S(1)->P": TERM_AND_SPREAD},
     ),
     case("ScatterND", [(12, 6), np.array([[1], [8], [3], [-1], [1], [0]]), (6, 6)], {"reduction": "min"}),

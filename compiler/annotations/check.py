@@ -1,8 +1,9 @@
 """Pass: what the model's own annotations say of every node, held against the graph; all that is wrong is said at once.
 
-A node runs on the devices that its tensors' specs name. Where they name none it runs on those of its pipeline stage:
-the devices that other nodes of the stage are on, else the device whose number the stage is; and a cut without devices or stage goes over all
-devices of the configuration, in order. Without a plan nothing says what divides a symbol that is cut: the annotation promises it.
+A node runs on the devices that its tensors' specs name. Where they name none it runs on those of its pipeline stage: the
+devices that other nodes of the stage are on, else the device whose number the stage is; and a cut without devices or stage
+goes over all devices of the configuration, in order. Without a plan nothing says what divides a symbol that is cut: the
+annotation promises it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
-
 from partc.compiler.annotations import keys
 from partc.compiler.annotations.read import NONE, Annotations, NodeMarks
 from partc.compiler.annotations.spec import spread_in
@@ -58,7 +58,9 @@ def follow_annotations(program: Program) -> Program:
     if problems:
         raise CompileError(problems)
     symbols = {**program.symbols, **_promised(program, followed)} if not program.plan.file else program.symbols
-    return replace(program, followed=followed, symbols=symbols, warnings=(*program.warnings, *annotations.warnings, *work.gone()))
+    return replace(
+        program, followed=followed, symbols=symbols, warnings=(*program.warnings, *annotations.warnings, *work.gone())
+    )
 
 
 def _promised(program: Program, followed: Mapping[ir.Node, Followed]) -> dict[str, SymbolInfo]:
@@ -93,7 +95,11 @@ class _Check:
         names = [one.name for one in self.program.model.device_configurations]
         for called, nodes in self.annotations.dangling.items():
             first = ", ".join(f"'{self.program.paths.get(node, node.name)}'" for node in nodes[:3])
-            count = f"{len(nodes)} nodes ({first}{', ...' if len(nodes) > 3 else ''}) are" if len(nodes) > 1 else f"{first} is"
+            count = (
+                f"{len(nodes)} nodes ({first}{', ...' if len(nodes) > 3 else ''}) are"
+                if len(nodes) > 1
+                else f"{first} is"
+            )
             fact = f"{count} annotated for the configuration '{called}', which the model does not declare"
             have = f"it declares {', '.join(map(repr, names))}" if names else "it declares none"
             yield Problem(self.program.name, fact, have, _TOOLS)
@@ -102,7 +108,11 @@ class _Check:
         """A warning for nodes that were rewritten before they could be looked at."""
         lost = [node.name or node.op_type for node in self.annotations.nodes if node not in self.present]
         named = ", ".join(f"'{name}'" for name in lost[:3])
-        return [f"the annotations of {named} ({len(lost)} in all) are not followed: the op is expressed by others"] if lost else []
+        return (
+            [f"the annotations of {named} ({len(lost)} in all) are not followed: the op is expressed by others"]
+            if lost
+            else []
+        )
 
     def followed(self) -> dict[ir.Node, Followed]:
         spreads = {node: self._spreads(node, marks) for node, marks in self.present.items()}
@@ -135,7 +145,9 @@ class _Check:
             value = mark.spec.value
             operands = [one.name or "" for one in (*node.inputs, *node.outputs) if one is not None and one.name]
             if value is None or not value.name:
-                self.problems.append(Problem(where, "a spec names no tensor", "it names an input or output of the node"))
+                self.problems.append(
+                    Problem(where, "a spec names no tensor", "it names an input or output of the node")
+                )
                 continue
             if not mark.inputs and not mark.outputs:
                 near = nearest(value.name, operands, 1)
@@ -144,7 +156,9 @@ class _Check:
                 self.problems.append(Problem(where, fact, f"these are {', '.join(map(repr, operands))}", remedy))
                 continue
             if value in seen:
-                self.problems.append(Problem(where, f"two specs for '{value.name}'", "a tensor has one spec for a configuration"))
+                self.problems.append(
+                    Problem(where, f"two specs for '{value.name}'", "a tensor has one spec for a configuration")
+                )
                 continue
             seen.add(value)
             info = self.program.values.get(value)
@@ -219,7 +233,9 @@ class _Check:
         for pieces in dict.fromkeys(spread.count for spread in spreads if not spread.holders):
             if group is not None and len(group) % pieces:
                 fact = f"a tensor has {pieces} pieces and no devices, but the node has {len(group)}"
-                self.problems.append(Problem(self.where(node), fact, "pieces divide the devices evenly", "name the devices"))
+                self.problems.append(
+                    Problem(self.where(node), fact, "pieces divide the devices evenly", "name the devices")
+                )
                 return None
         return group
 
@@ -229,8 +245,9 @@ class _Check:
         for node, one in followed.items():
             if one.group and max(one.group) >= ranks:
                 fact = f"'{self.program.paths[node]}' is annotated for device {max(one.group)}, but there are {ranks} ranks"
-                law = f"the configuration '{self.annotations.configuration.name}' has {self.annotations.configuration.num_devices} devices, devices are ranks"
-                help = f"set 'ranks' to {self.annotations.configuration.num_devices}, or say --configuration {NONE}"
+                configuration = self.annotations.configuration
+                law = f"the configuration '{configuration.name}' has {configuration.num_devices} devices; devices are ranks"
+                help = f"set 'ranks' to {configuration.num_devices}, or say --configuration {NONE}"
                 yield Problem(self.program.plan.file or self.program.name, fact, law, help)
                 return
 

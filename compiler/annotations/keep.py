@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
-
 from partc.compiler.errors import CompileError, Problem
 
 
@@ -36,7 +35,12 @@ def kept(model: ir.Model, where: str) -> Iterator[None]:
             problems.append(Problem(where, fact, law, "annotate the nodes inside of the function"))
             continue
         one.node.device_configurations = tuple(
-            replace(entry, sharding_specs=tuple(_again(one.node, spec, at) for spec, at in zip(entry.sharding_specs, places, strict=True)))
+            replace(
+                entry,
+                sharding_specs=tuple(
+                    _again(one.node, spec, at) for spec, at in zip(entry.sharding_specs, places, strict=True)
+                ),
+            )
             for entry, places in zip(one.entries, one.places, strict=True)
         )
     if problems:

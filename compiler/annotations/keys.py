@@ -1,4 +1,4 @@
-"""Metadata keys for what the standard's annotations cannot say. Every value is JSON; a reader that knows none of them loses no numbers.
+"""Metadata keys for what the standard's annotations cannot say; who knows none of them gets the same numbers. Values are JSON.
 
 On a node:
     partc.group      [3, 1, 0]                                  its ranks in their order, where that is not the rising one

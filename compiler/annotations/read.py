@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-
 from partc.compiler.annotations import keys
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.groups import Axes
@@ -88,7 +87,9 @@ def read(model: ir.Model, where: str, name: str | None = None) -> Annotations | 
         outputs = tuple(_outputs(model, where))
         symbols = _symbols(model.metadata_props)
     except (keys.BrokenKey, TypeError, ValueError) as error:
-        raise CompileError(Problem(where, str(error), help=f"take the metadata that begins with '{keys.PREFIX}' away")) from None
+        raise CompileError(
+            Problem(where, str(error), help=f"take the metadata that begins with '{keys.PREFIX}' away")
+        ) from None
     warnings = [_inside_bodies(model, where), _others(model, where, name)]
     told = tuple(warning for warning in warnings if warning)
     return Annotations(configuration, nodes, dangling, symbols, outputs, mesh, told)
@@ -98,13 +99,19 @@ def _chosen(model: ir.Model, where: str, name: str | None) -> ir.ModelConfigurat
     declared = model.device_configurations
     names = [one.name for one in declared]
     problems = [
-        Problem(where, f"{names.count(each)} device configurations are called '{each}'", "names of configurations differ")
+        Problem(
+            where, f"{names.count(each)} device configurations are called '{each}'", "names of configurations differ"
+        )
         for each in dict.fromkeys(names)
         if names.count(each) > 1
     ]
     for one in declared:
         if one.num_devices < 1:
-            problems.append(Problem(where, f"the device configuration '{one.name}' has {one.num_devices} devices", "it has at least 1"))
+            problems.append(
+                Problem(
+                    where, f"the device configuration '{one.name}' has {one.num_devices} devices", "it has at least 1"
+                )
+            )
         elif one.device_names and len(one.device_names) != one.num_devices:
             fact = f"the device configuration '{one.name}' has {one.num_devices} devices, but names {len(one.device_names)}"
             problems.append(Problem(where, fact, "names are given to all devices or to none"))
@@ -190,4 +197,6 @@ def _others(model: ir.Model, where: str, name: str | None) -> str:
     names = [one.name for one in model.device_configurations]
     if name is not None or len(names) < 2:
         return ""
-    return f"{where}: of the device configurations {', '.join(names)} the first is compiled; --configuration names another"
+    return (
+        f"{where}: of the device configurations {', '.join(names)} the first is compiled; --configuration names another"
+    )

@@ -1,15 +1,15 @@
-"""What annotations give the cutting of nodes: per factor its axes from the operands' spreads, and outputs that are spread otherwise.
+"""What annotations give the cutting of nodes: per factor its axes, and outputs that are spread otherwise than they are made.
 
-The inputs' spreads decide: each must be the layout of one mesh that they have in common. An output that is spread in another way than the
-cut node makes it is resharded where it is made. Rules of the plan and `shard` calls of the model win over annotations.
+The inputs' spreads decide: each must be the layout of one mesh that they have in common. An output that is spread in another
+way than the cut node makes it is resharded where it is made. Rules of the plan and `shard` calls of the model win over
+annotations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
-
 from partc.compiler.annotations import keys
 from partc.compiler.annotations.check import Followed
 from partc.compiler.annotations.spread import Spread, any_layout, layout_on, meshes
@@ -53,7 +53,11 @@ def cut_by_operands(instance: Instance, choice: Choice, followed: Followed) -> l
     inputs = {k: spread for k, spread in followed.inputs.items() if spread.count > 1}
     outputs = {k: spread for k, spread in followed.outputs.items() if spread.count > 1}
     problems = [
-        Problem(followed.where, f"'{_name(node.inputs, k)}' is cut, but {node.op_type} takes it whole", help="leave it whole")
+        Problem(
+            followed.where,
+            f"'{_name(node.inputs, k)}' is cut, but {node.op_type} takes it whole",
+            help="leave it whole",
+        )
         for k in inputs
         if _letters(rule.inputs, k) is None
     ]
@@ -62,7 +66,9 @@ def cut_by_operands(instance: Instance, choice: Choice, followed: Followed) -> l
     mesh = _common(choice.mesh, [*inputs.values()], [*outputs.values()], group)
     if mesh is None:
         listed = ", ".join(f"'{_name(node.inputs, k)}' {list(spread.pieces)}" for k, spread in inputs.items())
-        return [Problem(followed.where, f"no grid of ranks {_ranks(group)} has the pieces of {listed} where they are", _LAW)]
+        return [
+            Problem(followed.where, f"no grid of ranks {_ranks(group)} has the pieces of {listed} where they are", _LAW)
+        ]
     axes: dict[str, tuple[int, ...]] = {}
     first: dict[str, str] = {}
     for k, spread in followed.inputs.items():
@@ -72,16 +78,31 @@ def cut_by_operands(instance: Instance, choice: Choice, followed: Followed) -> l
             at = f"'{_name(node.inputs, k)}' dim {dim}"
             if letter == WHOLE or letter not in rule.factors:
                 if cut:
-                    problems.append(Problem(followed.where, f"{at} is cut into {spread.pieces[dim]}, but {node.op_type} needs it whole", help="leave it whole"))
+                    problems.append(
+                        Problem(
+                            followed.where,
+                            f"{at} is cut into {spread.pieces[dim]}, but {node.op_type} needs it whole",
+                            help="leave it whole",
+                        )
+                    )
             elif letter not in axes:
                 axes[letter], first[letter] = cut, at
             elif axes[letter] != cut:
                 fact = f"{at} is cut into {spread.pieces[dim]}, but {first[letter]}, which corresponds to it, otherwise"
-                problems.append(Problem(followed.where, fact, "dims that correspond are cut alike, over the same ranks"))
+                problems.append(
+                    Problem(followed.where, fact, "dims that correspond are cut alike, over the same ranks")
+                )
     used = [axis for cut in axes.values() for axis in cut]
     if not problems and len(used) != len(set(used)):
         fact = f"the same ranks cut dims of {node.op_type} that do not correspond"
-        problems.append(Problem(followed.where, fact, "along one axis of the ranks' grid one factor is cut", "see `partc ops` for its factors"))
+        problems.append(
+            Problem(
+                followed.where,
+                fact,
+                "along one axis of the ranks' grid one factor is cut",
+                "see `partc ops` for its factors",
+            )
+        )
     if problems:
         return problems
     for k, spread in followed.outputs.items():
@@ -118,7 +139,9 @@ def _common(preferred: Mesh, inputs: list[Spread], outputs: list[Spread], group:
         for mesh in dict.fromkeys((preferred, *meshes(len(group))))
         if all(layout_on(mesh, spread, group) is not None for spread in inputs)
     ]
-    return next((mesh for mesh in able if all(layout_on(mesh, each, group) for each in outputs)), able[0] if able else None)
+    return next(
+        (mesh for mesh in able if all(layout_on(mesh, each, group) for each in outputs)), able[0] if able else None
+    )
 
 
 def _arriving(program: Program, given: Given) -> list[Problem]:
@@ -130,13 +153,20 @@ def _arriving(program: Program, given: Given) -> list[Problem]:
     for value in program.model.graph.inputs:
         try:
             for one in keys.records(keys.decode(value.metadata_props, keys.ARRIVES), keys.ARRIVES):
-                group, mesh = keys.integers(one.get("ranks"), keys.ARRIVES), keys.integers(one.get("mesh"), keys.ARRIVES)
+                group, mesh = (
+                    keys.integers(one.get("ranks"), keys.ARRIVES),
+                    keys.integers(one.get("mesh"), keys.ARRIVES),
+                )
                 cuts = one.get("cuts")
                 if not isinstance(cuts, list) or value.shape is None or len(cuts) != len(value.shape):
-                    raise keys.BrokenKey(f"the metadata '{keys.ARRIVES}' wants one list of axes for each dim, but has {cuts!r}")
+                    raise keys.BrokenKey(
+                        f"the metadata '{keys.ARRIVES}' wants one list of axes for each dim, but has {cuts!r}"
+                    )
                 layout = Layout(mesh, tuple(keys.integers(each, keys.ARRIVES) for each in cuts))
                 if layout.size != len(group):
-                    raise keys.BrokenKey(f"the metadata '{keys.ARRIVES}' has {len(group)} ranks on a mesh of {layout.size}")
+                    raise keys.BrokenKey(
+                        f"the metadata '{keys.ARRIVES}' has {len(group)} ranks on a mesh of {layout.size}"
+                    )
                 given.arriving[value, group] = (layout, program.name)
         except ValueError as error:
             problems.append(Problem(program.name, f"input '{value.name}': {error}", help="take the metadata away"))
@@ -147,7 +177,7 @@ def _letters(operands: tuple[str | None, ...], k: int) -> str | None:
     return operands[k] if k < len(operands) else None
 
 
-def _name(values: tuple[ir.Value | None, ...], k: int) -> str:
+def _name(values: Sequence[ir.Value | None], k: int) -> str:
     value = values[k]
     return (value.name or "") if value is not None else ""
 

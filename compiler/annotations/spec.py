@@ -1,17 +1,18 @@
-"""One spec of the standard held against the tensor that it speaks of: the spread that it describes, or all that is wrong with it.
+"""One spec of the standard held against the tensor that it speaks of: the spread that it describes, or all that is wrong.
 
-The laws: an axis is one of the tensor's and stands once; a cut makes equal pieces of the size that the tensor has; there are as many
-devices, or groups of devices, as pieces, each device once and all groups of one size; a tensor that is not cut is on
-every device named.
+The laws: an axis is one of the tensor's and stands once; a cut makes equal pieces of the size that the tensor has; there are
+as many devices, or groups of devices, as pieces, each device once and all groups of one size; a tensor that is not cut
+is on every device named.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 
 import onnx_ir as ir
-
 from partc.compiler.annotations.spread import Spread, fused_pieces
 from partc.compiler.program import Group, Shape
 
@@ -25,7 +26,8 @@ def spread_in(
 
     A tensor of unknown rank has a spread only where no axis is cut.
     """
-    wrong = [*_axis_faults(spec, rank), *_device_faults(spec, devices)]
+    holders, device_faults = _devices(tuple(spec.device), tuple(spec.index_to_device_group_map), devices)
+    wrong = [*_axis_faults(spec, rank), *device_faults]
     cuts: dict[int, int] = {}
     for sharded in spec.sharded_dims:
         axis = sharded.axis + rank if rank is not None and sharded.axis < 0 else sharded.axis
@@ -35,12 +37,15 @@ def spread_in(
         wrong += _size_faults(sharded, axis, size)
         count = fused_pieces([(_size(one.dim), max(one.num_shards, 1)) for one in sharded.simple_shardings])
         if count is None:
-            wrong.append((f"axis {axis} is fused of parts whose pieces are no runs of it", "a rank holds one run of a dim"))
+            wrong.append(
+                (f"axis {axis} is fused of parts whose pieces are no runs of it", "a rank holds one run of a dim")
+            )
         cuts[axis] = count or 1
     product = math.prod(cuts.values())
-    holders = tuple(_holders(spec))
     if not wrong and rank is None and spec.sharded_dims:
-        wrong.append(("its number of dims is not known, but it is cut", "a tensor that is cut has a known number of dims"))
+        wrong.append(
+            ("its number of dims is not known, but it is cut", "a tensor that is cut has a known number of dims")
+        )
     if not wrong and holders and product == 1:
         holders = (tuple(sorted(device for ranks in holders for device in ranks)),)
     if not wrong and holders and len(holders) != product:
@@ -59,7 +64,10 @@ def _axis_faults(spec: ir.ShardingSpec, rank: int | None) -> Iterator[tuple[str,
     for sharded in spec.sharded_dims:
         axis = sharded.axis
         if rank is not None and not -rank <= axis < rank:
-            yield f"axis {axis} is sharded, but it has {rank} dims", f"an axis is in -{rank} .. {rank - 1}" if rank else "a scalar has no axis"
+            yield (
+                f"axis {axis} is sharded, but it has {rank} dims",
+                f"an axis is in -{rank} .. {rank - 1}" if rank else "a scalar has no axis",
+            )
             continue
         axis = axis + rank if rank is not None and axis < 0 else axis
         if axis in seen:
@@ -76,7 +84,10 @@ def _size_faults(sharded: ir.ShardedDim, axis: int, size: int | str | None) -> I
     stated = [_size(one.dim) for one in parts]
     known = math.prod(each for each in stated if each is not None)
     if isinstance(size, int) and parts and (known != size if None not in stated else known and size % known):
-        yield f"axis {axis} is {'x'.join(str(each) for each in stated)} in the annotation, but {size} in the model", "both are the size of one dim"
+        yield (
+            f"axis {axis} is {'x'.join(str(each) for each in stated)} in the annotation, but {size} in the model",
+            "both are the size of one dim",
+        )
         return
     for one, part in zip(parts, stated, strict=True):
         whole = part if part is not None else size if len(parts) == 1 else None
@@ -84,30 +95,28 @@ def _size_faults(sharded: ir.ShardedDim, axis: int, size: int | str | None) -> I
             yield f"axis {axis} of {whole} is cut into {one.num_shards} unequal pieces", _EQUAL
 
 
-def _device_faults(spec: ir.ShardingSpec, devices: int) -> Iterator[tuple[str, str]]:
-    groups = {entry.key: entry.value for entry in spec.index_to_device_group_map}
-    if len(groups) < len(spec.index_to_device_group_map):
-        yield "index_to_device_group_map has a key twice", "a key stands for one group"
-    listed: list[int] = []
-    for device in spec.device:
-        members = groups.get(device, (device,))
+@lru_cache(maxsize=4096)
+def _devices(
+    device: Group, entries: tuple[ir.IndexToDeviceGroupMapEntry, ...], devices: int
+) -> tuple[tuple[Group, ...], tuple[tuple[str, str], ...]]:
+    """Per piece the devices that hold it, and what is wrong with them."""
+    groups = {entry.key: tuple(entry.value) for entry in entries}
+    holders = tuple(groups.get(each, (each,)) for each in device)
+    wrong = []
+    if len(groups) < len(entries):
+        wrong.append(("index_to_device_group_map has a key twice", "a key stands for one group"))
+    for each, members in zip(device, holders, strict=True):
         if not members:
-            yield f"the group {device} is empty", "a piece lies on one device or more"
-        within = f" of group {device}" if device in groups else ""
+            wrong.append((f"the group {each} is empty", "a piece lies on one device or more"))
+        within = f" of group {each}" if each in groups else ""
         for member in members:
             if not 0 <= member < devices:
-                remedy = "is no key of index_to_device_group_map either" if member < 0 and not within else f"devices are 0 .. {devices - 1}"
-                yield f"device {member}{within} is not there, the configuration has {devices}", remedy
-        listed += members
-    twice = sorted({device for device in listed if listed.count(device) > 1}) if len(set(listed)) < len(listed) else []
-    if twice:
-        yield f"device {twice[0]} holds two pieces", "a device holds one piece of a tensor"
-
-
-def _holders(spec: ir.ShardingSpec) -> Iterator[Group]:
-    groups = {entry.key: entry.value for entry in spec.index_to_device_group_map}
-    for device in spec.device:
-        yield tuple(groups.get(device, (device,)))
+                law = f"devices are 0 .. {devices - 1}, other numbers are keys of index_to_device_group_map"
+                wrong.append((f"device {member}{within} is not there, the configuration has {devices}", law))
+    counts = Counter(member for members in holders for member in members)
+    if twice := sorted(member for member, count in counts.items() if count > 1):
+        wrong.append((f"device {twice[0]} holds two pieces", "a device holds one piece of a tensor"))
+    return holders, tuple(wrong)
 
 
 def _size(dim: int | ir.SymbolicDim) -> int | None:

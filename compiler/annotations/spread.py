@@ -1,9 +1,9 @@
 """How one tensor is spread over ranks: into how many pieces each dim is cut, and which ranks hold each piece.
 
-The law between the standard's words and a layout on a mesh. Written: the dims that are cut, rising, each with its number of pieces; the
-pieces row-major over these dims; a piece of one rank is that device, one of several a negative key of a group.
-Read: the index of a rank's piece in each dim is a mixed-radix number over some axes of a mesh; the axes are found by
-the step that each makes. `[2, 1]` of x on 4 ranks, mesh (2, 2), rows cut over axis 0:
+The law between the standard's words and a layout on a mesh. Written: the dims that are cut, rising, each with its number of
+pieces; the pieces row-major over these dims; a piece of one rank is that device, one of several a negative key of a group.
+Read: the index of a rank's piece in each dim is a mixed-radix number over some axes of a mesh; the axes are found by the
+step that each makes. `[2, 1]` of x on 4 ranks, mesh (2, 2), rows cut over axis 0:
 
     device [-1, -2], groups {-1: [0, 1], -2: [2, 3]}, axis 0 in 2
 """
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import onnx_ir as ir
-
 from partc.compiler.layout import Layout, Mesh, primes
 from partc.compiler.program import Group
 

@@ -1,8 +1,8 @@
 """The way back: a compiled model as one global model, in which every node is annotated with where it runs and how it is cut.
 
-Numbers are the model's own: annotations are hints, and communication stays implicit. A node on one rank has that device in every spec, and
-the rank as its pipeline stage; an output that is made as terms of a sum is annotated as what they are reduced to. Read
-again without a plan, the file gives the same programs. Annotations that the model came with are replaced.
+Numbers are the model's own: annotations are hints, and communication stays implicit. A node on one rank has that device in
+every spec, and the rank as its pipeline stage; an output that is made as terms of a sum is annotated as what they are
+reduced to. Read again without a plan, the file gives the same programs. Annotations that the model came with are replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import onnx_ir as ir
-
 from partc.compiler.annotations import keys
 from partc.compiler.annotations.check import Followed
 from partc.compiler.annotations.seed import cut_by_operands
@@ -80,8 +79,7 @@ def annotated(program: Program) -> ir.Model:
     for value, copy in zip(program.model.graph.outputs, model.graph.outputs, strict=True):
         ranks, cut = delivered[value]
         if (ranks, cut) != ((0,), False):
-            said = {"ranks": None if ranks is None else list(ranks), "cut": cut}
-            copy.metadata_props[keys.DELIVERED] = keys.encode(said)
+            copy.metadata_props[keys.DELIVERED] = keys.encode({"ranks": ranks, "cut": cut})
     if program.plan.mesh:
         model.metadata_props[keys.MESH] = keys.encode([list(axis) for axis in program.plan.mesh])
     symbols = {name: said for name, info in program.symbols.items() if (said := _symbol(info.facts))}
@@ -174,7 +172,11 @@ def _made(program: Program, instance: Instance, k: int) -> Spread:
 def _unlike(node: ir.Node, inputs: dict[int, Spread]) -> bool:
     """Whether the node reads one value in two layouts: a tensor has one spec."""
     first: dict[ir.Value, Spread] = {}
-    return any(first.setdefault(value, inputs[k]) != inputs[k] for k, value in enumerate(node.inputs) if value is not None and k in inputs)
+    return any(
+        first.setdefault(value, inputs[k]) != inputs[k]
+        for k, value in enumerate(node.inputs)
+        if value is not None and k in inputs
+    )
 
 
 def _told(instance: Instance, choice: Choice, followed: Followed) -> bool:
@@ -216,8 +218,14 @@ def _arrivals(program: Program, value: ir.Value) -> Iterator[dict[str, object]]:
 
 def _symbol(facts: Facts) -> dict[str, int]:
     """The arguments of a Symbol with these facts; none where nothing is promised."""
-    if facts == Facts(1, 0, 0, None):
+    if facts == Facts():
         return {}
     if facts.value is not None:
-        return {"divisor": 1, "remainder": 0, "min": facts.value, "max": facts.value}
-    return {"divisor": facts.divisor, "remainder": facts.remainder, "min": max(1, facts.min or 1), "max": facts.max or 0}
+        return {"min": facts.value, "max": facts.value}
+    said = {
+        "divisor": facts.divisor,
+        "remainder": facts.remainder,
+        "min": max(1, facts.min or 1),
+        "max": facts.max or 0,
+    }
+    return {name: number for name, number in said.items() if number}
