@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+
 from partc.cli.present import Table, count, seconds, size
 
 

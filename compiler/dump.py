@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import onnx_ir as ir
 from partc.compiler.choice import Instance
 from partc.compiler.facts import facts_of
@@ -228,10 +229,19 @@ def _attribute(attr: ir.Attr, indent: str) -> str:
             return type_text(attr.value.type)
         case ir.AttributeType.STRING:
             return repr(attr.value)
-        case ir.AttributeType.INTS | ir.AttributeType.FLOATS | ir.AttributeType.STRINGS:
+        case ir.AttributeType.FLOAT:
+            return _float(attr.value)
+        case ir.AttributeType.FLOATS:
+            return f"[{', '.join(map(_float, attr.value))}]"
+        case ir.AttributeType.INTS | ir.AttributeType.STRINGS:
             return f"[{', '.join(map(repr, attr.value))}]"
         case _:
             return repr(attr.value)
+
+
+def _float(value: float) -> str:
+    """The shortest text of the float32 that ONNX keeps of an attribute."""
+    return str(np.float32(value))
 
 
 def _tensor(tensor: ir.TensorProtocol) -> str:

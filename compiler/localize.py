@@ -70,7 +70,8 @@ def localize(program: Program, copies: Copies, instance: Instance, name_of: Call
     captured = {old: new for old, new in captured.items() if old != new}
     types = {name: (copy.value, local_shape(program, copy)) for name, copy in zip(outputs, made, strict=True) if name}
     choice = program.choices.get(instance)
-    if choice is None or not choice.cut or choice.rule.local is None:
+    whole = choice is None or not (choice.cut or not choice.rule.factors)
+    if choice is None or whole or choice.rule.local is None:
         one = Localized([Op(_renamed(node, inputs, outputs), node, captured)], types=types)
         return [one] * len(group)
     shapes = _Shapes(program, dict(zip(inputs, read, strict=True)) | dict(zip(outputs, made, strict=True)))

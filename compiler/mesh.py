@@ -12,6 +12,7 @@ order. `normal` joins all that can be joined: layouts with equal normal forms pu
 from __future__ import annotations
 
 import itertools
+import functools
 import math
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ def refine(layout: Layout) -> Layout:
     return _subdivided(layout, [primes(size) for size in layout.mesh])
 
 
+@functools.lru_cache(maxsize=4096)
 def normal(layout: Layout) -> Layout:
     """The same layout on the mesh with the fewest axes: neighbours that are used alike are one axis, axes of size 1 are none."""
     layout = _subdivided(layout, [(size,) if size > 1 else () for size in layout.mesh])

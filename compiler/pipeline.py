@@ -25,8 +25,8 @@ from partc.compiler.partition import partition
 from partc.compiler.placement import place
 from partc.compiler.plan.read import Plan, read_plan
 from partc.compiler.program import Program
-from partc.compiler.sharding import shard
 from partc.compiler.shapes import shapes
+from partc.compiler.sharding import shard
 from partc.runtime.format import Manifest, SourceRecord
 
 Pass = Callable[[Program], Program]
@@ -97,8 +97,8 @@ def compile_model(
 ) -> Report:
     """Compiles `model` by `plan` into the folder `out`; with `dump_ir` also the text after each pass, `ir/1_shapes.ir` and on.
 
-    `strict` refuses changes of layout that nobody asked for. `annotated`: where the whole model is written with the choices made, in
-    the standard's annotations; `configuration`: which of the model's own are followed.
+    `strict` refuses changes of layout that nobody asked for. `annotated`: where the whole model is written with the choices
+    made, in the standard's annotations; `configuration`: which of the model's own are followed.
 
     Raises CompileError; then `out` is as it was.
     """

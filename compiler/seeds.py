@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 import onnx_ir as ir
 
@@ -106,6 +107,8 @@ class _Seeds:
     def _style(self, region: Region, style: str) -> None:
         done = False
         for instance in self.instances(region.nodes):
+            if instance.node in self.constants:
+                continue  # what makes a parameter is cut as its reader is
             choice = self.choices[instance]
             letter = self._parameter_factor(instance, choice, style)
             if letter is None:
@@ -115,7 +118,7 @@ class _Seeds:
                 return
             done = True
             choice.axes[letter] = axes
-            choice.why[letter] = f"{region.rule.where} {style}"
+            choice.why[letter] = f"{_line(region.rule)} {style}"
         if not done:
             what = "brings a dim to the output" if style == "colwise" else "sums over a dim"
             self.problem(region, f"{style}, but no parameter inside {what}", help="name the linear, convolution or embedding itself")
@@ -206,11 +209,10 @@ class _Seeds:
             self.problems += error.problems(region.rule.where, subject)
             return
         choice.axes.update(given)
-        choice.why.update(dict.fromkeys(given, region.rule.where))
+        choice.why.update(dict.fromkeys(given, _line(region.rule)))
         choice.open = any(cut is None for cut in cuts)
 
     def _entering(self, region: Region, cuts: Sequence[Cut | None], values: Sequence[ir.Value | None]) -> None:
-        inside = set(region.nodes)
         for cut, value in zip(cuts, values, strict=False):
             if cut is None or value is None:
                 continue
@@ -219,9 +221,8 @@ class _Seeds:
                     if operand is value:
                         layout = self._layout(region, cut, value, instance.group)
                         if layout is not None:
-                            self.given.inputs[instance, k] = (layout, region.rule.where)
-        del inside
-
+                            self.given.inputs[instance, k] = (layout, _line(region.rule))
+        
     def _outputs(self, region: Region, group: Group) -> None:
         inside = set(region.nodes)
         if region.rule.calls:
@@ -312,6 +313,11 @@ def cut_layout(program: Program, cut: Cut, value: ir.Value, group: Group) -> Lay
     letters = [chr(ord("a") + dim) for dim in range(rank)]
     mesh, by_dim = to_axes(dict(zip(letters, numbers, strict=True)), letters, len(group))
     return Layout(mesh, tuple(by_dim[letter] for letter in letters))
+
+
+def _line(rule: ShardingRule) -> str:
+    """A rule's line without the folder, which differs by machine."""
+    return PurePath(rule.where).name
 
 
 def _names(cut: Cut) -> list[tuple[str, ...]]:

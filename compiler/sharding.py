@@ -125,7 +125,9 @@ class _Laws:
                     if size is None or not self.facts(size).divisible_by(pieces):
                         yield self._indivisible(where, subject, value, dim, size, pieces)
                         break
-        for (value, group), (layout, where) in given.arriving.items():
+        lying = [(value, group, layout, where) for (value, group), (layout, where) in given.arriving.items()]
+        lying += [(i.node.outputs[k], i.group, layout, where) for (i, k), (layout, where) in given.outputs.items()]
+        for value, group, layout, where in lying:
             shape = self.program.values[value].shape
             for dim in range(len(layout.cuts)):
                 pieces = layout.pieces(dim)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from partc.runtime.format import FileRecord, weights_file
 
 INLINE_BYTES = 128
 _PAGE = 4096
+_READING = threading.Lock()
 _CHUNK = 1 << 20
 _NAMES = {
     ir.DataType.FLOAT: "F32",
@@ -206,8 +208,10 @@ def piece_of(held: Held) -> ir.TensorProtocol:
             base_dir=tensor.base_dir,
         )
 
-    def cut() -> ir.Tensor:
+    def cut() -> ir.TensorProtocol:
         pieces = tuple(slice(begin, end) for begin, end in box)
-        return ir.Tensor(np.ascontiguousarray(tensor.numpy()[pieces]), dtype=tensor.dtype)
+        with _READING:  # a memory-mapped tensor opens its file at the first read, and files are written side by side
+            whole = tensor.numpy()
+        return ir.Tensor(np.ascontiguousarray(whole[pieces]), dtype=tensor.dtype)
 
     return ir.LazyTensor(cut, dtype=tensor.dtype, shape=shape, name=held.name, cache=False)

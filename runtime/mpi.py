@@ -84,7 +84,7 @@ class MpiTransport:
         return self.comm.Irecv([buffer, MPI.BYTE], peer, tag)
 
     def wait(self, request: Request, what: Callable[[], str]) -> None:
-        test = cast(_Tested, request).Test
+        test: Callable[[], bool] = request.Test  # type: ignore[attr-defined]
         if test():
             return
         begun = time.monotonic()

@@ -4,6 +4,7 @@ A collective is MPI's non-blocking one, tested like a message. Where every rank 
 core of its own, it is MPI's blocking one, which is faster; but nothing interrupts a blocking call. So each rank first says that
 it has arrived, and enters only when all have: whoever is late, or never comes, is waited for outside, where stalls and failures
 are seen. The gate is a counter for each rank in memory that the ranks of one machine share, MPI's barrier where they do not.
+A small AllReduce needs no more than the gate: each rank puts its values beside its counter, and reduces those of all.
 
 MPI reduces what it gives to all ranks in the same bits: integers, and sums of floats. A maximum of floats is not among them,
 because for NaN and for zeros of two signs MPI's depends on the order of the operands.
@@ -14,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import platform
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 from mpi4py import MPI
 
 from .dtypes import Bytes, Dtype
@@ -27,6 +30,10 @@ from .transport import Movement, Request
 
 _LINE = 64
 _PROGRESS = 127
+_SMALL = 1 << 15
+_FEW = 8
+# Elsewhere a counter could be seen before the values that were written first.
+_ORDERED = platform.machine().lower() in ("x86_64", "amd64")
 _COUNTS = (1 << 31) - 1
 
 _TYPES = {
@@ -67,10 +74,16 @@ class Circle:
     def ready(self, movement: Movement) -> Callable[[], Request]:
         """What begins the collective."""
         comm = self.comm
+        if movement.at_once and self._is_small(movement):
+            return _Small(self.gate, comm, movement).begin
         if movement.at_once:
             gated = _Gated(self.gate, comm, _call(comm, movement, True))
             return gated.begin
         return _call(comm, movement, False)
+
+    def _is_small(self, movement: Movement) -> bool:
+        few, ordered = 1 < self.comm.size <= _FEW, _ORDERED and self.gate.memory is not None
+        return few and ordered and movement.op == ALL_REDUCE and 0 < movement.target.size <= _SMALL
 
     def free(self) -> None:
         """Give back the communicator."""
@@ -93,6 +106,7 @@ class _Gate:
         if self.memory is not None:
             whole = memoryview(self.memory)
             self.cells = [whole[at : at + 8].cast("q") for at in range(0, _LINE * comm.size, _LINE)]
+            whole.release()
         self.others = [cell for rank, cell in enumerate(self.cells) if rank != comm.rank]
         self.barrier: _Tested | None = None
 
@@ -110,6 +124,12 @@ class _Gate:
             if cell[0] < self.round:
                 return False
         return True
+
+    def room(self, rank: int, parity: int, size: int) -> Bytes:
+        """Memory for small values of a rank; those of one round are read before anybody begins the next but one."""
+        assert self.memory is not None
+        start = _LINE * self.comm.size + (2 * rank + parity) * _SMALL
+        return np.frombuffer(self.memory, np.uint8, size, start)
 
     def close(self) -> None:
         for cell in self.cells:
@@ -139,6 +159,43 @@ class _Gated:
             # Messages of this rank that are under way move only while MPI is called.
             self.comm.Iprobe()
         return False
+
+
+class _Small:
+    """An AllReduce by way of the gate: values lie beside the counters, and every rank reduces them in one order."""
+
+    def __init__(self, gate: _Gate, comm: MPI.Intracomm, movement: Movement) -> None:
+        kind, size = movement.dtype.numpy, movement.target.size
+        self.gate = gate
+        self.comm = comm
+        self.others = gate.others
+        self.source = movement.source.data
+        self.target = movement.target.view(kind)
+        self.mine = [gate.room(comm.rank, parity, size).data for parity in (0, 1)]
+        self.cell = gate.cells[comm.rank]
+        terms = [[gate.room(rank, parity, size).view(kind) for rank in range(comm.size)] for parity in (0, 1)]
+        self.first, self.rest = [(row[0], row[1]) for row in terms], [tuple(row[2:]) for row in terms]
+        self.reduce = np.add if movement.reduce == SUM else np.maximum if movement.reduce == MAX else np.minimum
+        self.tests = 0
+
+    def begin(self) -> Request:
+        number = self.gate.round = self.gate.round + 1
+        self.mine[number & 1][:] = self.source
+        self.cell[0] = number
+        return self
+
+    def Test(self) -> bool:
+        number = self.gate.round
+        for cell in self.others:
+            if cell[0] < number:
+                self.tests += 1
+                if self.tests & _PROGRESS == 0:
+                    self.comm.Iprobe()
+                return False
+        self.reduce(*self.first[number & 1], self.target)
+        for term in self.rest[number & 1]:
+            self.reduce(self.target, term, self.target)
+        return True
 
 
 def _call(comm: MPI.Intracomm, movement: Movement, blocking: bool) -> Callable[[], Request]:
@@ -186,19 +243,20 @@ def _shared(comm: MPI.Intracomm) -> mmap.mmap | None:
     here.Free()
     if not comm.allreduce(together, MPI.LAND):
         return None
+    size = (_LINE + 2 * _SMALL * (comm.size <= _FEW)) * comm.size
     path: str | None = None
     memory: mmap.mmap | None = None
     with contextlib.suppress(OSError):
         if comm.rank == 0:
             folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
             handle, path = tempfile.mkstemp(prefix="partc-", dir=folder)
-            os.truncate(handle, _LINE * comm.size)
-            memory = mmap.mmap(handle, _LINE * comm.size)
+            os.truncate(handle, size)
+            memory = mmap.mmap(handle, size)
             os.close(handle)
     path = comm.bcast(path)
     if comm.rank != 0 and path is not None:
         with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), _LINE * comm.size)
+            memory = mmap.mmap(file.fileno(), size)
     everyone = comm.allreduce(memory is not None, MPI.LAND)
     if comm.rank == 0 and path is not None:
         os.unlink(path)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import numpy as np
 
@@ -174,8 +174,7 @@ class LocalProgram:
         transports = [self._world.transport(rank) for rank in range(self._world.size)]
         self._ranks = [Program(artifact, transport, settings, "raise") for transport in transports]
         self._threads = ThreadPoolExecutor(self._world.size, thread_name_prefix="rank")
-        for future in [self._threads.submit(program.connect) for program in self._ranks]:
-            future.result()
+        self._all([self._threads.submit(self._connect, program) for program in self._ranks])
 
     @property
     def inputs(self) -> list[Port]:
@@ -194,13 +193,24 @@ class LocalProgram:
             if port.boxes is not None and port.name in given and not isinstance(given[port.name], Whole):
                 given[port.name] = Whole(given[port.name])
         futures = [self._threads.submit(self._run, program, given) for program in self._ranks]
+        self._all(futures)
+        return self._merged(futures)
+
+    def _all(self, futures: Sequence[Future[Any]]) -> None:
+        """Waits for all ranks; raises the failure that is not another one's consequence, with all of them callable again."""
         errors = [error for error in (future.exception() for future in futures) if error is not None]
         if errors:
             self._world.reset()
             for program in self._ranks:
                 program.recover()
             raise next((error for error in errors if not isinstance(error, PartcError)), errors[0])
-        return self._merged(futures)
+
+    def _connect(self, program: Program) -> None:
+        try:
+            program.connect()
+        except Exception as error:
+            self._world.fail(f"rank {program.rank} failed: {type(error).__name__}: {error}")
+            raise
 
     def close(self) -> None:
         """Give back sessions, buffers and threads."""
@@ -271,7 +281,11 @@ def load(
     if program is None or problems:
         transport.close()
         raise ArtifactError("\n".join(problems))
-    program.connect()
+    try:
+        program.connect()
+    except Exception as error:
+        program._fail(error)
+        raise
     return program
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ops.table import CONTRIB
 from rule_case import Case, case
+
+from partc.compiler.ops.table import CONTRIB
 
 SHAPE_OF_TERM = {"P->R": "the shape of a term is that of the sum: no sum is passed on"}
 TERM_AND_SPREAD = "data that are terms, written to by spread updates, on two kinds of axes at once"
@@ -139,6 +140,13 @@ CASES: list[Case] = [
         {"q_num_heads": 12, "kv_num_heads": 6},
         opset=23,
     ),
+    case(
+        "Attention",
+        [(6, 6, 12), (6, 5, 12), (6, 5, 12)],
+        {"q_num_heads": 3, "kv_num_heads": 3},
+        opset=23,
+        undivided="h",
+    ),
     case("Attention", [(6, 18, 24), (6, 5, 4), (6, 5, 4)], {"q_num_heads": 6, "kv_num_heads": 1}, opset=23),
     case(
         "Attention",
@@ -184,6 +192,7 @@ CASES: list[Case] = [
     case("NegativeLogLikelihoodLoss", [(6, 5, 12), LABELS, (5,)], {"reduction": "sum"}),
     case("NegativeLogLikelihoodLoss", [(6, 5, 12), LABELS, (5,)], {"reduction": "none"}),
     case("Resize", [(6, 12, 6, 18)], {"mode": "nearest"}, constants={2: np.array([1, 1, 2, 2], np.float32)}),
+    case("Resize", [(6, 12, 6, 18)], {"nearest_mode": "floor"}, constants={2: np.array([1, 1, 2, 2], np.float32)}),
     case("Resize", [(6, 12, 4, 5)], {"mode": "linear"}, constants={3: [6, 12, 7, 3]}),
     case("Resize", [(6, 12, 4, 5), None, None, np.array([6, 12, 7, 3])], {"mode": "cubic"}),
     case("Resize", [(6, 12, 4, 5)], {"mode": "linear", "axes": [2, 3]}, constants={3: [7, 3]}),
@@ -207,6 +216,7 @@ CASES: list[Case] = [
     case("DFT", [(6, 18, 5, 1)], {"axis": 2, "onesided": 1}, opset=19),
     case("STFT", [(6, 16)], constants={1: 4, 3: 8}),
     case("STFT", [(6, 16), np.array(4), (8,)]),
+    case("MultiHeadAttention", [(6, 6, 12), (6, 5, 12), (6, 5, 12)], {"num_heads": 3}, domain=CONTRIB, undivided="h"),
     case("MultiHeadAttention", [(6, 18, 24), (6, 5, 24), (6, 5, 30)], {"num_heads": 6}, domain=CONTRIB),
     case("MultiHeadAttention", [(6, 18, 24), (6, 5, 24), (6, 5, 24), (72,)], {"num_heads": 6}, domain=CONTRIB),
     case("MultiHeadAttention", [(6, 6, 24), (6, 6, 5, 4), (6, 6, 5, 4)], {"num_heads": 6}, domain=CONTRIB),

@@ -17,19 +17,18 @@ from conftest import Golden
 from cut_models import BLOCK_STYLES, block, mlp, with_weights
 from google.protobuf.text_format import MessageToString
 from onnx_ir._multi_device import _check_device_configurations
+from whole import whole_outputs
+
 from partc.cli.main import invoke
-from partc.compiler.annotations.spread import Spread, any_layout, fused_pieces, layout_on, meshes, spread_of
 from partc.compiler.annotations.write import annotated
 from partc.compiler.dump import end_text
 from partc.compiler.errors import CompileError
-from partc.compiler.layout import Layout
 from partc.compiler.load.onnx_file import from_proto
 from partc.compiler.load.source import Source
 from partc.compiler.pipeline import compile_model, run_passes, start
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.program import Program
 from partc.runtime import load_local
-from whole import whole_outputs
 
 RANDOM = np.random.default_rng(5)
 MATMUL = """<ir_version: 11, opset_import: ["" : 21]>
@@ -275,7 +274,7 @@ def test_everything_that_is_wrong_is_named_at_once() -> None:
     ("change", "fact"),
     [
         ({"x": {0: 2}, "w": {1: 2}}, "the same ranks cut dims of MatMul that do not correspond"),
-        ({"x": {1: 2}, "w": {1: 2}}, "'w' dim 0 is cut into 1, but 'x' dim 1, which corresponds to it, otherwise"),
+        ({"x": {1: 2}, "w": {1: 2}}, "'w' dim 0 is cut into 1, but 'x' dim 1, which corresponds to it, into 2"),
     ],
 )
 def test_cuts_that_no_node_can_have(change: dict[str, dict[int, int]], fact: str) -> None:
@@ -301,6 +300,32 @@ def test_damage_by_other_tools_is_named(tmp_path: Path) -> None:
     assert "the annotation's tensor 'up_w' is no input or output of the node" in str(caught.value)
     assert "the nearest is 'p_up_w'" in str(caught.value)
     assert compiled(onnx.load(tmp_path / "part.onnx"), None, configuration="none").plan.ranks == 1
+
+
+def test_a_symbol_that_is_cut_is_promised_by_the_annotation_or_by_the_plan() -> None:
+    model, up, _, tp = annotate(devices=3)
+    up.shard(up.outputs[0], configuration=tp, axis=0, num_shards=3)
+    proto = ir.to_proto(model)
+    assert str(compiled(proto, None).symbols["batch"].facts) == "[3,inf]|3N"
+    with pytest.raises(CompileError, match=r"m\.onnx:up: .* cannot cut 'x' dim 0 \(batch\) into 3"):
+        compiled(proto, "ranks: 3\n")
+    assert str(compiled(proto, "ranks: 3\nsymbols: {batch: {divisor: 6}}\n").symbols["batch"].facts) == "[6,inf]|6N"
+
+
+def test_annotations_inside_of_bodies_are_warned_of() -> None:
+    text = """<ir_version: 11, opset_import: ["" : 21]>
+    main (float[batch, 12] x, bool c) => (float[batch, 12] y) {
+        [if] y = If (c) <
+            then_branch = t () => (float[batch, 12] a) { [inner] a = Relu(x) },
+            else_branch = e () => (float[batch, 12] b) { b = Neg(x) }>
+    }"""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    tp = model.add_device_configuration("tp", num_devices=2)
+    model.graph[0].attributes["then_branch"].as_graph()[0].set_pipeline_stage(tp, 1)
+    assert any(
+        "annotations of 1 nodes inside of bodies, the first 'inner'" in each
+        for each in compiled(ir.to_proto(model), None).warnings
+    )
 
 
 def test_a_plan_of_too_few_ranks() -> None:
@@ -357,28 +382,3 @@ def test_weights_that_are_read_are_not_overwritten(tmp_path: Path) -> None:
         compile_model(
             tmp_path / "m.onnx", tmp_path / "plan.yaml", tmp_path / "build", annotated=tmp_path / "weights.bin"
         )
-
-
-@pytest.mark.parametrize("size", [4, 6, 12])
-def test_every_layout_of_a_mesh_is_found_again(size: int) -> None:
-    group = tuple(range(3, 3 + size))
-    for mesh in meshes(size):
-        for cuts in [((0,), ()), ((), (1, 0)), ((1,), (0,)), (tuple(range(len(mesh))), ())]:
-            spread = spread_of(Layout(mesh, cuts), group)
-            assert layout_on(mesh, spread, group) == Layout(mesh, cuts)
-            found = any_layout(spread, group)
-            assert found is not None
-            assert spread_of(found, group) == spread
-
-
-def test_pieces_that_are_no_grid() -> None:
-    assert any_layout(Spread((4,), ((0,), (1,), (3,), (2,))), (0, 1, 2, 3)) is None
-    assert any_layout(Spread((2,), ((1,), (0,))), (0, 1)) is None
-
-
-@pytest.mark.parametrize(
-    ("entries", "pieces"),
-    [([(6, 3), (5, 1)], 3), ([(6, 6), (4, 2)], 12), ([(6, 3), (4, 2)], None), ([(None, 2)], 2), ([], 1)],
-)
-def test_fused_dims(entries: list[tuple[int | None, int]], pieces: int | None) -> None:
-    assert fused_pieces(entries) == pieces

@@ -15,7 +15,8 @@ if not MPIEXEC.exists():
     pytest.skip("no mpiexec beside this Python", allow_module_level=True)
 
 GRAPH = """rank (float[n, 6] x, int64[i] index, float16[3, 4] half) =>
-    (float[a, 3] rows, float[b, 6] columns, float[n, 6] sums, float[n, 6] highest, int64[c, d] loose, float16[3, 4] halves)
+    (float[a, 3] rows, float[b, 6] columns, float[n, 6] sums, float[n, 6] highest, int64[c, d] loose, float16[3, 4] halves,
+     float[i, 6] ring)
 <float[n, 6] h, float[n, 12] wide, float[n, 3] part, int64[one, count] places, float[n, 6] spare, float[n, 6] again>
 { h = Gather(x, index)
   sums = partc.comm.AllReduce <group = "all", tag = 0, reduce = "sum"> (h)
@@ -26,18 +27,21 @@ GRAPH = """rank (float[n, 6] x, int64[i] index, float16[3, 4] half) =>
   places = NonZero(h)
   loose = partc.comm.AllGather <group = "pairs", tag = 5, axis = 1> (places)
   halves = partc.comm.AllReduce <group = "all", tag = 6, reduce = "sum"> (half)
+  ring = partc.comm.Exchange <group = "all", tag = 8, rank = 2, send_peers = [NEXT, SELF], recv_peers = [LAST, SELF],
+         send_boxes = [0, 1, 1, 0, 1, 2, 0, 1, 1, 1, 2, 2], recv_boxes = [0, 1, 1, 0, 1, 2, 0, 1, 1, 1, 2, 2]> (h)
   spare = partc.comm.Broadcast <group = "all", tag = 7, root = 2> (h)
   again = Neg(spare) }"""
 GROUPS = {"all": [[0, 1, 2, 3]], "pairs": [[0, 1], [3, 2]], "crossed": [[0, 2], [1, 3]]}
 
 SCRIPT = """
-import sys, time
+import faulthandler, sys, time
 import numpy as np
 from mpi4py import MPI
 import partc.runtime as runtime
 from partc.runtime.mpi import MpiTransport
 folder, comm = sys.argv[1], MPI.COMM_WORLD
 rank = comm.rank
+faulthandler.dump_traceback_later(110, exit=True)
 
 def inputs(rank, step):
     x = np.random.default_rng([rank, step]).normal(size=(5, 6)).astype(np.float32)
@@ -58,6 +62,8 @@ def check(found, step):
     mine = pairs.index(rank)
     np.testing.assert_array_equal(found["columns"], np.concatenate([np.split(x[one], 2, 1)[mine] for one in pairs], 1))
     np.testing.assert_array_equal(found["loose"], np.concatenate([np.nonzero(x[one]) for one in pairs], 1))
+    ring = np.concatenate([x[(rank + 3) % 4][:, :3], x[rank][:, 3:]], 1)
+    np.testing.assert_array_equal(found["ring"], ring)
     halves = sum(one["half"].astype(np.float32) for one in every).astype(np.float16)
     np.testing.assert_array_equal(found["halves"], halves)
     for name, among in (("sums", [0, 1, 2, 3]), ("highest", crossed), ("halves", [0, 1, 2, 3])):
@@ -105,13 +111,19 @@ def one_job(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPro
     """A job that does all of it, one after the other."""
     folder = write(
         tmp_path_factory.mktemp("artifact"),
-        [GRAPH.replace("float[n, 6] h", "float[i, 6] h")] * 4,
+        [
+            GRAPH.replace("float[n, 6] h", "float[i, 6] h")
+            .replace("NEXT", str((rank + 1) % 4))
+            .replace("SELF", str(rank))
+            .replace("LAST", str((rank + 3) % 4))
+            for rank in range(4)
+        ],
         groups=GROUPS,
         shapes={"places": None, "h": ["i", 6], "wide": ["i", 12]},
     )
     command = [str(MPIEXEC), "--oversubscribe", "-n", "4", sys.executable, "-c", SCRIPT, str(folder)]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **root})
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **root})
     assert result.stdout.splitlines().count("done") == 4, result.stderr
     return result
 

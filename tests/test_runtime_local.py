@@ -418,28 +418,36 @@ def test_maps(tmp_path: Path) -> None:
         assert program(x=np.array([[1, 2], [0.5, 4]], np.float32))["z"] == [{3: 1.0, 5: 2.0}, {3: 0.5, 5: 4.0}]
 
 
-def test_segments_share_their_threads(tmp_path: Path) -> None:
-    """Sixty segments of four threads each: one pool, not sixty."""
-    names = ["x", *(f"h{index}" for index in range(60))]
-    body = " ".join(f"{b} = Neg({a}) {send(b, 0, index)}" for index, (a, b) in enumerate(pairwise(names)))
-    infos = ", ".join(f"float[n] {name}" for name in names[1:])
-    graphs = [f"rank0 (float[n] x) => (float[n] h59) <{infos}> {{ {body} }}"]
+def test_a_session_of_the_users_own_still_works_beside_a_program(tmp_path: Path) -> None:
+    """Nothing of onnxruntime that is for all of the process is set."""
+    folder = write(tmp_path, PING_PONG)
     script = f"""
-import os
-import onnx.parser
-from partc.runtime.segments import Segment, cut
-from partc.runtime.sessions import Builder, Settings
-from itertools import pairwise
-from pathlib import Path
-from by_text import HEAD
-model = onnx.parser.parse_model(HEAD + {graphs[0]!r})
-builder = Builder(model, Path(), {{}}, Settings(4, True), "rank.onnx")
-before = len(os.listdir("/proc/self/task"))
-runners = [builder.build(step) for step in cut(model, "rank.onnx") if isinstance(step, Segment)]
-print(len(runners), len(os.listdir("/proc/self/task")) - before < 8)
+import numpy, onnxruntime
+from partc.runtime import load_local
+with load_local({str(folder)!r}, threads=4):
+    onnxruntime.InferenceSession({str(folder / "rank_0000.onnx")!r}.replace("rank_0000", "own"))
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent)
-    assert (result.stdout, result.stderr) == ("60 True\n", "")
+    import onnx
+    from onnx import helper
+
+    value = helper.make_tensor_value_info("x", 1, ["n"])
+    own = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "own", [value], [helper.make_tensor_value_info("y", 1, ["n"])])
+    onnx.save(helper.make_model(own, ir_version=11, opset_imports=[helper.make_opsetid("", 21)]), folder / "own.onnx")
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_failure_while_ranks_connect_reaches_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from partc.runtime.program import Program
+
+    def connect(self: Program) -> None:
+        if self.rank == 1:
+            raise ValueError("no way")
+        self._transport.agree(np.zeros(1, np.int64))
+
+    monkeypatch.setattr(Program, "connect", connect)
+    with pytest.raises(ValueError, match="no way"):
+        load_local(write(tmp_path, PING_PONG))
 
 
 def test_swapped_byte_order_is_the_same_type(tmp_path: Path) -> None:

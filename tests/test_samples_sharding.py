@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from partc.cli.launcher import Hosts, command_line, find_launcher, launch_enviro
 from partc.compiler.errors import CompileError
 from partc.compiler.load import load
 from partc.compiler.pipeline import Report, compile_model
+from partc.compiler.plan.read import parse_plan, read_plan
 from partc.runtime import InputError, load_local
 from whole import whole_outputs
 
@@ -298,6 +301,15 @@ def test_the_gpt_in_other_sizes(samples: Path, tmp_path: Path) -> None:
     same_as_whole(report.out, whole(path), token_ids(3, 11, 35), tolerance=1e-5)
 
 
+@pytest.fixture(scope="module")
+def exported(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The torch model as a file: exporting it takes longer than all else."""
+    pytest.importorskip("torch", reason="needs partc[torch]")
+    path = tmp_path_factory.mktemp("exported") / "torch.onnx"
+    onnx.save(whole(samples / GPT / "torch_model.py"), path)
+    return path
+
+
 @pytest.mark.parametrize(
     ("plan", "communication"),
     [
@@ -307,10 +319,20 @@ def test_the_gpt_in_other_sizes(samples: Path, tmp_path: Path) -> None:
         ("stages", BLOCKS + Counter({"Send": 5})),
     ],
 )
-def test_the_gpt_of_torch(samples: Path, tmp_path: Path, plan: str, communication: Counter[str]) -> None:
-    torch = pytest.importorskip("torch", reason="needs partc[torch]")
-    assert torch
-    folder = samples / GPT
-    report = compile_model(folder / "torch_model.py", folder / f"{plan}.yaml", tmp_path / "build")
+def test_the_gpt_of_torch(
+    samples: Path, exported: Path, tmp_path: Path, plan: str, communication: Counter[str]
+) -> None:
+    report = compile_model(exported, samples / GPT / f"{plan}.yaml", tmp_path / "build")
     assert kinds(report) == communication
-    same_as_whole(report.out, whole(folder / "torch_model.py"), token_ids(2, 5), tolerance=1e-5)
+    same_as_whole(report.out, whole(exported), token_ids(2, 5), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("sample", [FFN, GPT])
+def test_the_strategies_that_the_guide_quotes(sample: str) -> None:
+    guide = (SAMPLES / "README.md").read_text()
+    quoted = re.findall(r"^```yaml\n(sharding:\n.*?)^```$", guide, re.DOTALL | re.MULTILINE)
+    real = read_plan(SAMPLES / sample / "plan.yaml")
+    plans = [parse_plan(f"ranks: {real.ranks}\n{text}", "README.md") for text in quoted]
+    assert [replace(rule, where="") for rule in real.sharding] in [
+        [replace(rule, where="") for rule in plan.sharding] for plan in plans
+    ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
+
 from partc.compiler.annotations import keys
 from partc.compiler.annotations.check import Followed
 from partc.compiler.annotations.spread import Spread, any_layout, layout_on, meshes
@@ -70,7 +71,7 @@ def cut_by_operands(instance: Instance, choice: Choice, followed: Followed) -> l
             Problem(followed.where, f"no grid of ranks {_ranks(group)} has the pieces of {listed} where they are", _LAW)
         ]
     axes: dict[str, tuple[int, ...]] = {}
-    first: dict[str, str] = {}
+    first: dict[str, tuple[str, int]] = {}
     for k, spread in followed.inputs.items():
         layout = layout_on(mesh, spread, group)
         assert layout is not None
@@ -86,9 +87,11 @@ def cut_by_operands(instance: Instance, choice: Choice, followed: Followed) -> l
                         )
                     )
             elif letter not in axes:
-                axes[letter], first[letter] = cut, at
+                axes[letter], first[letter] = cut, (at, spread.pieces[dim])
             elif axes[letter] != cut:
-                fact = f"{at} is cut into {spread.pieces[dim]}, but {first[letter]}, which corresponds to it, otherwise"
+                other, count = first[letter]
+                how = f"into {count}" if count != spread.pieces[dim] else "over other ranks"
+                fact = f"{at} is cut into {spread.pieces[dim]}, but {other}, which corresponds to it, {how}"
                 problems.append(
                     Problem(followed.where, fact, "dims that correspond are cut alike, over the same ranks")
                 )

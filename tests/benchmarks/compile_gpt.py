@@ -2,11 +2,11 @@
 
     python tests/benchmarks/compile_gpt.py [--jax-python VENV/bin/python]
 
-Shapes only. The passes never read a weight, so they are measured on the network in full size, whose weights are a file of the right
-length that is one hole; what is written is measured on the same network with a narrow width, which has as many nodes, weights and
-ranks and next to no bytes. 512 ranks are a mesh of 64 x 8. All in CPU seconds, medians of `--repeat` in turns, in processes of their
-own, imports left out; JAX also in seconds by the clock, as it compiles on several threads. Wanted: analysing for 8 ranks at most 4
-times JAX, for 512 at most 2 times 8.
+Shapes only. The passes never read a weight, so they are measured on the network in full size, whose weights are a file of the
+right length that is one hole; what is written is measured on the same network with a narrow width, which has as many nodes,
+weights and ranks and next to no bytes. 512 ranks are a mesh of 64 x 8. All in CPU seconds, medians of `--repeat` in turns, in
+processes of their own, imports left out; by the clock too, as JAX compiles on several threads. Wanted: analysing for 8 ranks at
+most 4 times JAX, for 512 at most 2 times 8.
 """
 
 import argparse
@@ -77,13 +77,17 @@ def main() -> None:
         if available(options.jax_python, "jax", "--jax-python"):
             script = [options.jax_python, str(HERE / "transformer_jax.py"), "-", "--compile", "--devices", "8"]
             sizes = ("layers", "width", "heads", "sequence", "vocabulary")
-            commands["JAX for 8 devices"] = script + [part for s in sizes for part in (f"--{s}", str(getattr(options, s)))]
+            commands["JAX for 8 devices"] = script + [
+                part for s in sizes for part in (f"--{s}", str(getattr(options, s)))
+            ]
         found: dict[str, list[dict[str, float]]] = {what: [] for what in commands}
         for _ in range(options.repeat):
             for what, command in commands.items():
                 found[what].append(run(command))
         medians = {what: statistics.median(row["cpu"] for row in rows) for what, rows in found.items()}
-        print(f"GPT of {options.layers} layers, {found['analyse for 8 ranks'][0]['nodes']} nodes, medians of {options.repeat}")
+        print(
+            f"GPT of {options.layers} layers, {found['analyse for 8 ranks'][0]['nodes']} nodes, medians of {options.repeat}"
+        )
         for what, rows in found.items():
             others = {key: value for key, value in rows[0].items() if key not in ("cpu", "clock", "nodes") and value}
             clock = statistics.median(row["clock"] for row in rows)

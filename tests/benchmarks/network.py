@@ -1,10 +1,10 @@
 """The transformer that the benchmarks measure, as ONNX, and the plans that cut it; its weights come from a seed.
 
     Sizes(layers=6, width=512, heads=8, sequence=128)             an encoder: x[batch, sequence, width] -> y
-    Sizes(layers=48, ..., vocabulary=50304, stored=False)         a GPT: ids[batch, sequence] -> logits, weights in a file that is a hole
+    Sizes(layers=48, ..., vocabulary=50304, stored=False)         a GPT: ids[batch, sequence] -> logits, weights are a hole
 
-A layer is norm, attention, sum, norm, two linears with a Gelu between them, sum. Weights are named `h.0.attention.query.weight`; a
-linear's is [in, out]. Queries, keys and values are three linears, so that a cut over heads is a cut of their columns.
+A layer is norm, attention, sum, norm, two linears with a Gelu between them, sum. Weights are named `h.0.attention.query.weight`;
+a linear's is [in, out]. Queries, keys and values are three linears, so that a cut over heads is a cut of their columns.
 """
 
 import math
@@ -26,8 +26,8 @@ _WIDE, _NARROW = ("attention.query", "attention.key", "attention.value", "up"), 
 class Sizes:
     """A network; with a `vocabulary` it begins with an embedding, masks what lies ahead, and ends with logits.
 
-    Weights that are not `stored` are a file of the right length that is one hole: it takes no disk, and a compile reads none of it
-    before it writes an artifact.
+    Weights that are not `stored` are a file of the right length that is one hole: it takes no disk, and a compile reads none
+    of it before it writes an artifact.
     """
 
     layers: int
@@ -88,7 +88,9 @@ def generate(folder: Path, sizes: Sizes) -> Path:
         if sizes.vocabulary
         else helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", sizes.sequence, sizes.width])
     )
-    made = helper.make_tensor_value_info(x, TensorProto.FLOAT, ["batch", sizes.sequence, sizes.vocabulary or sizes.width])
+    made = helper.make_tensor_value_info(
+        x, TensorProto.FLOAT, ["batch", sizes.sequence, sizes.vocabulary or sizes.width]
+    )
     graph = helper.make_graph(build.nodes, "transformer", [given], [made], [*tensors, *build.constants.values()])
     path = folder / "model.onnx"
     onnx.save(helper.make_model(graph, ir_version=11, opset_imports=[helper.make_opsetid("", 21)]), path)
@@ -96,7 +98,7 @@ def generate(folder: Path, sizes: Sizes) -> Path:
 
 
 def plan(ranks: int, mesh: str = "", head: bool = False) -> str:
-    """Two collectives a layer: heads and the inner linear cut by columns, what follows them by rows; batches by `dp` if there is one."""
+    """Two collectives a layer: heads and the inner linear cut by columns, what follows by rows; batches by `dp` if it is there."""
     lines = [f"ranks: {ranks}"]
     if mesh:
         lines += [f"mesh: {{{mesh}}}", "dataset: data_parallel", "symbols: {batch: {divisor: 64}}"]

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/transformer.py --torch-python VENV/bin/python --jax-python VENV/bin/python
 
-6 layers of width 512 with 8 heads, batch 4, sequence 128, float32. All sides are measured in one run, in turns, from the call to the
-output in hand on rank 0; a peer whose interpreter is not given is left out. Wanted of the medians' ratios: at most 0.55 against
+6 layers of width 512 with 8 heads, batch 4, sequence 128, float32. All sides are measured in one run, in turns, from the call to
+the output in hand on rank 0; a peer whose interpreter is not given is left out. Wanted of the medians' ratios: at most 0.55 against
 the whole model on one onnxruntime thread, 0.40 against PyTorch, 0.95 against JAX.
 """
 
@@ -56,7 +56,12 @@ def torch_side(python: str, folder: Path, options: argparse.Namespace) -> Side:
         port = free.getsockname()[1]
     command = [python, str(HERE / "transformer_torch.py"), str(folder)]
     command += ["--layers", str(options.layers), "--heads", str(options.heads)]
-    common = {"WORLD_SIZE": str(options.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    common = {
+        "WORLD_SIZE": str(options.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     environments = [common | {"RANK": str(rank)} for rank in range(options.ranks)]
     return Side("torch", [command] * options.ranks, environments)
 
@@ -129,7 +134,11 @@ def main() -> None:
         medians = {side.name: statistics.median(side.times) for side in sides}
         for side in sides:
             ratio = medians["partc"] / medians[side.name]
-            wanted = f"   partc / {side.name} = {ratio:.3f} (at most {WANTED[side.name]} wanted)" if side.name in WANTED else ""
+            wanted = (
+                f"   partc / {side.name} = {ratio:.3f} (at most {WANTED[side.name]} wanted)"
+                if side.name in WANTED
+                else ""
+            )
             print(f"  {side.name:6} {1e3 * medians[side.name]:7.2f} ms, fastest {1e3 * min(side.times):7.2f}{wanted}")
         compare(folder, sides)
         for side in sides:

@@ -1,8 +1,8 @@
 """The benchmarks' transformer in JAX, cut over devices of the CPU as partc's plan cuts it; started by the benchmarks.
 
-    python transformer_jax.py FOLDER --layers 6 --heads 8 --devices 2                     measured in turns
-    python transformer_jax.py - --layers 48 --width 1600 --heads 16 --sequence 1024 --vocabulary 50304 --devices 8 --compile
-                                                                        shapes only: prints the seconds of it
+python transformer_jax.py FOLDER --layers 6 --heads 8 --devices 2                     measured in turns
+python transformer_jax.py - --layers 48 --width 1600 --heads 16 --sequence 1024 --vocabulary 50304 --devices 8 --compile
+                                                                    shapes only: prints the seconds of it
 """
 
 import argparse
@@ -80,7 +80,8 @@ def measured(options: argparse.Namespace) -> None:
     mesh = Mesh(np.array(jax.devices()), ("tp",))
     with np.load(options.folder / "weights.npz") as stored:
         weights = {
-            name: jax.device_put(stored[name], NamedSharding(mesh, cut(name, stored[name].ndim))) for name in stored.files
+            name: jax.device_put(stored[name], NamedSharding(mesh, cut(name, stored[name].ndim)))
+            for name in stored.files
         }
     whole = NamedSharding(mesh, PartitionSpec())
     step = jax.jit(functools.partial(network, layers=options.layers, heads=options.heads), out_shardings=whole)

@@ -3,8 +3,8 @@
     mpiexec -n 2 python transformer_partc.py FOLDER                     the inputs of FOLDER/x.npy
     mpiexec -n 2 python transformer_partc.py FOLDER --batches 1,2,3     one step of each batch in turn, cut from x.npy
 
-With `--shares` the time within sessions is added up in every step as well, and printed at the end as a share of the steps. A line of
-the form `*N` runs each batch N times before the next one, so that sizes hardly change.
+With `--shares` the time within sessions is added up in every step as well; at the end the rest is printed as a share of the
+steps. With `--batches` a number N on stdin runs each batch N times before the next one, and the last of the N is counted.
 """
 
 import argparse
@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 from mlp_placed import idle_barrier
 from mpi4py import MPI
+from turns import serve, told
+
 from partc.runtime import load
 from partc.runtime.program import Program
 from partc.runtime.segments import Segment
-from turns import serve, told
 
 
 def told_all(comm: MPI.Intracomm) -> Iterator[int]:
@@ -95,7 +96,9 @@ def main() -> None:
         if options.shares:
             rows = comm.gather(1 - watched.inside / max(watched.total, 1e-9))
             if rows:
-                print("share outside of sessions by rank: " + ", ".join(f"{100 * row:.1f} %" for row in rows), flush=True)
+                print(
+                    "share outside of sessions by rank: " + ", ".join(f"{100 * row:.1f} %" for row in rows), flush=True
+                )
 
 
 def serve_batches(program: Program, comm: MPI.Intracomm, inputs: Iterator[Any], count: int) -> None:

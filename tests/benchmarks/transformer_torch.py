@@ -1,6 +1,7 @@
 """The benchmarks' transformer in PyTorch, cut over gloo ranks as partc's plan cuts it; started by `transformer.py`.
 
-Environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Every rank has its heads and its part of the inner linear; two all_reduce a layer.
+Environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Every rank has its heads and its part of the inner linear; a layer has
+two all_reduce.
 """
 
 import argparse
@@ -33,7 +34,9 @@ class Network:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def linear(self, path: str, x: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(self.weights[f"{path}.bias"], x.flatten(0, 1), self.weights[f"{path}.weight"]).unflatten(0, x.shape[:2])
+        return torch.addmm(self.weights[f"{path}.bias"], x.flatten(0, 1), self.weights[f"{path}.weight"]).unflatten(
+            0, x.shape[:2]
+        )
 
     def summed(self, path: str, x: torch.Tensor) -> torch.Tensor:
         made = x @ self.weights[f"{path}.weight"]
