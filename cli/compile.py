@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-
 from partc.cli.present import Table, count, seconds, size
 
 
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--plan", type=click.Path(path_type=Path), help="The plan; without it the model's annotations, or one rank.")
+@click.option(
+    "--plan", type=click.Path(path_type=Path), help="The plan; without it the model's annotations, or one rank."
+)
 @click.option("-o", "--output", "out", type=click.Path(path_type=Path), default=Path("build"), show_default=True)
 @click.option("--strict", is_flag=True, help="Refuse changes of layout that the plan did not ask for.")
 @click.option(
@@ -19,7 +20,9 @@ from partc.cli.present import Table, count, seconds, size
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write the whole model here too, every node annotated as it was cut.",
 )
-@click.option("--configuration", metavar="NAME", help="The model's device configuration to follow; 'none' follows none.")
+@click.option(
+    "--configuration", metavar="NAME", help="The model's device configuration to follow; 'none' follows none."
+)
 @click.option("--dump-ir", is_flag=True, help="Write the text after each pass too, ir/1_shapes.ir and on.")
 def command(
     model: Path,

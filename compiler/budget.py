@@ -28,7 +28,11 @@ def check_budget(program: Program, strict: bool = False) -> None:
             largest = sorted(costs, key=lambda pair: -pair[0])[:5]
             listed = "; ".join(f"{event.op_type} of '{event.name}' {cost}" for cost, event in largest)
             fact = f"changes of layout bring {total} bytes to a rank in a step, the plan allows {budget}"
-            problems.append(Problem(program.plan.file, fact, f"the largest: {listed}", "raise max_reshard_bytes, or cut these otherwise"))
+            problems.append(
+                Problem(
+                    program.plan.file, fact, f"the largest: {listed}", "raise max_reshard_bytes, or cut these otherwise"
+                )
+            )
     if problems:
         raise CompileError(problems)
 

@@ -1,6 +1,6 @@
 """How one node is cut on its group: which mesh axes cut which factor of its rule, and who decided each.
 
-    MatMul `mk,kn->mn` on mesh (2, 4), {m: (0,), k: (1,)}:   inputs [2, 4] and [4, 1], output [2, 1] to be summed over 4
+MatMul `mk,kn->mn` on mesh (2, 4), {m: (0,), k: (1,)}:   inputs [2, 4] and [4, 1], output [2, 1] to be summed over 4
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-
 from partc.compiler.layout import Layout, Mesh
 from partc.compiler.ops.rule import WHOLE, Rule
 from partc.compiler.program import Group

@@ -9,7 +9,6 @@ from fractions import Fraction
 
 import numpy as np
 import onnx_ir as ir
-
 from partc.compiler import moves as mv
 from partc.compiler.exchange import Span, span_of, within
 from partc.compiler.facts import facts_of
@@ -95,7 +94,18 @@ class Writer:
         sets = tuple(tuple(move.group[index] for index in one) for one in move.after.groups(axes))
         group = self._group(sets)
         amount = self._bytes(after.value, mv.received(move)[0])
-        event = Event(len(self.events), op_type, after.value, out, sets, group, local_shape(self.program, before), amount, cause, self.derived)
+        event = Event(
+            len(self.events),
+            op_type,
+            after.value,
+            out,
+            sets,
+            group,
+            local_shape(self.program, before),
+            amount,
+            cause,
+            self.derived,
+        )
         self.events.append(event)
         for rank in move.group:
             self.drafts[rank].steps.append(
@@ -139,7 +149,16 @@ class Writer:
         most = max(mv.received(move), default=Fraction(0))
         amount = self._bytes(after.value, most)
         event = Event(
-            len(self.events), fmt.EXCHANGE, after.value, out, (ranks,), group, local_shape(self.program, before), amount, cause, self.derived
+            len(self.events),
+            fmt.EXCHANGE,
+            after.value,
+            out,
+            (ranks,),
+            group,
+            local_shape(self.program, before),
+            amount,
+            cause,
+            self.derived,
         )
         self.events.append(event)
         for rank in ranks:
@@ -200,8 +219,12 @@ class Writer:
             else:
                 extent = self._emit(rank, "Shape", [name], f"{out}.shape", None)
                 extent = self._emit(rank, "Gather", [extent, axis], f"{out}.extent", None)
-                length_name = self._emit(rank, "Div", [extent, self._constant(rank, out, "pieces", [pieces])], f"{out}.length", None)
-                begin = self._emit(rank, "Mul", [length_name, self._constant(rank, out, "piece", [number])], f"{out}.begin", None)
+                length_name = self._emit(
+                    rank, "Div", [extent, self._constant(rank, out, "pieces", [pieces])], f"{out}.length", None
+                )
+                begin = self._emit(
+                    rank, "Mul", [length_name, self._constant(rank, out, "piece", [number])], f"{out}.begin", None
+                )
                 end = self._emit(rank, "Add", [begin, length_name], f"{out}.end", None)
             self._emit(rank, "Slice", [name, begin, end, axis], out, after.value.producer())
 
@@ -211,7 +234,9 @@ class Writer:
         return name
 
     def _emit(self, rank: int, op_type: str, inputs: Sequence[str], out: str, source: ir.Node | None) -> str:
-        node = ir.Node("", op_type, inputs=[ir.Value(name=name) for name in inputs], outputs=[ir.Value(name=out)], name=out)
+        node = ir.Node(
+            "", op_type, inputs=[ir.Value(name=name) for name in inputs], outputs=[ir.Value(name=out)], name=out
+        )
         self.drafts[rank].steps.append(Op(node, source or node))
         return out
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-
 from partc.compiler.choice import Instance
 from partc.compiler.exchange import span_of
 from partc.compiler.layout import Layout

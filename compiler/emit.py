@@ -133,7 +133,9 @@ def _node(program: Program, step: Op) -> onnx.NodeProto:
                 _rename_captured(body, step.captured)
     placed = program.placement.get(step.source)
     cut = "; ".join(cut_text(program, step.source)) if placed else ""
-    _add_metadata(proto, {fmt.PATH: path, **({fmt.RULE: placed.rule} if placed else {}), **({fmt.CUT: cut} if cut else {})})
+    _add_metadata(
+        proto, {fmt.PATH: path, **({fmt.RULE: placed.rule} if placed else {}), **({fmt.CUT: cut} if cut else {})}
+    )
     return proto
 
 
@@ -245,7 +247,9 @@ def _manifest(
             for value in program.model.graph.inputs
         ],
         outputs=[
-            _port(program, value, [(p.rank, one) for p in program.parts for one in p.outputs if one.copy.value is value])
+            _port(
+                program, value, [(p.rank, one) for p in program.parts for one in p.outputs if one.copy.value is value]
+            )
             for value in program.model.graph.outputs
         ],
         transfers=[_transfer(program, event) for event in program.events if event.op_type == fmt.SEND],
@@ -269,7 +273,9 @@ def _port(program: Program, value: ir.Value, held: Sequence[tuple[int, Held]]) -
     info = program.values[value]
     whole = all(one.copy.layout.is_whole for _, one in held)
     boxes = None if whole else [_box(one) for _, one in held]
-    return fmt.Port(name=value.name or "", type=info.type, shape=_shape(info.shape), ranks=[r for r, _ in held], boxes=boxes)
+    return fmt.Port(
+        name=value.name or "", type=info.type, shape=_shape(info.shape), ranks=[r for r, _ in held], boxes=boxes
+    )
 
 
 def _box(held: Held) -> list[list[int]]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-
 from partc.compiler.choice import Choice, Instance
 from partc.compiler.copies import Copies, made_as, read_as, whole_on
 from partc.compiler.layout import Layout

@@ -11,8 +11,8 @@ order. `normal` joins all that can be joined: layouts with equal normal forms pu
 
 from __future__ import annotations
 
-import itertools
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 

@@ -6,7 +6,6 @@ A model that is only placed stays as it is: every conversion is one more thing t
 from __future__ import annotations
 
 import onnx_ir as ir
-
 from partc.compiler.declare import Declared
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ops.decompose import decompose
@@ -39,7 +38,11 @@ def normalize(model: ir.Model, name: str) -> ir.Model:
             onnxscript.version_converter.convert_version(model, TARGET, fallback=True)
         except Exception as error:
             raise CompileError(
-                Problem(name, f"opset {own} cannot be converted to {TARGET}: {error}", help=f"export it with opset {OLDEST} or later")
+                Problem(
+                    name,
+                    f"opset {own} cannot be converted to {TARGET}: {error}",
+                    help=f"export it with opset {OLDEST} or later",
+                )
             ) from error
     for node in list(model.graph):
         decompose(node)

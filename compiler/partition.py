@@ -15,13 +15,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import onnx_ir as ir
-
 from partc.compiler.choice import Instance
 from partc.compiler.comm import Draft, Writer
 from partc.compiler.copies import Copies, can_share, find_copies
+from partc.compiler.load.onnx_file import bodies
 from partc.compiler.localize import local_shape, localize
 from partc.compiler.pattern_rules import output_ranks
-from partc.compiler.load.onnx_file import bodies
 from partc.compiler.program import Comm, Copy, Held, Part, Program, Step, captured
 
 
@@ -148,4 +147,3 @@ def read_names(step: Step) -> list[str]:
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
-

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import onnx_ir as ir
 import numpy.typing as npt
+import onnx_ir as ir
 from partc.compiler.load.onnx_file import bodies
 
 if TYPE_CHECKING:

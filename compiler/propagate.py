@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-
 from partc.compiler.choice import Axes, Choice, Instance
 from partc.compiler.layout import Layout, Mesh
 from partc.compiler.ops.rule import WHOLE

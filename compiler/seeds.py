@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 import onnx_ir as ir
-
 from partc.compiler.annotations.seed import seed_annotations
 from partc.compiler.choice import Choice, Instance
 from partc.compiler.errors import Problem
@@ -121,7 +120,11 @@ class _Seeds:
             choice.why[letter] = f"{_line(region.rule)} {style}"
         if not done:
             what = "brings a dim to the output" if style == "colwise" else "sums over a dim"
-            self.problem(region, f"{style}, but no parameter inside {what}", help="name the linear, convolution or embedding itself")
+            self.problem(
+                region,
+                f"{style}, but no parameter inside {what}",
+                help="name the linear, convolution or embedding itself",
+            )
 
     def _parameter_factor(self, instance: Instance, choice: Choice, style: str) -> str | None:
         rule, node = choice.rule, instance.node
@@ -155,7 +158,12 @@ class _Seeds:
             return tuple(range(len(primes(len(group)))))
         named = refined(axes)[1]
         if TENSOR_PARALLEL not in named:
-            self.problem(region, f"the mesh {shown_mesh(axes)} has no axis '{TENSOR_PARALLEL}'", "styles cut along it", "name an axis so, or give `in`")
+            self.problem(
+                region,
+                f"the mesh {shown_mesh(axes)} has no axis '{TENSOR_PARALLEL}'",
+                "styles cut along it",
+                "name an axis so, or give `in`",
+            )
             return None
         return named[TENSOR_PARALLEL]
 
@@ -222,7 +230,7 @@ class _Seeds:
                         layout = self._layout(region, cut, value, instance.group)
                         if layout is not None:
                             self.given.inputs[instance, k] = (layout, _line(region.rule))
-        
+
     def _outputs(self, region: Region, group: Group) -> None:
         inside = set(region.nodes)
         if region.rule.calls:
@@ -240,15 +248,22 @@ class _Seeds:
                 continue
             layout = self._layout(region, cut, value, group)
             if layout is not None:
-                self.given.outputs[Instance(producer, group), producer.outputs.index(value)] = (layout, region.rule.where)
+                self.given.outputs[Instance(producer, group), producer.outputs.index(value)] = (
+                    layout,
+                    region.rule.where,
+                )
 
     def _parameters(self, region: Region) -> None:
         weights = self.program.model.graph.initializers
         for name, cut in region.rule.parameters.items():
             found = next((weights[n] for n in (f"{region.path}.{name}", name) if n in weights), None)
             if found is None:
-                below = [n.removeprefix(f"{region.path}.") for n in weights if n.startswith(f"{region.path}.")] or list(weights)
-                self.problem(region, f"no parameter '{name}'", help=f"the nearest names are {', '.join(nearest(name, below))}")
+                below = [n.removeprefix(f"{region.path}.") for n in weights if n.startswith(f"{region.path}.")] or list(
+                    weights
+                )
+                self.problem(
+                    region, f"no parameter '{name}'", help=f"the nearest names are {', '.join(nearest(name, below))}"
+                )
                 continue
             for group in dict.fromkeys(i.group for i in self.instances(region.nodes)):
                 layout = self._layout(region, cut, found, group)
@@ -281,7 +296,9 @@ class _Seeds:
         for name, entry in plan.dataset.cuts.items():
             names = [value.name or "" for value in self.program.model.graph.inputs]
             if name not in names:
-                self.problems.append(Problem(entry.where, f"the model has no input '{name}'", help=f"its inputs are {', '.join(names)}"))
+                self.problems.append(
+                    Problem(entry.where, f"the model has no input '{name}'", help=f"its inputs are {', '.join(names)}")
+                )
 
     def _batch_cut(self, value: ir.Value, group: Group) -> Cut:
         assert value.shape is not None

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import onnx_ir as ir
-
 from partc.compiler.facts import facts_of
 from partc.compiler.program import Group, Program
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import PurePath
 
 import onnx_ir as ir
-
+from partc.compiler import ops  # noqa: F401  (registers the table)
 from partc.compiler.choice import Choice, Instance
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.facts import Facts, facts_of
 from partc.compiler.mesh import normal
-from partc.compiler import ops  # noqa: F401  (registers the table)
 from partc.compiler.ops.table import rule_of
 from partc.compiler.program import Program
 from partc.compiler.propagate import Given, Propagation
@@ -42,6 +42,8 @@ def shard(program: Program) -> Program:
     if not problems:
         Propagation(instances, choices, given, program.paths, laws.bytes_of, laws.divides_in(choices)).run()
         problems = [*_unmet(program, choices, given), *laws.violations(choices, given)]
+        lines = {PurePath(rule.where).name: rule.where for rule in (*program.declared.sharding, *program.plan.sharding)}
+        problems = [replace(problem, where=lines.get(problem.where, problem.where)) for problem in problems]
     if problems:
         raise CompileError(problems)
     return replace(program, choices=choices, given=given)
@@ -143,10 +145,17 @@ class _Laws:
             return Problem(where, fact, "its size is known only when it runs", "leave it whole")
         if isinstance(size, int):
             fitting = [str(n) for n in range(2, min(size, 64) + 1) if size % n == 0]
-            return Problem(where, fact, f"{size} is not divisible by {pieces}", f"cut it into {', '.join(fitting) or '1'}, or leave it whole")
+            return Problem(
+                where,
+                fact,
+                f"{size} is not divisible by {pieces}",
+                f"cut it into {', '.join(fitting) or '1'}, or leave it whole",
+            )
         facts = self.facts(size)
         if size in self.program.symbols:
             info = self.program.symbols[size]
             remedy = f"declare `{size}: {{divisor: {pieces}}}` under symbols, or cut it into less"
             return Problem(where, fact, f"'{size}' is {facts} ({info.where}), not always divisible by {pieces}", remedy)
-        return Problem(where, fact, f"{size} is {facts}, not always divisible by {pieces}", "give its symbols a larger divisor")
+        return Problem(
+            where, fact, f"{size} is {facts}, not always divisible by {pieces}", "give its symbols a larger divisor"
+        )

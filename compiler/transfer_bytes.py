@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import onnx_ir as ir
-
 from partc.compiler.program import Shape, ValueInfo
 
 

@@ -180,7 +180,9 @@ class LocalTransport:
             request.buffer[:] = data
         elif isinstance(request, _Gathering):
             brought = self.world.gathered(self.rank, request.meeting, what)
-            _distribute(self.rank, request.movement, [np.asarray(brought[rank]) for rank in request.movement.ranks], what)
+            _distribute(
+                self.rank, request.movement, [np.asarray(brought[rank]) for rank in request.movement.ranks], what
+            )
 
     def join(self, circles: Sequence[tuple[int, ...]]) -> None:
         pass

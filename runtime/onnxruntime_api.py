@@ -46,9 +46,7 @@ class Session(Protocol):
 """The threads of the pool that the sessions of this process share; 0 where onnxruntime gives none, None before the first use."""
 
 
-def new_session(
-    model: bytes, threads: int, providers: Sequence[str], entries: Mapping[str, str]
-) -> Session:
+def new_session(model: bytes, threads: int, providers: Sequence[str], entries: Mapping[str, str]) -> Session:
     """A session with all optimizations and without a memory arena of its own; `entries` are session options by name.
 
     Its threads are its own: onnxruntime's pool for all sessions is for all of the process, and the user's sessions there would have

@@ -204,7 +204,9 @@ def _check_results(calls: Iterable[Call], shapes: Mapping[str, Shape], promises:
     problems = []
     for call in calls:
         if call.tag not in promises and call.op not in LOOSE:
-            problems.append(f"{where}: {call.op} of '{call.value}': the inputs of a step do not tell the shape of what it moves")
+            problems.append(
+                f"{where}: {call.op} of '{call.value}': the inputs of a step do not tell the shape of what it moves"
+            )
         elif call.op == EXCHANGE and call.result not in shapes:
             problems.append(f"{where}: {call.op} of '{call.value}': the file does not state the shape of its output")
     if problems:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from rule_case import Case, case
-
 from partc.compiler.ops.table import CONTRIB
+from rule_case import Case, case
 
 SHAPE_OF_TERM = {"P->R": "the shape of a term is that of the sum: no sum is passed on"}
 TERM_AND_SPREAD = "data that are terms, written to by spread updates, on two kinds of axes at once"

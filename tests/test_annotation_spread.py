@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from partc.compiler.annotations.spread import Spread, any_layout, fused_pieces, layout_on, meshes, spread_of
 from partc.compiler.layout import Layout
 

@@ -17,8 +17,6 @@ from conftest import Golden
 from cut_models import BLOCK_STYLES, block, mlp, with_weights
 from google.protobuf.text_format import MessageToString
 from onnx_ir._multi_device import _check_device_configurations
-from whole import whole_outputs
-
 from partc.cli.main import invoke
 from partc.compiler.annotations.write import annotated
 from partc.compiler.dump import end_text
@@ -29,6 +27,7 @@ from partc.compiler.pipeline import compile_model, run_passes, start
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.program import Program
 from partc.runtime import load_local
+from whole import whole_outputs
 
 RANDOM = np.random.default_rng(5)
 MATMUL = """<ir_version: 11, opset_import: ["" : 21]>

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from by_text import write
-
 from partc.runtime.check import check_artifact
 
 SHARED = """rank (float[4, 6] x) => (float[8, 2] y) <float[4, 6] h, float[8, 6] k, float[8, 2] p>

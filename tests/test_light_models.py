@@ -9,7 +9,6 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-
 from partc.compiler.load import load
 from partc.compiler.load.names import node_paths
 from partc.compiler.pipeline import compile_source

@@ -6,10 +6,9 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from whole import model, same_as_whole
-
 from partc.compiler.errors import CompileError
 from partc.compiler.load import load
+from whole import model, same_as_whole
 
 
 def saved(proto: onnx.ModelProto, folder: Path, **external: object) -> Path:

@@ -8,7 +8,6 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.table import rule_of
 

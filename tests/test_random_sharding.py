@@ -9,9 +9,8 @@ import onnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
-from whole import same_as_whole
-
 from partc.compiler.errors import CompileError
+from whole import same_as_whole
 
 WIDTH = 12
 UNARY = ("Relu", "Neg", "Tanh", "Abs", "Identity")
@@ -54,7 +53,23 @@ class Graph:
     def grow(self) -> None:
         rank = self.draw(st.sampled_from([2, 3]))
         x = self.pick(rank)
-        match self.draw(st.sampled_from(["unary", "binary", "matmul", "bias", "softmax", "norm", "reshape", "transpose", "mean", "concat", "gemm"])):
+        match self.draw(
+            st.sampled_from(
+                [
+                    "unary",
+                    "binary",
+                    "matmul",
+                    "bias",
+                    "softmax",
+                    "norm",
+                    "reshape",
+                    "transpose",
+                    "mean",
+                    "concat",
+                    "gemm",
+                ]
+            )
+        ):
             case "unary":
                 self.add(self.draw(st.sampled_from(UNARY)), [x], rank, [rank])
             case "binary":
@@ -80,7 +95,9 @@ class Graph:
                 self.values[3].remove(z)
                 self.add("MatMul", [z, self.pick(3)], 3, [3, 3])
             case "mean":
-                mean = self.add("ReduceMean", [x, self.integers(self.draw(st.integers(0, rank - 1)))], rank, [rank, 1], keepdims=1)
+                mean = self.add(
+                    "ReduceMean", [x, self.integers(self.draw(st.integers(0, rank - 1)))], rank, [rank, 1], keepdims=1
+                )
                 self.values[rank].remove(mean)
                 self.add("Sub", [x, mean], rank, [rank, rank])
             case "concat":
@@ -115,7 +132,12 @@ def cases(draw: st.DrawFn) -> tuple[onnx.ModelProto, str]:
     )
     ranks = draw(st.sampled_from([2, 3, 4, 6]))
     pieces = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    lines = [f"ranks: {ranks}", "symbols: {batch: {divisor: 12}}", f"dataset: {draw(st.sampled_from(['full_batch', 'data_parallel']))}", "sharding:"]
+    lines = [
+        f"ranks: {ranks}",
+        "symbols: {batch: {divisor: 12}}",
+        f"dataset: {draw(st.sampled_from(['full_batch', 'data_parallel']))}",
+        "sharding:",
+    ]
     for node, operands in graph.ops:
         if draw(st.integers(0, 2)) == 0:
             given = draw(st.integers(0, len(operands) - 1))
@@ -147,7 +169,10 @@ def test_random_graphs_with_random_strategies(case: tuple[onnx.ModelProto, str])
     model, plan = case
     random = np.random.default_rng(3)
     steps = [
-        {"x": random.standard_normal((b, WIDTH), dtype=np.float32), "z": random.standard_normal((b, 6, WIDTH), dtype=np.float32)}
+        {
+            "x": random.standard_normal((b, WIDTH), dtype=np.float32),
+            "z": random.standard_normal((b, 6, WIDTH), dtype=np.float32),
+        }
         for b in (12, 24)
     ]
     try:

@@ -14,7 +14,6 @@ import onnx.parser
 import pytest
 from by_text import HEAD, write
 from onnx.reference import ReferenceEvaluator
-
 from partc.runtime import InputError, RankError, Whole, load, load_local
 from partc.runtime.artifact import open_artifact
 from partc.runtime.check import check_artifact

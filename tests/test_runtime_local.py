@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import ml_dtypes
@@ -431,7 +430,9 @@ with load_local({str(folder)!r}, threads=4):
     from onnx import helper
 
     value = helper.make_tensor_value_info("x", 1, ["n"])
-    own = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "own", [value], [helper.make_tensor_value_info("y", 1, ["n"])])
+    own = helper.make_graph(
+        [helper.make_node("Neg", ["x"], ["y"])], "own", [value], [helper.make_tensor_value_info("y", 1, ["n"])]
+    )
     onnx.save(helper.make_model(own, ir_version=11, opset_imports=[helper.make_opsetid("", 21)]), folder / "own.onnx")
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")

@@ -5,13 +5,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from whole import compiled, model, same_as_whole
-
 from partc.compiler.errors import CompileError
 from partc.compiler.facts import facts_of
 from partc.compiler.program import Program
 from partc.runtime import load_local
 from partc.runtime.errors import InputError
+from whole import compiled, model, same_as_whole
 
 DIGITS = """<ir_version: 10, opset_import: ["" : 21]>
 main (float[batch, 1, 28, 28] x) => (float[r, c] y, float[s, t] z) <int64[2] flat = {-1, 784}, int64[2] rows = {-1, 49}> {
@@ -57,7 +56,11 @@ def test_one_compile_serves_all_legal_sizes_and_no_other(tmp_path: Path) -> None
 @pytest.mark.parametrize(("unique", "names"), [("false", {"batch", "batch_m_0"}), ("true", {"batch"})])
 def test_uses_of_a_symbol_are_equal_only_if_it_is_unique(unique: str, names: set[str], tmp_path: Path) -> None:
     proto = model(PAIR.replace("float[b, 5] x", "float[p, 5] x").replace("float[c, 5] m", "float[q, 5] m"))
-    text = f"ranks: 2\nsymbols: {{batch: {{divisor: 4, unique: {unique}}}}}\ninputs: {{x: [batch, 5], m: [batch, 5]}}\nplacement: {{a: 0, b: 1}}\n"
+    text = f"""ranks: 2
+symbols: {{batch: {{divisor: 4, unique: {unique}}}}}
+inputs: {{x: [batch, 5], m: [batch, 5]}}
+placement: {{a: 0, b: 1}}
+"""
     program = compiled(proto, text, tmp_path / "build")
     assert set(program.symbols) == names
     with load_local(tmp_path / "build") as ranks:

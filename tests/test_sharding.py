@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cut_models import BLOCK_STYLES, block, mlp, with_weights
-from whole import compiled, same_as_whole
-
 from partc.compiler.errors import CompileError
 from partc.compiler.program import Program
+from whole import compiled, same_as_whole
 
 RANDOM = np.random.default_rng(0)
 
@@ -46,7 +45,13 @@ def test_data_parallel_inference_communicates_nothing() -> None:
 
 
 def test_data_and_tensor_parallel_on_a_mesh() -> None:
-    plan = f"ranks: 6\nmesh: {{dp: 2, tp: 3}}\nsymbols: {{batch: {{divisor: 2}}}}\ndataset: data_parallel\nsharding: {{{BLOCK_STYLES}}}\noutputs: {{y: cut}}\n"
+    plan = f"""ranks: 6
+mesh: {{dp: 2, tp: 3}}
+symbols: {{batch: {{divisor: 2}}}}
+dataset: data_parallel
+sharding: {{{BLOCK_STYLES}}}
+outputs: {{y: cut}}
+"""
     program = same_as_whole(block(), plan, {"x": normal(4, 5, 24)}, rtol=1e-5, atol=1e-5)
     assert kinds(program) == {"AllReduce": 2}
     assert {len(event.ranks) for event in program.events} == {2}
@@ -121,9 +126,7 @@ main (float[batch, 6, 9, 9] x) => (float[batch, 4, 7, 7] y, float[batch, 1, 1, 1
     [conv] c = Conv(x, w, b)
     [act] y = Relu(c)
     [mean] m = ReduceMean(y, axes)
-}""".replace("Conv(x, w, b)", "Conv <kernel_shape = [3, 3]> (x, w, b)").replace(
-    "(y, axes)", "(y, axes)"
-)
+}""".replace("Conv(x, w, b)", "Conv <kernel_shape = [3, 3]> (x, w, b)").replace("(y, axes)", "(y, axes)")
 
 
 def conv() -> object:
@@ -134,7 +137,10 @@ def conv() -> object:
     return proto
 
 
-@pytest.mark.parametrize("strategy", ["[[1, 2, 1, 1], [1, 2, 1, 1], [1]]", "[[1, 1, 1, 1], [2, 1, 1, 1], [2]]", "[[2, 1, 1, 1], [1, 1, 1, 1], [1]]"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["[[1, 2, 1, 1], [1, 2, 1, 1], [1]]", "[[1, 1, 1, 1], [2, 1, 1, 1], [2]]", "[[2, 1, 1, 1], [1, 1, 1, 1], [1]]"],
+)
 def test_convolutions_and_means_over_what_is_cut(strategy: str) -> None:
     plan = f"ranks: 2\nsymbols: {{batch: {{divisor: 2}}}}\nsharding:\n  conv: {{in: {strategy}}}\n"
     same_as_whole(conv(), plan, {"x": normal(4, 6, 9, 9)}, rtol=1e-5, atol=1e-5)
@@ -170,7 +176,10 @@ placement:
   "w[0-9]": 0
 sharding: {{{BLOCK_STYLES}}}
 """.replace('  "w[0-9]": 0\n', "  res2: 3\n")
-    plan = plan.replace("sharding:", "  wq: [0, 1, 2]\n  wk: [0, 1, 2]\n  wv: [0, 1, 2]\n  wo: [0, 1, 2]\n  up: [1, 2]\n  down: [1, 2]\nsharding:")
+    plan = plan.replace(
+        "sharding:",
+        "  wq: [0, 1, 2]\n  wk: [0, 1, 2]\n  wv: [0, 1, 2]\n  wo: [0, 1, 2]\n  up: [1, 2]\n  down: [1, 2]\nsharding:",
+    )
     program = same_as_whole(block(), plan, {"x": normal(2, 5, 24)}, {"x": normal(3, 2, 24)}, rtol=1e-5, atol=1e-5)
     assert {placed.groups[0] for placed in program.placement.values()} >= {(3,), (0, 1, 2), (1, 2)}
 
@@ -181,11 +190,20 @@ sharding: {{{BLOCK_STYLES}}}
         ("sharding:\n  up: {in: [[1, 1], [1, 1], [1]]}", ["plan.yaml:3", "the strategy has 3 inputs"]),
         ("sharding:\n  up: {in: [[1, 1, 1], [1, 1]]}", ["plan.yaml:3", "input 0 is cut in 3 dims, but has 2"]),
         ("sharding:\n  up: {in: [[1, 5], [5, 1]]}", ["plan.yaml:3", "5 pieces", "8 ranks"]),
-        ("sharding:\n  up: {in: [[1, 4], [4, 1]]}", ["plan.yaml:3", "cannot cut 'x' dim 1 (6) into 4", "6 is not divisible by 4"]),
-        ("sharding:\n  up: {in: [[8, 1], [1, 1]]}", ["plan.yaml:3", "cannot cut 'x' dim 0 (batch) into 8", "batch: {divisor: 8}"]),
+        (
+            "sharding:\n  up: {in: [[1, 4], [4, 1]]}",
+            ["plan.yaml:3", "cannot cut 'x' dim 1 (6) into 4", "6 is not divisible by 4"],
+        ),
+        (
+            "sharding:\n  up: {in: [[8, 1], [1, 1]]}",
+            ["plan.yaml:3", "cannot cut 'x' dim 0 (batch) into 8", "batch: {divisor: 8}"],
+        ),
         ("sharding:\n  nothing: colwise", ["plan.yaml:3", "'nothing' matches no module or node"]),
         ("sharding:\n  act: colwise", ["plan.yaml:3", "no parameter inside"]),
-        ("sharding:\n  up: {in: [[1, 1], [1, 1]], parameters: {ghost: [8, 1]}}", ["plan.yaml:3", "no parameter 'ghost'"]),
+        (
+            "sharding:\n  up: {in: [[1, 1], [1, 1]], parameters: {ghost: [8, 1]}}",
+            ["plan.yaml:3", "no parameter 'ghost'"],
+        ),
     ],
 )
 def test_mistakes_in_strategies(plan: str, words: list[str], tmp_path: Path) -> None:

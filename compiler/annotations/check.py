@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
-
 from partc.compiler.annotations import keys
 from partc.compiler.annotations.read import NONE, Annotations, NodeMarks
 from partc.compiler.annotations.spec import spread_in

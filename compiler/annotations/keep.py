@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
-
 from partc.compiler.errors import CompileError, Problem
 
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-
 from partc.compiler.annotations import keys
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.groups import Axes

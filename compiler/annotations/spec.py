@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 import onnx_ir as ir
-
 from partc.compiler.annotations.spread import Spread, fused_pieces
 from partc.compiler.program import Group, Shape
 

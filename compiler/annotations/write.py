@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import onnx_ir as ir
-
 from partc.compiler.annotations import keys
 from partc.compiler.annotations.check import Followed
 from partc.compiler.annotations.seed import cut_by_operands

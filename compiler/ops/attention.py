@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import onnx_ir as ir
-
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.operands import Dim, dims, operand, same
 from partc.compiler.ops.rule import WHOLE, Rule

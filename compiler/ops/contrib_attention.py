@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-
 from partc.compiler.ops.attention import fewer_heads, one_letter
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.operands import Dim, dims, operand, same

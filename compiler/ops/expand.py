@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
-
 from partc.compiler.ops.extents import as_int64, divided, integers, local_dims, pieces_of
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.operands import LETTERS, Dim, constant_ints, dims, opset_of, same

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
-
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.rule import WHOLE
 

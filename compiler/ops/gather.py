@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-
 from partc.compiler.ops.extents import as_int64, as_typed, integer
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.lookup import OLDEST_OPSET, look_up, masked, rows_of, spread, summable

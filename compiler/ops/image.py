@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-
 from partc.compiler.ops.extents import as_int64, divided, integers, pieces_of
 from partc.compiler.ops.factors import rule
 from partc.compiler.ops.join import but_axes

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-
 from partc.compiler.ops.rule import Rule
 
 Dim = int | str

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-
 from partc.compiler.ops.extents import integer
 from partc.compiler.ops.local import Local
 

@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 import onnx_ir as ir
-
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.operands import LETTERS, operand, rank_of
 from partc.compiler.ops.rule import WHOLE, Rule

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-
 from partc.compiler.ops.operands import LETTERS, axis_of, dims, operand, rank_of, same
 from partc.compiler.ops.rule import WHOLE, Rule
 from partc.compiler.ops.table import op, uncut

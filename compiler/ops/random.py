@@ -9,7 +9,6 @@ import zlib
 from dataclasses import replace
 
 import onnx_ir as ir
-
 from partc.compiler.ops.factors import whole_rule
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.rule import Rule

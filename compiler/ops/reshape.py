@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
-
 from partc.compiler.ops.extents import as_int64, integer, integers, local_dims, pieces_of
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.operands import LETTERS, Dim, axes_of, axis_of, constant_ints, counted, dims, opset_of

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-
 from partc.compiler.ops.extents import as_int64, integers
 from partc.compiler.ops.join import but_axes
 from partc.compiler.ops.local import Local

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 
 import onnx_ir as ir
-
 from partc.compiler.ops.extents import integer, integers, piece_of, pieces_of
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.operands import LETTERS, counted, opset_of, rank_of

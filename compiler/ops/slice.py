@@ -7,7 +7,6 @@ no rewriting.
 from __future__ import annotations
 
 import onnx_ir as ir
-
 from partc.compiler.ops.join import but_axes
 from partc.compiler.ops.operands import LETTERS, axes_of, axis_of, constant_ints, counted, dims, operand, rank_of, same
 from partc.compiler.ops.rule import WHOLE, Rule

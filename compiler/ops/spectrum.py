@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-
 from partc.compiler.ops.factors import rule
 from partc.compiler.ops.join import but_axes
 from partc.compiler.ops.operands import axis_of, constant_ints, counted, operand, opset_of, rank_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-
 from partc.compiler.ops.factors import rule
 from partc.compiler.ops.operands import LETTERS, counted, rank_of
 from partc.compiler.ops.rule import Rule

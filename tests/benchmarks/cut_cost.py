@@ -54,7 +54,8 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
     if comm.rank == 0:
         one, every = (statistics.median(times[side]) * 1e6 for side in ("one", "all"))
         print(
-            f"{options.layers} layers of width {options.width}, batch {options.batch}: {one:.0f} us with 1 cut, {every:.0f} us with {options.layers}"
+            f"{options.layers} layers of width {options.width}, batch {options.batch}: "
+            f"{one:.0f} us with 1 cut, {every:.0f} us with {options.layers}"
         )
         print(f"{(every - one) / (options.layers - 1):.2f} us a cut (at most 5 wanted)")
 

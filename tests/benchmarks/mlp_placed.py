@@ -96,7 +96,8 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
     if comm.rank == 0:
         whole_ms, placed_ms = (statistics.median(times[side]) * 1e3 for side in ("whole", "placed"))
         print(
-            f"{options.layers} layers of width {options.width}, batch {options.batch}, {comm.size} ranks on {os.cpu_count()} cores, one thread a rank"
+            f"{options.layers} layers of width {options.width}, batch {options.batch}, {comm.size} ranks on "
+            f"{os.cpu_count()} cores, one thread a rank"
         )
         print(
             f"whole {whole_ms:.2f} ms, placed {placed_ms:.2f} ms, ratio {placed_ms / whole_ms:.3f} (at most 1.10 wanted)"

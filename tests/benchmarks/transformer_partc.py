@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 from mlp_placed import idle_barrier
 from mpi4py import MPI
-from turns import serve, told
-
 from partc.runtime import load
 from partc.runtime.program import Program
 from partc.runtime.segments import Segment
+from turns import serve, told
 
 
 def told_all(comm: MPI.Intracomm) -> Iterator[int]:
