@@ -24,6 +24,10 @@ class Instance:
     node: ir.Node
     group: Group
 
+    def __hash__(self) -> int:
+        """Of the first rank and the number only: a group may have hundreds, and one that is looked up is nearly always the same object."""
+        return hash((self.node, self.group[0], len(self.group)))
+
 
 @dataclass
 class Choice:

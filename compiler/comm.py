@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
 import onnx_ir as ir
 from partc.compiler import moves as mv
-from partc.compiler.exchange import Span, span_of, within
+from partc.compiler.drafts import Drafts
+from partc.compiler.exchange import Part, Span, span_of, within
 from partc.compiler.facts import facts_of
-from partc.compiler.layout import Layout
+from partc.compiler.layout import Layout, Mesh
 from partc.compiler.localize import local_shape
-from partc.compiler.program import Array, Comm, Copy, Event, Op, Program, Shape, Step
+from partc.compiler.program import Comm, Copy, Event, Group, Op, Program, Shape, Step
 from partc.compiler.reshard import lower
 from partc.compiler.transfer_bytes import bytes_text, whole_bytes
 from partc.runtime import format as fmt
-
-
-@dataclass
-class Draft:
-    """A rank's program while it is written."""
-
-    steps: list[Step] = field(default_factory=list)
-    constants: dict[str, Array] = field(default_factory=dict)
-    types: dict[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -35,10 +26,11 @@ class Writer:
     """Writes copies into drafts; `events` and `groups` list what was written, `names` are the copies' names."""
 
     program: Program
-    drafts: Sequence[Draft]
+    drafts: Drafts
     names: dict[Copy, str]
     events: list[Event] = field(default_factory=list)
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    _known: dict[tuple[Mesh, tuple[int, ...], Group], tuple[tuple[Group, ...], str]] = field(default_factory=dict)
     derived: bool = False
 
     def make(self, source: Copy, target: Copy, cause: str, derived: bool = False) -> None:
@@ -75,8 +67,8 @@ class Writer:
             case _:
                 self._collective(move, before, after, name, out, cause)
         shape = local_shape(self.program, after)
-        for rank in after.group:
-            self.drafts[rank].types[out] = (after.value, shape)
+        for draft in self.drafts.of(after.group):
+            draft.types[out] = (after.value, shape)
 
     def _collective(self, move: mv.Move, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
         attributes: dict[str, int | str | tuple[int, ...]]
@@ -91,26 +83,25 @@ class Writer:
                 op_type, attributes = fmt.ALL_TO_ALL, {fmt.SPLIT_AXIS: split, fmt.CONCAT_AXIS: concat}
             case _:
                 raise AssertionError(move)
-        sets = tuple(tuple(move.group[index] for index in one) for one in move.after.groups(axes))
-        group = self._group(sets)
+        sets, group = self._circles(move.after.mesh, axes, move.group)
         amount = self._bytes(after.value, mv.received(move)[0])
-        event = Event(
-            len(self.events),
-            op_type,
-            after.value,
-            out,
-            sets,
-            group,
-            local_shape(self.program, before),
-            amount,
-            cause,
-            self.derived,
-        )
+        shape = local_shape(self.program, before)
+        event = Event(len(self.events), op_type, after.value, out, sets, group, shape, amount, cause, self.derived)
         self.events.append(event)
-        for rank in move.group:
-            self.drafts[rank].steps.append(
-                Comm(op_type, (name,), (out,), {fmt.GROUP: group, **attributes}, event.tag, after.value, cause, amount)
-            )
+        step = Comm(op_type, (name,), (out,), {fmt.GROUP: group, **attributes}, event.tag, after.value, cause, amount)
+        self._append(move.group, step)
+
+    def _append(self, ranks: Group, step: Step) -> None:
+        for draft in self.drafts.of(ranks):
+            draft.steps.append(step)
+
+    def _circles(self, mesh: Mesh, axes: tuple[int, ...], ranks: Group) -> tuple[tuple[Group, ...], str]:
+        """The sets of ranks that differ along some axes only, and their name."""
+        key = mesh, axes, ranks
+        if key not in self._known:
+            sets = tuple(tuple(ranks[index] for index in one) for one in Layout(mesh, ()).groups(axes))
+            self._known[key] = sets, self._group(sets)
+        return self._known[key]
 
     def _group(self, sets: tuple[tuple[int, ...], ...]) -> str:
         """The name of disjoint sets of ranks, made from their members: `0-1-2-3`, `0-4+3` for four sets like the first."""
@@ -161,9 +152,9 @@ class Writer:
             self.derived,
         )
         self.events.append(event)
+        leaving, coming = _grouped(parts, lambda p: p.source), _grouped(parts, lambda p: p.target)
         for rank in ranks:
-            sends = [p for p in parts if p.source == rank]
-            receives = [p for p in parts if p.target == rank]
+            sends, receives = leaving.get(rank, []), coming.get(rank, [])
             attributes: dict[str, int | str | tuple[int, ...]] = {
                 fmt.GROUP: group,
                 fmt.SEND_PEERS: tuple(p.target for p in sends),
@@ -173,34 +164,36 @@ class Writer:
                 fmt.RANK: len(full),
             }
             inputs, outputs = ((name,) if sends else ()), ((out,) if receives else ())
-            self.drafts[rank].steps.append(
-                Comm(fmt.EXCHANGE, inputs, outputs, attributes, event.tag, after.value, cause, amount)
-            )
+            self._append((rank,), Comm(fmt.EXCHANGE, inputs, outputs, attributes, event.tag, after.value, cause, amount))
 
     def _message(self, source: int, target: int, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
         """One message; both ends name the value alike, so where they cannot, it gets its last name behind the receive."""
         shape = local_shape(self.program, after)
         amount = self._bytes(after.value, _share(after.layout))
         way = name
-        if name != out and name in self.drafts[target].types:
+        if name != out and name in self._types(target):
             way = f"{name}.to.{target}"
             self._identity(source, name, way)
-            self.drafts[source].types[way] = (before.value, shape)
+            self._types(source)[way] = (before.value, shape)
         if way != out:
-            self.drafts[target].types[way] = (after.value, shape)
+            self._types(target)[way] = (after.value, shape)
         event = Event(
             len(self.events), fmt.SEND, after.value, way, ((source,), (target,)), "", shape, amount, cause, self.derived
         )
         self.events.append(event)
         sent = {fmt.PEER: target}
-        self.drafts[source].steps.append(Comm(fmt.SEND, (way,), (), sent, event.tag, after.value, cause, amount))
+        self._append((source,), Comm(fmt.SEND, (way,), (), sent, event.tag, after.value, cause, amount))
         received = {fmt.PEER: source}
-        self.drafts[target].steps.append(Comm(fmt.RECV, (), (way,), received, event.tag, after.value, cause, amount))
+        self._append((target,), Comm(fmt.RECV, (), (way,), received, event.tag, after.value, cause, amount))
         self._identity(target, way, out)
+
+    def _types(self, rank: int) -> dict[str, tuple[ir.Value, Shape | None]]:
+        (draft,) = self.drafts.of((rank,))
+        return draft.types
 
     def _identity(self, rank: int, name: str, out: str) -> None:
         if name != out:
-            self._emit(rank, "Identity", [name], out, None)
+            self._emit((rank,), "Identity", [name], out, None)
 
     def _slice(
         self, move: mv.Slice, before: Copy, after: Copy, name: str, out: str, dim: int, axes: Sequence[int]
@@ -209,36 +202,43 @@ class Writer:
         shape = local_shape(self.program, before)
         size = shape[dim] if shape is not None else None
         pieces = math.prod(move.after.mesh[axis] for axis in axes)
-        for index, rank in enumerate(move.group):
-            number = Layout(move.after.mesh, (tuple(axes),)).piece(index)[0]
-            axis = self._constant(rank, out, "axis", [dim])
+        for (number,), indices in Layout(move.after.mesh, (tuple(axes),)).holders.items():
+            ranks = tuple(move.group[index] for index in indices)
+            axis = self._constant(ranks, out, "axis", [dim])
             if isinstance(size, int):
                 length = size // pieces
-                begin = self._constant(rank, out, "begin", [number * length])
-                end = self._constant(rank, out, "end", [(number + 1) * length])
+                begin = self._constant(ranks, out, "begin", [number * length])
+                end = self._constant(ranks, out, "end", [(number + 1) * length])
             else:
-                extent = self._emit(rank, "Shape", [name], f"{out}.shape", None)
-                extent = self._emit(rank, "Gather", [extent, axis], f"{out}.extent", None)
-                length_name = self._emit(
-                    rank, "Div", [extent, self._constant(rank, out, "pieces", [pieces])], f"{out}.length", None
-                )
+                extent = self._emit(ranks, "Shape", [name], f"{out}.shape", None)
+                extent = self._emit(ranks, "Gather", [extent, axis], f"{out}.extent", None)
+                count = self._constant(ranks, out, "pieces", [pieces])
+                step = self._emit(ranks, "Div", [extent, count], f"{out}.length", None)
                 begin = self._emit(
-                    rank, "Mul", [length_name, self._constant(rank, out, "piece", [number])], f"{out}.begin", None
+                    ranks, "Mul", [step, self._constant(ranks, out, "piece", [number])], f"{out}.begin", None
                 )
-                end = self._emit(rank, "Add", [begin, length_name], f"{out}.end", None)
-            self._emit(rank, "Slice", [name, begin, end, axis], out, after.value.producer())
+                end = self._emit(ranks, "Add", [begin, step], f"{out}.end", None)
+            self._emit(ranks, "Slice", [name, begin, end, axis], out, after.value.producer())
 
-    def _constant(self, rank: int, out: str, word: str, numbers: list[int]) -> str:
+    def _constant(self, ranks: Group, out: str, word: str, numbers: list[int]) -> str:
         name = f"{out}.{word}"
-        self.drafts[rank].constants[name] = np.array(numbers, np.int64)
+        for draft in self.drafts.of(ranks):
+            draft.constants[name] = np.array(numbers, np.int64)
         return name
 
-    def _emit(self, rank: int, op_type: str, inputs: Sequence[str], out: str, source: ir.Node | None) -> str:
+    def _emit(self, ranks: Group, op_type: str, inputs: Sequence[str], out: str, source: ir.Node | None) -> str:
         node = ir.Node(
             "", op_type, inputs=[ir.Value(name=name) for name in inputs], outputs=[ir.Value(name=out)], name=out
         )
-        self.drafts[rank].steps.append(Op(node, source or node))
+        self._append(ranks, Op(node, source or node))
         return out
+
+
+def _grouped(parts: Sequence[Part], end: Callable[[Part], int]) -> dict[int, list[Part]]:
+    found: dict[int, list[Part]] = {}
+    for part in parts:
+        found.setdefault(end(part), []).append(part)
+    return found
 
 
 def _share(layout: Layout) -> Fraction:
@@ -255,4 +255,4 @@ def _numbers(boxes: Sequence[Span]) -> tuple[int, ...]:
     return tuple(found)
 
 
-__all__ = ["Draft", "Mapping", "Writer", "bytes_text"]
+__all__ = ["Mapping", "Writer", "bytes_text"]

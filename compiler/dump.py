@@ -39,7 +39,7 @@ def begin_text(program: Program, title: str = "step_parallel_begin") -> str:
     lines += _listing("Dims", _dim_facts(program))
     readers = _holders(program, lambda part: part.inputs)
     lines += _listing("Inputs", [f"{_typed(program, v)}   ranks: {_ranks(readers.get(v, []))}" for v in graph.inputs])
-    holders = _holders(program, lambda part: part.weights)
+    holders = _weight_holders(program)
     lines += _listing(
         "Parameters",
         [
@@ -68,8 +68,8 @@ def end_text(program: Program) -> str:
     """`step_parallel_end.ir`: all ranks' programs with their communication, after a table of all of it."""
     lines = _head(program, "step_parallel_end")
     lines += _listing("Communication", [_event_text(event) for event in program.events])
-    for part in program.parts:
-        lines += ["", *_part_lines(program, part)]
+    for part, ranks in program.alike:
+        lines += ["", *([f"# Ranks: {_ranks(ranks)}"] if len(ranks) > 1 else []), *_part_lines(program, part)]
     return "\n".join([*lines, ""])
 
 
@@ -93,6 +93,14 @@ def _holders(program: Program, held: Callable[[Part], Sequence[Held]]) -> dict[i
         for value in dict.fromkeys(one.copy.value for one in held(part)):
             found.setdefault(value, []).append(part.rank)
     return found
+
+
+def _weight_holders(program: Program) -> dict[ir.Value, list[int]]:
+    found: dict[ir.Value, list[int]] = {}
+    for part, ranks in program.alike:
+        for value in dict.fromkeys(one.copy.value for one in part.weights):
+            found.setdefault(value, []).extend(ranks)
+    return {value: sorted(ranks) for value, ranks in found.items()}
 
 
 def _event_text(event: Event) -> str:

@@ -30,14 +30,15 @@ def emit(
     The same program gives the same bytes. `out` is replaced only if it is an artifact or empty, and only by a whole one.
     """
     with _new_folder(out) as folder:
-        files, locations = write_weights(folder, owners({part.rank: part.weights for part in program.parts}))
+        files, locations = write_weights(folder, owners({part.rank: part.weights for part, _ in program.alike}))
         nodes: dict[int, onnx.NodeProto] = {}
         programs: dict[bytes, str] = {}
-        by_rank: list[str] = []
-        for part in program.parts:
+        by_rank = [""] * program.plan.ranks
+        for part, ranks in program.alike:
             data = _rank_model(program, part, locations, nodes).SerializeToString(deterministic=True)
             file = programs.setdefault(data, fmt.rank_file(part.rank))
-            by_rank.append(file)
+            for rank in ranks:
+                by_rank[rank] = file
             if file not in files:
                 files[file] = _write(folder, file, data)
                 text = rank_text(program, part)

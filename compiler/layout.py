@@ -11,6 +11,7 @@ the first named is the major one. With mesh (2, 4):
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -99,6 +100,14 @@ class Layout:
                 number = number * self.mesh[axis] + at[axis]
             found.append(number)
         return tuple(found)
+
+    @functools.cached_property
+    def holders(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Every piece with those of the group's ranks (as indices) that hold it, rising."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for index in range(self.size):
+            found.setdefault(self.piece(index), []).append(index)
+        return {piece: tuple(indices) for piece, indices in found.items()}
 
     def box(self, index: int, shape: Sequence[int]) -> Box:
         """Per dim, begin and end of what the group's `index`-th rank holds of a value of `shape`; the cuts must divide it."""

@@ -5,6 +5,7 @@ Most nodes are the same on all ranks of a group; a rule that asks which piece a 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from partc.compiler.choice import Choice, Instance
 from partc.compiler.copies import Copies, made_as, read_as, whole_on
 from partc.compiler.layout import Layout
 from partc.compiler.ops.local import Local
-from partc.compiler.program import Array, Copy, Op, Program, Shape
+from partc.compiler.program import Array, Copy, Group, Op, Program, Shape
 
 
 @dataclass
@@ -47,6 +48,7 @@ def local_shape(program: Program, copy: Copy) -> Shape | None:
     return tuple(_part(dim, copy.layout.pieces(k)) for k, dim in enumerate(shape))
 
 
+@functools.lru_cache(maxsize=4096)
 def _part(dim: int | str, pieces: int) -> int | str:
     if pieces == 1:
         return dim
@@ -55,8 +57,10 @@ def _part(dim: int | str, pieces: int) -> int | str:
     return str((ir.SymbolicDim(dim) / pieces).value)
 
 
-def localize(program: Program, copies: Copies, instance: Instance, name_of: Callable[[Copy], str]) -> list[Localized]:
-    """What a node becomes, per rank of its group; ranks on which it is the same share one object."""
+def localize(
+    program: Program, copies: Copies, instance: Instance, name_of: Callable[[Copy], str]
+) -> list[tuple[Localized, Group]]:
+    """What a node becomes, with the ranks of its group on which it becomes just this."""
     node, group = instance.node, instance.group
     read = [None if value is None else read_as(program, instance, k) for k, value in enumerate(node.inputs)]
     made = [made_as(program, instance, k) for k in range(len(node.outputs))]
@@ -72,18 +76,22 @@ def localize(program: Program, copies: Copies, instance: Instance, name_of: Call
     whole = choice is None or not (choice.cut or not choice.rule.factors)
     if choice is None or whole or choice.rule.local is None:
         one = Localized([Op(_renamed(node, inputs, outputs), node, captured)], types=types)
-        return [one] * len(group)
+        return [(one, group)]
     shapes = _Shapes(program, dict(zip(inputs, read, strict=True)) | dict(zip(outputs, made, strict=True)))
-    result: list[Localized] = []
+    found: dict[tuple[int, ...], tuple[Localized, list[int]]] = {}
     for index in range(len(group)):
         pieces = _Pieces(_pieces(choice, index))
+        own = tuple(pieces.values())
+        if own in found:
+            found[own][1].append(group[index])
+            continue
         local = Local(node, choice.rule, choice.cut, pieces, inputs, outputs, shapes.whole, shapes.local)
         choice.rule.local(local)
         done = Localized([Op(each, node, captured) for each in local.nodes], dict(local.constants), types)
         if not pieces.asked:
-            return [done] * len(group)
-        result.append(done)
-    return result
+            return [(done, group)]
+        found[own] = done, [group[index]]
+    return [(done, tuple(ranks)) for done, ranks in found.values()]
 
 
 def _pieces(choice: Choice, index: int) -> dict[str, int]:

@@ -16,8 +16,9 @@ from dataclasses import replace
 
 import onnx_ir as ir
 from partc.compiler.choice import Instance
-from partc.compiler.comm import Draft, Writer
+from partc.compiler.comm import Writer
 from partc.compiler.copies import Copies, can_share, find_copies
+from partc.compiler.drafts import Draft, Drafts
 from partc.compiler.load.onnx_file import bodies
 from partc.compiler.localize import local_shape, localize
 from partc.compiler.pattern_rules import output_ranks
@@ -28,24 +29,23 @@ def partition(program: Program) -> Program:
     """Fills `parts`, `events` and `groups`; warns of ranks with nothing to do."""
     delivered, _ = output_ranks(program)
     copies = find_copies(program, delivered)
-    drafts = [Draft() for _ in range(program.plan.ranks)]
+    drafts = Drafts(program.plan.ranks)
     writer = Writer(program, drafts, copies.names)
     held = _Held(program, copies, drafts)
-    made: list[dict[ir.Node, set[str]]] = [{} for _ in drafts]
     done: set[Copy] = {home for homes in copies.homes.values() for home in homes}
     for value in (*program.model.graph.inputs,):
         held.inputs(value)
         _derive(copies, writer, value, done)
     for node in program.model.graph:
         for group in program.placement[node].groups:
-            each = localize(program, copies, Instance(node, group), lambda copy: writer.names[copy])
-            for rank, local in zip(group, each, strict=True):
-                if local.types and local.types.keys() <= made[rank].get(node, set()):
-                    continue  # the same on a smaller group of this rank
-                made[rank].setdefault(node, set()).update(local.types)
-                drafts[rank].steps += local.ops
-                drafts[rank].constants |= local.constants
-                drafts[rank].types |= local.types
+            for local, ranks in localize(program, copies, Instance(node, group), lambda copy: writer.names[copy]):
+                for draft in drafts.of(ranks):
+                    if local.types and local.types.keys() <= draft.made.get(node, set()):
+                        continue  # the same on a smaller group of this rank
+                    draft.made.setdefault(node, set()).update(local.types)
+                    draft.steps += local.ops
+                    draft.constants |= local.constants
+                    draft.types |= local.types
         for value in node.outputs:
             _derive(copies, writer, value, done)
     parts = tuple(held.part(rank, draft) for rank, draft in enumerate(drafts))
@@ -94,44 +94,56 @@ def _has(there: Copy, wanted: Copy) -> bool:
 class _Held:
     """Inputs, weights and outputs of every rank."""
 
-    def __init__(self, program: Program, copies: Copies, drafts: list[Draft]) -> None:
+    def __init__(self, program: Program, copies: Copies, drafts: Drafts) -> None:
         self.program, self.copies, self.drafts = program, copies, drafts
-        self.read: list[dict[str, Held]] = [{} for _ in drafts]
+        self.read: list[dict[str, Held]] = [{} for _ in range(program.plan.ranks)]
+        self.finished: dict[tuple[int, tuple[str, ...]], Part] = {}
         graph = program.model.graph
         for value in graph.initializers.values():
             for home in copies.homes.get(value, ()):
-                self._hold(home, self.read)
-        self.weights = self.read
-        self.read = [{} for _ in drafts]
+                self._weight(home)
 
-    def _hold(self, copy: Copy, where: list[dict[str, Held]]) -> None:
-        name = self.copies.names[copy]
-        for index, rank in enumerate(copy.group):
-            where[rank].setdefault(name, Held(name, copy, index))
-            self.drafts[rank].types[name] = (copy.value, local_shape(self.program, copy))
+    def _weight(self, copy: Copy) -> None:
+        """A weight: ranks that hold the same piece hold it alike."""
+        name = self._typed(copy)
+        for indices in copy.layout.holders.values():
+            held = Held(name, copy, indices[0])
+            for draft in self.drafts.of(tuple(copy.group[index] for index in indices)):
+                draft.weights.setdefault(name, held)
+
+    def _typed(self, copy: Copy) -> str:
+        name, shape = self.copies.names[copy], local_shape(self.program, copy)
+        for draft in self.drafts.of(copy.group):
+            draft.types[name] = (copy.value, shape)
+        return name
 
     def inputs(self, value: ir.Value) -> None:
         """The ranks that a model input arrives on."""
         for home in self.copies.homes.get(value, ()):
-            self._hold(home, self.read)
+            name = self._typed(home)
+            for index, rank in enumerate(home.group):
+                self.read[rank].setdefault(name, Held(name, home, index))
 
     def part(self, rank: int, draft: Draft) -> Part:
-        """The finished program of a rank."""
+        """The finished program of a rank; what ranks of one draft have in common is one object in all of their parts."""
         outputs = [
             Held(self.copies.names[copy], copy, copy.group.index(rank))
             for value in self.program.model.graph.outputs
             for copy in self.copies.delivered.get(value, ())
             if rank in copy.group
         ]
-        used = {name for step in draft.steps for name in read_names(step)} | {held.name for held in outputs}
-        return Part(
+        key = id(draft), tuple(held.name for held in outputs)
+        if key not in self.finished:
+            used = {name for step in draft.steps for name in read_names(step)} | {held.name for held in outputs}
+            inputs = tuple(held for held in self.read[rank].values() if held.name in used)
+            weights = tuple(held for held in draft.weights.values() if held.name in used)
+            self.finished[key] = Part(rank, tuple(draft.steps), inputs, weights, (), draft.constants, draft.types)
+        like = self.finished[key]
+        return replace(
+            like,
             rank=rank,
-            steps=tuple(draft.steps),
-            inputs=tuple(held for held in self.read[rank].values() if held.name in used),
-            weights=tuple(held for held in self.weights[rank].values() if held.name in used),
+            inputs=tuple(self.read[rank][held.name] for held in like.inputs),
             outputs=tuple({held.copy.value: held for held in outputs}.values()),
-            constants=draft.constants,
-            types=draft.types,
         )
 
 

@@ -8,7 +8,8 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,12 @@ class Placed:
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks that run the node."""
-        return tuple(dict.fromkeys(rank for group in self.groups for rank in group))
+        return _members(self.groups)
+
+
+@functools.lru_cache(maxsize=1024)
+def _members(groups: tuple[Group, ...]) -> Group:
+    return tuple(dict.fromkeys(rank for group in groups for rank in group))
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,10 @@ class Copy:
     value: ir.Value
     group: Group
     layout: Layout
+
+    def __hash__(self) -> int:
+        """Of the first rank and the number only: a group may have hundreds, and one that is looked up is nearly always the same object."""
+        return hash((self.value, self.group[0], len(self.group), self.layout.cuts))
 
 
 @dataclass(frozen=True)
@@ -153,6 +163,12 @@ class Part:
     constants: Mapping[str, Array] = field(default_factory=dict)
     types: Mapping[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
 
+    @property
+    def likeness(self) -> Hashable:
+        """Equal for parts of one program whose files are the same: what ranks have in common is one object in their parts."""
+        names = tuple(tuple(held.name for held in some) for some in (self.inputs, self.outputs))
+        return id(self.steps), id(self.weights), id(self.types), names
+
 
 @dataclass(frozen=True)
 class Program:
@@ -178,6 +194,14 @@ class Program:
     def derived_paths(self) -> frozenset[str]:
         """What stands as the reason of a cut that a neighbour asked for: the neighbours' paths."""
         return frozenset(self.paths.values())
+
+    @cached_property
+    def alike(self) -> tuple[tuple[Part, tuple[int, ...]], ...]:
+        """Every distinct rank program once, as its lowest rank's, with all ranks that have it."""
+        found: dict[Hashable, tuple[Part, list[int]]] = {}
+        for part in self.parts:
+            found.setdefault(part.likeness, (part, []))[1].append(part.rank)
+        return tuple((part, tuple(ranks)) for part, ranks in found.values())
 
     @cached_property
     def reads(self) -> dict[ir.Node, tuple[ir.Value, ...]]:

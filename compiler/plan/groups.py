@@ -11,6 +11,7 @@ that equals a slice, order included; none in any other list.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -69,7 +70,8 @@ def frame_of(data: Mapping[str, object]) -> Frame:
     )
 
 
-def axes_of(mesh: Axes, ranks: int, group: Sequence[int]) -> Axes:
+@functools.lru_cache(maxsize=1024)
+def axes_of(mesh: Axes, ranks: int, group: tuple[int, ...]) -> Axes:
     """The axes of `mesh` within a group, where there are `ranks` in all; the module's text has the law."""
     if len(group) < 2 or not mesh:
         return ()
@@ -172,6 +174,7 @@ def _sliced(value: dict[str, object], frame: Frame) -> Group:
     return Group(ranks, inside if len(ranks) > 1 else ())
 
 
+@functools.lru_cache(maxsize=16)
 def _grid(mesh: Axes) -> list[tuple[int, ...]]:
     """The coordinates of every rank."""
     return list(itertools.product(*(range(size) for _, size in mesh)))
