@@ -153,7 +153,7 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
 
 def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
     from partc.runtime.check_order import ValueType, declared_types
-    from partc.runtime.format import CAUSE, COLLECTIVES, DOMAIN, GROUP, PATH, PEER, RULE, SEND
+    from partc.runtime.format import CAUSE, COLLECTIVES, CUT, DOMAIN, GROUP, PATH, PEER, RULE, SEND
 
     model = artifact.model(rank)
     types: dict[str, ValueType] = declared_types(model)
@@ -170,6 +170,8 @@ def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
         names = list(node.input) if node.domain == DOMAIN and node.op_type == SEND else list(node.output)
         outputs = tuple(f"{name} {_type_text(*types[name])}" if name in types else name for name in names if name)
         why = metadata.get(CAUSE if node.domain == DOMAIN else RULE, "")
+        if cut := metadata.get(CUT):
+            why += f"; cut {cut}"
         yield Row(rank, at, op, metadata.get(PATH) or _name(node), outputs, why)
 
 

@@ -52,7 +52,8 @@ def main() -> None:
             fastest = [sum(map(min, zip(*rows, strict=True))) for rows in found.values()]
             print(
                 f"batches {', '.join(batches)}, {options.ranks} ranks on {os.cpu_count()} cores: changing {changing:.1f} ms, "
-                f"fixed {fixed:.1f} ms, ratio {changing / fixed:.3f} (at most 1.05 wanted), of the fastest {fastest[0] / fastest[1]:.3f}"
+                f"fixed {fixed:.1f} ms, ratio {changing / fixed:.3f} (at most 1.05 wanted)"
+                f", of the fastest {fastest[0] / fastest[1]:.3f}"
             )
 
 

@@ -98,7 +98,7 @@ def generate(folder: Path, sizes: Sizes) -> Path:
 
 
 def plan(ranks: int, mesh: str = "", head: bool = False) -> str:
-    """Two collectives a layer: heads and the inner linear cut by columns, what follows by rows; batches by `dp` if it is there."""
+    """Two collectives a layer: heads and the inner linear cut by columns, what follows by rows; batches by `dp` if there is."""
     lines = [f"ranks: {ranks}"]
     if mesh:
         lines += [f"mesh: {{{mesh}}}", "dataset: data_parallel", "symbols: {batch: {divisor: 64}}"]

@@ -6,6 +6,7 @@
 Imports nothing but the standard library: the measured programs run in other interpreters.
 """
 
+import atexit
 import json
 import os
 import subprocess
@@ -56,6 +57,7 @@ class Side:
             )
             for index, command in enumerate(commands)
         ]
+        atexit.register(self._stop)
         self._answer()
 
     def turn(self, steps: int) -> list[float]:
@@ -76,6 +78,12 @@ class Side:
             process.wait(60)
         assert self.processes[0].stdout
         return self.processes[0].stdout.read().strip()
+
+    def _stop(self) -> None:
+        """Nothing outlives a benchmark that fails."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()
 
     def _answer(self) -> list[float]:
         assert self.processes[0].stdout
