@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from partc.compiler import nn
+    from partc.compiler.cutting.regions import shard
     from partc.compiler.declare import Input, place
+    from partc.compiler.dims.symbol import Symbol
     from partc.compiler.pipeline import compile_model
-    from partc.compiler.regions import shard
-    from partc.compiler.symbol import Symbol
 
 __all__ = ["Input", "Symbol", "compile_model", "nn", "place", "shard"]
 
 _HOME = {
     "Input": "partc.compiler.declare",
-    "Symbol": "partc.compiler.symbol",
+    "Symbol": "partc.compiler.dims.symbol",
     "compile_model": "partc.compiler.pipeline",
     "place": "partc.compiler.declare",
-    "shard": "partc.compiler.regions",
+    "shard": "partc.compiler.cutting.regions",
 }
 
 

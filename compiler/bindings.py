@@ -10,8 +10,8 @@ import re
 from pathlib import PurePath
 
 import onnx_ir as ir
+from partc.compiler.dims.facts import Facts
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.facts import Facts
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import Plan
 from partc.compiler.program import Program, SymbolInfo

@@ -1,6 +1,6 @@
 """What a `model.py` says of its own distribution: `place`, `Input`, and the record of all that for the compiler.
 
-While a model.py is loaded, a `Collector` is open and every call of `place` and of `shard` (`partc.compiler.regions`) is
+While a model.py is loaded, a `Collector` is open and every call of `place` and of `shard` (`partc.compiler.cutting.regions`) is
 recorded with its line; the paths of modules are looked up afterwards, because a module learns its path only when the whole
 model stands. Outside of a load they do nothing, so that the same file still serves other programs.
 
@@ -19,12 +19,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
-from partc.compiler.symbol import Symbol
+from partc.compiler.dims.symbol import Symbol
 
 if TYPE_CHECKING:
     from partc.compiler.annotations.read import Annotations
+    from partc.compiler.cutting.regions import ShardCall
     from partc.compiler.plan.rules import ShardingRule
-    from partc.compiler.regions import ShardCall
 
 Target = TypeVar("Target")
 _COMPILER = Path(__file__).parent

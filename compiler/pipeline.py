@@ -14,19 +14,19 @@ from pathlib import Path
 from partc.compiler.annotations.check import follow_annotations
 from partc.compiler.annotations.read import read
 from partc.compiler.annotations.write import write_annotated
-from partc.compiler.budget import check_budget
-from partc.compiler.dump import begin_text
-from partc.compiler.emit import emit
+from partc.compiler.cutting.budget import check_budget
+from partc.compiler.cutting.normalize import cuts, normalize
+from partc.compiler.cutting.sharding import shard
 from partc.compiler.load import load
 from partc.compiler.load.names import node_paths
 from partc.compiler.load.source import Source
-from partc.compiler.normalize import cuts, normalize
-from partc.compiler.partition import partition
-from partc.compiler.placement import place
+from partc.compiler.parts.partition import partition
+from partc.compiler.placing.placement import place
 from partc.compiler.plan.read import Plan, read_plan
 from partc.compiler.program import Program
 from partc.compiler.shapes import shapes
-from partc.compiler.sharding import shard
+from partc.compiler.writing.dump import begin_text
+from partc.compiler.writing.emit import emit
 from partc.runtime.format import Manifest, SourceRecord
 
 Pass = Callable[[Program], Program]

@@ -20,12 +20,12 @@ from partc.compiler.load.onnx_file import bodies
 
 if TYPE_CHECKING:
     from partc.compiler.annotations.check import Followed
-    from partc.compiler.choice import Choice, Instance
+    from partc.compiler.cutting.choice import Choice, Instance
+    from partc.compiler.cutting.propagate import Given
     from partc.compiler.declare import Declared
-    from partc.compiler.facts import Facts
-    from partc.compiler.layout import Layout
+    from partc.compiler.dims.facts import Facts
+    from partc.compiler.layouts.layout import Layout
     from partc.compiler.plan.rules import Plan
-    from partc.compiler.propagate import Given
 
 Dim = int | str
 Shape = tuple[Dim, ...]

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
+from partc.compiler.dims.facts import Facts
+from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError
-from partc.compiler.facts import Facts
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.read import InputRule, OutputRule, PlacementRule, Plan, SymbolRule, parse_plan, read_plan
 from partc.compiler.plan.schema import plan_schema
 from partc.compiler.plan.start import starting_plan
-from partc.compiler.symbol import Symbol
 
 WHOLE = """\
 ranks: 5

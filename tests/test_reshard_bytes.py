@@ -10,9 +10,9 @@ from fractions import Fraction
 
 import pytest
 from held import layouts
-from partc.compiler.exchange import can_travel
-from partc.compiler.layout import Layout, Replicate
-from partc.compiler.moves import (
+from partc.compiler.layouts.exchange import can_travel
+from partc.compiler.layouts.layout import Layout, Replicate
+from partc.compiler.layouts.moves import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -25,8 +25,8 @@ from partc.compiler.moves import (
     bytes_moved,
     is_local,
 )
-from partc.compiler.reshard import lower
-from partc.compiler.walk import recut
+from partc.compiler.layouts.reshard import lower
+from partc.compiler.layouts.walk import recut
 
 Cost = tuple[Fraction, Fraction]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from partc.compiler.dims.facts import facts_of
 from partc.compiler.errors import CompileError
-from partc.compiler.facts import facts_of
 from partc.compiler.program import Program
 from partc.runtime import load_local
 from partc.runtime.errors import InputError

@@ -8,10 +8,10 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from partc.compiler.cutting.regions import shard
 from partc.compiler.errors import CompileError
 from partc.compiler.load.names import node_paths
 from partc.compiler.plan.rules import RegionCall, ShardingRule
-from partc.compiler.regions import shard
 from shard_models import DENSE_RELU, INPUTS, NET, line, load, refused
 
 

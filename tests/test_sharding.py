@@ -221,7 +221,7 @@ main (float[batch, 12] x) => (float[batch, 12] y) {
 
 
 def test_strict_refuses_what_nobody_asked_for(tmp_path: Path) -> None:
-    from partc.compiler.budget import check_budget
+    from partc.compiler.cutting.budget import check_budget
 
     plan = "ranks: 3\nsymbols: {batch: {max: 10}}\nsharding:\n  a: {in: [[1, 3]]}\n"
     program = compiled(with_weights(SOFT, {}), plan, tmp_path / "build")

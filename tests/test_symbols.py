@@ -10,8 +10,8 @@ import sys
 import onnx_ir as ir
 import pytest
 import sympy
-from partc.compiler.facts import ANY, ANY_DIM, Facts, facts_of, maximum, meet, minimum
-from partc.compiler.symbol import Symbol
+from partc.compiler.dims.facts import ANY, ANY_DIM, Facts, facts_of, maximum, meet, minimum
+from partc.compiler.dims.symbol import Symbol
 
 KNOWN = {
     "batch": Symbol(divisor=64).facts(),
@@ -91,7 +91,7 @@ def test_facts_of_a_symbol_are_just_its_sizes(divisor: int, least: int, most: in
 
 
 def test_symbols_load_without_heavy_libraries() -> None:
-    code = "import sys, partc.compiler.symbol as s; s.Symbol().facts(); print({'sympy', 'onnx_ir'} & set(sys.modules))"
+    code = "import sys, partc.compiler.dims.symbol as s; s.Symbol().facts(); print({'sympy', 'onnx_ir'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -17,12 +17,12 @@ from partc.compiler.annotations import keys
 from partc.compiler.annotations.read import NONE, Annotations, NodeMarks
 from partc.compiler.annotations.spec import spread_in
 from partc.compiler.annotations.spread import Spread
+from partc.compiler.dims.facts import Facts
+from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.facts import Facts
-from partc.compiler.layout import Mesh
+from partc.compiler.layouts.layout import Mesh
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.program import Group, Program, SymbolInfo
-from partc.compiler.symbol import Symbol
 
 _FREE = Facts()
 _TOOLS = (

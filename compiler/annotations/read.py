@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 from partc.compiler.annotations import keys
+from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.groups import Axes
 from partc.compiler.plan.pattern import literal_pattern, nearest
 from partc.compiler.plan.rules import OutputRule, Plan
-from partc.compiler.symbol import Symbol
 
 NONE = "none"
 

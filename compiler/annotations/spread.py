@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import onnx_ir as ir
-from partc.compiler.layout import Layout, Mesh, primes
+from partc.compiler.layouts.layout import Layout, Mesh, primes
 from partc.compiler.program import Group
 
 

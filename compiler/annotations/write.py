@@ -17,12 +17,12 @@ from partc.compiler.annotations import keys
 from partc.compiler.annotations.check import Followed
 from partc.compiler.annotations.seed import cut_by_operands
 from partc.compiler.annotations.spread import Spread, spec_of, spread_of
-from partc.compiler.choice import Choice, Instance
+from partc.compiler.cutting.choice import Choice, Instance
+from partc.compiler.dims.facts import Facts
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.facts import Facts
-from partc.compiler.layout import Layout
-from partc.compiler.mesh import normal
-from partc.compiler.pattern_rules import output_ranks
+from partc.compiler.layouts.layout import Layout
+from partc.compiler.layouts.mesh import normal
+from partc.compiler.placing.pattern_rules import output_ranks
 from partc.compiler.program import Group, Program
 
 IR_VERSION = 11

@@ -32,6 +32,7 @@ import onnx
 import onnx_ir as ir
 import onnxscript.nn
 from partc.compiler.declare import Collector, Declared, Placement, collecting
+from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.inputs import DimNames, all_inputs, as_mapping, specs
 from partc.compiler.load.onnx_file import NEWEST_OPSET, OLDEST_OPSET, checked, from_proto
@@ -41,7 +42,6 @@ from partc.compiler.load.trace import module_paths, trace
 from partc.compiler.load.user_code import MODEL_MODULE, UserFile, importable, told_by_line
 from partc.compiler.nn.parameter import seed_of_its_own
 from partc.compiler.plan.pattern import literal_pattern
-from partc.compiler.symbol import Symbol
 
 if TYPE_CHECKING:
     import torch

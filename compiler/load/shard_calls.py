@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import onnx_ir as ir
+from partc.compiler.cutting.regions import Region, ShardCall, is_module
 from partc.compiler.declare import Collector
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.names import node_paths
 from partc.compiler.plan.cut import Cut, shown_cut
 from partc.compiler.plan.pattern import literal_pattern, nearest
 from partc.compiler.plan.rules import RegionCall, ShardingRule
-from partc.compiler.regions import Region, ShardCall, is_module
 
 
 def shardings(collector: Collector, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[ShardingRule, ...]:

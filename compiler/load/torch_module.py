@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 from partc.compiler.declare import Collector, Input
+from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.inputs import DimNames, Spec, all_inputs, as_mapping, specs
 from partc.compiler.load.names import derive_names
 from partc.compiler.load.onnx_file import checked, graphs_of
 from partc.compiler.load.user_code import own_frames
-from partc.compiler.symbol import Symbol
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import onnxscript.nn
 from onnxscript import OpBuilder
-from partc.compiler.regions import note_call, shard
+from partc.compiler.cutting.regions import note_call, shard
 
 if TYPE_CHECKING:
     Base = onnxscript.nn.Module

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from partc.compiler.dims.symbol import Symbol
 from partc.compiler.plan.cut import Cut
 from partc.compiler.plan.groups import Axes, axes_of
-from partc.compiler.symbol import Symbol
 
 FULL_BATCH, DATA_PARALLEL = "full_batch", "data_parallel"
 

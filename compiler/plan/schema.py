@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
+from partc.compiler.dims.symbol import Symbol
 from partc.compiler.plan.groups import Group, checked_mesh, placed, rank_of, ranks_of
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import FULL_BATCH
 from partc.compiler.plan.sharding import ByteCount, DatasetEntry, DatasetForm, ShardingForm
 from partc.compiler.plan.violation import Violation, is_integer, shown
-from partc.compiler.symbol import Symbol
 from pydantic import (
     AfterValidator,
     BaseModel,

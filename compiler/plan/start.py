@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
+from partc.compiler.dims.symbol import Symbol
 from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.schema import is_dim_name
-from partc.compiler.symbol import Symbol
 
 MOST_LINES = 200
 RUNS = 100

@@ -12,14 +12,14 @@ from pathlib import PurePath
 
 import onnx_ir as ir
 from partc.compiler import ops  # noqa: F401  (registers the table)
-from partc.compiler.choice import Choice, Instance
+from partc.compiler.cutting.choice import Choice, Instance
+from partc.compiler.cutting.propagate import Given, Propagation
+from partc.compiler.cutting.seeds import group_mesh, seed
+from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.facts import Facts, facts_of
-from partc.compiler.mesh import normal
+from partc.compiler.layouts.mesh import normal
 from partc.compiler.ops.table import rule_of
 from partc.compiler.program import Program
-from partc.compiler.propagate import Given, Propagation
-from partc.compiler.seeds import group_mesh, seed
 
 _UNKNOWN_BYTES = 1.0
 

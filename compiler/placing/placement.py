@@ -20,9 +20,9 @@ from dataclasses import replace
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError
-from partc.compiler.pattern_rules import Rule, default_group, output_ranks, placement_rules, sharding_rules
+from partc.compiler.placing.pattern_rules import Rule, default_group, output_ranks, placement_rules, sharding_rules
+from partc.compiler.placing.settle import Settled, settle
 from partc.compiler.program import Placed, Program
-from partc.compiler.settle import Settled, settle
 
 _RANDOM = {
     "RandomNormal",

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
-from partc.compiler.dump import begin_text, cut_text, end_text, rank_text
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.program import Comm, Event, Held, Op, Part, Program, Shape
-from partc.compiler.weights import Location, Stored, is_inline, owners, piece_of, stored, write_weights
+from partc.compiler.writing.dump import begin_text, cut_text, end_text, rank_text
+from partc.compiler.writing.weights import Location, Stored, is_inline, owners, piece_of, stored, write_weights
 from partc.runtime import format as fmt
 
 _OLDEST_IR, _NEWEST_IR = 11, 13

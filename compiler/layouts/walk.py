@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypeAlias
 
-from partc.compiler.layout import Layout, Partial, Placement, Replicate, Shard
-from partc.compiler.moves import AllGather, AllReduce, AllToAll, Keep, Move, Pad, ReduceScatter, Slice
+from partc.compiler.layouts.layout import Layout, Partial, Placement, Replicate, Shard
+from partc.compiler.layouts.moves import AllGather, AllReduce, AllToAll, Keep, Move, Pad, ReduceScatter, Slice
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from partc.compiler.errors import Problem
-from partc.compiler.layout import Mesh, primes
+from partc.compiler.layouts.layout import Mesh, primes
 from partc.compiler.ops.rule import WHOLE, Rule
 from partc.compiler.plan.groups import Axes, shown_mesh
 from partc.compiler.plan.violation import Violation

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-from partc.compiler.choice import Axes, Choice, Instance
-from partc.compiler.layout import Layout, Mesh
+from partc.compiler.cutting.choice import Axes, Choice, Instance
+from partc.compiler.layouts.layout import Layout, Mesh
 from partc.compiler.ops.rule import WHOLE
 from partc.compiler.program import Group
 

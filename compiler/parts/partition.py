@@ -15,13 +15,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import onnx_ir as ir
-from partc.compiler.choice import Instance
-from partc.compiler.comm import Writer
-from partc.compiler.copies import Copies, can_share, find_copies
-from partc.compiler.drafts import Draft, Drafts
+from partc.compiler.cutting.choice import Instance
 from partc.compiler.load.onnx_file import bodies
-from partc.compiler.localize import local_shape, localize
-from partc.compiler.pattern_rules import output_ranks
+from partc.compiler.parts.comm import Writer
+from partc.compiler.parts.copies import Copies, can_share, find_copies
+from partc.compiler.parts.drafts import Draft, Drafts
+from partc.compiler.parts.localize import local_shape, localize
+from partc.compiler.placing.pattern_rules import output_ranks
 from partc.compiler.program import Comm, Copy, Held, Part, Program, Step, captured
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from partc.compiler.dims.facts import facts_of
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.facts import facts_of
 from partc.compiler.program import Event, Program
 from partc.runtime.format import ALL_GATHER, ALL_TO_ALL, EXCHANGE, SEND
 

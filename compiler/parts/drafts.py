@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-
 from partc.compiler.program import Array, Held, Shape, Step
 
 
@@ -33,9 +32,7 @@ class Draft:
         gone = set(ranks)
         self.ranks = [rank for rank in self.ranks if rank not in gone]
         made = {node: set(names) for node, names in self.made.items()}
-        return Draft(
-            sorted(gone), list(self.steps), dict(self.weights), dict(self.constants), made, dict(self.types)
-        )
+        return Draft(sorted(gone), list(self.steps), dict(self.weights), dict(self.constants), made, dict(self.types))
 
 
 class Drafts:

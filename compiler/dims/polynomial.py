@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
 
-from partc.compiler.facts import Bound, Facts, times
+from partc.compiler.dims.facts import Bound, Facts, times
 
 Monomial: TypeAlias = "tuple[tuple[Variable, int], ...]"
 

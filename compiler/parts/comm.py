@@ -9,15 +9,15 @@ from fractions import Fraction
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler import moves as mv
-from partc.compiler.drafts import Drafts
-from partc.compiler.exchange import Part, Span, span_of, within
-from partc.compiler.facts import facts_of
-from partc.compiler.layout import Layout, Mesh
-from partc.compiler.localize import local_shape
+from partc.compiler.dims.facts import facts_of
+from partc.compiler.layouts import moves as mv
+from partc.compiler.layouts.exchange import Part, Span, span_of, within
+from partc.compiler.layouts.layout import Layout, Mesh
+from partc.compiler.layouts.reshard import lower
+from partc.compiler.parts.drafts import Drafts
+from partc.compiler.parts.localize import local_shape
 from partc.compiler.program import Comm, Copy, Event, Group, Op, Program, Shape, Step
-from partc.compiler.reshard import lower
-from partc.compiler.transfer_bytes import bytes_text, whole_bytes
+from partc.compiler.writing.transfer_bytes import bytes_text, whole_bytes
 from partc.runtime import format as fmt
 
 
@@ -164,7 +164,9 @@ class Writer:
                 fmt.RANK: len(full),
             }
             inputs, outputs = ((name,) if sends else ()), ((out,) if receives else ())
-            self._append((rank,), Comm(fmt.EXCHANGE, inputs, outputs, attributes, event.tag, after.value, cause, amount))
+            self._append(
+                (rank,), Comm(fmt.EXCHANGE, inputs, outputs, attributes, event.tag, after.value, cause, amount)
+            )
 
     def _message(self, source: int, target: int, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
         """One message; both ends name the value alike, so where they cannot, it gets its last name behind the receive."""

@@ -15,18 +15,18 @@ from pathlib import PurePath
 
 import onnx_ir as ir
 from partc.compiler.annotations.seed import seed_annotations
-from partc.compiler.choice import Choice, Instance
+from partc.compiler.cutting.choice import Choice, Instance
+from partc.compiler.cutting.propagate import Given
+from partc.compiler.cutting.strategy import WrongStrategy, assign_integers, from_names, refined, to_axes
 from partc.compiler.errors import Problem
-from partc.compiler.layout import Layout, Mesh, primes
+from partc.compiler.layouts.layout import Layout, Mesh, primes
 from partc.compiler.ops.rule import WHOLE
-from partc.compiler.pattern_rules import sharding_rules
+from partc.compiler.placing.pattern_rules import sharding_rules
 from partc.compiler.plan.cut import Cut, is_named
 from partc.compiler.plan.groups import Axes, shown_mesh
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.rules import DATA_PARALLEL, ShardingRule
 from partc.compiler.program import Group, Program
-from partc.compiler.propagate import Given
-from partc.compiler.strategy import WrongStrategy, assign_integers, from_names, refined, to_axes
 
 TENSOR_PARALLEL, DATA_AXIS = "tp", "dp"
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-from partc.compiler.choice import Instance
-from partc.compiler.exchange import span_of
-from partc.compiler.layout import Layout
-from partc.compiler.mesh import normal
+from partc.compiler.cutting.choice import Instance
+from partc.compiler.layouts.exchange import span_of
+from partc.compiler.layouts.layout import Layout
+from partc.compiler.layouts.mesh import normal
 from partc.compiler.program import Copy, Group, Program
 
 

@@ -192,7 +192,7 @@ def facts_of(dim: int | ir.SymbolicDim | sympy.Expr | str, known: Mapping[str, F
         return Facts.constant(dim)
     if isinstance(dim, str) and dim in known:
         return known[dim]
-    from partc.compiler.expression import facts_of_expression
+    from partc.compiler.dims.expression import facts_of_expression
 
     return facts_of_expression(dim, known)
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-from partc.compiler.choice import Choice, Instance
-from partc.compiler.copies import Copies, made_as, read_as, whole_on
-from partc.compiler.layout import Layout
+from partc.compiler.cutting.choice import Choice, Instance
+from partc.compiler.layouts.layout import Layout
 from partc.compiler.ops.local import Local
+from partc.compiler.parts.copies import Copies, made_as, read_as, whole_on
 from partc.compiler.program import Array, Copy, Group, Op, Program, Shape
 
 

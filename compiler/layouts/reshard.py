@@ -23,11 +23,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from partc.compiler.exchange import can_travel, span_of
-from partc.compiler.layout import Layout
-from partc.compiler.mesh import normal, on_common_mesh
-from partc.compiler.moves import Exchange, Keep, Move, Pad, Slice, Transfer, bytes_moved, is_local
-from partc.compiler.walk import SHRINKING, all_reduce, recut, reduce_scatter, walk
+from partc.compiler.layouts.exchange import can_travel, span_of
+from partc.compiler.layouts.layout import Layout
+from partc.compiler.layouts.mesh import normal, on_common_mesh
+from partc.compiler.layouts.moves import Exchange, Keep, Move, Pad, Slice, Transfer, bytes_moved, is_local
+from partc.compiler.layouts.walk import SHRINKING, all_reduce, recut, reduce_scatter, walk
 
 Moves = tuple[Move, ...]
 

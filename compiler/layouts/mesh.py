@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from partc.compiler.layout import Layout, Mesh, primes
+from partc.compiler.layouts.layout import Layout, Mesh, primes
 
 
 def refine(layout: Layout) -> Layout:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from partc.compiler.facts import Facts
+from partc.compiler.dims.facts import Facts
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
 
-from partc.compiler.layout import Box, Layout
+from partc.compiler.layouts.layout import Box, Layout
 
 Span: TypeAlias = tuple[tuple[Fraction, Fraction], ...]
 """Per dim, begin and end as fractions of its size."""

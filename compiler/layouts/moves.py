@@ -28,8 +28,8 @@ from fractions import Fraction
 from typing import TypeAlias
 
 import onnx_ir as ir
-from partc.compiler.exchange import Routes
-from partc.compiler.layout import Layout
+from partc.compiler.layouts.exchange import Routes
+from partc.compiler.layouts.layout import Layout
 
 
 @dataclass(frozen=True)

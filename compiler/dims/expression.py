@@ -21,8 +21,8 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 import sympy
-from partc.compiler.facts import ANY, ANY_DIM, Facts, maximum, minimum
-from partc.compiler.polynomial import Monomial, Polynomial
+from partc.compiler.dims.facts import ANY, ANY_DIM, Facts, maximum, minimum
+from partc.compiler.dims.polynomial import Monomial, Polynomial
 
 LARGEST_POWER = 8
 LARGEST_SUM = 256

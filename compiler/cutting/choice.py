@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-from partc.compiler.layout import Layout, Mesh
+from partc.compiler.layouts.layout import Layout, Mesh
 from partc.compiler.ops.rule import WHOLE, Rule
 from partc.compiler.program import Group
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import onnx_ir as ir
-from partc.compiler.facts import facts_of
+from partc.compiler.dims.facts import facts_of
 from partc.compiler.program import Group, Program
 
 Delivered = dict[ir.Value, tuple[int, ...] | None]

@@ -1,0 +1,1 @@
+"""How values lie on groups of ranks, and how one layout becomes another."""

@@ -1,0 +1,1 @@
+"""One program per rank, out of one global order."""

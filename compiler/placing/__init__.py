@@ -1,0 +1,1 @@
+"""Which group of ranks runs each node, and why."""
