@@ -123,14 +123,23 @@ needs_mpi = pytest.mark.skipif(
 def partc(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "partc.cli", *map(str, arguments)]
     environment = {**os.environ, "TMPDIR": str(cwd)}
-    return subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    # A shell starts what it puts in the background with SIGINT ignored, and that is inherited; here it is to be heard.
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, heard)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str, float]:
     begin = time.monotonic()
-    out, err = process.communicate(timeout=60)
+    try:
+        out, err = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     return process.returncode, out, err, time.monotonic() - begin
 
 
