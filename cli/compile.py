@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from partc.cli.present import Table, count, seconds, size
+
+if TYPE_CHECKING:
+    from partc.compiler.pipeline import Report
+
+_LARGEST = 10
 
 
 @click.command()
@@ -49,6 +55,9 @@ def command(
     report = compile_model(model, plan, out, dump_ir, strict, annotated, configuration)
     spent = time.perf_counter() - begin
     ranks_table(out).show()
+    if report.manifest.collectives:
+        click.echo()
+        communication_table(report).show()
     ranks = report.manifest.ranks
     moves = count(len(report.manifest.transfers), "transfer")
     if report.manifest.collectives:
@@ -58,6 +67,22 @@ def command(
     click.echo(f"\n{out}: {count(ranks, 'rank')}, {moves}, in {seconds(spent)}")
     click.echo(f"to read: {out / BEGIN_IR}, {out / END_IR}")
     return 0
+
+
+def communication_table(report: Report) -> Table:
+    """A row per collective and message, the largest first; the smallest of many are summed up."""
+    from partc.compiler.cutting.budget import largest_first
+
+    events = largest_first(report.program)
+    table = Table(["communication", "value", "ranks", ">bytes a rank", "cause"])
+    for event in events[:_LARGEST]:
+        ranks = ", ".join("-".join(map(str, some)) for some in event.ranks[:2]) + (
+            ", ..." if len(event.ranks) > 2 else ""
+        )
+        table.add(event.op_type, event.name, ranks, event.bytes, event.cause)
+    if len(events) > _LARGEST:
+        table.add(f"and {len(events) - _LARGEST} more", "", "", "", "all in step_parallel_end.ir")
+    return table
 
 
 def ranks_table(folder: Path) -> Table:

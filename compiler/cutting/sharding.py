@@ -155,7 +155,19 @@ class _Laws:
         if size in self.program.symbols:
             info = self.program.symbols[size]
             remedy = f"declare `{size}: {{divisor: {pieces}}}` under symbols, or cut it into less"
-            return Problem(where, fact, f"'{size}' is {facts} ({info.where}), not always divisible by {pieces}", remedy)
+            law = f"'{size}' is {_spelled(facts)} ({info.where}), not always divisible by {pieces}"
+            return Problem(where, fact, law, remedy)
         return Problem(
-            where, fact, f"{size} is {facts}, not always divisible by {pieces}", "give its symbols a larger divisor"
+            where,
+            fact,
+            f"{size} is {_spelled(facts)}, not always divisible by {pieces}",
+            "give its symbols a larger divisor",
         )
+
+
+def _spelled(facts: Facts) -> str:
+    """The sizes that facts allow, for people: `4*N`, `4*N + 1`, `any size`."""
+    if facts.value is not None:
+        return str(facts.value)
+    steps = "any size" if facts.divisor == 1 else f"{facts.divisor}*N"
+    return f"{steps} + {facts.remainder}" if facts.remainder else steps
