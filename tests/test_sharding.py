@@ -199,6 +199,7 @@ sharding: {{{BLOCK_STYLES}}}
             ["plan.yaml:3", "cannot cut 'x' dim 0 (batch) into 8", "batch: {divisor: 8}"],
         ),
         ("sharding:\n  nothing: colwise", ["plan.yaml:3", "'nothing' matches no module or node"]),
+        ("placement: {up: 3}\nsharding:\n  up: colwise", ["plan.yaml:4", "runs on rank 3 alone (plan.yaml:2 'up')"]),
         ("sharding:\n  act: colwise", ["plan.yaml:3", "no parameter inside"]),
         (
             "sharding:\n  up: {in: [[1, 1], [1, 1]], parameters: {ghost: [8, 1]}}",
@@ -236,3 +237,28 @@ def test_a_budget_of_bytes(tmp_path: Path) -> None:
     compiled(with_weights(SOFT, {}), plan + "320\n", tmp_path / "build")
     with pytest.raises(CompileError, match="bring 320 bytes to a rank in a step, the plan allows 319"):
         compiled(with_weights(SOFT, {}), plan + "319\n", tmp_path / "build")
+
+
+def test_older_models_are_converted_where_they_are_cut() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 12]>
+    main (float[batch, 6] x) => (float[batch, 24] y) {
+        [up] h = MatMul(x, w)
+        [mean] m = ReduceMean <axes = [1], keepdims = 1> (h)
+        [sub] s = Sub(h, m)
+        [soft] y = Softmax <axis = 1> (s)
+    }"""
+    plan = "ranks: 3\nsharding: {up: colwise}\n"
+    program = same_as_whole(with_weights(text, {"w": (6, 24)}), plan, {"x": normal(5, 6)}, rtol=1e-5, atol=1e-6)
+    assert program.model.opset_imports[""] == 21
+    assert kinds(program) == {"AllReduce": 1, "AllGather": 1}
+
+
+def test_bent_reductions_are_cut_in_two_parts() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    main (float[batch, 12] x) => (float[batch, 1] y) <int64[1] axes = {1}> {
+        [a] h = Relu(x)
+        [n] y = ReduceL2(h, axes)
+    }"""
+    plan = "ranks: 3\nsharding:\n  a: {in: [[1, 3]]}\n"
+    program = same_as_whole(with_weights(text, {}), plan, {"x": normal(4, 12)}, rtol=1e-5, atol=1e-6)
+    assert kinds(program) == {"AllReduce": 1}

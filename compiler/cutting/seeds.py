@@ -20,8 +20,8 @@ from partc.compiler.cutting.propagate import Given
 from partc.compiler.cutting.strategy import WrongStrategy, assign_integers, from_names, refined, to_axes
 from partc.compiler.errors import Problem
 from partc.compiler.layouts.layout import Layout, Mesh, primes
-from partc.compiler.ops.rule import WHOLE
 from partc.compiler.placing.pattern_rules import sharding_rules
+from partc.compiler.placing.settle import spelled
 from partc.compiler.plan.cut import Cut, is_named
 from partc.compiler.plan.groups import Axes, shown_mesh
 from partc.compiler.plan.pattern import compile_pattern, nearest
@@ -64,9 +64,11 @@ class _Seeds:
         self.constants = {node for node, placed in program.placement.items() if placed.rule == "constant"}
 
     def instances(self, nodes: Sequence[ir.Node]) -> Iterator[Instance]:
+        """The nodes on their groups of several ranks."""
         for node in nodes:
             for group in self.program.placement[node].groups:
-                yield Instance(node, group)
+                if len(group) > 1:
+                    yield Instance(node, group)
 
     def annotations(self) -> None:
         """What the model's own annotations cut, where no rule speaks of the node."""
@@ -90,7 +92,17 @@ class _Seeds:
         self.problems.append(Problem(region.rule.where, f"sharding of '{region.path}': {fact}", law, help))
 
     def region(self, region: Region) -> None:
-        group = self.program.placement[region.nodes[0]].groups[0] if region.nodes else ()
+        alone = [node for node in region.nodes if not any(self.instances([node])) and node not in self.constants]
+        if alone and not any(self.instances(region.nodes)):
+            placed = self.program.placement[alone[0]]
+            self.problem(
+                region,
+                f"runs on {spelled(placed.groups[0])} alone ({placed.rule})",
+                "a cut needs a group of several ranks",
+                "place it on a list of ranks, or take the line out",
+            )
+            return
+        group = next((instance.group for instance in self.instances(region.nodes)), ())
         match region.rule.style:
             case "replicate":
                 for instance in self.instances(region.nodes):
@@ -339,6 +351,3 @@ def _line(rule: ShardingRule) -> str:
 
 def _names(cut: Cut) -> list[tuple[str, ...]]:
     return [piece if isinstance(piece, tuple) else () for piece in cut]
-
-
-__all__ = ["WHOLE", "Region", "cut_layout", "group_mesh", "seed"]

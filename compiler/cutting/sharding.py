@@ -6,7 +6,7 @@ into pieces that are proven to be equal, for all sizes that its symbols may have
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import PurePath
 
@@ -19,6 +19,7 @@ from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.layouts.mesh import normal
 from partc.compiler.ops.table import rule_of
+from partc.compiler.placing.pattern_rules import sharding_rules
 from partc.compiler.program import Program
 
 _UNKNOWN_BYTES = 1.0
@@ -28,7 +29,9 @@ def shard(program: Program) -> Program:
     """Fills `choices` and `given`. Raises CompileError, all violations at once: strategies that an op cannot have, and dims
     that are not proven to be divisible.
     """
-    if all(len(group) == 1 for placed in program.placement.values() for group in placed.groups):
+    rules, _ = sharding_rules(program)
+    together = any(len(group) > 1 for placed in program.placement.values() for group in placed.groups)
+    if program.plan.ranks == 1 or not (together or rules):
         return program
     instances = [
         Instance(node, group)
@@ -105,7 +108,7 @@ class _Laws:
         size = value.shape[dim] if value.shape is not None else None
         return size if isinstance(size, int) else None
 
-    def divides_in(self, choices: dict[Instance, Choice]):  # type: ignore[no-untyped-def]
+    def divides_in(self, choices: dict[Instance, Choice]) -> Callable[[Instance, str, int], bool]:
         def divides(instance: Instance, letter: str, pieces: int) -> bool:
             choice = choices[instance]
             if choice.rule.units.get(letter, 0) % pieces:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -17,7 +17,7 @@ from partc.compiler.layouts.reshard import lower
 from partc.compiler.parts.drafts import Drafts
 from partc.compiler.parts.localize import local_shape
 from partc.compiler.program import Comm, Copy, Event, Group, Op, Program, Shape, Step
-from partc.compiler.writing.transfer_bytes import bytes_text, whole_bytes
+from partc.compiler.writing.transfer_bytes import whole_bytes
 from partc.runtime import format as fmt
 
 
@@ -255,6 +255,3 @@ def _numbers(boxes: Sequence[Span]) -> tuple[int, ...]:
             bottom = math.lcm(begin.denominator, end.denominator)
             found += [int(begin * bottom), int(end * bottom), bottom]
     return tuple(found)
-
-
-__all__ = ["Mapping", "Writer", "bytes_text"]
