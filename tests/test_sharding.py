@@ -44,6 +44,13 @@ def test_data_parallel_inference_communicates_nothing() -> None:
     assert kinds(program) == {}
 
 
+def test_data_parallel_with_outputs_on_one_rank_still_runs_on_all() -> None:
+    plan = "ranks: 3\nsymbols: {batch: {divisor: 3}}\ndataset: data_parallel\n"
+    program = same_as_whole(block(), plan, {"x": normal(6, 5, 24)}, rtol=1e-5, atol=1e-5)
+    assert {placed.groups for placed in program.placement.values() if not placed.follows} == {((0, 1, 2),)}
+    assert kinds(program) == {"Exchange": 1}
+
+
 def test_data_and_tensor_parallel_on_a_mesh() -> None:
     plan = f"""ranks: 6
 mesh: {{dp: 2, tp: 3}}
@@ -262,3 +269,18 @@ def test_bent_reductions_are_cut_in_two_parts() -> None:
     plan = "ranks: 3\nsharding:\n  a: {in: [[1, 3]]}\n"
     program = same_as_whole(with_weights(text, {}), plan, {"x": normal(4, 12)}, rtol=1e-5, atol=1e-6)
     assert kinds(program) == {"AllReduce": 1}
+
+
+def test_data_parallel_stages_stay_so() -> None:
+    plan = """ranks: 4
+mesh: {pp: 2, dp: 2}
+symbols: {batch: {divisor: 2}}
+dataset: data_parallel
+placement:
+  "up*": {pp: 0}
+  act: {pp: 0}
+  "down*": {pp: 1}
+outputs: cut
+"""
+    program = same_as_whole(mlp(), plan, {"x": normal(6, 6)}, rtol=1e-5, atol=1e-6)
+    assert [(event.op_type, event.ranks) for event in program.events] == [("Send", ((0,), (2,))), ("Send", ((1,), (3,)))]

@@ -5,6 +5,8 @@ A model that is only placed stays as it is: every conversion is one more thing t
 
 from __future__ import annotations
 
+import logging
+
 import onnx_ir as ir
 from partc.compiler.declare import Declared
 from partc.compiler.errors import CompileError, Problem
@@ -34,6 +36,7 @@ def normalize(model: ir.Model, name: str) -> ir.Model:
         import onnxscript.version_converter
 
         own = model.opset_imports[""]
+        logging.getLogger("onnxscript.version_converter").setLevel(logging.ERROR)  # it tells which way it goes
         try:
             onnxscript.version_converter.convert_version(model, TARGET, fallback=True)
         except Exception as error:

@@ -5,6 +5,8 @@ gets those axes. What the plan gave is never changed; what was derived first sta
 one with more bytes is heard first, at a tie the earlier operand. Inputs are heard before outputs in every round. A cut that the
 dims are not proven to be divisible by is not derived: the value is resharded there instead.
 
+A value that goes to another group of as many ranks is asked for, and offered, as on its own: data parallel stages stay so.
+
 The result depends on the graph and on the given cuts alone, not on the order in which rules are listed.
 """
 
@@ -55,13 +57,16 @@ class Propagation:
     paths: Mapping[ir.Node, str]
     weigh: Callable[[ir.Value], float]
     divides: Callable[[Instance, str, int], bool]
-    readers: dict[tuple[ir.Value, Group], list[Operand]] = field(default_factory=dict)
+    readers: dict[tuple[ir.Value, int], list[Operand]] = field(default_factory=dict)
+    """Per value and size of group the operands that read it."""
+    groups: dict[ir.Node, list[Group]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for instance in self.instances:
+            self.groups.setdefault(instance.node, []).append(instance.group)
             for k, value in enumerate(instance.node.inputs):
                 if value is not None:
-                    self.readers.setdefault((value, instance.group), []).append((instance, k))
+                    self.readers.setdefault((value, len(instance.group)), []).append((instance, k))
 
     def run(self) -> None:
         """Extends the open choices until no neighbour's wish can be taken any more."""
@@ -76,13 +81,15 @@ class Propagation:
                 changed |= self._hear(instance, self._from_outputs)
 
     def layout_of(self, value: ir.Value, group: Group) -> tuple[Layout, str] | None:
-        """How a value lies on the group that makes it, or that it arrives on; None where that is open or elsewhere."""
+        """How a value lies on the group that makes it, or that it arrives on, or on one of as many ranks; None where that is open."""
         if arriving := self.given.arriving.get((value, group)):
             return arriving
         producer = value.producer()
         if producer is None:
             return None
-        instance = Instance(producer, group)
+        groups = self.groups.get(producer, [])
+        like = group if group in groups else next((other for other in groups if len(other) == len(group)), group)
+        instance = Instance(producer, like)
         choice = self.choices.get(instance)
         k = producer.outputs.index(value)
         if choice is None:
@@ -128,7 +135,7 @@ class Propagation:
         for k, value in enumerate(instance.node.outputs):
             if found := self.given.outputs.get((instance, k)):
                 yield from self._votes(rule.outputs[k], found, float("inf"))
-            for reader, operand in self.readers.get((value, instance.group), ()):
+            for reader, operand in self.readers.get((value, len(instance.group)), ()):
                 layout = self.choices[reader].input(operand)
                 if layout is not None:
                     yield from self._votes(rule.outputs[k], (layout, self.paths[reader.node]), self.weigh(value))

@@ -152,7 +152,7 @@ class _Laws:
                 where,
                 fact,
                 f"{size} is not divisible by {pieces}",
-                f"cut it into {', '.join(fitting) or '1'}, or leave it whole",
+                f"cut it into {', '.join(fitting)}, or leave it whole" if fitting else "leave it whole",
             )
         facts = self.facts(size)
         if size in self.program.symbols:

@@ -11,7 +11,7 @@ The law, in order; the first that decides holds:
 5. Without a placed producer it joins its first consumer, else the rank its output goes to, else rank 0. In a plan that cuts
    operators, the group of all ranks stands for rank 0.
 6. Nodes that (4) or (5) placed move to their consumers, alone or with the producers that serve them only, where that saves a
-   transfer.
+   transfer, never to a smaller group.
 """
 
 from __future__ import annotations

@@ -139,7 +139,10 @@ class _Settler:
         return self._cost(values, frozenset(), to) - self._cost(values, moved, to)
 
     def move_to_consumers(self) -> None:
-        """Moves a free node, with free producers that serve the moved ones only, where that saves a transfer; until none does."""
+        """Moves a free node, with free producers that serve the moved ones only, where that saves a transfer; until none does.
+
+        Never to fewer ranks: what a group computes together is not left to one of them to save a transfer.
+        """
         free = frozenset(self.free)
         again = bool(free)
         while again:
@@ -147,7 +150,7 @@ class _Settler:
             for node in reversed(self.free):
                 here = self.home[node]
                 away = {group for out in node.outputs for group in self.needed_on(out)} - {here}
-                for to in sorted(away):
+                for to in sorted(group for group in away if len(group) >= len(here)):
                     moved = self._worth_moving(node, here, to, free)
                     if moved:
                         for each in moved:
