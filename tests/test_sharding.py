@@ -284,3 +284,21 @@ outputs: cut
 """
     program = same_as_whole(mlp(), plan, {"x": normal(6, 6)}, rtol=1e-5, atol=1e-6)
     assert [(event.op_type, event.ranks) for event in program.events] == [("Send", ((0,), (2,))), ("Send", ((1,), (3,)))]
+
+
+def test_bodies_capture_values_that_are_cut() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    main (float[batch, 6] x, bool c) => (float[batch, 12] y, float[batch, 12] z) {
+        [up] h = MatMul(x, w)
+        [act] a = Relu(h)
+        [i] y = If(c) <
+            then_branch = t () => (float[n, 12] p) { p = Add(a, h) },
+            else_branch = e () => (float[n, 12] q) { s = Sub(a, h)
+                q = Neg(s) }
+        >
+        [use] z = Neg(a)
+    }"""
+    plan = "ranks: 3\nsharding: {up: colwise}\n"
+    steps = [{"x": normal(4, 6), "c": np.array(flag)} for flag in (True, False)]
+    program = same_as_whole(with_weights(text, {"w": (6, 12)}), plan, *steps, rtol=1e-5, atol=1e-6)
+    assert kinds(program)["AllGather"] == 2
