@@ -6,13 +6,16 @@ replaced here, and a rule that raises leaves its node's outputs unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext, registry
+from partc.compiler.dims.facts import Facts, facts_of
 
 Rule = Callable[[ShapeInferenceContext, ir.Node], None]
+Known = Mapping[str, Facts]
+"""What is promised of the dims that the inputs name."""
 
 
 def _unknown_sizes(ctx: ShapeInferenceContext, node: ir.Node, axis: int) -> None:
@@ -28,7 +31,7 @@ def _unknown_sizes(ctx: ShapeInferenceContext, node: ir.Node, axis: int) -> None
         ctx.set_shape_and_dtype(out, ir.Shape(dims), data.dtype)
 
 
-def split(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule) -> None:
+def split(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Known) -> None:
     """Sizes given by a value that is no constant are unknown; the engine takes equal parts."""
     sizes = node.inputs[1] if len(node.inputs) > 1 else None
     if sizes is None or ir.convenience.get_const_tensor(sizes) is not None:
@@ -37,7 +40,7 @@ def split(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule) -> None:
         _unknown_sizes(ctx, node, node.attributes.get_int("axis", 0))
 
 
-def squeeze(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule) -> None:
+def squeeze(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Known) -> None:
     """Axes given by a value that is no constant leave the rank open; the engine drops every dim of size 1."""
     data, axes = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
     if axes is None or ir.convenience.get_const_tensor(axes) is not None:
@@ -46,7 +49,7 @@ def squeeze(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule) -> None:
         ctx.set_shape_and_dtype(node.outputs[0], None, data.dtype)
 
 
-def unique(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule) -> None:
+def unique(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Known) -> None:
     """With an axis, the first output has the input's rank; the engine says 1. Index outputs are 1-D."""
     axis = node.attributes.get_int("axis", None)
     data = node.inputs[0]
@@ -63,7 +66,7 @@ def unique(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule) -> None:
             ctx.set_shape_and_dtype(out, ir.Shape([ctx.new_symbolic_dim()]), ir.DataType.INT64)
 
 
-def if_(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule) -> None:
+def if_(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Known) -> None:
     """Where one branch's shape is unknown, so is the result's; the engine takes the other's."""
     rule(ctx, node)
     branches = [attr.as_graph() for attr in node.attributes.values() if attr.type == ir.AttributeType.GRAPH]
@@ -72,7 +75,7 @@ def if_(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule) -> None:
             out.shape = None
 
 
-def loop(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule) -> None:
+def loop(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Known) -> None:
     """A carried value keeps its shape only if the body gives back the shape that it began with; the engine takes the body's."""
     rule(ctx, node)
     body = node.attributes["body"].as_graph()
@@ -81,9 +84,87 @@ def loop(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule) -> None:
             out.shape = None
 
 
-CORRECTIONS: dict[tuple[str, str], Callable[[ShapeInferenceContext, ir.Node, Rule], None]] = {
+def slice_(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Known) -> None:
+    """A fixed end of a dynamic dim may lie beyond it: `x[:5]` has 5 only if the dim is proven to be at least 5; the engine says 5."""
+    rule(ctx, node)
+    data, out = node.inputs[0], node.outputs[0]
+    starts, ends = _ints(node, 1, "starts"), _ints(node, 2, "ends")
+    if data is None or data.shape is None or out.shape is None or starts is None or ends is None:
+        return
+    axes = _ints(node, 3, "axes") or list(range(len(starts)))
+    dims = list(out.shape.dims)
+    for axis, start, end in zip(axes, starts, ends, strict=True):
+        whole = data.shape[axis]
+        if isinstance(whole, int) or end in _FAR or not isinstance(dims[axis], int):
+            continue
+        least = facts_of(whole, known).min or 0
+        if not 0 <= max(start, end) <= least:
+            dims[axis] = ctx.new_symbolic_dim()
+    out.shape = ir.Shape(dims)
+
+
+def broadcast(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Known) -> None:
+    """Of two different dynamic dims either may be 1; only one that is proven to be larger is the result's. The engine takes the first."""
+    rule(ctx, node)
+    out = node.outputs[0]
+    if out.shape is None:
+        return
+    dims = list(out.shape.dims)
+    for place in range(3 if node.op_type == "MatMul" else 1, len(dims) + 1):
+        there = [
+            v.shape[-place] for v in node.inputs if v is not None and v.shape is not None and len(v.shape) >= place
+        ]
+        open_dims = list(dict.fromkeys(dim for dim in there if isinstance(dim, ir.SymbolicDim)))
+        if len(open_dims) < 2 or any(isinstance(dim, int) and dim != 1 for dim in there):
+            continue
+        larger = [dim for dim in open_dims if (facts_of(dim, known).min or 0) >= 2]
+        dims[-place] = larger[0] if larger else ctx.new_symbolic_dim()
+    out.shape = ir.Shape(dims)
+
+
+def _ints(node: ir.Node, k: int, name: str) -> list[int] | None:
+    """A list of integers that is an attribute, or a constant input; None where it is neither."""
+    if name in node.attributes:
+        return list(node.attributes[name].as_ints())
+    value = node.inputs[k] if k < len(node.inputs) else None
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return None if tensor is None else [int(number) for number in tensor.numpy().reshape(-1)]
+
+
+_FAR = {2**63 - 1, 2**31 - 1, -(2**63), -(2**31)}
+_BROADCASTING = (
+    "Add",
+    "Sub",
+    "Mul",
+    "Div",
+    "Pow",
+    "Mod",
+    "Max",
+    "Min",
+    "Sum",
+    "Mean",
+    "And",
+    "Or",
+    "Xor",
+    "BitwiseAnd",
+    "BitwiseOr",
+    "BitwiseXor",
+    "BitShift",
+    "Equal",
+    "Greater",
+    "GreaterOrEqual",
+    "Less",
+    "LessOrEqual",
+    "PRelu",
+    "Where",
+    "MatMul",
+)
+
+CORRECTIONS: dict[tuple[str, str], Callable[[ShapeInferenceContext, ir.Node, Rule, Known], None]] = {
+    **{("", op): broadcast for op in _BROADCASTING},
     ("", "If"): if_,
     ("", "Loop"): loop,
+    ("", "Slice"): slice_,
     ("", "Split"): split,
     ("", "Squeeze"): squeeze,
     ("", "Unique"): unique,
@@ -91,7 +172,7 @@ CORRECTIONS: dict[tuple[str, str], Callable[[ShapeInferenceContext, ir.Node, Rul
 
 
 @contextmanager
-def tolerant_rules(failed: list[ir.Node]) -> Iterator[None]:
+def tolerant_rules(failed: list[ir.Node], known: Known) -> Iterator[None]:
     """Within, the engine's rules are corrected, and a node whose rule raises is appended to `failed` and left unknown.
 
     The engine looks rules up through `registry.get` and has no hook for either; so the registry's lookup is wrapped here.
@@ -107,7 +188,7 @@ def tolerant_rules(failed: list[ir.Node]) -> Iterator[None]:
         def guarded(ctx: ShapeInferenceContext, node: ir.Node) -> None:
             try:
                 if correction:
-                    correction(ctx, node, rule)
+                    correction(ctx, node, rule, known)
                 else:
                     rule(ctx, node)
             except Exception:

@@ -37,7 +37,7 @@ def shapes(program: Program) -> Program:
     failed: list[ir.Node] = []
     import onnx_shape_inference
 
-    with tolerant_rules(failed):
+    with tolerant_rules(failed, {name: info.facts for name, info in symbols.items()}):
         onnx_shape_inference.infer_symbolic_shapes(program.model, warn_on_missing=False, adopt_declared_symbols=False)
     _fill_missing_types(program.model)
     known = frozenset(symbols)

@@ -132,3 +132,33 @@ def test_shapes_that_only_a_run_tells() -> None:
     steps = [{"x": random.random((n, 6), dtype=np.float32)} for n in (3, 1, 8)] + [{"x": np.zeros((2, 6), np.float32)}]
     program = same_as_whole(proto, "ranks: 2\nplacement: {a: 0, b: 1, c: 0, d: 1, e: 0}\n", *steps, rtol=0, atol=0)
     assert {e.value.name for e in program.events} == {"flags", "where", "t", "g"}
+
+
+SLICES = """<ir_version: 10, opset_import: ["" : 21]>
+main (float[batch, s] x) => (float[batch, k] y) <int64[1] start = {0}, int64[1] end = {5}, int64[1] axis = {1}> {
+    [a] h = Slice(x, start, end, axis)
+    [b] y = Neg(h)
+}"""
+
+
+def test_a_slice_may_end_beyond_its_dim(tmp_path: Path) -> None:
+    text = "ranks: 2\nplacement: {a: 1, b: 0}\n"
+    steps = [{"x": np.ones((2, n), np.float32)} for n in (3, 5, 9)]
+    program = same_as_whole(model(SLICES), text, *steps, rtol=0, atol=0)
+    assert [info.shape for value, info in program.values.items() if value.name == "h"] == [None]
+    proven = compiled(model(SLICES), text + "symbols: {s: {min: 5}}\n", tmp_path / "build")
+    assert [info.shape for value, info in proven.values.items() if value.name == "h"] == [("batch", 5)]
+
+
+@pytest.mark.parametrize(("promise", "shape"), [("{}", None), ("{min: 2}", ("p", 5))])
+def test_unequal_dynamic_dims_broadcast(promise: str, shape: tuple[object, ...] | None) -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    main (float[p, 5] x, float[q, 5] m) => (float[k, 5] y) {
+        [a] h = Add(x, m)
+        [b] y = Neg(h)
+    }"""
+    plan = f"ranks: 2\nplacement: {{a: 1, b: 0}}\nsymbols: {{p: {promise}}}\n"
+    sizes = [(4, 4), (4, 1)] + ([(1, 4)] if shape is None else [])
+    steps = [{"x": np.ones((p, 5), np.float32), "m": np.ones((q, 5), np.float32)} for p, q in sizes]
+    program = same_as_whole(model(text), plan, *steps, rtol=0, atol=0)
+    assert [info.shape for value, info in program.values.items() if value.name == "h"] == [shape]
