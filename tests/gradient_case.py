@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnx_shape_inference
 import onnxruntime
+from double_ops import IMPRECISE, STAND_INS
 from onnx.reference import ReferenceEvaluator
 from partc.compiler.ops.gradient import Backward, differentiate_nodes
 from partc.compiler.ops.local import Local
@@ -31,6 +33,7 @@ class Proof:
     """A case whose gradient is proven for the inputs `wanted`, from cotangents of the outputs `seeds`.
 
     `cuts`: whether the gradient is also run on the pieces of every cut. `close`: the tolerance of float32.
+    `fixed`: by input, the dims that stay numbers where the others are dynamic.
     """
 
     case: Case
@@ -38,6 +41,7 @@ class Proof:
     seeds: tuple[int, ...]
     cuts: bool
     close: float
+    fixed: Mapping[int, tuple[int, ...]]
 
     def __str__(self) -> str:
         return str(self.case)
@@ -52,6 +56,7 @@ def proof(
     seeds: Sequence[int] = (0,),
     cuts: bool = True,
     close: float = 2e-4,
+    fixed: Mapping[int, tuple[int, ...]] | None = None,
     **options: Any,
 ) -> Proof:
     """A proof of the gradient of a case (see `rule_case.case`); all inputs that are numbers with a fraction are wanted."""
@@ -61,18 +66,18 @@ def proof(
         for k, one in enumerate(this.operands)
         if one is not None and k not in this.constants and (not isinstance(one, np.ndarray) or one.dtype.kind == "f")
     ]
-    return Proof(this, tuple(floats if wanted is None else wanted), tuple(seeds), cuts, close)
+    return Proof(this, tuple(floats if wanted is None else wanted), tuple(seeds), cuts, close, fixed or {})
 
 
 def faults(this: Proof, dynamic: bool) -> list[str]:
     """What is wrong with the gradient of the whole node: empty where it is right."""
     feeds = numbers(this)
-    node = in_double(node_of(this.case, dynamic, {name: _single(array) for name, array in feeds.items()}))
+    node = in_double(node_in(this, dynamic, feeds))
     outputs = [f"y{k}" for k in this.seeds]
     want = evaluate([node], feeds, {}, outputs)
     rng = np.random.default_rng(3)
     seeds = {f"y{k}.dy": rng.uniform(-1, 1, want[f"y{k}"].shape) for k in this.seeds}
-    backward, found = gradients(this, [node], feeds, {}, seeds)
+    _, found = gradients(this, [node], feeds, {}, seeds)
     wrong = []
     for k in this.wanted:
         name = f"x{k}"
@@ -84,16 +89,16 @@ def faults(this: Proof, dynamic: bool) -> list[str]:
         scale = max(abs(slope[1]), float(np.abs(found[name] * slope[0]).sum()) * 1e-2, 1e-3)
         if abs(given - slope[1]) > 2e-6 * scale:
             wrong.append(f"{name}: the slope is {slope[1]:.9g}, the gradient's {given:.9g}")
-    single = [_single_node(one) for one in (*backward.forward, *backward.early, *backward.nodes)]
-    single_constants = {name: _single(array) for name, array in backward.constants.items()}
     inputs = {name: _single(array) for name, array in (feeds | seeds).items()}
-    names = [backward.gradients[f"x{k}"] for k in this.wanted]
+    plain = node_in(this, dynamic, feeds)
     try:
-        made = evaluate(single, inputs, single_constants, names, fallback=False)
+        _, made = gradients(
+            this, [plain], {name: inputs[name] for name in feeds}, {}, {n: inputs[n] for n in seeds}, single=True
+        )
     except Exception as error:
         return [*wrong, f"in float32: {str(error).splitlines()[0]}"]
     for k in this.wanted:
-        have, exact = made[backward.gradients[f"x{k}"]], found[f"x{k}"]
+        have, exact = made[f"x{k}"], found[f"x{k}"]
         largest = float(np.abs(exact).max(initial=1e-3))
         if have.dtype != np.float32 or not np.allclose(have, exact, rtol=this.close, atol=this.close * largest):
             wrong.append(f"x{k} in float32 differs by {np.abs(have - exact).max():.3g} of {largest:.3g}")
@@ -103,7 +108,7 @@ def faults(this: Proof, dynamic: bool) -> list[str]:
 def cut_faults(this: Proof, dynamic: bool = False) -> list[str]:
     """What is wrong with the gradients of the local nodes under every cut that the op's rule allows."""
     feeds = numbers(this)
-    plain = node_of(this.case, dynamic, {name: _single(array) for name, array in feeds.items()})
+    plain = node_in(this, dynamic, feeds)
     rule, node = rule_of(plain), in_double(plain)
     want = evaluate([node], feeds, {}, [f"y{k}" for k in range(this.case.outputs)])
     rng = np.random.default_rng(5)
@@ -187,6 +192,7 @@ def gradients(
     seeds: Mapping[str, Array],
     shapes: Mapping[str, Any] | None = None,
     of: ir.Node | None = None,
+    single: bool = False,
 ) -> tuple[Backward, dict[str, Array]]:
     """The gradients of the wanted inputs by name, zeros where none flows; and what made them."""
     wanted = [f"x{k}" for k in this.wanted]
@@ -194,9 +200,27 @@ def gradients(
     cotangents = {name.removesuffix(".dy"): name for name in seeds}
     backward = differentiate_nodes(nodes, cotangents, wanted, values=values, shapes=shapes, constants=constants)
     every = [*backward.forward, *backward.early, *backward.nodes]
-    made = evaluate(every, {**feeds, **seeds}, {**constants, **backward.constants}, list(backward.gradients.values()))
+    known = {**constants, **backward.constants}
+    made = evaluate(every, {**feeds, **seeds}, known, list(backward.gradients.values()), fallback=not single)
     found = {name: made[dx] for name, dx in backward.gradients.items()}
     return backward, {name: found.get(name, np.zeros_like(feeds[name])) for name in wanted}
+
+
+def node_in(this: Proof, dynamic: bool, feeds: Mapping[str, Array]) -> ir.Node:
+    """The case's node in float32, with static or dynamic dims."""
+    node = node_of(this.case, dynamic, {name: _single(array) for name, array in feeds.items()})
+    if dynamic and this.fixed and node.graph is not None:
+        for k, dims in this.fixed.items():
+            value = node.inputs[k]
+            assert value is not None
+            shape = list(value.shape or ())
+            for dim in dims:
+                shape[dim] = feeds[f"x{k}"].shape[dim]
+            value.shape = ir.Shape(shape)
+        for value in node.outputs:
+            value.shape = None
+        onnx_shape_inference.infer_symbolic_shapes(ir.Model(node.graph, ir_version=10), warn_on_missing=False)
+    return node
 
 
 def numbers(this: Proof) -> dict[str, Array]:
@@ -232,21 +256,31 @@ def evaluate(
     protos = [ir.to_proto(node) for node in nodes]
     for proto in protos:
         proto.name = ""
-    try:
-        return _session(protos, feeds, constants, outputs)
-    except Exception:
-        if not fallback:
-            raise
+    if not fallback or not any(proto.op_type in IMPRECISE for proto in protos):
+        try:
+            return _session(protos, feeds, constants, outputs)
+        except Exception:
+            if not fallback:
+                raise
     have = {**feeds, **constants}
     for proto in protos:
         given = {name: have[name] for name in proto.input if name}
         made = [name for name in proto.output if name]
         try:
+            if proto.op_type in IMPRECISE:
+                raise NotImplementedError
             have |= _session([proto], given, {}, made)
         except Exception:
-            model = _model([proto], given, {}, made)
-            have |= dict(zip(made, ReferenceEvaluator(model).run(None, given), strict=True))
+            have |= dict(zip(made, _by_reference(proto, given, made), strict=True))
     return {name: np.asarray(have[name]) for name in outputs}
+
+
+def _by_reference(proto: onnx.NodeProto, given: Mapping[str, Array], made: Sequence[str]) -> Sequence[Array]:
+    """The outputs of one node by the standard's reference, or by numpy where that lacks the op or is in single precision."""
+    attributes = {attr.name: onnx.helper.get_attribute_value(attr) for attr in proto.attribute}
+    if proto.op_type in STAND_INS:
+        return [STAND_INS[proto.op_type](attributes, *(given[name] for name in proto.input))]
+    return list(ReferenceEvaluator(_model([proto], given, {}, made)).run(None, given))
 
 
 _sessions: dict[bytes, Any] = {}
@@ -302,21 +336,6 @@ def _slope(
 
 def _single(array: Array) -> Array:
     return np.asarray(array.astype(np.float32)) if array.dtype == np.float64 else array
-
-
-def _single_node(node: ir.Node) -> ir.Node:
-    """The node with types of float64 in its attributes as float32."""
-    changed = []
-    for attr in node.attributes.values():
-        if attr.name == "to" and node.op_type == "Cast" and attr.value == int(ir.DataType.DOUBLE):
-            changed.append(ir.AttrInt64("to", int(ir.DataType.FLOAT)))
-        elif attr.type == ir.AttributeType.TENSOR and attr.value.dtype == ir.DataType.DOUBLE:
-            changed.append(ir.AttrTensor(attr.name, ir.tensor(attr.value.numpy().astype(np.float32))))
-        else:
-            changed.append(attr)
-    inputs = [None if value is None else ir.Value(name=value.name) for value in node.inputs]
-    outputs = [ir.Value(name=value.name) for value in node.outputs]
-    return ir.Node(node.domain, node.op_type, inputs, changed, outputs=outputs)
 
 
 def placements(proofs: Sequence[Proof]) -> Iterator[tuple[Proof, bool]]:

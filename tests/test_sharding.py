@@ -283,7 +283,10 @@ placement:
 outputs: cut
 """
     program = same_as_whole(mlp(), plan, {"x": normal(6, 6)}, rtol=1e-5, atol=1e-6)
-    assert [(event.op_type, event.ranks) for event in program.events] == [("Send", ((0,), (2,))), ("Send", ((1,), (3,)))]
+    assert [(event.op_type, event.ranks) for event in program.events] == [
+        ("Send", ((0,), (2,))),
+        ("Send", ((1,), (3,))),
+    ]
 
 
 def test_bodies_capture_values_that_are_cut() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from partc.compiler.ops.gradient import no_gradient
 from partc.compiler.ops.table import uncut
 
 uncut("If", "Loop", "Scan", why="its bodies are run as they are")
@@ -17,3 +18,5 @@ uncut(
 )
 uncut("Unique", why="how many distinct elements there are only the whole tells")
 uncut("TfIdfVectorizer", why="its input is a list of words")
+no_gradient("SequenceLength", "OptionalHasElement", "TfIdfVectorizer")
+no_gradient("StringConcat", "StringNormalizer", "StringSplit", "RegexFullMatch")

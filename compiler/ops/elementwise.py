@@ -5,9 +5,14 @@ Sums pass terms of a sum on (`joint`), products those of one operand (`each`); w
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import onnx_ir as ir
-from partc.compiler.ops.factors import rule
+from partc.compiler.ops.factors import rule, whole_rule
+from partc.compiler.ops.gradient import Gradients, gradient
 from partc.compiler.ops.operands import operand
+from partc.compiler.ops.random import seeded
 from partc.compiler.ops.rule import Rule
 from partc.compiler.ops.table import CONTRIB, op
 
@@ -102,8 +107,26 @@ def dropout(node: ir.Node) -> Rule | None:
     if training is not None:
         mode = ir.convenience.get_const_tensor(training)
         if mode is None or bool(mode.numpy()):
-            return None
+            return replace(whole_rule(node), local=seeded)
     return rule(node, "*,_,_->*,*", linear="joint" if len(node.outputs) == 1 else "", terms=(0,))
+
+
+@gradient("Dropout")
+def dropout_gradient(g: Gradients, dy: str | None, *names: str | None) -> str | None:
+    """dX = dY / (1 - ratio) where the mask has kept X; dY itself where nothing is dropped."""
+    x, ratio, training = [*names[len(g.node.outputs) - 1 :], None, None][:3]
+    mode = g.known(training)
+    if not dy or not x or not training or (mode is not None and not mode.any()):
+        return dy
+    kept = g.mask(g.output(1), dy)
+    known = g.known(ratio) if ratio else np.array(0.5)
+    if known is not None:
+        scale = g.constant(1 / (1 - float(known)), dy)
+    else:
+        scale = str(g.Reciprocal(g.Sub(g.constant(1, dy), g.Cast(ratio, to=g.dtype(dy)))))
+    if mode is None:
+        scale = str(g.Where(training, scale, g.constant(1, dy)))
+    return str(g.Mul(g.Mul(dy, kept), scale))
 
 
 def _many(node: ir.Node, linear: str) -> Rule | None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 from partc.compiler.ops.extents import as_int64, divided, integers, local_dims, pieces_of
+from partc.compiler.ops.gradient import Gradients, gradient, no_gradient
+from partc.compiler.ops.gradient_extents import like, numbers, once, vector
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.operands import LETTERS, Dim, constant_ints, dims, opset_of, same
 from partc.compiler.ops.rule import WHOLE, Rule
@@ -31,11 +33,32 @@ def tile(node: ir.Node) -> Rule | None:
     return None if source is None or made is None else _repeated(source, made, len(source), _local_repeats)
 
 
+@gradient("Expand")
+def expand_gradient(g: Gradients, dy: str, x: str, shape: str) -> str:
+    """dX = dY, summed where X was repeated, as of every operand that broadcasts."""
+    return dy
+
+
+@gradient("Tile")
+def tile_gradient(g: Gradients, dy: str, x: str, repeats: str) -> str:
+    """dX = the sum of dY over the repetitions, which are the major part of each dim."""
+    times = numbers(g, repeats)
+    if times is not None:
+        return once(g, dy, x, times, major=True)
+    rank = g.rank(x)
+    pairs = g.Concat(g.unsqueeze(vector(g, repeats), 1), g.unsqueeze(g.shape_of(x), 1), axis=1)
+    made = g.Reshape(dy, g.reshape(pairs, [-1]), allowzero=1)
+    return like(g, g.sum(made, range(0, 2 * rank, 2)), x)
+
+
 @op("ConstantOfShape")
 def constant_of_shape(node: ir.Node) -> Rule | None:
     """`_->ab`."""
     made = dims(node.outputs[0])
     return None if made is None else Rule((WHOLE,), (LETTERS[: len(made)],), local=_local_extents)
+
+
+no_gradient("ConstantOfShape")
 
 
 def _repeated(source: Sequence[Dim], made: Sequence[Dim], rank: int, local: Callable[[Local], None]) -> Rule:

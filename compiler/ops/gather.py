@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ops.extents import as_int64, as_typed, integer
+from partc.compiler.ops.gradient import Gradients, gradient
+from partc.compiler.ops.gradient_extents import added_along, extents, joined, like, vector
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.lookup import OLDEST_OPSET, look_up, masked, rows_of, spread, summable
 from partc.compiler.ops.operands import LETTERS, axis_of, constant_ints, dims, opset_of, rank_of, same
@@ -101,6 +103,46 @@ def one_hot(node: ir.Node) -> Rule | None:
         terms=(2,),
         local=_local_one_hot,
     )
+
+
+@gradient("Gather")
+def gather_gradient(g: Gradients, dy: str, x: str, indices: str) -> str:
+    """dX = zeros to which dY is added where it was taken."""
+    axis = axis_of(g.node, g.rank(x), 0)
+    return like(g, added_along(g, indices, dy, axis, x), x)
+
+
+@gradient("GatherElements")
+def gather_elements_gradient(g: Gradients, dy: str, x: str, indices: str) -> str:
+    """dX = zeros to which dY is added element by element."""
+    made = g.ScatterElements(g.zeros(x), indices, dy, axis=axis_of(g.node, g.rank(x), 0), reduction="add")
+    return like(g, str(made), x)
+
+
+@gradient("GatherND")
+def gather_nd_gradient(g: Gradients, dy: str, x: str, indices: str) -> str:
+    """dX = zeros to which dY is added where it was taken; each index has that of its batch before it."""
+    places, batch = vector(g, indices), g.attribute("batch_dims", 0)
+    if batch:
+        rank = g.rank(indices)
+        one_each = joined(g, extents(g, indices, range(rank - 1)), [1])
+        counters = []
+        for axis in range(batch):
+            length = g.reshape(extents(g, indices, [axis]), [])
+            counter = g.Range(g.constant(0), length, g.constant(1))
+            aligned = g.reshape(counter, [1] * axis + [-1] + [1] * (rank - 1 - axis))
+            counters.append(g.Expand(aligned, one_each))
+        places = str(g.Concat(*counters, places, axis=-1))
+    return like(g, str(g.ScatterND(g.zeros(x), places, dy, reduction="add")), x)
+
+
+@gradient("OneHot")
+def one_hot_gradient(g: Gradients, dy: str, indices: str, depth: str, values: str) -> tuple[None, None, str]:
+    """dValues: the sum of dY where it is hot comes last, the rest first."""
+    marks = g.OneHot(indices, depth, g.constant([0.0, 1.0], values), axis=g.attribute("axis", -1))
+    hot = g.ReduceSum(g.Mul(dy, marks), keepdims=0)
+    cold = g.Sub(g.ReduceSum(dy, keepdims=0), hot)
+    return None, None, like(g, str(g.Concat(g.unsqueeze(cold, 0), g.unsqueeze(hot, 0), axis=0)), values)
 
 
 def _contractible(node: ir.Node) -> bool:

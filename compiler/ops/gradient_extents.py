@@ -62,6 +62,22 @@ def shaped(g: Gradients, dy: str, x: str) -> str:
     return g.reshape(dy, [dim if isinstance(dim, int) else -1 for dim in shape])
 
 
+def once(g: Gradients, dy: str, x: str, times: Sequence[int], *, major: bool) -> str:
+    """`dy` summed over the repetitions of `x`, which are the major or the minor part of each dim."""
+    shape, repeated = g.shape(x) or (), [axis for axis, count in enumerate(times) if count != 1]
+    if not repeated:
+        return dy
+    inferred = sum(not isinstance(dim, int) for dim in shape) == 1 and 0 not in shape
+    parts: list[str | Sequence[int]] = []
+    summed: list[int] = []
+    for axis, (count, dim) in enumerate(zip(times, shape, strict=True)):
+        own = [dim] if isinstance(dim, int) else [-1] if inferred else extents(g, x, [axis])
+        if axis in repeated:
+            summed.append(len(parts) if major else len(parts) + 1)
+        parts += [own] if axis not in repeated else [[count], own] if major else [own, [count]]
+    return like(g, g.sum(g.Reshape(dy, joined(g, *parts), allowzero=1), summed), x)
+
+
 def filled(g: Gradients, shape: str, like: str) -> str:
     """Zeros of a shape, in the type of `like`."""
     return str(g.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, g.dtype(like).numpy()))))
@@ -77,18 +93,24 @@ def inverse(order: Sequence[int]) -> list[int]:
     return [list(order).index(k) for k in range(len(order))]
 
 
-def added_rows(g: Gradients, indices: str, updates: str, rows: str) -> str:
-    """`rows` rows of zeros to which updates are added where `indices` say: `updates` has the dims of the indices, then a row's."""
-    count = g.rank(indices)
-    shape = joined(g, rows, extents(g, updates, range(count, g.rank(updates))))
-    places = g.unsqueeze(vector(g, indices), -1)
-    return str(g.ScatterND(filled(g, shape, updates), places, updates, reduction="add"))
+def added_along(g: Gradients, indices: str, updates: str, axis: int, x: str) -> str:
+    """Zeros with as many rows along an axis as `x` has, to which updates are added where indices say.
 
-
-def added_along(g: Gradients, indices: str, updates: str, axis: int, rows: str) -> str:
-    """As `added_rows` along an axis: the dims of the indices stand in the updates where the rows come."""
+    The dims of the indices stand in the updates where the rows come.
+    """
     count, rank = g.rank(indices), g.rank(updates)
     order = [*range(axis, axis + count), *range(axis), *range(axis + count, rank)]
-    made = added_rows(g, indices, moved(g, updates, order), rows)
-    kept = rank - count
-    return moved(g, made, [*range(1, axis + 1), 0, *range(axis + 1, kept + 1)])
+    first = moved(g, updates, order)
+    shape = joined(g, extents(g, x, [axis]), extents(g, first, range(count, rank)))
+    places = g.unsqueeze(vector(g, indices), -1)
+    made = str(g.ScatterND(filled(g, shape, updates), places, first, reduction="add"))
+    rows, rest = g.shape(x), g.shape(first)
+    if rows is not None and rest is not None:
+        g.scope.value(made).shape = ir.Shape([rows[axis], *rest[count:]])
+    return moved(g, made, [*range(1, axis + 1), 0, *range(axis + 1, rank - count + 1)])
+
+
+def like(g: Gradients, dx: str, x: str) -> str:
+    """`dx`, of which the rule knows that it has the shape of `x`."""
+    g.scope.value(dx).shape = g.scope.value(x).shape
+    return dx

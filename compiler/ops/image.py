@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 from partc.compiler.ops.extents import as_int64, divided, integers, pieces_of
 from partc.compiler.ops.factors import rule
+from partc.compiler.ops.gradient import Gradients, NoGradient, gradient, no_gradient
+from partc.compiler.ops.gradient_extents import extents, inverse, joined, moved, once
 from partc.compiler.ops.join import but_axes
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.operands import (
@@ -55,6 +58,71 @@ def resize(node: ir.Node) -> Rule | None:
     )
 
 
+@gradient("Resize")
+def resize_gradient(
+    g: Gradients, dy: str, x: str, roi: str | None = None, scales: str | None = None, sizes: str | None = None
+) -> str:
+    """dX = dY times, along every resized dim, the matrix that resizes it, which is what the op makes of the unit matrix."""
+    if g.attribute("coordinate_transformation_mode") == "tf_crop_and_resize":
+        raise NoGradient("Resize of regions has no gradient")
+    if sizes and g.attribute("keep_aspect_ratio_policy", "stretch") != "stretch":
+        raise NoGradient("Resize that keeps the aspect ratio has no gradient")
+    rank = g.rank(x)
+    before, after = (g.shape(one) or () for one in (x, dy))
+    by = g.known(scales) if scales and not sizes else None
+    times = [1] * rank
+    left = []
+    for k, axis in enumerate(counted(one, rank) for one in g.attribute("axes") or range(rank)):
+        scale = None if by is None else float(by[k])
+        if _repeats(g.node) and _is_integer(before[axis], after[axis], scale):
+            times[axis] = _times(before[axis], after[axis], scale)
+        elif scale != 1 and (scale or not same(before[axis], after[axis])):
+            left.append((k, axis))
+    for k, axis in left:
+        matrix = _resizing(g, dy, x, axis, _taken(g, scales, g.constant([k])) if scales and not sizes else None)
+        dims = list(g.shape(dy) or ())
+        dims[axis] = before[axis]
+        if axis == rank - 2:
+            dy = str(g.MatMul(matrix, dy))
+        else:
+            order = [*range(axis), *range(axis + 1, rank), axis]
+            dy = moved(g, str(g.MatMul(moved(g, dy, order), g.mT(matrix))), inverse(order))
+        g.scope.value(dy).shape = ir.Shape(dims)
+    return once(g, dy, x, times, major=False)
+
+
+def _resizing(g: Gradients, dy: str, x: str, axis: int, scale: str | None) -> str:
+    """The matrix (extent of `x`, extent of `dy`) of one axis, by its scale or else by the extents."""
+    kept = {"antialias", "coordinate_transformation_mode", "cubic_coeff_a", "exclude_outside", "mode", "nearest_mode"}
+    attributes = {name: g.attribute(name) for name in sorted(kept & set(g.node.attributes))}
+    extent = extents(g, x, [axis])
+    dtype = ir.DataType.DOUBLE if g.dtype(x) == ir.DataType.DOUBLE else ir.DataType.FLOAT
+    square = g.ConstantOfShape(joined(g, extent, extent), value=ir.tensor(np.zeros(1, dtype.numpy())))
+    units = g.unsqueeze(g.EyeLike(square), 0, 2)
+    if scale:
+        factors = g.Concat(g.constant(np.ones(3), scale), scale, axis=0)
+        made = g.Resize(units, "", factors, **attributes)
+    else:
+        made = g.Resize(units, "", "", joined(g, [1], extent, [1], extents(g, dy, [axis])), **attributes)
+    matrix = g.Squeeze(made, g.constant([0, 2]))
+    rows, columns = (g.shape(one) or () for one in (x, dy))
+    g.scope.value(matrix).shape = ir.Shape([rows[axis], columns[axis]])
+    return str(matrix) if g.dtype(x) == dtype else str(g.Cast(matrix, to=g.dtype(x)))
+
+
+def _times(before: Dim, after: Dim, scale: float | None) -> int:
+    """How many pixels are made of one, where their number grows by an integer."""
+    if scale is not None:
+        return int(scale)
+    return after // before if isinstance(before, int) and isinstance(after, int) else 1
+
+
+def _taken(g: Gradients, of: str, place: str) -> str:
+    """One of the numbers of a vector, as a vector."""
+    known, at = g.known(of), g.known(place)
+    return g.constant(known[at]) if known is not None and at is not None else str(g.Gather(of, place))
+
+
 @op("GridSample")
 def grid_sample(node: ir.Node) -> Rule | None:
     """`nc_,nhw.->nchw`; a sum passes in the image."""
@@ -92,6 +160,7 @@ def col2im(node: ir.Node) -> Rule | None:
 
 uncut("NonMaxSuppression", why="how many boxes it selects only a run tells")
 uncut("ImageDecoder", why="one image at a time")
+no_gradient("NonMaxSuppression", "ImageDecoder")
 
 
 def _scales(node: ir.Node) -> tuple[float, ...] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import onnx_ir as ir
+from partc.compiler.ops.gradient import Gradients, gradient
+from partc.compiler.ops.gradient_extents import extents, joined, like
 from partc.compiler.ops.operands import LETTERS, axis_of, dims, operand, rank_of, same
 from partc.compiler.ops.rule import WHOLE, Rule
 from partc.compiler.ops.table import op
@@ -32,6 +34,26 @@ def split(node: ir.Node) -> Rule | None:
     letters = but_axes(rank, (axis_of(node, rank, 0),))
     sizes = () if len(node.inputs) < 2 else (None if operand(node, 1) is None else WHOLE,)
     return Rule((letters, *sizes), (letters,) * len(node.outputs), linear="joint", terms=(0,))
+
+
+@gradient("Concat")
+def concat_gradient(g: Gradients, dy: str, *parts: str) -> list[str]:
+    """The part of dY that each operand has made."""
+    axis = axis_of(g.node, g.rank(dy), 1)
+    if len(parts) == 1:
+        return [dy]
+    sizes = joined(g, *(extents(g, part, [axis]) for part in parts))
+    made = g.Split(dy, sizes, axis=axis, outputs=len(parts))
+    return [like(g, one, part) for one, part in zip(made, parts, strict=True)]
+
+
+@gradient("Split")
+def split_gradient(g: Gradients, *names: str | None) -> str:
+    """dX = the cotangents of the parts one after the other, zeros for a part that nobody reads."""
+    count = len(g.node.outputs)
+    axis = axis_of(g.node, g.rank(str(names[count])), 0)
+    parts = [dy or g.zeros(g.output(k)) for k, dy in enumerate(names[:count])]
+    return like(g, str(g.Concat(*parts, axis=axis)), str(names[count]))
 
 
 def but_axes(rank: int, axes: tuple[int, ...]) -> str:

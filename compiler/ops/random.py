@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 from partc.compiler.ops.factors import whole_rule
+from partc.compiler.ops.gradient import no_gradient
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.rule import Rule
 from partc.compiler.ops.table import op
@@ -21,12 +22,16 @@ LARGEST_SEED = 2**24
 @op("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
 def drawn(node: ir.Node) -> Rule | None:
     """drawn in the order of the whole, with one seed on every rank."""
-    return replace(whole_rule(node), local=_seeded)
+    return replace(whole_rule(node), local=seeded)
 
 
-def _seeded(local: Local) -> None:
+no_gradient("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
+
+
+def seeded(local: Local) -> None:
     """The node with its own seed, or with one that its output's name gives it."""
+    seed = zlib.crc32(local.outputs[0].encode()) % LARGEST_SEED
     if "seed" in local.node.attributes:
         local.same()
     else:
-        local.same(seed=float(zlib.crc32(local.outputs[0].encode()) % LARGEST_SEED))
+        local.same(seed=seed if local.node.op_type == "Dropout" else float(seed))

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 from partc.compiler.ops.factors import rule
+from partc.compiler.ops.gradient import Gradients, gradient, no_gradient
+from partc.compiler.ops.gradient_extents import like
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.operands import LETTERS, axes_of, axis_of, constant_ints, counted, operand, rank_of
 from partc.compiler.ops.pool import scaled
@@ -64,6 +66,9 @@ def position(node: ir.Node) -> Rule | None:
     return _over(node, (axis_of(node, rank, 0),), "", bool(node.attributes.get_int("keepdims", 1)))
 
 
+no_gradient("ArgMax", "ArgMin")
+
+
 @op("TopK")
 def top_k(node: ir.Node) -> Rule | None:
     """`ax,_->a.,a.`; x whole."""
@@ -72,10 +77,24 @@ def top_k(node: ir.Node) -> Rule | None:
     return rule(node, f"{letters},_->{letters},{letters}")
 
 
+@gradient("TopK")
+def top_k_gradient(g: Gradients, dy: str | None, _: str | None, x: str, k: str) -> str | None:
+    """dX = dY put back where the largest were, zeros elsewhere."""
+    axis = axis_of(g.node, g.rank(x), -1)
+    return dy and like(g, str(g.ScatterElements(g.zeros(x), g.output(1), dy, axis=axis)), x)
+
+
 @op("CumSum")
 def cumulated_sum(node: ir.Node) -> Rule | None:
     """`ax,_->ax`; x whole; a sum passes."""
     return _cumulated(node, "joint")
+
+
+@gradient("CumSum")
+def cumulated_sum_gradient(g: Gradients, dy: str, x: str, axis: str) -> str:
+    """dX = the sums of dY from the other end."""
+    exclusive, reverse = g.attribute("exclusive", 0), g.attribute("reverse", 0)
+    return str(g.CumSum(dy, axis, exclusive=exclusive, reverse=1 - reverse))
 
 
 @op("CumProd")

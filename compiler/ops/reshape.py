@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 from partc.compiler.ops.extents import as_int64, integer, integers, local_dims, pieces_of
+from partc.compiler.ops.gradient import Gradients, gradient
+from partc.compiler.ops.gradient_extents import shaped
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.operands import LETTERS, Dim, axes_of, axis_of, constant_ints, counted, dims, opset_of
 from partc.compiler.ops.rule import WHOLE, Rule
@@ -77,6 +79,12 @@ def unsqueeze(node: ir.Node) -> Rule | None:
     letters = iter(LETTERS[: len(source)])
     made = "".join(WHOLE if k in axes else next(letters) for k in range(rank))
     return Rule((LETTERS[: len(source)], *_axes_operand(node)), (made,), linear="joint", terms=(0,))
+
+
+@gradient("Reshape", "Flatten", "Squeeze", "Unsqueeze")
+def regrouped_gradient(g: Gradients, dy: str, x: str, *_: str | None) -> str:
+    """dX = dY in the shape of X."""
+    return shaped(g, dy, x)
 
 
 def matched(source: Sequence[Dim], target: Sequence[Dim]) -> tuple[str, str] | None:

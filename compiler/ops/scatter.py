@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ops.extents import as_int64, integers
+from partc.compiler.ops.gradient import Gradients, NoGradient, gradient
+from partc.compiler.ops.gradient_extents import like
 from partc.compiler.ops.join import but_axes
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.lookup import OLDEST_OPSET, Rows, look_up, rows_of, summable
@@ -67,6 +69,41 @@ def scatter_nd(node: ir.Node) -> Rule | None:
         terms=terms,
         local=_local_scatter,
     )
+
+
+@gradient("ScatterElements")
+def scatter_elements_gradient(
+    g: Gradients, dy: str, x: str, indices: str, updates: str
+) -> tuple[str | None, None, str | None]:
+    """dX = dY, without what was replaced; dUpdates = dY where they were written."""
+    axis, replaces = axis_of(g.node, g.rank(x), 0), _replaces(g)
+    data = made = None
+    if g.wants(0):
+        data = str(g.ScatterElements(dy, indices, g.zeros(updates), axis=axis)) if replaces else dy
+    if g.wants(2):
+        made = str(g.GatherElements(dy, indices, axis=axis))
+    return data, None, made
+
+
+@gradient("ScatterND")
+def scatter_nd_gradient(
+    g: Gradients, dy: str, x: str, indices: str, updates: str
+) -> tuple[str | None, None, str | None]:
+    """dX = dY, without what was replaced; dUpdates = dY where they were written."""
+    data = made = None
+    if g.wants(0):
+        data = str(g.ScatterND(dy, indices, g.zeros(updates))) if _replaces(g) else dy
+    if g.wants(2):
+        made = like(g, str(g.GatherND(dy, indices)), updates)
+    return data, None, made
+
+
+def _replaces(g: Gradients) -> bool:
+    """Whether updates replace elements, or else are added to them."""
+    reduction = g.attribute("reduction", "none")
+    if reduction not in ("none", "add"):
+        raise NoGradient(f"{g.node.op_type} with reduction {reduction!r} has no gradient")
+    return bool(reduction == "none")
 
 
 @op("TensorScatter")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 from partc.compiler.ops.extents import integer, integers, piece_of, pieces_of
+from partc.compiler.ops.gradient import no_gradient
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.operands import LETTERS, counted, opset_of, rank_of
 from partc.compiler.ops.rule import WHOLE, Rule
@@ -38,6 +39,8 @@ uncut("NonZero", why="how many elements there are, and where they stand in the w
 uncut("EyeLike", why="where the diagonal crosses a piece differs by rank")
 uncut("HannWindow", "HammingWindow", "BlackmanWindow", "MelWeightMatrix", why="small, and made of scalars")
 uncut("Constant", why="known to every rank")
+no_gradient("Shape", "Size", "NonZero", "EyeLike", "Constant")
+no_gradient("HannWindow", "HammingWindow", "BlackmanWindow", "MelWeightMatrix")
 
 
 def _extents(node: ir.Node, made: str, local: Callable[[Local], None]) -> Rule | None:

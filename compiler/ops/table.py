@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from partc.compiler.ops.factors import rule, whole_rule
+from partc.compiler.ops.gradient import is_differentiable, stops_gradient
 from partc.compiler.ops.rule import Rule, RuleOf
 
 if TYPE_CHECKING:
@@ -48,6 +49,16 @@ class Entry:
     def cuttable(self) -> bool:
         """Whether any factor of the op may be cut."""
         return any(sign == "*" or (sign.isalpha() and sign not in self.whole) for sign in self.factors)
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether a gradient flows back through the op."""
+        return is_differentiable(self.domain, self.op_type)
+
+    @property
+    def stops(self) -> bool:
+        """Whether the op is known to let no gradient through, as a comparison does; else it has merely no rule."""
+        return stops_gradient(self.domain, self.op_type)
 
     def __str__(self) -> str:
         words = [

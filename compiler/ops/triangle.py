@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from partc.compiler.ops.extents import integer
 from partc.compiler.ops.factors import rule
+from partc.compiler.ops.gradient import Gradients, gradient
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.lookup import rows_of
 from partc.compiler.ops.rule import Rule
@@ -15,6 +16,12 @@ from partc.compiler.ops.table import op
 def trilu(node: ir.Node) -> Rule | None:
     """`*rc,_->*rc`; a sum passes."""
     return rule(node, "*rc,_->*rc", linear="joint", terms=(0,), local=_moved_diagonal)
+
+
+@gradient("Trilu")
+def trilu_gradient(g: Gradients, dy: str, x: str, k: str | None = None) -> str:
+    """dX = the same triangle of dY."""
+    return str(g.Trilu(dy, k, upper=g.attribute("upper", 1)))
 
 
 def _moved_diagonal(local: Local) -> None:

@@ -1,0 +1,318 @@
+"""Gradients of convolutions and pooling: what a window made is spread over the window again.
+
+The cotangent of a convolution's input is the transposed convolution of the output's. That of its weight is a product a place of
+the kernel, dY times the input as this place saw it; which form computes it fastest depends on the shapes (see `weight`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.ops.gradient import Gradients, NoGradient, gradient
+
+SMALL_COLUMNS = 150
+LARGE_KERNEL = 5
+LARGE_IMAGE = 2000
+_TO_THE_END = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How windows lie in an image: sizes a spatial dim, and the padding before and after."""
+
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+    @property
+    def pads(self) -> list[int]:
+        """The padding as ONNX writes it."""
+        return [*self.begin, *self.end]
+
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """How far a window reaches."""
+        return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilations, strict=True))
+
+
+@gradient("Conv")
+def conv(g: Gradients, dy: str, x: str, w: str, bias: str | None = None) -> Sequence[str | None]:
+    """dX = ConvTranspose(dY, W); dW = the sum over images and positions of dY X; dB = sum(dY)."""
+    windows = windows_of(g, x, dy, _kernel(g, w))
+    group = g.attribute("group", 1)
+    dx = spread(g, dy, w, x, windows, group) if g.wants(0) else None
+    dw = weight(g, x, dy, w, windows, group) if g.wants(1) else None
+    return dx, dw, _over_images(g, dy) if g.wants(2) else None
+
+
+@gradient("ConvTranspose")
+def conv_transpose(g: Gradients, dy: str, x: str, w: str, bias: str | None = None) -> Sequence[str | None]:
+    """dX = Conv(dY, W); dW = that of a convolution which takes dY to X; dB = sum(dY)."""
+    windows = _transposed_windows(g, x, w)
+    group = g.attribute("group", 1)
+    dx = None
+    if g.wants(0):
+        strides, dilations = list(windows.strides), list(windows.dilations)
+        dx = g.Conv(dy, w, strides=strides, dilations=dilations, pads=windows.pads, group=group)
+    dw = weight(g, dy, x, w, windows, group) if g.wants(1) else None
+    return dx, dw, _over_images(g, dy) if g.wants(2) else None
+
+
+@gradient("MaxPool", outputs=1)
+def max_pool(g: Gradients, dy: str, x: str) -> str:
+    """dX = dY at the place of the largest, of which the node tells the index; MaxUnpool where windows do not overlap."""
+    windows = windows_of(g, x, dy, tuple(g.attribute("kernel_shape")))
+    if g.attribute("storage_order", 0):
+        raise NoGradient("MaxPool counts its indices by columns (storage_order is 1)")
+    apart = all(reach <= stride for reach, stride in zip(windows.reach, windows.strides, strict=True))
+    plain = not any(windows.pads) and set(windows.dilations) == {1} and not g.attribute("ceil_mode", 0)
+    if apart and plain and g.dtype(x) == ir.DataType.FLOAT:
+        sizes = {"kernel_shape": list(windows.kernel), "strides": list(windows.strides)}
+        return g.MaxUnpool(dy, g.output(1), g.shape_of(x), **sizes)
+    zero = ir.tensor(np.zeros(1, g.dtype(x).numpy()))
+    flat = g.ConstantOfShape(g.reshape(g.size_of(x), [1]), value=zero)
+    indices = g.reshape(g.output(1), [-1])
+    return g.Reshape(g.ScatterElements(flat, indices, g.reshape(dy, [-1]), axis=0, reduction="add"), g.shape_of(x))
+
+
+@gradient("AveragePool")
+def average_pool(g: Gradients, dy: str, x: str) -> str:
+    """dX = the transposed convolution of dY / n with ones, n being how many numbers a window averaged."""
+    kernel = tuple(g.attribute("kernel_shape"))
+    windows = windows_of(g, x, dy, kernel)
+    share = g.Div(dy, _counts(g, x, dy, windows))
+    rank = len(kernel)
+    ones = g.constant(np.ones((1, 1, *kernel)), dy)
+    shape = g.shape(x)
+    if shape is None or not isinstance(shape[1], int):
+        raise NoGradient("AveragePool over an unknown number of channels")
+    single = g.reshape(share, [-1, 1, *[0] * rank])
+    return g.reshape(spread(g, single, ones, x, windows, 1), [-1, shape[1], *[0] * rank])
+
+
+@gradient("GlobalAveragePool")
+def global_average_pool(g: Gradients, dy: str, x: str) -> str:
+    """dX = dY / n for the n positions."""
+    return g.Expand(g.Div(dy, g.size_of(x, range(2, g.rank(x)), like=x)), g.shape_of(x))
+
+
+@gradient("GlobalMaxPool")
+def global_max_pool(g: Gradients, dy: str, x: str) -> str:
+    """dX = dY where X is the largest; equal ones share it."""
+    chosen = g.mask(g.Equal(x, g.output(0)), x)
+    return g.Mul(chosen, g.Div(dy, g.sum(chosen, range(2, g.rank(x)), keepdims=True)))
+
+
+def spread(g: Gradients, dy: str, w: str, x: str, windows: Windows, group: int) -> str:
+    """What windows made, spread over an image of the size of `x`: a transposed convolution.
+
+    Where the image is larger than all windows together, the rest is zero; where only a run tells, the largest rest is made and cut.
+    """
+    image, made = (g.shape(one) for one in (x, dy))
+    rests: list[int] = []
+    exact = True
+    for k, stride in enumerate(windows.strides):
+        size, count = (image[k + 2], made[k + 2]) if image and made else (None, None)
+        if stride == 1:
+            rests.append(0)
+        elif isinstance(size, int) and isinstance(count, int):
+            rests.append(size + windows.begin[k] + windows.end[k] - (count - 1) * stride - windows.reach[k])
+        else:
+            rests.append(stride - 1)
+            exact = False
+    attributes = {"strides": list(windows.strides), "dilations": list(windows.dilations), "group": group}
+    dx = g.ConvTranspose(dy, w, pads=windows.pads, output_padding=rests, **attributes)
+    if exact:
+        return dx
+    axes = list(range(2, g.rank(x)))
+    ends = g.Slice(g.shape_of(x), g.constant([2]), g.constant([_TO_THE_END]))
+    return g.Slice(dx, g.constant(np.zeros(len(axes), np.int64)), ends, g.constant(axes))
+
+
+def weight(g: Gradients, x: str, dy: str, w: str, windows: Windows, group: int) -> str:
+    """The cotangent of a convolution's weight, in the form that is fastest for its shapes (measured on one core).
+
+    A kernel of 1: one product. Depthwise: a product a place, element by element. Few columns, a large kernel, or groups: columns
+    by a convolution with one-hot kernels. Else one product of matrices a place, images in order of channels where they are large.
+    """
+    made, size = g.shape(dy), g.static(w)
+    if size is None or made is None:
+        raise NoGradient("a weight of unknown size")
+    positions = math.prod(dim for dim in made[2:] if isinstance(dim, int)) if g.static(dy) else 0
+    places = math.prod(windows.kernel)
+    if group == 1 and places == 1:
+        return _by_place(g, x, dy, size, windows)
+    if group > 1 and group == size[0] and size[1] == 1:
+        return _depthwise(g, x, dy, size, windows)
+    if group > 1 or math.prod(size[1:]) <= SMALL_COLUMNS or max(windows.kernel) >= LARGE_KERNEL:
+        return _by_columns(g, x, dy, size, windows, group)
+    if positions >= LARGE_IMAGE:
+        return _by_place(g, x, dy, size, windows)
+    return _by_place_channels_last(g, x, dy, size, windows)
+
+
+def _by_place(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Windows) -> str:
+    """dW[o, c, place] = sum over images of dY[o, :] X[c, :] at the place."""
+    flat = g.reshape(dy, [0, size[0], -1])
+    found = []
+    for seen in _seen(g, x, windows, first=2):
+        product = g.MatMul(flat, g.mT(g.reshape(seen, [0, size[1], -1])))
+        found.append(g.unsqueeze(g.sum(product, [0]), 2))
+    return g.reshape(found[0] if len(found) == 1 else g.Concat(*found, axis=2), size)
+
+
+def _by_place_channels_last(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Windows) -> str:
+    """The same with channels last, where all images are rows of one product."""
+    rank = len(size) - 2
+    last = [0, *range(2, rank + 2), 1]
+    rows = g.reshape(g.Transpose(dy, perm=last), [-1, size[0]])
+    found = []
+    for seen in _seen(g, g.Transpose(x, perm=last), windows, first=1):
+        found.append(g.unsqueeze(g.Gemm(rows, g.reshape(seen, [-1, size[1]]), transA=1), 0))
+    return g.reshape(g.Transpose(g.Concat(*found, axis=0), perm=[1, 2, 0]), size)
+
+
+def _depthwise(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Windows) -> str:
+    """dW[c, place] = sum over images and positions of dY[c] X[c] at the place."""
+    axes = [0, *range(2, len(size))]
+    found = [g.unsqueeze(g.sum(g.Mul(dy, seen), axes), 1) for seen in _seen(g, x, windows, first=2)]
+    return g.reshape(found[0] if len(found) == 1 else g.Concat(*found, axis=1), size)
+
+
+def _by_columns(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Windows, group: int) -> str:
+    """The places of every window as columns, made by a convolution with one-hot kernels; then one product an image and group."""
+    places = math.prod(windows.kernel)
+    one_hot = g.constant(np.eye(places).reshape(places, 1, *windows.kernel), x)
+    single = g.reshape(x, [-1, 1, *[0] * len(windows.kernel)])
+    strides, dilations = list(windows.strides), list(windows.dilations)
+    columns = g.Conv(single, one_hot, strides=strides, dilations=dilations, pads=windows.pads)
+    columns = _as_columns(g, columns, x, dy, [group, size[1] * places])
+    rows = g.reshape(dy, [0, group, size[0] // group, -1])
+    return g.reshape(g.sum(g.MatMul(rows, g.mT(columns)), [0]), size)
+
+
+def _as_columns(g: Gradients, columns: str, x: str, dy: str, inner: list[int]) -> str:
+    """Columns of single channels as (image, group, column, position)."""
+    image, made = g.shape(x), g.shape(dy)
+    if image and isinstance(image[0], int):
+        return g.reshape(columns, [image[0], *inner, -1])
+    positions = [dim for dim in (made or (None,))[2:] if isinstance(dim, int)]
+    if made and len(positions) == len(made) - 2:
+        return g.reshape(columns, [-1, *inner, math.prod(positions)])
+    images = g.Slice(g.shape_of(x), g.constant([0]), g.constant([1]))
+    return g.Reshape(columns, g.Concat(images, g.constant([*inner, -1]), axis=0))
+
+
+def _seen(g: Gradients, x: str, windows: Windows, first: int) -> list[str]:
+    """What each place of the kernel sees of an image, whose spatial dims begin at `first`: a slice for each."""
+    rank = len(windows.kernel)
+    if any(windows.pads):
+        others = g.rank(x) - rank - first
+        before, after = [0] * first, [0] * others
+        x = g.Pad(x, g.constant([*before, *windows.begin, *after, *before, *windows.end, *after]))
+    if math.prod(windows.kernel) == 1 and set(windows.strides) == {1}:
+        return [x]
+    axes = g.constant(list(range(first, first + rank)))
+    strides = g.constant(list(windows.strides))
+    found = []
+    for place in np.ndindex(*windows.kernel):
+        starts = [at * d for at, d in zip(place, windows.dilations, strict=True)]
+        left = [reach - 1 - start for reach, start in zip(windows.reach, starts, strict=True)]
+        ends = [-one if one else _TO_THE_END for one in left]
+        found.append(g.Slice(x, g.constant(starts), g.constant(ends), axes, strides))
+    return found
+
+
+def _over_images(g: Gradients, dy: str) -> str:
+    return g.sum(dy, [0, *range(2, g.rank(dy))])
+
+
+def _kernel(g: Gradients, w: str) -> tuple[int, ...]:
+    size = g.static(w)
+    if size is None:
+        raise NoGradient("a kernel of unknown size")
+    return tuple(size[2:])
+
+
+def windows_of(g: Gradients, x: str, dy: str, kernel: tuple[int, ...]) -> Windows:
+    """The windows of a convolution or pooling over `x`; the padding is grown to what the last windows reach (ceil_mode)."""
+    rank = len(kernel)
+    strides = tuple(g.attribute("strides") or [1] * rank)
+    dilations = tuple(g.attribute("dilations") or [1] * rank)
+    pads = g.attribute("pads") or [0] * (2 * rank)
+    automatic = g.attribute("auto_pad", "NOTSET")
+    begin, end = list(pads[:rank]), list(pads[rank:])
+    image, made = g.shape(x), g.shape(dy)
+    for k in range(rank):
+        reach = dilations[k] * (kernel[k] - 1) + 1
+        size, count = (image[k + 2], made[k + 2]) if image and made else (None, None)
+        if automatic.startswith("SAME"):
+            if isinstance(size, int):
+                total = max((-(-size // strides[k]) - 1) * strides[k] + reach - size, 0)
+            elif strides[k] == 1:
+                total = reach - 1
+            else:
+                raise NoGradient(f"{automatic} with stride {strides[k]} over an image of unknown size")
+            begin[k] = total // 2 if automatic == "SAME_UPPER" else total - total // 2
+            end[k] = total - begin[k]
+        elif g.attribute("ceil_mode", 0):
+            if not isinstance(size, int) or not isinstance(count, int):
+                raise NoGradient("ceil_mode over an image of unknown size")
+            end[k] = max(end[k], (count - 1) * strides[k] + reach - size - begin[k])
+    return Windows(kernel, strides, dilations, tuple(begin), tuple(end))
+
+
+def _transposed_windows(g: Gradients, x: str, w: str) -> Windows:
+    """The windows of the convolution that goes back from the output of a ConvTranspose to its input."""
+    kernel = _kernel(g, w)
+    rank = len(kernel)
+    strides = tuple(g.attribute("strides") or [1] * rank)
+    dilations = tuple(g.attribute("dilations") or [1] * rank)
+    pads = g.attribute("pads") or [0] * (2 * rank)
+    rests = g.attribute("output_padding") or [0] * rank
+    asked = g.attribute("output_shape")
+    automatic = g.attribute("auto_pad", "NOTSET")
+    begin, end = list(pads[:rank]), list(pads[rank:])
+    if asked or automatic.startswith("SAME"):
+        image = g.shape(x)
+        for k in range(rank):
+            size = image[k + 2] if image else None
+            reach = dilations[k] * (kernel[k] - 1) + 1
+            if asked and not isinstance(size, int):
+                raise NoGradient("output_shape with an image of unknown size")
+            if asked and isinstance(size, int):
+                total = (size - 1) * strides[k] + rests[k] + reach - asked[k - rank]
+            else:
+                total = rests[k] + reach - strides[k]
+            total = max(total, 0)
+            begin[k] = total - total // 2 if automatic == "SAME_LOWER" else total // 2
+            end[k] = total - begin[k]
+    return Windows(kernel, strides, dilations, tuple(begin), tuple(end))
+
+
+def _counts(g: Gradients, x: str, dy: str, windows: Windows) -> str:
+    """How many numbers each window averages: all of the kernel, or those that lie within the image, or its padding."""
+    places = math.prod(windows.kernel)
+    rank = len(windows.kernel)
+    padded = bool(g.attribute("count_include_pad", 0))
+    own = g.attribute("pads") or [0] * (2 * rank)
+    automatic = g.attribute("auto_pad", "NOTSET") not in ("NOTSET", "VALID")
+    if not any(windows.pads) or (padded and (automatic or windows.pads == own)):
+        return g.constant(places, dy)
+    inside = windows.pads if automatic or not padded else [w - o for w, o in zip(windows.pads, own, strict=True)]
+    ones = g.constant(np.ones((1, 1, *windows.kernel)), dy)
+    sizes = g.Slice(g.shape_of(x), g.constant([2]), g.constant([_TO_THE_END]))
+    image = g.Concat(g.constant([1, 1]), sizes, axis=0)
+    if padded and not automatic:
+        grown = [before + after for before, after in zip(own[:rank], own[rank:], strict=True)]
+        image = g.Add(image, g.constant([0, 0, *grown]))
+    one = ir.tensor(np.ones(1, g.dtype(dy).numpy()))
+    covered = g.ConstantOfShape(image, value=one)
+    strides, dilations = list(windows.strides), list(windows.dilations)
+    return g.Conv(covered, ones, strides=strides, dilations=dilations, pads=inside)
