@@ -28,6 +28,7 @@ _CROWDED_SPIN = 5e-5
 _SHORTEST_SLEEP = 2e-5
 _LONGEST_SLEEP = 1e-4
 _LONG_WAIT = 0.1
+_BETWEEN_LOOKS = 2e-3
 _LONGEST_SLEEP_OF_A_LONG_WAIT = 1e-3
 _NOTICE = 1
 _NOTICE_BYTES = 3000
@@ -93,11 +94,13 @@ class MpiTransport:
                 os.sched_yield()
             if test():
                 return
-        sleep, report = _SHORTEST_SLEEP, self.stall
+        sleep, report, look = _SHORTEST_SLEEP, self.stall, 0.0
         while not test():
-            self._look()
             time.sleep(sleep)
             waited = time.monotonic() - begun
+            if waited >= look:
+                self._look()
+                look = waited + _BETWEEN_LOOKS
             sleep = min(2 * sleep, _LONGEST_SLEEP if waited < _LONG_WAIT else _LONGEST_SLEEP_OF_A_LONG_WAIT)
             if waited >= report:
                 print(stalled(self.rank, waited, what()), file=sys.stderr, flush=True)

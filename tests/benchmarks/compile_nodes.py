@@ -107,7 +107,7 @@ def main() -> None:
             start = time.perf_counter()
             program = step(program)
             print(f"  {step.__name__:10s} {time.perf_counter() - start:6.2f} s")
-        print(f"  {len(program.transfers)} transfers")
+        print(f"  {len(program.events)} transfers")
 
 
 if __name__ == "__main__":
