@@ -132,36 +132,17 @@ def _ints(node: ir.Node, k: int, name: str) -> list[int] | None:
 
 
 _FAR = {2**63 - 1, 2**31 - 1, -(2**63), -(2**31)}
-_BROADCASTING = (
-    "Add",
-    "Sub",
-    "Mul",
-    "Div",
-    "Pow",
-    "Mod",
-    "Max",
-    "Min",
-    "Sum",
-    "Mean",
-    "And",
-    "Or",
-    "Xor",
-    "BitwiseAnd",
-    "BitwiseOr",
-    "BitwiseXor",
-    "BitShift",
-    "Equal",
-    "Greater",
-    "GreaterOrEqual",
-    "Less",
-    "LessOrEqual",
-    "PRelu",
-    "Where",
-    "MatMul",
+BROADCASTING = frozenset(
+    {
+        *("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Mean", "Where", "PRelu"),
+        *("And", "Or", "Xor", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitShift"),
+        *("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"),
+    }
 )
+"""Ops of ai.onnx whose output is as large as its inputs broadcast."""
 
 CORRECTIONS: dict[tuple[str, str], Callable[[ShapeInferenceContext, ir.Node, Rule, Known], None]] = {
-    **{("", op): broadcast for op in _BROADCASTING},
+    **{("", op): broadcast for op in sorted(BROADCASTING | {"MatMul"})},
     ("", "If"): if_,
     ("", "Loop"): loop,
     ("", "Slice"): slice_,

@@ -71,7 +71,7 @@ class MpiTransport:
         self._spin = _CROWDED_SPIN if neighbours.size > len(everyone) else _ALONE_SPIN
         neighbours.Free()
         self._failure: str | None = None
-        self._agreeing: object = None
+        self._agreeing: object = None  # kept: MPI may still write there when a wait was given up
         self._circles: dict[tuple[int, ...], Circle] = {}
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Request:

@@ -14,14 +14,9 @@ import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext, registry
 from partc.compiler.ops.local import Shape
 from partc.compiler.ops.operands import same
+from partc.compiler.shape_rules import BROADCASTING
 
 OPSETS = {"": 21, "com.microsoft": 1}
-_BROADCASTING = frozenset(
-    {
-        *("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Mean", "Sum", "Where", "PRelu", "BiasGelu", "Equal"),
-        *("And", "Or", "Xor", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"),
-    }
-)
 _SIZED_BY_A_VALUE = {"Split": 1, "Squeeze": 1}
 
 
@@ -117,7 +112,7 @@ class Scope:
 
     def is_doubtful(self, node: ir.Node) -> bool:
         """Whether the node broadcasts dims of which it is not certain which one is the larger."""
-        return node.op_type in _BROADCASTING and bool(_unsure_dims(node))
+        return (node.op_type in BROADCASTING or node.op_type == "BiasGelu") and bool(_unsure_dims(node))
 
     def _unsure(self, node: ir.Node) -> None:
         """Leaves open the dims of the output that its inputs do not settle; shape inference takes the first."""
