@@ -164,6 +164,30 @@ class Collective(_Record):
     cause: str
 
 
+class StateRecord(_Record):
+    """A tensor that training keeps from step to step: a parameter, what the optimizer keeps of one, or running statistics.
+
+    `value` is its name in the rank files, an input there; `next` the output there that takes its place after a step, empty where
+    nothing does. `tensor` is its global name, which checkpoints use: `fc1.weight`, `fc1.weight.momentum`; a tensor that lies in
+    several ways has a record for each. `shape` is the whole's; `ranks` hold it, whole, or the piece that `boxes` says. `parameter`:
+    of whom an optimizer's tensor is. Without a weight of its own in the rank file a tensor begins with zeros.
+    """
+
+    value: str
+    next: str
+    tensor: str
+    kind: Literal["parameter", "optimizer", "statistics"]
+    type: str
+    shape: list[int]
+    ranks: list[int]
+    boxes: list[Box] | None = None
+    parameter: str = ""
+
+    def box(self, rank: int) -> Box | None:
+        """The piece of a rank that holds it; None where that is the whole."""
+        return None if self.boxes is None else self.boxes[self.ranks.index(rank)]
+
+
 class FileRecord(_Record):
     """What a file of the artifact must be."""
 
