@@ -1,0 +1,40 @@
+"""Whole models: the loss and every gradient are those of torch, for several sizes of the dynamic dims with one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from training_models import Model, dlrm, gpt, lenet, mlp, resnet
+
+torch = pytest.importorskip("torch", reason="needs partc[torch]")
+
+from training_torch import TorchStep  # noqa: E402
+from whole_gradient import Step, same_gradients  # noqa: E402
+
+Sizes = dict[str, int]
+MODELS: list[tuple[Callable[[], Model], list[Sizes]]] = [
+    (lambda: mlp(width=48, inputs=37), [{"batch": 5}, {"batch": 1}]),
+    (lenet, [{"batch": 3}, {"batch": 2}]),
+    (lambda: resnet(width=12, size=64), [{"batch": 3}, {"batch": 2}]),
+    (
+        lambda: gpt(width=48, layers=2, heads=3, vocabulary=61, context=32),
+        [{"batch": 2, "seq": 9}, {"batch": 1, "seq": 32}],
+    ),
+    (lambda: dlrm(tables=3, rows=50, width=8, dense=5, inner=12), [{"batch": 7}, {"batch": 2}]),
+]
+
+
+@pytest.mark.parametrize(("make", "sizes"), MODELS, ids=["mlp", "lenet", "resnet", "gpt", "dlrm"])
+def test_gradients_are_those_of_torch(make: Callable[[], Model], sizes: list[Sizes]) -> None:
+    model = make()
+    step = Step(model)
+    other = TorchStep(model, step.parameters)
+    for own in sizes:
+        feeds = model.feeds(np.random.default_rng(7), **own)
+        step.bind(feeds)
+        step()
+        loss = other({name: torch.from_numpy(array) for name, array in feeds.items()})
+        assert step.loss == pytest.approx(float(loss), rel=1e-5)
+        same_gradients(step.gradients, other.gradients, close=5e-5)
