@@ -1,0 +1,182 @@
+"""Nodes that training appends to the whole model's graph: named below one word, as if a module `loss` had made them.
+
+Constants are nodes and no initializers, so that nobody takes them for weights that are learned. What is appended is standard and
+whole: it is placed, cut and differentiated with the model's own nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.load.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES
+from partc.compiler.plan.pattern import nearest
+from partc.compiler.shape_rules import tolerant_rules
+
+FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+INTEGERS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.INT16, ir.DataType.INT8, ir.DataType.UINT8)
+OLDEST_OPSET = 18
+
+Dims = tuple[int | ir.SymbolicDim, ...]
+
+
+class Append:
+    """Appends nodes below `path` to a model; `where` stands in errors."""
+
+    def __init__(self, model: ir.Model, path: str, where: str) -> None:
+        self.model, self.graph, self.path, self.where = model, model.graph, path, where
+        self._names = {value.name for value in _values(self.graph)}
+        self._scopes = {
+            key for node in self.graph for key in (TORCH_SCOPES, ONNXSCRIPT_SCOPES) if key in node.metadata_props
+        }
+        opset = model.graph.opset_imports.get("", 0)
+        if opset < OLDEST_OPSET:
+            raise self.error(
+                f"the model has opset {opset}",
+                f"losses and metrics are made of ops of opset {OLDEST_OPSET}",
+                "export the model with opset 21",
+            )
+
+    def error(self, fact: str, law: str = "", help: str = "") -> CompileError:
+        """The error of one fact."""
+        return CompileError(Problem(self.where, fact, law, help))
+
+    def op(self, word: str, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
+        """One node that makes `<path>.<word>`, or `<path>` itself where there is no word."""
+        name = f"{self.path}.{word}" if word else self.path
+        if name in self._names:
+            raise self.error(
+                f"the model has a value '{name}' already",
+                "the values of a loss and of metrics are named after them",
+                f"name it otherwise in the model, or say '{name}' where an output of the model is meant",
+            )
+        self._names.add(name)
+        node = ir.Node(
+            "", op_type, inputs, ir.convenience.convert_attributes(attributes), outputs=[ir.Value(name=name)], name=name
+        )
+        module = name.rpartition(".")[0]
+        if TORCH_SCOPES in self._scopes:
+            node.metadata_props[TORCH_SCOPES] = repr(["", module, name])
+        elif self._scopes:
+            node.metadata_props[ONNXSCRIPT_SCOPES] = repr(["", module])
+        self.graph.append(node)
+        return node.outputs[0]
+
+    def constant(self, word: str, array: Any, dtype: ir.DataType = ir.DataType.INT64) -> ir.Value:
+        """A constant; integers where no type is said."""
+        return self.op(word, "Constant", value=ir.tensor(np.asarray(array, dtype.numpy())))
+
+    def scalar(self, op_type: str, *inputs: ir.Value, dtype: ir.DataType, **attributes: Any) -> ir.Value:
+        """The node that makes `<path>`: a float32 scalar, which becomes an output of the graph."""
+        if dtype == ir.DataType.FLOAT:
+            made = self.op("", op_type, *inputs, **attributes)
+        else:
+            made = self.op("", "Cast", self.op("value", op_type, *inputs, **attributes), to=ir.DataType.FLOAT.value)
+        made.type, made.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([])
+        self.graph.outputs.append(made)
+        return made
+
+    def output(self, name: str) -> ir.Value:
+        """The graph's output of a name. Raises CompileError with the nearest names where there is none."""
+        by_name = {value.name or "": value for value in self.graph.outputs}
+        if name not in by_name:
+            close = nearest(name, by_name)
+            have = ", ".join(map(repr, by_name))
+            raise self.error(
+                f"the model has no output '{name}'",
+                f"its outputs are {have}",
+                f"say '{close[0]}'" if close else "name one of them",
+            )
+        return by_name[name]
+
+    def prediction(self, name: str) -> tuple[ir.Value, Dims]:
+        """An output of floats, in float32 unless it is in float64, and its dims in names of the inputs' dims."""
+        value = self.output(name)
+        shape, dtype = self._inferred(value)
+        if shape is None:
+            raise self.error(
+                f"the rank of the output '{name}' is not known",
+                help="give the model's inputs shapes, or reshape the output",
+            )
+        if dtype not in FLOATS:
+            raise self.error(
+                f"the output '{name}' is of type {dtype.name if dtype else 'unknown'}", "a loss or metric is of floats"
+            )
+        if dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+            value = self.op(name, "Cast", value, to=ir.DataType.FLOAT.value)
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+        return value, shape
+
+    def given(self, name: str, dims: Dims, kinds: Sequence[ir.DataType]) -> ir.Value:
+        """The graph's input of a name in the first of the types `kinds`; one is added, of these dims, where there is none."""
+        found = next((value for value in self.graph.inputs if value.name == name), None)
+        if found is None and name in self._names:
+            raise self.error(
+                f"'{name}' is no input of the model but a value inside of it", help="name the labels otherwise"
+            )
+        if found is None:
+            self._names.add(name)
+            known = self._named_dims()
+            shape = [dim if isinstance(dim, int) or str(dim.value) in known else None for dim in dims]
+            found = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(kinds[0]))
+            self.graph.inputs.append(found)
+            return found
+        if found.dtype is not None and found.dtype not in kinds:
+            words = " or ".join(kind.name.lower() for kind in kinds)
+            raise self.error(f"the input '{name}' is of type {found.dtype.name.lower()}", f"it must be of {words} here")
+        have = None if found.shape is None else tuple(found.shape.dims)
+        if have is not None and not _fits(have, dims):
+            raise self.error(
+                f"the input '{name}' is {_text(have)} in the model, and {_text(dims)} is expected",
+                "labels have the shape of the logits without the classes, targets that of the prediction",
+                "say which axis the classes are by `axis`, or change the input",
+            )
+        if found.dtype in (None, kinds[0]):
+            return found
+        word = f"{name}.{kinds[0].name.lower()}"
+        if f"{self.path}.{word}" in self._names:
+            return next(value for value in _values(self.graph) if value.name == f"{self.path}.{word}")
+        return self.op(word, "Cast", found, to=kinds[0].value)
+
+    def _inferred(self, value: ir.Value) -> tuple[Dims | None, ir.DataType | None]:
+        """A value's dims and type by shape inference on a copy; input dims without a name get one, so that others can share it."""
+        import onnx_shape_inference
+
+        for one in self.graph.inputs:
+            if one.shape is not None:
+                dims = list(one.shape.dims)
+                one.shape = ir.Shape(
+                    [
+                        f"{one.name}_dim_{axis}" if isinstance(dim, ir.SymbolicDim) and dim.value is None else dim
+                        for axis, dim in enumerate(dims)
+                    ]
+                )
+        copy = self.model.clone()
+        for node in copy.graph:
+            for out in node.outputs:
+                out.shape = None
+        with tolerant_rules([], {}):
+            onnx_shape_inference.infer_symbolic_shapes(copy, warn_on_missing=False, adopt_declared_symbols=False)
+        found = next(out for out in copy.graph.outputs if out.name == value.name)
+        shape = found.shape if found.shape is not None else value.shape
+        return None if shape is None else tuple(shape.dims), found.dtype or value.dtype
+
+    def _named_dims(self) -> set[str]:
+        dims = (dim for value in self.graph.inputs for dim in (value.shape.dims if value.shape is not None else ()))
+        return {str(dim.value) for dim in dims if isinstance(dim, ir.SymbolicDim)}
+
+
+def _values(graph: ir.Graph) -> list[ir.Value]:
+    return [*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs)]
+
+
+def _fits(have: Dims, want: Dims) -> bool:
+    pairs = zip(have, want, strict=False)
+    return len(have) == len(want) and all(a == b for a, b in pairs if isinstance(a, int) and isinstance(b, int))
+
+
+def _text(dims: Dims) -> str:
+    return f"[{', '.join(str(dim) if isinstance(dim, int) else str(dim.value or '?') for dim in dims)}]"

@@ -1,0 +1,300 @@
+"""Losses: what training lessens, as nodes of the whole graph, so that a mean is over the whole batch whatever the cut.
+
+    softmax_cross_entropy    -sum_c q_c log softmax(x)_c    q: 1 at the label, or probabilities; smoothed; weighted by class
+    mean_squared             (x - t)^2
+    l1                       |x - t|
+    binary_cross_entropy     softplus(x) - t x, of logits; softplus(x) = log(1 + exp(x))
+    output                   a scalar that the model makes itself
+
+The logarithm of the softmax is (x - s) - log sum exp(x - s) with s = ceil(max x): any s close to the maximum will do, and no
+gradient flows through Ceil. Unlike LogSoftmax this is made of reductions, so classes may be cut as well (a vocabulary over ranks):
+each rank has its own terms, and three numbers a position are reduced. A mean with weights or ignored labels is a sum over a
+sum, and both are terms on every rank.
+
+    loss({"type": "softmax_cross_entropy", "logits": "y", "labels": "label", "label_smoothing": 0.1})
+    loss("total")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.training.append import FLOATS, INTEGERS, Append, Dims
+from partc.compiler.training.options import Check, read
+
+TYPES: Mapping[str, Mapping[str, Check]] = {
+    "softmax_cross_entropy": {
+        "logits": Check.NAME,
+        "labels": Check.NAME,
+        "reduction": Check.REDUCTION,
+        "axis": Check.INTEGER,
+        "ignore_index": Check.INTEGER,
+        "label_smoothing": Check.SHARE,
+        "weights": Check.NUMBERS,
+        "probabilities": Check.BOOL,
+    },
+    "mean_squared": {"prediction": Check.NAME, "target": Check.NAME, "reduction": Check.REDUCTION},
+    "l1": {"prediction": Check.NAME, "target": Check.NAME, "reduction": Check.REDUCTION},
+    "binary_cross_entropy": {
+        "logits": Check.NAME,
+        "labels": Check.NAME,
+        "reduction": Check.REDUCTION,
+        "pos_weight": Check.NUMBERS,
+    },
+    "output": {"output": Check.NAME},
+}
+"""By type the keys that it takes."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss: `output` of the model against the input `labels`, which is added where the model has none.
+
+    `weights`: one number a class (`pos_weight`: what a label of 1 counts, one number or one a column). `axis`: that of the classes;
+    None: the last of up to three dims, else 1. `probabilities`: labels are shares of all classes. Positions with the label `ignore_index`
+    do not count: neither in the sum nor in what a mean divides by. `reduction`: a sum over ranks of their means is a mean here; what makes
+    it a sum is a factor of the cotangents.
+    """
+
+    type: str
+    output: str
+    labels: str = "labels"
+    reduction: str = "mean"
+    axis: int | None = None
+    ignore_index: int | None = None
+    label_smoothing: float = 0.0
+    weights: tuple[float, ...] | None = None
+    pos_weight: tuple[float, ...] | None = None
+    probabilities: bool = False
+
+
+def loss(options: Mapping[str, Any] | str, where: str = "train.loss", folder: Path | None = None) -> Loss:
+    """The loss that options say; a text is the name of an output of the model. Files of weights are looked for in `folder`.
+
+    Raises CompileError with all that is wrong.
+    """
+    if isinstance(options, str):
+        return Loss("output", options)
+    found = read(options, TYPES, where, folder, _contradictions, ("logits", "labels", "prediction", "target", "output"))
+    words = {"logits": "output", "prediction": "output", "target": "labels"}
+    return Loss(**{words.get(key, key): value for key, value in found.items()})
+
+
+def add_loss(model: ir.Model, loss: Loss, where: str = "train.loss") -> ir.Value:
+    """The scalar that the loss is, in float32: an output `loss` appended to the graph, or the model's own output.
+
+    Raises CompileError where the model has not what the loss speaks of.
+    """
+    to = Append(model, "loss", where)
+    match loss.type:
+        case "softmax_cross_entropy":
+            return _cross_entropy(to, loss)
+        case "binary_cross_entropy":
+            return _binary_cross_entropy(to, loss)
+        case "mean_squared" | "l1":
+            return distance(to, loss.output, loss.labels, loss.type, loss.reduction)
+        case _:
+            return own_scalar(to, loss.output)
+
+
+def class_axis(to: Append, name: str, dims: Dims, axis: int | None) -> int:
+    """The axis of the classes, from 0."""
+    rank = len(dims)
+    if rank == 0:
+        raise to.error(f"the output '{name}' is a scalar", "logits have a number for each class")
+    chosen = axis if axis is not None else 1 if rank > 3 else rank - 1
+    if not -rank <= chosen < rank:
+        raise to.error(f"'{name}' has no axis {chosen}", f"it has {rank} dims", f"say an axis of {-rank} to {rank - 1}")
+    return chosen % rank
+
+
+def own_scalar(to: Append, name: str) -> ir.Value:
+    """The model's output of a name, which must be one float."""
+    found = to.output(name)
+    if (found.dtype is not None and found.dtype not in FLOATS) or (
+        found.shape is not None and any(dim != 1 for dim in found.shape.dims)
+    ):
+        shape = "" if found.shape is None else str(found.shape)
+        raise to.error(
+            f"the output '{name}' is {found.dtype.name.lower() if found.dtype else ''}{shape}",
+            "a loss or metric of the model's own is one float",
+            "take its mean in the model, or say by `type` how it is compared with labels",
+        )
+    return found
+
+
+def distance(to: Append, prediction: str, target: str, kind: str, reduction: str) -> ir.Value:
+    """The mean or sum of squares or of absolute values of what a prediction is off its target."""
+    x, dims = to.prediction(prediction)
+    dtype = x.dtype or ir.DataType.FLOAT
+    t = to.given(target, dims, [dtype, *FLOATS])
+    off = to.op("difference", "Sub", x, t)
+    norm = "ReduceL1" if kind == "l1" else "ReduceSumSquare"
+    if reduction == "sum":
+        return to.scalar(norm, off, dtype=dtype, keepdims=0)
+    # A mean divides by a number that only a run tells; of dims that are known it is a sum, whose gradient is one multiplication.
+    known = [axis for axis, dim in enumerate(dims) if isinstance(dim, int)]
+    if not known:
+        each = to.op("losses", "Abs", off) if kind == "l1" else to.op("losses", "Mul", off, off)
+        return to.scalar("ReduceMean", each, dtype=dtype, keepdims=0)
+    count = float(np.prod([dim for dim in dims if isinstance(dim, int)]))
+    sums = to.op("sums", norm, off, to.constant("known_axes", known), keepdims=0)
+    total = sums if len(known) == len(dims) else to.op("mean", "ReduceMean", sums, keepdims=0)
+    return to.scalar("Div", total, to.constant("count", count, dtype), dtype=dtype)
+
+
+def _contradictions(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Options that exclude each other, each with a law and a remedy."""
+    if found.get("probabilities") and found.get("ignore_index") is not None:
+        return [
+            (
+                "`ignore_index` and `probabilities` are both given",
+                "only a label that is a number can be ignored",
+                "take one of them out; probabilities that are all zero add nothing to the sum",
+            )
+        ]
+    return []
+
+
+def _binary_cross_entropy(to: Append, loss: Loss) -> ir.Value:
+    """Each softplus(x) - t x; with a weight p of ones, (1 + (p - 1) t) softplus(x) - p t x."""
+    x, dims = to.prediction(loss.output)
+    dtype = x.dtype or ir.DataType.FLOAT
+    t = to.given(loss.labels, dims, [dtype, *FLOATS])
+    soft = to.op("softplus", "Softplus", x)
+    if loss.pos_weight is not None:
+        p = np.array(loss.pos_weight if len(loss.pos_weight) > 1 else loss.pos_weight[0])
+        if p.ndim and (not dims or dims[-1] != p.size):
+            raise to.error(f"`pos_weight` has {p.size} numbers", f"the last dim of '{loss.output}' is {_last(dims)}")
+        more = to.op("more", "Mul", t, to.constant("pos_weight_less_1", p - 1, dtype))
+        soft = to.op("weighted", "Mul", soft, to.op("counts", "Add", more, to.constant("one", 1, dtype)))
+        t = to.op("positive", "Mul", t, to.constant("pos_weight", p, dtype))
+    losses = to.op("losses", "Sub", soft, to.op("labelled", "Mul", x, t))
+    return to.scalar("ReduceSum" if loss.reduction == "sum" else "ReduceMean", losses, dtype=dtype, keepdims=0)
+
+
+def _last(dims: Dims) -> str:
+    return "missing" if not dims else str(dims[-1] if isinstance(dims[-1], int) else dims[-1].value)
+
+
+def _cross_entropy(to: Append, loss: Loss) -> ir.Value:
+    x, dims = to.prediction(loss.output)
+    axis = class_axis(to, loss.output, dims, loss.axis)
+    classes, dtype = dims[axis], x.dtype or ir.DataType.FLOAT
+    if loss.weights is not None and classes != len(loss.weights):
+        size = classes if isinstance(classes, int) else classes.value
+        raise to.error(
+            f"`weights` has {len(loss.weights)} numbers, and '{loss.output}' has {size} classes on axis {axis}",
+            "there is one weight for each class",
+        )
+    if loss.label_smoothing and loss.weights is None and loss.probabilities and not isinstance(classes, int):
+        raise to.error(f"the number of classes on axis {axis} is not known", "smoothing divides by it")
+    axes = to.constant("class_axis", [axis])
+    shift = to.op("shift", "Ceil", to.op("largest", "ReduceMax", x, axes, keepdims=1))
+    shifted = to.op("shifted", "Sub", x, shift)
+    total = to.op("total", "ReduceSum", to.op("exponentials", "Exp", shifted), axes, keepdims=1)
+    parts = _Parts(to, loss, axis, axes, shifted, to.op("log_total", "Log", total), dtype)
+    if loss.probabilities:
+        shares = to.given(loss.labels, dims, [dtype, *FLOATS])
+        return _reduced(to, loss, parts.against(shares, classes, len(dims)), None, dtype)
+    labels = to.given(loss.labels, dims[:axis] + dims[axis + 1 :], INTEGERS)
+    counted = None
+    if loss.ignore_index is not None:
+        ignored = to.op("ignored", "Equal", labels, to.constant("ignore_index", loss.ignore_index))
+        labels = to.op("safe_labels", "Where", ignored, to.constant("no_label", 0), labels)
+        counted = to.op("counted", "Not", to.op("ignored_there", "Unsqueeze", ignored, axes))
+    return _reduced(to, loss, *parts.at(labels, counted, classes, len(dims)), dtype)
+
+
+def _reduced(to: Append, loss: Loss, losses: ir.Value, weights: ir.Value | None, dtype: ir.DataType) -> ir.Value:
+    """The sum or the mean of losses; with weights their sum is what the mean divides by."""
+    if loss.reduction == "sum":
+        return to.scalar("ReduceSum", losses, dtype=dtype, keepdims=0)
+    if weights is None:
+        return to.scalar("ReduceMean", losses, dtype=dtype, keepdims=0)
+    sums = to.op("sum", "ReduceSum", losses, keepdims=0)
+    return to.scalar("Div", sums, to.op("weight_sum", "ReduceSum", weights, keepdims=0), dtype=dtype)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a cross entropy is made of: log softmax(x) is `shifted` - `log_total`."""
+
+    to: Append
+    loss: Loss
+    axis: int
+    axes: ir.Value
+    shifted: ir.Value
+    log_total: ir.Value
+    dtype: ir.DataType
+
+    def at(
+        self, labels: ir.Value, counted: ir.Value | None, classes: int | ir.SymbolicDim, rank: int
+    ) -> tuple[ir.Value, ir.Value | None]:
+        """The loss of each position with its label, and its weight, None where every one is 1; both with the axis of classes as 1."""
+        to, smoothing = self.to, self.loss.label_smoothing
+        places = to.op("label_places", "Unsqueeze", labels, self.axes)
+        chosen = to.op("at_label", "GatherElements", self.shifted, places, axis=self.axis)
+        weight = None
+        if self.loss.weights is not None:
+            weight = to.op(
+                "label_weights", "Gather", to.constant("class_weights", self.loss.weights, self.dtype), places
+            )
+        if smoothing and weight is None:
+            mean = to.op("class_mean", "ReduceMean", self.shifted, self.axes, keepdims=1)
+            chosen = to.op(
+                "smooth", "Add", self._times("hard", chosen, 1 - smoothing), self._times("even", mean, smoothing)
+            )
+        losses = to.op("losses", "Sub", self.log_total, chosen)
+        if weight is not None:
+            losses = to.op("weighted", "Mul", losses, weight)
+            if smoothing:
+                share = self._aligned(
+                    "smoothing_weights", smoothing * np.array(self.loss.weights) / len(self.loss.weights or ()), rank
+                )
+                even = self._expected(share, to.constant("smoothing_weight", _even(self.loss), self.dtype))
+                losses = to.op("smooth", "Add", self._times("hard", losses, 1 - smoothing), even)
+        if counted is not None:
+            none = to.constant("nothing", 0, self.dtype)
+            losses = to.op("counted_losses", "Where", counted, losses, none)
+            if weight is None:
+                weight = to.op("weights", "Cast", counted, to=self.dtype.value)
+            else:
+                weight = to.op("weights", "Where", counted, weight, none)
+        return losses, weight
+
+    def against(self, shares: ir.Value, classes: int | ir.SymbolicDim, rank: int) -> ir.Value:
+        """The loss of each position whose label is a share of every class."""
+        to, smoothing = self.to, self.loss.label_smoothing
+        if smoothing:
+            assert isinstance(classes, int)
+            even = to.constant("even", smoothing / classes, self.dtype)
+            shares = to.op("smooth_labels", "Add", self._times("hard", shares, 1 - smoothing), even)
+        if self.loss.weights is not None:
+            shares = to.op("weighted_labels", "Mul", shares, self._aligned("class_weights", self.loss.weights, rank))
+        return self._expected(shares, to.op("shares", "ReduceSum", shares, self.axes, keepdims=1))
+
+    def _expected(self, shares: ir.Value, total: ir.Value) -> ir.Value:
+        """-sum_c share_c log softmax(x)_c, with the sum of the shares."""
+        to = self.to
+        part = to.op("share_of_logits", "Mul", self.shifted, shares)
+        mean = to.op("expected", "ReduceSum", part, self.axes, keepdims=1)
+        return to.op("expected_losses", "Sub", to.op("share_of_total", "Mul", self.log_total, total), mean)
+
+    def _aligned(self, word: str, numbers: Any, rank: int) -> ir.Value:
+        """One number a class, aligned with the axis of classes."""
+        shape = [-1 if axis == self.axis else 1 for axis in range(self.axis, rank)]
+        return self.to.constant(word, np.asarray(numbers).reshape(shape), self.dtype)
+
+    def _times(self, word: str, x: ir.Value, number: float) -> ir.Value:
+        return self.to.op(word, "Mul", x, self.to.constant(f"{word}_share", number, self.dtype))
+
+
+def _even(loss: Loss) -> float:
+    """What smoothing gives all classes together, with their weights."""
+    return loss.label_smoothing * float(np.mean(loss.weights or (1.0,)))

@@ -1,0 +1,130 @@
+"""Metrics: how well a model does, as nodes of the whole graph that no gradient flows through, each a float32 scalar.
+
+    accuracy    the share of labels whose class has the largest logit
+    top_k       the share of labels whose class is among the k largest
+    mse, mae    the mean of the squares, of the absolute values, of what a prediction is off
+    output      a scalar that the model makes itself
+
+A label is among the k largest where all but k - 1 others have a smaller logit: of equal ones none is preferred, so a model that
+says the same of all classes knows none. Unlike ArgMax and TopK this is a count, so classes may be cut as well.
+
+Each is the mean over the whole batch, or over the labels that are not ignored. The mean over several batches is theirs weighed by
+batch size: exact for a mean over a batch, close where the number of ignored labels differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx_ir as ir
+from partc.compiler.training.append import FLOATS, INTEGERS, Append
+from partc.compiler.training.losses import Loss, class_axis, distance, own_scalar
+from partc.compiler.training.options import Check, read
+
+_CLASSES = {
+    "logits": Check.NAME,
+    "labels": Check.NAME,
+    "axis": Check.INTEGER,
+    "ignore_index": Check.INTEGER,
+    "probabilities": Check.BOOL,
+}
+_NUMBERS = {"prediction": Check.NAME, "target": Check.NAME}
+TYPES: Mapping[str, Mapping[str, Check]] = {
+    "accuracy": _CLASSES,
+    "top_k": {**_CLASSES, "k": Check.COUNT},
+    "mse": _NUMBERS,
+    "mae": _NUMBERS,
+    "output": {"output": Check.NAME},
+}
+"""By type the keys that it takes."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric: `output` of the model against the input `labels`; None is as in the loss. The other fields are as in a loss."""
+
+    type: str
+    output: str | None = None
+    labels: str | None = None
+    axis: int | None = None
+    ignore_index: int | None = None
+    probabilities: bool | None = None
+    k: int = 5
+
+
+def metric(name: str, options: Mapping[str, Any], where: str = "train.metrics") -> Metric:
+    """The metric that options say; without a type it is that of its name. A type that is none is the name of an output of the model.
+
+    Raises CompileError with all that is wrong.
+    """
+    said = {"type": name, **options}
+    if said["type"] not in TYPES and len(said) == 1 and isinstance(said["type"], str):
+        return Metric("output", said["type"])
+    found = read(said, TYPES, where)
+    words = {"logits": "output", "prediction": "output", "target": "labels"}
+    return Metric(**{words.get(key, key): value for key, value in found.items()})
+
+
+def add_metric(
+    model: ir.Model, name: str, metric: Metric, where: str = "train.metrics", of: Loss | str | None = None
+) -> ir.Value:
+    """The scalar that the metric is, in float32: an output `name` appended to the graph, or the model's own output.
+
+    What the metric does not say is as in the loss `of`. Raises CompileError where the model has not what the metric speaks of.
+    """
+    to = Append(model, name, where)
+    if isinstance(of, Loss) and of.type != "output":
+        metric = _filled(metric, of)
+    if metric.type == "output":
+        return own_scalar(to, metric.output or name)
+    missing = [word for word, one in (("output", metric.output), ("labels", metric.labels)) if one is None]
+    if missing:
+        keys = [
+            key for key in TYPES[metric.type] if {"prediction": "output", "logits": "output"}.get(key, key) in missing
+        ]
+        keys += ["target"] if "labels" in missing and "target" in TYPES[metric.type] else []
+        raise to.error(
+            f"the metric '{name}' lacks {' and '.join(dict.fromkeys(keys))}",
+            "the loss does not say them",
+            "say them here",
+        )
+    assert metric.output is not None
+    assert metric.labels is not None
+    if metric.type in ("mse", "mae"):
+        return distance(to, metric.output, metric.labels, "l1" if metric.type == "mae" else "mean_squared", "mean")
+    return _hits(to, metric, metric.output, metric.labels)
+
+
+def _filled(metric: Metric, of: Loss) -> Metric:
+    """The metric, with what it does not say as in a loss."""
+    keys = ("output", "labels", "axis", "ignore_index", "probabilities")
+    return replace(metric, **{key: getattr(of, key) for key in keys if getattr(metric, key) is None})
+
+
+def _hits(to: Append, metric: Metric, output: str, labels_name: str) -> ir.Value:
+    x, dims = to.prediction(output)
+    axis, real = class_axis(to, output, dims, metric.axis), ir.DataType.FLOAT
+    axes = to.constant("class_axis", [axis])
+    if metric.probabilities:
+        shares = to.given(labels_name, dims, [x.dtype or real, *FLOATS])
+        places = to.op("label_places", "ArgMax", shares, axis=axis)
+    else:
+        labels = to.given(labels_name, dims[:axis] + dims[axis + 1 :], INTEGERS)
+        places = to.op("label_places", "Unsqueeze", labels, axes)
+    counted = None
+    if metric.ignore_index is not None:
+        ignored = to.op("ignored", "Equal", places, to.constant("ignore_index", metric.ignore_index))
+        places = to.op("safe_places", "Where", ignored, to.constant("no_label", 0), places)
+        counted = to.op("counted", "Not", ignored)
+    chosen = to.op("at_label", "GatherElements", x, places, axis=axis)
+    others = to.op("not_smaller", "Not", to.op("smaller", "Less", x, chosen))
+    count = to.op("rank", "ReduceSum", to.op("ones", "Cast", others, to=real.value), axes, keepdims=1)
+    hits = to.op("hits", "LessOrEqual", count, to.constant("k", metric.k if metric.type == "top_k" else 1, real))
+    if counted is None:
+        return to.scalar("ReduceMean", to.op("each", "Cast", hits, to=real.value), dtype=real, keepdims=0)
+    each = to.op("each", "Cast", to.op("counted_hits", "And", hits, counted), to=real.value)
+    weights = to.op("weights", "Cast", counted, to=real.value)
+    sums = [to.op(word, "ReduceSum", one, keepdims=0) for word, one in (("sum", each), ("weight_sum", weights))]
+    return to.scalar("Div", *sums, dtype=real)

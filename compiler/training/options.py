@@ -1,0 +1,119 @@
+"""Options of training, read from a mapping: a type, and the keys that this type takes, all that is wrong in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.plan.pattern import nearest
+from partc.compiler.plan.violation import is_integer, shown
+
+
+class Check(Enum):
+    """What the value of a key may be, in words."""
+
+    NAME = "the name of a value"
+    REDUCTION = "mean, sum or sum_over_ranks"
+    INTEGER = "an integer"
+    COUNT = "an integer of 1 or more"
+    SHARE = "a number from 0 to less than 1"
+    NUMBERS = "a number, a list of numbers, or the name of an .npy file"
+    BOOL = "true or false"
+
+
+Contradictions = Callable[[Mapping[str, Any]], list[tuple[str, str, str]]]
+
+
+def read(
+    options: Mapping[str, Any],
+    types: Mapping[str, Mapping[str, Check]],
+    where: str,
+    folder: Path | None = None,
+    contradictions: Contradictions | None = None,
+    required: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The options with their type, checked by the keys of their type; a null counts as absent. `required`: keys that types which take them ask for.
+
+    Raises CompileError with a problem for each key that is unknown, missing or of a wrong value.
+    """
+    kind = options.get("type")
+    if not isinstance(kind, str) or kind not in types:
+        raise CompileError(_unknown_type(kind, types, where))
+    keys, given = types[kind], {key: value for key, value in options.items() if value is not None}
+    found, problems = {"type": kind}, []
+    for key in options:
+        if key != "type" and key not in keys:
+            close = nearest(str(key), keys)
+            remedy = f"say '{close[0]}'" if close else "take it out"
+            problems.append(Problem(where, f"'{kind}' has no key '{key}'", f"its keys are {', '.join(keys)}", remedy))
+    for key, check in keys.items():
+        if key in given:
+            try:
+                found[key] = _checked(given[key], check, folder)
+            except ValueError as error:
+                problems.append(Problem(where, f"{key}: {error}"))
+        elif key in required:
+            problems.append(Problem(where, f"'{kind}' lacks '{key}'", help=f"say {key}: {check.value}"))
+    if contradictions and not problems:
+        problems += [Problem(where, *each) for each in contradictions(found)]
+    if problems:
+        raise CompileError(problems)
+    return found
+
+
+def _unknown_type(kind: object, types: Mapping[str, Any], where: str) -> Problem:
+    law = f"the types are {', '.join(types)}"
+    if kind is None:
+        return Problem(where, "no 'type' is given", law)
+    if not isinstance(kind, str):
+        return Problem(where, f"type: expected a name, but got {shown(kind)}", law)
+    close = nearest(kind, types)
+    return Problem(where, f"there is no type '{kind}'", law, f"say '{close[0]}'" if close else "")
+
+
+def _checked(value: Any, check: Check, folder: Path | None) -> Any:
+    """The value as it is kept. Raises ValueError with what is wrong."""
+    match check:
+        case Check.NAME if isinstance(value, str) and value:
+            return value
+        case Check.REDUCTION if value in ("mean", "sum", "sum_over_ranks"):
+            return value
+        case Check.INTEGER if is_integer(value):
+            return value
+        case Check.COUNT if is_integer(value) and value >= 1:
+            return value
+        case Check.SHARE if _is_number(value) and 0 <= value < 1:
+            return float(value)
+        case Check.BOOL if isinstance(value, bool):
+            return value
+        case Check.NUMBERS:
+            return _numbers(value, folder)
+    raise ValueError(f"expected {check.value}, but got {shown(value)}")
+
+
+def _numbers(value: Any, folder: Path | None) -> tuple[float, ...]:
+    if _is_number(value):
+        value = [value]
+    if isinstance(value, str):
+        path = (folder or Path()) / value
+        try:
+            array = np.load(path, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"'{path}' is no .npy file: {error}") from None
+        if array.ndim != 1 or array.dtype.kind not in "fiu":
+            raise ValueError(f"'{path}' has {array.dtype} of shape {list(array.shape)}; expected one list of numbers")
+        value = array.tolist()
+    if not isinstance(value, (list, tuple)) or not value or not all(map(_is_number, value)):
+        raise ValueError(f"expected {Check.NUMBERS.value}, but got {shown(value)}")
+    wrong = [number for number in value if not 0 <= number < float("inf")]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is no weight; a weight is 0 or more, and finite")
+    return tuple(float(number) for number in value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
