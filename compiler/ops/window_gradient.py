@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ops.gradient import Gradients, NoGradient, gradient
+from partc.compiler.ops.gradient_extents import like
 
-SMALL_COLUMNS = 150
-LARGE_KERNEL = 5
-LARGE_IMAGE = 2000
+# Where one form of a product becomes faster than another, measured on one core at 1 to 64 images.
+FEW_CHANNELS = 8
+WIDE_KERNEL, LARGE_KERNEL = 5, 7
+SMALL_IMAGE, LARGE_IMAGE = 64, 256
 _TO_THE_END = np.iinfo(np.int64).max
 
 
@@ -113,7 +115,10 @@ def spread(g: Gradients, dy: str, w: str, x: str, windows: Windows, group: int) 
     """What windows made, spread over an image of the size of `x`: a transposed convolution.
 
     Where the image is larger than all windows together, the rest is zero; where only a run tells, the largest rest is made and cut.
+    Of small images, for each of which a transposed convolution would read the whole weight, all are one product.
     """
+    if group == 1 and _together(g, dy, w, x):
+        return _spread_together(g, dy, w, x, windows)
     image, made = (g.shape(one) for one in (x, dy))
     rests: list[int] = []
     exact = True
@@ -135,23 +140,44 @@ def spread(g: Gradients, dy: str, w: str, x: str, windows: Windows, group: int) 
     return g.Slice(dx, g.constant(np.zeros(len(axes), np.int64)), ends, g.constant(axes))
 
 
-def weight(g: Gradients, x: str, dy: str, w: str, windows: Windows, group: int) -> str:
-    """The cotangent of a convolution's weight, in the form that is fastest for its shapes (measured on one core).
+def _together(g: Gradients, dy: str, w: str, x: str) -> bool:
+    """Whether the images are small, their sizes known, and the channels many; Col2Im is there for float32 alone."""
+    size, image = g.static(w), (g.shape(x) or (None, None, None))[2:]
+    many = size is not None and min(size[:2]) >= FEW_CHANNELS and g.dtype(dy) == ir.DataType.FLOAT
+    return many and _positions(g, dy) < SMALL_IMAGE and all(isinstance(dim, int) for dim in image)
 
-    A kernel of 1: one product. Depthwise: a product a place, element by element. Few columns, a large kernel, or groups: columns
-    by a convolution with one-hot kernels. Else one product of matrices a place, images in order of channels where they are large.
+
+def _spread_together(g: Gradients, dy: str, w: str, x: str, windows: Windows) -> str:
+    """The rows of all images times the weight are the columns of every window, which Col2Im adds up."""
+    size, image = g.static(w) or (), g.shape(x) or ()
+    columns = math.prod(size[1:])
+    product = g.MatMul(_rows(g, dy), g.reshape(w, [size[0], columns]))
+    turned = g.Transpose(g.reshape(product, [-1, _positions(g, dy), columns]), perm=[0, 2, 1])
+    sizes = (g.constant(np.array(one, np.int64)) for one in (image[2:], windows.kernel))
+    strides, dilations = list(windows.strides), list(windows.dilations)
+    return like(g, g.Col2Im(turned, *sizes, strides=strides, dilations=dilations, pads=windows.pads), x)
+
+
+def weight(g: Gradients, x: str, dy: str, w: str, windows: Windows, group: int) -> str:
+    """The cotangent of a convolution's weight, in the form that is fastest for its shapes.
+
+    Depthwise: a product a place, element by element. Groups, or a small kernel over few channels: columns by a convolution with
+    one-hot kernels. A larger kernel over few channels: a convolution by dY. Else products of matrices: of small images one
+    product with the columns of every window; of others one a place, images in order of channels where they are large.
     """
-    made, size = g.shape(dy), g.static(w)
-    if size is None or made is None:
+    size = g.static(w)
+    if size is None or g.shape(dy) is None:
         raise NoGradient("a weight of unknown size")
-    positions = math.prod(dim for dim in made[2:] if isinstance(dim, int)) if g.static(dy) else 0
-    places = math.prod(windows.kernel)
-    if group == 1 and places == 1:
-        return _by_place(g, x, dy, size, windows)
+    largest, positions = max(windows.kernel), _positions(g, dy)
+    few = size[1] < FEW_CHANNELS and math.prod(windows.kernel) > 1
     if group > 1 and group == size[0] and size[1] == 1:
         return _depthwise(g, x, dy, size, windows)
-    if group > 1 or math.prod(size[1:]) <= SMALL_COLUMNS or max(windows.kernel) >= LARGE_KERNEL:
+    if group > 1 or (few and largest < WIDE_KERNEL):
         return _by_columns(g, x, dy, size, windows, group)
+    if few or largest >= LARGE_KERNEL:
+        return _by_convolution(g, x, dy, size, windows)
+    if positions < SMALL_IMAGE:
+        return _by_rows(g, x, dy, size, windows)
     if positions >= LARGE_IMAGE:
         return _by_place(g, x, dy, size, windows)
     return _by_place_channels_last(g, x, dy, size, windows)
@@ -169,13 +195,36 @@ def _by_place(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Windo
 
 def _by_place_channels_last(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Windows) -> str:
     """The same with channels last, where all images are rows of one product."""
-    rank = len(size) - 2
-    last = [0, *range(2, rank + 2), 1]
-    rows = g.reshape(g.Transpose(dy, perm=last), [-1, size[0]])
+    rows = _rows(g, dy)
     found = []
-    for seen in _seen(g, g.Transpose(x, perm=last), windows, first=1):
+    for seen in _seen(g, g.Transpose(x, perm=_last(len(size))), windows, first=1):
         found.append(g.unsqueeze(g.Gemm(rows, g.reshape(seen, [-1, size[1]]), transA=1), 0))
-    return g.reshape(g.Transpose(g.Concat(*found, axis=0), perm=[1, 2, 0]), size)
+    stacked = found[0] if len(found) == 1 else g.Concat(*found, axis=0)
+    return g.reshape(g.Transpose(stacked, perm=[1, 2, 0]), size)
+
+
+def _by_rows(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Windows) -> str:
+    """One product of all images' rows: what each window sees is put in the order of the weight, which is larger, before it."""
+    seen = _seen(g, g.Transpose(x, perm=_last(len(size))), windows, first=1)
+    columns = g.reshape(seen[0], [-1, size[1]])
+    if len(seen) > 1:
+        joined = g.Concat(*(g.reshape(one, [-1, 1, size[1]]) for one in seen), axis=1)
+        columns = g.reshape(g.Transpose(joined, perm=[0, 2, 1]), [-1, math.prod(size[1:])])
+    return g.reshape(g.Gemm(_rows(g, dy), columns, transA=1), size)
+
+
+def _by_convolution(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Windows) -> str:
+    """The convolution of X by dY with images as channels, strides and dilations in each other's place."""
+    turn = [1, 0, *range(2, len(size))]
+    strides, dilations = list(windows.dilations), list(windows.strides)
+    made = g.Conv(
+        g.Transpose(x, perm=turn), g.Transpose(dy, perm=turn), strides=strides, dilations=dilations, pads=windows.pads
+    )
+    spatial = range(2, len(size))
+    if (g.static(made) or ())[2:] != windows.kernel:
+        starts, axes = np.zeros(len(spatial), np.int64), g.constant(np.array(spatial, np.int64))
+        made = g.Slice(made, g.constant(starts), g.constant(np.array(windows.kernel, np.int64)), axes)
+    return g.reshape(g.Transpose(made, perm=turn), size)
 
 
 def _depthwise(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Windows) -> str:
@@ -227,6 +276,24 @@ def _seen(g: Gradients, x: str, windows: Windows, first: int) -> list[str]:
         ends = [-one if one else _TO_THE_END for one in left]
         found.append(g.Slice(x, g.constant(starts), g.constant(ends), axes, strides))
     return found
+
+
+def _rows(g: Gradients, dy: str) -> str:
+    """The positions of all images as rows of channels."""
+    shape = g.shape(dy) or ()
+    return g.reshape(g.Transpose(dy, perm=_last(len(shape))), [-1, int(str(shape[1]))])
+
+
+def _last(rank: int) -> list[int]:
+    """The order that puts channels last."""
+    return [0, *range(2, rank), 1]
+
+
+def _positions(g: Gradients, dy: str) -> int:
+    """How many windows an image has; where only a run tells, as many as the forms between small and large images are for."""
+    dims = (g.shape(dy) or (None, None, None))[2:]
+    known = [dim for dim in dims if isinstance(dim, int)]
+    return math.prod(known) if len(known) == len(dims) else SMALL_IMAGE
 
 
 def _over_images(g: Gradients, dy: str) -> str:
