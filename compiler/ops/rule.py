@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from partc.compiler.ops.local import Local
 
 WHOLE = "."
+OWN = "partc.nn"
+"""The domain of ops that no runtime knows: `local` rewrites their nodes on every rank, also where nothing is cut."""
 
 
 @dataclass(frozen=True)

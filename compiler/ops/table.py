@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from partc.compiler.ops.factors import rule, whole_rule
 from partc.compiler.ops.gradient import is_differentiable, stops_gradient
-from partc.compiler.ops.rule import Rule, RuleOf
+from partc.compiler.ops.rule import OWN, Rule, RuleOf
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -128,7 +128,8 @@ def standard_ops(opset: int = 23) -> tuple[str, ...]:
 def rule_of(node: ir.Node) -> Rule:
     """The rule of a node; nothing is cut where its op has no entry or the shape of an operand is unknown."""
     entry = _TABLE.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
-    if entry is None or any(value is not None and value.shape is None for value in node.inputs):
+    unknown = any(value is not None and value.shape is None for value in node.inputs)
+    if entry is None or (unknown and entry.domain != OWN):
         return whole_rule(node)
     return entry.rule(node) or whole_rule(node)
 

@@ -13,6 +13,8 @@ import onnx_ir as ir
 from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.ops.local import Local
+from partc.compiler.ops.rule import OWN
+from partc.compiler.ops.table import rule_of
 from partc.compiler.parts.copies import Copies, made_as, read_as, whole_on
 from partc.compiler.program import Array, Copy, Group, Op, Program, Shape
 
@@ -73,20 +75,22 @@ def localize(
     captured = {old: new for old, new in captured.items() if old != new}
     types = {name: (copy.value, local_shape(program, copy)) for name, copy in zip(outputs, made, strict=True) if name}
     choice = program.choices.get(instance)
-    whole = choice is None or not (choice.cut or not choice.rule.factors)
-    if choice is None or whole or choice.rule.local is None:
+    unknown_to_runtimes = node.domain == OWN
+    rule = choice.rule if choice is not None else rule_of(node) if unknown_to_runtimes else None
+    cut = choice.cut if choice is not None else {}
+    if rule is None or rule.local is None or not (unknown_to_runtimes or cut or not rule.factors):
         one = Localized([Op(_renamed(node, inputs, outputs), node, captured)], types=types)
         return [(one, group)]
     shapes = _Shapes(program, dict(zip(inputs, read, strict=True)) | dict(zip(outputs, made, strict=True)))
     found: dict[tuple[int, ...], tuple[Localized, list[int]]] = {}
     for index in range(len(group)):
-        pieces = _Pieces(_pieces(choice, index))
+        pieces = _Pieces(_pieces(choice, index) if choice is not None else {})
         own = tuple(pieces.values())
         if own in found:
             found[own][1].append(group[index])
             continue
-        local = Local(node, choice.rule, choice.cut, pieces, inputs, outputs, shapes.whole, shapes.local)
-        choice.rule.local(local)
+        local = Local(node, rule, cut, pieces, inputs, outputs, shapes.whole, shapes.local)
+        rule.local(local)
         done = Localized([Op(each, node, captured) for each in local.nodes], dict(local.constants), types)
         if not pieces.asked:
             return [(done, group)]
