@@ -1,0 +1,81 @@
+"""Items made ahead of their use by one background thread, at most `depth` of them; an error comes to the consumer as it was raised.
+
+with Ahead(batches, depth=2) as ahead:
+    first = ahead.next()
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from threading import Condition, Thread
+from types import TracebackType
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Ahead(Generic[Item]):
+    """The consumer's end. The thread sleeps where `depth` items wait, and ends with the items, an error or `close`."""
+
+    def __init__(self, items: Iterator[Item], depth: int) -> None:
+        self._items = items
+        self._depth = depth
+        self._ready: deque[Item] = deque()
+        self._changed = Condition()
+        self._closed = False
+        self._ended = False
+        self._error: BaseException | None = None
+        self._thread = Thread(target=self._work, name="partc data", daemon=True)
+        self._thread.start()
+
+    def next(self) -> Item:
+        """The next item; StopIteration after the last, the thread's own error where it failed."""
+        with self._changed:
+            while not (self._ready or self._ended):
+                self._changed.wait()
+            if self._ready:
+                item = self._ready.popleft()
+                self._changed.notify_all()
+                return item
+        self.close()
+        if self._error is not None:
+            raise self._error
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the thread; returns when it has ended. What was made and not taken is gone."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> Ahead[Item]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _work(self) -> None:
+        try:
+            for item in self._items:
+                if not self._put(item):
+                    return
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _put(self, item: Item) -> bool:
+        """Whether the item was still wanted; waits for room, so that one more than `depth` is never made."""
+        with self._changed:
+            self._ready.append(item)
+            self._changed.notify_all()
+            while len(self._ready) >= self._depth and not self._closed:
+                self._changed.wait()
+            return not self._closed

@@ -1,0 +1,215 @@
+"""Python files of the user: a `source` of records, and functions that transform a batch.
+
+    class Digits:                                        source = Digits(), or def source(): return Digits()
+        def __len__(self): return 60_000
+        def __getitem__(self, indices):                  an array of indices: a dict of arrays, one row each
+            return {"x": images[indices], "label": labels[indices]}
+
+A ragged field is a list or an object array of arrays. A `__getitem__` that takes a single index and returns one record is taken
+too; its records are then read one by one and put together, which costs what Python's calls cost. Lengths of ragged fields are
+`source.lengths`, a dict of arrays, where it has one; else every record is read once at the start.
+
+    def to_32(batch): return {"x": resize(batch["x"]), "label": batch["label"]}
+    def augmented(batch, generator): ...                 with an np.random.Generator of its own for each batch
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from ..dtypes import Array
+from ..errors import UsageError
+from .columns import Field, Index, Ragged
+
+Batch: TypeAlias = dict[str, Array]
+_BLOCK = 1024
+
+
+@dataclass
+class Code:
+    """The files that have run: a source and a transform of one file share its globals."""
+
+    ran: dict[Path, ModuleType] = field(default_factory=dict)
+
+    def value(self, path: Path, name: str) -> object:
+        """What a file binds to a name; ValueError where it binds nothing. Whatever the file raises goes through."""
+        if not path.is_file():
+            raise ValueError(f"{path}: there is no such file")
+        path = path.resolve()
+        if path not in self.ran:
+            self.ran[path] = _run(path)
+        if not hasattr(self.ran[path], name):
+            raise ValueError(f"{path}: it does not define `{name}`")
+        return getattr(self.ran[path], name)
+
+
+def _run(path: Path) -> ModuleType:
+    module = ModuleType(f"__partc_data_{path.stem}__")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses and pickle look a class's module up
+    sys.path.insert(0, str(path.parent))
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    except Exception as error:
+        error.add_note(f"while running {path} for its data")
+        raise
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+class CodeSource:
+    """Records of a user's object. `ragged` names fields that are ragged even where a few records have one length."""
+
+    def __init__(self, found: object, where: str, ragged: Collection[str] = ()) -> None:
+        self._object: Any = found() if inspect.isfunction(found) or inspect.isclass(found) else found
+        self._where = where
+        if not hasattr(self._object, "__len__") or not hasattr(self._object, "__getitem__"):
+            raise ValueError(
+                f"{where}: its `source` is a {type(self._object).__name__} without `__len__` or `__getitem__`\n"
+                "  help: define both; `__getitem__` takes an array of indices and returns a dict of arrays"
+            )
+        self._records = len(self._object)
+        self._single = False
+        self.fields: dict[str, Field] = {}
+        if self._records:
+            first = self._probe()
+            self.fields = {name: _field(value, name in ragged) for name, value in first.items()}
+            flat = [name for name, value in first.items() if name in ragged and isinstance(value, np.ndarray)]
+            if single := [name for name in flat if cast(Array, first[name]).ndim < 2]:
+                raise ValueError(f"{where}: records of '{single[0]}' are single values and have no length")
+
+    def __len__(self) -> int:
+        return self._records
+
+    def take(self, indices: Index, names: Collection[str]) -> dict[str, Array | Ragged]:
+        """The named fields of these records."""
+        given = [self._object[int(index)] for index in indices] if self._single else self._object[indices]
+        found = self._collated(given, len(indices), names)
+        for name, value in found.items():
+            wanted = self.fields[name].ragged
+            if isinstance(value, Ragged) and not wanted:
+                raise UsageError(
+                    f"{self._where}: records of '{name}' have unequal lengths, "
+                    f"{value.lengths.min()} to {value.lengths.max()}\n  help: say what fills them up: pad: {{{name}: 0}}"
+                )
+            if wanted and not isinstance(value, Ragged):
+                found[name] = Ragged.of(list(value))
+        return found
+
+    def lengths(self, names: Sequence[str]) -> dict[str, Index]:
+        """The lengths of all records, by ragged field."""
+        told = getattr(self._object, "lengths", {})
+        found = {name: np.asarray(told[name], np.int64) for name in names if name in told}
+        left = [name for name in names if name not in found]
+        blocks: dict[str, list[Index]] = {name: [] for name in left}
+        for begin in range(0, self._records if left else 0, _BLOCK):
+            block = self.take(np.arange(begin, min(begin + _BLOCK, self._records)), left)
+            for name in left:
+                blocks[name].append(cast(Ragged, block[name]).lengths)
+        return found | {name: np.concatenate(parts) for name, parts in blocks.items()}
+
+    def _probe(self) -> dict[str, Array | Ragged]:
+        """Two records, read by an array of indices or else one by one, which is kept in mind."""
+        # two, because int() and many more take an array of one element for a number
+        indices = np.array([0, self._records - 1])
+        try:
+            return self._collated(self._object[indices], 2, None)
+        except Exception as error:
+            by_array = error
+        self._single = True
+        try:
+            return self._collated([self._object[int(index)] for index in indices], 2, None)
+        except Exception as error:
+            raise ValueError(
+                f"{self._where}: its `source` cannot be read\n"
+                f"  by an array of indices: {_fact(by_array)}\n  by one index: {_fact(error)}\n"
+                "  help: `__getitem__` takes an array of indices and returns a dict of arrays, one row for each"
+            ) from error
+
+    def _collated(self, given: object, count: int, names: Collection[str] | None) -> dict[str, Array | Ragged]:
+        if isinstance(given, list):
+            records = cast("list[Mapping[str, object]]", given)
+            if not all(isinstance(record, Mapping) for record in records):
+                raise TypeError(f"a record is a {type(records[0]).__name__}, not a dict")
+            fields: Mapping[str, object] = {
+                name: [np.asarray(record[name]) for record in records] for name in names or records[0]
+            }
+        elif isinstance(given, Mapping):
+            fields = {str(name): given[name] for name in names or given}
+        else:
+            raise TypeError(f"it returns a {type(given).__name__}, not a dict of arrays")
+        found = {name: _values(value) for name, value in fields.items()}
+        for name, value in found.items():
+            rows = len(value.lengths) if isinstance(value, Ragged) else len(value) if value.ndim else 0
+            if rows != count:
+                raise ValueError(f"its '{name}' has {rows} rows for {count} indices")
+        return found
+
+
+def _values(given: object) -> Array | Ragged:
+    """A field of a batch: one array, or ragged where its records are arrays of unequal lengths."""
+    if isinstance(given, list) or (isinstance(given, np.ndarray) and given.dtype == object and given.ndim == 1):
+        records = [np.asarray(record) for record in given]
+        if any(isinstance(record, str | bytes) for record in given[:1]):
+            return np.array(given, object)
+        if len({record.shape for record in records}) > 1:
+            return Ragged.of(records)
+        return np.stack(records)
+    return np.asarray(given)
+
+
+def _field(value: Array | Ragged, ragged: bool) -> Field:
+    if isinstance(value, Ragged):
+        return Field(value.flat.dtype, value.flat.shape[1:], ragged=True)
+    return Field(value.dtype, value.shape[2:] if ragged else value.shape[1:], ragged)
+
+
+def _fact(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A user's function on batches; `random` where it takes a generator as well."""
+
+    function: Callable[..., object]
+    random: bool
+    where: str
+
+    @staticmethod
+    def load(spec: str, code: Code) -> Transform:
+        """The transform that `file.py:function` names; ValueError where there is none."""
+        file, _, name = spec.rpartition(":")
+        function = code.value(Path(file), name)
+        if not callable(function):
+            raise ValueError(f"{file}: `{name}` is a {type(function).__name__}, not a function")
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        taken = [one for one in inspect.signature(function).parameters.values() if one.kind in kinds]
+        random = any(one.default is inspect.Parameter.empty or one.name == "generator" for one in taken[1:2])
+        return Transform(function, random, spec)
+
+    def __call__(self, batch: Mapping[str, Array], rows: int, generator: np.random.Generator | None) -> Batch:
+        """The arrays that the function makes of a batch; UsageError where they are not its rows."""
+        made = self.function(dict(batch), generator) if self.random else self.function(dict(batch))
+        if not isinstance(made, Mapping):
+            raise UsageError(f"{self.where} returns a {type(made).__name__}; it must return a dict of arrays")
+        found = {str(name): np.asarray(value) for name, value in made.items()}
+        problems = list(self._problems(found, rows))
+        if problems:
+            raise UsageError("\n".join(problems))
+        return found
+
+    def _problems(self, found: Batch, rows: int) -> Iterator[str]:
+        for name, value in found.items():
+            if not value.ndim or len(value) != rows:
+                shape = list(value.shape)
+                yield f"{self.where}: '{name}' is {shape} for {rows} records\n  help: its first dim counts records"

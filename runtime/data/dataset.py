@@ -1,0 +1,176 @@
+"""All fields of all records: what a spec names, opened, and read by indices into padded arrays.
+
+Every field has the same number of records. Of a ragged field `ids` the true lengths are a field as well, `ids.length`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from ..dtypes import Array
+from ..errors import UsageError
+from .buckets import Buckets
+from .code import Batch, Code, CodeSource, Transform
+from .columns import Column, Field, Index, Ragged, RaggedRows
+from .files import OFFSETS, open_field, open_fields
+from .spec import Spec
+
+LENGTH = ".length"
+
+
+class Source(Protocol):
+    """Some fields of all records."""
+
+    fields: dict[str, Field]
+
+    def __len__(self) -> int: ...
+
+    def take(self, indices: Index, names: Collection[str]) -> dict[str, Array | Ragged]:
+        """The named fields of these records, in memory of their own."""
+        ...
+
+    def lengths(self, names: list[str]) -> dict[str, Index]:
+        """The lengths of all records, by ragged field."""
+        ...
+
+
+class FileSource:
+    """Fields that lie in one file or folder."""
+
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        self._columns = columns
+        self.fields = {name: column.field for name, column in columns.items()}
+
+    def __len__(self) -> int:
+        return min((len(column) for column in self._columns.values()), default=0)
+
+    def counts(self) -> dict[str, int]:
+        """The records of each field."""
+        return {name: len(column) for name, column in self._columns.items()}
+
+    def take(self, indices: Index, names: Collection[str]) -> dict[str, Array | Ragged]:
+        """The named fields of these records."""
+        return {name: self._columns[name].take(indices) for name in names}
+
+    def lengths(self, names: list[str]) -> dict[str, Index]:
+        """The lengths of all records, by ragged field."""
+        return {name: column.lengths for name in names if isinstance(column := self._columns[name], RaggedRows)}
+
+
+@dataclass
+class Dataset:
+    """Records with their fields and the transform of a batch."""
+
+    spec: Spec
+    records: int
+    sources: list[Source]
+    transform: Transform | None = None
+    fields: dict[str, Field] = field(init=False)
+    _lengths: dict[str, Index] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.fields = {name: one for source in self.sources for name, one in source.fields.items()}
+        lengths = [name + LENGTH for name, one in self.fields.items() if one.ragged]
+        self.fields |= {name: Field(np.dtype(np.int64), ()) for name in lengths if name not in self.fields}
+
+    def ragged(self, names: Collection[str]) -> list[str]:
+        """The ragged ones of these fields."""
+        return [name for name in names if self.fields[name].ragged]
+
+    def lengths(self, name: str) -> Index:
+        """The lengths of all records of a ragged field."""
+        if name not in self._lengths:
+            source = next(source for source in self.sources if name in source.fields)
+            self._lengths |= source.lengths(self.ragged(source.fields))
+        return self._lengths[name]
+
+    def buckets(self) -> Buckets | None:
+        """What brings records of similar length together, where the spec asks for it."""
+        if not self.spec.length:
+            return None
+        return Buckets.of(self.lengths(self.spec.length), self.spec.buckets, self.spec.window)
+
+    def take(self, indices: Index, names: Collection[str], widths: Mapping[str, int]) -> Batch:
+        """The named fields of these records, ragged ones filled up to their widths."""
+        found: Batch = {}
+        for source in self.sources:
+            mine = [name for name in names if name in source.fields]
+            for name, value in source.take(indices, mine).items() if mine else ():
+                if isinstance(value, Ragged):
+                    value = value.padded(widths[name], self.spec.pad.get(name, 0))
+                found[name] = value
+        for name in names:
+            if name not in found:
+                found[name] = self.lengths(name.removesuffix(LENGTH))[indices]
+        return found
+
+
+def open_data(spec: Spec) -> Dataset:
+    """The records that a spec names; UsageError with all that is wrong with it, before any record is used."""
+    code, problems = Code(), list[str]()
+    sources: list[Source] = []
+    counts: dict[str, int] = {}
+    try:
+        if spec.source is not None and spec.source.suffix == ".py":
+            ragged = {*spec.pad, *([spec.length] if spec.length else [])}
+            found = CodeSource(code.value(spec.source, "source"), str(spec.source), ragged)
+            counts |= {name: len(found) for name in found.fields} or {"source": len(found)}
+            sources.append(found)
+        elif spec.source is not None:
+            columns = FileSource(open_fields(spec.source))
+            counts |= columns.counts()
+            sources.append(columns)
+    except UsageError as error:
+        problems.append(str(error))
+    for name, path in spec.files.items():
+        if name.endswith(OFFSETS) and name.removesuffix(OFFSETS) in spec.files:
+            continue
+        try:
+            if name in counts:
+                raise UsageError(f"{path}: '{name}' is already given by {spec.source}")
+            columns = FileSource({name: open_field(name, path, spec.files.get(name + OFFSETS))})
+            counts |= columns.counts()
+            sources.append(columns)
+        except UsageError as error:
+            problems.append(str(error))
+    transform = None
+    if spec.transform:
+        try:
+            transform = Transform.load(spec.transform, code)
+        except UsageError as error:
+            problems.append(f"transform: {error}")
+    if not problems:
+        problems += _disagreements(counts)
+        problems += _strangers(spec, {name: one for source in sources for name, one in source.fields.items()})
+    if problems:
+        raise UsageError("\n".join(f"{spec.where}: {problem}" for problem in problems))
+    return Dataset(spec, min(counts.values(), default=0), sources, transform)
+
+
+def _disagreements(counts: Mapping[str, int]) -> list[str]:
+    if len(set(counts.values())) < 2:
+        return []
+    listed = ", ".join(f"'{name}' has {count}" for name, count in counts.items())
+    return [f"its fields differ in the number of records: {listed}\n  help: record i of all fields belongs together"]
+
+
+def _strangers(spec: Spec, fields: Mapping[str, Field]) -> list[str]:
+    """Options that name no field, or one of the wrong kind."""
+    ragged = ", ".join(f"'{name}'" for name, one in fields.items() if one.ragged) or "none"
+    found = []
+    for option, names in (("length", [spec.length] if spec.length else []), ("pad", list(spec.pad))):
+        for name in names:
+            if name not in fields:
+                found.append(f"{option}: there is no field '{name}'; the ragged ones are {ragged}")
+            elif not fields[name].ragged:
+                found.append(f"{option}: '{name}' is not ragged, {fields[name]}; the ragged ones are {ragged}")
+    for name, value in spec.pad.items():
+        if name in fields and fields[name].dtype.kind in "iu":
+            law = np.iinfo(fields[name].dtype.name)
+            if int(value) != value or not law.min <= value <= law.max:
+                found.append(f"pad: '{name}' is {fields[name].dtype}, which cannot be {value}")
+    return found

@@ -1,0 +1,118 @@
+"""Batches for the steps of one rank, in the order that all ranks share, read ahead of them.
+
+loader = open_loader(Spec.parse("digits.npz"), manifest.inputs, rank, batch=32, seed=7)
+with loader:
+    for inputs in loader:                   without end, or for `epochs`
+        program(**inputs)
+        loader.position()                   of the next batch: what a checkpoint keeps, and `seek` takes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+from ..errors import UsageError
+from ..format import Port
+from .ahead import Ahead
+from .code import Batch
+from .dataset import open_data
+from .order import Last, Order, Position
+from .reader import Reader
+from .spec import Spec
+
+DEPTH = 2
+
+
+class Loader:
+    """An iterator over batches. `depth` of them are read ahead by a thread; 0: each is read when it is asked for."""
+
+    def __init__(self, reader: Reader, order: Order, depth: int = DEPTH, epochs: int | None = None) -> None:
+        if depth < 0:
+            raise UsageError(f"{depth} batches cannot be read ahead\n  help: take 0 or more")
+        self.order = order
+        self._reader = reader
+        self._depth = depth
+        self._epochs = epochs
+        self._position = Position()
+        self._ahead: Ahead[Batch] | None = None
+        self._direct: Iterator[Batch] | None = None
+
+    def position(self) -> Position:
+        """Where the next batch is."""
+        return self._position
+
+    def seek(self, position: Position) -> None:
+        """Go on with the batch at this position; what was read ahead is dropped. UsageError where there is none."""
+        self.order.check(position)
+        self.close()
+        self._position = position
+
+    def close(self) -> None:
+        """Ends the reading ahead. Reading goes on with the next batch where one is asked for."""
+        if self._ahead is not None:
+            self._ahead.close()
+        self._ahead = self._direct = None
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Batch:
+        """By input, this rank's part of the next batch: arrays that are the caller's own."""
+        try:
+            batch = self._next()
+        except BaseException:
+            self.close()
+            raise
+        self._position = self.order.after(self._position)
+        return batch
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _next(self) -> Batch:
+        if not self._depth:
+            self._direct = self._direct or self._batches(self._position)
+            return next(self._direct)
+        if self._ahead is None:
+            self._ahead = Ahead(self._batches(self._position), self._depth)
+        return self._ahead.next()
+
+    def _batches(self, position: Position) -> Iterator[Batch]:
+        epoch, order = -1, self.order
+        while self._epochs is None or position.epoch < self._epochs:
+            if position.epoch != epoch:
+                epoch, indices = position.epoch, order.epoch(position.epoch)
+            try:
+                batch = self._reader.read(position, indices[position.batch * order.batch :][: order.batch])
+            except Exception as error:
+                error.add_note(f"while reading batch {position.batch} of epoch {position.epoch}")
+                raise
+            yield batch
+            position = order.after(position)
+
+
+def open_loader(
+    spec: Spec,
+    ports: Sequence[Port],
+    rank: int,
+    batch: int,
+    seed: int = 0,
+    shuffle: bool = True,
+    last: Last = "drop",
+    deal: int = 1,
+    depth: int = DEPTH,
+    epochs: int | None = None,
+) -> Loader:
+    """The loader of a rank: `ports` are the model's inputs, `batch` the records of all ranks together in one step.
+
+    Every rank opens the same spec with the same numbers. UsageError, the same on all ranks, with all that does not go together.
+    """
+    data = open_data(spec)
+    order = Order(data.records, batch, seed, shuffle, last, deal, data.buckets())
+    return Loader(Reader(data, ports, rank, order), order, depth, epochs)
