@@ -1,0 +1,34 @@
+"""A checkpoint as one safetensors file under the tensors' own names, which any tool reads: written tensor by tensor."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from .checkpoint import Checkpoint
+from .checkpoint_file import STORED, Stored, write_tensors
+from .checkpoint_index import CheckpointError, Kind
+
+WEIGHTS: tuple[Kind, ...] = ("parameter", "statistics")
+
+
+def export_tensors(checkpoint: Checkpoint, path: Path, kinds: Sequence[Kind] = WEIGHTS) -> list[str]:
+    """Writes the whole tensors of some kinds into one file, which is there when it is whole; their names.
+
+    No more than one tensor is in memory at a time.
+    """
+    tensors = {
+        name: Stored(STORED[tensor.dtype], tensor.shape)
+        for name, tensor in checkpoint.index.tensors.items()
+        if tensor.kind in kinds
+    }
+    if path.resolve().parent.is_relative_to(checkpoint.path.resolve()):
+        raise CheckpointError(f"{path}: lies in the checkpoint itself\n  help: give another place with -o")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+        made = Path(scratch) / path.name
+        write_tensors(made, tensors, checkpoint.read)
+        os.replace(made, path)
+    return sorted(tensors)

@@ -1,0 +1,301 @@
+"""Checkpoints: written by some ranks and read by others, the same bits; what each rank writes; what does not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_case import META, held, layout, load_all, record, save_all, tensors
+from partc.runtime.dtypes import Array
+from partc.runtime.errors import UsageError
+from partc.runtime.training.checkpoint import Checkpoint, latest
+from partc.runtime.training.checkpoint_box import Box, left_of, without
+from partc.runtime.training.checkpoint_export import export_tensors
+from partc.runtime.training.checkpoint_index import INDEX, CheckpointError, read_index
+from partc.runtime.training.checkpoint_match import initial, meet, meet_weights
+from partc.runtime.training.checkpoint_owners import owners
+from partc.runtime.training.checkpoint_verify import verify
+from safetensors.numpy import load_file, save_file
+
+
+def same(one: Array, other: Array) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+def written(tmp_path: Path, ranks: int = 6, step: int = 120) -> Checkpoint:
+    paths = save_all(tmp_path / "checkpoints", step, ranks, tensors())
+    assert paths == [tmp_path / "checkpoints" / f"step_{step:08d}"] * ranks
+    return Checkpoint.open(paths[0])  # type: ignore[arg-type]
+
+
+def test_eight_ranks_to_six_to_one_to_eight_keep_every_bit(tmp_path: Path) -> None:
+    whole = tensors()
+    now = whole
+    for step, ranks in enumerate((8, 6, 1, 8)):
+        assert set(save_all(tmp_path, step, ranks, now, keep=2)) == {tmp_path / f"step_{step:08d}"}
+        checkpoint = Checkpoint.open(tmp_path)
+        assert (checkpoint.index.step, checkpoint.index.ranks, checkpoint.index.meta) == (step, ranks, META)
+        assert verify(checkpoint.path) == []
+        for to in (8, 6, 1):
+            records = layout(whole, to)
+            meet(checkpoint, records)
+            for rank, own in enumerate(load_all(checkpoint, records, to)):
+                for (one, wanted), found in zip(held(records, rank, whole), own, strict=True):
+                    assert same(found, wanted), (one.value, rank)
+        now = {name: checkpoint.read(name) for name in whole}
+        assert all(same(now[name], whole[name]) for name in whole)
+
+
+def test_each_element_is_written_once_by_the_lowest_rank_that_holds_it(tmp_path: Path) -> None:
+    whole = tensors()
+    checkpoint = written(tmp_path, 8)
+    total = sum(len(file.read_bytes()) for file in checkpoint.path.glob("*.safetensors"))
+    assert total < sum(array.nbytes for array in whole.values()) + 8 * 2048
+    assert [piece.file for piece in checkpoint.index.tensors["embed.weight"].pieces] == ["rank_0000.safetensors"]
+    pieces = checkpoint.index.tensors["fc.weight"].pieces
+    assert [(piece.file[5:9], piece.key) for piece in pieces][:2] == [
+        ("0000", "fc.weight[6:12, 18:24]"),
+        ("0001", "fc.weight[6:12, 12:18]"),
+    ]
+    assert checkpoint.index.tensors["fc.bias"].pieces[0].file == "rank_0007.safetensors"
+    assert checkpoint.index.tensors["nothing"].pieces == ()
+
+
+def test_a_layout_adds_what_others_leave_out() -> None:
+    array = np.empty((6, 4), np.float32)
+    rows = record("w", array, [1, 2], (2, 1), value="rows")
+    columns = record("w", array, [3, 0], (1, 2), value="columns")
+    found = [(one.rank, one.value, str(one.box)) for one in owners([rows, columns])["w"]]
+    assert found == [(0, "columns", "[0:6, 2:4]"), (1, "rows", "[0:3, 0:2]"), (2, "rows", "[3:6, 0:2]")]
+
+
+def test_owners_names_all_that_is_wrong() -> None:
+    array = np.empty((6, 4), np.float32)
+    half = record("half", array, [0], (2, 1))
+    small = record("small", np.empty(3, np.complex64), [0])
+    uneven = record("uneven", array, [0, 1, 2, 3], (1, 4))
+    twins = [record("twin", array, [0]), record("twin", array.T, [1], value="turned")]
+    with pytest.raises(ValueError, match="'half': the ranks hold 12 of its 24") as caught:
+        owners([half, small, uneven.model_copy(update={"shape": [6, 5]}), *twins])
+    text = str(caught.value)
+    assert "'small' is tensor(complex64), which the safetensors format lacks" in text
+    assert "'uneven': axis 1 of 5 has no whole part from 0/4 to 1/4" in text
+    assert "'twin' is parameter tensor(float) [6, 4] as 'twin' and parameter tensor(float) [4, 6] as 'turned'" in text
+
+
+def test_boxes_without_others_are_disjoint_and_whole() -> None:
+    random = np.random.default_rng(3)
+    for _ in range(200):
+        begin = random.integers(0, 5, (4, 3))
+        boxes = [
+            Box(tuple(low), tuple(low + size)) for low, size in zip(begin, random.integers(1, 4, (4, 3)), strict=True)
+        ]
+        count = np.zeros((9, 9, 9), int)
+        everything = Box((0, 0, 0), (9, 9, 9))
+        for part in [*left_of([boxes[0]], boxes[1:]), *left_of([everything], boxes)]:
+            count[part.inside(everything)] += 1
+        wanted = np.ones_like(count)
+        for box in boxes[1:]:
+            wanted[box.inside(everything)] = 0
+        assert (count == wanted).all()
+    assert without(Box((), ()), Box((), ())) == []
+
+
+def test_any_box_is_read_alone(tmp_path: Path) -> None:
+    checkpoint, whole = written(tmp_path), tensors()
+    assert same(checkpoint.read("fc.weight", (5, 7), (7, 18)), whole["fc.weight"][5:7, 7:18])
+    assert same(checkpoint.read("fc.cube", (1, 7, 0), (5, 17, 2)), whole["fc.cube"][1:5, 7:17, 0:2])
+    assert checkpoint.read("fc.bias", (4,), (4,)).shape == (0,)
+    with pytest.raises(ValueError, match=r"'fc.bias' of \[13\] has no box from \[4\] to \[14\]"):
+        checkpoint.read("fc.bias", (4,), (14,))
+    with pytest.raises(CheckpointError, match=r"has no tensor 'fc.bais'"):
+        checkpoint.read("fc.bais")
+
+
+def test_neither_save_nor_read_nor_export_holds_more_than_one_tensor(tmp_path: Path) -> None:
+    whole = {f"w{k}": np.full((64, 1 << 12), k, np.float32) for k in range(8)}
+    records = [record(name, array, range(2), (2, 1)) for name, array in whole.items()]
+    one = whole["w0"].nbytes
+    ready = [held(records, rank, whole) for rank in range(2)]
+    tracemalloc.start()
+    try:
+        from checkpoint_case import Ranks
+        from partc.runtime.training.checkpoint_save import save
+
+        Ranks(2).run(lambda rank, share: save(tmp_path, 1, rank, ready[rank], records, {}, share))
+        assert tracemalloc.get_traced_memory()[1] < one
+        checkpoint = Checkpoint.open(tmp_path)
+        tracemalloc.reset_peak()
+        checkpoint.read("w3", (31, 5), (33, 9))
+        assert tracemalloc.get_traced_memory()[1] < one // 2
+        tracemalloc.reset_peak()
+        export_tensors(checkpoint, tmp_path / "all.safetensors")
+        assert one < tracemalloc.get_traced_memory()[1] < 1.5 * one
+    finally:
+        tracemalloc.stop()
+    assert (load_file(tmp_path / "all.safetensors")["w7"] == 7).all()
+
+
+def test_files_are_those_of_the_library(tmp_path: Path) -> None:
+    checkpoint, whole = written(tmp_path, 6), tensors()
+    for name, tensor in checkpoint.index.tensors.items():
+        for piece in tensor.pieces:
+            box = tuple(slice(*edge) for edge in zip(piece.begin, piece.end, strict=True))
+            assert same(load_file(checkpoint.path / piece.file)[piece.key], whole[name][box])
+    out = tmp_path / "out" / "w.safetensors"
+    assert export_tensors(checkpoint, out) == sorted(name for name in whole if not name.endswith("exp_avg"))
+    assert all(same(array, whole[name]) for name, array in load_file(out).items())
+    export_tensors(checkpoint, out, ("optimizer",))
+    assert list(load_file(out)) == ["embed.weight.exp_avg"]
+    with pytest.raises(CheckpointError, match="lies in the checkpoint itself"):
+        export_tensors(checkpoint, checkpoint.path / "w.safetensors")
+
+
+def test_the_index_is_read_without_trust(tmp_path: Path) -> None:
+    folder = written(tmp_path).path
+    text = (folder / INDEX).read_text()
+
+    def refusal(old: str, new: str) -> str:
+        assert old in text
+        (folder / INDEX).write_text(text.replace(old, new, 1))
+        with pytest.raises(CheckpointError) as caught:
+            Checkpoint.open(folder)
+        return str(caught.value)
+
+    assert "is not JSON" in refusal("{", "[")
+    assert "is of format 9, this partc reads format 1" in refusal('"format": 1', '"format": 9')
+    assert "the path '../rank_0000.safetensors' leaves the folder" in refusal('"rank_0000.', '"../rank_0000.')
+    assert "'fc.bias' has a piece in rank_0009.safetensors, which is not listed" in refusal(
+        '"pieces": [{"file": "rank_0005.safetensors", "key": "fc.bias"',
+        '"pieces": [{"file": "rank_0009.safetensors", "key": "fc.bias"',
+    )
+    assert "'fc.bias' has 14 elements, and its pieces 13" in refusal('"shape": [13]', '"shape": [14]')
+    assert "'fc.bias' of [12] has a piece [0] to [13]" in refusal('"shape": [13]', '"shape": [12]')
+    assert "is of type 'text'" in refusal('"float16"', '"text"')
+    assert "steps: Extra inputs" in refusal('"step": 120', '"step": 120, "steps": 1')
+    (folder / INDEX).unlink()
+    with pytest.raises(UsageError, match="is no checkpoint, and has none in it"):
+        Checkpoint.open(folder)
+    with pytest.raises(UsageError, match="there is no such folder"):
+        Checkpoint.open(tmp_path / "nowhere")
+
+
+def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    folder = written(tmp_path).path
+    os.rename(folder / "rank_0000.safetensors", tmp_path / "away")
+    (folder / "rank_0000.safetensors").symlink_to(tmp_path / "away")
+    with pytest.raises(CheckpointError, match="leads out of the folder"):
+        Checkpoint.open(folder)
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    checkpoint = written(tmp_path)
+    file = checkpoint.path / "rank_0001.safetensors"
+    sound = file.read_bytes()
+    file.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    assert checkpoint.changed_files(0, 2) == []
+    (problem,) = checkpoint.changed_files(1, 2)
+    assert f"{file}: was changed: its SHA-256 begins with" in problem
+    assert verify(checkpoint.path) == [problem]
+    file.write_bytes(sound[:-1])
+    assert latest(tmp_path / "checkpoints") is None
+    with pytest.raises(CheckpointError, match=f"has {len(sound) - 1} bytes, the index says {len(sound)}"):
+        Checkpoint.open(checkpoint.path)
+    with pytest.raises(CheckpointError, match="none of the checkpoints in it is whole"):
+        Checkpoint.open(tmp_path / "checkpoints")
+    file.unlink()
+    (checkpoint.path / "stranger").touch()
+    assert verify(checkpoint.path) == [f"{file}: is missing", f"{checkpoint.path / 'stranger'}: is not in the index"]
+
+
+def test_verify_counts_every_element(tmp_path: Path) -> None:
+    folder = written(tmp_path).path
+    data = json.loads((folder / INDEX).read_text())
+    pieces = data["tensors"]["fc.weight"]["pieces"]
+    pieces[0]["begin"], pieces[0]["end"] = pieces[1]["begin"], pieces[1]["end"]
+    (folder / INDEX).write_text(json.dumps(data))
+    assert verify(folder) == [
+        f"{folder / INDEX}: 'fc.weight': 48 of its 288 elements are in no piece, the first at [6:12, 16:24]",
+        f"{folder / INDEX}: 'fc.weight': 48 of its 288 elements are in more than one piece, the first at [6:12, 8:16]",
+    ]
+    with pytest.raises(CheckpointError, match=r"the pieces of 'fc.weight' have 0 of the 6 elements of"):
+        Checkpoint.open(folder).read("fc.weight", (7, 17), (9, 20))
+    pieces[0]["key"] = "fc.bias"
+    (folder / INDEX).write_text(json.dumps(data))
+    found = "\n".join(verify(folder))
+    assert "'fc.bias' of 'fc.weight': is not there" in found
+    assert "'fc.weight[6:12, 16:24]' is not in the index" in found
+
+
+def test_all_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
+    checkpoint, whole = written(tmp_path), tensors()
+    other = {name.replace("fc.weight", "fc.wieght"): array for name, array in whole.items()}
+    other["fc.bias"] = np.zeros(15, np.float16)
+    other["norm.count"] = np.zeros((), np.int32)
+    records = [record(name, array, [0]) for name, array in other.items() if name != "embed.weight.exp_avg"]
+    slots = ("exp_avg", "exp_avg_sq")
+    adam = [record(f"fc.bias.{slot}", other["fc.bias"], [0], kind="optimizer", parameter="fc.bias") for slot in slots]
+    with pytest.raises(CheckpointError) as caught:
+        meet(checkpoint, records + adam, "adamw")
+    where = checkpoint.path
+    assert str(caught.value).splitlines() == [
+        f"{where}: has no 'fc.wieght' bfloat16 [12, 24]; the nearest is 'fc.weight'",
+        f"{where}: has 'fc.weight' bfloat16 [12, 24], which the program lacks; the nearest is 'fc.wieght'",
+        f"{where}: 'fc.bias' is float16 [13]; the program's is float16 [15]",
+        f"{where}: 'norm.count' is int64 []; the program's is int32 []",
+        f"{where}: was written with the optimizer 'adam', which keeps exp_avg; "
+        "the program has the optimizer 'adamw', which keeps exp_avg, exp_avg_sq",
+        f"  help: begin from its weights alone with --init {where}, or compile with the same optimizer",
+    ]
+    with pytest.raises(
+        CheckpointError, match=r"'adam', which keeps exp_avg; the program has an optimizer that keeps nothing"
+    ):
+        meet(checkpoint, [record(name, whole[name], [0]) for name in whole if not name.endswith("exp_avg")])
+    frozen = [one for one in layout(whole, 1) if one.kind != "optimizer"]
+    elsewhere = record("fc.bias.exp_avg", whole["fc.bias"], [0], kind="optimizer", parameter="fc.bias")
+    with pytest.raises(CheckpointError) as caught:
+        meet(checkpoint, [*frozen, elsewhere])
+    assert str(caught.value).splitlines()[:2] == [
+        f"{where}: has no 'fc.bias.exp_avg' float16 [13]",
+        f"{where}: has 'embed.weight.exp_avg' float32 [24, 7], which the program lacks",
+    ]
+
+
+def test_initial_weights_come_from_anywhere(tmp_path: Path) -> None:
+    checkpoint, whole = written(tmp_path), tensors()
+    records = layout(whole, 6)
+    names = {name for name in whole if not name.endswith("exp_avg")}
+    assert meet_weights(initial(tmp_path / "checkpoints"), records) == names
+    file = tmp_path / "any.safetensors"
+    save_file({name: whole[name] for name in ("fc.bias", "fc.weight")}, file)
+    source = initial(file)
+    assert same(source.read("fc.weight", (1, 2), (7, 9)), whole["fc.weight"][1:7, 2:9])
+    assert meet_weights(source, records, strict=False) == {"fc.bias", "fc.weight"}
+    with pytest.raises(CheckpointError, match=r"any.safetensors: has no 'embed.weight' float32") as caught:
+        meet_weights(source, records)
+    assert "norm.count" not in str(caught.value), "statistics may be absent"
+    save_file({f"model.{name}": array for name, array in whole.items()}, file)
+    with pytest.raises(CheckpointError, match=r"has no 'fc.bias' float16 .*; the nearest is 'model.fc.bias'"):
+        meet_weights(initial(file), records)
+    with pytest.raises(CheckpointError, match="none of its 8 tensors has the name of one of the program's"):
+        meet_weights(initial(file), records, strict=False)
+    save_file({"fc.bias": np.zeros(12, np.float16)}, file)
+    with pytest.raises(CheckpointError, match=r"'fc.bias' is float16 \[12\]; the program's is float16 \[13\]"):
+        meet_weights(initial(file), records, strict=False)
+    file.write_bytes(b"nonsense, and more of it")
+    with pytest.raises(CheckpointError, match="is no safetensors file: its header would end at byte"):
+        initial(file)
+    with pytest.raises(UsageError, match="there is no such file"):
+        initial(tmp_path / "none.safetensors")
+    assert read_index(checkpoint.path).step == 120
+
+
+def test_a_rank_loads_only_what_has_its_shape(tmp_path: Path) -> None:
+    checkpoint, whole = written(tmp_path), tensors()
+    one = layout(whole, 6)[3]
+    with pytest.raises(CheckpointError, match=r"'fc.weight' is bfloat16 \[12, 24\]; rank 2 has float32 \[6, 8\]"):
+        checkpoint.load_into(one, 2, np.zeros((6, 8), np.float32))
