@@ -1,0 +1,335 @@
+"""Optimizers as model-local functions of plain ONNX ops, element by element, in as few passes over memory as their formulas allow.
+
+A function takes the parameter, its gradient, the slots (what the optimizer keeps, of the parameter's shape) and rank-0 float32 scalars
+that change from step to step; it gives the next parameter and slots:
+
+    parameter_next, momentum_next = partc.optimizer.Momentum(parameter, gradient, momentum, lr) {momentum, lr_multiplier}
+
+Suffixes, in this order, name what else a function does, so that nobody pays a pass for what is not asked:
+
+    Scaled    the gradient is multiplied with the scalar `scale`, an input after `lr`, before anything else
+    Clipped   then it is kept within `clip_value` of 0
+    Decayed   `weight_decay` is at work
+    Double    parameter, gradient and slots are float64; attributes and scalars are float32 all the same
+
+A body is text, a line a node. `@name` is the attribute as a constant; `g` the gradient after scaling, clipping and coupled decay; a
+line `name ~ value` multiplies with `scale` where that costs no pass over the gradient; lines behind `+` are those of a decayed
+function, behind `-` those of one without. `1 - beta` is an attribute of its own, since float32 cannot subtract 0.999 from 1 exactly enough.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import onnx
+import onnx.parser
+import onnx_ir as ir
+
+DOMAIN = "partc.optimizer"
+DOMAIN_VERSION = 1
+OPSET = 21
+_VARIANTS = ("Scaled", "Clipped", "Decayed", "Double")
+_FED = ("lr", "scale", "bias1", "bias2")
+_NEXT = "_next"
+_LITERALS = {"0": ("zero", "0.0"), "1": ("one", "1.0"), "small": ("tiny", "1e-6")}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A function in all its variants; `coupled`: weight decay is added to the gradient, and the body need not speak of it."""
+
+    doc: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    body: str
+    coupled: bool = False
+
+
+_MEAN = """
+    weight1 ~ @one_minus_beta1
+    old_mean = Mul (exp_avg, @beta1)
+    new_mean = Mul (g, weight1)
+    exp_avg_next = Add (old_mean, new_mean)
+"""
+_SQUARE = """
+    root_weight2 = Sqrt (@one_minus_beta2)
+    weight2 ~ root_weight2
+    weighted = Mul (g, weight2)
+    new_square = Mul (weighted, weighted)
+    old_square = Mul (exp_avg_sq, @beta2)
+    exp_avg_sq_next = Add (old_square, new_square)
+    root = Sqrt (exp_avg_sq_next)
+"""
+# m/bias1 / (sqrt(v/bias2) + eps) is sqrt(bias2)/bias1 * m / (sqrt(v) + eps*sqrt(bias2)): the corrections cost no pass.
+_CORRECTED = """
+    root_bias = Sqrt (bias2)
+    small = Mul (root_bias, @eps)
+    divisor = Add (root, small)
+    quotient = Div (exp_avg_next, divisor)
+    correction = Div (root_bias, bias1)
+"""
+_APPLY = """
+    - parameter_next = Sub (parameter, change)
+    + lost = Mul (rate, @weight_decay)
+    + share = Sub (@1, lost)
+    + kept = Mul (parameter, share)
+    + parameter_next = Sub (kept, change)
+"""
+_RATE = "rate = Mul (lr, @lr_multiplier)\n"
+_ADAM = f"{_RATE}{_MEAN}{_SQUARE}{_CORRECTED}step = Mul (rate, correction)\nchange = Mul (quotient, step)\n"
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_BIAS = ("bias1", "bias2")
+_PAIR = ("parameter", "gradient")
+
+
+def _next(*names: str) -> tuple[str, ...]:
+    return tuple(name + _NEXT for name in names)
+
+
+FAMILIES = {
+    "Sgd": Family(
+        "w' = w - lr (g + weight_decay w), as torch.optim.SGD",
+        (*_PAIR, "lr"),
+        _next("parameter"),
+        f"""{_RATE}
+        step ~ rate
+        change = Mul (g, step)
+        {_APPLY}""",
+    ),
+    "Momentum": Family(
+        "m' = momentum m + g; w' = w - lr m', as torch.optim.SGD with momentum, without dampening",
+        (*_PAIR, "momentum", "lr"),
+        _next("parameter", "momentum"),
+        f"""{_RATE}
+        old = Mul (momentum, @momentum)
+        momentum_next = Add (old, g)
+        change = Mul (momentum_next, rate)
+        parameter_next = Sub (parameter, change)
+        """,
+        coupled=True,
+    ),
+    "Nesterov": Family(
+        "m' = momentum m + g; w' = w - lr (g + momentum m'), as torch.optim.SGD with nesterov",
+        (*_PAIR, "momentum", "lr"),
+        _next("parameter", "momentum"),
+        f"""{_RATE}
+        old = Mul (momentum, @momentum)
+        momentum_next = Add (old, g)
+        ahead = Mul (momentum_next, @momentum)
+        direction = Add (ahead, g)
+        change = Mul (direction, rate)
+        parameter_next = Sub (parameter, change)
+        """,
+        coupled=True,
+    ),
+    "Adagrad": Family(
+        "s' = s + g g; w' = w - lr g / (sqrt(s') + eps), as torch.optim.Adagrad",
+        (*_PAIR, "sum", "lr"),
+        _next("parameter", "sum"),
+        f"""{_RATE}
+        square = Mul (g, g)
+        sum_next = Add (sum, square)
+        root = Sqrt (sum_next)
+        divisor = Add (root, @eps)
+        quotient = Div (g, divisor)
+        change = Mul (quotient, rate)
+        parameter_next = Sub (parameter, change)
+        """,
+        coupled=True,
+    ),
+    "Adam": Family(
+        "m' = beta1 m + (1-beta1) g; v' = beta2 v + (1-beta2) g g; w' = w - lr m'/bias1 / (sqrt(v'/bias2) + eps), as torch.optim.Adam",
+        (*_PAIR, *_MOMENTS, "lr", *_BIAS),
+        _next("parameter", *_MOMENTS),
+        f"{_ADAM}parameter_next = Sub (parameter, change)",
+        coupled=True,
+    ),
+    "AdamW": Family(
+        "Adam with w (1 - lr weight_decay) in place of w, as torch.optim.AdamW",
+        (*_PAIR, *_MOMENTS, "lr", *_BIAS),
+        _next("parameter", *_MOMENTS),
+        f"{_ADAM}{_APPLY}",
+    ),
+    "AdamWeightDecay": Family(
+        "AdamW without bias correction: w' = w - lr (m' / (sqrt(v') + eps) + weight_decay w), as MindSpore's nn.AdamWeightDecay",
+        (*_PAIR, *_MOMENTS, "lr"),
+        _next("parameter", *_MOMENTS),
+        f"""{_RATE}{_MEAN}{_SQUARE}
+        divisor = Add (root, @eps)
+        quotient = Div (exp_avg_next, divisor)
+        change = Mul (quotient, rate)
+        {_APPLY}""",
+    ),
+    "LambDirection": Family(
+        "d = m'/bias1 / (sqrt(v'/bias2) + eps) + weight_decay w, the direction of LAMB (You et al. 2020, algorithm 2)",
+        (*_PAIR, *_MOMENTS, *_BIAS),
+        ("direction", *_next(*_MOMENTS)),
+        f"""{_MEAN}{_SQUARE}{_CORRECTED}
+        - direction = Mul (quotient, correction)
+        + corrected = Mul (quotient, correction)
+        + decay = Mul (parameter, @weight_decay)
+        + direction = Add (corrected, decay)
+        """,
+    ),
+    "LambSquares": Family(
+        "the sums of the squares of the parameter and of the direction, as one vector of 2; of a cut parameter they are terms of a sum",
+        ("parameter", "direction"),
+        ("squares",),
+        """
+        parameter_square = ReduceSumSquare <keepdims: int = 0> (parameter)
+        direction_square = ReduceSumSquare <keepdims: int = 0> (direction)
+        axes = Constant <value_ints: ints = [0]> ()
+        parameter_entry = Unsqueeze (parameter_square, axes)
+        direction_entry = Unsqueeze (direction_square, axes)
+        squares = Concat <axis: int = 0> (parameter_entry, direction_entry)
+        """,
+    ),
+    "LambRatio": Family(
+        "|w| / |d|, 1 where either is 0, at most max_ratio",
+        ("squares",),
+        ("ratio",),
+        """
+        norms = Sqrt (squares)
+        parameter_norm, direction_norm = Split <axis: int = 0, num_outputs: int = 2> (norms)
+        quotient = Div (parameter_norm, direction_norm)
+        bounded = Min (quotient, @max_ratio)
+        lesser = Min (parameter_norm, direction_norm)
+        both = Greater (lesser, @0)
+        chosen = Where (both, bounded, @1)
+        ratio = Squeeze (chosen)
+        """,
+    ),
+    "LambApply": Family(
+        "w' = w - lr ratio d",
+        ("parameter", "direction", "ratio", "lr"),
+        _next("parameter"),
+        f"""{_RATE}
+        step = Mul (rate, ratio)
+        change = Mul (direction, step)
+        parameter_next = Sub (parameter, change)
+        """,
+    ),
+    "ClipScale": Family(
+        "what gradients are multiplied with so that their norm, of which `total` is the square, is at most max_norm, "
+        "as torch.nn.utils.clip_grad_norm_",
+        ("total",),
+        ("scale",),
+        """
+        norm = Sqrt (total)
+        divisor = Add (norm, @small)
+        quotient = Div (@max_norm, divisor)
+        scale = Min (quotient, @1)
+        """,
+    ),
+}
+
+
+def variant(
+    family: str, *, scaled: bool = False, clipped: bool = False, decayed: bool = False, double: bool = False
+) -> str:
+    """The name of a family's function that does just this."""
+    return family + "".join(
+        suffix for suffix, wanted in zip(_VARIANTS, (scaled, clipped, decayed, double), strict=True) if wanted
+    )
+
+
+@functools.cache
+def function(op_type: str) -> onnx.FunctionProto:
+    """The function of this name. Raises KeyError where there is none."""
+    family, asked = op_type, set[str]()
+    for suffix in reversed(_VARIANTS):
+        if family not in FAMILIES and family.endswith(suffix):
+            family = family.removesuffix(suffix)
+            asked.add(suffix)
+    row = FAMILIES[family]
+    return _Writer(op_type, row, asked).written()
+
+
+def functions(op_types: Iterable[str]) -> list[onnx.FunctionProto]:
+    """The functions that nodes of these op types call, each once, by name."""
+    return [function(op_type) for op_type in sorted(set(op_types))]
+
+
+def ir_functions(op_types: Iterable[str]) -> list[ir.Function]:
+    """As `functions`, for a model of onnx-ir."""
+    return [ir.serde.deserialize_function(each) for each in functions(op_types)]
+
+
+@dataclass
+class _Writer:
+    """A family's body on its way to one function's text."""
+
+    name: str
+    row: Family
+    asked: set[str]
+    lines: list[str] = field(default_factory=list)
+    attributes: list[str] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
+
+    def written(self) -> onnx.FunctionProto:
+        scaled, clipped, decayed = ("Scaled" in self.asked, "Clipped" in self.asked, "Decayed" in self.asked)
+        inputs = list(self.row.inputs)
+        if scaled:
+            inputs.insert(inputs.index("lr") + 1 if "lr" in inputs else inputs.index("bias1"), "scale")
+        if "Double" in self.asked:
+            for name in _FED:
+                if name in inputs:
+                    self.add(f"{name}_double = Cast <to: int = {onnx.TensorProto.DOUBLE}> ({name})")
+                    self.renamed[name] = f"{name}_double"
+        self.renamed["g"] = "gradient"
+        folds = scaled and not clipped and not (decayed and self.row.coupled)
+        if scaled and not (folds and "~" in self.row.body):
+            self.gradient("scaled = Mul (g, scale)")
+        if clipped:
+            self.add("lowest = Neg (@clip_value)")
+            self.gradient("clipped = Clip (g, lowest, @clip_value)")
+        if decayed and self.row.coupled:
+            self.add("decay = Mul (parameter, @weight_decay)")
+            self.gradient("decayed = Add (g, decay)")
+        for line in filter(None, map(str.strip, self.row.body.splitlines())):
+            target, tilde, value = line.partition(" ~ ")
+            if tilde and folds:
+                self.add(f"{target} = Mul ({value}, scale)")
+            elif tilde:
+                self.renamed[target] = self.constants(value)
+            elif line[0] not in "+-":
+                self.add(line)
+            elif (line[0] == "+") == decayed:
+                self.add(line[2:])
+        heading = f'<domain: "{DOMAIN}", opset_import: ["" : {OPSET}]>\n{self.name} <{", ".join(self.attributes)}>'
+        body = "\n".join(self.lines)
+        text = f"{heading} ({', '.join(inputs)}) => ({', '.join(self.row.outputs)}) {{\n{body}\n}}"
+        made = onnx.parser.parse_function(text if self.attributes else text.replace(" <>", "", 1))
+        made.doc_string = self.row.doc
+        return made
+
+    def gradient(self, line: str) -> None:
+        """A line that makes another gradient out of `g`."""
+        self.add(line)
+        self.renamed["g"] = line.partition(" = ")[0]
+
+    def add(self, line: str) -> None:
+        target, _, value = line.partition(" = ")
+        value = re.sub(r"\b\w+\b", lambda word: self.renamed.get(word[0], word[0]), self.constants(value))
+        self.lines.append(f"{target} = {value}")
+
+    def constants(self, text: str) -> str:
+        """The text with the names of constants in place of `@name`; each constant is made at its first use."""
+        return re.sub(r"@(\w+)", lambda found: self.constant(found[1]), text)
+
+    def constant(self, name: str) -> str:
+        value, given = _LITERALS.get(name, (f"{name}_constant", f"@{name}"))
+        if any(line.startswith(f"{value} = ") for line in self.lines):
+            return value
+        if name not in _LITERALS:
+            self.attributes.append(name)
+        made = f"Constant <value_float: float = {given}> ()"
+        if "Double" in self.asked:
+            self.lines.append(f"{value}_float = {made}")
+            made = f"Cast <to: int = {onnx.TensorProto.DOUBLE}> ({value}_float)"
+        self.lines.append(f"{value} = {made}")
+        return value

@@ -1,0 +1,216 @@
+"""Learning rates by step, and the other numbers that an optimizer's functions are fed each step.
+
+A schedule gives the rate of a step, counted from 0. `base` is the optimizer's rate, `last` is `minimum`, 0 by default:
+
+    constant                            base
+    step        every, factor           base * factor^(step // every)
+    multistep   at, factor              base * factor^(number of steps in `at` that are reached)
+    linear      steps, minimum          from base at step 0 to last at step `steps` on a line
+    polynomial  steps, power, minimum   last + (base - last) * (1 - step/steps)^power
+    cosine      steps, minimum          last + (base - last) * (1 + cos(pi * step/steps)) / 2
+    python      function                what `file.py:function` returns for the step
+
+Beyond `steps` the rate stays. With `warmup: w` the first w steps have (step + 1)/w of the rate that the schedule begins with, and the
+schedule's own step 0 comes after them.
+
+    rate = schedule({"type": "cosine", "steps": 1000, "warmup": 10}, 0.1)
+    scalars(("lr", "bias1", "bias2"), 12, {"lr": rate(12), "beta1": 0.9, "beta2": 0.999})
+"""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+import math
+import runpy
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Rate: TypeAlias = Callable[[int], float]
+Option: TypeAlias = float | int | tuple[int, ...] | str
+
+SCALARS: Mapping[str, Callable[[int, Mapping[str, float]], float]] = {
+    "lr": lambda step, hyper: hyper["lr"],
+    "scale": lambda step, hyper: hyper.get("scale", 1.0),
+    "bias1": lambda step, hyper: 1 - hyper["beta1"] ** (step + 1),
+    "bias2": lambda step, hyper: 1 - hyper["beta2"] ** (step + 1),
+}
+"""By name what an optimizer's function reads beside tensors; `hyper` are the optimizer's numbers and `lr`, the rate of the step."""
+
+
+def scalars(names: Sequence[str], step: int, hyper: Mapping[str, float]) -> dict[str, np.float32]:
+    """The scalars of a step, counted from 0: computed in float64, then rounded."""
+    import numpy as np
+
+    return {name: np.float32(SCALARS[name](step, hyper)) for name in names}
+
+
+@dataclass(frozen=True)
+class Law:
+    """What an option must be, and how a value is taken: None where it is not."""
+
+    text: str
+    take: Callable[[object], Option | None]
+    default: Option | None = None
+
+
+def _whole(least: int) -> Callable[[object], int | None]:
+    def take(value: object) -> int | None:
+        return value if isinstance(value, int) and not isinstance(value, bool) and value >= least else None
+
+    return take
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        return None
+    return float(value)
+
+
+def _positive(value: object) -> float | None:
+    return _number(value) or None
+
+
+def _rising(value: object) -> tuple[int, ...] | None:
+    if not isinstance(value, list | tuple) or not value:
+        return None
+    steps = tuple(step for step in map(_whole(1), value) if step is not None)
+    return steps if len(steps) == len(value) and all(a < b for a, b in pairwise(steps)) else None
+
+
+def _reference(value: object) -> str | None:
+    if not isinstance(value, str):
+        return None
+    file, _, name = value.rpartition(":")
+    return value if file.endswith(".py") and name.isidentifier() else None
+
+
+_STEPS = {"steps": Law("a number of steps, at least 1", _whole(1))}
+_FACTOR = {"factor": Law("a number above 0", _positive)}
+_MINIMUM = {"minimum": Law("a rate, at least 0", _number, 0.0)}
+_WARMUP = {"warmup": Law("a number of steps, at least 0", _whole(0), 0)}
+
+SCHEDULES: Mapping[str, Mapping[str, Law]] = {
+    "constant": _WARMUP,
+    "step": {"every": Law("a number of steps, at least 1", _whole(1)), **_FACTOR, **_WARMUP},
+    "multistep": {"at": Law("a rising list of steps, each at least 1", _rising), **_FACTOR, **_WARMUP},
+    "linear": {**_STEPS, **_MINIMUM, **_WARMUP},
+    "polynomial": {**_STEPS, "power": Law("a number above 0", _positive, 1.0), **_MINIMUM, **_WARMUP},
+    "cosine": {**_STEPS, **_MINIMUM, **_WARMUP},
+    "python": {"function": Law("a text 'file.py:function'", _reference), **_WARMUP},
+}
+
+
+def schedule(
+    options: Mapping[str, object] | str | None, base: float, where: str = "schedule", folder: Path = Path()
+) -> Rate:
+    """The rate by step of `{"type": ..., option: ...}`; a text is a type without options, or `file.py:function`; None is constant.
+
+    A file is looked for in `folder`, runs once, now, and must give every rank the same numbers. Raises UsageError with all that is
+    wrong, each at `where`; so does the rate itself, where the user's function fails or gives no number.
+    """
+    if options is None:
+        options = {"type": "constant"}
+    elif isinstance(options, str):
+        options = {"type": "python", "function": options} if _reference(options) else {"type": options}
+    kind = options.get("type")
+    if not isinstance(kind, str) or kind not in SCHEDULES:
+        fact = "'type' is missing" if "type" not in options else f"unknown schedule {_shown(kind)}"
+        raise UsageError(f"{where}: {fact}\n  help: choose from {', '.join(SCHEDULES)}")
+    laws = SCHEDULES[kind]
+    problems = [
+        f"{where}: {kind}: unknown option '{key}'\n  help: {_remedy(key, kind)}"
+        for key in options
+        if key not in laws and key != "type"
+    ]
+    taken: dict[str, Any] = {}
+    for key, law in laws.items():
+        value = law.take(options[key]) if key in options else law.default
+        if value is not None:
+            taken[key] = value
+        elif key in options:
+            problems.append(f"{where}: {kind}: expected {law.text} as '{key}', but got {_shown(options[key])}")
+        else:
+            problems.append(f"{where}: {kind}: '{key}' is missing\n  help: it is {law.text}")
+    minimum = taken.get("minimum")
+    if isinstance(minimum, float) and minimum > base:
+        problems.append(f"{where}: {kind}: 'minimum' {minimum:g} is above the optimizer's rate {base:g}")
+    if problems:
+        raise UsageError("\n".join(problems))
+    return _warmed(_after_warmup(kind, taken, base, where, folder), taken["warmup"])
+
+
+def _after_warmup(kind: str, taken: Mapping[str, Any], base: float, where: str, folder: Path) -> Rate:
+    if kind == "python":
+        return _python(taken["function"], where, folder)
+    last: float = taken.get("minimum", 0.0)
+
+    def left(step: int) -> float:
+        steps: int = taken["steps"]
+        return 1 - min(step / steps, 1.0)
+
+    shapes: dict[str, Rate] = {
+        "constant": lambda step: base,
+        "step": lambda step: base * taken["factor"] ** (step // taken["every"]),
+        "multistep": lambda step: base * taken["factor"] ** bisect.bisect_right(taken["at"], step),
+        "linear": lambda step: last + (base - last) * left(step),
+        "polynomial": lambda step: last + (base - last) * left(step) ** taken["power"],
+        "cosine": lambda step: last + (base - last) * (1 - math.cos(math.pi * left(step))) / 2,
+    }
+    return shapes[kind]
+
+
+def _warmed(rate: Rate, steps: int) -> Rate:
+    if not steps:
+        return rate
+    return lambda step: rate(0) * (step + 1) / steps if step < steps else rate(step - steps)
+
+
+def _python(reference: str, where: str, folder: Path) -> Rate:
+    """The function that `file.py:function` names, every call of it checked; what fails is told by the user's own line."""
+    file, _, name = reference.rpartition(":")
+    path = folder / file
+    if not path.is_file():
+        raise UsageError(f"{where}: there is no file {file}\n  help: it is looked for in {folder}")
+    try:
+        function = runpy.run_path(str(path), run_name="__partc_schedule__").get(name)
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{where}: {_failure(error, path)}") from error
+    if not callable(function):
+        raise UsageError(f"{where}: {file} has no function '{name}'\n  help: def {name}(step: int) -> float")
+
+    def rate(step: int) -> float:
+        try:
+            given = function(step)
+            number = float(given)
+        except Exception as error:
+            raise UsageError(f"{where}: {reference}({step}): {_failure(error, path)}") from error
+        if not math.isfinite(number) or number < 0:
+            raise UsageError(f"{where}: {reference}({step}) gave {given!r}\n  a rate is a number, at least 0")
+        return number
+
+    return rate
+
+
+def _failure(error: BaseException, path: Path) -> str:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    at = f"{path.name}:{lines[-1]}: " if lines else ""
+    return f"{at}{type(error).__name__}: {error}"
+
+
+def _shown(value: object) -> str:
+    return f"'{value}'" if isinstance(value, str) else str(value)
+
+
+def _remedy(key: str, kind: str) -> str:
+    near = difflib.get_close_matches(key, SCHEDULES[kind], 1)
+    return f"the nearest is '{near[0]}'" if near else f"the options of {kind} are {', '.join(SCHEDULES[kind])}"
