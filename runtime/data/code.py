@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 import numpy as np
 
@@ -40,14 +40,14 @@ class Code:
     ran: dict[Path, ModuleType] = field(default_factory=dict)
 
     def value(self, path: Path, name: str) -> object:
-        """What a file binds to a name; ValueError where it binds nothing. Whatever the file raises goes through."""
+        """What a file binds to a name; UsageError where it binds nothing. Whatever the file raises goes through."""
         if not path.is_file():
-            raise ValueError(f"{path}: there is no such file")
+            raise UsageError(f"{path}: there is no such file")
         path = path.resolve()
         if path not in self.ran:
             self.ran[path] = _run(path)
         if not hasattr(self.ran[path], name):
-            raise ValueError(f"{path}: it does not define `{name}`")
+            raise UsageError(f"{path}: it does not define `{name}`")
         return getattr(self.ran[path], name)
 
 
@@ -66,14 +66,23 @@ def _run(path: Path) -> ModuleType:
     return module
 
 
+class _Records(Protocol):
+    """What a user's file defines."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: Index | int) -> object: ...
+
+
 class CodeSource:
     """Records of a user's object. `ragged` names fields that are ragged even where a few records have one length."""
 
     def __init__(self, found: object, where: str, ragged: Collection[str] = ()) -> None:
-        self._object: Any = found() if inspect.isfunction(found) or inspect.isclass(found) else found
+        made = inspect.isfunction(found) or inspect.isclass(found)
+        self._object = cast(_Records, cast("Callable[[], object]", found)() if made else found)
         self._where = where
         if not hasattr(self._object, "__len__") or not hasattr(self._object, "__getitem__"):
-            raise ValueError(
+            raise UsageError(
                 f"{where}: its `source` is a {type(self._object).__name__} without `__len__` or `__getitem__`\n"
                 "  help: define both; `__getitem__` takes an array of indices and returns a dict of arrays"
             )
@@ -85,7 +94,7 @@ class CodeSource:
             self.fields = {name: _field(value, name in ragged) for name, value in first.items()}
             flat = [name for name, value in first.items() if name in ragged and isinstance(value, np.ndarray)]
             if single := [name for name in flat if cast(Array, first[name]).ndim < 2]:
-                raise ValueError(f"{where}: records of '{single[0]}' are single values and have no length")
+                raise UsageError(f"{where}: records of '{single[0]}' are single values and have no length")
 
     def __len__(self) -> int:
         return self._records
@@ -129,7 +138,7 @@ class CodeSource:
         try:
             return self._collated([self._object[int(index)] for index in indices], 2, None)
         except Exception as error:
-            raise ValueError(
+            raise UsageError(
                 f"{self._where}: its `source` cannot be read\n"
                 f"  by an array of indices: {_fact(by_array)}\n  by one index: {_fact(error)}\n"
                 "  help: `__getitem__` takes an array of indices and returns a dict of arrays, one row for each"
@@ -149,7 +158,7 @@ class CodeSource:
             raise TypeError(f"it returns a {type(given).__name__}, not a dict of arrays")
         found = {name: _values(value) for name, value in fields.items()}
         for name, value in found.items():
-            rows = len(value.lengths) if isinstance(value, Ragged) else len(value) if value.ndim else 0
+            rows = len(value.lengths) if isinstance(value, Ragged) else value.shape[0] if value.ndim else 0
             if rows != count:
                 raise ValueError(f"its '{name}' has {rows} rows for {count} indices")
         return found
@@ -187,11 +196,11 @@ class Transform:
 
     @staticmethod
     def load(spec: str, code: Code) -> Transform:
-        """The transform that `file.py:function` names; ValueError where there is none."""
+        """The transform that `file.py:function` names; UsageError where there is none."""
         file, _, name = spec.rpartition(":")
         function = code.value(Path(file), name)
         if not callable(function):
-            raise ValueError(f"{file}: `{name}` is a {type(function).__name__}, not a function")
+            raise UsageError(f"{file}: `{name}` is a {type(function).__name__}, not a function")
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         taken = [one for one in inspect.signature(function).parameters.values() if one.kind in kinds]
         random = any(one.default is inspect.Parameter.empty or one.name == "generator" for one in taken[1:2])

@@ -7,7 +7,7 @@
     digits.npz:images       one array of an .npz
 
 A field `ids` with another, `ids.offsets`, is ragged: record i is `ids[offsets[i]:offsets[i + 1]]`.
-What is wrong with a file is a ValueError that begins with its path.
+What is wrong with a file is a UsageError that begins with its path.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from typing import cast
 import numpy as np
 
 from ..dtypes import Array
+from ..errors import UsageError
 from .columns import Column, Joined, RaggedRows, Rows
 
 OFFSETS = ".offsets"
 _SHARD = re.compile(r"(.+)_(\d{3,})")
 _IDX_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_IDX_HEADER = 4 + 4 * 255
+_GZIP = b"\x1f\x8b"
 _MEMBER_HEADER = 30
 
 
@@ -39,7 +42,7 @@ def open_fields(path: Path) -> dict[str, Column]:
         return _columns(path, _folder(path))
     _must_exist(path)
     if path.suffix != ".npz":
-        raise ValueError(
+        raise UsageError(
             f"{path}: it does not name its fields; give an .npz, a folder of .npy files or a .py file, "
             f"or say which input it is: {{x: {path.name}}}"
         )
@@ -47,8 +50,10 @@ def open_fields(path: Path) -> dict[str, Column]:
         return _columns(path, {name: [array] for name, array in _archive(path).items()})
 
 
-def open_field(name: str, path: Path) -> Column:
-    """The field that a file, or `file.npz:member`, gives to an input of this name."""
+def open_field(name: str, path: Path, offsets: Path | None = None) -> Column:
+    """The field that a file, or `file.npz:member`, gives to an input of this name; ragged where it has offsets."""
+    if offsets is not None:
+        return _ragged(path, open_field(name, path), open_field(name + OFFSETS, offsets))
     file, colon, member = str(path).rpartition(":")
     if colon and not path.exists() and file.endswith(".npz"):
         return _member(Path(file), member)
@@ -61,9 +66,16 @@ def open_field(name: str, path: Path) -> Column:
         return Rows(_npy(path) if path.suffix == ".npy" else _idx(path))
 
 
+def _ragged(path: Path, flat: Column, offsets: Column) -> Column:
+    if not isinstance(flat, Rows) or not isinstance(offsets, Rows):
+        raise UsageError(f"{path}: of a field with offsets both must be one array")
+    with _told(path):
+        return RaggedRows(flat, offsets.take(np.arange(len(offsets))))
+
+
 def _must_exist(path: Path) -> None:
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file or folder")
+        raise UsageError(f"{path}: there is no such file or folder")
 
 
 @contextmanager
@@ -74,13 +86,13 @@ def _told(path: Path) -> Iterator[None]:
         text = str(error)
         if "allow_pickle" in text:
             text = "it holds Python objects; save arrays of numbers or of text"
-        raise ValueError(text if text.startswith(str(path)) else f"{path}: {text}") from None
+        raise UsageError(text if text.startswith(str(path)) else f"{path}: {text}") from None
 
 
 def _member(path: Path, member: str) -> Column:
     found = open_fields(path)
     if member not in found:
-        raise ValueError(f"{path}: it has no array '{member}'; its arrays are {_listed(found)}")
+        raise UsageError(f"{path}: it has no array '{member}'; its arrays are {_listed(found)}")
     return found[member]
 
 
@@ -88,7 +100,7 @@ def _only(path: Path, found: Mapping[str, Column], name: str) -> Column:
     if name in found:
         return found[name]
     if len(found) != 1:
-        raise ValueError(f"{path}: it has no '{name}', and not one array alone: {_listed(found)}")
+        raise UsageError(f"{path}: it has no '{name}', and not one array alone: {_listed(found)}")
     return next(iter(found.values()))
 
 
@@ -100,7 +112,7 @@ def _folder(path: Path) -> dict[str, list[Array]]:
     """The arrays of each field of a folder, shards in order."""
     files = {file.stem: file for file in sorted(path.glob("*.npy"))}
     if not files:
-        raise ValueError(f"{path}: there are no .npy files in this folder")
+        raise UsageError(f"{path}: there are no .npy files in this folder")
     shards: dict[str, dict[int, str]] = {}
     for stem in files:
         if match := _SHARD.fullmatch(stem):
@@ -108,12 +120,12 @@ def _folder(path: Path) -> dict[str, list[Array]]:
     found: dict[str, list[str]] = {stem: [stem] for stem in files if not _SHARD.fullmatch(stem)}
     for name, numbered in shards.items():
         if name in found:
-            raise ValueError(
+            raise UsageError(
                 f"{path}: there is '{name}.npy' and there are shards of it, '{min(numbered.values())}.npy'"
             )
         missing = sorted(set(range(min(numbered), max(numbered))) - set(numbered))
         if missing or min(numbered) > 1:
-            raise ValueError(
+            raise UsageError(
                 f"{path}: of the shards of '{name}' number {missing[0] if missing else 0} is missing; "
                 f"there are {len(numbered)}, up to {max(numbered)}"
             )
@@ -140,7 +152,7 @@ def _columns(path: Path, arrays: Mapping[str, list[Array]]) -> dict[str, Column]
             else:
                 found[name] = rows[0] if len(rows) == 1 else Joined(rows)
         except ValueError as error:
-            raise ValueError(f"{path}: '{name}': {error}") from None
+            raise UsageError(f"{path}: '{name}': {error}") from None
     return found
 
 
@@ -149,14 +161,14 @@ def _npy(path: Path) -> Array:
         return cast(Array, np.load(path, mmap_mode="r", allow_pickle=False))
     except ValueError as error:
         if "mmap" not in str(error) and "empty" not in str(error):
-            raise ValueError(f"{path}: {error}") from None
+            raise UsageError(f"{path}: {error}") from None
     return cast(Array, np.load(path, allow_pickle=False))  # what has no bytes cannot be mapped
 
 
 def _archive(path: Path) -> dict[str, Array]:
     found: dict[str, Array] = {}
     with zipfile.ZipFile(path) as archive, np.load(path, allow_pickle=False) as loaded:
-        for entry in archive.infolist():
+        for entry in (one for one in archive.infolist() if one.filename.endswith(".npy")):
             name = entry.filename.removesuffix(".npy")
             mapped = _mapped(path, entry) if entry.compress_type == zipfile.ZIP_STORED else None
             found[name] = loaded[name] if mapped is None else mapped
@@ -184,15 +196,12 @@ def _mapped(path: Path, entry: zipfile.ZipInfo) -> Array | None:
 
 def _idx(path: Path) -> Array:
     """An array in the IDX format: two zero bytes, a type, the number of dims, each dim in four bytes, then the elements."""
-    packed = path.read_bytes()[:2] == b"\x1f\x8b" if path.suffix != ".gz" else True
-    if packed:
-        with gzip.open(path) as unpacked:
-            content: bytes | None = unpacked.read()
-        head, size = (content or b"")[:1024], len(content or b"")
-    else:
-        content, size = None, path.stat().st_size
-        with open(path, "rb") as file:
-            head = file.read(1024)
+    content = None
+    with open(path, "rb") as file:
+        head, size = file.read(_IDX_HEADER), path.stat().st_size
+    if head.startswith(_GZIP):
+        content = gzip.decompress(path.read_bytes())
+        head, size = content[:_IDX_HEADER], len(content)
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _IDX_TYPES or not head[3]:
         raise ValueError("it is no .npy, .npz or IDX file")
     begin = 4 + 4 * head[3]

@@ -69,8 +69,8 @@ class Fit:
                 )
 
 
-def fit(ports: Sequence[Port], fields: Mapping[str, Field], batch: int, where: str) -> dict[str, Fit]:
-    """By input the way of its field; UsageError with everything in which data and model differ."""
+def fit(ports: Sequence[Port], fields: Mapping[str, Field], batch: int) -> tuple[dict[str, Fit], list[str]]:
+    """By input the way of its field, and everything in which data and model differ."""
     found: dict[str, Fit] = {}
     sizes: dict[str, list[int | None]] = {}
     problems: list[str] = []
@@ -93,9 +93,7 @@ def fit(ports: Sequence[Port], fields: Mapping[str, Field], batch: int, where: s
         sizes[port.name] = [batch, *([None] if one.ragged else []), *shape]
         found[port.name] = Fit(port, dtype, None if one.ragged or shape == one.shape else shape)
     problems += _differences([port for port in ports if port.name in sizes and port.shape is not None], sizes)
-    if problems:
-        raise UsageError("\n".join(f"{where}: {problem}" for problem in problems))
-    return found
+    return found, problems
 
 
 def _differences(ports: Sequence[Port], sizes: Mapping[str, list[int | None]]) -> Iterator[str]:
@@ -159,7 +157,7 @@ def _range(dtype: Dtype) -> tuple[int, int] | None:
 
 
 def _wider(given: np.dtype[np.generic], law: tuple[int, int]) -> bool:
-    own = np.iinfo(given)
+    own = np.iinfo(given.name)
     return law[0] <= own.min and own.max <= law[1]
 
 

@@ -18,7 +18,7 @@ from ..format import Port
 from .code import Batch
 from .columns import Field, Index
 from .dataset import Dataset
-from .fit import Fit, described, fit
+from .fit import described, fit
 from .order import Order, Position
 from .widths import widths
 
@@ -31,15 +31,20 @@ class Reader:
 
     def __init__(self, data: Dataset, ports: Sequence[Port], rank: int, order: Order) -> None:
         needed = [port for port in ports if port.ranks]
-        self._check(data, needed, order)
+        problems = [*_mismatch(data, order), *_uneven(needed, order), *_unknown(data, needed)]
         self._data, self._rank, self._order = data, rank, order
         self._ports = [port for port in needed if rank in port.ranks]
         self._names = (
             list(data.fields) if data.transform else [port.name for port in needed if port.name in data.fields]
         )
-        self._widths = widths(data, needed, self._names)
-        fields = self._made(order) if data.transform else {name: data.fields[name] for name in data.fields}
-        self._fits: dict[str, Fit] = fit(needed, fields, min(order.batch, order.places), data.spec.where)
+        self._widths, long = widths(data, needed, self._names)
+        problems += long
+        if not (problems and data.transform):
+            fields = self._made(order) if data.transform else data.fields
+            self._fits, differences = fit(needed, fields, min(order.batch, order.places))
+            problems += differences
+        if problems:
+            raise UsageError("\n".join(f"{data.spec.where}: {problem}" for problem in problems))
 
     def read(self, position: Position, indices: Index) -> Batch:
         """By input, what this rank reads of a batch of these records: contiguous and of the input's type."""
@@ -86,13 +91,6 @@ class Reader:
         made = self._transformed(Position(), indices, self._lengths(indices))
         return {name: Field(value.dtype, value.shape[1:]) for name, value in made.items()}
 
-    def _check(self, data: Dataset, ports: Sequence[Port], order: Order) -> None:
-        problems = [*_uneven(ports, order), *_unknown(data, ports)]
-        if order.records != data.records:
-            problems.append(f"the order is of {order.records} records, the data has {data.records}")
-        if problems:
-            raise UsageError("\n".join(f"{data.spec.where}: {problem}" for problem in problems))
-
 
 def _rows(port: Port, rank: int, size: int) -> tuple[int, int]:
     box = port.box(rank)
@@ -122,6 +120,11 @@ def _uneven(ports: Sequence[Port], order: Order) -> Iterator[str]:
                 f"{order.places} records in batches of {order.batch} leave {order.rest} for the last batch, and {law}\n"
                 "  help: say last: drop, or choose a batch size that leaves none"
             )
+
+
+def _mismatch(data: Dataset, order: Order) -> Iterator[str]:
+    if order.records != data.records:
+        yield f"the order is of {order.records} records, the data has {data.records}"
 
 
 def _unknown(data: Dataset, ports: Sequence[Port]) -> Iterator[str]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..cuts import divisor
-from ..errors import UsageError
 from ..format import Port
 from .columns import Index
 from .dataset import Dataset
@@ -36,8 +35,8 @@ class Width:
         return -(-max(int(self.longest[indices].max()), 1) // self.multiple) * self.multiple
 
 
-def widths(data: Dataset, ports: Sequence[Port], names: Collection[str]) -> list[Width]:
-    """The lengths of these fields' ragged ones; UsageError where a record is longer than its input.
+def widths(data: Dataset, ports: Sequence[Port], names: Collection[str]) -> tuple[list[Width], list[str]]:
+    """The lengths of these fields' ragged ones, and what is wrong: records longer than their input.
 
     Behind a transform nobody knows which input a field becomes: every field has a length of its own, which all cuts divide.
     """
@@ -59,9 +58,7 @@ def widths(data: Dataset, ports: Sequence[Port], names: Collection[str]) -> list
             )
         cuts = (_cut(inputs[name]) for name in members if name in inputs)
         found.append(Width(tuple(members), longest, math.lcm(data.spec.multiple, all_cuts, *cuts), fixed))
-    if problems:
-        raise UsageError("\n".join(f"{data.spec.where}: {problem}" for problem in problems))
-    return found
+    return found, problems
 
 
 def _dim(port: Port | None) -> int | str | None:
