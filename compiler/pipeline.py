@@ -25,6 +25,7 @@ from partc.compiler.placing.placement import place
 from partc.compiler.plan.read import Plan, read_plan
 from partc.compiler.program import Program
 from partc.compiler.shapes import shapes
+from partc.compiler.training.attach import attach, learned_names
 from partc.compiler.writing.dump import begin_text
 from partc.compiler.writing.emit import emit
 from partc.runtime.format import Manifest, SourceRecord
@@ -46,10 +47,13 @@ class Report:
         return self.program.warnings
 
 
-def start(source: Source, plan: Plan | None, name: str, configuration: str | None = None) -> Program:
+def start(
+    source: Source, plan: Plan | None, name: str, configuration: str | None = None, *, evaluation: bool = False
+) -> Program:
     """The program before any pass. Without a plan the model's own annotations are one, else all runs on one rank.
 
-    Of several device configurations the one called `configuration` is meant, or the first; "none" ignores annotations.
+    Of several device configurations the one called `configuration` is meant, or the first; "none" ignores annotations. A plan that
+    trains makes the model one that gives its loss; with `evaluation` it is measured only.
     """
     found = read(source.model, name, configuration)
     declared = source.declared
@@ -59,8 +63,15 @@ def start(source: Source, plan: Plan | None, name: str, configuration: str | Non
         plan = found.plan() if found else Plan.whole()
     if found:
         plan = replace(plan, outputs=(*found.outputs, *plan.outputs))
-    model = normalize(source.model, name) if cuts(plan, declared) else source.model
-    return Program(name=name, model=model, plan=plan, declared=declared, paths=node_paths(model))
+    cut = cuts(plan, declared)
+    if plan.train is None:
+        model = normalize(source.model, name) if cut else source.model
+        return Program(name=name, model=model, plan=plan, declared=declared, paths=node_paths(model))
+    learned = learned_names(source.model)
+    model = normalize(source.model.clone(), name)
+    training = attach(model, plan.train, learned, cut=cut, evaluation=evaluation)
+    plan = replace(plan, outputs=())
+    return Program(name=name, model=model, plan=plan, declared=declared, paths=node_paths(model), training=training)
 
 
 def run_passes(program: Program, after: Callable[[str, Program], None] | None = None) -> Program:
@@ -86,6 +97,13 @@ def analyse(
     return run_passes(start(load(model), chosen, model.name, configuration), after)
 
 
+def _evaluation(source: Source, plan: Plan | None, name: str, configuration: str | None = None) -> Program | None:
+    """The forward program of a plan that trains, over the same parameters."""
+    if plan is None or plan.train is None:
+        return None
+    return run_passes(start(source, plan, name, configuration, evaluation=True))
+
+
 def compile_model(
     model: Path,
     plan: Path | None,
@@ -107,10 +125,12 @@ def compile_model(
     def keep(name: str, program: Program) -> None:
         texts[f"ir/{len(texts) + 1}_{name}.ir"] = begin_text(program, name)
 
-    program = analyse(model, plan, keep if dump_ir else None, configuration)
+    source, chosen = load(model), read_plan(plan) if plan is not None else None
+    program = run_passes(start(source, chosen, model.name, configuration), keep if dump_ir else None)
     check_budget(program, strict)
+    evaluation = _evaluation(source, chosen, model.name, configuration)
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
-    manifest = emit(program, out, sources, texts)
+    manifest = emit(program, out, sources, texts, evaluation)
     if annotated is not None:
         write_annotated(program, annotated)
     return Report(program, manifest, out)
@@ -121,7 +141,8 @@ def compile_source(source: Source, plan: Plan | None, out: Path, name: str = "mo
     program = run_passes(start(source, plan, name))
     check_budget(program)
     record = SourceRecord(name=name, sha256=hashlib.sha256(begin_text(program).encode()).hexdigest())
-    return Report(program, emit(program, out, {"model": record, "plan": None}), out)
+    evaluation = _evaluation(source, plan, name)
+    return Report(program, emit(program, out, {"model": record, "plan": None}, None, evaluation), out)
 
 
 def _record(path: Path) -> SourceRecord:

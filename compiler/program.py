@@ -12,7 +12,7 @@ import functools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy.typing as npt
 import onnx_ir as ir
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from partc.compiler.dims.facts import Facts
     from partc.compiler.layouts.layout import Layout
     from partc.compiler.plan.rules import Plan
+    from partc.compiler.training.training import Training
 
 Dim = int | str
 Shape = tuple[Dim, ...]
@@ -149,10 +150,26 @@ class Held:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """A tensor that a rank keeps from step to step, and the value that takes its place after one, "" where nothing does.
+
+    `tensor` is its global name; `parameter`: of whom an optimizer's tensor is.
+    """
+
+    held: Held
+    next: str
+    tensor: str
+    kind: Literal["parameter", "optimizer", "statistics"]
+    parameter: str = ""
+    initial: float = 0.0
+
+
+@dataclass(frozen=True)
 class Part:
     """One rank's program: its steps in order, the inputs that it reads, its weights, the outputs delivered to it.
 
     `constants` differ by rank and belong to no weight of the model; `types` has every value by its name there, with local shapes.
+    `kept` and `scalars` are a training program's: what lives from step to step, and the numbers that each step is given.
     """
 
     rank: int
@@ -162,6 +179,8 @@ class Part:
     outputs: tuple[Held, ...]
     constants: Mapping[str, Array] = field(default_factory=dict)
     types: Mapping[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
+    kept: tuple[Kept, ...] = ()
+    scalars: tuple[str, ...] = ()
 
     @property
     def likeness(self) -> Hashable:
@@ -185,6 +204,7 @@ class Program:
     placement: Mapping[ir.Node, Placed] = field(default_factory=dict)
     choices: Mapping[Instance, Choice] = field(default_factory=dict)
     given: Given | None = None
+    training: Training | None = None
     events: tuple[Event, ...] = ()
     groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     parts: tuple[Part, ...] = ()

@@ -138,7 +138,7 @@ def samples(manifest: Manifest) -> list[Bindings]:
 
 def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: tuple[int, ...]) -> Iterator[Violation]:
     call, dtype = node.call, dense(record.type)
-    if (call.op, call.group) != (record.op, record.group) or call.result not in (None, record.value):
+    if (call.op, call.group) != (record.op, record.group) or (call.result and call.value != record.value):
         yield node.violation(
             f"{MANIFEST} has {record.op} of '{record.value}' in group '{record.group}' as {record.tag}"
         )

@@ -71,7 +71,8 @@ class Piece:
 class Call:
     """A collective node; `source` is None where the rank gives nothing, `result` where it gets nothing.
 
-    `axis` is AllGather's and ReduceScatter's, and AllToAll's split axis; `gives` and `takes` are Exchange's.
+    `axis` is AllGather's and ReduceScatter's, and AllToAll's split axis; `gives` and `takes` are Exchange's. An AllReduce of several
+    values has them as `parts`, what goes in and what comes out; `source` and `result` then name the memory where all of them lie.
     """
 
     op: str
@@ -86,11 +87,22 @@ class Call:
     root: int = 0
     gives: tuple[Piece, ...] = ()
     takes: tuple[Piece, ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()
 
     @property
     def value(self) -> str:
         """The value that reports name: what comes out, or what goes in where nothing does."""
-        return self.result or self.source or ""
+        return self.parts[0][1] if self.parts else self.result or self.source or ""
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The values that the rank gives."""
+        return tuple(source for source, _ in self.parts) or ((self.source,) if self.source else ())
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """The values that the rank gets."""
+        return tuple(result for _, result in self.parts) or ((self.result,) if self.result else ())
 
 
 def read_call(node: NodeProto, where: str) -> Call:
@@ -109,10 +121,12 @@ def read_call(node: NodeProto, where: str) -> Call:
     def number(name: str) -> int:
         return found[name].i if name in found else 0
 
+    parts = tuple(zip(node.input, node.output, strict=True)) if len(node.input) > 1 else ()
+    together = f"{node.output[0]} and {len(parts) - 1} more" if parts else None
     return Call(
         op=node.op_type,
-        source=next(filter(None, node.input), None),
-        result=next(filter(None, node.output), None),
+        source=together or next(filter(None, node.input), None),
+        result=together or next(filter(None, node.output), None),
         group=found[GROUP].s.decode(),
         tag=number(TAG),
         path=next((item.value for item in node.metadata_props if item.key == PATH), ""),
@@ -122,6 +136,7 @@ def read_call(node: NodeProto, where: str) -> Call:
         root=number(ROOT),
         gives=_pieces(found, SEND_PEERS, SEND_BOXES),
         takes=_pieces(found, RECV_PEERS, RECV_BOXES),
+        parts=parts,
     )
 
 
@@ -188,6 +203,10 @@ def _problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> list[str]
     problems = [f"its attribute '{name}' is missing" for name in needed if name not in found]
     sources, results = [*filter(None, node.input)], [*filter(None, node.output)]
     optional = op == EXCHANGE
+    if op == ALL_REDUCE and len(sources) > 1:
+        if len(sources) != len(results) or len(sources) != len(node.input):
+            problems.append(f"it has {len(sources)} inputs and {len(results)} outputs, and makes one of each")
+        sources, results = sources[:1], results[:1]
     if len(sources) > 1 or (not sources and not optional and op != BROADCAST):
         problems.append(f"it has {len(sources)} inputs, and takes one")
     if len(results) > 1 or (not results and not optional):

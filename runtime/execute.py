@@ -27,7 +27,7 @@ from .onnxruntime_api import Bind, Binding, OrtValue, new_value
 from .perform import Bound, Work, at_large
 from .prepare import Kind, RankProgram
 from .redistribute import Redistribution
-from .segments import Begin, Finish, Post, Segment, Send, Wait
+from .segments import Begin, Finish, Post, Segment, Send, Update, Wait
 from .sessions import Runner
 from .tensor import Tensor, aligned
 from .transport import Request, Transport
@@ -61,7 +61,8 @@ class Schedule:
         self.begun: dict[int, tuple[list[Request], Action | None]] = {}
         self.posts = {step.tag: index for index, step in enumerate(program.steps) if isinstance(step, Post)}
         self.headers = {tag: aligned(HEADER) for tag in self.posts if tag not in self.promises}
-        self.readers: dict[str, list[tuple[Binding, int]]] = defaultdict(list)
+        self.readers: dict[str, list[tuple[Binding, int, str]]] = defaultdict(list)
+        """By input the bindings that read it, its type, and the name by which each does."""
         self.last: dict[str, tuple[int, Shape]] = {}
         self.actions: list[tuple[int, Action]] = []
         self._plan(self._lay_out())
@@ -72,8 +73,8 @@ class Schedule:
         for name, value in inputs.items():
             if isinstance(value, Tensor) and self.last.get(name) != (value.pointer, value.shape):
                 self.last[name] = (value.pointer, value.shape)
-                for binding, code in self.readers[name]:
-                    binding.bind_input(name, "cpu", 0, code, value.shape, value.pointer)
+                for binding, code, formal in self.readers[name]:
+                    binding.bind_input(formal, "cpu", 0, code, value.shape, value.pointer)
         write, buffer, offset, index = SLOT.pack_into, board.buffer, board.offset, IDLE
         try:
             for index, action in self.actions:
@@ -84,6 +85,8 @@ class Schedule:
         except Exception as error:
             raise RankError(f"rank {self.transport.rank} failed in {self.program.explain(index, error)}") from error
         write(buffer, offset, step, IDLE)
+        for kept, made in self.program.replaced:
+            np.copyto(self._tensor(kept).data, self._tensor(made).data)
         outputs = {name: self._delivered(name) for name in self.program.outputs}
         for name in self.transient:
             del self.cells[name]
@@ -130,7 +133,9 @@ class Schedule:
         places = {life.name: memory[arena.offsets[life.name] :] for life in lives}
         for name, shape in self.shapes.items():
             dtype = self.program.dtype(name)
-            place = places[self.program.places.get(name, name)][: dtype.bytes_of(shape)]
+            bundle, at = self.program.bundles.get(name, (name, 0))
+            begin = dtype.bytes_of((at,))
+            place = places[self.program.places.get(bundle, bundle)][begin : begin + dtype.bytes_of(shape)]
             self.cells[name] = Tensor(dtype, shape, place)
         self.scratch = {key: places[_scratch_name(*key)] for tag in self.works for key in ((tag, "in"), (tag, "out"))}
         return arena.waits
@@ -171,6 +176,8 @@ class Schedule:
                         sends[index] = None
                 case Finish():
                     action = self._finish(step)
+                case Update():
+                    action = self._update(index)
             self.actions.append((index, action))
             self.actions += [(index, partial(self.cells.pop, name, None)) for name in unused.get(index, ())]
         self.actions += [(index, self._complete(index)) for index in sends]
@@ -186,7 +193,7 @@ class Schedule:
         ]
         for name in runner.segment.inputs:
             if self.program.kinds[name] is Kind.INPUT:
-                self.readers[name].append((binding, self.program.dtype(name).code))
+                self.readers[name].append((binding, self.program.dtype(name).code, name))
             elif name not in loose:
                 _bind(binding.bind_input, name, self._tensor(name))
         for name in runner.segment.outputs:
@@ -197,6 +204,26 @@ class Schedule:
         if loose:
             return partial(self._run_loose, runner, binding, frozenset(loose))
         return partial(runner.session.run_with_iobinding, binding)
+
+    def _update(self, index: int) -> Action:
+        """The updates of a step, each of many parameters at once."""
+        calls: list[Action] = []
+
+        def shared(name: str, binding: Binding, formal: str) -> None:
+            if self.program.kinds[name] is Kind.INPUT:
+                self.readers[name].append((binding, self.program.dtype(name).code, formal))
+            else:
+                _bind(binding.bind_input, formal, self._tensor(name))
+
+        for updater in self.program.updates[index]:
+            run = updater.session.run_with_iobinding
+            calls += [partial(run, binding) for binding in updater.bind(self._tensor, shared)]
+
+        def update() -> None:
+            for call in calls:
+                call()
+
+        return update
 
     def _run_loose(self, runner: Runner, binding: Binding, loose: frozenset[str]) -> None:
         """Run a session of which some tensors have another place and shape each time."""

@@ -8,7 +8,8 @@ Collectives are one node on every rank that takes part, and these nodes carry th
 has. `group` names an entry of `Manifest.groups`: disjoint lists of ranks. A rank works with the list that holds it, so that ranks
 which do the same share one file. A collective over p ranks of a list:
 
-    AllReduce(X) -> Y       reduce                   the element-wise sum, max or min of all X, the same bits on every rank
+    AllReduce(X...) -> Y... reduce                   the element-wise sum, max or min of all X, the same bits on every rank; several
+                                                     X of one type travel as one
     AllGather(X) -> Y       axis                     all X joined along axis, in the list's order
     ReduceScatter(X) -> Y   axis, reduce             the i-th of p equal pieces along axis, reduced, for the list's i-th rank
     AllToAll(X) -> Y        split_axis, concat_axis  the i-th piece along split_axis goes to the i-th rank; what comes is joined
@@ -29,10 +30,11 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 FORMAT = 1
 DOMAIN = "partc.comm"
+OPTIMIZER = "partc.optimizer"
 DOMAIN_VERSION = 1
 
 SEND = "Send"
@@ -170,7 +172,7 @@ class StateRecord(_Record):
     `value` is its name in the rank files, an input there; `next` the output there that takes its place after a step, empty where
     nothing does. `tensor` is its global name, which checkpoints use: `fc1.weight`, `fc1.weight.momentum`; a tensor that lies in
     several ways has a record for each. `shape` is the whole's; `ranks` hold it, whole, or the piece that `boxes` says. `parameter`:
-    of whom an optimizer's tensor is. Without a weight of its own in the rank file a tensor begins with zeros.
+    of whom an optimizer's tensor is. Without a weight of its own in the rank file every number of a tensor begins as `initial`.
     """
 
     value: str
@@ -182,10 +184,28 @@ class StateRecord(_Record):
     ranks: list[int]
     boxes: list[Box] | None = None
     parameter: str = ""
+    initial: float = 0.0
 
     def box(self, rank: int) -> Box | None:
         """The piece of a rank that holds it; None where that is the whole."""
         return None if self.boxes is None else self.boxes[self.ranks.index(rank)]
+
+
+class TrainingRecord(_Record):
+    """How an artifact is trained: the outputs that are the loss and the metrics, and what the runtime needs beside the programs.
+
+    `scalars` are inputs of rank files without dims that every step is given: `lr`, `scale`, `step` and what `optimizer` derives
+    from the number of the step. `settings` are those of the loop (data, batch, epochs), as the plan has them. `evaluation`: the
+    folder with the forward programs over the same parameters.
+    """
+
+    loss: str
+    metrics: list[str] = []
+    scalars: list[str] = []
+    optimizer: dict[str, JsonValue] = {}
+    schedule: dict[str, JsonValue] = {}
+    settings: dict[str, JsonValue] = {}
+    evaluation: str = ""
 
 
 class FileRecord(_Record):
@@ -206,6 +226,7 @@ class Manifest(_Record):
     """The index of an artifact.
 
     `groups`: by name disjoint lists of ranks. `programs`: by rank its rank file, which equal ranks share; empty: `rank_file`.
+    `state`: what ranks keep from step to step; `training` is there where steps train.
     """
 
     format: Literal[1]
@@ -218,6 +239,8 @@ class Manifest(_Record):
     groups: dict[str, list[list[int]]] = {}
     collectives: list[Collective] = []
     programs: list[Annotated[str, AfterValidator(_inside)]] = []
+    state: list[StateRecord] = []
+    training: TrainingRecord | None = None
     files: dict[Annotated[str, AfterValidator(_inside)], FileRecord]
     model: SourceRecord
     plan: SourceRecord | None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from .buffers import Life
 from .format import ALL_REDUCE, BROADCAST, EXCHANGE
-from .segments import Begin, Finish, Post, Segment, Send, Step, Wait
+from .segments import Begin, Finish, Post, Segment, Send, Step, Update, Wait
 
 
 @dataclass
@@ -39,6 +39,17 @@ def spans(steps: Sequence[Step], outputs: Iterable[str]) -> dict[str, Span]:
             found[leaving].sends.append(index)
     for name in outputs:
         found.setdefault(name, Span(0)).ends.append(len(steps))
+    return found
+
+
+def bundled(spans: dict[str, Span], members: Mapping[str, str]) -> dict[str, Span]:
+    """The spans with values that lie in one bundle as one; `members` gives a value's bundle."""
+    found: dict[str, Span] = {}
+    for name, span in spans.items():
+        whole = found.setdefault(members.get(name, name), Span(span.born))
+        whole.born = min(whole.born, span.born)
+        whole.ends += span.ends
+        whole.sends += span.sends
     return found
 
 
@@ -99,6 +110,8 @@ def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple
                 yield call.source, index if call.op == EXCHANGE else finishes[call.tag]
             if call.result:
                 yield call.result, index
+        case Update():
+            yield from ((name, index) for name in (*step.inputs, *(out for node in step.nodes for out in node.output)))
         case Finish():
             if step.call.result:
                 yield step.call.result, index

@@ -86,7 +86,7 @@ def _ufunc(reduce: str) -> np.ufunc:
 
 def _folded(terms: Iterable[Array], ufunc: np.ufunc) -> Array:
     rest = iter(terms)
-    total = next(rest).copy()
+    total = np.array(next(rest))  # a number without dims too: its items are no arrays
     for term in rest:
         ufunc(total, term, out=total)
     return total

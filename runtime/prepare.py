@@ -21,13 +21,16 @@ from .buffers import Life
 from .collective import LOOSE, Call
 from .dtypes import BY_CODE, Array, Dtype, dense, element
 from .errors import ArtifactError
-from .format import EXCHANGE, Collective, Dim, Manifest, Shape, Transfer
-from .lives import Span, lives, places, spans
+from .format import EXCHANGE, Collective, Dim, Manifest, Shape, StateRecord, Transfer
+from .lives import Span, bundled, lives, places, spans
 from .message import Value
 from .records import check_ports, collectives_of, transfers_of
-from .segments import Begin, Finish, Post, Segment, Send, Step, cut
+from .segments import Begin, Finish, Post, Segment, Send, Step, Update, cut
 from .sessions import Builder, Runner, Settings, stated_shapes
 from .tensor import Tensor
+from .training.bundles import bundle_of, plan_updates
+from .training.state import State, check_same, make_state
+from .training.updater import Updater
 
 if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto
@@ -66,7 +69,13 @@ class RankProgram:
     spans: dict[str, Span]
     places: dict[str, str]
     """By output of a collective the value whose place in memory it takes."""
+    bundles: dict[str, tuple[str, int]]
+    """By value that has a place in a bundle its name, and the element at which the value begins."""
     binder: Binder
+    state: State
+    updates: dict[int, list[Updater]]
+    replaced: list[tuple[str, str]]
+    """What a node of the program makes in place of a kept tensor: the tensor, and the value that is copied into it."""
 
     def dtype(self, name: str) -> Dtype:
         """The element type of a dense value."""
@@ -81,9 +90,8 @@ class RankProgram:
 
     def lives(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Life]:
         """Bytes and life of every place in the arena."""
-        return lives(
-            self.spans, self.places, {name: self.dtype(name).bytes_of(shape) for name, shape in shapes.items()}
-        )
+        sizes = {n: self.dtype(n).bytes_of(shape) for n, shape in shapes.items() if n not in self.bundles}
+        return lives(self.spans, self.places, sizes)
 
     def last_uses(self) -> dict[int, list[str]]:
         """By step the values with memory of their own that nobody needs after it."""
@@ -104,9 +112,10 @@ class RankProgram:
 
     def in_place(self, apart: Collection[int] = ()) -> set[int]:
         """Let collectives work in place where they can, but for those tags; the tags of those that do."""
-        slots = {name for name, kind in self.kinds.items() if kind is Kind.SLOT}
+        slots = {name for name, kind in self.kinds.items() if kind is Kind.SLOT and name not in self.bundles}
         self.places = places(self.steps, self.spans, slots, apart)
-        return {step.call.tag for step in self.steps if isinstance(step, Begin) and step.call.result in self.places}
+        calls = [step.call for step in self.steps if isinstance(step, Begin)]
+        return {call.tag for call in calls if call.result in self.places or call.parts}
 
     def explain(self, index: int, error: Exception) -> str:
         """What failed in a step."""
@@ -122,33 +131,43 @@ def describe(steps: Sequence[Step], index: int) -> str:
     return "the agreement on the sizes of a step" if index == -2 else "nothing (between two steps)"
 
 
-def prepare(artifact: Artifact, rank: int, settings: Settings) -> RankProgram:
-    """The program of a rank with its sessions built; ArtifactError where the file contradicts itself or the manifest."""
+def prepare(artifact: Artifact, rank: int, settings: Settings, state: State | None = None) -> RankProgram:
+    """The program of a rank with its sessions built; ArtifactError where the file contradicts itself or the manifest.
+
+    `state` is that of another program of the same model, whose tensors are then this one's too.
+    """
     manifest = artifact.manifest
     where = str(artifact.folder / manifest.program(rank))
     model = artifact.model(rank)
     steps = cut(model, where, manifest.circles(rank))
     transfers = transfers_of(steps, manifest, rank, where)
     collectives = collectives_of(steps, manifest, rank, where)
-    reads = [value.name for value in model.graph.input]
-    outputs = [value.name for value in model.graph.output]
+    records = [record for record in manifest.state if rank in record.ranks]
+    kept, following = {record.value for record in records}, {record.next for record in records if record.next}
+    reads = [value.name for value in model.graph.input if value.name not in kept]
+    outputs = [value.name for value in model.graph.output if value.name not in following]
     check_ports(manifest, rank, {"inputs": reads, "outputs": outputs}, where)
     binder = Binder(manifest, rank, frozenset(reads))
 
     def known(shape: Shape) -> bool:
         return shape is not None and all(_names(dim, manifest) <= binder.bound for dim in shape)
 
-    records: list[Transfer | Collective] = [*transfers.values(), *collectives.values()]
-    promises = {one.tag: one.shape for one in records if dense(one.type) and known(one.shape)}
+    promised: list[Transfer | Collective] = [*transfers.values(), *collectives.values()]
+    promises = {one.tag: one.shape for one in promised if dense(one.type) and known(one.shape)}
     sent = {step.value: transfers[step.tag].shape for step in steps if isinstance(step, Send)}
     received = {step.value: transfers[step.tag] for step in steps if isinstance(step, Post)}
-    results = {step.call.result: step.call for step in steps if isinstance(step, Begin) and step.call.result}
+    calls = [step.call for step in steps if isinstance(step, Begin)]
+    results = {call.result: call for call in calls if call.result}
     stated = [*sent.items(), *stated_shapes(model).items()]
     shapes = {name: shape for name, shape in stated if known(shape) and name not in received}
     shapes |= {name: one.shape for name, one in received.items() if one.tag in promises}
+    bundles = [bundle_of(call, shapes, collectives[call.tag].type, where) for call in calls if call.parts]
+    shapes |= {bundle.name: [bundle.size] for bundle in bundles}
     _check_results(results.values(), shapes, promises, where)
     foreign = {name: one.type for name, one in received.items()}
     foreign |= {name: collectives[call.tag].type for name, call in results.items()}
+    foreign |= {name: collectives[call.tag].type for call in calls for name in call.made}
+    foreign |= {record.value: record.type for record in records}
     if sum(isinstance(step, Segment) for step in steps) > 1:
         # idle threads of one session that spin would take the cores from the next
         settings = replace(settings, spinning=False)
@@ -156,18 +175,39 @@ def prepare(artifact: Artifact, rank: int, settings: Settings) -> RankProgram:
     runners = {index: builder.build(step) for index, step in enumerate(steps) if isinstance(step, Segment)}
     types = builder.types
     _refuse_sparse(types, steps, where)
+    if state is None:
+        plan = plan_updates(steps, model, records, rank, shapes, types, bundles)
+        bundles += plan.bundles
+        shapes |= {bundle.name: [bundle.size] for bundle in plan.bundles}
+        types |= {bundle.name: bundle.type for bundle in plan.bundles}
+        state = make_state(records, rank, plan.kept, model, artifact.folder)
+        updates = {
+            index: [Updater(group, settings, types[group.operands[0][0]]) for group in groups]
+            for index, groups in plan.groups.items()
+        }
+    else:
+        updates = {}
+        check_same(state, records, where)
+    members = {name: (bundle.name, at) for bundle in bundles for name, at in bundle.places.items()}
+    members |= {s: members[r] for call in calls for s, r in call.parts if r in members}
     constants = _constants(model, artifact, steps, outputs)
     types |= {name: f"tensor({element(tensor.data_type)})" for name, (tensor, _) in constants.items()}
     _refuse_other_types(types, steps, collectives, where)
     made = [name for runner in runners.values() for name in runner.segment.outputs]
+    made += [name for step in steps if isinstance(step, Update) for node in step.nodes for name in node.output]
     known_results = {name for name, call in results.items() if call.tag in promises}
     kinds = {
         **{name: _kind(types[name], name in shapes) for name in (*received, *made)},
         **{name: _kind(types[name], name in known_results) for name in results},
+        **dict.fromkeys((*members, *(bundle.name for bundle in bundles)), Kind.SLOT),
         **dict.fromkeys(reads, Kind.INPUT),
         **dict.fromkeys(constants, Kind.CONSTANT),
+        **dict.fromkeys(kept, Kind.CONSTANT),
     }
-    used = spans(steps, outputs)
+    copied = [(record.value, record.next) for record in records if record.next and not _is_updated(record, steps)]
+    in_place = {record.next: state.tensors[record.value] for record in records if _is_updated(record, steps)}
+    kinds |= dict.fromkeys(in_place, Kind.CONSTANT)
+    used = bundled(spans(steps, [*outputs, *(made for _, made in copied)]), {n: one for n, (one, _) in members.items()})
     slots = {name for name, kind in kinds.items() if kind is Kind.SLOT}
     return RankProgram(
         rank=rank,
@@ -176,12 +216,23 @@ def prepare(artifact: Artifact, rank: int, settings: Settings) -> RankProgram:
         types=types,
         kinds=kinds,
         shapes={name: shape for name, shape in shapes.items() if name in slots},
-        constants={name: value for name, (_, value) in constants.items()},
+        constants={**{name: value for name, (_, value) in constants.items()}, **state.tensors, **in_place},
         outputs=outputs,
         promises=promises,
         spans=used,
         places={},
+        bundles=members,
         binder=binder,
+        state=state,
+        updates=updates,
+        replaced=copied,
+    )
+
+
+def _is_updated(record: StateRecord, steps: Sequence[Step]) -> bool:
+    """Whether a node of the optimizer replaces a tensor, in its own memory."""
+    return bool(record.next) and any(
+        record.next in node.output for step in steps if isinstance(step, Update) for node in step.nodes
     )
 
 

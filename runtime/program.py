@@ -31,6 +31,7 @@ from .message import Value
 from .prepare import describe, prepare
 from .segments import cut
 from .sessions import Settings
+from .training.state import State
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -46,18 +47,30 @@ _CPU = ("CPUExecutionProvider",)
 class Program:
     """One rank's end of a loaded artifact."""
 
-    def __init__(self, artifact: Artifact, transport: Transport, settings: Settings, on_error: OnError) -> None:
+    def __init__(
+        self,
+        artifact: Artifact,
+        transport: Transport,
+        settings: Settings,
+        on_error: OnError,
+        state: State | None = None,
+    ) -> None:
         self.manifest: Manifest = artifact.manifest
         self.rank: int = transport.rank
         self._transport = transport
         self._on_error = on_error
-        self._program = prepare(artifact, transport.rank, settings)
+        self._program = prepare(artifact, transport.rank, settings, state)
         self._wire = _wire_tags(artifact.manifest, transport.tags)
         self._at_once: frozenset[int] = frozenset()
         self._schedules: OrderedDict[tuple[tuple[str, int], ...], Schedule] = OrderedDict()
         self._board = open_board(transport.rank)
         self._step = 0
         self._broken: str | None = None
+
+    @property
+    def state(self) -> State:
+        """What this rank keeps from step to step."""
+        return self._program.state
 
     @property
     def inputs(self) -> list[Port]:

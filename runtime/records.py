@@ -67,7 +67,7 @@ def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: 
 
 def _same(step: Begin, record: Collective) -> bool:
     call = step.call
-    return (record.op, record.group) == (call.op, call.group) and call.result in (None, record.value)
+    return (record.op, record.group) == (call.op, call.group) and (call.result is None or call.value == record.value)
 
 
 def _impossible(step: Begin, record: Collective, rank: int) -> Iterator[str]:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from .collective import Call, read_call
 from .errors import ArtifactError
-from .format import DOMAIN, PATH, PEER, RECV, SEND, TAG
+from .format import DOMAIN, OPTIMIZER, PATH, PEER, RECV, SEND, TAG
+from .training.update import is_elementwise
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto
@@ -36,6 +37,24 @@ class Segment:
         if len(self.nodes) == 1:
             return name_of(self.nodes[0])
         return f"{len(self.nodes)} nodes from {name_of(self.nodes[0])} to {name_of(self.nodes[-1])}"
+
+
+@dataclass(frozen=True)
+class Update:
+    """Nodes that replace what the rank keeps: everything that reads the old values stands before it."""
+
+    nodes: Sequence[NodeProto]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The values that the nodes read and none of them makes."""
+        made = {name for node in self.nodes for name in node.output}
+        return tuple(dict.fromkeys(name for node in self.nodes for name in node.input if name and name not in made))
+
+    def __str__(self) -> str:
+        first = self.nodes[0]
+        more = f" and {len(self.nodes) - 1} more" if len(self.nodes) > 1 else ""
+        return f"update of '{first.input[0]}'{more} ({first.op_type})"
 
 
 @dataclass(frozen=True)
@@ -100,14 +119,14 @@ class Finish(_Collective):
         return self._text()
 
 
-Step: TypeAlias = Segment | Send | Post | Wait | Begin | Finish
+Step: TypeAlias = Segment | Send | Post | Wait | Begin | Finish | Update
 
 
 @dataclass
 class _Cutter:
     """The state of the one walk over the nodes; a segment is a list of node numbers."""
 
-    steps: list[Message | _Collective | list[int]] = field(default_factory=list)
+    steps: list[Message | _Collective | Update | list[int]] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
     made: set[str] = field(default_factory=set)
     pending: dict[str, Wait | Finish] = field(default_factory=dict)
@@ -121,14 +140,26 @@ class _Cutter:
         waited = [name for name in dict.fromkeys(names) if name in self.pending]
         if waited:
             self.close()
-        self.steps.extend(self.pending.pop(name) for name in waited)
+        found = dict.fromkeys(self.pending[name] for name in waited)
+        self.steps.extend(found)
+        for name in [name for name, step in self.pending.items() if step in found]:
+            del self.pending[name]
 
-    def give(self, name: str, step: Message | _Collective) -> None:
-        """A step that takes a value out of the rank."""
-        self.wait([name])
-        if name in self.made:
+    def give(self, names: Sequence[str], step: Message | _Collective) -> None:
+        """A step that takes values out of the rank."""
+        self.wait(names)
+        if any(name in self.made for name in names):
             self.close()
         self.steps.append(step)
+
+    def update(self, node: NodeProto) -> None:
+        """A step that overwrites what was read so far."""
+        self.wait(node.input)
+        self.close()
+        if self.steps and isinstance(self.steps[-1], Update):
+            self.steps[-1] = Update([*self.steps[-1].nodes, node])
+        else:
+            self.steps.append(Update([node]))
 
 
 def cut(model: ModelProto, where: str, circles: Mapping[str, tuple[int, ...]] | None = None) -> list[Step]:
@@ -142,22 +173,27 @@ def cut(model: ModelProto, where: str, circles: Mapping[str, tuple[int, ...]] | 
     initializers = {tensor.name for tensor in graph.initializer} | {
         sparse.values.name for sparse in graph.sparse_initializer
     }
+    initializers -= {value.name for value in graph.input}
     _check(graph, nodes, operands, initializers, where)
+    kept = {value.name for value in graph.output}
+    updating = {function.name: is_elementwise(function) for function in model.functions}
     cutter = _Cutter()
     for index, node in enumerate(nodes):
-        if node.domain != DOMAIN:
+        if node.domain == OPTIMIZER and updating.get(node.op_type) and not kept.isdisjoint(node.output):
+            cutter.update(node)
+        elif node.domain != DOMAIN:
             cutter.wait(operands[index])
             cutter.open.append(index)
             cutter.made.update(filter(None, node.output))
-            continue
-        if node.op_type in (SEND, RECV):
+        elif node.op_type in (SEND, RECV):
             _cut_message(cutter, node, where)
         else:
             call = read_call(node, where)
             ranks = (circles or {}).get(call.group, ())
-            cutter.give(call.source or "", Begin(call, ranks))
-            if call.result:
-                cutter.pending[call.result] = Finish(call, ranks)
+            cutter.give(call.given, Begin(call, ranks))
+            finish = Finish(call, ranks)
+            for name in call.made:
+                cutter.pending[name] = finish
     cutter.close()
     cutter.wait(list(cutter.pending))
     return _segments(cutter.steps, nodes, operands, initializers, [value.name for value in graph.output])
@@ -166,7 +202,7 @@ def cut(model: ModelProto, where: str, circles: Mapping[str, tuple[int, ...]] | 
 def _cut_message(cutter: _Cutter, node: NodeProto, where: str) -> None:
     peer, tag = _ends(node, where)
     if node.op_type == SEND:
-        cutter.give(node.input[0], Send(node.input[0], peer, tag, path_of(node)))
+        cutter.give([node.input[0]], Send(node.input[0], peer, tag, path_of(node)))
         return
     post = Post(node.output[0], peer, tag, path_of(node))
     cutter.pending[post.value] = Wait(post.value, peer, tag, post.path)
@@ -188,7 +224,7 @@ def _source(path: str) -> str:
 
 
 def _segments(
-    steps: Sequence[Message | _Collective | list[int]],
+    steps: Sequence[Message | _Collective | Update | list[int]],
     nodes: Sequence[NodeProto],
     operands: Sequence[Sequence[str]],
     initializers: set[str],
@@ -210,7 +246,10 @@ def _segments(
             wanted.add(step.value)
         elif isinstance(step, _Collective):
             reads.append(())
-            wanted.update(filter(None, (step.call.source, step.call.result)))
+            wanted.update((*step.call.given, *step.call.made))
+        else:
+            reads.append(())
+            wanted.update(step.inputs)
     result: list[Step] = []
     for step, read in zip(steps, reads, strict=True):
         if isinstance(step, list):
@@ -219,7 +258,7 @@ def _segments(
             inputs = tuple(name for name in read if name not in initializers)
             if given:
                 result.append(Segment(chosen, inputs, given, tuple(name for name in read if name in initializers)))
-        elif isinstance(step, Send | Post | Wait | Begin | Finish):
+        elif isinstance(step, Send | Post | Wait | Begin | Finish | Update):
             result.append(step)
     return result
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -62,8 +63,10 @@ class Writer:
                 self._slice(move, before, after, name, out, dim, axes)
             case mv.Exchange() | mv.Transfer():
                 self._exchange(move, before, after, name, out, cause)
-            case mv.Pad() | mv.Keep():
-                raise AssertionError(f"no program asks for terms of a sum: {move}")
+            case mv.Pad(dim=dim, axes=axes):
+                self._pad(move, before, name, out, dim, axes)
+            case mv.Keep(axes=axes):
+                self._keep(move, name, out, axes)
             case _:
                 self._collective(move, before, after, name, out, cause)
         shape = local_shape(self.program, after)
@@ -83,7 +86,7 @@ class Writer:
                 op_type, attributes = fmt.ALL_TO_ALL, {fmt.SPLIT_AXIS: split, fmt.CONCAT_AXIS: concat}
             case _:
                 raise AssertionError(move)
-        sets, group = self._circles(move.after.mesh, axes, move.group)
+        sets, group = self.circles(move.after.mesh, axes, move.group)
         amount = self._bytes(after.value, mv.received(move)[0])
         shape = local_shape(self.program, before)
         event = Event(len(self.events), op_type, after.value, out, sets, group, shape, amount, cause, self.derived)
@@ -91,11 +94,37 @@ class Writer:
         step = Comm(op_type, (name,), (out,), {fmt.GROUP: group, **attributes}, event.tag, after.value, cause, amount)
         self._append(move.group, step)
 
+    def all_reduce(
+        self,
+        move: mv.AllReduce,
+        values: Sequence[ir.Value],
+        terms: Sequence[str],
+        made: Sequence[str],
+        elements: int,
+        cause: str,
+    ) -> None:
+        """One AllReduce of several values of one type and `elements` in all, as one message; `made` are their sums' names."""
+        sets, group = self.circles(move.after.mesh, move.axes, move.group)
+        ranks = len(sets[0])
+        item = self.program.values[values[0]].item_bytes or 1
+        amount = str(math.ceil(Fraction(2 * (ranks - 1), ranks) * elements * item))
+        event = Event(len(self.events), fmt.ALL_REDUCE, values[0], made[0], sets, group, (elements,), amount, cause)
+        self.events.append(event)
+        attributes: dict[str, int | str | tuple[int, ...]] = {fmt.GROUP: group, fmt.REDUCE: move.reduce}
+        step = Comm(fmt.ALL_REDUCE, tuple(terms), tuple(made), attributes, event.tag, values[0], cause, amount)
+        self._append(move.group, step)
+
+    def everywhere(self, value: ir.Value, term: str, made: str, ranks: Group, cause: str) -> None:
+        """The sum of a term that each of these ranks has, on all of them."""
+        rank = value.shape.rank() if value.shape is not None else 0
+        whole = Layout.whole((len(ranks),), rank)
+        self.all_reduce(mv.AllReduce(ranks, whole, (0,), "sum"), [value], [term], [made], 1, cause)
+
     def _append(self, ranks: Group, step: Step) -> None:
         for draft in self.drafts.of(ranks):
             draft.steps.append(step)
 
-    def _circles(self, mesh: Mesh, axes: tuple[int, ...], ranks: Group) -> tuple[tuple[Group, ...], str]:
+    def circles(self, mesh: Mesh, axes: tuple[int, ...], ranks: Group) -> tuple[tuple[Group, ...], str]:
         """The sets of ranks that differ along some axes only, and their name."""
         key = mesh, axes, ranks
         if key not in self._known:
@@ -222,15 +251,58 @@ class Writer:
                 end = self._emit(ranks, "Add", [begin, step], f"{out}.end", None)
             self._emit(ranks, "Slice", [name, begin, end, axis], out, after.value.producer())
 
-    def _constant(self, ranks: Group, out: str, word: str, numbers: list[int]) -> str:
+    def _keep(self, move: mv.Keep, name: str, out: str, axes: Sequence[int]) -> None:
+        """Terms of a sum of what all ranks have: it on the first along the axes, zeros on the others."""
+        if move.reduce != "sum":
+            self._identity_on(move.group, name, out)
+            return
+        for (number,), indices in Layout(move.after.mesh, (tuple(axes),)).holders.items():
+            ranks = tuple(move.group[index] for index in indices)
+            once = self._constant(ranks, out, "once", np.array(number == 0, self._numbers_of(ranks, name)))
+            self._emit(ranks, "Mul", [name, once], out, None)
+
+    def _pad(self, move: mv.Pad, before: Copy, name: str, out: str, dim: int, axes: Sequence[int]) -> None:
+        """Terms of a sum of what is cut: the own piece at its place among zeros."""
+        pieces = math.prod(move.after.mesh[axis] for axis in axes)
+        for (number,), indices in Layout(move.after.mesh, (tuple(axes),)).holders.items():
+            ranks = tuple(move.group[index] for index in indices)
+            axis = self._constant(ranks, out, "axis", [dim])
+            extent = self._emit(ranks, "Shape", [name], f"{out}.shape", None)
+            extent = self._emit(ranks, "Gather", [extent, axis], f"{out}.extent", None)
+            around = [self._constant(ranks, out, word, [n]) for word, n in (("left", number), ("right", pieces - 1 - number))]
+            sides = [
+                self._emit(ranks, "Mul", [extent, one], f"{out}.{word}s", None)
+                for one, word in zip(around, ("before", "after"), strict=True)
+            ]
+            pads = self._emit(ranks, "Concat", sides, f"{out}.pads", None, axis=0)
+            self._emit(ranks, "Pad", [name, pads, "", axis], out, None)
+
+    def _numbers_of(self, ranks: Group, name: str) -> np.dtype[Any]:
+        (draft, *_) = self.drafts.of(ranks)
+        dtype = draft.types[name][0].dtype
+        assert dtype is not None
+        return dtype.numpy()
+
+    def _identity_on(self, ranks: Group, name: str, out: str) -> None:
+        for rank in ranks if name != out else ():
+            self._identity(rank, name, out)
+
+    def _constant(self, ranks: Group, out: str, word: str, numbers: list[int] | np.ndarray) -> str:
         name = f"{out}.{word}"
         for draft in self.drafts.of(ranks):
-            draft.constants[name] = np.array(numbers, np.int64)
+            draft.constants[name] = np.array(numbers, np.int64) if isinstance(numbers, list) else numbers
         return name
 
-    def _emit(self, ranks: Group, op_type: str, inputs: Sequence[str], out: str, source: ir.Node | None) -> str:
+    def _emit(
+        self, ranks: Group, op_type: str, inputs: Sequence[str], out: str, source: ir.Node | None, **attributes: int
+    ) -> str:
         node = ir.Node(
-            "", op_type, inputs=[ir.Value(name=name) for name in inputs], outputs=[ir.Value(name=out)], name=out
+            "",
+            op_type,
+            inputs=[ir.Value(name=name) if name else None for name in inputs],
+            attributes=ir.convenience.convert_attributes(attributes),
+            outputs=[ir.Value(name=out)],
+            name=out,
         )
         self._append(ranks, Op(node, source or node))
         return out

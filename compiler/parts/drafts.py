@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-from partc.compiler.program import Array, Held, Shape, Step
+from partc.compiler.program import Array, Held, Kept, Shape, Step
 
 
 @dataclass
@@ -26,13 +26,32 @@ class Draft:
     made: dict[ir.Node, set[str]] = field(default_factory=dict)
     """By node the names that it has made here: on a smaller group of these ranks it may stand again."""
     types: dict[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
+    replaced: dict[int, tuple[Step, ...]] = field(default_factory=dict)
+    """By `id` of a step what stands in its place, where the backward pass asks a node for more than it gave."""
+    kept: dict[str, Kept] = field(default_factory=dict)
+    scalars: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def program(self) -> list[Step]:
+        """The steps in order, each as it finally is."""
+        return [final for step in self.steps for final in self.replaced.get(id(step), (step,))]
 
     def part_with(self, ranks: Sequence[int]) -> Draft:
         """Hands some of the ranks over to a draft with the same contents."""
         gone = set(ranks)
         self.ranks = [rank for rank in self.ranks if rank not in gone]
         made = {node: set(names) for node, names in self.made.items()}
-        return Draft(sorted(gone), list(self.steps), dict(self.weights), dict(self.constants), made, dict(self.types))
+        return Draft(
+            sorted(gone),
+            list(self.steps),
+            dict(self.weights),
+            dict(self.constants),
+            made,
+            dict(self.types),
+            dict(self.replaced),
+            dict(self.kept),
+            dict(self.scalars),
+        )
 
 
 class Drafts:

@@ -17,16 +17,20 @@ from dataclasses import replace
 import onnx_ir as ir
 from partc.compiler.cutting.choice import Instance
 from partc.compiler.load.onnx_file import bodies
+from partc.compiler.parts.backward import Backward, with_cotangents
 from partc.compiler.parts.comm import Writer
 from partc.compiler.parts.copies import Copies, can_share, find_copies
 from partc.compiler.parts.drafts import Draft, Drafts
-from partc.compiler.parts.localize import local_shape, localize
+from partc.compiler.parts.gradients import Gradient, GradientSums
+from partc.compiler.parts.localize import Localized, local_shape, localize
+from partc.compiler.parts.updates import Updates
 from partc.compiler.placing.pattern_rules import output_ranks
-from partc.compiler.program import Comm, Copy, Held, Part, Program, Step, captured
+from partc.compiler.program import Comm, Copy, Group, Held, Part, Program, Step, captured
 
 
 def partition(program: Program) -> Program:
     """Fills `parts`, `events` and `groups`; warns of ranks with nothing to do."""
+    program, cotangents = with_cotangents(program)
     delivered, _ = output_ranks(program)
     copies = find_copies(program, delivered)
     drafts = Drafts(program.plan.ranks)
@@ -36,9 +40,12 @@ def partition(program: Program) -> Program:
     for value in (*program.model.graph.inputs,):
         held.inputs(value)
         _derive(copies, writer, value, done)
+    emitted: dict[Instance, list[tuple[Localized, Group]]] = {}
     for node in program.model.graph:
         for group in program.placement[node].groups:
-            for local, ranks in localize(program, copies, Instance(node, group), lambda copy: writer.names[copy]):
+            instance = Instance(node, group)
+            emitted[instance] = localize(program, copies, instance, lambda copy: writer.names[copy])
+            for local, ranks in emitted[instance]:
                 for draft in drafts.of(ranks):
                     if local.types and local.types.keys() <= draft.made.get(node, set()):
                         continue  # the same on a smaller group of this rank
@@ -48,6 +55,14 @@ def partition(program: Program) -> Program:
                     draft.types |= local.types
         for value in node.outputs:
             _derive(copies, writer, value, done)
+    if program.training:
+        gradients: list[Gradient] = []
+        if program.training.backward:
+            sums = GradientSums(program, cotangents, writer, drafts, program.training.bucket_bytes)
+            Backward(program, cotangents, copies, writer, drafts, emitted, sums).run()
+            sums.flush()
+            gradients = sums.gradients
+        Updates(program, copies, writer, drafts).write(gradients)
     parts = tuple(held.part(rank, draft) for rank, draft in enumerate(drafts))
     idle = [part.rank for part in parts if not part.steps and not part.outputs]
     warnings = (f"{_ranks(idle)} nothing to do; place nodes there, or lower `ranks`",) if idle else ()
@@ -134,10 +149,18 @@ class _Held:
         ]
         key = id(draft), tuple(held.name for held in outputs)
         if key not in self.finished:
-            used = {name for step in draft.steps for name in read_names(step)} | {held.name for held in outputs}
+            steps = tuple(draft.program)
+            used = {name for step in steps for name in read_names(step)} | {held.name for held in outputs}
             inputs = tuple(held for held in self.read[rank].values() if held.name in used)
             weights = tuple(held for held in draft.weights.values() if held.name in used)
-            self.finished[key] = Part(rank, tuple(draft.steps), inputs, weights, (), draft.constants, draft.types)
+            kept = tuple(one for one in draft.kept.values() if one.held.name in used)
+            if self.program.training and not self.program.training.backward:
+                given = {one.held.name for one in kept}
+                weights = tuple(held for held in weights if held.name not in given)
+            constants = {name: array for name, array in draft.constants.items() if name in used}
+            self.finished[key] = Part(
+                rank, steps, inputs, weights, (), constants, draft.types, kept, tuple(draft.scalars)
+            )
         like = self.finished[key]
         return replace(
             like,

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.plan.cut import Cut
 from partc.compiler.plan.groups import Axes, axes_of
+
+if TYPE_CHECKING:
+    from partc.compiler.plan.training import TrainRules
 
 FULL_BATCH, DATA_PARALLEL = "full_batch", "data_parallel"
 
@@ -119,6 +123,7 @@ class Plan:
     dataset: Dataset = field(default_factory=Dataset)
     sharding: tuple[ShardingRule, ...] = ()
     max_reshard_bytes: int | None = None
+    train: TrainRules | None = None
 
     @staticmethod
     def whole() -> Plan:

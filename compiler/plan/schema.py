@@ -16,6 +16,7 @@ from partc.compiler.plan.groups import Group, checked_mesh, placed, rank_of, ran
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import FULL_BATCH
 from partc.compiler.plan.sharding import ByteCount, DatasetEntry, DatasetForm, ShardingForm
+from partc.compiler.plan.training import TrainEntry
 from partc.compiler.plan.violation import Violation, is_integer, shown
 from pydantic import (
     AfterValidator,
@@ -30,7 +31,7 @@ from pydantic import (
 
 PRODUCER: Literal["producer"] = "producer"
 CUT: Literal["cut"] = "cut"
-LATER = ("target", "pipeline", "train")
+LATER = ("target", "pipeline")
 
 _DIM_NAME = re.compile(r"[^\W\d][\w.]*")
 
@@ -212,6 +213,7 @@ class PlanEntries(BaseModel):
         None,
         description="The most bytes that changes of layout may move in a step, 64MB or a number; null: no limit.",
     )
+    train: TrainEntry | None = Field(None, description="What is learned and how: the plan then compiles to training.")
 
 
 def plan_schema() -> dict[str, Any]:

@@ -153,6 +153,11 @@ def _part_lines(program: Program, part: Part) -> Iterator[str]:
     for held in part.weights:
         value, shape = part.types[held.name]
         yield f"  # Parameter: %{held.name} : {kind(held.name)}   {bytes_text(program.values[value], shape)} bytes"
+    for one in part.kept:
+        after = f"   next: %{one.next}" if one.next else ""
+        yield f"  # State: %{one.held.name} : {kind(one.held.name)}{after}"
+    if part.scalars:
+        yield f"  # Scalars: {', '.join(f'%{name}' for name in part.scalars)}"
     for step in part.steps:
         if isinstance(step, Op):
             outs, ins = [v.name or "" for v in step.node.outputs], [v.name or "" if v else "" for v in step.node.inputs]

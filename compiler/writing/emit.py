@@ -7,13 +7,15 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.program import Comm, Event, Held, Op, Part, Program, Shape
+from partc.compiler.program import Comm, Event, Held, Kept, Op, Part, Program, Shape
+from partc.compiler.training.optimizer_functions import functions as optimizer_functions
 from partc.compiler.writing.dump import begin_text, cut_text, end_text, rank_text
 from partc.compiler.writing.weights import Location, Stored, is_inline, owners, piece_of, stored, write_weights
 from partc.runtime import format as fmt
@@ -23,33 +25,61 @@ _BODIES = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 
 
 def emit(
-    program: Program, out: Path, sources: Mapping[str, fmt.SourceRecord | None], texts: Mapping[str, str] | None = None
+    program: Program,
+    out: Path,
+    sources: Mapping[str, fmt.SourceRecord | None],
+    texts: Mapping[str, str] | None = None,
+    evaluation: Program | None = None,
 ) -> fmt.Manifest:
     """Writes `program` to the folder `out` and gives the manifest; `sources` are the records of `model` and `plan`, `texts` more files.
 
-    The same program gives the same bytes. `out` is replaced only if it is an artifact or empty, and only by a whole one.
+    `evaluation`, the forward program of one that trains, becomes an artifact inside of it, whose files the outer manifest lists
+    too. The same program gives the same bytes. `out` is replaced only if it is an artifact or empty, and only by a whole one.
     """
     with _new_folder(out) as folder:
-        files, locations = write_weights(folder, owners({part.rank: part.weights for part, _ in program.alike}))
-        nodes: dict[int, onnx.NodeProto] = {}
-        programs: dict[bytes, str] = {}
-        by_rank = [""] * program.plan.ranks
-        for part, ranks in program.alike:
-            data = _rank_model(program, part, locations, nodes).SerializeToString(deterministic=True)
-            file = programs.setdefault(data, fmt.rank_file(part.rank))
-            for rank in ranks:
-                by_rank[rank] = file
-            if file not in files:
-                files[file] = _write(folder, file, data)
-                text = rank_text(program, part)
-                files[f"ir/rank_{part.rank:04d}.ir"] = _write(folder, f"ir/rank_{part.rank:04d}.ir", text.encode())
-        files[fmt.BEGIN_IR] = _write(folder, fmt.BEGIN_IR, begin_text(program).encode())
-        files[fmt.END_IR] = _write(folder, fmt.END_IR, end_text(program).encode())
-        for file, text in (texts or {}).items():
-            files[file] = _write(folder, file, text.encode())
-        manifest = _manifest(program, files, sources, by_rank)
-        (folder / fmt.MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        inner: dict[str, fmt.FileRecord] = {}
+        if evaluation is not None and program.training is not None:
+            name = program.training.evaluation
+            (folder / name).mkdir()
+            made = _write_all(evaluation, folder / name, sources, {}, {})
+            record = _record(folder / name / fmt.MANIFEST)
+            inner = {f"{name}/{file}": one for file, one in {**made.files, fmt.MANIFEST: record}.items()}
+        return _write_all(program, folder, sources, texts or {}, inner)
+
+
+def _write_all(
+    program: Program,
+    folder: Path,
+    sources: Mapping[str, fmt.SourceRecord | None],
+    texts: Mapping[str, str],
+    inner: Mapping[str, fmt.FileRecord],
+) -> fmt.Manifest:
+    files, locations = write_weights(folder, owners({part.rank: part.weights for part, _ in program.alike}))
+    files |= inner
+    nodes: dict[int, onnx.NodeProto] = {}
+    programs: dict[bytes, str] = {}
+    by_rank = [""] * program.plan.ranks
+    for part, ranks in program.alike:
+        data = _rank_model(program, part, locations, nodes).SerializeToString(deterministic=True)
+        file = programs.setdefault(data, fmt.rank_file(part.rank))
+        for rank in ranks:
+            by_rank[rank] = file
+        if file not in files:
+            files[file] = _write(folder, file, data)
+            text = rank_text(program, part)
+            files[f"ir/rank_{part.rank:04d}.ir"] = _write(folder, f"ir/rank_{part.rank:04d}.ir", text.encode())
+    files[fmt.BEGIN_IR] = _write(folder, fmt.BEGIN_IR, begin_text(program).encode())
+    files[fmt.END_IR] = _write(folder, fmt.END_IR, end_text(program).encode())
+    for file, text in texts.items():
+        files[file] = _write(folder, file, text.encode())
+    manifest = _manifest(program, files, sources, by_rank)
+    (folder / fmt.MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return manifest
+
+
+def _record(path: Path) -> fmt.FileRecord:
+    data = path.read_bytes()
+    return fmt.FileRecord(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 @contextmanager
@@ -95,9 +125,12 @@ def _rank_model(
             cache[id(step)] = _node(program, step)
         graph.node.append(cache[id(step)])
     known = frozenset(program.symbols)
-    ports = [held.name for held in (*part.inputs, *part.outputs)]
-    graph.input.extend(_value_info(part, held.name, known) for held in part.inputs)
-    graph.output.extend(_value_info(part, held.name, known) for held in part.outputs)
+    state = [one.held.name for one in part.kept]
+    following = [one.next for one in part.kept if one.next]
+    ports = [*(held.name for held in (*part.inputs, *part.outputs)), *state, *following]
+    graph.input.extend(_value_info(part, name, known) for name in (*(held.name for held in part.inputs), *state))
+    graph.input.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, []) for name in part.scalars)
+    graph.output.extend(_value_info(part, name, known) for name in (*(held.name for held in part.outputs), *following))
     listed = {*ports, *(held.name for held in part.weights)}
     graph.value_info.extend(
         _value_info(part, name, known) for name, (value, _) in part.types.items() if name not in listed and value.type
@@ -110,7 +143,11 @@ def _rank_model(
     imports.setdefault("", imports.pop("ai.onnx", 21))
     if any(isinstance(step, Comm) for step in part.steps):
         imports[fmt.DOMAIN] = fmt.DOMAIN_VERSION
+    functions = optimizer_functions({s.node.op_type for s in part.steps if isinstance(s, Op) and s.node.domain == fmt.OPTIMIZER})
+    if functions:
+        imports[fmt.OPTIMIZER] = 1
     return onnx.ModelProto(
+        functions=functions,
         ir_version=min(_NEWEST_IR, max(_OLDEST_IR, program.model.ir_version or 0)),
         producer_name="partc",
         producer_version=version("partc"),
@@ -244,8 +281,13 @@ def _manifest(
         ranks=program.plan.ranks,
         symbols={name: _symbol(program, name) for name in sorted(program.symbols)},
         inputs=[
-            _port(program, value, [(p.rank, one) for p in program.parts for one in p.inputs if one.copy.value is value])
-            for value in program.model.graph.inputs
+            *(
+                _port(
+                    program, value, [(p.rank, one) for p in program.parts for one in p.inputs if one.copy.value is value]
+                )
+                for value in program.model.graph.inputs
+            ),
+            *_scalars(program),
         ],
         outputs=[
             _port(
@@ -257,9 +299,51 @@ def _manifest(
         groups={name: [list(ranks) for ranks in sets] for name, sets in program.groups.items()},
         collectives=[_collective(program, event) for event in program.events if event.op_type != fmt.SEND],
         programs=list(programs) if len(set(programs)) < len(programs) else [],
+        state=_state(program),
+        training=program.training.record() if program.training else None,
         files=dict(sorted(files.items())),
         model=model,
         plan=sources["plan"],
+    )
+
+
+def _scalars(program: Program) -> list[fmt.Port]:
+    """What every step of training is given beside the model's inputs."""
+    names = dict.fromkeys(name for part in program.parts for name in part.scalars)
+    return [
+        fmt.Port(
+            name=name, type="tensor(float)", shape=[], ranks=[p.rank for p in program.parts if name in p.scalars]
+        )
+        for name in names
+    ]
+
+
+def _state(program: Program) -> list[fmt.StateRecord]:
+    """What ranks keep, one record for each name in rank files and what it holds."""
+    found: dict[tuple[str, str, str], list[tuple[int, Kept]]] = {}
+    for part in program.parts:
+        for one in part.kept:
+            found.setdefault((one.held.name, one.tensor, one.next), []).append((part.rank, one))
+    return [_kept(program, name, tensor, following, held) for (name, tensor, following), held in found.items()]
+
+
+def _kept(
+    program: Program, name: str, tensor: str, following: str, held: Sequence[tuple[int, Kept]]
+) -> fmt.StateRecord:
+    first = held[0][1]
+    info = program.values[first.held.copy.value]
+    whole = all(one.held.copy.layout.is_whole for _, one in held)
+    return fmt.StateRecord(
+        value=name,
+        next=following,
+        tensor=tensor,
+        kind=first.kind,
+        type=info.type,
+        shape=[dim for dim in info.shape or () if isinstance(dim, int)],
+        ranks=[rank for rank, _ in held],
+        boxes=None if whole else [_box(replace(one.held, index=one.held.copy.group.index(r))) for r, one in held],
+        parameter=first.parameter,
+        initial=first.initial,
     )
 
 

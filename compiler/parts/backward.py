@@ -1,0 +1,368 @@
+"""The backward pass, written behind the forward programs: every node's gradient runs where the node runs, on the same pieces.
+
+A cotangent has the dual of its primal's layout. Along a mesh axis:
+
+    the node                      its output     the cotangent that comes     its input      the cotangent that it gives
+    cut by the axis               cut            cut                          cut            cut
+                                  to be summed   whole                        whole          to be summed
+    not cut by the axis           whole          whole                        whole          whole
+
+So the local nodes are differentiated as they are (`ops/gradient.py`), nothing is propagated, and the change of layout or group that
+brought a value to a reader is undone by one that brings cotangents back. Terms that reach a value in one layout are added before they
+move. What a parameter's readers give is its gradient; `gradients.py` has it reduced.
+
+    forward    x --> column-parallel MatMul --> row-parallel MatMul --AllReduce--> y
+    backward   x.grad <--AllReduce-- MatMul <-- MatMul <-- y.grad
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.cutting.choice import Choice, Instance
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.layouts.layout import Layout
+from partc.compiler.layouts.mesh import normal
+from partc.compiler.load.onnx_file import bodies
+from partc.compiler.ops.gradient import Backward as Found
+from partc.compiler.ops.gradient import NoGradient, differentiate_nodes, stops_gradient
+from partc.compiler.parts.comm import Writer
+from partc.compiler.parts.copies import Copies, made_as, read_as, whole_on
+from partc.compiler.parts.drafts import Drafts
+from partc.compiler.parts.gradients import GradientSums
+from partc.compiler.parts.localize import Localized, local_shape
+from partc.compiler.program import Copy, Group, Op, Program, Shape, ValueInfo
+from partc.compiler.shapes import type_text
+
+Emitted = Mapping[Instance, Sequence[tuple[Localized, Group]]]
+"""What the forward pass made of every node, and on which ranks."""
+
+
+def with_cotangents(program: Program) -> tuple[Program, dict[ir.Value, ir.Value]]:
+    """The program with a value for the cotangent of everything that has one, and these by their primals; none where nothing trains."""
+    if program.training is None or not program.training.backward:
+        return program, {}
+    values = dict(program.values)
+    found: dict[ir.Value, ir.Value] = {}
+    for value, info in program.values.items():
+        if value.name and value.dtype is not None and value.dtype.is_floating_point():
+            found[value] = ir.Value(name=f"{value.name}.grad", type=value.type, shape=value.shape)
+            values[found[value]] = info
+    return replace(program, values=values), found
+
+
+def learned_from(program: Program) -> set[ir.Value]:
+    """The values that change with a parameter that is learned."""
+    assert program.training is not None
+    found = {value for value, how in program.training.parameters.items() if not how.frozen}
+    for node in program.model.graph:
+        if not _stops(node) and any(value in found for value in program.reads[node]):
+            found.update(value for value in node.outputs if value.dtype is None or value.dtype.is_floating_point())
+    return found
+
+
+class Backward:
+    """Writes the backward pass of `program` into the drafts; `sums` then has every parameter's gradient."""
+
+    def __init__(
+        self,
+        program: Program,
+        cotangents: Mapping[ir.Value, ir.Value],
+        copies: Copies,
+        writer: Writer,
+        drafts: Drafts,
+        emitted: Emitted,
+        sums: GradientSums,
+    ) -> None:
+        self.program, self.copies, self.writer, self.drafts, self.emitted = program, copies, writer, drafts, emitted
+        self.cotangents, self.sums = cotangents, sums
+        self.needed = learned_from(program)
+        self.terms: dict[Copy, dict[Copy, list[str]]] = {}
+        """Per copy that is read, what its readers gave, by the layout in which it lies."""
+        self.routes: dict[Copy, list[Copy]] = {}
+        """Per home of a value the copies that were made of it."""
+        for value, needs in copies.needs.items():
+            homes = copies.homes.get(value, [])
+            for need in needs:
+                source = copies.home_for(need) if homes else need
+                home = next((one for one in homes if copies.settled.get(one, one) == source), source)
+                self.routes.setdefault(home, []).append(need)
+
+    def run(self) -> None:
+        """Differentiates every node between the loss and a parameter; CompileError where one has no gradient."""
+        self._seed()
+        waiting = self._readers()
+        for node in reversed(list(self.program.model.graph)):
+            for group in reversed(self.program.placement[node].groups):
+                self._node(Instance(node, group))
+            for value in self.program.reads[node]:
+                if value in waiting:
+                    waiting[value] -= 1
+                    if not waiting[value]:
+                        self._finish(value)
+
+    def _readers(self) -> dict[ir.Value, int]:
+        """Per parameter how many nodes read it."""
+        assert self.program.training is not None
+        found = {value: 0 for value in self.program.training.parameters if value in self.needed}
+        for values in self.program.reads.values():
+            for value in values:
+                if value in found:
+                    found[value] += 1
+        return found
+
+    def _seed(self) -> None:
+        training = self.program.training
+        assert training is not None
+        loss = training.loss
+        node = loss.producer()
+        if node is None or loss not in self.needed:
+            raise CompileError(Problem(loss.name or "loss", "no parameter that is learned changes the loss"))
+        group = self.program.placement[node].groups[0]
+        home = made_as(self.program, Instance(node, group), node.outputs.index(loss))
+        seed = Copy(self.cotangents[loss], home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
+        assert loss.dtype is not None
+        number = self._pieces() if training.per_rank_mean else 1
+        for draft in self.drafts.of(group):
+            draft.constants["loss.seed"] = np.array(number, loss.dtype.numpy())
+            draft.types["loss.seed"] = (self.cotangents[loss], ())
+        here = self.copies.settled.get(home, home)
+        self.routes.setdefault(home, []).append(here)
+        self.terms.setdefault(here, {}).setdefault(seed, []).append("loss.seed")
+
+    def _pieces(self) -> int:
+        """Into how many pieces the batch arrives."""
+        homes = [home for value in self.program.model.graph.inputs for home in self.copies.homes.get(value, ())]
+        return max((home.layout.pieces(0) for home in homes if home.layout.cuts), default=1)
+
+    def _node(self, instance: Instance) -> None:
+        node = instance.node
+        flows = [value is not None and value in self.needed for value in node.inputs]
+        captures = any(value in self.needed for body in bodies(node) for value in self.program.reads[node])
+        if not any(flows) and not captures:
+            return
+        dys: dict[str, str] = {}
+        for k, value in enumerate(node.outputs):
+            home = made_as(self.program, instance, k)
+            name = self._gathered(value, home, self._dual_made(instance, k)) if value.name else None
+            if name:
+                dys[self.writer.names[home]] = name
+        if not dys or _stops(node):
+            return
+        if captures:
+            self._refuse(node, f"a gradient does not flow into the bodies of {node.op_type}")
+        read = {k: read_as(self.program, instance, k) for k, flow in enumerate(flows) if flow}
+        names = {k: self.writer.names[copy] for k, copy in read.items()}
+        found: list[tuple[Localized, Group, Found]] = []
+        for local, ranks in self.emitted[instance]:
+            try:
+                found.append((local, ranks, self._local(instance, local, dys, set(names.values()))))
+            except NoGradient as error:
+                self._refuse(node, str(error))
+        made = self._write(instance, found)
+        for k, copy in {names[k]: (k, copy) for k, copy in read.items()}.values():
+            if names[k] in made:
+                dual = Copy(self.cotangents[copy.value], copy.group, normal(self._dual_read(instance, k)))
+                self.terms.setdefault(copy, {}).setdefault(dual, []).append(made[names[k]])
+
+    def _local(self, instance: Instance, local: Localized, dys: Mapping[str, str], wanted: set[str]) -> Found:
+        """The gradient of a node's local form."""
+        values: list[ir.Value] = []
+        shapes: dict[str, Shape | None] = {}
+        node = instance.node
+        operands = [(k, value) for k, value in enumerate(node.inputs) if value is not None]
+        assert self.program.training is not None
+        changing = {*self.program.training.parameters, *self.program.training.statistics}
+        for k, value in operands:
+            copy = read_as(self.program, instance, k)
+            name = self.writer.names[copy]
+            tensor = ir.convenience.get_const_tensor(value) if value not in changing else None
+            constant = tensor if copy.layout.is_whole else None
+            shape = local_shape(self.program, copy)
+            rank = shape if shape is not None else value.shape if copy.layout.is_whole else None
+            values.append(
+                ir.Value(name=name, type=value.type, shape=None if rank is None else ir.Shape(rank), const_value=constant)
+            )
+        for name, (value, shape) in local.types.items():
+            whole = value.shape if shape is None and made_whole(self.program, instance, value) else None
+            known = ir.Shape(shape) if shape is not None else whole
+            values.append(ir.Value(name=name, type=value.type, shape=known))
+            shapes[name] = shape
+        return differentiate_nodes(
+            [op.node for op in local.ops], dys, sorted(wanted), values=values, constants=local.constants
+        )
+
+    def _write(self, instance: Instance, found: Sequence[tuple[Localized, Group, Found]]) -> dict[str, str]:
+        """Writes what was found for a node on all its ranks; by input the name of its cotangent."""
+        drafts = [draft for _, ranks, _ in found for draft in self.drafts.of(ranks)]
+        early = {out.name for _, _, one in found for node in one.early for out in node.outputs}
+        outputs = {out.name or "" for _, _, one in found for node in one.nodes for out in node.outputs} - early
+        constants = {name for local, _, one in found for name in one.constants if name not in local.constants}
+        new: dict[str, str] = {}
+        for name in sorted(outputs | constants):
+            if any(name in draft.types or name in draft.constants for draft in drafts):
+                where = "-".join(map(str, instance.group))
+                tried = [f"{name}.{self.program.paths[instance.node]}", f"{name}.{self.program.paths[instance.node]}@{where}"]
+                new[name] = next(
+                    (one for one in tried if not any(one in d.types or one in d.constants for d in drafts)), tried[-1]
+                )
+        made: dict[str, str] = {}
+        for local, ranks, one in found:
+            forward = [
+                op if node is op.node or _same(node, op.node) else Op(node, op.source, op.captured)
+                for op, node in zip(local.ops, one.forward, strict=True)
+            ]
+            nodes = [Op(_renamed(node, new), instance.node) for node in one.nodes]
+            types = {
+                new.get(name, name): self._typed(value)
+                for name, value in one.scope.values.items()
+                if name in outputs or name in early or name in constants or name in _added(local, forward)
+            }
+            for draft in self.drafts.of(ranks):
+                tail = [
+                    Op(node, instance.node)
+                    for node in one.early
+                    if all((out.name or "") not in draft.types for out in node.outputs)
+                ]
+                for k, (old, final) in enumerate(zip(local.ops, forward, strict=True)):
+                    behind = tail if k == len(local.ops) - 1 else []
+                    if final is not old or behind:
+                        draft.replaced[id(old)] = (final, *behind)
+                draft.steps += nodes
+                draft.constants |= {new.get(n, n): a for n, a in one.constants.items() if n in constants}
+                draft.types |= {name: typed for name, typed in types.items() if name not in draft.types}
+            for name, dx in one.gradients.items():
+                made[name] = new.get(dx, dx)
+        return made
+
+    def _typed(self, value: ir.Value) -> tuple[ir.Value, Shape | None]:
+        return typed(self.program, value)
+
+    def _gathered(self, value: ir.Value, home: Copy, layout: Layout) -> str | None:
+        """The cotangent of a home of a value, all terms added; None where nobody gives any."""
+        if value not in self.cotangents:
+            return None
+        target = Copy(self.cotangents[value], home.group, normal(layout))
+        given = self._merged(self.routes.get(home, ()))
+        return self.sums.gathered(given, target) if given else None
+
+    def _merged(self, needs: Sequence[Copy]) -> dict[Copy, list[str]]:
+        found: dict[Copy, list[str]] = {}
+        for need in needs:
+            for dual, names in self.terms.pop(need, {}).items():
+                found.setdefault(dual, []).extend(names)
+        return found
+
+    def _finish(self, parameter: ir.Value) -> None:
+        """All readers of a parameter have given what they have."""
+        homes = self.copies.homes[parameter]
+        given = self._merged([need for home in homes for need in self.routes.get(home, ())])
+        if given:
+            self.sums.parameter(parameter, given, homes)
+
+    def _dual_made(self, instance: Instance, k: int) -> Layout:
+        """The layout in which the cotangent of an output is wanted."""
+        choice = self.program.choices.get(instance)
+        layout = choice.output(k) if choice else None
+        if choice is None or layout is None:
+            return whole_on(instance.node.outputs[k], instance.group).layout
+        if any(reduce != "sum" for _, reduce in layout.partial):
+            self._refuse(
+                instance.node,
+                f"{instance.node.op_type} is cut along what it takes the extreme of, which has no gradient",
+                "leave that dim whole",
+            )
+        summed = {axis for axis, _ in layout.partial}
+        return _dual(choice, layout.cuts, summed)
+
+    def _dual_read(self, instance: Instance, k: int) -> Layout:
+        """The layout in which a node gives the cotangent of an input."""
+        choice = self.program.choices.get(instance)
+        layout = choice.input(k) if choice else None
+        if choice is None or layout is None:
+            value = instance.node.inputs[k]
+            assert value is not None
+            return whole_on(value, instance.group).layout
+        return _dual(choice, layout.cuts, set())
+
+    def _refuse(self, node: ir.Node, why: str, remedy: str = "") -> None:
+        """Raises CompileError with the way from a parameter through the node."""
+        way: list[str] = []
+        value = next((one for one in self.program.reads[node] if one in self.needed), None)
+        while value is not None:
+            producer = value.producer()
+            way.append(value.name or "" if producer is None else self.program.paths[producer])
+            value = next((one for one in self.program.reads[producer] if one in self.needed), None) if producer else None
+        path = " -> ".join([*reversed(way), self.program.paths[node], "the loss"])
+        raise CompileError(
+            Problem(
+                self.program.paths[node],
+                why,
+                f"it lies between a parameter and the loss: {path}",
+                remedy or "freeze the parameter under `train: parameters:`, or write the model without this op",
+            )
+        )
+
+
+def made_whole(program: Program, instance: Instance, value: ir.Value) -> bool:
+    """Whether a node makes an output whole on every rank of its group."""
+    return made_as(program, instance, instance.node.outputs.index(value)).layout.is_whole
+
+
+def typed(program: Program, value: ir.Value) -> tuple[ir.Value, Shape | None]:
+    """A value of the backward pass as programs list it: its shape where the symbols tell it."""
+    dims: list[int | str] | None = None if value.shape is None else []
+    for dim in value.shape.dims if value.shape is not None else ():
+        if isinstance(dim, int):
+            assert dims is not None
+            dims.append(dim)
+        elif dim.value is not None and dims is not None and dim.free_symbols() <= program.symbols.keys():
+            dims.append(str(dim.value))
+        else:
+            dims = None
+            break
+    shape = None if dims is None else tuple(dims)
+    copy = ir.Value(name=value.name, type=value.type, shape=None if shape is None else ir.Shape(shape))
+    bits = value.dtype.bitwidth if value.dtype is not None else None
+    assert isinstance(program.values, dict)
+    program.values[copy] = ValueInfo(type_text(value.type), shape, bits // 8 if bits and bits % 8 == 0 else None)
+    return copy, shape
+
+
+def _dual(choice: Choice, cuts: tuple[tuple[int, ...], ...], summed: set[int]) -> Layout:
+    """Cuts stay; an axis that cuts the node, but not this operand, leaves terms of a sum, unless it is `summed` itself."""
+    used = {axis for axes in choice.axes.values() for axis in axes}
+    here = {axis for axes in cuts for axis in axes}
+    return Layout(choice.mesh, cuts, tuple((axis, "sum") for axis in sorted(used - here - summed)))
+
+
+def _same(one: ir.Node, other: ir.Node) -> bool:
+    """Whether a node makes no more than another."""
+    return [value.name for value in one.outputs] == [value.name for value in other.outputs]
+
+
+def _added(local: Localized, forward: Sequence[Op]) -> set[str]:
+    """The outputs that the backward pass asked forward nodes for."""
+    before = {value.name for op in local.ops for value in op.node.outputs}
+    return {value.name or "" for op in forward for value in op.node.outputs} - before
+
+
+def _renamed(node: ir.Node, names: Mapping[str, str]) -> ir.Node:
+    """A node with other names for what the backward pass makes."""
+    if not any(value is not None and value.name in names for value in (*node.inputs, *node.outputs)):
+        return node
+    return ir.Node(
+        node.domain,
+        node.op_type,
+        inputs=[None if one is None else ir.Value(name=names.get(one.name or "", one.name)) for one in node.inputs],
+        attributes=list(node.attributes.values()),
+        outputs=[ir.Value(name=names.get(one.name or "", one.name)) for one in node.outputs],
+        name=names.get(node.name or "", node.name),
+    )
+
+
+def _stops(node: ir.Node) -> bool:
+    return stops_gradient("" if node.domain == "ai.onnx" else node.domain, node.op_type)

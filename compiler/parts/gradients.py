@@ -1,0 +1,168 @@
+"""Sums of cotangents: terms are added where they lie, brought to where they are wanted, and parameters' gradients in buckets.
+
+A parameter's gradient is wanted as the parameter lies. Where ranks hold the same piece of it, their terms are reduced by one
+AllReduce for many parameters, a bucket, which begins as soon as the last of them is there and goes on beside the backward pass.
+
+    bucket 0   AllReduce(fc3.weight, fc3.bias, fc2.weight)     while fc1 and conv2 are differentiated
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+from partc.compiler.layouts import moves as mv
+from partc.compiler.layouts.reshard import lower
+from partc.compiler.parts.comm import Writer
+from partc.compiler.parts.drafts import Drafts
+from partc.compiler.parts.localize import local_shape
+from partc.compiler.program import Copy, Group, Op, Program
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A parameter's gradient where a copy of the parameter lies: its name there."""
+
+    parameter: ir.Value
+    home: Copy
+    name: str
+
+
+@dataclass
+class _Bucket:
+    """Terms that one AllReduce will reduce, and what they become."""
+
+    move: mv.AllReduce
+    terms: list[str] = field(default_factory=list)
+    made: list[tuple[ir.Value, Copy, str, Sequence[Copy]]] = field(default_factory=list)
+    elements: int = 0
+    bytes: int = 0
+
+
+class GradientSums:
+    """Adds cotangents up; `gradients` are those of parameters, in the order in which they are ready."""
+
+    def __init__(
+        self,
+        program: Program,
+        cotangents: Mapping[ir.Value, ir.Value],
+        writer: Writer,
+        drafts: Drafts,
+        bucket_bytes: int,
+    ) -> None:
+        self.program, self.cotangents, self.writer, self.drafts = program, cotangents, writer, drafts
+        self.bucket_bytes = bucket_bytes
+        self.gradients: list[Gradient] = []
+        self.taken: set[tuple[str, int]] = set()
+        self._open: dict[tuple[str, str], _Bucket] = {}
+
+    def gathered(self, given: Mapping[Copy, Sequence[str]], target: Copy, name: str = "") -> str:
+        """All terms added, in the layout of `target`; `given` by the layout in which they lie."""
+        pieces: dict[Copy, list[str]] = {}
+        for copy, names in given.items():
+            total = self._sum(copy, names)
+            pieces.setdefault(target, []).append(self._brought(copy, total, target, name))
+        return self._sum(target, pieces[target], name)
+
+    def parameter(self, value: ir.Value, given: Mapping[Copy, Sequence[str]], homes: Sequence[Copy]) -> None:
+        """The gradient of a parameter that lies as `homes`: reduced on the first of them, and handed on to the others."""
+        main = homes[0]
+        target = Copy(self.cotangents[value], main.group, main.layout)
+        wanted = f"{self.writer.names[main]}.grad"
+        if len(given) == 1:
+            ((copy, names),) = given.items()
+            moves = lower(copy.layout, target.layout, copy.group, target.group)
+            if len(moves) == 1 and isinstance(moves[0], mv.AllReduce) and moves[0].reduce == "sum":
+                self._bucketed(value, copy, self._sum(copy, names), target, moves[0], homes)
+                return
+        self._ready(value, self.gathered(given, target, wanted), target, homes)
+
+    def flush(self) -> None:
+        """Reduces what is left."""
+        for key in list(self._open):
+            self._reduce(key)
+
+    def _bucketed(
+        self, value: ir.Value, copy: Copy, name: str, target: Copy, move: mv.AllReduce, homes: Sequence[Copy]
+    ) -> None:
+        shape, info = local_shape(self.program, target), self.program.values[value]
+        assert shape is not None
+        key = (self.writer.circles(move.after.mesh, move.axes, move.group)[1], info.type)
+        bucket = self._open.setdefault(key, _Bucket(move))
+        bucket.terms.append(self._own(copy, name, f"{self.writer.names[homes[0]]}.grad.terms"))
+        made = self._free(target.group, f"{self.writer.names[homes[0]]}.grad")
+        for draft in self.drafts.of(target.group):
+            draft.types[made] = (target.value, shape)
+        bucket.made.append((value, target, made, homes))
+        elements = math.prod(dim for dim in shape if isinstance(dim, int))
+        bucket.elements += elements
+        bucket.bytes += elements * (info.item_bytes or 1)
+        if bucket.bytes >= self.bucket_bytes:
+            self._reduce(key)
+
+    def _reduce(self, key: tuple[str, str]) -> None:
+        bucket = self._open.pop(key)
+        values = [target.value for _, target, _, _ in bucket.made]
+        made = [name for _, _, name, _ in bucket.made]
+        cause = f"gradients of {len(made)} parameters" if len(made) > 1 else f"gradient of '{bucket.made[0][0].name}'"
+        self.writer.all_reduce(bucket.move, values, bucket.terms, made, bucket.elements, cause)
+        for value, target, name, homes in bucket.made:
+            self._ready(value, name, target, homes)
+
+    def _ready(self, value: ir.Value, name: str, target: Copy, homes: Sequence[Copy]) -> None:
+        """A gradient is there on the first home of its parameter: it goes to the others, each with a value of its own."""
+        name = self._own(target, name, f"{self.writer.names[homes[0]]}.grad")
+        self.gradients.append(Gradient(value, homes[0], name))
+        for home in homes[1:]:
+            wanted = Copy(self.cotangents[value], home.group, home.layout)
+            other = self._brought(target, name, wanted, f"{self.writer.names[home]}.grad")
+            self.gradients.append(Gradient(value, home, self._own(wanted, other, f"{self.writer.names[home]}.grad")))
+
+    def _own(self, copy: Copy, name: str, wanted: str) -> str:
+        """The name of a value that is nobody else's gradient, and that a node of the program made."""
+        drafts = self.drafts.of(copy.group)
+        own = all((name, rank) not in self.taken for rank in copy.group)
+        made = not any(name in draft.constants for draft in drafts)
+        if not own or not made:
+            name = self._emit(copy, "Identity", [name], self._free(copy.group, wanted))
+        self.taken.update((name, rank) for rank in copy.group)
+        return name
+
+    def _brought(self, copy: Copy, name: str, target: Copy, wanted: str = "") -> str:
+        """A cotangent in another layout or on another group."""
+        if copy == target:
+            return name
+        names = self.writer.names
+        names[copy] = name
+        final = wanted or str(target.value.name)
+        names[target] = self._free(tuple(dict.fromkeys((*copy.group, *target.group))), final)
+        primal = str(target.value.name).removesuffix(".grad")
+        self.writer.make(copy, target, f"gradient of '{primal}'")
+        del names[copy]
+        return names.pop(target)
+
+    def _sum(self, copy: Copy, names: Sequence[str], wanted: str = "") -> str:
+        if len(names) == 1:
+            return names[0]
+        made = self._free(copy.group, wanted or str(copy.value.name))
+        return self._emit(copy, "Add" if len(names) == 2 else "Sum", names, made)
+
+    def _emit(self, copy: Copy, op_type: str, names: Sequence[str], made: str) -> str:
+        node = ir.Node(
+            "", op_type, [ir.Value(name=name) for name in names], outputs=[ir.Value(name=made)], name=made
+        )
+        for draft in self.drafts.of(copy.group):
+            draft.steps.append(Op(node, node))
+            draft.types[made] = (copy.value, local_shape(self.program, copy))
+        return made
+
+    def _free(self, ranks: Group, wanted: str) -> str:
+        """A name that none of these ranks has yet: the wanted one, or with a number where a value's gradient is summed again."""
+        drafts = self.drafts.of(ranks)
+        name, at = wanted, 1
+        while any(name in draft.types or name in draft.constants for draft in drafts):
+            at += 1
+            name = f"{wanted}.{at}"
+        return name

@@ -1,0 +1,202 @@
+"""The end of a training step: gradients clipped, then every parameter and what the optimizer keeps of it replaced by its next value.
+
+One node a parameter, a function of `partc.optimizer` whose body is plain ONNX, behind everything that reads the parameter:
+
+    %fc1.weight.next, %fc1.weight.momentum.next = partc.optimizer::Momentum(%fc1.weight, %fc1.weight.grad, %fc1.weight.momentum, %lr)
+
+A parameter that lies in several ways is updated in each of them, from the same gradient, so its copies stay equal bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.layouts.layout import Layout
+from partc.compiler.layouts.moves import AllReduce
+from partc.compiler.parts.backward import typed
+from partc.compiler.parts.comm import Writer
+from partc.compiler.parts.copies import Copies
+from partc.compiler.parts.drafts import Drafts
+from partc.compiler.parts.gradients import Gradient
+from partc.compiler.parts.localize import local_shape
+from partc.compiler.program import Copy, Group, Held, Kept, Op, Program
+from partc.compiler.training.optimizers import clip_scale
+from partc.compiler.training.training import Training
+
+Kind: TypeAlias = Literal["parameter", "optimizer", "statistics"]
+_SQUARES, _TOTAL, _SCALE = "gradients.squares", "gradients.square_norm", "gradients.scale"
+
+
+class Updates:
+    """Writes the updates of all parameters into the drafts, and lists what ranks keep."""
+
+    def __init__(self, program: Program, copies: Copies, writer: Writer, drafts: Drafts) -> None:
+        assert program.training is not None
+        self.program, self.copies, self.writer, self.drafts = program, copies, writer, drafts
+        self.training: Training = program.training
+
+    def write(self, gradients: Sequence[Gradient]) -> None:
+        """All updates. `gradients` are in the order in which they are there."""
+        clipped = self.training.clip_norm is not None and bool(gradients)
+        if clipped:
+            self._clip(gradients)
+        for one in gradients:
+            self._update(one, clipped)
+        updated = {(one.parameter, one.home) for one in gradients}
+        for value in self.training.parameters:
+            for home in self.copies.homes.get(value, ()):
+                if (value, home) not in updated:
+                    self._keep(home, self.writer.names[home], "", value.name or "", "parameter")
+        for value, following in self.training.statistics.items():
+            for home in self.copies.homes.get(value, ()):
+                made = "" if following is None else self._replacing(home, following)
+                self._keep(home, self.writer.names[home], made, value.name or "", "statistics")
+
+    def _update(self, one: Gradient, clipped: bool) -> None:
+        optimizer, learned = self.training.optimizer, self.training.parameters[one.parameter]
+        name, group, tensor = self.writer.names[one.home], one.home.group, one.parameter.name or ""
+        shape = ir.Shape(local_shape(self.program, one.home) or ())
+        kind = one.parameter.type
+
+        def value(name: str) -> ir.Value:
+            return ir.Value(name=name, type=kind, shape=shape)
+
+        slots = [value(f"{name}.{slot}") for slot in optimizer.slots]
+        made = [value(f"{name}.next"), *(value(f"{slot.name}.next") for slot in slots)]
+        scalars = {scalar: ir.Value(name=scalar) for scalar in optimizer.scalars}
+        if clipped:
+            scalars["scale"] = ir.Value(name=_SCALE)
+        update = optimizer.update(
+            value(name),
+            value(one.name),
+            slots,
+            scalars,
+            made,
+            weight_decay=learned.weight_decay,
+            lr_multiplier=learned.lr,
+            clip_value=self.training.clip_value or 0.0,
+        )
+        cut = tuple(axis for axes in one.home.layout.cuts for axis in axes)
+        if update.squares is not None and cut:
+            reduced = ir.Value(name=f"{update.squares.name}.whole", type=update.squares.type, shape=update.squares.shape)
+            update = optimizer.update(
+                value(name), value(one.name), slots, scalars, made,
+                weight_decay=learned.weight_decay, lr_multiplier=learned.lr,
+                clip_value=self.training.clip_value or 0.0, reduced=reduced,
+            )
+            self._append(group, update.before)
+            self._types(group, [reduced])
+            move = AllReduce(group, Layout(one.home.layout.mesh, ((),)), cut, "sum")
+            whole = typed(self.program, reduced)[0]
+            self.writer.all_reduce(
+                move, [whole], [str(update.before[-1].outputs[0].name)], [str(reduced.name)], 2, f"norms of '{tensor}'"
+            )
+            self._append(group, update.after)
+        else:
+            self._append(group, update.nodes)
+        for draft in self.drafts.of(group):
+            draft.scalars |= dict.fromkeys(optimizer.scalars)
+        self._types(group, [*slots, *made])
+        self._keep(one.home, name, str(made[0].name), tensor, "parameter")
+        for slot, state, following in zip(optimizer.slots, slots, made[1:], strict=True):
+            self._keep(
+                one.home,
+                str(state.name),
+                str(following.name),
+                f"{tensor}.{slot}",
+                "optimizer",
+                tensor,
+                optimizer.initial(slot),
+            )
+
+    def _keep(
+        self, home: Copy, name: str, made: str, tensor: str, kind: Kind, parameter: str = "", initial: float = 0.0
+    ) -> None:
+        """Lists a tensor as one that the ranks of a home keep."""
+        for indices in home.layout.holders.values():
+            held = Held(name, home, indices[0])
+            for draft in self.drafts.of(tuple(home.group[index] for index in indices)):
+                draft.kept.setdefault(name, Kept(held, made, tensor, kind, parameter, initial))
+
+    def _replacing(self, home: Copy, following: ir.Value) -> str:
+        """The name of what a node of the forward pass makes in place of a tensor, which must lie as that does."""
+        homes = self.copies.homes.get(following, [])
+        source = next((one for one in homes if one.group == home.group), homes[0])
+        at = self.copies.settled.get(source, source)
+        if at != Copy(following, home.group, home.layout):
+            fact = f"it lies {home.layout} on ranks {home.group}, and what replaces it {at.layout} on ranks {at.group}"
+            raise CompileError(Problem(home.value.name or "", fact, "statistics are replaced where they are read"))
+        return self.writer.names[at]
+
+    def _clip(self, gradients: Sequence[Gradient]) -> None:
+        """What gradients are multiplied with, from the squares of all their elements on all ranks, each element once."""
+        terms: dict[int, list[str]] = {}
+        seen: set[ir.Value] = set()
+        for one in gradients:
+            if one.parameter in seen:
+                continue
+            seen.add(one.parameter)
+            name, group = f"{one.name}.squares", one.home.group
+            self._emit(group, "ReduceSumSquare", [one.name], name, keepdims=0)
+            counted = name
+            if len(one.home.layout.holders) < len(group):
+                counted = f"{name}.counted"
+                self._first_only(one.home, f"{name}.counts")
+                self._emit(group, "Mul", [name, f"{name}.counts"], counted)
+            for rank in group:
+                terms.setdefault(rank, []).append(counted)
+        everyone: Group = tuple(range(self.program.plan.ranks))
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for rank in everyone:
+            alike.setdefault(tuple(terms.get(rank, ())), []).append(rank)
+        for names, ranks in alike.items():
+            if names:
+                self._emit(tuple(ranks), "Sum", names, _SQUARES)
+                continue
+            self._types(tuple(ranks), [_number(_SQUARES)])
+            for draft in self.drafts.of(tuple(ranks)):
+                draft.constants[_SQUARES] = np.zeros((), np.float32)
+        total = _SQUARES
+        if len(everyone) > 1:
+            total = _TOTAL
+            self._types(everyone, [_number(_TOTAL)])
+            move = AllReduce(everyone, Layout.whole((len(everyone),), 0), (0,), "sum")
+            value = typed(self.program, _number(_TOTAL))[0]
+            self.writer.all_reduce(move, [value], [_SQUARES], [_TOTAL], 1, "norm of all gradients")
+        self._types(everyone, [_number(_SCALE)])
+        assert self.training.clip_norm is not None
+        self._append(everyone, [clip_scale(ir.Value(name=total), _number(_SCALE), self.training.clip_norm)])
+
+    def _first_only(self, home: Copy, name: str) -> None:
+        """1 on the first rank that holds a piece, 0 on the others."""
+        for indices in home.layout.holders.values():
+            for place, index in enumerate(indices):
+                for draft in self.drafts.of((home.group[index],)):
+                    draft.constants[name] = np.array(place == 0, np.float32)
+
+    def _emit(self, ranks: Group, op_type: str, names: Sequence[str], made: str, **attributes: int) -> None:
+        operands = [ir.Value(name=name) for name in names]
+        extra = ir.convenience.convert_attributes(attributes)
+        self._types(ranks, [_number(made)])
+        self._append(ranks, [ir.Node("", op_type, operands, extra, outputs=[_number(made)], name=made)])
+
+    def _append(self, ranks: Group, nodes: Sequence[ir.Node]) -> None:
+        steps = [Op(node, node) for node in nodes]
+        for node in nodes:
+            self._types(ranks, [value for value in node.outputs if value.type is not None])
+        for draft in self.drafts.of(ranks):
+            draft.steps += steps
+
+    def _types(self, ranks: Group, values: Sequence[ir.Value]) -> None:
+        for value in values:
+            for draft in self.drafts.of(ranks):
+                if value.name not in draft.types:
+                    draft.types[str(value.name)] = typed(self.program, value)
+
+
+def _number(name: str) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(()))

@@ -1,0 +1,218 @@
+"""The plan's `train:`: what is learned, from which loss, by which optimizer, and the settings of the loop around the steps.
+
+    train:
+      loss: {type: softmax_cross_entropy, logits: logits, labels: label}
+      optimizer: {type: momentum, lr: 0.01, momentum: 0.9}
+      parameters: {"*.bias": {weight_decay: 0}, "embedding": {frozen: true}}
+      data: {x: train-images.gz, label: train-labels.gz}
+      batch: 32
+      epochs: 10
+
+Losses, optimizers and schedules check their own options; what they refuse is said at the line of their key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeAlias
+
+from partc.compiler.errors import CompileError
+from partc.compiler.plan.pattern import compile_pattern
+from partc.compiler.plan.violation import Violation
+from partc.compiler.training.losses import Loss, loss
+from partc.compiler.training.metrics import Metric, metric
+from partc.compiler.training.optimizers import Optimizer, optimizer
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PlainValidator
+
+SUM_OVER_RANKS = "sum_over_ranks"
+
+
+@dataclass(frozen=True)
+class ParameterRule:
+    """How parameters whose names match are learned; None where the rule says nothing."""
+
+    pattern: str
+    where: str
+    frozen: bool | None = None
+    weight_decay: float | None = None
+    lr: float | None = None
+
+
+@dataclass(frozen=True)
+class TrainRules:
+    """A valid `train:`. Rules for parameters are in the order of the file, the later wins.
+
+    `settings` are those of the loop, which the compiler hands on as they are.
+    """
+
+    where: str
+    loss: Loss
+    optimizer: Optimizer
+    per_rank_mean: bool = False
+    schedule: Mapping[str, JsonValue] = field(default_factory=dict)
+    parameters: tuple[ParameterRule, ...] = ()
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    bucket_bytes: int = 10 << 20
+    seed: int = 0
+    settings: Mapping[str, JsonValue] = field(default_factory=dict)
+
+
+def _said(check: Any, *options: Any) -> Any:
+    """What a loss, an optimizer or a schedule makes of its options; Violation with its own words where it refuses them."""
+    try:
+        return check(*options)
+    except CompileError as error:
+        first = error.problems[0]
+        facts = "; ".join(problem.fact for problem in error.problems)
+        raise Violation(facts, first.law, first.help) from None
+    except (ValueError, TypeError) as error:
+        raise Violation(str(error)) from None
+
+
+@dataclass(frozen=True)
+class LossChoice:
+    """The loss of a plan, and whether gradients are those of the sum over ranks of their means."""
+
+    loss: Loss
+    per_rank_mean: bool = False
+
+
+def _loss(value: object) -> LossChoice:
+    if isinstance(value, str):
+        return LossChoice(_said(loss, value))
+    if not isinstance(value, dict):
+        raise Violation("a loss is the name of an output, or a mapping with its type", help=_LOSS_HELP)
+    options = dict(value)
+    per_rank = options.get("reduction") == SUM_OVER_RANKS
+    if per_rank:
+        options["reduction"] = "mean"
+    return LossChoice(_said(loss, options), per_rank)
+
+
+def _optimizer(value: object) -> Optimizer:
+    if isinstance(value, str):
+        value = {"type": value}
+    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
+        raise Violation("an optimizer is a mapping with its type", help="write {type: momentum, lr: 0.01, momentum: 0.9}")
+    options = {key: one for key, one in value.items() if key != "type"}
+    found: Optimizer = _said(optimizer, value["type"], options)
+    return found
+
+
+def _metrics(value: object) -> dict[str, Metric]:
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, list):
+        value = {str(one): {"type": one} for one in value}
+    if not isinstance(value, dict):
+        raise Violation("metrics are a list of names, or a mapping from names to options", help="write [accuracy]")
+    return {name: _said(metric, name, {"type": name} if one is None else one) for name, one in value.items()}
+
+
+def _pattern(text: str) -> str:
+    try:
+        compile_pattern(text)
+    except ValueError as error:
+        raise Violation(f"this is no pattern: {error}") from None
+    return text
+
+
+def _or_empty(value: object) -> object:
+    return {} if value is None else value
+
+
+_LOSS_HELP = "write {type: softmax_cross_entropy, logits: logits, labels: label}"
+Json: TypeAlias = dict[str, JsonValue]
+LossForm: TypeAlias = Annotated[LossChoice, PlainValidator(_loss, json_schema_input_type=str | Json)]
+OptimizerForm: TypeAlias = Annotated[Optimizer, PlainValidator(_optimizer, json_schema_input_type=str | Json)]
+MetricsForm: TypeAlias = Annotated[
+    dict[str, Metric], PlainValidator(_metrics, json_schema_input_type=str | list[str] | dict[str, Json | None] | None)
+]
+
+
+class ParameterEntry(BaseModel):
+    """How the parameters that a pattern matches are learned."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    frozen: bool | None = Field(None, description="Kept as they are.")
+    weight_decay: float | None = Field(None, ge=0, description="Instead of the optimizer's.")
+    lr: float | None = Field(None, ge=0, description="What the learning rate is multiplied with.")
+
+
+class ClipEntry(BaseModel):
+    """Gradients are scaled down to a global norm, or each number is kept within a bound."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    norm: float | None = Field(None, gt=0, description="The largest norm of all gradients together, over all ranks.")
+    value: float | None = Field(None, gt=0, description="The largest absolute value of a gradient's element.")
+
+
+class CheckpointEntry(BaseModel):
+    """Where and when training is saved."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    folder: str = Field("checkpoints", description="The folder of the checkpoints.")
+    every: int | Literal["epoch"] = Field("epoch", description="After so many steps, or after each epoch.")
+    keep: int = Field(3, ge=1, description="How many are kept.")
+
+
+class TrainEntry(BaseModel):
+    """What is learned and how; and the loop around the steps."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    loss: LossForm = Field(description="The type of the loss with its options, or the name of a scalar output of the model.")
+    optimizer: OptimizerForm = Field(description="The type of the optimizer with its options; `lr` is the learning rate.")
+    schedule: Json | None = Field(None, description="How the learning rate goes from step to step: {type: cosine, ...}.")
+    parameters: Annotated[
+        dict[Annotated[str, AfterValidator(_pattern)], ParameterEntry],
+        BeforeValidator(_or_empty, json_schema_input_type=dict[str, ParameterEntry] | None),
+    ] = Field({}, description="By pattern of parameters' names: frozen, weight_decay, lr (a factor). The later wins.")
+    metrics: MetricsForm = Field({}, description="What is measured beside the loss: [accuracy], or names with options.")
+    clip: ClipEntry | None = Field(None, description="Bounds of the gradients.")
+    accumulate: int = Field(1, ge=1, description="Into how many parts a batch is cut, whose gradients are added up.")
+    bucket_mb: float = Field(10.0, gt=0, description="The size of the messages in which gradients are reduced.")
+    seed: int = Field(0, ge=0, description="Of the order of the data, and of dropout.")
+    data: str | Json | None = Field(None, description="Where records come from: a file, a folder, or a file by input.")
+    test: str | Json | None = Field(None, description="The records of evaluation, as `data`.")
+    batch: int | None = Field(None, ge=1, description="Records a step, over all ranks.")
+    shuffle: bool = Field(True, description="Whether every epoch has an order of its own.")
+    last: Literal["drop", "keep"] = Field("drop", description="What becomes of a last, smaller batch.")
+    deal: int | None = Field(None, ge=1, description="Records in their order, dealt to so many ranks in turn.")
+    epochs: int | None = Field(None, ge=1, description="How often all records are used.")
+    steps: int | None = Field(None, ge=1, description="How many steps are taken, instead of epochs.")
+    evaluate: int | Literal["epoch"] = Field("epoch", description="After so many steps, or after each epoch.")
+    log: int = Field(10, ge=1, description="The number of steps between two lines of progress.")
+    checkpoint: CheckpointEntry | None = Field(None, description="Where and when training is saved.")
+
+    def rules(self, where: str, lines: Mapping[str, str]) -> TrainRules:
+        """The entry as the compiler sees it; `lines` has the place of every parameter pattern."""
+        loop = ("accumulate", "seed", "data", "test", "batch", "shuffle", "last", "deal", "epochs", "steps")
+        settings: dict[str, Any] = {name: getattr(self, name) for name in (*loop, "evaluate", "log")}
+        if self.checkpoint is not None:
+            settings["checkpoint"] = self.checkpoint.model_dump()
+        return TrainRules(
+            where=where,
+            loss=self.loss.loss,
+            optimizer=self.optimizer,
+            per_rank_mean=self.loss.per_rank_mean,
+            schedule=self.schedule or {},
+            parameters=tuple(
+                ParameterRule(pattern, lines[pattern], one.frozen, one.weight_decay, one.lr)
+                for pattern, one in self.parameters.items()
+            ),
+            metrics=self.metrics,
+            clip_norm=self.clip.norm if self.clip else None,
+            clip_value=self.clip.value if self.clip else None,
+            bucket_bytes=round(self.bucket_mb * (1 << 20)),
+            seed=self.seed,
+            settings={name: value for name, value in settings.items() if value is not None},
+        )

@@ -1,0 +1,58 @@
+"""What training adds to a program: the loss, which weights are learned and how, and what else changes from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+from partc.compiler.training.optimizers import Optimizer
+from partc.runtime.format import TrainingRecord
+from pydantic import JsonValue
+
+
+@dataclass(frozen=True)
+class Learned:
+    """How one parameter is learned; frozen ones are kept as they are."""
+
+    frozen: bool = False
+    weight_decay: float | None = None
+    lr: float = 1.0
+    """What the learning rate is multiplied with."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """The training half of a program.
+
+    `parameters` are the weights that are learned, or frozen; `statistics` those that a node replaces itself, with what it makes.
+    `per_rank_mean`: the gradient is that of the sum over ranks of the mean of what each has, not of the mean over the whole batch.
+    """
+
+    loss: ir.Value
+    optimizer: Optimizer
+    parameters: Mapping[ir.Value, Learned]
+    statistics: Mapping[ir.Value, ir.Value | None] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ()
+    bucket_bytes: int = 10 << 20
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    per_rank_mean: bool = False
+    scalars: tuple[str, ...] = ()
+    schedule: Mapping[str, JsonValue] = field(default_factory=dict)
+    settings: Mapping[str, JsonValue] = field(default_factory=dict)
+    evaluation: str = ""
+    backward: bool = True
+    """Whether steps train; else parameters are kept as they are given."""
+
+    def record(self) -> TrainingRecord:
+        """What the manifest says of it."""
+        return TrainingRecord(
+            loss=self.loss.name or "",
+            metrics=list(self.metrics),
+            scalars=list(dict.fromkeys((*self.optimizer.scalars, *self.scalars))),
+            optimizer={"type": self.optimizer.type, "lr": self.optimizer.lr, **self.optimizer.hyper},
+            schedule=dict(self.schedule),
+            settings=dict(self.settings),
+            evaluation=self.evaluation,
+        )
