@@ -155,6 +155,35 @@ def test_a_failed_rename_fails_on_all(tmp_path: Path, monkeypatch: pytest.Monkey
     assert shown(tmp_path) == []
 
 
+def test_a_step_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_all(tmp_path, 10, RANKS, tensors(1))
+    real = os.replace
+
+    def refused(source: Path, target: Path) -> None:
+        if source.name.endswith(".saving"):
+            raise PermissionError(13, "Permission denied")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", refused)
+    assert isinstance(save_all(tmp_path, 10, RANKS, tensors(2))[3], CheckpointError)
+    assert shown(tmp_path) == ["step_00000010"]
+    holds(tmp_path, 10, 1)
+
+
+def test_an_old_one_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_all(tmp_path, 10, 1, tensors(1))
+    real = os.replace
+
+    def refused(source: Path, target: Path) -> None:
+        if target.name.endswith(".removed"):
+            raise PermissionError(13, "Permission denied")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", refused)
+    assert save_all(tmp_path, 20, 1, tensors(2), keep=1) == [tmp_path / "step_00000020"]
+    assert shown(tmp_path) == ["step_00000010", "step_00000020"]
+
+
 def test_wrong_pieces_are_told_by_the_rank_that_has_them(tmp_path: Path) -> None:
     whole = tensors()
     records = layout(whole, RANKS)

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 from partc.runtime.artifact import sha256
-from partc.runtime.dtypes import Array
+from partc.runtime.dtypes import Array, Bytes
 from partc.runtime.errors import UsageError
 from partc.runtime.format import FileRecord, StateRecord
 
 from .checkpoint_box import Box, common, whole
-from .checkpoint_file import STORED, Stored, mapped, read_header
+from .checkpoint_file import STORED, Stored, mapped, read_header, tensor_in
 from .checkpoint_index import (
     INDEX,
     CheckpointError,
@@ -41,7 +41,7 @@ class Checkpoint:
     def __init__(self, path: Path, index: CheckpointIndex) -> None:
         self.path = path
         self.index = index
-        self._headers: dict[str, dict[str, Stored]] = {}
+        self._opened: dict[str, tuple[dict[str, Stored], Bytes]] = {}
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -148,19 +148,20 @@ class Checkpoint:
 
     def _mapped(self, tensor: str, record: TensorRecord, piece: PieceRecord) -> Array:
         file = self._folder / piece.file
-        if piece.file not in self._headers:
+        if piece.file not in self._opened:
             try:
-                self._headers[piece.file] = read_header(file)
+                self._opened[piece.file] = read_header(file), mapped(file)
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{file}: {error}\n  help: take another checkpoint") from None
-        stored = self._headers[piece.file].get(piece.key)
+        header, data = self._opened[piece.file]
+        stored = header.get(piece.key)
         if stored is None or (stored.dtype.shown, stored.shape) != (record.dtype, piece.box.shape):
             have = "none" if stored is None else f"{stored.dtype.shown} {list(stored.shape)}"
             raise CheckpointError(
                 f"{file}: '{piece.key}' of '{tensor}' is {have}; the index says {record.dtype} {list(piece.box.shape)}\n"
                 "  help: take another checkpoint"
             )
-        return mapped(file, stored)
+        return tensor_in(data, stored)
 
 
 def find(path: Path) -> Path:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from partc.runtime.check_files import data_region
-from partc.runtime.dtypes import BY_NAME, Array, Dtype
+from partc.runtime.dtypes import BY_NAME, Array, Bytes, Dtype
 from partc.runtime.format import FileRecord
 
 _CODES = {
@@ -105,15 +105,12 @@ def read_header(path: Path) -> dict[str, Stored]:
     return found
 
 
-def mapped(path: Path, stored: Stored) -> Array:
-    """The tensor as it lies in the file: read only where it is looked at."""
+def mapped(path: Path) -> Bytes:
+    """The bytes of a file as they lie there: read only where they are looked at."""
+    return np.asarray(np.memmap(path, np.uint8, "r"))
+
+
+def tensor_in(data: Bytes, stored: Stored) -> Array:
+    """A tensor in the bytes of its file, which it shares."""
     size = stored.dtype.bytes_of(stored.shape)
-    if not size:
-        return np.empty(stored.shape, stored.dtype.numpy)
-    data = np.memmap(path, np.uint8, "r", stored.offset, (size,))
-    return np.asarray(data).view(stored.dtype.numpy).reshape(stored.shape)
-
-
-def unstorable(types: Sequence[str]) -> list[str]:
-    """Those of the element types that the format lacks."""
-    return [shown for shown in dict.fromkeys(types) if shown not in _CODES]
+    return data[stored.offset : stored.offset + size].view(stored.dtype.numpy).reshape(stored.shape)

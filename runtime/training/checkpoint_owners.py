@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from partc.runtime import cuts
+from partc.runtime import format as fmt
 from partc.runtime.dtypes import dense
 from partc.runtime.format import StateRecord
 
@@ -31,7 +32,10 @@ class Owned:
 
 def held_by(record: StateRecord, rank: int) -> Box:
     """The piece of a record's tensor that a rank has; ValueError where its edges are not whole numbers."""
-    box = record.box(rank)
+    return _whole_numbers(record, record.box(rank))
+
+
+def _whole_numbers(record: StateRecord, box: fmt.Box | None) -> Box:
     if box is None:
         return whole(record.shape)
     edges = cuts.local(box, record.shape)
@@ -90,8 +94,7 @@ def _distinct(record: StateRecord) -> dict[Box, int]:
     """The boxes of a record, each with the lowest rank that has it."""
     if record.boxes is None:
         return {whole(record.shape): min(record.ranks)}
-    found: dict[tuple[tuple[int, ...], ...], int] = {}
-    for rank, box in zip(record.ranks, record.boxes, strict=True):
-        key = tuple(map(tuple, box))
-        found[key] = min(rank, found.get(key, rank))
-    return {held_by(record, rank): rank for rank in found.values()}
+    found: dict[tuple[tuple[int, ...], ...], tuple[int, fmt.Box]] = {}
+    for rank, box in sorted(zip(record.ranks, record.boxes, strict=True), key=lambda pair: pair[0]):
+        found.setdefault(tuple(map(tuple, box)), (rank, box))
+    return {_whole_numbers(record, box): rank for rank, box in found.values()}

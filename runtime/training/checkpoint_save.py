@@ -8,6 +8,7 @@ all fail, with what went wrong on each.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -204,19 +205,28 @@ def _commit(scratch: Path, target: Path, index: CheckpointIndex) -> None:
     old = target.with_name(hidden_folder(target.name, OLD))
     if target.exists():
         os.replace(target, old)
-    os.replace(scratch, target)
+    try:
+        os.replace(scratch, target)
+    except OSError:
+        if old.exists():
+            os.replace(old, target)
+        raise
     _settle(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def _prune(folder: Path, target: Path, keep: int | None) -> None:
-    """Removes the oldest beyond `keep`; the new one stays, also where later steps were there before. A folder is hidden first."""
+    """Removes the oldest beyond `keep`; the new one stays, also where later steps were there before. A folder is hidden first.
+
+    One that cannot be removed stays: the new checkpoint is whole all the same.
+    """
     others = [path for _, path in steps(folder) if path != target]
     excess = 0 if keep is None else max(0, len(others) + 1 - max(1, keep))
     for path in others[:excess]:
         gone = folder / hidden_folder(path.name, REMOVED)
-        os.replace(path, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.replace(path, gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
 
 def _clear(folder: Path) -> None:
@@ -225,7 +235,7 @@ def _clear(folder: Path) -> None:
         if doing == OLD and not (folder / name).exists():
             os.replace(path, folder / name)
         else:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _settle(folder: Path) -> None:
