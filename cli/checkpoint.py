@@ -23,7 +23,7 @@ def command() -> None:
     """
 
 
-@command.command()
+@command.command(short_help="List the tensors, and what is kept beside them.")
 @click.argument("path", metavar="CKPT", type=_PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(path: Path, as_json: bool) -> int:
@@ -67,7 +67,7 @@ def show(path: Path, as_json: bool) -> int:
     return 0
 
 
-@command.command()
+@command.command(short_help="Prove a checkpoint whole.")
 @click.argument("path", metavar="CKPT", type=_PATH)
 def verify(path: Path) -> int:
     """Prove that a checkpoint is whole: every file as it was written, every element of every tensor exactly once.
@@ -96,7 +96,7 @@ def verify(path: Path) -> int:
     return 0
 
 
-@command.command()
+@command.command(short_help="Write one safetensors file, or the trained model.")
 @click.argument("path", metavar="CKPT", type=_PATH)
 @click.option(
     "-o", "--output", "out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Write it here."
