@@ -38,20 +38,22 @@ _SIZE_OF_A_SYMBOL = 64
 
 @op(DROPOUT, domain=OWN)
 def seeded_dropout(node: ir.Node) -> Rule | None:
-    """`*,_->*,*`; a sum passes where the mask is not asked for; an element's mask follows from its place in the whole."""
+    """`*,_->*,*`; a sum passes where the mask is not asked for; masks follow from global places."""
     if rank_of(node.inputs[0]) is None:
         return replace(whole_rule(node), local=drawn_by_place)
     linear = "joint" if len(node.outputs) == 1 else ""
     return rule(node, "*,_->*,*", linear=linear, terms=(0,), local=drawn_by_place)
 
 
-@registry.register(OWN, DROPOUT)
 def _shapes(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     """Outputs have the shape of the input."""
     x = node.inputs[0]
     assert x is not None
     for out, dtype in zip(node.outputs, (x.dtype, ir.DataType.BOOL), strict=False):
         ctx.set_shape_and_dtype(out, x.shape, dtype)
+
+
+registry.register(OWN, DROPOUT)(_shapes)
 
 
 def drawn_by_place(local: Local) -> None:

@@ -1,0 +1,166 @@
+"""BatchNormalization as it trains: by the statistics of the batch, which move the running ones.
+
+The op in training mode works where a batch is whole. Where it may be cut it becomes plain ops, whose sums over the batch the ranks
+add up, so that statistics are those of the whole batch:
+
+    s = x - running mean          (m, q) = mean over the batch of the positions' (s, s**2)         variance = q - m**2
+    y = s a + (bias - m a)        a = scale / sqrt(variance + epsilon)
+
+Both moments go in one all_reduce forward and one backward; the mean of (x - mean)**2 would need two each. The difference q - m**2
+loses digits only as far as m is large beside the deviation, and m is the distance to the running mean: nothing after the first
+steps, and in these a relative error of about 2**-24 m**2 / variance. The shift is the same number on all ranks and cancels.
+
+The running statistics move by ONNX's law, `running = running momentum + batch (1 - momentum)`, with the variance over n; torch
+takes n - 1 there, which differs by a factor of n / (n - 1) in the running variance alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+_HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def train_in_place(node: ir.Node, running: Sequence[ir.Value]) -> list[ir.Value]:
+    """Puts the node into training mode, with these running statistics; the values that are to replace them."""
+    for k, value in enumerate(running):
+        node.replace_input_with(3 + k, value)
+    node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
+    node.resize_outputs(3)
+    for out, value in zip(node.outputs[1:], running, strict=True):
+        out.type, out.shape = value.type, value.shape
+    return list(node.outputs[1:])
+
+
+def infer_in_place(node: ir.Node) -> None:
+    """Puts the node into inference form, unless somebody reads the statistics that only training gives."""
+    if any(out.uses() or out.is_graph_output() for out in node.outputs[1:]):
+        return
+    node.attributes.pop("training_mode", None)
+    node.resize_outputs(1)
+
+
+def decompose(node: ir.Node, running: Sequence[ir.Value], x: ir.Value, scopes: dict[str, str]) -> list[ir.Value]:
+    """Replaces the node by plain ops over a batch that may be cut; the values that are to replace the running statistics.
+
+    `x` has the rank and type of the node's input; `scopes` is the metadata by which the new nodes have the node's path for a module.
+    """
+    graph = node.graph
+    assert graph is not None
+    assert x.shape is not None
+    plain = _Plain(str(node.name), x.dtype or ir.DataType.FLOAT, dict(node.metadata_props) | scopes)
+    data, scale, bias = (plain.widened(value) for value in node.inputs[:3])
+    mean, variance = (plain.widened(value) for value in running)
+    positions = list(range(2, len(x.shape)))
+    shifted = plain.add("Sub", [data, plain.unsqueezed(mean, "shift", [k - 1 for k in positions])], "shifted")
+    first, second = shifted, None
+    if positions:
+        along = plain.integers("positions", positions)
+        first = plain.add("ReduceMean", [shifted, along], "means", keepdims=0)
+        total = plain.add("ReduceSumSquare", [shifted, along], "total", keepdims=0)
+        second = plain.over(total, data, x.shape.dims[2:])
+    else:
+        second = plain.add("Mul", [shifted, shifted], "squares")
+    parts = [plain.unsqueezed(first, "first", [0]), plain.unsqueezed(second, "second", [0])]
+    both = plain.add("Concat", parts, "both", axis=0)
+    moments = plain.add("ReduceMean", [both, plain.integers("batch", [1])], "moments", keepdims=0)
+    away, square = plain.split(moments, ["away", "square"])
+    spread = plain.add("Sub", [square, plain.add("Mul", [away, away], "away2")], "difference")
+    spread = plain.add("Relu", [spread], "variance")
+    epsilon = plain.number("epsilon", node.attributes.get_float("epsilon", 1e-5))
+    deviation = plain.add("Sqrt", [plain.add("Add", [spread, epsilon], "above_zero")], "deviation")
+    gain = plain.add("Div", [scale, deviation], "gain")
+    offset = plain.add("Sub", [bias, plain.add("Mul", [away, gain], "lost")], "offset")
+    scaled = plain.add("Mul", [shifted, plain.unsqueezed(gain, "wide_gain", positions)], "scaled")
+    y = plain.add("Add", [scaled, plain.unsqueezed(offset, "wide_offset", positions)], "y")
+    y = plain.narrowed(y, x.dtype, "narrow")
+    momentum = node.attributes.get_float("momentum", 0.9)
+    share = plain.number("share", 1 - momentum)
+    channel = plain.integers("channel", [0])
+    moved = plain.add("Mul", [plain.add("Squeeze", [away, channel], "drift"), share], "moved")
+    new_mean = plain.add("Add", [mean, moved], "running_mean")
+    kept = plain.add("Mul", [variance, plain.number("momentum", momentum)], "kept")
+    grown = plain.add("Mul", [plain.add("Squeeze", [spread, channel], "flat_variance"), share], "grown")
+    new_variance = plain.add("Add", [kept, grown], "running_variance")
+    made = [
+        plain.narrowed(value, old.dtype, f"narrow{k}")
+        for k, (value, old) in enumerate(zip((new_mean, new_variance), running, strict=True))
+    ]
+    outputs = [y, *made][: len(node.outputs)]
+    for old, new in zip(node.outputs, outputs, strict=True):
+        new.name, new.type, new.shape = old.name, old.type, old.shape
+    for value, old in zip(made, running, strict=True):
+        value.type, value.shape = old.type, old.shape
+    for constant in plain.constants:
+        graph.register_initializer(constant)
+    ir.convenience.replace_nodes_and_values(graph, node, [node], plain.nodes, node.outputs, outputs)
+    return made
+
+
+@dataclass
+class _Plain:
+    """The nodes that take the place of the one called `path`, which compute in a type of at least 32 bits."""
+
+    path: str
+    dtype: ir.DataType
+    metadata: dict[str, str]
+    nodes: list[ir.Node] = field(default_factory=list)
+    constants: list[ir.Value] = field(default_factory=list)
+
+    @property
+    def wide(self) -> ir.DataType:
+        return ir.DataType.FLOAT if self.dtype in _HALF else self.dtype
+
+    def add(self, op_type: str, inputs: Sequence[ir.Value], word: str, **attributes: Any) -> ir.Value:
+        return self._add(op_type, inputs, word, [ir.Value(name=f"{self.path}.{word}")], attributes)[0]
+
+    def split(self, value: ir.Value, words: Sequence[str]) -> Sequence[ir.Value]:
+        made = [ir.Value(name=f"{self.path}.{word}") for word in words]
+        return self._add("Split", [value], "split", made, {"axis": 0, "num_outputs": len(words)})
+
+    def _add(
+        self, op_type: str, inputs: Sequence[ir.Value], word: str, made: list[ir.Value], attributes: dict[str, Any]
+    ) -> Sequence[ir.Value]:
+        given = ir.convenience.convert_attributes(attributes)
+        node = ir.Node("", op_type, inputs, given, outputs=made, name=f"{self.path}.{word}")
+        node.metadata_props.update(self.metadata)
+        self.nodes.append(node)
+        return node.outputs
+
+    def unsqueezed(self, value: ir.Value, word: str, axes: Sequence[int]) -> ir.Value:
+        return self.add("Unsqueeze", [value, self.integers(f"{word}.axes", axes)], word) if axes else value
+
+    def over(self, total: ir.Value, x: ir.Value, dims: Sequence[int | ir.SymbolicDim]) -> ir.Value:
+        """A sum over positions, divided by their number."""
+        known = [dim for dim in dims if isinstance(dim, int)]
+        if len(known) == len(dims):
+            return self.add("Mul", [total, self.number("share_of_positions", 1 / max(1, math.prod(known)))], "squares")
+        sizes = self.add("Shape", [x], "sizes", start=2)
+        count = self.add("Cast", [self.add("ReduceProd", [sizes], "count", keepdims=0)], "number", to=self.wide.value)
+        return self.add("Div", [total, count], "squares")
+
+    def widened(self, value: ir.Value | None) -> ir.Value:
+        assert value is not None
+        dtype = value.dtype or self.dtype
+        return value if dtype == self.wide else self.add("Cast", [value], f"wide_{len(self.nodes)}", to=self.wide.value)
+
+    def narrowed(self, value: ir.Value, dtype: ir.DataType | None, word: str) -> ir.Value:
+        return value if dtype in (None, self.wide) else self.add("Cast", [value], word, to=int(dtype))
+
+    def integers(self, word: str, numbers: Sequence[int]) -> ir.Value:
+        return self._constant(word, np.array(numbers, np.int64))
+
+    def number(self, word: str, number: float) -> ir.Value:
+        return self._constant(word, np.array(number, self.wide.numpy()))
+
+    def _constant(self, word: str, array: np.ndarray) -> ir.Value:
+        tensor = ir.tensor(array, name=f"{self.path}.{word}")
+        kind, shape = ir.TensorType(tensor.dtype), ir.Shape(array.shape)
+        self.constants.append(ir.Value(name=tensor.name, type=kind, shape=shape, const_value=tensor))
+        return self.constants[-1]

@@ -1,0 +1,8 @@
+"""Ops of partc's own: no runtime runs them whole, so their pieces are put together in tests of their own."""
+
+from __future__ import annotations
+
+from rule_case import Case
+
+CASES: list[Case] = []
+UNPROVEN = {"partc.nn.Dropout": "test_training_dropout.py compares the masks of its pieces with that of the whole"}
