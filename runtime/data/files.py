@@ -84,7 +84,7 @@ def _told(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         text = str(error)
-        if "allow_pickle" in text:
+        if "allow_pickle" in text or "Python objects" in text:
             text = "it holds Python objects; save arrays of numbers or of text"
         raise UsageError(text if text.startswith(str(path)) else f"{path}: {text}") from None
 
@@ -161,7 +161,7 @@ def _npy(path: Path) -> Array:
         return cast(Array, np.load(path, mmap_mode="r", allow_pickle=False))
     except ValueError as error:
         if "mmap" not in str(error) and "empty" not in str(error):
-            raise UsageError(f"{path}: {error}") from None
+            raise
     return cast(Array, np.load(path, allow_pickle=False))  # what has no bytes cannot be mapped
 
 

@@ -1,0 +1,66 @@
+"""What a plan or a command line says of data, and everything that is wrong with it at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from partc.runtime.data import Spec
+from partc.runtime.errors import UsageError
+
+BASE = Path("plans")
+
+
+def test_paths_are_relative_to_the_plan() -> None:
+    assert Spec.parse("d.npz", BASE).source == BASE / "d.npz"
+    assert Spec.parse("/d.npz", BASE).source == Path("/d.npz")
+    spec = Spec.parse({"x": "x.npy", "label": "/y.npy", "transform": "t.py:f"}, BASE)
+    assert spec.source is None
+    assert spec.files == {"x": BASE / "x.npy", "label": Path("/y.npy")}
+    assert spec.transform == str(BASE / "t.py") + ":f"
+
+
+def test_a_command_line_says_the_same() -> None:
+    words = ["corpus", "length=ids", "pad=labels:-100,w:0.5", "pad=ids:1", "multiple=16", "buckets=64,256", "window=8"]
+    said = {
+        "source": "corpus",
+        "length": "ids",
+        "pad": {"labels": -100, "w": 0.5, "ids": 1},
+        "multiple": 16,
+        "buckets": [64, 256],
+        "window": 8,
+    }
+    assert Spec.of_words(words, BASE) == Spec.parse(said, BASE, "--data")
+    assert Spec.of_words(["x=a.npy", "y=b.npy"]) == Spec.parse({"x": "a.npy", "y": "b.npy"}, where="--data")
+    with pytest.raises(UsageError, match="'x' is given twice: a and b"):
+        Spec.of_words(["x=a", "x=b"])
+
+
+def test_all_that_is_wrong_is_told() -> None:
+    said = {
+        "transform": "t.py",
+        "pad": {"x": "a"},
+        "multiple": 0,
+        "buckets": [4, 4],
+        "window": True,
+        "length": "",
+        "x": 3,
+    }
+    with pytest.raises(UsageError) as caught:
+        Spec.parse(said, BASE, "plan.yaml:3")
+    lines = str(caught.value).splitlines()
+    assert [line.split(" is ")[0] for line in lines[::2]] == [
+        f"plan.yaml:3: {name}" for name in ("transform", "pad", "multiple", "buckets", "window", "length", "x")
+    ]
+    assert lines[1] == "  help: write file.py:function"
+    for said, told in (
+        ({}, "is no path and no mapping"),
+        (3, "is no path and no mapping"),
+        ({"length": "ids"}, "it names no data"),
+        ({"x": "x.npy", "window": 3}, "there is no `length`"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            Spec.parse(said)
+        assert told in str(caught.value)
+    with pytest.raises(UsageError, match="buckets is 'a'"):
+        Spec.of_words(["d.npz", "length=x", "buckets=a"])
