@@ -163,8 +163,8 @@ def _contradictions(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def _binary_cross_entropy(to: Append, loss: Loss) -> ir.Value:
     """Each softplus(x) - t x; with a weight p of ones, (1 + (p - 1) t) softplus(x) - p t x."""
-    x, dims = to.prediction(loss.output)
-    dtype = x.dtype or ir.DataType.FLOAT
+    dtype = ir.DataType.FLOAT  # onnxruntime has no Softplus of other types
+    x, dims = to.prediction(loss.output, [dtype])
     t = to.given(loss.labels, dims, [dtype, *FLOATS])
     soft = to.op("softplus", "Softplus", x)
     if loss.pos_weight is not None:
