@@ -197,3 +197,19 @@ def test_a_source_s_own_error_goes_through(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mine") as caught:
         open_loader(Spec.parse(tmp_path / "s.py"), [port("y", ["n"], "float")], 0, 2)
     assert caught.value.__notes__ == [f"while running {tmp_path / 's.py'} for its data"]
+
+
+def test_a_dataset_of_torch(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    (tmp_path / "s.py").write_text(
+        "import torch\n"
+        "class Squares(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 7\n"
+        "    def __getitem__(self, at): return {'x': torch.full((2, 3), float(at)), 'y': at * at}\n"
+        "source = Squares()\n"
+    )
+    ports = [port("x", ["n", 2, 3], "float"), port("y", ["n"])]
+    batch = next(open_loader(Spec.parse(tmp_path / "s.py"), ports, 0, 7, depth=0))
+    assert sorted(batch["y"].tolist()) == [at * at for at in range(7)]
+    np.testing.assert_array_equal(batch["x"][:, 1, 2] ** 2, batch["y"])
+    assert torch.from_numpy(batch["x"]).shape == (7, 2, 3)

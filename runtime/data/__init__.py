@@ -2,7 +2,7 @@
 
 A batch is read by one fancy indexing of arrays in memory or mapped from files, and transformed as a whole. Loaders that handle records
 one by one in Python, `grain` and torch's `DataLoader` among them, spend tens of microseconds on each: more than a small network,
-which computes a record in thirty, has. Here a record of MNIST costs less than one.
+which computes a record in thirty, has. Here a record of MNIST costs about one.
 
     spec.py      what a plan says of data        columns.py  a field, read by indices     order.py    which records a batch has
     dataset.py   fields, opened by a spec        files.py    .npz, .npy, folders, IDX     buckets.py  records of similar length
