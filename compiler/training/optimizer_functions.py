@@ -238,25 +238,25 @@ def variant(
 
 
 @functools.cache
-def function(op_type: str) -> onnx.FunctionProto:
-    """The function of this name. Raises KeyError where there is none."""
+def function(op_type: str, opset: int = OPSET) -> onnx.FunctionProto:
+    """The function of this name, in ops of an opset from 18 on: that of the model, which onnx wants to be one. Raises KeyError."""
     family, asked = op_type, set[str]()
     for suffix in reversed(_VARIANTS):
         if family not in FAMILIES and family.endswith(suffix):
             family = family.removesuffix(suffix)
             asked.add(suffix)
     row = FAMILIES[family]
-    return _Writer(op_type, row, asked).written()
+    return _Writer(op_type, row, asked, opset).written()
 
 
-def functions(op_types: Iterable[str]) -> list[onnx.FunctionProto]:
+def functions(op_types: Iterable[str], opset: int = OPSET) -> list[onnx.FunctionProto]:
     """The functions that nodes of these op types call, each once, by name."""
-    return [function(op_type) for op_type in sorted(set(op_types))]
+    return [function(op_type, opset) for op_type in sorted(set(op_types))]
 
 
-def ir_functions(op_types: Iterable[str]) -> list[ir.Function]:
+def ir_functions(op_types: Iterable[str], opset: int = OPSET) -> list[ir.Function]:
     """As `functions`, for a model of onnx-ir."""
-    return [ir.serde.deserialize_function(each) for each in functions(op_types)]
+    return [ir.serde.deserialize_function(each) for each in functions(op_types, opset)]
 
 
 @dataclass
@@ -266,6 +266,7 @@ class _Writer:
     name: str
     row: Family
     asked: set[str]
+    opset: int
     lines: list[str] = field(default_factory=list)
     attributes: list[str] = field(default_factory=list)
     renamed: dict[str, str] = field(default_factory=dict)
@@ -300,7 +301,7 @@ class _Writer:
                 self.add(line)
             elif (line[0] == "+") == decayed:
                 self.add(line[2:])
-        heading = f'<domain: "{DOMAIN}", opset_import: ["" : {OPSET}]>\n{self.name} <{", ".join(self.attributes)}>'
+        heading = f'<domain: "{DOMAIN}", opset_import: ["" : {self.opset}]>\n{self.name} <{", ".join(self.attributes)}>'
         body = "\n".join(self.lines)
         text = f"{heading} ({', '.join(inputs)}) => ({', '.join(self.row.outputs)}) {{\n{body}\n}}"
         made = onnx.parser.parse_function(text if self.attributes else text.replace(" <>", "", 1))

@@ -41,7 +41,7 @@ class Option:
         """What the number must be, for people."""
         least = "above 0" if self.positive else "at least 0"
         bound = least if math.isinf(self.below) else f"{least} and below {self.below:g}"
-        return f"two numbers, each {bound}" if isinstance(self.default, tuple) else f"a number {bound}"
+        return f"two numbers, each {bound}," if isinstance(self.default, tuple) else f"a number {bound}"
 
     def number(self, value: object) -> Number | None:
         """The value as a number or a pair; None where the law does not hold."""
@@ -260,7 +260,11 @@ def optimizer(
     if not isinstance(type, str) or type not in OPTIMIZERS:
         near = nearest(type, OPTIMIZERS, 1) if isinstance(type, str) else []
         remedy = f"the nearest is '{near[0]}'" if near else f"choose from {', '.join(OPTIMIZERS)}"
-        fact = f"unknown optimizer '{type}'" if isinstance(type, str) else f"an optimizer's type is {shown(type)}"
+        fact = (
+            f"unknown optimizer '{type}'"
+            if isinstance(type, str)
+            else f"an optimizer's type is a text, but got {shown(type)}"
+        )
         raise CompileError(Problem(where("type"), fact, help=remedy))
     known = OPTIMIZERS[type].options
     problems: list[Problem] = []

@@ -1,0 +1,175 @@
+"""Twenty steps of an optimizer, as its functions make them in stock onnxruntime and as the papers' formulas do in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+import onnxruntime
+from partc.compiler.training.optimizer_functions import ir_functions
+from partc.compiler.training.optimizers import Optimizer
+from partc.runtime.training.schedule import scalars
+
+Array = npt.NDArray[Any]
+Options = Mapping[str, object]
+Tensors = dict[str, Array]
+
+STEPS = 20
+COUPLED = ("sgd", "momentum", "nesterov", "adagrad", "adam")
+
+CASES: list[tuple[str, Options]] = [
+    ("sgd", {"lr": 0.1}),
+    ("sgd", {"lr": 0.03, "weight_decay": 0.2}),
+    ("momentum", {"lr": 0.1}),
+    ("momentum", {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.1}),
+    ("momentum", {"lr": 0.02, "momentum": 0}),
+    ("nesterov", {"lr": 0.1}),
+    ("nesterov", {"lr": 0.02, "momentum": 0.7, "weight_decay": 0.1}),
+    ("adagrad", {"lr": 0.1}),
+    ("adagrad", {"lr": 0.05, "initial_accumulator": 0.3, "eps": 1e-3, "weight_decay": 0.1}),
+    ("adam", {"lr": 0.01}),
+    ("adam", {"lr": 0.003, "betas": [0.8, 0.95], "eps": 1e-3, "weight_decay": 0.3}),
+    ("adamw", {"lr": 0.01}),
+    ("adamw", {"lr": 0.02, "betas": [0.5, 0.99], "weight_decay": 0.0}),
+    ("adamw", {"lr": 0.05, "weight_decay": 0.4}),
+    ("adam_weight_decay", {"lr": 0.01}),
+    ("adam_weight_decay", {"lr": 0.02, "betas": [0.8, 0.98], "eps": 1e-4, "weight_decay": 0.3}),
+    ("lamb", {"lr": 0.01}),
+    ("lamb", {"lr": 0.02, "betas": [0.8, 0.98], "eps": 1e-4, "weight_decay": 0.3}),
+    ("lamb", {"lr": 0.02, "weight_decay": 0.1, "max_ratio": 0.2}),
+]
+
+
+def case_name(case: object) -> str:
+    """The name of a case among tests."""
+    return " ".join(map(str, case.values())) if isinstance(case, Mapping) else str(case)
+
+
+def drawn(shape: tuple[int, ...], seed: int) -> Array:
+    """Normal float32 numbers."""
+    return np.asarray(np.random.default_rng(seed).standard_normal(shape), np.float32)
+
+
+def gradients(shape: tuple[int, ...]) -> Iterator[Array]:
+    """Gradients of a wide spread, some of them 0."""
+    for step in range(STEPS):
+        g = drawn(shape, 100 + step)
+        yield np.asarray(np.where(np.abs(g) < 0.1, 0, g * g * g), np.float32)
+
+
+def fed(names: tuple[str, ...], step: int, hyper: Mapping[str, float]) -> Tensors:
+    """The scalars of a step as onnxruntime takes them."""
+    return {name: np.asarray(value) for name, value in scalars(names, step, hyper).items()}
+
+
+def session_of(model: bytes) -> onnxruntime.InferenceSession:
+    """A session on one thread."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def operands(
+    chosen: Optimizer,
+    shape: tuple[int, ...] | None = None,
+    *,
+    scaled: bool = False,
+    dtype: ir.DataType = ir.DataType.FLOAT,
+) -> tuple[ir.Value, ir.Value, list[ir.Value], dict[str, ir.Value], list[ir.Value]]:
+    """What `Optimizer.update` takes for a parameter `w`."""
+
+    def tensor(name: str) -> ir.Value:
+        return ir.Value(name=name, shape=None if shape is None else ir.Shape(shape), type=ir.TensorType(dtype))
+
+    names = (*chosen.scalars, *(["scale"] if scaled else []))
+    single = ir.TensorType(ir.DataType.FLOAT)
+    return (
+        tensor("w"),
+        tensor("w.grad"),
+        [tensor(f"w.{slot}") for slot in chosen.slots],
+        {name: ir.Value(name=name, shape=ir.Shape([]), type=single) for name in names},
+        [tensor(f"{name}.next") for name in ("w", *(f"w.{slot}" for slot in chosen.slots))],
+    )
+
+
+def model_of(chosen: Optimizer, shape: tuple[int, ...], opset: int = 21, **more: Any) -> onnx.ModelProto:
+    """A checked model whose outputs are one parameter's update; `more` goes to `operands` and to `update`."""
+    given = operands(chosen, shape, **{key: more.pop(key) for key in ("scaled", "dtype") if key in more})
+    parameter, gradient, slots, singles, outputs = given
+    nodes = chosen.update(*given, **more).nodes
+    graph = ir.Graph(
+        [parameter, gradient, *slots, *singles.values()],
+        outputs,
+        nodes=nodes,
+        opset_imports={"": opset, "partc.optimizer": 1},
+        name="update",
+    )
+    called = ir_functions({node.op_type for node in nodes}, opset)
+    proto = ir.serde.serialize_model(ir.Model(graph, ir_version=10, functions=called))
+    onnx.checker.check_model(proto)
+    return proto
+
+
+def trained(
+    chosen: Optimizer,
+    shape: tuple[int, ...],
+    *,
+    scale: float | None = None,
+    dtype: ir.DataType = ir.DataType.FLOAT,
+    **more: Any,
+) -> Tensors:
+    """The parameter and its slots after the steps."""
+    element = dtype.numpy()
+    session = session_of(model_of(chosen, shape, scaled=scale is not None, dtype=dtype, **more).SerializeToString())
+    state: Tensors = {"w": drawn(shape, 1).astype(element)}
+    state |= {f"w.{slot}": np.full(shape, chosen.initial(slot), element) for slot in chosen.slots}
+    names = (*chosen.scalars, *([] if scale is None else ["scale"]))
+    hyper = {**chosen.hyper, "lr": chosen.lr, **({} if scale is None else {"scale": scale})}
+    for step, g in enumerate(gradients(shape)):
+        made = session.run(None, {**state, "w.grad": g.astype(element), **fed(names, step, hyper)})
+        state = dict(zip(state, made, strict=True))
+    return state
+
+
+def formula(chosen: Optimizer, shape: tuple[int, ...], change: Callable[[Array], Array] = lambda g: g) -> Tensors:
+    """The same in float64; `change` is applied to gradients first."""
+    h, lr, wd = chosen.hyper, chosen.lr, chosen.weight_decay
+    w = drawn(shape, 1).astype(np.float64)
+    kept = {slot: np.full(shape, chosen.initial(slot)) for slot in chosen.slots}
+    coupled = chosen.type in COUPLED
+    for t, gradient in enumerate(gradients(shape), 1):
+        g = change(gradient.astype(np.float64)) + (wd * w if coupled else 0)
+        match chosen.type:
+            case "sgd":
+                w = w - lr * g
+            case "momentum" | "nesterov":
+                m = kept["momentum"] = h["momentum"] * kept["momentum"] + g
+                w = w - lr * (g + h["momentum"] * m if chosen.type == "nesterov" else m)
+            case "adagrad":
+                kept["sum"] = kept["sum"] + g**2
+                w = w - lr * g / (np.sqrt(kept["sum"]) + h["eps"])
+            case _:
+                b1, b2 = h["beta1"], h["beta2"]
+                m = kept["exp_avg"] = b1 * kept["exp_avg"] + (1 - b1) * g
+                v = kept["exp_avg_sq"] = b2 * kept["exp_avg_sq"] + (1 - b2) * g**2
+                if chosen.type != "adam_weight_decay":
+                    m, v = m / (1 - b1**t), v / (1 - b2**t)
+                d = m / (np.sqrt(v) + h["eps"]) + (0 if coupled else wd * w)
+                ratio = 1.0
+                if chosen.type == "lamb":
+                    norms = np.linalg.norm(np.ravel(w)), np.linalg.norm(np.ravel(d))
+                    ratio = min(norms[0] / norms[1], h["max_ratio"]) if min(norms) > 0 else 1.0
+                w = w - lr * ratio * d
+    return {"w": w, **{f"w.{slot}": value for slot, value in kept.items()}}
+
+
+def assert_close(found: Tensors, wanted: Tensors, tolerance: float) -> None:
+    """Equal within the tolerance of each tensor's largest element."""
+    assert list(found) == list(wanted)
+    for name, value in found.items():
+        largest = max(float(np.abs(wanted[name]).max()), 1e-3)
+        np.testing.assert_allclose(value, wanted[name], rtol=0, atol=tolerance * largest, err_msg=name)

@@ -1,0 +1,204 @@
+"""What functions of optimizers promise: few passes, element by element, in place, and the same bits for any piece of a flat buffer."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnx_ir as ir
+import pytest
+from onnx.reference import ReferenceEvaluator
+from optimizer_case import drawn, fed, model_of, operands, session_of
+from partc.compiler.training.optimizer_functions import FAMILIES, function, functions, variant
+from partc.compiler.training.optimizers import OPTIMIZERS, optimizer
+from partc.runtime.training.schedule import SCALARS
+from partc.runtime.training.update import flat_model, is_elementwise, is_in_place
+
+NUMBERS = {"momentum": 0.9, "beta1": 0.9, "one_minus_beta1": 0.1, "beta2": 0.999, "one_minus_beta2": 0.001, "eps": 1e-8}
+NUMBERS |= {"lr_multiplier": 0.5, "weight_decay": 0.1, "clip_value": 0.7, "max_ratio": 10}
+
+# Nodes over tensors, each a pass over memory.
+PASSES = {
+    "Sgd": 2,
+    "SgdScaled": 2,
+    "SgdScaledDecayed": 3,
+    "Momentum": 4,
+    "MomentumScaledDecayed": 7,
+    "Nesterov": 6,
+    "Adagrad": 7,
+    "Adam": 12,
+    "AdamScaled": 12,
+    "AdamDecayed": 14,
+    "AdamWScaledDecayed": 13,
+    "AdamWeightDecayDecayed": 13,
+    "LambDirectionScaledDecayed": 13,
+    "LambApply": 2,
+}
+
+
+def written(body: str) -> onnx.FunctionProto:
+    return onnx.parser.parse_function(f'<domain: "d", opset_import: ["": 21]> f (x, y) => (x_next) {{ {body} }}')
+
+
+def test_a_function_reads_as_its_formula() -> None:
+    text = onnx.printer.to_text(function("MomentumDecayed"))
+    body = [line.strip() for line in text[text.index("{") + 1 : text.rindex("}")].strip().splitlines()]
+    assert [line for line in body if "Constant" not in line] == [
+        "decay = Mul (parameter, weight_decay_constant)",
+        "decayed = Add (gradient, decay)",
+        "rate = Mul (lr, lr_multiplier_constant)",
+        "old = Mul (momentum, momentum_constant)",
+        "momentum_next = Add (old, decayed)",
+        "change = Mul (momentum_next, rate)",
+        "parameter_next = Sub (parameter, change)",
+    ]
+    assert body[0] == "weight_decay_constant = Constant <value_float: float = @weight_decay> ()"
+
+
+@pytest.mark.parametrize("opset", [18, 26])
+@pytest.mark.parametrize("type", OPTIMIZERS)
+def test_functions_are_of_the_models_opset(type: str, opset: int) -> None:
+    chosen = optimizer(type, {"lr": 0.1, "weight_decay": 0.2})
+    feeds = {each: np.abs(drawn((3, 5), 1)) for each in ("w", "w.grad", *(f"w.{slot}" for slot in chosen.slots))}
+    feeds |= fed(chosen.scalars, 2, {**chosen.hyper, "lr": 0.1})
+    found, wanted = (
+        session_of(model_of(chosen, (3, 5), opset=version).SerializeToString()).run(None, feeds)
+        for version in (opset, 21)
+    )
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_functions_come_once_and_by_name() -> None:
+    assert [each.name for each in functions(["Sgd", "AdamW", "Sgd"])] == ["AdamW", "Sgd"]
+    with pytest.raises(KeyError):
+        function("Nothing")
+
+
+@pytest.mark.parametrize(("name", "passes"), PASSES.items())
+def test_passes_over_memory(name: str, passes: int) -> None:
+    called = function(name)
+    tensors = {each for each in called.input if each not in SCALARS and each != "ratio"}
+    count = 0
+    for node in called.node:
+        if tensors.intersection(node.input):
+            tensors.update(node.output)
+            count += 1
+    assert count == passes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_update_is_elementwise_and_in_place(family: str) -> None:
+    has_gradient = "gradient" in FAMILIES[family].inputs
+    for flags in itertools.product((False, True), repeat=4) if has_gradient else [(False,) * 4, (False,) * 3 + (True,)]:
+        scaled, clipped, decayed, double = flags
+        made = function(variant(family, scaled=scaled, clipped=clipped, decayed=decayed, double=double))
+        onnx.checker.check_function(made)
+        assert is_elementwise(made) is (family not in ("LambSquares", "LambRatio"))
+        assert is_in_place(made)
+        assert set(made.attribute) <= set(NUMBERS) | {"max_norm"}
+        assert ("scale" in made.input, "clip_value" in made.attribute) == (scaled, clipped)
+        assert ("weight_decay" in made.attribute) is decayed
+
+
+def test_what_is_not_elementwise_or_not_in_place_is_found() -> None:
+    assert not is_elementwise(written("s = ReduceSum (y) x_next = Add (x, s)"))
+    assert not is_elementwise(written("s = Constant <value_floats: floats = [1.0, 2.0]> () x_next = Add (x, s)"))
+    assert is_in_place(written("s = Mul (x, y) x_next = Add (x, s)"))
+    assert not is_in_place(written("x_next = Add (x, y) z = Mul (x, y)"))
+    assert not is_in_place(written("x_next = Transpose (x)"))
+
+
+IN_PIECES = ("SgdScaledDecayed", "MomentumClippedDecayed", "Nesterov", "Adagrad", "AdamDecayed", "AdamWScaledDecayed")
+
+
+@pytest.mark.parametrize("name", [*IN_PIECES, "AdamWeightDecay", "LambDirectionDecayed"])
+def test_pieces_of_flat_buffers_in_place_are_the_whole_bit_by_bit(name: str) -> None:
+    called = function(name)
+    count, chunk = 10_007, 1_024
+    session = session_of(flat_model(called, NUMBERS))
+    names = tuple(each for each in called.input if each in SCALARS)
+    step = fed(names, 4, {**NUMBERS, "lr": 0.01, "scale": 0.3})
+    buffers = {each: np.abs(drawn((count,), k)) for k, each in enumerate(called.input) if each not in names}
+    whole = session.run(None, {**buffers, **step})
+    # LAMB's direction may lie where the gradient did.
+    targets = [each.removesuffix("_next") if each != "direction" else "gradient" for each in called.output]
+    for begin in range(0, count, chunk):
+        binding = session.io_binding()
+        parts = {each: buffer[begin : begin + chunk] for each, buffer in buffers.items()}
+        for each, array in {**parts, **step}.items():
+            binding.bind_input(each, "cpu", 0, np.float32, array.shape, array.ctypes.data)
+        for each, target in zip(called.output, targets, strict=True):
+            binding.bind_output(each, "cpu", 0, np.float32, parts[target].shape, parts[target].ctypes.data)
+        session.run_with_iobinding(binding)
+    for target, value in zip(targets, whole, strict=True):
+        np.testing.assert_array_equal(buffers[target], value)
+
+
+@pytest.mark.parametrize("type", ["sgd", "momentum", "adam", "lamb"])
+def test_a_scale_of_zero_stops_a_gradient_whose_square_overflows(type: str) -> None:
+    chosen = optimizer(type, {"lr": 0.1})
+    node = chosen.update(*operands(chosen, scaled=True)).nodes[0]
+    called = function(node.op_type)
+    names = tuple(name for name in called.input if name in SCALARS)
+    state = {name: np.ones(3, np.float32) for name in called.input if name not in names}
+    state["gradient"] = np.full(3, 1e30, np.float32)
+    step = fed(names, 3, {**chosen.hyper, "lr": 0.1, "scale": 0.0})
+    assert all(np.isfinite(value).all() for value in session_of(flat(node)).run(None, {**state, **step}))
+
+
+def test_the_reference_evaluator_agrees() -> None:
+    chosen = optimizer("lamb", {"lr": 0.1, "weight_decay": 0.2})
+    model = model_of(chosen, (3, 5))
+    feeds = {"w": drawn((3, 5), 1), "w.grad": drawn((3, 5), 2), "w.exp_avg": drawn((3, 5), 3)}
+    feeds |= {"w.exp_avg_sq": np.abs(drawn((3, 5), 4)), **fed(chosen.scalars, 2, {**chosen.hyper, "lr": 0.1})}
+    wanted = session_of(model.SerializeToString()).run(None, feeds)
+    for found, value in zip(ReferenceEvaluator(model).run(None, feeds), wanted, strict=True):
+        np.testing.assert_allclose(found, value, rtol=1e-6, atol=1e-7)
+
+
+def flat(node: ir.Node) -> bytes:
+    """A node's function as a model; what LAMB keeps of norms has shapes of its own."""
+    numbers = {name: attribute.as_float() for name, attribute in node.attributes.items()}
+    model = onnx.load_from_string(flat_model(function(node.op_type), numbers))
+    if node.op_type in ("LambSquares", "LambRatio"):
+        model.graph.output[0].type.tensor_type.ClearField("shape")
+    return model.SerializeToString()
+
+
+def test_lamb_on_pieces_with_a_sum_between_is_lamb_on_the_whole() -> None:
+    chosen = optimizer("lamb", {"lr": 0.1, "weight_decay": 0.2})
+    names = ("parameter", "gradient", "exp_avg", "exp_avg_sq")
+    state = [drawn((6, 5), 1), drawn((6, 5), 2), drawn((6, 5), 3), np.abs(drawn((6, 5), 4))]
+    step = fed(chosen.scalars, 2, {**chosen.hyper, "lr": 0.1})
+    feeds = dict(zip(("w", "w.grad", "w.exp_avg", "w.exp_avg_sq"), state, strict=True))
+    whole = session_of(model_of(chosen, (6, 5)).SerializeToString()).run(None, feeds | step)
+
+    reduced = ir.Value(name="squares.sum", type=ir.TensorType(ir.DataType.FLOAT))
+    update = chosen.update(*operands(chosen), reduced=reduced)
+    assert update.squares is update.before[-1].outputs[0]
+    assert list(update.after[0].inputs) == [reduced]
+    direction, squares, ratio, apply = (session_of(flat(node)) for node in update.nodes)
+    both = []
+    for piece in ([part[:4] for part in state], [part[4:] for part in state]):
+        given = {name: part.ravel() for name, part in zip(names, piece, strict=True)}
+        made = direction.run(None, given | {name: step[name] for name in ("bias1", "bias2")})
+        both.append({"parameter": given["parameter"], "direction": made[0]})
+    (share,) = ratio.run(None, {"squares": sum(squares.run(None, each)[0] for each in both)})
+    parts = [apply.run(None, {**each, "ratio": share, "lr": step["lr"]})[0] for each in both]
+    np.testing.assert_allclose(np.concatenate(parts).reshape(6, 5), whole[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("squares", "ratio"),
+    [((4, 16), 0.5), ((0, 1), 1), ((1, 0), 1), ((0, 0), 1), ((1e4, 1e-8), 10), ((1e-37, 1e-35), 0.1)],
+)
+def test_lamb_does_not_adapt_to_zeros(squares: tuple[float, float], ratio: float) -> None:
+    chosen = optimizer("lamb", {"lr": 1})
+    (found,) = session_of(flat(chosen.update(*operands(chosen)).after[0])).run(
+        None, {"squares": np.asarray(squares, np.float32)}
+    )
+    assert found.shape == ()
+    assert found == pytest.approx(ratio, rel=1e-6)
