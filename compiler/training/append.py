@@ -92,8 +92,8 @@ class Append:
             )
         return by_name[name]
 
-    def prediction(self, name: str, kept: Sequence[ir.DataType] = FLOATS[:2]) -> tuple[ir.Value, Dims]:
-        """An output of floats, in float32 unless its type is one of `kept`, and its dims in names of the inputs' dims."""
+    def prediction(self, name: str) -> tuple[ir.Value, Dims]:
+        """An output of floats, in float32 unless it is in float64, and its dims in names of the inputs' dims."""
         value = self.output(name)
         shape, dtype = self._inferred(value)
         if shape is None:
@@ -105,7 +105,7 @@ class Append:
             raise self.error(
                 f"the output '{name}' is of type {dtype.name if dtype else 'unknown'}", "a loss or metric is of floats"
             )
-        if dtype not in kept:
+        if dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
             value = self.op(name, "Cast", value, to=ir.DataType.FLOAT.value)
             value.type = ir.TensorType(ir.DataType.FLOAT)
         return value, shape

@@ -162,19 +162,30 @@ def _contradictions(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _binary_cross_entropy(to: Append, loss: Loss) -> ir.Value:
-    """Each softplus(x) - t x; with a weight p of ones, (1 + (p - 1) t) softplus(x) - p t x."""
-    dtype = ir.DataType.FLOAT  # onnxruntime has no Softplus of other types
-    x, dims = to.prediction(loss.output, [dtype])
+    """Each softplus(x) - t x; with a weight p of ones, (1 + (p - 1) t) softplus(x) - p t x.
+
+    softplus(x) is max(x, 0) + log(1 + exp(-|x|)), and -|x| is x - 2 max(x, 0): onnxruntime's own Softplus takes 5 times as long as these,
+    and its Abs has a slope that does. Its error is that of 1 + exp(-|x|), 6e-8 of an element's loss.
+    """
+    x, dims = to.prediction(loss.output)
+    dtype = x.dtype or ir.DataType.FLOAT
     t = to.given(loss.labels, dims, [dtype, *FLOATS])
-    soft = to.op("softplus", "Softplus", x)
-    if loss.pos_weight is not None:
+    one, above = to.constant("one", 1, dtype), to.op("above", "Relu", x)
+    under = to.op("minus_size", "Add", x, to.op("twice_below", "Mul", above, to.constant("minus_two", -2, dtype)))
+    logs = to.op("logs", "Log", to.op("sums", "Add", to.op("exponentials", "Exp", under), one))
+    if loss.pos_weight is None:
+        labelled = to.op("labelled", "Mul", x, to.op("minus_labels", "Neg", t))
+        losses = to.op("losses", "Sum", above, logs, labelled)
+    else:
         p = np.array(loss.pos_weight if len(loss.pos_weight) > 1 else loss.pos_weight[0])
         if p.ndim and (not dims or dims[-1] != p.size):
             raise to.error(f"`pos_weight` has {p.size} numbers", f"the last dim of '{loss.output}' is {_last(dims)}")
-        more = to.op("more", "Mul", t, to.constant("pos_weight_less_1", p - 1, dtype))
-        soft = to.op("weighted", "Mul", soft, to.op("counts", "Add", more, to.constant("one", 1, dtype)))
-        t = to.op("positive", "Mul", t, to.constant("pos_weight", p, dtype))
-    losses = to.op("losses", "Sub", soft, to.op("labelled", "Mul", x, t))
+        counts = to.op("counts", "Add", to.op("more", "Mul", t, to.constant("pos_weight_less_1", p - 1, dtype)), one)
+        soft = to.op("weighted", "Mul", to.op("softplus", "Add", above, logs), counts)
+        labelled = to.op(
+            "labelled", "Mul", x, to.op("minus_labels", "Mul", t, to.constant("minus_pos_weight", -p, dtype))
+        )
+        losses = to.op("losses", "Add", soft, labelled)
     return to.scalar("ReduceSum" if loss.reduction == "sum" else "ReduceMean", losses, dtype=dtype, keepdims=0)
 
 

@@ -36,9 +36,10 @@ def read(
     contradictions: Contradictions | None = None,
     required: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The options with their type, checked by the keys of their type; a null counts as absent. `required`: keys that types which take them ask for.
+    """The options with their type, checked by the keys of their type; a null counts as absent.
 
-    Raises CompileError with a problem for each key that is unknown, missing or of a wrong value.
+    `required`: keys that must be there where the type takes them. Raises CompileError with a problem for each key that
+    is unknown, missing or of a wrong value.
     """
     kind = options.get("type")
     if not isinstance(kind, str) or kind not in types:
