@@ -16,7 +16,6 @@ takes n - 1 there, which differs by a factor of n / (n - 1) in the running varia
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,16 +58,11 @@ def decompose(node: ir.Node, running: Sequence[ir.Value], x: ir.Value, scopes: d
     mean, variance = (plain.widened(value) for value in running)
     positions = list(range(2, len(x.shape)))
     shifted = plain.add("Sub", [data, plain.unsqueezed(mean, "shift", [k - 1 for k in positions])], "shifted")
-    first, second = shifted, None
-    if positions:
-        along = plain.integers("positions", positions)
-        first = plain.add("ReduceMean", [shifted, along], "means", keepdims=0)
-        total = plain.add("ReduceSumSquare", [shifted, along], "total", keepdims=0)
-        second = plain.over(total, data, x.shape.dims[2:])
-    else:
-        second = plain.add("Mul", [shifted, shifted], "squares")
-    parts = [plain.unsqueezed(first, "first", [0]), plain.unsqueezed(second, "second", [0])]
-    both = plain.add("Concat", parts, "both", axis=0)
+    squares = plain.add("Mul", [shifted, shifted], "squares")
+    first, second = (
+        plain.averaged(value, word, positions) for value, word in ((shifted, "first"), (squares, "second"))
+    )
+    both = plain.add("Concat", [first, second], "both", axis=0)
     moments = plain.add("ReduceMean", [both, plain.integers("batch", [1])], "moments", keepdims=0)
     away, square = plain.split(moments, ["away", "square"])
     spread = plain.add("Sub", [square, plain.add("Mul", [away, away], "away2")], "difference")
@@ -136,14 +130,12 @@ class _Plain:
     def unsqueezed(self, value: ir.Value, word: str, axes: Sequence[int]) -> ir.Value:
         return self.add("Unsqueeze", [value, self.integers(f"{word}.axes", axes)], word) if axes else value
 
-    def over(self, total: ir.Value, x: ir.Value, dims: Sequence[int | ir.SymbolicDim]) -> ir.Value:
-        """A sum over positions, divided by their number."""
-        known = [dim for dim in dims if isinstance(dim, int)]
-        if len(known) == len(dims):
-            return self.add("Mul", [total, self.number("share_of_positions", 1 / max(1, math.prod(known)))], "squares")
-        sizes = self.add("Shape", [x], "sizes", start=2)
-        count = self.add("Cast", [self.add("ReduceProd", [sizes], "count", keepdims=0)], "number", to=self.wide.value)
-        return self.add("Div", [total, count], "squares")
+    def averaged(self, value: ir.Value, word: str, positions: Sequence[int]) -> ir.Value:
+        """The mean over positions, with a dim of 1 before it."""
+        if positions:
+            axes = self.integers(f"{word}.positions", positions)
+            value = self.add("ReduceMean", [value, axes], f"{word}.mean", keepdims=0)
+        return self.unsqueezed(value, word, [0])
 
     def widened(self, value: ir.Value | None) -> ir.Value:
         assert value is not None
