@@ -94,15 +94,15 @@ def _reference(value: object) -> str | None:
     return value if file.endswith(".py") and name.isidentifier() else None
 
 
-_STEPS = {"steps": Law("a number of steps, at least 1", _whole(1))}
+_STEPS = {"steps": Law("a number of steps, at least 1,", _whole(1))}
 _FACTOR = {"factor": Law("a number above 0", _positive)}
-_MINIMUM = {"minimum": Law("a rate, at least 0", _number, 0.0)}
-_WARMUP = {"warmup": Law("a number of steps, at least 0", _whole(0), 0)}
+_MINIMUM = {"minimum": Law("a rate, at least 0,", _number, 0.0)}
+_WARMUP = {"warmup": Law("a number of steps, at least 0,", _whole(0), 0)}
 
 SCHEDULES: Mapping[str, Mapping[str, Law]] = {
     "constant": _WARMUP,
-    "step": {"every": Law("a number of steps, at least 1", _whole(1)), **_FACTOR, **_WARMUP},
-    "multistep": {"at": Law("a rising list of steps, each at least 1", _rising), **_FACTOR, **_WARMUP},
+    "step": {"every": Law("a number of steps, at least 1,", _whole(1)), **_FACTOR, **_WARMUP},
+    "multistep": {"at": Law("a rising list of steps, each at least 1,", _rising), **_FACTOR, **_WARMUP},
     "linear": {**_STEPS, **_MINIMUM, **_WARMUP},
     "polynomial": {**_STEPS, "power": Law("a number above 0", _positive, 1.0), **_MINIMUM, **_WARMUP},
     "cosine": {**_STEPS, **_MINIMUM, **_WARMUP},
@@ -125,7 +125,9 @@ def schedule(
     kind = options.get("type")
     if not isinstance(kind, str) or kind not in SCHEDULES:
         fact = "'type' is missing" if "type" not in options else f"unknown schedule {_shown(kind)}"
-        raise UsageError(f"{where}: {fact}\n  help: choose from {', '.join(SCHEDULES)}")
+        near = difflib.get_close_matches(kind, SCHEDULES, 1) if isinstance(kind, str) else []
+        remedy = f"the nearest is '{near[0]}'" if near else f"choose from {', '.join(SCHEDULES)}"
+        raise UsageError(f"{where}: {fact}\n  help: {remedy}")
     laws = SCHEDULES[kind]
     problems = [
         f"{where}: {kind}: unknown option '{key}'\n  help: {_remedy(key, kind)}"
@@ -140,7 +142,7 @@ def schedule(
         elif key in options:
             problems.append(f"{where}: {kind}: expected {law.text} as '{key}', but got {_shown(options[key])}")
         else:
-            problems.append(f"{where}: {kind}: '{key}' is missing\n  help: it is {law.text}")
+            problems.append(f"{where}: {kind}: '{key}' is missing\n  help: it is {law.text.rstrip(',')}")
     minimum = taken.get("minimum")
     if isinstance(minimum, float) and minimum > base:
         problems.append(f"{where}: {kind}: 'minimum' {minimum:g} is above the optimizer's rate {base:g}")
@@ -191,9 +193,12 @@ def _python(reference: str, where: str, folder: Path) -> Rate:
     def rate(step: int) -> float:
         try:
             given = function(step)
-            number = float(given)
         except Exception as error:
             raise UsageError(f"{where}: {reference}({step}): {_failure(error, path)}") from error
+        try:
+            number = float(given)
+        except (TypeError, ValueError):
+            number = math.nan
         if not math.isfinite(number) or number < 0:
             raise UsageError(f"{where}: {reference}({step}) gave {given!r}\n  a rate is a number, at least 0")
         return number
@@ -203,8 +208,11 @@ def _python(reference: str, where: str, folder: Path) -> Rate:
 
 def _failure(error: BaseException, path: Path) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    fact = str(error)
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        lines, fact = [error.lineno], error.msg
     at = f"{path.name}:{lines[-1]}: " if lines else ""
-    return f"{at}{type(error).__name__}: {error}"
+    return f"{at}{type(error).__name__}: {fact}"
 
 
 def _shown(value: object) -> str:

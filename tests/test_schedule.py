@@ -1,0 +1,155 @@
+"""Schedules: their tables, torch's where torch has the same, a user's function, and what is told of wrong ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from partc.runtime.errors import UsageError
+from partc.runtime.training.schedule import SCHEDULES, scalars, schedule
+
+Options = Mapping[str, object]
+
+TABLES: list[tuple[Options | str | None, list[float]]] = [
+    (None, [8, 8, 8, 8, 8, 8]),
+    ("constant", [8, 8, 8, 8, 8, 8]),
+    ({"type": "constant", "warmup": 4}, [2, 4, 6, 8, 8, 8]),
+    ({"type": "step", "every": 2, "factor": 0.5}, [8, 8, 4, 4, 2, 2]),
+    ({"type": "step", "every": 2, "factor": 0.5, "warmup": 2}, [4, 8, 8, 8, 4, 4]),
+    ({"type": "multistep", "at": [1, 4], "factor": 0.25}, [8, 2, 2, 2, 0.5, 0.5]),
+    ({"type": "linear", "steps": 4}, [8, 6, 4, 2, 0, 0]),
+    ({"type": "linear", "steps": 4, "minimum": 4}, [8, 7, 6, 5, 4, 4]),
+    ({"type": "polynomial", "steps": 4, "power": 2}, [8, 4.5, 2, 0.5, 0, 0]),
+    ({"type": "polynomial", "steps": 2}, [8, 4, 0, 0, 0, 0]),
+    ({"type": "cosine", "steps": 4}, [8, 4 + 4 * math.sqrt(0.5), 4, 4 - 4 * math.sqrt(0.5), 0, 0]),
+    ({"type": "cosine", "steps": 2, "minimum": 2, "warmup": 1}, [8, 8, 5, 2, 2, 2]),
+]
+
+
+@pytest.mark.parametrize(("options", "rates"), TABLES, ids=str)
+def test_tables(options: Options | str | None, rates: list[float]) -> None:
+    rate = schedule(options, 8)
+    assert [rate(step) for step in range(len(rates))] == pytest.approx(rates, abs=1e-12)
+
+
+TORCH: list[tuple[Options, str, dict[str, Any]]] = [
+    ({"type": "step", "every": 3, "factor": 0.3}, "StepLR", {"step_size": 3, "gamma": 0.3}),
+    ({"type": "multistep", "at": [2, 5], "factor": 0.3}, "MultiStepLR", {"milestones": [2, 5], "gamma": 0.3}),
+    ({"type": "cosine", "steps": 9, "minimum": 0.02}, "CosineAnnealingLR", {"T_max": 9, "eta_min": 0.02}),
+    (
+        {"type": "linear", "steps": 6, "minimum": 0.01},
+        "LinearLR",
+        {"start_factor": 1.0, "end_factor": 0.1, "total_iters": 6},
+    ),
+    ({"type": "polynomial", "steps": 7, "power": 1.7}, "PolynomialLR", {"total_iters": 7, "power": 1.7}),
+    ({"type": "constant", "warmup": 5}, "LinearLR", {"start_factor": 0.2, "total_iters": 4}),
+]
+
+
+@pytest.mark.parametrize(("options", "name", "given"), TORCH, ids=str)
+def test_rates_are_torchs(options: Options, name: str, given: dict[str, Any]) -> None:
+    torch = pytest.importorskip("torch")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    wanted = getattr(torch.optim.lr_scheduler, name)(optimizer, **given)
+    rate = schedule(options, 0.1)
+    for step in range(10):
+        assert rate(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12, abs=1e-15)
+        optimizer.step()
+        wanted.step()
+
+
+def test_a_warmed_schedule_begins_after_its_warmup() -> None:
+    cold, warmed = (schedule({"type": "cosine", "steps": 10, "warmup": steps}, 0.1) for steps in (0, 3))
+    assert [warmed(step + 3) for step in range(12)] == [cold(step) for step in range(12)]
+
+
+def test_scalars_are_rounded_once() -> None:
+    hyper = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999}
+    found = scalars(("lr", "bias1", "bias2", "scale"), 6, hyper)
+    assert found == {
+        "lr": np.float32(0.1),
+        "bias1": np.float32(1 - 0.9**7),
+        "bias2": np.float32(1 - 0.999**7),
+        "scale": np.float32(1),
+    }
+    assert {type(value) for value in found.values()} == {np.float32}
+    assert scalars(("scale",), 0, {"scale": 0.25}) == {"scale": np.float32(0.25)}
+
+
+def test_a_users_function(tmp_path: Path) -> None:
+    (tmp_path / "lr.py").write_text("def rate(step):\n    return 2 / (1 + step)\n")
+    plain = schedule("lr.py:rate", 0.1, folder=tmp_path)
+    assert [plain(step) for step in range(3)] == [2, 1, 2 / 3]
+    warmed = schedule({"type": "python", "function": "lr.py:rate", "warmup": 2}, 0.1, folder=tmp_path)
+    assert [warmed(step) for step in range(4)] == [1, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "plan.yaml:9: lr.py has no function 'rate'\n  help: def rate(step: int) -> float"),
+        ("x =\n", "plan.yaml:9: lr.py:1: SyntaxError: invalid syntax"),
+        ("import math\nmath.sqrt(-1)\n", "plan.yaml:9: lr.py:2: ValueError: math domain error"),
+        (
+            "def rate(step):\n    return 1 / step\n",
+            "plan.yaml:9: lr.py:rate(0): lr.py:2: ZeroDivisionError: division by zero",
+        ),
+        ("def rate(step):\n    return -1\n", "plan.yaml:9: lr.py:rate(0) gave -1\n  a rate is a number, at least 0"),
+        (
+            "def rate(step):\n    return float('nan')\n",
+            "plan.yaml:9: lr.py:rate(0) gave nan\n  a rate is a number, at least 0",
+        ),
+        ("def rate(step):\n    return 'x'\n", "plan.yaml:9: lr.py:rate(0) gave 'x'\n  a rate is a number, at least 0"),
+        (
+            "def rate():\n    return 1\n",
+            "plan.yaml:9: lr.py:rate(0): TypeError: rate() takes 0 positional arguments but 1 was given",
+        ),
+    ],
+)
+def test_a_users_function_that_fails(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "lr.py").write_text(text)
+    with pytest.raises(UsageError) as raised:
+        schedule("lr.py:rate", 0.1, "plan.yaml:9", tmp_path)(0)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("lr.py:rate", "schedule: there is no file lr.py\n  help: it is looked for in {folder}"),
+        ("cosin", "schedule: unknown schedule 'cosin'\n  help: the nearest is 'cosine'"),
+        ({"type": 3}, f"schedule: unknown schedule 3\n  help: choose from {', '.join(SCHEDULES)}"),
+        ({}, f"schedule: 'type' is missing\n  help: choose from {', '.join(SCHEDULES)}"),
+        (
+            {"type": "cosine", "step": 10, "minimum": -1, "warmup": 1.5, "zoom": 1},
+            "schedule: cosine: unknown option 'step'\n  help: the nearest is 'steps'\n"
+            "schedule: cosine: unknown option 'zoom'\n  help: the options of cosine are steps, minimum, warmup\n"
+            "schedule: cosine: 'steps' is missing\n  help: it is a number of steps, at least 1\n"
+            "schedule: cosine: expected a rate, at least 0, as 'minimum', but got -1\n"
+            "schedule: cosine: expected a number of steps, at least 0, as 'warmup', but got 1.5",
+        ),
+        (
+            {"type": "linear", "steps": True, "minimum": 0.2},
+            "schedule: linear: expected a number of steps, at least 1, as 'steps', but got True\n"
+            "schedule: linear: 'minimum' 0.2 is above the optimizer's rate 0.1",
+        ),
+        (
+            {"type": "multistep", "at": [3, 3], "factor": 0},
+            "schedule: multistep: expected a rising list of steps, each at least 1, as 'at', but got [3, 3]\n"
+            "schedule: multistep: expected a number above 0 as 'factor', but got 0",
+        ),
+        (
+            {"type": "python", "function": "rate"},
+            "schedule: python: expected a text 'file.py:function' as 'function', but got 'rate'",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_told_at_once(tmp_path: Path, options: Options | str, message: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        schedule(options, 0.1, folder=tmp_path)
+    assert str(raised.value) == message.format(folder=tmp_path)
