@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 import onnx
 import onnx.parser
 import onnx_ir as ir
+from partc.runtime.format import OPTIMIZER
 
-DOMAIN = "partc.optimizer"
+DOMAIN = OPTIMIZER
 DOMAIN_VERSION = 1
 OPSET = 21
 _VARIANTS = ("Scaled", "Clipped", "Decayed", "Double")
