@@ -67,7 +67,7 @@ def drawn_by_place(local: Local) -> None:
     at = _parted(local.global_shapes.get(x) or ("?",) * len(sizes))
     shape = ""
     if any(size is None for size in sizes):
-        shape = local.emit("Shape", [x], "shape")
+        shape = local.emit("Shape", [x], "extents")
     extents = shape if rank is not None else local.emit("Size", [x], "size")
     step = local.emit("Cast", [local.inputs[1]], "step", to=_UINT32)
     rows = _noise(local, "rows", range(at), sizes, extents, step, seed & 0xFFFFFFFF)
