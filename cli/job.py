@@ -14,6 +14,31 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
+class TrainingJob:
+    """What a training, or with `only_test` an evaluation, is told on the command line; None and empty: as the plan says.
+
+    Paths are absolute but for those of `data` and `test`, which are relative to `base`.
+    """
+
+    base: str
+    data: tuple[str, ...] = ()
+    test: tuple[str, ...] = ()
+    batch: int | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    seed: int | None = None
+    log: int | None = None
+    evaluate: str | None = None
+    checkpoint: str | None = None
+    save: str | None = None
+    keep: int | None = None
+    resume: str | None = None
+    init: str | None = None
+    metrics: str | None = None
+    only_test: bool = False
+
+
+@dataclass(frozen=True)
 class Job:
     """One run of an artifact; paths are absolute.
 
@@ -33,6 +58,7 @@ class Job:
     trust: bool = False
     scratch: str | None = None
     quiet: bool = False
+    training: TrainingJob | None = None
 
     def dumps(self) -> str:
         """The job as one line of JSON."""
@@ -42,7 +68,13 @@ class Job:
     def loads(text: str) -> Job:
         """The job that `dumps` wrote."""
         fields = json.loads(text)
-        return Job(**{**fields, "inputs": tuple(fields["inputs"])})
+        training = fields["training"]
+        told = (
+            None
+            if training is None
+            else TrainingJob(**{**training, "data": tuple(training["data"]), "test": tuple(training["test"])})
+        )
+        return Job(**{**fields, "inputs": tuple(fields["inputs"]), "training": told})
 
     @property
     def partial(self) -> Path:

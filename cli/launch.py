@@ -25,7 +25,8 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
         command = command_line(launcher, manifest.ranks, hosts, extra, program)
 
         def tick() -> None:
-            progress.reached(min(step for step, _ in scratch.board()))
+            if job.training is None:
+                progress.reached(min(step for step, _ in scratch.board()))
 
         def where(rank: int, action: int) -> str:
             from partc.runtime.program import describe_action
@@ -43,6 +44,10 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
 
 def run_here(job: Job, manifest: Manifest) -> int:
     """Runs all ranks of the job as threads, without MPI; the exit code."""
+    if job.training is not None:
+        from partc.cli.training import run_threads
+
+        return run_threads(job, manifest)
     from partc.cli.rank import finish, open_job_feed
     from partc.cli.results import flatten
     from partc.runtime import load_local

@@ -19,6 +19,9 @@ _NO_READER = 141
 COMMANDS = {
     "compile": "Compile a model and a plan into one program per rank.",
     "run": "Run an artifact over MPI, or in this process.",
+    "train": "Train an artifact over MPI, or in this process.",
+    "eval": "Measure a model that was trained.",
+    "checkpoint": "Show, verify and export checkpoints.",
     "verify": "Compare the compiled model with the whole one.",
     "check": "Prove an artifact sound from its files alone.",
     "inspect": "Show what runs where, and what it moves and needs.",

@@ -97,6 +97,10 @@ def _together(comm: MPI.Intracomm, action: Callable[[], Result]) -> Result:
 
 
 def _run(job: Job, comm: MPI.Intracomm) -> int:
+    if job.training is not None:
+        from partc.cli.training import run_training
+
+        return run_training(job, comm)
     from partc.cli.results import gather
     from partc.runtime import load
 
@@ -136,6 +140,11 @@ def prepare(job: Job) -> Manifest:
     from partc.runtime.artifact import open_artifact
 
     manifest = open_artifact(job.folder, trust=True).manifest
+    if job.training is not None:
+        from partc.cli.training import check
+
+        check(job, manifest)
+        return manifest
     open_job_feed(job, manifest)
     if job.output is not None and not Path(job.output).parent.is_dir():
         raise UsageError(f"{job.output}: there is no folder {Path(job.output).parent} to write it to")

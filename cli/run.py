@@ -6,19 +6,40 @@ has one rank or all are wanted in-process, and else from a launcher that is star
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 from partc.cli.job import Job
 from partc.cli.launcher import Hosts, Place, surrounding_job
 
 _LAUNCHER_OPTIONS = "launcher_options"
+Command = TypeVar("Command", bound=Callable[..., Any])
+_PLACE_OPTIONS = (
+    click.option(
+        "-n", "ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks; the artifact knows it."
+    ),
+    click.option(
+        "--threads",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Threads per rank; by default the cores are shared out.",
+    ),
+    click.option(
+        "--stall", type=float, default=30.0, show_default=True, metavar="SECONDS", help="Report waits longer than this."
+    ),
+    click.option("--trust", is_flag=True, help="Do not hash the artifact's files."),
+    click.option("--in-process", is_flag=True, help="Run all ranks as threads of this process, without MPI."),
+    click.option("--hostfile", type=click.Path(exists=True, dir_okay=False), help="The launcher's file of hosts."),
+    click.option("--host", "hosts", metavar="A,B", help="The launcher's list of hosts."),
+)
 
 
-class _WithLauncherOptions(click.Command):
+class WithLauncherOptions(click.Command):
     """A command that leaves everything after `--` to the launcher."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -27,74 +48,17 @@ class _WithLauncherOptions(click.Command):
         return super().parse_args(ctx, args[:at])
 
 
-def parse_sizes(ctx: click.Context, parameter: click.Parameter, given: Sequence[str]) -> dict[str, int]:
-    """The `--set NAME=SIZE` options as a mapping."""
-    sizes = {}
-    for text in given:
-        name, _, size = text.rpartition("=")
-        if not name or not size.isdecimal():
-            raise click.BadParameter(f"'{text}' is not NAME=SIZE, such as batch=32")
-        sizes[name] = int(size)
-    return sizes
+def place_options(command: Command) -> Command:
+    """The options that say where ranks come from and how they run."""
+    for option in reversed(_PLACE_OPTIONS):
+        command = option(command)
+    return command
 
 
-@click.command(cls=_WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
-@click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
-@click.option("-n", "ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks; the artifact knows it.")
-@click.option(
-    "--input", "inputs", multiple=True, metavar="X.NPZ|NAME=X.NPY", help="Inputs; may be given several times."
-)
-@click.option("--random", type=int, metavar="SEED", help="Random values for the inputs that no --input gives.")
-@click.option(
-    "--set", "sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="A symbol's size for --random."
-)
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the outputs to this .npz.")
-@click.option("--repeat", type=click.IntRange(min=1), default=1, metavar="N", help="Run N steps and tell their times.")
-@click.option(
-    "--threads", type=click.IntRange(min=1), metavar="N", help="Threads per rank; by default the cores are shared out."
-)
-@click.option(
-    "--stall", type=float, default=30.0, show_default=True, metavar="SECONDS", help="Report waits longer than this."
-)
-@click.option("--trust", is_flag=True, help="Do not hash the artifact's files.")
-@click.option("--in-process", is_flag=True, help="Run all ranks as threads of this process, without MPI.")
-@click.option("--hostfile", type=click.Path(exists=True, dir_okay=False), help="The launcher's file of hosts.")
-@click.option("--host", "hosts", metavar="A,B", help="The launcher's list of hosts.")
-@click.pass_context
-def command(
-    ctx: click.Context,
-    folder: Path,
-    ranks: int | None,
-    inputs: tuple[str, ...],
-    random: int | None,
-    sizes: Mapping[str, int],
-    output: Path | None,
-    repeat: int,
-    threads: int | None,
-    stall: float,
-    trust: bool,
-    in_process: bool,
-    hostfile: str | None,
-    hosts: str | None,
-) -> int:
-    """Run the artifact in FOLDER (by default build) on its ranks.
-
-    \b
-    partc run --input x.npz -o y.npz
-    partc run build/ --random 7 --set batch=32 --repeat 100
-    mpiexec -n 5 partc run build/ --input x=x.npy       # under your own launcher
-    """
-    job = Job(
-        folder=str(folder.absolute()),
-        inputs=tuple(_absolute(spec) for spec in inputs),
-        random=random,
-        sizes=sizes,
-        output=None if output is None else str(output.absolute()),
-        repeat=repeat,
-        threads=threads,
-        stall=stall,
-        trust=trust,
-    )
+def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) -> int:
+    """Runs a job where the `place_options` and the surroundings say; the exit code."""
+    job = dataclasses.replace(job, threads=given["threads"], stall=given["stall"], trust=given["trust"])
+    ranks, in_process = given["ranks"], given["in_process"]
     place = surrounding_job(os.environ)
     if place is not None and not in_process:
         return _as_rank(job, place)
@@ -110,7 +74,60 @@ def command(
         return run_here(job, manifest)
     from partc.cli.launch import launch
 
-    return launch(job, manifest, Hosts(hostfile, hosts), ctx.meta[_LAUNCHER_OPTIONS])
+    return launch(job, manifest, Hosts(given["hostfile"], given["hosts"]), ctx.meta[_LAUNCHER_OPTIONS])
+
+
+def parse_sizes(ctx: click.Context, parameter: click.Parameter, given: Sequence[str]) -> dict[str, int]:
+    """The `--set NAME=SIZE` options as a mapping."""
+    sizes = {}
+    for text in given:
+        name, _, size = text.rpartition("=")
+        if not name or not size.isdecimal():
+            raise click.BadParameter(f"'{text}' is not NAME=SIZE, such as batch=32")
+        sizes[name] = int(size)
+    return sizes
+
+
+@click.command(cls=WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
+@click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
+@click.option(
+    "--input", "inputs", multiple=True, metavar="X.NPZ|NAME=X.NPY", help="Inputs; may be given several times."
+)
+@click.option("--random", type=int, metavar="SEED", help="Random values for the inputs that no --input gives.")
+@click.option(
+    "--set", "sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="A symbol's size for --random."
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the outputs to this .npz.")
+@click.option("--repeat", type=click.IntRange(min=1), default=1, metavar="N", help="Run N steps and tell their times.")
+@place_options
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    folder: Path,
+    inputs: tuple[str, ...],
+    random: int | None,
+    sizes: Mapping[str, int],
+    output: Path | None,
+    repeat: int,
+    **given: Any,
+) -> int:
+    """Run the artifact in FOLDER (by default build) on its ranks.
+
+    \b
+    partc run --input x.npz -o y.npz
+    partc run build/ --random 7 --set batch=32 --repeat 100
+    mpiexec -n 5 partc run build/ --input x=x.npy       # under your own launcher
+    """
+    job = Job(
+        folder=str(folder.absolute()),
+        inputs=tuple(_absolute(spec) for spec in inputs),
+        random=random,
+        sizes=sizes,
+        output=None if output is None else str(output.absolute()),
+        repeat=repeat,
+    )
+    return start(ctx, folder, job, given)
 
 
 def _absolute(spec: str) -> str:

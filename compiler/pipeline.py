@@ -7,6 +7,7 @@ report = compile_model(Path("model.py"), Path("plan.yaml"), Path("build"))
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from partc.compiler.annotations.check import follow_annotations
 from partc.compiler.annotations.read import read
 from partc.compiler.annotations.write import write_annotated
 from partc.compiler.cutting.budget import check_budget
-from partc.compiler.cutting.normalize import cuts, normalize
+from partc.compiler.cutting.normalize import TARGET, cuts, normalize
 from partc.compiler.cutting.sharding import shard
 from partc.compiler.load import load
 from partc.compiler.load.names import node_paths
@@ -68,7 +69,7 @@ def start(
         model = normalize(source.model, name) if cut else source.model
         return Program(name=name, model=model, plan=plan, declared=declared, paths=node_paths(model))
     learned = learned_names(source.model)
-    model = normalize(source.model.clone(), name)
+    model = normalize(source.model.clone(), name, TARGET)
     training = attach(model, plan.train, learned, cut=cut, evaluation=evaluation)
     plan = replace(plan, outputs=())
     return Program(name=name, model=model, plan=plan, declared=declared, paths=node_paths(model), training=training)
@@ -127,6 +128,8 @@ def compile_model(
 
     source, chosen = load(model), read_plan(plan) if plan is not None else None
     program = run_passes(start(source, chosen, model.name, configuration), keep if dump_ir else None)
+    if program.training is not None and plan is not None:
+        program = replace(program, training=program.training.from_folder(os.path.relpath(plan.parent, out)))
     check_budget(program, strict)
     evaluation = _evaluation(source, chosen, model.name, configuration)
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}

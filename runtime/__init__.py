@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .artifact import Artifact, open_artifact
     from .cuts import Whole
     from .program import LocalProgram, Program, describe_action, load, load_local
+    from .training.trainer import Trainer, load_trainer
 
 _HOMES = {
     "Artifact": "artifact",
@@ -22,8 +23,10 @@ _HOMES = {
     "Whole": "cuts",
     "Program": "program",
     "describe_action": "program",
+    "Trainer": "training.trainer",
     "load": "program",
     "load_local": "program",
+    "load_trainer": "training.trainer",
 }
 
 __all__ = [
@@ -34,11 +37,13 @@ __all__ = [
     "PartcError",
     "Program",
     "RankError",
+    "Trainer",
     "UsageError",
     "Whole",
     "describe_action",
     "load",
     "load_local",
+    "load_trainer",
     "open_artifact",
 ]
 

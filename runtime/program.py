@@ -59,6 +59,7 @@ class Program:
         self.rank: int = transport.rank
         self._transport = transport
         self._on_error = on_error
+        self._settings = settings
         self._program = prepare(artifact, transport.rank, settings, state)
         self._wire = _wire_tags(artifact.manifest, transport.tags)
         self._at_once: frozenset[int] = frozenset()
@@ -128,6 +129,22 @@ class Program:
         self._at_once = frozenset(one.tag for one, (later, _) in zip(collectives, agreed, strict=True) if not later)
         self._program.in_place({one.tag for one, (_, apart) in zip(collectives, agreed, strict=True) if apart})
 
+    def share(self, text: str) -> list[str]:
+        """The text of every rank, in order of ranks; collective."""
+        return self._transport.share(text)
+
+    def beside(self, folder: Path, trust: bool) -> Program:
+        """Another program over the same state and the same ranks, such as the evaluation of a model that trains; collective."""
+        other = Program(open_artifact(folder, trust=trust), self._transport, self._settings, self._on_error, self.state)
+        other.connect()
+        return other
+
+    def release(self) -> None:
+        """Give back sessions and buffers, and leave the ranks' connection to whom it belongs."""
+        self._broken = self._broken or "it was closed"
+        self._schedules.clear()
+        self._program.runners.clear()
+
     def describe(self, action: int) -> str:
         """The text of an action that the status board shows."""
         return describe(self._program.steps, action)
@@ -141,8 +158,7 @@ class Program:
         if self._broken is None:
             self._broken = "it was closed"
             self._transport.close()
-        self._schedules.clear()
-        self._program.runners.clear()
+        self.release()
 
     def __enter__(self) -> Self:
         return self
@@ -188,6 +204,11 @@ class LocalProgram:
         self._ranks = [Program(artifact, transport, settings, "raise") for transport in transports]
         self._threads = ThreadPoolExecutor(self._world.size, thread_name_prefix="rank")
         self._all([self._threads.submit(self._connect, program) for program in self._ranks])
+
+    @property
+    def ranks(self) -> list[Program]:
+        """Every rank's end."""
+        return self._ranks
 
     @property
     def inputs(self) -> list[Port]:

@@ -30,9 +30,9 @@ def cuts(plan: Plan, declared: Declared) -> bool:
     )
 
 
-def normalize(model: ir.Model, name: str) -> ir.Model:
-    """`model` converted and decomposed. Raises CompileError where the converter cannot."""
-    if model.opset_imports.get("", TARGET) < OLDEST:
+def normalize(model: ir.Model, name: str, oldest: int = OLDEST) -> ir.Model:
+    """`model` decomposed, and converted if it is older than `oldest`. Raises CompileError where the converter cannot."""
+    if model.opset_imports.get("", TARGET) < oldest:
         import onnxscript.version_converter
 
         own = model.opset_imports[""]
@@ -44,7 +44,7 @@ def normalize(model: ir.Model, name: str) -> ir.Model:
                 Problem(
                     name,
                     f"opset {own} cannot be converted to {TARGET}: {error}",
-                    help=f"export it with opset {OLDEST} or later",
+                    help=f"export it with opset {oldest} or later",
                 )
             ) from error
     for node in list(model.graph):

@@ -66,6 +66,9 @@ def export(
         raise CompileError(Problem(where, "torch.onnx.export returned no program", help="use torch 2.6 or later"))
     model: ir.Model = program.model
     weights = dict(model.graph.initializers)
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        if path in weights:
+            weights[path].meta["partc.learned"] = parameter.requires_grad
     _set_inputs(model, read, where)
     _set_outputs(model, _output_names(program, len(model.graph.outputs), outputs, where), where)
     _keep_batch_norm_training(model)

@@ -120,8 +120,8 @@ class BatchNorm2d(Module):
         self.eps, self.momentum, self.affine = eps, momentum, affine
         _add_scale(self, [num_features], affine, dtype)
         _add_shift(self, [num_features], affine, dtype)
-        self.running_mean = Parameter([num_features], dtype, init=_init.zeros())
-        self.running_var = Parameter([num_features], dtype, init=_init.ones())
+        self.running_mean = Parameter([num_features], dtype, init=_init.zeros(), learned=False)
+        self.running_var = Parameter([num_features], dtype, init=_init.ones(), learned=False)
 
     def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
         state = (_scale(self), _shift(self), self.running_mean, self.running_var)
@@ -155,11 +155,11 @@ def _trailing(normalized_shape: int | Sequence[int]) -> list[int]:
 
 
 def _add_scale(layer: _Affine, shape: Sequence[int], affine: bool, dtype: str) -> None:
-    setattr(layer, "weight" if affine else "ones", Parameter(shape, dtype, init=_init.ones()))
+    setattr(layer, "weight" if affine else "ones", Parameter(shape, dtype, init=_init.ones(), learned=affine))
 
 
 def _add_shift(layer: _Affine, shape: Sequence[int], affine: bool, dtype: str) -> None:
-    setattr(layer, "bias" if affine else "zeros", Parameter(shape, dtype, init=_init.zeros()))
+    setattr(layer, "bias" if affine else "zeros", Parameter(shape, dtype, init=_init.zeros(), learned=affine))
 
 
 def _scale(layer: _Affine) -> ir.Value:

@@ -40,7 +40,8 @@ def seed_of_its_own() -> Iterator[None]:
 class Parameter(onnxscript.nn.Parameter):
     """A weight of this shape: `data` gives its values, or `init` draws them; without either it cannot be compiled.
 
-    `dtype` is a name as numpy and ml_dtypes write it. Raises ValueError where data and shape disagree.
+    `dtype` is a name as numpy and ml_dtypes write it. `learned`: whether training changes it. Raises ValueError where data and
+    shape disagree.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class Parameter(onnxscript.nn.Parameter):
         name: str | None = None,
         data: ir.TensorProtocol | NDArray[np.generic] | None = None,
         init: Initializer | None = None,
+        *,
+        learned: bool = True,
     ) -> None:
         if data is not None and init is not None:
             raise ValueError("a parameter takes its values from data or from init, not from both")
@@ -65,7 +68,7 @@ class Parameter(onnxscript.nn.Parameter):
             raise ValueError(f"the data's shape {list(tensor.shape)} is not the parameter's shape {list(sizes)}")
         kind = ir.DataType.from_numpy(np.dtype(dtype)) if isinstance(dtype, str) else dtype
         super().__init__(sizes, kind, name, tensor)
-        self.init, self.seed, self.path = init, _seed.get(), ""
+        self.init, self.seed, self.path, self.learned = init, _seed.get(), "", learned
         if init is not None:
             self.const_value = ir.LazyTensor(self._drawn, self.dtype or ir.DataType.FLOAT, ir.Shape(sizes))
 

@@ -18,14 +18,14 @@ move. What a parameter's readers give is its gradient; `gradients.py` has it red
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.layouts.layout import Layout
-from partc.compiler.layouts.mesh import normal
+from partc.compiler.layouts.mesh import normal, on_common_mesh
 from partc.compiler.load.onnx_file import bodies
 from partc.compiler.ops.gradient import Backward as Found
 from partc.compiler.ops.gradient import NoGradient, differentiate_nodes, stops_gradient
@@ -145,11 +145,14 @@ class Backward:
         if not any(flows) and not captures:
             return
         dys: dict[str, str] = {}
+        passing: _Passing | None = None
         for k, value in enumerate(node.outputs):
             home = made_as(self.program, instance, k)
-            name = self._gathered(value, home, self._dual_made(instance, k)) if value.name else None
-            if name:
-                dys[self.writer.names[home]] = name
+            given = self._merged(self.routes.get(home, ())) if value in self.cotangents else {}
+            if given:
+                layout, passing = self._wanted(instance, k, given)
+                target = Copy(self.cotangents[value], home.group, normal(layout))
+                dys[self.writer.names[home]] = self.sums.gathered(given, target)
         if not dys or _stops(node):
             return
         if captures:
@@ -165,7 +168,9 @@ class Backward:
         made = self._write(instance, found)
         for k, copy in {names[k]: (k, copy) for k, copy in read.items()}.values():
             if names[k] in made:
-                dual = Copy(self.cotangents[copy.value], copy.group, normal(self._dual_read(instance, k)))
+                layout = self._dual_read(instance, k)
+                layout = passing.through(layout) if passing else layout
+                dual = Copy(self.cotangents[copy.value], copy.group, normal(layout))
                 self.terms.setdefault(copy, {}).setdefault(dual, []).append(made[names[k]])
 
     def _local(self, instance: Instance, local: Localized, dys: Mapping[str, str], wanted: set[str]) -> Found:
@@ -184,7 +189,9 @@ class Backward:
             shape = local_shape(self.program, copy)
             rank = shape if shape is not None else value.shape if copy.layout.is_whole else None
             values.append(
-                ir.Value(name=name, type=value.type, shape=None if rank is None else ir.Shape(rank), const_value=constant)
+                ir.Value(
+                    name=name, type=value.type, shape=None if rank is None else ir.Shape(rank), const_value=constant
+                )
             )
         for name, (value, shape) in local.types.items():
             whole = value.shape if shape is None and made_whole(self.program, instance, value) else None
@@ -205,7 +212,10 @@ class Backward:
         for name in sorted(outputs | constants):
             if any(name in draft.types or name in draft.constants for draft in drafts):
                 where = "-".join(map(str, instance.group))
-                tried = [f"{name}.{self.program.paths[instance.node]}", f"{name}.{self.program.paths[instance.node]}@{where}"]
+                tried = [
+                    f"{name}.{self.program.paths[instance.node]}",
+                    f"{name}.{self.program.paths[instance.node]}@{where}",
+                ]
                 new[name] = next(
                     (one for one in tried if not any(one in d.types or one in d.constants for d in drafts)), tried[-1]
                 )
@@ -241,15 +251,8 @@ class Backward:
     def _typed(self, value: ir.Value) -> tuple[ir.Value, Shape | None]:
         return typed(self.program, value)
 
-    def _gathered(self, value: ir.Value, home: Copy, layout: Layout) -> str | None:
-        """The cotangent of a home of a value, all terms added; None where nobody gives any."""
-        if value not in self.cotangents:
-            return None
-        target = Copy(self.cotangents[value], home.group, normal(layout))
-        given = self._merged(self.routes.get(home, ()))
-        return self.sums.gathered(given, target) if given else None
-
     def _merged(self, needs: Sequence[Copy]) -> dict[Copy, list[str]]:
+        """What the readers of some copies gave, by the layout in which it lies."""
         found: dict[Copy, list[str]] = {}
         for need in needs:
             for dual, names in self.terms.pop(need, {}).items():
@@ -262,6 +265,24 @@ class Backward:
         given = self._merged([need for home in homes for need in self.routes.get(home, ())])
         if given:
             self.sums.parameter(parameter, given, homes)
+
+    def _wanted(
+        self, instance: Instance, k: int, given: Mapping[Copy, Sequence[str]]
+    ) -> tuple[Layout, _Passing | None]:
+        """The layout in which the cotangent of an output is wanted.
+
+        What a node makes of parameters alone (a transposed weight) takes terms of a sum and gives such, since the parameter's
+        gradient is reduced in any case, together with others.
+        """
+        wanted = self._dual_made(instance, k)
+        if not self.program.placement[instance.node].follows or len(given) != 1 or len(instance.node.outputs) != 1:
+            return wanted, None
+        (copy,) = given
+        common = on_common_mesh(wanted, copy.layout) if copy.group == instance.group else None
+        if common is None or common[0].cuts != common[1].cuts or not {*common[0].partial} <= {*common[1].partial}:
+            return wanted, None
+        terms = tuple(term for term in common[1].partial if term not in common[0].partial)
+        return common[1], _Passing(common[1], terms)
 
     def _dual_made(self, instance: Instance, k: int) -> Layout:
         """The layout in which the cotangent of an output is wanted."""
@@ -295,7 +316,9 @@ class Backward:
         while value is not None:
             producer = value.producer()
             way.append(value.name or "" if producer is None else self.program.paths[producer])
-            value = next((one for one in self.program.reads[producer] if one in self.needed), None) if producer else None
+            value = (
+                next((one for one in self.program.reads[producer] if one in self.needed), None) if producer else None
+            )
         path = " -> ".join([*reversed(way), self.program.paths[node], "the loss"])
         raise CompileError(
             Problem(
@@ -305,6 +328,21 @@ class Backward:
                 remedy or "freeze the parameter under `train: parameters:`, or write the model without this op",
             )
         )
+
+
+@dataclass(frozen=True)
+class _Passing:
+    """Terms of a sum that pass through a node, on the mesh of `layout`."""
+
+    layout: Layout
+    terms: tuple[tuple[int, str], ...]
+
+    def through(self, layout: Layout) -> Layout:
+        """The layout of an input's cotangent, with these terms."""
+        common = on_common_mesh(layout, self.layout)
+        assert common is not None
+        own = common[0]
+        return Layout(own.mesh, own.cuts, tuple(sorted({*own.partial, *self.terms})))
 
 
 def made_whole(program: Program, instance: Instance, value: ir.Value) -> bool:

@@ -269,7 +269,9 @@ class Writer:
             axis = self._constant(ranks, out, "axis", [dim])
             extent = self._emit(ranks, "Shape", [name], f"{out}.shape", None)
             extent = self._emit(ranks, "Gather", [extent, axis], f"{out}.extent", None)
-            around = [self._constant(ranks, out, word, [n]) for word, n in (("left", number), ("right", pieces - 1 - number))]
+            around = [
+                self._constant(ranks, out, word, [n]) for word, n in (("left", number), ("right", pieces - 1 - number))
+            ]
             sides = [
                 self._emit(ranks, "Mul", [extent, one], f"{out}.{word}s", None)
                 for one, word in zip(around, ("before", "after"), strict=True)

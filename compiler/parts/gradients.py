@@ -150,9 +150,7 @@ class GradientSums:
         return self._emit(copy, "Add" if len(names) == 2 else "Sum", names, made)
 
     def _emit(self, copy: Copy, op_type: str, names: Sequence[str], made: str) -> str:
-        node = ir.Node(
-            "", op_type, [ir.Value(name=name) for name in names], outputs=[ir.Value(name=made)], name=made
-        )
+        node = ir.Node("", op_type, [ir.Value(name=name) for name in names], outputs=[ir.Value(name=made)], name=made)
         for draft in self.drafts.of(copy.group):
             draft.steps.append(Op(node, node))
             draft.types[made] = (copy.value, local_shape(self.program, copy))

@@ -82,11 +82,19 @@ class Updates:
         )
         cut = tuple(axis for axes in one.home.layout.cuts for axis in axes)
         if update.squares is not None and cut:
-            reduced = ir.Value(name=f"{update.squares.name}.whole", type=update.squares.type, shape=update.squares.shape)
+            reduced = ir.Value(
+                name=f"{update.squares.name}.whole", type=update.squares.type, shape=update.squares.shape
+            )
             update = optimizer.update(
-                value(name), value(one.name), slots, scalars, made,
-                weight_decay=learned.weight_decay, lr_multiplier=learned.lr,
-                clip_value=self.training.clip_value or 0.0, reduced=reduced,
+                value(name),
+                value(one.name),
+                slots,
+                scalars,
+                made,
+                weight_decay=learned.weight_decay,
+                lr_multiplier=learned.lr,
+                clip_value=self.training.clip_value or 0.0,
+                reduced=reduced,
             )
             self._append(group, update.before)
             self._types(group, [reduced])

@@ -96,7 +96,9 @@ def _optimizer(value: object) -> Optimizer:
     if isinstance(value, str):
         value = {"type": value}
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
-        raise Violation("an optimizer is a mapping with its type", help="write {type: momentum, lr: 0.01, momentum: 0.9}")
+        raise Violation(
+            "an optimizer is a mapping with its type", help="write {type: momentum, lr: 0.01, momentum: 0.9}"
+        )
     options = {key: one for key, one in value.items() if key != "type"}
     found: Optimizer = _said(optimizer, value["type"], options)
     return found
@@ -169,9 +171,15 @@ class TrainEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    loss: LossForm = Field(description="The type of the loss with its options, or the name of a scalar output of the model.")
-    optimizer: OptimizerForm = Field(description="The type of the optimizer with its options; `lr` is the learning rate.")
-    schedule: Json | None = Field(None, description="How the learning rate goes from step to step: {type: cosine, ...}.")
+    loss: LossForm = Field(
+        description="The type of the loss with its options, or the name of a scalar output of the model."
+    )
+    optimizer: OptimizerForm = Field(
+        description="The type of the optimizer with its options; `lr` is the learning rate."
+    )
+    schedule: Json | None = Field(
+        None, description="How the learning rate goes from step to step: {type: cosine, ...}."
+    )
     parameters: Annotated[
         dict[Annotated[str, AfterValidator(_pattern)], ParameterEntry],
         BeforeValidator(_or_empty, json_schema_input_type=dict[str, ParameterEntry] | None),

@@ -13,7 +13,7 @@ from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.training import TrainRules
 from partc.compiler.training.losses import add_loss
 from partc.compiler.training.metrics import add_metric
-# modes
+from partc.compiler.training.modes import STEP, to_evaluation, to_training
 from partc.compiler.training.training import Learned, Training
 
 LEARNED = "partc.learned"
@@ -23,7 +23,8 @@ EVALUATION = "evaluation"
 
 def learned_names(model: ir.Model) -> list[str]:
     """The weights that training changes: the parameters of the model's modules; of a file, floating-point tensors of several numbers."""
-    weights = list(model.graph.initializers.values())
+    statistics = set(_statistics(model.graph))
+    weights = [value for value in model.graph.initializers.values() if value not in statistics]
     told = any(isinstance(value, nn.Parameter) or LEARNED in value.meta for value in weights)
     return [str(value.name) for value in weights if (_is_told(value) if told else _is_likely(value))]
 
@@ -37,15 +38,18 @@ def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool,
     how = _learned(rules, learned)
     statistics: dict[ir.Value, ir.Value | None] = {}
     scalars: list[str] = []
-    if not evaluation and cut is None:
-        from partc.compiler.training.modes import to_training
+    if evaluation:
+        to_evaluation(model)
+        statistics.update(dict.fromkeys(_statistics(graph)))
+    else:
         modes = to_training(model, cut=cut, seed=rules.seed, frozen=lambda name: name in how and how[name].frozen)
+        statistics.update(dict.fromkeys(_statistics(graph)))
         statistics.update(modes.statistics)
-        scalars += ["step"] if modes.needs_step else []
+        scalars += [STEP] if modes.needs_step else []
     loss = add_loss(model, rules.loss, rules.where)
     metrics = [add_metric(model, name, metric, rules.where, rules.loss) for name, metric in rules.metrics.items()]
     graph.outputs[:] = list(dict.fromkeys([loss, *metrics]))
-    _drop_unread(graph)
+    _drop_unread(graph, {value for value in statistics.values() if value is not None})
     kept = {graph.initializers[name]: one for name, one in how.items() if name in graph.initializers}
     return Training(
         loss=loss,
@@ -100,13 +104,18 @@ def _is_floating(value: ir.Value) -> bool:
     return dtype is not None and dtype.is_floating_point()
 
 
-def _drop_unread(graph: ir.Graph) -> None:
+def _statistics(graph: ir.Graph) -> list[ir.Value]:
+    """The running statistics of normalizations, as far as they are weights."""
+    norms = [node for node in graph if node.op_type == "BatchNormalization"]
+    read = [value for node in norms for value in node.inputs[3:5]]
+    return list(dict.fromkeys(value for value in read if value is not None and value.is_initializer()))
+
+
+def _drop_unread(graph: ir.Graph, used: set[ir.Value]) -> None:
     """Takes out nodes that neither the loss nor a metric nor running statistics need, and then inputs that nobody reads."""
-    used = set(graph.outputs)
+    used = {*graph.outputs, *used}
     for node in reversed(list(graph)):
-        statistics = any(out.name and out.name.endswith(".next") for out in node.outputs)
-        if statistics or any(out in used for out in node.outputs) or any(out.uses() for out in node.outputs):
-            continue
-        graph.remove(node, safe=True)
+        if not any(out in used or out.uses() for out in node.outputs):
+            graph.remove(node, safe=True)
     for value in [value for value in graph.inputs if not value.uses() and value not in used]:
         graph.inputs.remove(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 from partc.compiler.training.optimizers import Optimizer
@@ -44,6 +44,10 @@ class Training:
     evaluation: str = ""
     backward: bool = True
     """Whether steps train; else parameters are kept as they are given."""
+
+    def from_folder(self, folder: str) -> Training:
+        """The same with the plan's folder, as it is seen from the artifact: the files that the plan names are there."""
+        return replace(self, settings={**self.settings, "folder": folder})
 
     def record(self) -> TrainingRecord:
         """What the manifest says of it."""

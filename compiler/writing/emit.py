@@ -143,7 +143,9 @@ def _rank_model(
     imports.setdefault("", imports.pop("ai.onnx", 21))
     if any(isinstance(step, Comm) for step in part.steps):
         imports[fmt.DOMAIN] = fmt.DOMAIN_VERSION
-    functions = optimizer_functions({s.node.op_type for s in part.steps if isinstance(s, Op) and s.node.domain == fmt.OPTIMIZER})
+    functions = optimizer_functions(
+        {s.node.op_type for s in part.steps if isinstance(s, Op) and s.node.domain == fmt.OPTIMIZER}
+    )
     if functions:
         imports[fmt.OPTIMIZER] = 1
     return onnx.ModelProto(
@@ -283,7 +285,9 @@ def _manifest(
         inputs=[
             *(
                 _port(
-                    program, value, [(p.rank, one) for p in program.parts for one in p.inputs if one.copy.value is value]
+                    program,
+                    value,
+                    [(p.rank, one) for p in program.parts for one in p.inputs if one.copy.value is value],
                 )
                 for value in program.model.graph.inputs
             ),
@@ -311,9 +315,7 @@ def _scalars(program: Program) -> list[fmt.Port]:
     """What every step of training is given beside the model's inputs."""
     names = dict.fromkeys(name for part in program.parts for name in part.scalars)
     return [
-        fmt.Port(
-            name=name, type="tensor(float)", shape=[], ranks=[p.rank for p in program.parts if name in p.scalars]
-        )
+        fmt.Port(name=name, type="tensor(float)", shape=[], ranks=[p.rank for p in program.parts if name in p.scalars])
         for name in names
     ]
 

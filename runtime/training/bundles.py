@@ -42,7 +42,9 @@ def plan_updates(
     kept = {record.value: local_shape(record, rank) for record in records}
     nexts = {record.next: kept[record.value] for record in records if record.next}
     inputs = {value.name for value in model.graph.input} - kept.keys()
-    known = {name: shape for name, stated in shapes.items() if (shape := _fixed(stated)) is not None and name not in inputs}
+    known = {
+        name: shape for name, stated in shapes.items() if (shape := _fixed(stated)) is not None and name not in inputs
+    }
     return plan_groups(
         steps,
         {function.name: function for function in model.functions},

@@ -58,4 +58,3 @@ def _bind(bind: Callable[..., None], formal: str, first: Tensor, begin: int, cou
     """Binds the elements from `begin` on, counted from the first member's."""
     dtype = first.dtype
     bind(formal, "cpu", 0, dtype.code, (count,), first.pointer + dtype.bytes_of((begin,)))
-

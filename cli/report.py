@@ -1,0 +1,105 @@
+"""What a training tells its user: lines on stdout, and every number as a line of JSON in a file for those who plot.
+
+step 100 of 18750   epoch 0.05   loss 0.4312   accuracy 0.8719   lr 0.01   24100 records/s   about 25 s left
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import click
+from partc.cli.present import count, size
+
+if TYPE_CHECKING:
+    from partc.runtime.data import Loader
+    from partc.runtime.training.loop import Metrics, Progress
+    from partc.runtime.training.trainer import Trainer
+
+
+class Report:
+    """The listener of rank 0. `metrics` is the file of numbers, to which is appended."""
+
+    def __init__(self, metrics: str | None, unit: str) -> None:
+        self.unit = unit
+        self._file: IO[str] | None = None
+        if metrics:
+            self._file = open(metrics, "a", encoding="utf-8")  # noqa: SIM115, it is open as long as training goes on
+
+    def begins(self, trainer: Trainer, loader: Loader, total: int) -> None:
+        """Says what is about to be done."""
+        manifest, order = trainer.manifest, loader.order
+        parameters = {record.tensor: record for record in manifest.state if record.kind == "parameter" and record.next}
+        elements = sum(_elements(record.shape) for record in parameters.values())
+        self._say(
+            f"{count(manifest.ranks, 'rank')}, {count(len(parameters), 'parameter')} of {elements:,} numbers; "
+            f"{order.records:,} {self.unit}, {count(order.batches, 'batch', 'batches')} of {order.batch}; {count(total, 'step')}"
+        )
+
+    def resumed(self, step: int, path: Path) -> None:
+        """Says where training goes on."""
+        self._say(f"goes on after step {step}, from {path}")
+
+    def stepped(self, progress: Progress) -> None:
+        """Some steps are done."""
+        self._say(
+            f"step {progress.step} of {progress.total}   epoch {progress.epoch:.2f}   {_shown(progress.metrics)}   "
+            f"lr {progress.rate:.4g}   {progress.speed:,.0f} {self.unit}/s   {_time(progress.remaining)} left"
+        )
+        self._write(
+            {
+                "kind": "train",
+                "step": progress.step,
+                "epoch": round(progress.epoch, 6),
+                **progress.metrics,
+                "lr": progress.rate,
+                "records_per_second": round(progress.speed, 1),
+            }
+        )
+
+    def evaluated(self, step: int, epoch: float, metrics: Metrics) -> None:
+        """The model was evaluated."""
+        self._say(f"evaluated after step {step}   {_shown(metrics)}")
+        self._write({"kind": "test", "step": step, "epoch": round(epoch, 6), **metrics})
+
+    def saved(self, step: int, path: Path) -> None:
+        """A checkpoint was written."""
+        total = sum(file.stat().st_size for file in path.iterdir())
+        self._say(f"wrote {path}: {size(total)}")
+
+    def close(self) -> None:
+        """Ends the file of numbers."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _say(self, line: str) -> None:
+        click.echo(line)
+        sys.stdout.flush()
+
+    def _write(self, row: dict[str, object]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+
+
+def _shown(metrics: Metrics) -> str:
+    return "   ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+def _elements(shape: list[int]) -> int:
+    product = 1
+    for dim in shape:
+        product *= dim
+    return product
+
+
+def _time(seconds: float) -> str:
+    """A time to come, as exact as it is known."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

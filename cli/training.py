@@ -1,0 +1,229 @@
+"""What one rank of `partc train` and `partc eval` does: its trainer, its data, the loop, and on rank 0 what the user is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from partc.cli.job import Job, TrainingJob
+from partc.cli.report import Report
+from partc.runtime.errors import UsageError
+from partc.runtime.format import Manifest, TrainingRecord
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from partc.runtime.data import Loader, Spec
+    from partc.runtime.training.loop import Course
+    from partc.runtime.training.trainer import Trainer
+    from partc.runtime.transport import Transport
+
+
+def run_training(job: Job, comm: MPI.Intracomm | Transport | None) -> int:
+    """Trains, or evaluates, to the end; the exit code."""
+    from partc.runtime.training.loop import resume, run
+    from partc.runtime.training.trainer import load_trainer
+
+    told = job.training
+    assert told is not None
+    abort: Literal["raise", "abort"] = "abort" if comm is not None and job.scratch is None else "raise"
+    with load_trainer(
+        job.folder, comm, threads=job.threads, trust=job.trust, stall=job.stall, on_error=abort
+    ) as trainer:
+        settings = Settings(told, trainer.record, Path(job.folder))
+        report = Report(told.metrics, settings.unit) if trainer.rank == 0 and not job.quiet else None
+        if told.init is not None:
+            trainer.begin(told.init)
+        if told.only_test:
+            return _evaluate(trainer, settings, report)
+        loader = settings.loader(trainer)
+        with loader:
+            path = settings.resumed()
+            if path is not None:
+                resume(trainer, loader, path)
+                if report:
+                    report.resumed(trainer.step, path)
+            if report:
+                report.begins(trainer, loader, settings.course.total(loader.order.batches))
+            test = settings.test
+            run(trainer, loader, settings.course, report, (lambda: settings.batches(trainer)) if test else None)
+        if report:
+            report.close()
+    return 0
+
+
+def _evaluate(trainer: Trainer, settings: Settings, report: Report | None) -> int:
+    path = settings.resumed()
+    if path is not None:
+        trainer.load(path)
+    metrics = trainer.evaluate(settings.batches(trainer))
+    if report:
+        report.evaluated(trainer.step, 0.0, metrics)
+        report.close()
+    return 0
+
+
+def run_threads(job: Job, manifest: Manifest) -> int:
+    """All ranks as threads of this process."""
+    from partc.runtime.local import LocalWorld
+
+    if manifest.ranks == 1:
+        return run_training(job, None)
+    world = LocalWorld(manifest.ranks, job.stall)
+
+    def rank(number: int) -> int:
+        try:
+            return run_training(job, world.transport(number))
+        except Exception as error:
+            world.fail(f"rank {number} failed: {error}")
+            raise
+        finally:
+            world.finish(number)
+
+    with ThreadPoolExecutor(manifest.ranks, thread_name_prefix="rank") as threads:
+        futures = [threads.submit(rank, number) for number in range(manifest.ranks)]
+        return max(future.result() for future in futures)
+
+
+def check(job: Job, manifest: Manifest) -> None:
+    """Raises UsageError for what is wrong before anything is started."""
+    told = job.training
+    assert told is not None
+    if manifest.training is None:
+        raise UsageError(
+            f"{job.folder}: it was compiled to run, not to train\n  help: compile it by a plan with `train:`"
+        )
+    settings = Settings(told, manifest.training, Path(job.folder))
+    _ = settings.course
+    settings.resumed()
+    if told.only_test:
+        if settings.test is None:
+            raise UsageError("there is nothing to evaluate on\n  help: give --data, or `test:` in the plan's `train:`")
+        return
+    if settings.data is None:
+        raise UsageError("there are no data to train on\n  help: give --data, or `data:` in the plan's `train:`")
+    _ = settings.batch
+
+
+class Settings:
+    """What the command line says, and where it says nothing the plan."""
+
+    def __init__(self, told: TrainingJob, record: TrainingRecord, folder: Path) -> None:
+        from partc.runtime.training.trainer import base_folder
+
+        self.told, self.record = told, record
+        self.base = base_folder(folder, record)
+        self.planned: dict[str, Any] = dict(record.settings)
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """One setting."""
+        said = getattr(self.told, name, None)
+        return said if said is not None else self.planned.get(name, default)
+
+    @property
+    def batch(self) -> int:
+        """The records of a step, over all ranks."""
+        batch = self.value("batch")
+        if batch is None:
+            raise UsageError(
+                "the size of a batch is not known\n  help: give --batch, or `batch:` in the plan's `train:`"
+            )
+        return int(batch)
+
+    @property
+    def unit(self) -> str:
+        """What a record is called."""
+        return "records"
+
+    @property
+    def data(self) -> Spec | None:
+        """The records to train on."""
+        return self._spec(self.told.data, "data")
+
+    @property
+    def test(self) -> Spec | None:
+        """The records to evaluate on."""
+        return self._spec(self.told.test, "test")
+
+    def _spec(self, words: tuple[str, ...], name: str) -> Spec | None:
+        from partc.runtime.data import Spec
+
+        if words:
+            return Spec.of_words(words, Path(self.told.base), f"--{name}")
+        said = self.planned.get(name)
+        return None if said is None else Spec.parse(said, self.base, f"train: {name}")
+
+    @property
+    def course(self) -> Course:
+        """How far training goes."""
+        from partc.runtime.training.loop import Course
+
+        planned = self.planned.get("checkpoint") or {}
+        folder = self.told.checkpoint or (self.base / planned["folder"] if planned else None)
+        steps, epochs = self.told.steps, self.told.epochs
+        if steps is None and epochs is None:
+            steps, epochs = self.planned.get("steps"), self.planned.get("epochs")
+        return Course(
+            steps=steps,
+            epochs=epochs,
+            log=self.value("log", 10),
+            evaluate=_every(self.told.evaluate, self.planned.get("evaluate", "epoch"), "--evaluate"),
+            checkpoint=None if folder is None else Path(folder),
+            save=_every(self.told.save, planned.get("every", "epoch"), "--save"),
+            keep=self.told.keep if self.told.keep is not None else planned.get("keep"),
+        )
+
+    def resumed(self) -> Path | None:
+        """The checkpoint to go on from."""
+        from partc.runtime.training.checkpoint import find
+
+        if self.told.resume is None:
+            return None
+        if self.told.resume == "":
+            folder = self.course.checkpoint
+            if folder is None:
+                raise UsageError(
+                    "it is not known where the checkpoints are\n  help: give --resume PATH or --checkpoint DIR"
+                )
+            return find(folder)
+        return find(Path(self.told.resume))
+
+    def loader(self, trainer: Trainer) -> Loader:
+        """This rank's batches."""
+        from partc.runtime.data import open_loader
+
+        data = self.data
+        assert data is not None
+        return open_loader(
+            data,
+            trainer.ports,
+            trainer.rank,
+            self.batch,
+            seed=self.value("seed", 0),
+            shuffle=self.planned.get("shuffle", True) and "deal" not in self.planned,
+            last=self.planned.get("last", "drop"),
+            deal=self.planned.get("deal", 1),
+        )
+
+    def batches(self, trainer: Trainer) -> Iterator[tuple[dict[str, Any], int]]:
+        """This rank's batches of one pass over the records of evaluation, with the records that each has on all ranks."""
+        from partc.runtime.data import open_loader
+
+        data = self.test
+        assert data is not None
+        loader = open_loader(data, trainer.ports, trainer.rank, self.batch, shuffle=False, last="keep", epochs=1)
+        with loader:
+            for number, batch in enumerate(loader):
+                last = number == loader.order.batches - 1
+                yield batch, loader.order.rest or self.batch if last else self.batch
+
+
+def _every(told: str | None, planned: Any, option: str) -> int | Literal["epoch"]:
+    """How often something happens: a number of steps, or each epoch."""
+    said = planned if told is None else told
+    if said == "epoch":
+        return "epoch"
+    if isinstance(said, int) or (isinstance(said, str) and said.isdecimal() and int(said) > 0):
+        return int(said)
+    raise UsageError(f"{option} is '{said}'\n  help: give a number of steps, or 'epoch'")

@@ -1,0 +1,154 @@
+"""The loop around the steps: batches in, losses out, evaluation and checkpoints in between, all decided by the number of the step.
+
+Every rank runs the same loop; what is told of it goes to a `Listener`, on rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+
+from ..data import Loader, Position
+from ..errors import UsageError
+from .trainer import Trainer
+
+Every: TypeAlias = int | Literal["epoch"]
+Metrics: TypeAlias = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Course:
+    """How far training goes and what happens on the way. `steps`, or else `epochs`; without either, one epoch."""
+
+    steps: int | None = None
+    epochs: int | None = None
+    log: int = 10
+    evaluate: Every = "epoch"
+    checkpoint: Path | None = None
+    save: Every = "epoch"
+    keep: int | None = None
+
+    def total(self, batches: int) -> int:
+        """The number of steps where an epoch has so many batches."""
+        return self.steps if self.steps is not None else (self.epochs or 1) * batches
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training is: steps taken and to take, the epoch, means since the last time, and records a second."""
+
+    step: int
+    total: int
+    epoch: float
+    metrics: Metrics
+    rate: float
+    speed: float
+    remaining: float
+
+
+class Listener(Protocol):
+    """Who is told."""
+
+    def stepped(self, progress: Progress) -> None:
+        """Some steps are done."""
+        ...
+
+    def evaluated(self, step: int, epoch: float, metrics: Metrics) -> None:
+        """The model was evaluated."""
+        ...
+
+    def saved(self, step: int, path: Path) -> None:
+        """A checkpoint was written."""
+        ...
+
+
+def run(
+    trainer: Trainer,
+    loader: Loader,
+    course: Course,
+    listener: Listener | None = None,
+    test: Callable[[], Iterable[tuple[Mapping[str, Any], int]]] | None = None,
+) -> Metrics:
+    """Trains to the end of the course; what the last evaluation gave, or the means of the last steps, on rank 0."""
+    order = loader.order
+    if not order.batches:
+        raise UsageError(
+            f"there are {order.records} records, fewer than a batch of {order.batch}\n  help: choose a smaller batch"
+        )
+    total = course.total(order.batches)
+    means = _Means()
+    last: Metrics = {}
+    begun, records = time.perf_counter(), 0
+    while trainer.step < total:
+        position = loader.position()
+        outputs = trainer.train(next(loader))
+        means.add(outputs)
+        records += order.batch
+        step, now = trainer.step, loader.position()
+        ended = now.epoch != position.epoch
+        at = now.epoch + now.batch / order.batches
+        if step % course.log == 0 or step == total or ended:
+            passed = time.perf_counter() - begun
+            last = means.take()
+            told = Progress(
+                step,
+                total,
+                at,
+                last,
+                trainer.rate(step - 1),
+                records / passed,
+                (total - step) * order.batch * passed / records,
+            )
+            if listener:
+                listener.stepped(told)
+            begun, records = time.perf_counter(), 0
+        evaluating = test is not None and _due(course.evaluate, step, ended, total)
+        if evaluating and test is not None:
+            last = trainer.evaluate(test())
+            if listener:
+                listener.evaluated(step, at, last)
+        if course.checkpoint is not None and _due(course.save, step, ended, total):
+            path = trainer.save(course.checkpoint, {"position": [now.epoch, now.batch]}, course.keep)
+            if listener:
+                listener.saved(step, path)
+        if evaluating or course.checkpoint is not None:
+            begun, records = time.perf_counter(), 0
+    return last
+
+
+def resume(trainer: Trainer, loader: Loader, path: Path) -> None:
+    """Goes on where a checkpoint was written: tensors, the number of the step, and the place in the data."""
+    meta = trainer.load(path)
+    match meta.get("position"):
+        case [int(epoch), int(batch)]:
+            loader.seek(Position(epoch, batch))
+        case _:
+            loader.seek(Position(*divmod(trainer.step, max(loader.order.batches, 1))))
+
+
+def _due(every: Every, step: int, ended: bool, total: int) -> bool:
+    """Whether something that happens `every` so often happens after a step; the last step always counts."""
+    return step == total or (ended if every == "epoch" else step % every == 0)
+
+
+class _Means:
+    """Means of what steps gave."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._count = 0
+
+    def add(self, outputs: Mapping[str, Any]) -> None:
+        self._count += 1
+        for name, value in outputs.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(np.asarray(value))
+
+    def take(self) -> dict[str, float]:
+        found = {name: total / self._count for name, total in self._sums.items()}
+        self._sums, self._count = {}, 0
+        return found
