@@ -6,9 +6,10 @@ add up, so that statistics are those of the whole batch:
     s = x - running mean          (m, q) = mean over the batch of the positions' (s, s**2)         variance = q - m**2
     y = s a + (bias - m a)        a = scale / sqrt(variance + epsilon)
 
-Both moments go in one all_reduce forward and one backward; the mean of (x - mean)**2 would need two each. The difference q - m**2
-loses digits only as far as m is large beside the deviation, and m is the distance to the running mean: nothing after the first
-steps, and in these a relative error of about 2**-24 m**2 / variance. The shift is the same number on all ranks and cancels.
+Both moments go in one all_reduce; backward there are two, of the cotangents of a and of bias - m a, which carry those of scale and bias.
+The mean of (x - mean)**2 would need two and three, one after the other. The difference q - m**2 loses digits only as far
+as m is large beside the deviation, and m is the distance to the running mean: nothing after the first steps, and in these a relative
+error of about 2**-24 m**2 / variance. The shift is the same number on all ranks and cancels.
 
 The running statistics move by ONNX's law, `running = running momentum + batch (1 - momentum)`, with the variance over n; torch
 takes n - 1 there, which differs by a factor of n / (n - 1) in the running variance alone.
