@@ -8,45 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ops.gradient import Gradients, NoGradient, gradient
 from partc.compiler.ops.gradient_extents import like
+from partc.compiler.ops.windows import Windows, kernel_of, transposed_windows, windows_of
 
 # Where one form of a product becomes faster than another, measured on one core at 1 to 64 images.
 FEW_CHANNELS = 8
 WIDE_KERNEL, LARGE_KERNEL = 5, 7
 SMALL_IMAGE, LARGE_IMAGE = 64, 256
+FEW_PLACES = 4
 _TO_THE_END = np.iinfo(np.int64).max
-
-
-@dataclass(frozen=True)
-class Windows:
-    """How windows lie in an image: sizes a spatial dim, and the padding before and after."""
-
-    kernel: tuple[int, ...]
-    strides: tuple[int, ...]
-    dilations: tuple[int, ...]
-    begin: tuple[int, ...]
-    end: tuple[int, ...]
-
-    @property
-    def pads(self) -> list[int]:
-        """The padding as ONNX writes it."""
-        return [*self.begin, *self.end]
-
-    @property
-    def reach(self) -> tuple[int, ...]:
-        """How far a window reaches."""
-        return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilations, strict=True))
 
 
 @gradient("Conv")
 def conv(g: Gradients, dy: str, x: str, w: str, bias: str | None = None) -> Sequence[str | None]:
     """dX = ConvTranspose(dY, W); dW = the sum over images and positions of dY X; dB = sum(dY)."""
-    windows = windows_of(g, x, dy, _kernel(g, w))
+    windows = windows_of(g, x, dy, kernel_of(g, w))
     group = g.attribute("group", 1)
     dx = spread(g, dy, w, x, windows, group) if g.wants(0) else None
     dw = weight(g, x, dy, w, windows, group) if g.wants(1) else None
@@ -56,7 +36,7 @@ def conv(g: Gradients, dy: str, x: str, w: str, bias: str | None = None) -> Sequ
 @gradient("ConvTranspose")
 def conv_transpose(g: Gradients, dy: str, x: str, w: str, bias: str | None = None) -> Sequence[str | None]:
     """dX = Conv(dY, W); dW = that of a convolution which takes dY to X; dB = sum(dY)."""
-    windows = _transposed_windows(g, x, w)
+    windows = transposed_windows(g, x, w)
     group = g.attribute("group", 1)
     dx = None
     if g.wants(0):
@@ -68,7 +48,7 @@ def conv_transpose(g: Gradients, dy: str, x: str, w: str, bias: str | None = Non
 
 @gradient("MaxPool", outputs=1)
 def max_pool(g: Gradients, dy: str, x: str) -> str:
-    """dX = dY at the place of the largest, of which the node tells the index; MaxUnpool where windows do not overlap."""
+    """dX = dY at the place of the first that is the largest; MaxUnpool where windows do not overlap."""
     windows = windows_of(g, x, dy, tuple(g.attribute("kernel_shape")))
     if g.attribute("storage_order", 0):
         raise NoGradient("MaxPool counts its indices by columns (storage_order is 1)")
@@ -76,11 +56,39 @@ def max_pool(g: Gradients, dy: str, x: str) -> str:
     plain = not any(windows.pads) and set(windows.dilations) == {1} and not g.attribute("ceil_mode", 0)
     if apart and plain and g.dtype(x) == ir.DataType.FLOAT:
         sizes = {"kernel_shape": list(windows.kernel), "strides": list(windows.strides)}
-        return g.MaxUnpool(dy, g.output(1), g.shape_of(x), **sizes)
+        return g.MaxUnpool(dy, _largest(g, x, dy, windows), g.shape_of(x), **sizes)
     zero = ir.tensor(np.zeros(1, g.dtype(x).numpy()))
     flat = g.ConstantOfShape(g.reshape(g.size_of(x), [1]), value=zero)
     indices = g.reshape(g.output(1), [-1])
     return g.Reshape(g.ScatterElements(flat, indices, g.reshape(dy, [-1]), axis=0, reduction="add"), g.shape_of(x))
+
+
+def _largest(g: Gradients, x: str, dy: str, windows: Windows) -> str:
+    """The index of the first number of every window that is the largest, in the order of the whole input.
+
+    The node itself tells it, in a pooling that is ten times as slow; few places are found faster by comparing each with the output.
+    """
+    shape, counts = g.shape(x) or (None,), g.shape(dy) or (None,)
+    sizes = [dim for dim in shape[1:] if isinstance(dim, int)]
+    made = [dim for dim in counts[2:] if isinstance(dim, int)]
+    if math.prod(windows.kernel) > FEW_PLACES or len(sizes) < len(shape) - 1 or len(made) < len(counts) - 2:
+        return g.output(1)
+    steps = [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
+    places = [sum(at * step for at, step in zip(p, steps[1:], strict=True)) for p in np.ndindex(*windows.kernel)]
+    # A window may end before the image, where a slice to the end would have one more.
+    axes, strides = g.constant(list(range(2, len(shape)))), g.constant(list(windows.strides))
+    found = g.constant(places[-1])
+    for place, starts in reversed(list(zip(places, np.ndindex(*windows.kernel), strict=True))[:-1]):
+        ends = [at + (count - 1) * stride + 1 for at, count, stride in zip(starts, made, windows.strides, strict=True)]
+        seen = g.Slice(x, g.constant(list(starts)), g.constant(ends), axes, strides)
+        found = g.Where(g.Equal(seen, g.output(0)), g.constant(place), found)
+    grid = np.indices((sizes[0], *made)).astype(np.int64)
+    begins = sum(
+        one * step for one, step in zip(grid, [steps[0], *np.multiply(steps[1:], windows.strides)], strict=True)
+    )
+    images = g.Range(g.constant(0), g.size_of(x), g.constant(math.prod(sizes)))
+    first = g.unsqueeze(images, *range(1, len(shape)))
+    return g.Add(g.Add(found, g.constant(np.asarray(begins)[None])), first)
 
 
 @gradient("AveragePool")
@@ -298,69 +306,6 @@ def _positions(g: Gradients, dy: str) -> int:
 
 def _over_images(g: Gradients, dy: str) -> str:
     return g.sum(dy, [0, *range(2, g.rank(dy))])
-
-
-def _kernel(g: Gradients, w: str) -> tuple[int, ...]:
-    size = g.static(w)
-    if size is None:
-        raise NoGradient("a kernel of unknown size")
-    return tuple(size[2:])
-
-
-def windows_of(g: Gradients, x: str, dy: str, kernel: tuple[int, ...]) -> Windows:
-    """The windows of a convolution or pooling over `x`; the padding is grown to what the last windows reach (ceil_mode)."""
-    rank = len(kernel)
-    strides = tuple(g.attribute("strides") or [1] * rank)
-    dilations = tuple(g.attribute("dilations") or [1] * rank)
-    pads = g.attribute("pads") or [0] * (2 * rank)
-    automatic = g.attribute("auto_pad", "NOTSET")
-    begin, end = list(pads[:rank]), list(pads[rank:])
-    image, made = g.shape(x), g.shape(dy)
-    for k in range(rank):
-        reach = dilations[k] * (kernel[k] - 1) + 1
-        size, count = (image[k + 2], made[k + 2]) if image and made else (None, None)
-        if automatic.startswith("SAME"):
-            if isinstance(size, int):
-                total = max((-(-size // strides[k]) - 1) * strides[k] + reach - size, 0)
-            elif strides[k] == 1:
-                total = reach - 1
-            else:
-                raise NoGradient(f"{automatic} with stride {strides[k]} over an image of unknown size")
-            begin[k] = total // 2 if automatic == "SAME_UPPER" else total - total // 2
-            end[k] = total - begin[k]
-        elif g.attribute("ceil_mode", 0):
-            if not isinstance(size, int) or not isinstance(count, int):
-                raise NoGradient("ceil_mode over an image of unknown size")
-            end[k] = max(end[k], (count - 1) * strides[k] + reach - size - begin[k])
-    return Windows(kernel, strides, dilations, tuple(begin), tuple(end))
-
-
-def _transposed_windows(g: Gradients, x: str, w: str) -> Windows:
-    """The windows of the convolution that goes back from the output of a ConvTranspose to its input."""
-    kernel = _kernel(g, w)
-    rank = len(kernel)
-    strides = tuple(g.attribute("strides") or [1] * rank)
-    dilations = tuple(g.attribute("dilations") or [1] * rank)
-    pads = g.attribute("pads") or [0] * (2 * rank)
-    rests = g.attribute("output_padding") or [0] * rank
-    asked = g.attribute("output_shape")
-    automatic = g.attribute("auto_pad", "NOTSET")
-    begin, end = list(pads[:rank]), list(pads[rank:])
-    if asked or automatic.startswith("SAME"):
-        image = g.shape(x)
-        for k in range(rank):
-            size = image[k + 2] if image else None
-            reach = dilations[k] * (kernel[k] - 1) + 1
-            if asked and not isinstance(size, int):
-                raise NoGradient("output_shape with an image of unknown size")
-            if asked and isinstance(size, int):
-                total = (size - 1) * strides[k] + rests[k] + reach - asked[k - rank]
-            else:
-                total = rests[k] + reach - strides[k]
-            total = max(total, 0)
-            begin[k] = total - total // 2 if automatic == "SAME_LOWER" else total // 2
-            end[k] = total - begin[k]
-    return Windows(kernel, strides, dilations, tuple(begin), tuple(end))
 
 
 def _counts(g: Gradients, x: str, dy: str, windows: Windows) -> str:
