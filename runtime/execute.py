@@ -8,7 +8,6 @@ unknown shape binds those anew; one with strings, sequences, optionals or maps i
 
 from __future__ import annotations
 
-import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,13 +17,14 @@ import numpy as np
 
 from .bindings import Bindings
 from .board import IDLE, SLOT, Board
+from .bound import as_tensor, bind_whole, check_promise, fed
 from .buffers import Life, assign
-from .dtypes import Array, Bytes, Dtype, dense
+from .dtypes import Bytes, dense
 from .errors import RankError
 from .format import EXCHANGE
 from .message import HEADER, Value, decode, encode, payload_size
-from .onnxruntime_api import Bind, Binding, OrtValue, new_value
-from .perform import Bound, Work, at_large
+from .onnxruntime_api import Binding
+from .perform import Bound, Work, at_large, nothing
 from .prepare import Kind, RankProgram
 from .redistribute import Redistribution
 from .segments import Begin, Finish, Post, Segment, Send, Update, Wait
@@ -195,12 +195,12 @@ class Schedule:
             if self.program.kinds[name] is Kind.INPUT:
                 self.readers[name].append((binding, self.program.dtype(name).code, name))
             elif name not in loose:
-                _bind(binding.bind_input, name, self._tensor(name))
+                bind_whole(binding.bind_input, name, self._tensor(name))
         for name in runner.segment.outputs:
             if name in loose:
                 binding.bind_output(name)
             else:
-                _bind(binding.bind_output, name, self._tensor(name))
+                bind_whole(binding.bind_output, name, self._tensor(name))
         if loose:
             return partial(self._run_loose, runner, binding, frozenset(loose))
         return partial(runner.session.run_with_iobinding, binding)
@@ -213,7 +213,7 @@ class Schedule:
             if self.program.kinds[name] is Kind.INPUT:
                 self.readers[name].append((binding, self.program.dtype(name).code, formal))
             else:
-                _bind(binding.bind_input, formal, self._tensor(name))
+                bind_whole(binding.bind_input, formal, self._tensor(name))
 
         for updater in self.program.updates[index]:
             run = updater.session.run_with_iobinding
@@ -229,7 +229,7 @@ class Schedule:
         """Run a session of which some tensors have another place and shape each time."""
         for name in runner.segment.inputs:
             if name in loose:
-                _bind(binding.bind_input, name, self._tensor(name))
+                bind_whole(binding.bind_input, name, self._tensor(name))
         for name in runner.segment.outputs:
             if name in loose:
                 # Bound anew, or the session would write into what it gave last time.
@@ -241,17 +241,17 @@ class Schedule:
 
     def _run_objects(self, runner: Runner) -> None:
         """Run a session with Python objects."""
-        feeds = {name: _fed(self.cells[name]) for name in runner.segment.inputs}
+        feeds = {name: fed(self.cells[name]) for name in runner.segment.inputs}
         names = [runner.widened.get(name, name) for name in runner.segment.outputs]
         for name, value in zip(runner.segment.outputs, runner.session.run(names, feeds), strict=True):
             match self.program.kinds[name]:
                 case Kind.OBJECT:
                     self.cells[name] = value
                 case Kind.TENSOR:
-                    self.cells[name] = _dense(value, self.program.dtype(name))
+                    self.cells[name] = as_tensor(value, self.program.dtype(name))
                 case _:
-                    slot, made = self._tensor(name), _dense(value, self.program.dtype(name))
-                    _check_promise(name, made.shape, slot.shape)
+                    slot, made = self._tensor(name), as_tensor(value, self.program.dtype(name))
+                    check_promise(name, made.shape, slot.shape)
                     slot.data[:] = made.data
 
     def _send(self, index: int, step: Send) -> Action:
@@ -262,7 +262,7 @@ class Schedule:
         kind = self.program.kinds[step.value]
         if kind in (Kind.SLOT, Kind.CONSTANT):
             tensor = self._tensor(step.value)
-            _check_promise(step.value, tensor.shape, promise)
+            check_promise(step.value, tensor.shape, promise)
             data = tensor.data
 
             def send_fixed() -> None:
@@ -272,7 +272,7 @@ class Schedule:
 
         def send() -> None:
             tensor = self._tensor(step.value)
-            _check_promise(step.value, tensor.shape, promise)
+            check_promise(step.value, tensor.shape, promise)
             self.requests[index] = isend(tensor.data, peer, tag)
 
         return send
@@ -328,7 +328,7 @@ class Schedule:
         call = step.call
         source = self._tensor(call.source) if call.source else None
         if source is not None:
-            _check_promise(call.source or "", source.shape, work.shape)
+            check_promise(call.source or "", source.shape, work.shape)
         packed, landing = self.scratch[call.tag, "out"], self.scratch[call.tag, "in"]
         return work.bind(source, self._tensor(call.result or ""), packed, landing, call.tag in self.at_once)
 
@@ -343,7 +343,7 @@ class Schedule:
         call = step.call
         source = self._tensor(call.source) if call.source else None
         if source is not None:
-            _check_promise(call.source or "", source.shape, work.given or ())
+            check_promise(call.source or "", source.shape, work.given or ())
         result = self._tensor(call.result) if call.result else None
         packed, landing = self.scratch[call.tag, "out"], self.scratch[call.tag, "in"]
         leaving, coming, after = work.begin(source, result, packed, landing)
@@ -358,7 +358,7 @@ class Schedule:
 
     def _finish(self, step: Finish) -> Action:
         if step.call.tag not in self.works:
-            return _nothing
+            return nothing
         wait, what, begun, tag = self.transport.wait, step.__str__, self.begun, step.call.tag
 
         def finish() -> None:
@@ -395,31 +395,3 @@ class Schedule:
 def _scratch_name(tag: int, side: str) -> str:
     """A name that no value of a program has."""
     return f"{tag} {side}\n"
-
-
-def _nothing() -> None:
-    pass
-
-
-def _bind(bind: Bind, name: str, tensor: Tensor) -> None:
-    bind(name, "cpu", 0, tensor.dtype.code, tensor.shape, tensor.pointer)
-
-
-def _fed(value: Value) -> Value | OrtValue:
-    """A value as onnxruntime takes it from Python; what numpy cannot show goes in as onnxruntime's own tensor, by one copy."""
-    if not isinstance(value, Tensor):
-        return value
-    if not value.dtype.wide:
-        return value.array()
-    made = new_value(value.shape, value.dtype.code)
-    ctypes.memmove(made.data_ptr(), value.pointer, value.data.size)
-    return made
-
-
-def _dense(value: Array, dtype: Dtype) -> Tensor:
-    return Tensor.of(np.asarray(value).astype(dtype.numpy, copy=False), dtype)
-
-
-def _check_promise(name: str, found: Shape, promised: Shape) -> None:
-    if found != promised:
-        raise RankError(f"the value '{name}' was promised with shape {list(promised)} and has {list(found)}")

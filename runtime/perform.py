@@ -75,7 +75,7 @@ class Work:
         else:
             before = self._packing(source, packed) if self.packed and source else None
         if len(self.ranks) == 1:
-            return Bound(_nothing, before)
+            return Bound(nothing, before)
         given = packed if self.packed else source.data if source else NOTHING
         if self.call.op == BROADCAST:
             given = result.data if place == self.call.root else NOTHING
@@ -183,5 +183,6 @@ def _shapes(
     return [tuple(row[1 : 1 + row[0]]) for row in rows.tolist()]
 
 
-def _nothing() -> Request:
+def nothing() -> Request:
+    """What begins where nothing moves."""
     return None

@@ -60,7 +60,7 @@ def as_typed(local: Local, k: int, name: str) -> str:
 
 def piece_of(local: Local, whole: str, dim: int, letter: str, output: str) -> str:
     """This rank's piece of a value that every rank has made whole, along one dim."""
-    shape = local.emit("Shape", [whole], "shape")
+    shape = local.emit("Shape", [whole], "whole_shape")
     size = local.emit("Gather", [shape, integers(local, "dim", [dim])], "size")
     length = local.emit("Div", [size, integers(local, "pieces", [local.cut(letter)])], "length")
     begin = local.emit("Mul", [length, integers(local, "piece", [local.index(letter)])], "begin")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ops.gradient import Gradients, NoGradient, gradient
-from partc.compiler.ops.gradient_extents import like
+from partc.compiler.ops.gradient_extents import like, shaped
 from partc.compiler.ops.windows import Windows, kernel_of, transposed_windows, windows_of
 
 # Where one form of a product becomes faster than another, measured on one core at 1 to 64 images.
@@ -117,6 +117,16 @@ def global_max_pool(g: Gradients, dy: str, x: str) -> str:
     """dX = dY where X is the largest; equal ones share it."""
     chosen = g.mask(g.Equal(x, g.output(0)), x)
     return g.Mul(chosen, g.Div(dy, g.sum(chosen, range(2, g.rank(x)), keepdims=True)))
+
+
+@gradient("Col2Im")
+def column_to_image(g: Gradients, dy: str, x: str, image: str, block: str) -> str:
+    """dX = what every place of every window sees of dY."""
+    kernel = g.known(block)
+    if kernel is None:
+        raise NoGradient("Col2Im with windows whose size only a run tells")
+    windows = windows_of(g, dy, dy, tuple(int(size) for size in kernel))
+    return shaped(g, _columns(g, dy, windows), x)
 
 
 def spread(g: Gradients, dy: str, w: str, x: str, windows: Windows, group: int) -> str:
@@ -244,14 +254,18 @@ def _depthwise(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Wind
 
 def _by_columns(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Windows, group: int) -> str:
     """The places of every window as columns, made by a convolution with one-hot kernels; then one product an image and group."""
+    columns = _as_columns(g, _columns(g, x, windows), x, dy, [group, math.prod(size[1:])])
+    rows = g.reshape(dy, [0, group, size[0] // group, -1])
+    return g.reshape(g.sum(g.MatMul(rows, g.mT(columns)), [0]), size)
+
+
+def _columns(g: Gradients, x: str, windows: Windows) -> str:
+    """What every place of the kernel sees of each channel by itself, as channels."""
     places = math.prod(windows.kernel)
     one_hot = g.constant(np.eye(places).reshape(places, 1, *windows.kernel), x)
     single = g.reshape(x, [-1, 1, *[0] * len(windows.kernel)])
     strides, dilations = list(windows.strides), list(windows.dilations)
-    columns = g.Conv(single, one_hot, strides=strides, dilations=dilations, pads=windows.pads)
-    columns = _as_columns(g, columns, x, dy, [group, size[1] * places])
-    rows = g.reshape(dy, [0, group, size[0] // group, -1])
-    return g.reshape(g.sum(g.MatMul(rows, g.mT(columns)), [0]), size)
+    return g.Conv(single, one_hot, strides=strides, dilations=dilations, pads=windows.pads)
 
 
 def _as_columns(g: Gradients, columns: str, x: str, dy: str, inner: list[int]) -> str:

@@ -18,11 +18,11 @@ move. What a parameter's readers give is its gradient; `gradients.py` has it red
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.cutting.choice import Choice, Instance
+from partc.compiler.cutting.choice import Instance
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.mesh import normal, on_common_mesh
@@ -32,10 +32,10 @@ from partc.compiler.ops.gradient import NoGradient, differentiate_nodes, stops_g
 from partc.compiler.parts.comm import Writer
 from partc.compiler.parts.copies import Copies, made_as, read_as, whole_on
 from partc.compiler.parts.drafts import Drafts
+from partc.compiler.parts.duals import Passing, dual, typed
 from partc.compiler.parts.gradients import GradientSums
 from partc.compiler.parts.localize import Localized, local_shape
-from partc.compiler.program import Copy, Group, Op, Program, Shape, ValueInfo
-from partc.compiler.shapes import type_text
+from partc.compiler.program import Copy, Group, Op, Program, Shape
 
 Emitted = Mapping[Instance, Sequence[tuple[Localized, Group]]]
 """What the forward pass made of every node, and on which ranks."""
@@ -145,7 +145,7 @@ class Backward:
         if not any(flows) and not captures:
             return
         dys: dict[str, str] = {}
-        passing: _Passing | None = None
+        passing: Passing | None = None
         for k, value in enumerate(node.outputs):
             home = made_as(self.program, instance, k)
             given = self._merged(self.routes.get(home, ())) if value in self.cotangents else {}
@@ -170,8 +170,9 @@ class Backward:
             if names[k] in made:
                 layout = self._dual_read(instance, k)
                 layout = passing.through(layout) if passing else layout
-                dual = Copy(self.cotangents[copy.value], copy.group, normal(layout))
-                self.terms.setdefault(copy, {}).setdefault(dual, []).append(made[names[k]])
+                given_as = Copy(self.cotangents[copy.value], copy.group, normal(layout))
+                self._shaped(made[names[k]], given_as)
+                self.terms.setdefault(copy, {}).setdefault(given_as, []).append(made[names[k]])
 
     def _local(self, instance: Instance, local: Localized, dys: Mapping[str, str], wanted: set[str]) -> Found:
         """The gradient of a node's local form."""
@@ -227,7 +228,7 @@ class Backward:
             ]
             nodes = [Op(_renamed(node, new), instance.node) for node in one.nodes]
             types = {
-                new.get(name, name): self._typed(value)
+                new.get(name, name): typed(self.program, value)
                 for name, value in one.scope.values.items()
                 if name in outputs or name in early or name in constants or name in _added(local, forward)
             }
@@ -248,15 +249,19 @@ class Backward:
                 made[name] = new.get(dx, dx)
         return made
 
-    def _typed(self, value: ir.Value) -> tuple[ir.Value, Shape | None]:
-        return typed(self.program, value)
+    def _shaped(self, name: str, copy: Copy) -> None:
+        """A cotangent has the shape of its primal's piece, also where inference could not tell."""
+        shape = local_shape(self.program, copy)
+        for draft in self.drafts.of(copy.group):
+            if name in draft.types and draft.types[name][1] is None and shape is not None:
+                draft.types[name] = (copy.value, shape)
 
     def _merged(self, needs: Sequence[Copy]) -> dict[Copy, list[str]]:
         """What the readers of some copies gave, by the layout in which it lies."""
         found: dict[Copy, list[str]] = {}
         for need in needs:
-            for dual, names in self.terms.pop(need, {}).items():
-                found.setdefault(dual, []).extend(names)
+            for copy, names in self.terms.pop(need, {}).items():
+                found.setdefault(copy, []).extend(names)
         return found
 
     def _finish(self, parameter: ir.Value) -> None:
@@ -266,9 +271,7 @@ class Backward:
         if given:
             self.sums.parameter(parameter, given, homes)
 
-    def _wanted(
-        self, instance: Instance, k: int, given: Mapping[Copy, Sequence[str]]
-    ) -> tuple[Layout, _Passing | None]:
+    def _wanted(self, instance: Instance, k: int, given: Mapping[Copy, Sequence[str]]) -> tuple[Layout, Passing | None]:
         """The layout in which the cotangent of an output is wanted.
 
         What a node makes of parameters alone (a transposed weight) takes terms of a sum and gives such, since the parameter's
@@ -282,7 +285,7 @@ class Backward:
         if common is None or common[0].cuts != common[1].cuts or not {*common[0].partial} <= {*common[1].partial}:
             return wanted, None
         terms = tuple(term for term in common[1].partial if term not in common[0].partial)
-        return common[1], _Passing(common[1], terms)
+        return common[1], Passing(common[1], terms)
 
     def _dual_made(self, instance: Instance, k: int) -> Layout:
         """The layout in which the cotangent of an output is wanted."""
@@ -297,7 +300,7 @@ class Backward:
                 "leave that dim whole",
             )
         summed = {axis for axis, _ in layout.partial}
-        return _dual(choice, layout.cuts, summed)
+        return dual(choice, layout.cuts, summed)
 
     def _dual_read(self, instance: Instance, k: int) -> Layout:
         """The layout in which a node gives the cotangent of an input."""
@@ -307,7 +310,7 @@ class Backward:
             value = instance.node.inputs[k]
             assert value is not None
             return whole_on(value, instance.group).layout
-        return _dual(choice, layout.cuts, set())
+        return dual(choice, layout.cuts, set())
 
     def _refuse(self, node: ir.Node, why: str, remedy: str = "") -> None:
         """Raises CompileError with the way from a parameter through the node."""
@@ -330,51 +333,9 @@ class Backward:
         )
 
 
-@dataclass(frozen=True)
-class _Passing:
-    """Terms of a sum that pass through a node, on the mesh of `layout`."""
-
-    layout: Layout
-    terms: tuple[tuple[int, str], ...]
-
-    def through(self, layout: Layout) -> Layout:
-        """The layout of an input's cotangent, with these terms."""
-        common = on_common_mesh(layout, self.layout)
-        assert common is not None
-        own = common[0]
-        return Layout(own.mesh, own.cuts, tuple(sorted({*own.partial, *self.terms})))
-
-
 def made_whole(program: Program, instance: Instance, value: ir.Value) -> bool:
     """Whether a node makes an output whole on every rank of its group."""
     return made_as(program, instance, instance.node.outputs.index(value)).layout.is_whole
-
-
-def typed(program: Program, value: ir.Value) -> tuple[ir.Value, Shape | None]:
-    """A value of the backward pass as programs list it: its shape where the symbols tell it."""
-    dims: list[int | str] | None = None if value.shape is None else []
-    for dim in value.shape.dims if value.shape is not None else ():
-        if isinstance(dim, int):
-            assert dims is not None
-            dims.append(dim)
-        elif dim.value is not None and dims is not None and dim.free_symbols() <= program.symbols.keys():
-            dims.append(str(dim.value))
-        else:
-            dims = None
-            break
-    shape = None if dims is None else tuple(dims)
-    copy = ir.Value(name=value.name, type=value.type, shape=None if shape is None else ir.Shape(shape))
-    bits = value.dtype.bitwidth if value.dtype is not None else None
-    assert isinstance(program.values, dict)
-    program.values[copy] = ValueInfo(type_text(value.type), shape, bits // 8 if bits and bits % 8 == 0 else None)
-    return copy, shape
-
-
-def _dual(choice: Choice, cuts: tuple[tuple[int, ...], ...], summed: set[int]) -> Layout:
-    """Cuts stay; an axis that cuts the node, but not this operand, leaves terms of a sum, unless it is `summed` itself."""
-    used = {axis for axes in choice.axes.values() for axis in axes}
-    here = {axis for axes in cuts for axis in axes}
-    return Layout(choice.mesh, cuts, tuple((axis, "sum") for axis in sorted(used - here - summed)))
 
 
 def _same(one: ir.Node, other: ir.Node) -> bool:

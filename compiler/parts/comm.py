@@ -108,7 +108,10 @@ class Writer:
         ranks = len(sets[0])
         item = self.program.values[values[0]].item_bytes or 1
         amount = str(math.ceil(Fraction(2 * (ranks - 1), ranks) * elements * item))
-        event = Event(len(self.events), fmt.ALL_REDUCE, values[0], made[0], sets, group, (elements,), amount, cause)
+        shape: Shape | None = (elements,)
+        if len(terms) == 1:
+            shape = self.drafts.of(move.group)[0].types[terms[0]][1]
+        event = Event(len(self.events), fmt.ALL_REDUCE, values[0], made[0], sets, group, shape, amount, cause)
         self.events.append(event)
         attributes: dict[str, int | str | tuple[int, ...]] = {fmt.GROUP: group, fmt.REDUCE: move.reduce}
         step = Comm(fmt.ALL_REDUCE, tuple(terms), tuple(made), attributes, event.tag, values[0], cause, amount)

@@ -22,6 +22,7 @@ from partc.compiler.parts.comm import Writer
 from partc.compiler.parts.copies import Copies, can_share, find_copies
 from partc.compiler.parts.drafts import Draft, Drafts
 from partc.compiler.parts.gradients import Gradient, GradientSums
+from partc.compiler.parts.lean_steps import lean_steps
 from partc.compiler.parts.localize import Localized, local_shape, localize
 from partc.compiler.parts.updates import Updates
 from partc.compiler.placing.pattern_rules import output_ranks
@@ -150,6 +151,9 @@ class _Held:
         key = id(draft), tuple(held.name for held in outputs)
         if key not in self.finished:
             steps = tuple(draft.program)
+            if self.program.training:
+                after = {held.name for held in outputs} | {one.next for one in draft.kept.values()}
+                steps = tuple(lean_steps(steps, after, draft.types))
             used = {name for step in steps for name in read_names(step)} | {held.name for held in outputs}
             inputs = tuple(held for held in self.read[rank].values() if held.name in used)
             weights = tuple(held for held in draft.weights.values() if held.name in used)

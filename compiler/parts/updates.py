@@ -17,10 +17,10 @@ import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.moves import AllReduce
-from partc.compiler.parts.backward import typed
 from partc.compiler.parts.comm import Writer
 from partc.compiler.parts.copies import Copies
 from partc.compiler.parts.drafts import Drafts
+from partc.compiler.parts.duals import typed
 from partc.compiler.parts.gradients import Gradient
 from partc.compiler.parts.localize import local_shape
 from partc.compiler.program import Copy, Group, Held, Kept, Op, Program

@@ -1,0 +1,144 @@
+"""The manifest of a program: what the runtime and `partc check` know of an artifact beside the rank files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+
+import onnx_ir as ir
+from partc.compiler.program import Event, Held, Kept, Program, Shape
+from partc.runtime import format as fmt
+
+
+def manifest_of(
+    program: Program,
+    files: Mapping[str, fmt.FileRecord],
+    sources: Mapping[str, fmt.SourceRecord | None],
+    programs: Sequence[str],
+) -> fmt.Manifest:
+    """The index of the artifact whose files are these; `programs` are the ranks' files."""
+    model = sources["model"]
+    assert model is not None
+    return fmt.Manifest(
+        format=1,
+        partc=version("partc"),
+        ranks=program.plan.ranks,
+        symbols={name: _symbol(program, name) for name in sorted(program.symbols)},
+        inputs=[
+            *(
+                _port(
+                    program,
+                    value,
+                    [(p.rank, one) for p in program.parts for one in p.inputs if one.copy.value is value],
+                )
+                for value in program.model.graph.inputs
+            ),
+            *_scalars(program),
+        ],
+        outputs=[
+            _port(
+                program, value, [(p.rank, one) for p in program.parts for one in p.outputs if one.copy.value is value]
+            )
+            for value in program.model.graph.outputs
+        ],
+        transfers=[_transfer(program, event) for event in program.events if event.op_type == fmt.SEND],
+        groups={name: [list(ranks) for ranks in sets] for name, sets in program.groups.items()},
+        collectives=[_collective(program, event) for event in program.events if event.op_type != fmt.SEND],
+        programs=list(programs) if len(set(programs)) < len(programs) else [],
+        state=_state(program),
+        training=program.training.record() if program.training else None,
+        files=dict(sorted(files.items())),
+        model=model,
+        plan=sources["plan"],
+    )
+
+
+def _scalars(program: Program) -> list[fmt.Port]:
+    """What every step of training is given beside the model's inputs."""
+    names = dict.fromkeys(name for part in program.parts for name in part.scalars)
+    return [
+        fmt.Port(name=name, type="tensor(float)", shape=[], ranks=[p.rank for p in program.parts if name in p.scalars])
+        for name in names
+    ]
+
+
+def _state(program: Program) -> list[fmt.StateRecord]:
+    """What ranks keep, one record for each name in rank files and what it holds."""
+    found: dict[tuple[str, str, str], list[tuple[int, Kept]]] = {}
+    for part in program.parts:
+        for one in part.kept:
+            found.setdefault((one.held.name, one.tensor, one.next), []).append((part.rank, one))
+    return [_kept(program, name, tensor, following, held) for (name, tensor, following), held in found.items()]
+
+
+def _kept(
+    program: Program, name: str, tensor: str, following: str, held: Sequence[tuple[int, Kept]]
+) -> fmt.StateRecord:
+    first = held[0][1]
+    info = program.values[first.held.copy.value]
+    whole = all(one.held.copy.layout.is_whole for _, one in held)
+    return fmt.StateRecord(
+        value=name,
+        next=following,
+        tensor=tensor,
+        kind=first.kind,
+        type=info.type,
+        shape=[dim for dim in info.shape or () if isinstance(dim, int)],
+        ranks=[rank for rank, _ in held],
+        boxes=None if whole else [_box(replace(one.held, index=one.held.copy.group.index(r))) for r, one in held],
+        parameter=first.parameter,
+        initial=first.initial,
+    )
+
+
+def _symbol(program: Program, name: str) -> fmt.SymbolRecord:
+    facts = program.symbols[name].facts
+    if facts.value is not None:
+        return fmt.SymbolRecord(min=facts.value, max=facts.value, divisor=1, remainder=0)
+    return fmt.SymbolRecord(min=facts.min or 0, max=facts.max, divisor=facts.divisor, remainder=facts.remainder)
+
+
+def _port(program: Program, value: ir.Value, held: Sequence[tuple[int, Held]]) -> fmt.Port:
+    info = program.values[value]
+    whole = all(one.copy.layout.is_whole for _, one in held)
+    boxes = None if whole else [_box(one) for _, one in held]
+    return fmt.Port(
+        name=value.name or "", type=info.type, shape=_shape(info.shape), ranks=[r for r, _ in held], boxes=boxes
+    )
+
+
+def _box(held: Held) -> list[list[int]]:
+    layout = held.copy.layout
+    return [[number, number + 1, layout.pieces(dim)] for dim, number in enumerate(layout.piece(held.index))]
+
+
+def _transfer(program: Program, event: Event) -> fmt.Transfer:
+    (source,), (target,) = event.ranks
+    return fmt.Transfer(
+        tag=event.tag,
+        value=event.name,
+        source=source,
+        target=target,
+        type=program.values[event.value].type,
+        shape=_shape(event.shape),
+        bytes=event.bytes,
+        cause=event.cause,
+    )
+
+
+def _collective(program: Program, event: Event) -> fmt.Collective:
+    return fmt.Collective(
+        tag=event.tag,
+        op=event.op_type,
+        value=event.name,
+        group=event.group,
+        type=program.values[event.value].type,
+        shape=_shape(event.shape),
+        bytes=event.bytes,
+        cause=event.cause,
+    )
+
+
+def _shape(shape: Shape | None) -> fmt.Shape:
+    return None if shape is None else list(shape)
