@@ -28,6 +28,10 @@ def average(x: tuple[int, ...], *kernel: int, static: bool = False, **attributes
     return proof("AveragePool", [x], {"kernel_shape": kernel, **attributes}, fixed={0: (1,)}, static=static)
 
 
+def columns(x: tuple[int, ...], image: list[int], block: list[int], **attributes: Any) -> Proof:
+    return proof("Col2Im", [x], attributes, constants={1: image, 2: block}, close=1e-3)
+
+
 CASES = [
     conv((2, 6, 9, 8), (6, 6, 3, 3), bias=True),
     conv((2, 6, 9, 8), (6, 6, 3, 2), strides=[2, 3], pads=[1, 0, 2, 1]),
@@ -70,6 +74,8 @@ CASES = [
     average((2, 6, 11), 3),
     proof("MaxPool", [(2, 6, 9, 8)], {"kernel_shape": [2, 3], "strides": [2, 2], "ceil_mode": 1}, static=True),
     proof("AveragePool", [(2, 6, 9, 8)], {"kernel_shape": [2, 3], "strides": [2, 2], "ceil_mode": 1}, static=True),
+    columns((2, 12, 24), [6, 5], [3, 2], pads=[1, 0, 1, 0]),
+    columns((2, 18, 12), [9, 7], [2, 3], strides=[2, 1], dilations=[2, 2]),
     proof("GlobalAveragePool", [(2, 6, 4, 6)]),
     proof("GlobalMaxPool", [(2, 6, 4, 6)]),
 ]
