@@ -1,9 +1,10 @@
-"""Makes the digit files of this folder from the MNIST test set in IDX form.
+"""Makes the digit files of this folder from the MNIST test set in IDX form; `for_lenet` is what training does with digits.
 
     python digits.py t10k-images-idx3-ubyte.gz t10k-labels-idx1-ubyte.gz
 
-`mnist_320.npz` holds the first 320 digits as they are (`images`, `labels`). `digits.npz` and `digits_7.npz` hold the first
-32 and the 7 after these as LeNet's input `x`: 32x32 pixels, bilinear, mean 0 and standard deviation 1 over MNIST.
+`mnist_320.npz` holds the first 320 digits as they are (`images`, `labels`), to train on, `mnist_160.npz` the 160 after these, to
+evaluate on. `digits.npz` and `digits_7.npz` hold the first 32 and the 7 after these as LeNet's input `x`: 32x32 pixels, bilinear,
+mean 0 and standard deviation 1 over MNIST.
 
 Data: MNIST by Y. LeCun, C. Cortes and C. Burges, CC BY-SA 3.0.
 """
@@ -46,9 +47,15 @@ def lenet_input(images: np.ndarray) -> np.ndarray:
     return ((x - np.float32(MEAN)) / np.float32(DEVIATION))[:, None]
 
 
+def for_lenet(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A batch of digits as they are in MNIST, as LeNet takes them."""
+    return {**batch, "x": lenet_input(batch["x"])}
+
+
 def main(images: Path, labels: Path, folder: Path) -> None:
-    digits, classes = read_idx(images)[:320], read_idx(labels)[:320]
-    np.savez_compressed(folder / "mnist_320.npz", images=digits, labels=classes)
+    digits, classes = read_idx(images)[:480], read_idx(labels)[:480]
+    np.savez_compressed(folder / "mnist_320.npz", images=digits[:320], labels=classes[:320])
+    np.savez_compressed(folder / "mnist_160.npz", images=digits[320:], labels=classes[320:])
     np.savez_compressed(folder / "digits.npz", x=lenet_input(digits[:32]))
     np.savez_compressed(folder / "digits_7.npz", x=lenet_input(digits[32:39]))
 
