@@ -1,7 +1,7 @@
 """Makes inputs of the network from the MNIST digits that lie beside the LeNet: `python digits.py 8 64 512`.
 
 Each number is a batch: `digits_64.npz` holds the first 64 digits as the input `x`, pixels from 0 to 1; after 320 they begin
-again. Data: MNIST by Y. LeCun, C. Cortes and C. Burges, CC BY-SA 3.0.
+again. `from_0_to_1` is what training does with digits. Data: MNIST by Y. LeCun, C. Cortes and C. Burges, CC BY-SA 3.0.
 """
 
 import sys
@@ -18,6 +18,11 @@ def digits(batch: int) -> np.ndarray:
     with np.load(MNIST) as archive:
         images = archive["images"]
     return images[np.arange(batch) % len(images), None].astype(np.float32) / np.float32(255)
+
+
+def from_0_to_1(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A batch of digits as they are in MNIST, as the network takes them."""
+    return {**batch, "x": batch["x"].astype(np.float32) / np.float32(255)}
 
 
 if __name__ == "__main__":
