@@ -193,7 +193,9 @@ outputs:
     assert said(text) == "\n".join(
         [
             "plan.yaml:2: unknown key 'rank'\n  help: the nearest is 'ranks'",
-            "plan.yaml:3: 'train' is not in this version of partc\n  help: take it away",
+            "plan.yaml:3: 'train.loss' is missing; it is what training makes smaller\n"
+            "  help: write loss: {type: softmax_cross_entropy, logits: logits, labels: label}, or the name of a scalar output",
+            "plan.yaml:3: 'train.optimizer' is missing\n  help: write optimizer: {type: momentum, lr: 0.01, momentum: 0.9}",
             "plan.yaml:5: symbol 'batch': unknown key 'divisr'\n  help: the nearest is 'divisor'",
             "plan.yaml:8: symbol 'b': For 'Symbol', the 'remainder' value should be in the range '[0, 8)', but got 9",
             "plan.yaml:11: symbol 'c': For 'Symbol', the 'max' value should be 0 (no maximum) or at least 8, the smallest "
@@ -275,6 +277,7 @@ def test_the_schema_is_one_for_editors() -> None:
         "sharding",
         "outputs",
         "max_reshard_bytes",
+        "train",
     ]
     assert schema["required"] == ["ranks"]
     assert schema["additionalProperties"] is False

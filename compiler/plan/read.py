@@ -24,6 +24,7 @@ from partc.compiler.plan.rules import (
 )
 from partc.compiler.plan.schema import LATER, PlanEntries, SymbolEntry
 from partc.compiler.plan.sharding import ShardingEntry
+from partc.compiler.plan.training import CheckpointEntry, ClipEntry, ParameterEntry, TrainEntry
 from partc.compiler.plan.violation import Violation, shown
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -41,6 +42,15 @@ __all__ = [
     "read_plan",
 ]
 
+_EXAMPLES = {
+    "loss": "write loss: {type: softmax_cross_entropy, logits: logits, labels: label}, or the name of a scalar output",
+    "optimizer": "write optimizer: {type: momentum, lr: 0.01, momentum: 0.9}",
+}
+_TRAINING: dict[str, type[BaseModel]] = {
+    "parameters": ParameterEntry,
+    "clip": ClipEntry,
+    "checkpoint": CheckpointEntry,
+}
 _EXPECTED = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -124,6 +134,9 @@ def _problem(detail: ErrorDetails, document: Document) -> Problem:
         return violation.at(document.where(*at), subject)
     if kind == "extra_forbidden":
         return _unknown(where, steps)
+    if kind == "missing" and steps[0] == "train":
+        about = "; it is what training makes smaller" if steps[-1] == "loss" else ""
+        return Problem(document.where("train"), f"{subject} is missing{about}", help=_EXAMPLES.get(str(steps[-1]), ""))
     if kind == "missing":
         return Problem(document.where(), "'ranks' is missing", help="begin with the number of ranks, 'ranks: 2'")
     if kind == "greater_than_equal":
@@ -140,7 +153,9 @@ def _unknown(where: str, steps: tuple[str | int, ...]) -> Problem:
     if len(steps) == 1 and key in LATER:
         return Problem(where, f"'{key}' is not in this version of partc", help="take it away")
     model: type[BaseModel] = PlanEntries
-    if len(steps) > 1:
+    if steps[0] == "train":
+        model = _TRAINING.get(str(steps[1]), TrainEntry) if len(steps) > 2 else TrainEntry
+    elif len(steps) > 1:
         model = ShardingEntry if steps[0] == "sharding" else SymbolEntry
     keys = [field.alias or name for name, field in model.model_fields.items()]
     near = nearest(key, keys, 1)
@@ -172,6 +187,8 @@ def _subject(steps: tuple[str | int, ...]) -> str:
             return f"sharding of '{pattern}'{_operand(inside)}"
         case ("outputs", pattern):
             return f"delivery of '{pattern}'"
+        case ("train", "parameters", pattern, *inside):
+            return f"parameters '{pattern}'" + "".join(f", '{key}'" for key in inside)
         case _:
             return "'" + ".".join(str(step) for step in steps) + "'"
 

@@ -23,6 +23,8 @@ from partc.compiler.plan.violation import Violation
 from partc.compiler.training.losses import Loss, loss
 from partc.compiler.training.metrics import Metric, metric
 from partc.compiler.training.optimizers import Optimizer, optimizer
+from partc.runtime.errors import UsageError
+from partc.runtime.training.schedule import schedule
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PlainValidator
 
 SUM_OVER_RANKS = "sum_over_ranks"
@@ -67,9 +69,12 @@ def _said(check: Any, *options: Any) -> Any:
     except CompileError as error:
         first = error.problems[0]
         facts = "; ".join(problem.fact for problem in error.problems)
-        raise Violation(facts, first.law, first.help) from None
-    except (ValueError, TypeError) as error:
-        raise Violation(str(error)) from None
+        raise Violation(
+            facts, first.law, first.help, first.where.removeprefix(_KEY) if _KEY in first.where else ""
+        ) from None
+    except (ValueError, TypeError, UsageError) as error:
+        fact, _, help = str(error).partition("\n  help: ")
+        raise Violation(fact.removeprefix("schedule: "), help=help) from None
 
 
 @dataclass(frozen=True)
@@ -100,8 +105,15 @@ def _optimizer(value: object) -> Optimizer:
             "an optimizer is a mapping with its type", help="write {type: momentum, lr: 0.01, momentum: 0.9}"
         )
     options = {key: one for key, one in value.items() if key != "type"}
-    found: Optimizer = _said(optimizer, value["type"], options)
+    found: Optimizer = _said(optimizer, value["type"], options, lambda key: f"{_KEY}{key}" if key in options else "")
     return found
+
+
+def _schedule(value: Json | None) -> Json | None:
+    """A schedule that the runtime will take; a user's own function is looked at when training begins."""
+    if value is not None and value.get("type") != "python":
+        _said(schedule, value, 1.0)
+    return value
 
 
 def _metrics(value: object) -> dict[str, Metric]:
@@ -128,6 +140,7 @@ def _or_empty(value: object) -> object:
     return {} if value is None else value
 
 
+_KEY = "key "
 _LOSS_HELP = "write {type: softmax_cross_entropy, logits: logits, labels: label}"
 Json: TypeAlias = dict[str, JsonValue]
 LossForm: TypeAlias = Annotated[LossChoice, PlainValidator(_loss, json_schema_input_type=str | Json)]
@@ -177,7 +190,7 @@ class TrainEntry(BaseModel):
     optimizer: OptimizerForm = Field(
         description="The type of the optimizer with its options; `lr` is the learning rate."
     )
-    schedule: Json | None = Field(
+    schedule: Annotated[Json | None, AfterValidator(_schedule)] = Field(
         None, description="How the learning rate goes from step to step: {type: cosine, ...}."
     )
     parameters: Annotated[
