@@ -5,20 +5,38 @@ The whole is compiled for one rank, whose programs have no communication; `test_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from partc.compiler.load.source import Source
+from partc.compiler.load.trace import trace
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.program import Program
 from partc.runtime import load_local
-from partc.runtime.cuts import merge
+from partc.runtime.cuts import local, merge
 from partc.runtime.program import LocalProgram
+from partc.runtime.training.schedule import scalars, schedule
+from training_models import CrossEntropy, Model
 
 Tensors = dict[str, np.ndarray]
+
+FLOAT_STEPS = 4e-7
+"""What rounding may do to a float32 in some steps, of its size."""
+
+
+def source_of(one: Model) -> Source:
+    """A model whose input is `x` and output `y`, so that names are those of the network; or with the `loss` that it makes itself."""
+    if not isinstance(one.module, CrossEntropy):
+        return Source(trace(one.module, one.inputs, ["loss"], one.name))
+    given = next(iter(inspect.signature(one.module.net.forward).parameters.keys() - {"op"}))
+    model = trace(one.module.net, [replace(one.inputs[0], name=given)], ["y"], one.name)
+    model.graph.inputs[0].name = "x"
+    return Source(model)
 
 
 def train_whole(plan: str) -> str:
@@ -27,28 +45,44 @@ def train_whole(plan: str) -> str:
 
 
 def trained(
-    source: Source, plan: str, out: Path, steps: Sequence[Mapping[str, Any]], start: Mapping[str, np.ndarray] | None = None
+    source: Source,
+    plan: str,
+    out: Path,
+    steps: Sequence[Mapping[str, Any]],
+    start: Mapping[str, np.ndarray] | None = None,
 ) -> tuple[list[dict[str, Any]], Tensors, Program]:
     """What every step gives, and all tensors after the last, whole, by their global names; `start` are weights to begin with."""
+    given, _, after, program = _trained(source, plan, out, steps, start)
+    return given, after, program
+
+
+def _trained(
+    source: Source,
+    plan: str,
+    out: Path,
+    steps: Sequence[Mapping[str, Any]],
+    start: Mapping[str, np.ndarray] | None = None,
+) -> tuple[list[dict[str, Any]], Tensors, Tensors, Program]:
+    """As `trained`, with the tensors before the first step too."""
     program = compile_source(source, parse_plan(plan, "plan.yaml"), out).program
     with load_local(out) as ranks:
         if start is not None:
             put(ranks, start)
+        before = tensors(ranks)
         given = [ranks({**fed(ranks, k), **step}) for k, step in enumerate(steps)]
-        return given, tensors(ranks), program
+        return given, before, tensors(ranks), program
 
 
 def fed(ranks: LocalProgram, step: int) -> dict[str, np.ndarray]:
     """The numbers of a step that the loop gives."""
-    from partc.runtime.training.schedule import scalars
-
     record = ranks.manifest.training
     assert record is not None
-    hyper = {name: value for name, value in record.optimizer.items() if name != "type"}
-    known = {port.name for port in ranks.inputs}
-    found: dict[str, Any] = {n: np.array(v) for n, v in scalars(
-        [name for name in record.scalars if name != "step"], step, hyper).items()}  # type: ignore[arg-type]
+    hyper = {name: float(value) for name, value in record.optimizer.items() if isinstance(value, int | float)}
+    rate = schedule(record.schedule or None, hyper["lr"])
+    names = [name for name in record.scalars if name != "step"]
+    found = {name: np.array(value) for name, value in scalars(names, step, {**hyper, "lr": rate(step)}).items()}
     found["step"] = np.array(step, np.int64)
+    known = {port.name for port in ranks.inputs}
     return {name: value for name, value in found.items() if name in known}
 
 
@@ -76,8 +110,6 @@ def tensors(ranks: LocalProgram) -> Tensors:
 
 def put(ranks: LocalProgram, start: Mapping[str, np.ndarray]) -> None:
     """Gives every rank its pieces of some tensors."""
-    from partc.runtime.cuts import local
-
     for rank in ranks.ranks:
         for record, array in rank.state.arrays():
             if record.tensor in start:
@@ -87,17 +119,38 @@ def put(ranks: LocalProgram, start: Mapping[str, np.ndarray]) -> None:
 
 
 def same_training(
-    source: Any, plan: str, folder: Path, steps: Sequence[Mapping[str, Any]], *, rtol: float, atol: float
+    source: Callable[[], Source],
+    plan: str,
+    folder: Path,
+    steps: Sequence[Mapping[str, Any]],
+    *,
+    rtol: float,
+    atol: float,
+    start: Mapping[str, np.ndarray] | None = None,
 ) -> Program:
-    """Trains whole and cut; losses and all tensors are compared. `source()` gives the model anew. Gives the compiled program."""
-    want, whole, _ = trained(source(), train_whole(plan), folder / "whole", steps)
-    have, cut, program = trained(source(), plan, folder / "cut", steps)
+    """Trains whole and cut; losses and all tensors are compared. `source()` gives the model anew. Gives the compiled program.
+
+    `atol` of a tensor is of the largest change that the steps made of it, so that a small learning rate hides no wrong gradient.
+    """
+    want, before, whole, _ = _trained(source(), train_whole(plan), folder / "whole", steps, start)
+    have, _, cut, program = _trained(source(), plan, folder / "cut", steps, start)
     for k, (one, other) in enumerate(zip(have, want, strict=True)):
         assert one.keys() == other.keys()
         for name, value in other.items():
-            np.testing.assert_allclose(one[name], value, rtol=rtol, atol=atol, err_msg=f"step {k}: {name}")
-    assert cut.keys() == whole.keys()
-    for name, value in whole.items():
-        scale = max(1e-3, float(np.abs(value).max(initial=0.0)))
-        np.testing.assert_allclose(cut[name], value, rtol=rtol, atol=atol * scale, err_msg=name)
+            np.testing.assert_allclose(one[name], value, rtol=rtol, atol=rtol, err_msg=f"step {k}: {name}")
+    same_tensors(cut, whole, before, atol)
     return program
+
+
+def same_tensors(have: Tensors, want: Tensors, before: Tensors, atol: float) -> None:
+    """Compares tensors after some steps; `atol` is of a tensor's largest change, and of a thousandth of that of all tensors."""
+    assert have.keys() == want.keys()
+    changes = {name: _largest(value - before[name]) for name, value in want.items()}
+    least = max(changes.values(), default=0.0) / 1000
+    for name, value in want.items():
+        bound = atol * max(changes[name], least) + FLOAT_STEPS * _largest(value)
+        np.testing.assert_allclose(have[name], value, rtol=0, atol=bound, err_msg=name)
+
+
+def _largest(array: np.ndarray) -> float:
+    return float(np.abs(array).max(initial=0.0))

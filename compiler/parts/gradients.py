@@ -56,6 +56,7 @@ class GradientSums:
         self.bucket_bytes = bucket_bytes
         self.gradients: list[Gradient] = []
         self.taken: set[tuple[str, int]] = set()
+        self._sent: set[tuple[str, int]] = set()
         self._open: dict[tuple[str, str], _Bucket] = {}
 
     def gathered(self, given: Mapping[Copy, Sequence[str]], target: Copy, name: str = "") -> str:
@@ -68,6 +69,7 @@ class GradientSums:
 
     def parameter(self, value: ir.Value, given: Mapping[Copy, Sequence[str]], homes: Sequence[Copy]) -> None:
         """The gradient of a parameter that lies as `homes`: reduced on the first of them, and handed on to the others."""
+        homes = self._own_homes(homes)
         main = homes[0]
         target = Copy(self.cotangents[value], main.group, main.layout)
         wanted = f"{self.writer.names[main]}.grad"
@@ -78,6 +80,14 @@ class GradientSums:
                 self._bucketed(value, copy, self._sum(copy, names), target, moves[0], homes)
                 return
         self._ready(value, self.gathered(given, target, wanted), target, homes)
+
+    def _own_homes(self, homes: Sequence[Copy]) -> list[Copy]:
+        """The homes without those whose ranks have the same tensor by a larger one: it is updated once."""
+        names, found = self.writer.names, list[Copy]()
+        for home in sorted(homes, key=lambda home: -len(home.group)):
+            if not any(names[one] == names[home] and {*home.group} <= {*one.group} for one in found):
+                found.append(home)
+        return sorted(found, key=homes.index)
 
     def flush(self) -> None:
         """Reduces what is left."""
@@ -135,8 +145,13 @@ class GradientSums:
         if copy == target:
             return name
         names = self.writer.names
-        names[copy] = name
         final = wanted or str(target.value.name)
+        if copy.group != target.group:
+            # Ops whose cotangents are one value (a Sum's) send it for each, and a message has a name of its own.
+            if any((name, rank) in self._sent for rank in copy.group):
+                name = self._emit(copy, "Identity", [name], self._free(copy.group, final))
+            self._sent.update((name, rank) for rank in copy.group)
+        names[copy] = name
         names[target] = self._free(tuple(dict.fromkeys((*copy.group, *target.group))), final)
         primal = str(target.value.name).removesuffix(".grad")
         self.writer.make(copy, target, f"gradient of '{primal}'")

@@ -70,6 +70,10 @@ class Updates:
         scalars = {scalar: ir.Value(name=scalar) for scalar in optimizer.scalars}
         if clipped:
             scalars["scale"] = ir.Value(name=_SCALE)
+        cut = tuple(axis for axes in one.home.layout.cuts for axis in axes)
+        reduced = None
+        if cut and not optimizer.is_elementwise:
+            reduced = ir.Value(name=f"{name}.squares.whole", type=kind, shape=ir.Shape([2]))
         update = optimizer.update(
             value(name),
             value(one.name),
@@ -79,33 +83,17 @@ class Updates:
             weight_decay=learned.weight_decay,
             lr_multiplier=learned.lr,
             clip_value=self.training.clip_value or 0.0,
+            reduced=reduced,
         )
-        cut = tuple(axis for axes in one.home.layout.cuts for axis in axes)
-        if update.squares is not None and cut:
-            reduced = ir.Value(
-                name=f"{update.squares.name}.whole", type=update.squares.type, shape=update.squares.shape
-            )
-            update = optimizer.update(
-                value(name),
-                value(one.name),
-                slots,
-                scalars,
-                made,
-                weight_decay=learned.weight_decay,
-                lr_multiplier=learned.lr,
-                clip_value=self.training.clip_value or 0.0,
-                reduced=reduced,
-            )
-            self._append(group, update.before)
+        self._append(group, update.before)
+        if reduced is not None:
+            assert update.squares is not None
             self._types(group, [reduced])
             move = AllReduce(group, Layout(one.home.layout.mesh, ((),)), cut, "sum")
             whole = typed(self.program, reduced)[0]
-            self.writer.all_reduce(
-                move, [whole], [str(update.before[-1].outputs[0].name)], [str(reduced.name)], 2, f"norms of '{tensor}'"
-            )
-            self._append(group, update.after)
-        else:
-            self._append(group, update.nodes)
+            terms, sums = [str(update.squares.name)], [str(reduced.name)]
+            self.writer.all_reduce(move, [whole], terms, sums, 2, f"norms of '{tensor}'")
+        self._append(group, update.after)
         for draft in self.drafts.of(group):
             draft.scalars |= dict.fromkeys(optimizer.scalars)
         self._types(group, [*slots, *made])
