@@ -181,7 +181,8 @@ def weight(g: Gradients, x: str, dy: str, w: str, windows: Windows, group: int) 
 
     Depthwise: a product a place, element by element. Groups, or a small kernel over few channels: columns by a convolution with
     one-hot kernels. A larger kernel over few channels: a convolution by dY. Else products of matrices: of small images one
-    product with the columns of every window; of others one a place, images in order of channels where they are large.
+    product with the columns of every window; of others one a place, images in order of channels where they are large or the
+    kernel is one place.
     """
     size = g.static(w)
     if size is None or g.shape(dy) is None:
@@ -196,7 +197,7 @@ def weight(g: Gradients, x: str, dy: str, w: str, windows: Windows, group: int) 
         return _by_convolution(g, x, dy, size, windows)
     if positions < SMALL_IMAGE:
         return _by_rows(g, x, dy, size, windows)
-    if positions >= LARGE_IMAGE:
+    if positions >= LARGE_IMAGE or math.prod(windows.kernel) == 1:
         return _by_place(g, x, dy, size, windows)
     return _by_place_channels_last(g, x, dy, size, windows)
 
