@@ -18,6 +18,7 @@ from partc.compiler.annotations.write import write_annotated
 from partc.compiler.cutting.budget import check_budget
 from partc.compiler.cutting.normalize import TARGET, cuts, normalize
 from partc.compiler.cutting.sharding import shard
+from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load import load
 from partc.compiler.load.names import node_paths
 from partc.compiler.load.source import Source
@@ -68,6 +69,11 @@ def start(
     if plan.train is None:
         model = normalize(source.model, name) if cut else source.model
         return Program(name=name, model=model, plan=plan, declared=declared, paths=node_paths(model))
+    axes = [axis for axis, _ in plan.mesh]
+    if isinstance(plan.train.shard, str) and plan.train.shard not in axes:
+        fact = f"the optimizer is shared out over '{plan.train.shard}', and the mesh has no such axis"
+        help_ = f"its axes are {', '.join(axes)}" if axes else "give the plan a mesh, {dp: 4}, or write shard: true"
+        raise CompileError(Problem(plan.train.where, fact, help=help_))
     learned = learned_names(source.model)
     model = normalize(source.model.clone(), name, TARGET)
     training = attach(model, plan.train, learned, cut=cut, evaluation=evaluation)

@@ -193,7 +193,10 @@ def unbroadcast(g: Gradients, dx: str, x: str) -> str:
         pairs = list(zip(have[lead:], want, strict=True)) if lead >= 0 else []
         if lead >= 0 and all(same(a, b) or _is_one(a) or isinstance(b, int) for a, b in pairs):
             spread = [lead + k for k, (a, b) in enumerate(pairs) if _is_one(b) and not same(a, b)]
-            return g.sum(g.sum(dx, spread, keepdims=True), list(range(lead)))
+            dx = g.sum(dx, spread, keepdims=True)
+            for axis in reversed(range(lead)):  # onnxruntime is far slower at two leading axes at once
+                dx = g.sum(dx, [axis])
+            return dx
     shape, spread_shape = g.shape_of(x), g.shape_of(dx)
     if have is None or want is None:
         ranks = g.Sub(g.Shape(spread_shape), g.Shape(shape))
@@ -214,11 +217,13 @@ def _total(scope: Scope, name: str, terms: dict[str, list[str]]) -> str | None:
     found = terms.get(name)
     if not found:
         return None
-    if len(found) > 1:
-        total = f"{name}.grad"
-        scope.add(scope.node("Add" if len(found) == 2 else "Sum", found, [total]))
-        terms[name] = [total]
-    return terms[name][0]
+    total = found[0]
+    for at, term in enumerate(found[1:]):  # onnxruntime's Sum of several is slower than so many Adds
+        made = f"{name}.grad" + (f".{len(found) - at - 1}" if at < len(found) - 2 else "")
+        scope.add(scope.node("Add", [total, term], [made]))
+        total = made
+    terms[name] = [total]
+    return total
 
 
 def _stops(node: ir.Node) -> bool:

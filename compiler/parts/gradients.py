@@ -18,16 +18,18 @@ from partc.compiler.layouts.reshard import lower
 from partc.compiler.parts.comm import Writer
 from partc.compiler.parts.drafts import Drafts
 from partc.compiler.parts.localize import local_shape
+from partc.compiler.parts.shards import Over, shared_out
 from partc.compiler.program import Copy, Group, Op, Program
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A parameter's gradient where a copy of the parameter lies: its name there."""
+    """A parameter's gradient where a copy of the parameter lies: its name there, and what each rank updates of that copy."""
 
     parameter: ir.Value
     home: Copy
     name: str
+    share: Copy
 
 
 @dataclass
@@ -51,9 +53,10 @@ class GradientSums:
         writer: Writer,
         drafts: Drafts,
         bucket_bytes: int,
+        over: Over = None,
     ) -> None:
         self.program, self.cotangents, self.writer, self.drafts = program, cotangents, writer, drafts
-        self.bucket_bytes = bucket_bytes
+        self.bucket_bytes, self.over = bucket_bytes, over
         self.gradients: list[Gradient] = []
         self.taken: set[tuple[str, int]] = set()
         self._sent: set[tuple[str, int]] = set()
@@ -71,7 +74,8 @@ class GradientSums:
         """The gradient of a parameter that lies as `homes`: reduced on the first of them, and handed on to the others."""
         homes = self._own_homes(homes)
         main = homes[0]
-        target = Copy(self.cotangents[value], main.group, main.layout)
+        share = shared_out(self.program, main, self.over) if len(homes) == 1 else main
+        target = Copy(self.cotangents[value], main.group, share.layout)
         wanted = f"{self.writer.names[main]}.grad"
         if len(given) == 1:
             ((copy, names),) = given.items()
@@ -124,11 +128,13 @@ class GradientSums:
     def _ready(self, value: ir.Value, name: str, target: Copy, homes: Sequence[Copy]) -> None:
         """A gradient is there on the first home of its parameter: it goes to the others, each with a value of its own."""
         name = self._own(target, name, f"{self.writer.names[homes[0]]}.grad")
-        self.gradients.append(Gradient(value, homes[0], name))
+        share = Copy(value, target.group, target.layout)
+        self.gradients.append(Gradient(value, homes[0], name, share))
         for home in homes[1:]:
             wanted = Copy(self.cotangents[value], home.group, home.layout)
             other = self._brought(target, name, wanted, f"{self.writer.names[home]}.grad")
-            self.gradients.append(Gradient(value, home, self._own(wanted, other, f"{self.writer.names[home]}.grad")))
+            own = self._own(wanted, other, f"{self.writer.names[home]}.grad")
+            self.gradients.append(Gradient(value, home, own, home))
 
     def _own(self, copy: Copy, name: str, wanted: str) -> str:
         """The name of a value that is nobody else's gradient, and that a node of the program made."""

@@ -59,7 +59,9 @@ def partition(program: Program) -> Program:
     if program.training:
         gradients: list[Gradient] = []
         if program.training.backward:
-            sums = GradientSums(program, cotangents, writer, drafts, program.training.bucket_bytes)
+            sums = GradientSums(
+                program, cotangents, writer, drafts, program.training.bucket_bytes, program.training.shard
+            )
             Backward(program, cotangents, copies, writer, drafts, emitted, sums).run()
             sums.flush()
             gradients = sums.gradients

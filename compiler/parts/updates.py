@@ -59,23 +59,25 @@ class Updates:
     def _update(self, one: Gradient, clipped: bool) -> None:
         optimizer, learned = self.training.optimizer, self.training.parameters[one.parameter]
         name, group, tensor = self.writer.names[one.home], one.home.group, one.parameter.name or ""
-        shape = ir.Shape(local_shape(self.program, one.home) or ())
+        shared = one.share != one.home
+        shape = ir.Shape(local_shape(self.program, one.share) or ())
+        piece = self._share(one, name) if shared else name
         kind = one.parameter.type
 
         def value(name: str) -> ir.Value:
             return ir.Value(name=name, type=kind, shape=shape)
 
         slots = [value(f"{name}.{slot}") for slot in optimizer.slots]
-        made = [value(f"{name}.next"), *(value(f"{slot.name}.next") for slot in slots)]
+        made = [value(f"{piece}.next"), *(value(f"{slot.name}.next") for slot in slots)]
         scalars = {scalar: ir.Value(name=scalar) for scalar in optimizer.scalars}
         if clipped:
             scalars["scale"] = ir.Value(name=_SCALE)
-        cut = tuple(axis for axes in one.home.layout.cuts for axis in axes)
+        cut = tuple(axis for axes in one.share.layout.cuts for axis in axes)
         reduced = None
         if cut and not optimizer.is_elementwise:
             reduced = ir.Value(name=f"{name}.squares.whole", type=kind, shape=ir.Shape([2]))
         update = optimizer.update(
-            value(name),
+            value(piece),
             value(one.name),
             slots,
             scalars,
@@ -89,7 +91,7 @@ class Updates:
         if reduced is not None:
             assert update.squares is not None
             self._types(group, [reduced])
-            move = AllReduce(group, Layout(one.home.layout.mesh, ((),)), cut, "sum")
+            move = AllReduce(group, Layout(one.share.layout.mesh, ((),)), cut, "sum")
             whole = typed(self.program, reduced)[0]
             terms, sums = [str(update.squares.name)], [str(reduced.name)]
             self.writer.all_reduce(move, [whole], terms, sums, 2, f"norms of '{tensor}'")
@@ -97,10 +99,12 @@ class Updates:
         for draft in self.drafts.of(group):
             draft.scalars |= dict.fromkeys(optimizer.scalars)
         self._types(group, [*slots, *made])
-        self._keep(one.home, name, str(made[0].name), tensor, "parameter")
+        if shared:
+            self._gather(one, name, str(made[0].name))
+        self._keep(one.home, name, f"{name}.next", tensor, "parameter")
         for slot, state, following in zip(optimizer.slots, slots, made[1:], strict=True):
             self._keep(
-                one.home,
+                one.share,
                 str(state.name),
                 str(following.name),
                 f"{tensor}.{slot}",
@@ -108,6 +112,21 @@ class Updates:
                 tensor,
                 optimizer.initial(slot),
             )
+
+    def _share(self, one: Gradient, name: str) -> str:
+        """The name of a rank's share of a parameter, cut out of what it holds."""
+        self.writer.names[one.share] = f"{name}.share"
+        self.writer.make(one.home, one.share, f"update of '{one.parameter.name}'")
+        return self.writer.names.pop(one.share)
+
+    def _gather(self, one: Gradient, name: str, made: str) -> None:
+        """The next parameter out of the shares that ranks have updated."""
+        following = ir.Value(name=f"{name}.next", type=one.parameter.type, shape=one.parameter.shape)
+        assert isinstance(self.program.values, dict)
+        self.program.values[following] = self.program.values[one.parameter]
+        share, whole = (Copy(following, copy.group, copy.layout) for copy in (one.share, one.home))
+        self.writer.names |= {share: made, whole: f"{name}.next"}
+        self.writer.make(share, whole, f"update of '{one.parameter.name}'")
 
     def _keep(
         self, home: Copy, name: str, made: str, tensor: str, kind: Kind, parameter: str = "", initial: float = 0.0
@@ -139,9 +158,9 @@ class Updates:
             name, group = f"{one.name}.squares", one.home.group
             self._emit(group, "ReduceSumSquare", [one.name], name, keepdims=0)
             counted = name
-            if len(one.home.layout.holders) < len(group):
+            if len(one.share.layout.holders) < len(group):
                 counted = f"{name}.counted"
-                self._first_only(one.home, f"{name}.counts")
+                self._first_only(one.share, f"{name}.counts")
                 self._emit(group, "Mul", [name, f"{name}.counts"], counted)
             for rank in group:
                 terms.setdefault(rank, []).append(counted)

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from partc.compiler.errors import CompileError
 from partc.compiler.plan.pattern import compile_pattern
-from partc.compiler.plan.violation import Violation
+from partc.compiler.plan.violation import Violation, shown
 from partc.compiler.training.losses import Loss, loss
 from partc.compiler.training.metrics import Metric, metric
 from partc.compiler.training.optimizers import Optimizer, optimizer
@@ -52,6 +52,7 @@ class TrainRules:
     loss: Loss
     optimizer: Optimizer
     per_rank_mean: bool = False
+    shard: str | Literal[True] | None = None
     schedule: Mapping[str, JsonValue] = field(default_factory=dict)
     parameters: tuple[ParameterRule, ...] = ()
     metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -97,16 +98,27 @@ def _loss(value: object) -> LossChoice:
     return LossChoice(_said(loss, options), per_rank)
 
 
-def _optimizer(value: object) -> Optimizer:
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """The optimizer of a plan, and the mesh axis along which ranks share its state; True: all that hold the same."""
+
+    optimizer: Optimizer
+    shard: str | Literal[True] | None = None
+
+
+def _optimizer(value: object) -> OptimizerChoice:
     if isinstance(value, str):
         value = {"type": value}
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise Violation(
             "an optimizer is a mapping with its type", help="write {type: momentum, lr: 0.01, momentum: 0.9}"
         )
-    options = {key: one for key, one in value.items() if key != "type"}
+    options = {key: one for key, one in value.items() if key not in ("type", "shard")}
+    shard = value.get("shard")
+    if shard not in (None, False, True) and not isinstance(shard, str):
+        raise Violation(f"expected the name of a mesh axis as 'shard', but got {shown(shard)}", key="shard")
     found: Optimizer = _said(optimizer, value["type"], options, lambda key: f"{_KEY}{key}" if key in options else "")
-    return found
+    return OptimizerChoice(found, shard or None)
 
 
 def _schedule(value: Json | None) -> Json | None:
@@ -144,7 +156,7 @@ _KEY = "key "
 _LOSS_HELP = "write {type: softmax_cross_entropy, logits: logits, labels: label}"
 Json: TypeAlias = dict[str, JsonValue]
 LossForm: TypeAlias = Annotated[LossChoice, PlainValidator(_loss, json_schema_input_type=str | Json)]
-OptimizerForm: TypeAlias = Annotated[Optimizer, PlainValidator(_optimizer, json_schema_input_type=str | Json)]
+OptimizerForm: TypeAlias = Annotated[OptimizerChoice, PlainValidator(_optimizer, json_schema_input_type=str | Json)]
 MetricsForm: TypeAlias = Annotated[
     dict[str, Metric], PlainValidator(_metrics, json_schema_input_type=str | list[str] | dict[str, Json | None] | None)
 ]
@@ -223,7 +235,8 @@ class TrainEntry(BaseModel):
         return TrainRules(
             where=where,
             loss=self.loss.loss,
-            optimizer=self.optimizer,
+            optimizer=self.optimizer.optimizer,
+            shard=self.optimizer.shard,
             per_rank_mean=self.loss.per_rank_mean,
             schedule=self.schedule or {},
             parameters=tuple(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import onnx_ir as ir
 from partc.compiler.training.optimizers import Optimizer
@@ -38,6 +39,8 @@ class Training:
     clip_norm: float | None = None
     clip_value: float | None = None
     per_rank_mean: bool = False
+    shard: str | Literal[True] | None = None
+    """Along which mesh axis ranks share the optimizer's state and work."""
     scalars: tuple[str, ...] = ()
     schedule: Mapping[str, JsonValue] = field(default_factory=dict)
     settings: Mapping[str, JsonValue] = field(default_factory=dict)
