@@ -1,0 +1,86 @@
+"""Training in PyTorch, measured in turns: alone, or one of several ranks in DistributedDataParallel over gloo, one thread each.
+
+    python train_torch.py FOLDER --case mlp            alone, with the batch of all parts
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python train_torch.py FOLDER --case mlp
+
+A step is forward, backward, the sum over ranks and the update by SGD with momentum. On stdout comes first the loss of each of the
+first steps, by which the sides are held against each other, in `FOLDER/torch.npy`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from train_cases import CASES, LR, MOMENTUM, feeds
+from train_memory_report import Memory
+from training_torch import network
+from turns import serve, told
+
+FIRST = 3
+
+
+class Loss(torch.nn.Module):
+    """The network with its loss, so that what is wrapped is called once a step."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.net(x).flatten(0, -2), label.flatten())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--case", required=True, choices=CASES)
+    parser.add_argument("--fused", action="store_true", help="SGD in one kernel, which is not torch's default")
+    parser.add_argument("--memory", action="store_true", help="report memory at the end")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    memory = Memory()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    net = network(CASES[options.case].model())
+    with np.load(options.folder / "weights.npz") as stored:
+        left = net.load_state_dict({name: torch.from_numpy(stored[name]) for name in stored.files}, strict=False)
+    known = {name for name, _ in net.named_parameters()}
+    assert known.isdisjoint(left.missing_keys), left.missing_keys
+    module: torch.nn.Module = Loss(net)
+    if ranks > 1:
+        dist.init_process_group("gloo")
+        module = torch.nn.parallel.DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM, fused=options.fused or None)
+    batch = {name: torch.from_numpy(array) for name, array in feeds(options.folder, rank).items()}
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = module(**batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    losses = []
+    for _ in range(FIRST):
+        loss = step()
+        if ranks > 1:
+            dist.all_reduce(loss)
+        losses.append(float(loss) / ranks)
+    if rank == 0:
+        np.save(options.folder / "torch.npy", np.array(losses))
+    memory.note("first steps")
+    serve(step, told(), rank == 0)
+    if options.memory:
+        print(memory.said(), flush=True)
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
