@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import zip_longest
 from math import prod
 
 from onnx import ModelProto
@@ -29,7 +30,10 @@ _SAMPLES = 3
 
 @dataclass(frozen=True)
 class CallNode:
-    """A collective node of a rank, with what the file declares of its input and output."""
+    """A collective node of a rank, with what the file declares of its input and output.
+
+    Of several values, which travel as one vector, that vector stands for input and output; `parts` are what goes in and what comes out.
+    """
 
     call: Call
     rank: int
@@ -37,6 +41,7 @@ class CallNode:
     title: str
     given: ValueType | None
     made: ValueType | None
+    parts: tuple[tuple[ValueType | None, ValueType | None], ...] = ()
 
     def violation(self, fact: str, help: str = _AGAIN) -> Violation:
         """A violation at this node."""
@@ -61,9 +66,26 @@ def call_nodes(
                     Violation(file, str(error).splitlines()[0].split(": ", 2)[-1], node_title(node), help=_AGAIN)
                 )
                 continue
+            parts = tuple((types.get(source), types.get(result)) for source, result in call.parts)
             given, made = types.get(call.source or ""), types.get(call.result or "")
-            found.append(CallNode(call, rank, file, node_title(node), given, made))
+            if parts:
+                given, made = _together([one for one, _ in parts]), _together([one for _, one in parts])
+            found.append(CallNode(call, rank, file, node_title(node), given, made, parts))
     return found, problems
+
+
+def _together(types: Sequence[ValueType | None]) -> ValueType | None:
+    """The vector as which values of one type travel; None where a shape is not a fixed one, or the types differ."""
+    shapes = [type[1] for type in types if type is not None and type[1] is not None]
+    kinds = {type[0] for type in types if type is not None}
+    numbers = [[dim for dim in shape if isinstance(dim, int)] for shape in shapes]
+    if (
+        len(shapes) < len(types)
+        or len(kinds) != 1
+        or any(len(a) < len(b) for a, b in zip(numbers, shapes, strict=True))
+    ):
+        return None
+    return kinds.pop(), [sum(prod(dims) for dims in numbers)]
 
 
 def check_collectives(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -> Iterator[Violation]:
@@ -156,6 +178,14 @@ def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: t
     for kind, declared in (("input", node.given), ("output", node.made)):
         if declared is not None and declared[0] != record.type:
             yield node.violation(f"its {kind} is a {declared[0]}; {MANIFEST} says {record.type}")
+    for (source, result), (given, made) in zip(call.parts, node.parts, strict=True):
+        if given is None or made is None or given[1] is None or not all(isinstance(dim, int) for dim in given[1]):
+            yield node.violation(
+                f"the shape of '{source}' or of '{result}' is not fixed; values that travel as one have such"
+            )
+        elif given != made or given[0] != record.type:
+            fact = f"'{source}' is {given[0]} {_text(given[1])}, and '{result}' {made[0]} {_text(made[1])}"
+            yield node.violation(f"{fact}; all are one {record.type}, each as its input")
     if node.given is not None and not same_dims(node.given[1], record.shape, manifest):
         yield node.violation(f"its input is {_text(node.given[1])}; {MANIFEST} says {_text(record.shape)}")
     yield from _check_law(manifest, node, record, len(ranks))
@@ -197,6 +227,8 @@ def _check_list(
             facts = [(one.op, one.reduce, one.axis, one.concat_axis, one.root) for one in (first, other)]
             if facts[0] != facts[1]:
                 yield node.violation(f"it differs from the node of rank {there[0].rank} in op, reduction, axis or root")
+            elif first.parts or other.parts:
+                yield from _check_parts(there[0], node)
         return
     for node in there:
         for piece in node.call.gives:
@@ -210,6 +242,19 @@ def _check_list(
         )
         if node.call.result and covered != 1:
             yield node.violation(f"the boxes that it takes are {covered} of its output, not all of it once")
+
+
+def _check_parts(first: CallNode, node: CallNode) -> Iterator[Violation]:
+    """Values that travel as one are the same ones in the same order on all ranks: nothing but their places tells them apart."""
+    for place, (one, other) in enumerate(zip_longest(first.call.made, node.call.made)):
+        if one != other:
+            fact = (
+                f"its value {place} is '{other}', that of rank {first.rank} is '{one}': one would be added to the other"
+            )
+            yield node.violation(
+                fact if one and other else f"it has {len(node.parts)} values, rank {first.rank} {len(first.parts)}"
+            )
+            return
 
 
 def _check_pair(manifest: Manifest, giver: CallNode, taker: CallNode) -> Iterator[Violation]:

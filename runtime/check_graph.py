@@ -1,16 +1,18 @@
 """Checks one rank's graph: each value made once and before its use, known ops, external tensors inside their files.
 
 A body of If, Loop or Scan sees the values of the graphs around it, as they are at its node. A value that nobody makes
-is told apart from one that is made too late, since the remedies differ.
+is told apart from one that is made too late, since the remedies differ. A function of the model sees its inputs only, and is made of
+plain ops: it neither communicates nor calls another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
 from partc.runtime.check_files import data_region
 from partc.runtime.dtypes import BY_CODE
 from partc.runtime.format import COLLECTIVES, DOMAIN, DOMAIN_VERSION, RECV, SEND, Manifest, stays_inside
@@ -34,23 +36,38 @@ def graph_bodies(node: NodeProto) -> Iterator[GraphProto]:
 
 
 def check_graph(file: str, model: ModelProto) -> list[Violation]:
-    """Dangling, late and doubly made values, graph outputs without a producer, and ops or domains that no one knows."""
-    return [*_check_scope(file, model.graph, set()), *_check_ops(file, model)]
+    """Dangling, late and doubly made values, graph outputs without a producer, ops or domains that no one knows, unsound functions."""
+    return [*_check_scope(file, model.graph, set()), *_check_ops(file, model), *_check_functions(file, model)]
 
 
 def _check_scope(file: str, graph: GraphProto, outer: set[str]) -> Iterator[Violation]:
     made = {port.name for port in graph.input}
     made.update(tensor.name for tensor in graph.initializer)
     made.update(tensor.values.name for tensor in graph.sparse_initializer)
-    later = {name for node in graph.node for name in node.output if name}
-    for node in graph.node:
+    results = [port.name for port in graph.output]
+    return _check_nodes(
+        file, f"graph '{graph.name}'", graph.node, made, results, outer, "is made by no node of this rank"
+    )
+
+
+def _check_nodes(
+    file: str,
+    owner: str,
+    nodes: Iterable[NodeProto],
+    made: set[str],
+    results: Sequence[str],
+    outer: set[str],
+    lost: str,
+) -> Iterator[Violation]:
+    """`made` are the values that are there before the nodes, `results` those that must be there after them."""
+    later = {name for node in nodes for name in node.output if name}
+    for node in nodes:
         title, path = node_title(node), path_of(node)
         for name in dict.fromkeys(node.input):
             if name and name not in made and name not in outer:
-                fact = (
-                    f"its input '{name}' {'is made after it' if name in later else 'is made by no node of this rank'}"
+                yield Violation(
+                    file, f"its input '{name}' {'is made after it' if name in later else lost}", title, path
                 )
-                yield Violation(file, fact, title, path)
         for body in graph_bodies(node):
             yield from _check_scope(file, body, made | outer)
         for name in node.output:
@@ -58,32 +75,78 @@ def _check_scope(file: str, graph: GraphProto, outer: set[str]) -> Iterator[Viol
                 yield Violation(file, f"its output '{name}' is made twice", title, path)
             if name:
                 made.add(name)
-    for port in graph.output:
-        if port.name not in made and port.name not in outer:
-            yield Violation(file, f"its output '{port.name}' is made by no node of this rank", f"graph '{graph.name}'")
+    for name in results:
+        if name not in made and name not in outer:
+            yield Violation(file, f"its output '{name}' {lost}", owner)
 
 
 def _check_ops(file: str, model: ModelProto) -> Iterator[Violation]:
     imported = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
-    known = _known_ops()
+    functions = {(function.domain, function.name): function for function in model.functions}
+    known = _known_ops() | functions.keys()
     if imported.get(DOMAIN, DOMAIN_VERSION) != DOMAIN_VERSION:
         yield Violation(
             file, f"it uses version {imported[DOMAIN]} of {DOMAIN}; this partc knows version {DOMAIN_VERSION}"
         )
-    for node in _all_nodes(model.graph):
+    for node in _all_nodes(model.graph.node):
         domain = node.domain or "ai.onnx"
         title, path = node_title(node), path_of(node)
         if domain not in imported:
             yield Violation(file, f"its domain {domain} has no opset_import", title, path)
         if (domain, node.op_type) not in known:
-            yield Violation(file, f"neither ONNX nor onnxruntime knows {domain}.{node.op_type}", title, path)
+            fact = (
+                f"neither ONNX nor onnxruntime knows {domain}.{node.op_type}, and no function of the file is called so"
+            )
+            yield Violation(file, fact, title, path)
+        elif (domain, node.op_type) in functions:
+            for fact in _wrong_call(node, functions[domain, node.op_type]):
+                yield Violation(file, fact, title, path, "compile the model again")
 
 
-def _all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
-    for node in graph.node:
+def _wrong_call(node: NodeProto, function: FunctionProto) -> Iterator[str]:
+    """What keeps a node from being a call of a function."""
+    for kind, there, formal in (("input", node.input, function.input), ("output", node.output, function.output)):
+        if len(there) != len(formal):
+            yield f"it has {len(there)} {kind}s, and {function.domain}.{function.name} has {len(formal)}"
+    given = {attribute.name for attribute in node.attribute}
+    optional = {attribute.name for attribute in function.attribute_proto}
+    for name in sorted({*function.attribute} - given):
+        yield f"its attribute '{name}' is missing"
+    for name in sorted(given - {*function.attribute} - optional):
+        yield f"its attribute '{name}' is none of {function.domain}.{function.name}"
+
+
+def _check_functions(file: str, model: ModelProto) -> Iterator[Violation]:
+    """Functions are each there once, and their bodies sound in themselves."""
+    seen = set()
+    plain = _known_ops() if model.functions else set()
+    for function in model.functions:
+        owner = f"function '{function.domain}.{function.name}'"
+        if owner in seen:
+            yield Violation(file, "it is there twice", owner)
+        seen.add(owner)
+        made, results = {*function.input}, list(function.output)
+        for found in _check_nodes(
+            file, owner, function.node, made, results, set(), "is made by no node of the function"
+        ):
+            yield found if found.node == owner else replace(found, node=f"{owner}: {found.node}")
+        imported = {entry.domain or "ai.onnx" for entry in function.opset_import}
+        for node in _all_nodes(function.node):
+            domain, title = node.domain or "ai.onnx", f"{owner}: {node_title(node)}"
+            if domain == DOMAIN:
+                fact = "it communicates, and a function runs on one rank as if it were one op"
+                yield Violation(file, fact, title, help="compile the model again")
+            elif (domain, node.op_type) not in plain:
+                yield Violation(file, f"neither ONNX nor onnxruntime knows {domain}.{node.op_type}", title)
+            elif domain not in imported:
+                yield Violation(file, f"its domain {domain} has no opset_import in the function", title)
+
+
+def _all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    for node in nodes:
         yield node
         for body in graph_bodies(node):
-            yield from _all_nodes(body)
+            yield from _all_nodes(body.node)
 
 
 def _known_ops() -> set[tuple[str, str]]:

@@ -113,12 +113,17 @@ def check_order(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Vi
 
 
 def _check_ports(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterator[Violation]:
+    """Inputs and outputs as the manifest lists them; what ranks keep from step to step is looked at elsewhere."""
     for rank, model in models.items():
         graph = model.graph
-        sides = (("input", graph.input, manifest.inputs), ("output", graph.output, manifest.outputs))
-        for side, ports, records in sides:
+        records_there = [record for record in manifest.state if rank in record.ranks]
+        kept, following = {record.value for record in records_there}, {record.next for record in records_there}
+        sides = (("input", graph.input, manifest.inputs, kept), ("output", graph.output, manifest.outputs, following))
+        for side, ports, records, state in sides:
             listed = {record.name: record for record in records}
             for port in ports:
+                if port.name in state and port.name not in listed:
+                    continue
                 record = listed.get(port.name)
                 if record is None or rank not in record.ranks:
                     fact = f"{MANIFEST} lists no {side} '{port.name}' for rank {rank}"

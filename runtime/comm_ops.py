@@ -74,7 +74,10 @@ _OPS = {
         "Receives a value from another rank; its type and shape stand in the graph's value_info.",
         (PEER, TAG),
     ),
-    ALL_REDUCE: ("The element-wise reduction of the values of all ranks, on every rank.", (GROUP, TAG, REDUCE)),
+    ALL_REDUCE: (
+        "The element-wise reduction of the values of all ranks, on every rank; several values of one type travel as one.",
+        (GROUP, TAG, REDUCE),
+    ),
     ALL_GATHER: ("The values of all ranks joined along an axis, on every rank.", (GROUP, TAG, AXIS)),
     REDUCE_SCATTER: (
         "The element-wise reduction of the values of all ranks, of which each rank gets its piece along an axis.",
@@ -110,6 +113,7 @@ def _schema(op: str, doc: str, attributes: Sequence[str]) -> OpSchema:
         RECV: (None, OpSchema.FormalParameterOption.Single),
         BROADCAST: (OpSchema.FormalParameterOption.Optional, OpSchema.FormalParameterOption.Single),
         EXCHANGE: (OpSchema.FormalParameterOption.Optional, OpSchema.FormalParameterOption.Optional),
+        ALL_REDUCE: (OpSchema.FormalParameterOption.Variadic, OpSchema.FormalParameterOption.Variadic),
     }
     single = OpSchema.FormalParameterOption.Single
     given, made = options.get(op, (single, single))
@@ -138,9 +142,14 @@ def _infer(op: str) -> Callable[[Any], None]:
         given = context.get_input_type(0) if context.get_num_inputs() else None
         if given is None or not given.HasField("tensor_type"):
             return
+        if op == ALL_REDUCE:
+            for place in range(min(context.get_num_inputs(), context.get_num_outputs())):
+                if (type := context.get_input_type(place)) is not None:
+                    context.set_output_type(place, type)
+            return
         found = TypeProto()
         found.tensor_type.elem_type = given.tensor_type.elem_type
-        if op in (ALL_REDUCE, BROADCAST):
+        if op == BROADCAST:
             found.CopyFrom(given)
         elif op == EXCHANGE:
             for _ in range(context.get_attribute(RANK).i):
@@ -207,8 +216,8 @@ def reference_ops(transport: Transport, circles: Mapping[str, Sequence[int]] | N
     class AllReduce(OpRun):
         op_domain = DOMAIN
 
-        def _run(self, x: Any, group: str = "", tag: int = 0, reduce: str = SUM) -> tuple[Any]:
-            return (_reduced(everyone(x, group, tag), reduce),)
+        def _run(self, *values: Any, group: str = "", tag: int = 0, reduce: str = SUM) -> tuple[Any, ...]:
+            return tuple(_reduced(everyone(x, group, tag), reduce) for x in values)
 
     class AllGather(OpRun):
         op_domain = DOMAIN
