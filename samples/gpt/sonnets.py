@@ -4,6 +4,7 @@ A token is a byte. The label of each is the byte that comes next, so records are
 batch's shorter ones, and which lengths come together, the plan says.
 """
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ TEXT = Path(__file__).with_name("sonnets.txt")
 class Couplets:
     def __init__(self) -> None:
         poems = (poem.splitlines() for poem in TEXT.read_text().split("\n\n"))
-        pairs = [f"{first}\n{second}\n" for poem in poems for first, second in zip(poem, poem[1:], strict=False)]
+        pairs = [f"{first}\n{second}\n" for poem in poems for first, second in pairwise(poem)]
         self.pairs = [np.frombuffer(pair.encode(), np.uint8) for pair in pairs]
 
     def __len__(self) -> int:
