@@ -43,7 +43,7 @@ Emitted = Mapping[Instance, Sequence[tuple[Localized, Group]]]
 
 def with_cotangents(program: Program) -> tuple[Program, dict[ir.Value, ir.Value]]:
     """The program with a value for the cotangent of everything that has one, and these by their primals; none where nothing trains."""
-    if program.training is None or not program.training.backward:
+    if program.training is None or not program.training.part.backward:
         return program, {}
     values = dict(program.values)
     found: dict[ir.Value, ir.Value] = {}
@@ -82,6 +82,7 @@ class Backward:
         self.needed = learned_from(program)
         self.terms: dict[Copy, dict[Copy, list[str]]] = {}
         """Per copy that is read, what its readers gave, by the layout in which it lies."""
+        self.unlisted = _unlisted(drafts)
         self.routes: dict[Copy, list[Copy]] = {}
         """Per home of a value the copies that were made of it."""
         for value, needs in copies.needs.items():
@@ -125,7 +126,7 @@ class Backward:
         home = made_as(self.program, Instance(node, group), node.outputs.index(loss))
         seed = Copy(self.cotangents[loss], home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
         assert loss.dtype is not None
-        number = self._pieces() if training.per_rank_mean else 1
+        number = (self._pieces() if training.per_rank_mean else 1) / (training.accumulate if training.mean else 1)
         for draft in self.drafts.of(group):
             draft.constants["loss.seed"] = np.array(number, loss.dtype.numpy())
             draft.types["loss.seed"] = (self.cotangents[loss], ())
@@ -206,10 +207,10 @@ class Backward:
     def _write(self, instance: Instance, found: Sequence[tuple[Localized, Group, Found]]) -> dict[str, str]:
         """Writes what was found for a node on all its ranks; by input the name of its cotangent."""
         drafts = [draft for _, ranks, _ in found for draft in self.drafts.of(ranks)]
-        early = {out.name for _, _, one in found for node in one.early for out in node.outputs}
+        early = {out.name or "" for _, _, one in found for node in one.early for out in node.outputs}
         outputs = {out.name or "" for _, _, one in found for node in one.nodes for out in node.outputs} - early
         constants = {name for local, _, one in found for name in one.constants if name not in local.constants}
-        new: dict[str, str] = {}
+        new = {name: f"{name}.primal" for name in sorted(early & self.unlisted)}
         for name in sorted(outputs | constants):
             if any(name in draft.types or name in draft.constants for draft in drafts):
                 where = "-".join(map(str, instance.group))
@@ -233,9 +234,10 @@ class Backward:
                 if name in outputs or name in early or name in constants or name in _added(local, forward)
             }
             for draft in self.drafts.of(ranks):
+                own = [_renamed(node, new) for node in one.early]
                 tail = [
                     Op(node, instance.node)
-                    for node in one.early
+                    for node in own
                     if all((out.name or "") not in draft.types for out in node.outputs)
                 ]
                 for k, (old, final) in enumerate(zip(local.ops, forward, strict=True)):
@@ -336,6 +338,15 @@ class Backward:
 def made_whole(program: Program, instance: Instance, value: ir.Value) -> bool:
     """Whether a node makes an output whole on every rank of its group."""
     return made_as(program, instance, instance.node.outputs.index(value)).layout.is_whole
+
+
+def _unlisted(drafts: Drafts) -> set[str]:
+    """What nodes of the forward pass make without a type: the numbers by which a change of layout cuts."""
+    found: set[str] = set()
+    for draft in {id(draft): draft for draft in drafts}.values():
+        made = (out.name or "" for step in draft.steps if isinstance(step, Op) for out in step.node.outputs)
+        found.update(name for name in made if name not in draft.types)
+    return found
 
 
 def _same(one: ir.Node, other: ir.Node) -> bool:
