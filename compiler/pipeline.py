@@ -28,6 +28,7 @@ from partc.compiler.plan.read import Plan, read_plan
 from partc.compiler.program import Program
 from partc.compiler.shapes import shapes
 from partc.compiler.training.attach import attach, learned_names
+from partc.compiler.training.training import Part
 from partc.compiler.writing.dump import begin_text
 from partc.compiler.writing.emit import emit
 from partc.runtime.format import Manifest, SourceRecord
@@ -50,12 +51,12 @@ class Report:
 
 
 def start(
-    source: Source, plan: Plan | None, name: str, configuration: str | None = None, *, evaluation: bool = False
+    source: Source, plan: Plan | None, name: str, configuration: str | None = None, *, part: Part = Part.STEP
 ) -> Program:
     """The program before any pass. Without a plan the model's own annotations are one, else all runs on one rank.
 
-    Of several device configurations the one called `configuration` is meant, or the first; "none" ignores annotations. A plan that
-    trains makes the model one that gives its loss; with `evaluation` it is measured only.
+    Of several device configurations the one called `configuration` is meant, or the first; "none" ignores annotations. Of a
+    plan that trains, `part` says which of its programs is meant.
     """
     found = read(source.model, name, configuration)
     declared = source.declared
@@ -76,7 +77,7 @@ def start(
         raise CompileError(Problem(plan.train.where, fact, help=help_))
     learned = learned_names(source.model)
     model = normalize(source.model.clone(), name, TARGET)
-    training = attach(model, plan.train, learned, cut=cut, evaluation=evaluation)
+    training = attach(model, plan.train, learned, cut=cut, part=part)
     plan = replace(plan, outputs=())
     return Program(name=name, model=model, plan=plan, declared=declared, paths=node_paths(model), training=training)
 
@@ -104,11 +105,12 @@ def analyse(
     return run_passes(start(load(model), chosen, model.name, configuration), after)
 
 
-def _evaluation(source: Source, plan: Plan | None, name: str, configuration: str | None = None) -> Program | None:
-    """The forward program of a plan that trains, over the same parameters."""
+def _inner(source: Source, plan: Plan | None, name: str, configuration: str | None = None) -> list[Program]:
+    """The other programs of a plan that trains, over the same parameters."""
     if plan is None or plan.train is None:
-        return None
-    return run_passes(start(source, plan, name, configuration, evaluation=True))
+        return []
+    parts = [Part.EVALUATION, *([Part.ACCUMULATION] if plan.train.accumulate > 1 else [])]
+    return [run_passes(start(source, plan, name, configuration, part=part)) for part in parts]
 
 
 def compile_model(
@@ -137,9 +139,9 @@ def compile_model(
     if program.training is not None and plan is not None:
         program = replace(program, training=program.training.from_folder(os.path.relpath(plan.parent, out)))
     check_budget(program, strict)
-    evaluation = _evaluation(source, chosen, model.name, configuration)
+    inner = _inner(source, chosen, model.name, configuration)
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
-    manifest = emit(program, out, sources, texts, evaluation)
+    manifest = emit(program, out, sources, texts, inner)
     if annotated is not None:
         write_annotated(program, annotated)
     return Report(program, manifest, out)
@@ -150,8 +152,8 @@ def compile_source(source: Source, plan: Plan | None, out: Path, name: str = "mo
     program = run_passes(start(source, plan, name))
     check_budget(program)
     record = SourceRecord(name=name, sha256=hashlib.sha256(begin_text(program).encode()).hexdigest())
-    evaluation = _evaluation(source, plan, name)
-    return Report(program, emit(program, out, {"model": record, "plan": None}, None, evaluation), out)
+    inner = _inner(source, plan, name)
+    return Report(program, emit(program, out, {"model": record, "plan": None}, None, inner), out)
 
 
 def _record(path: Path) -> SourceRecord:

@@ -159,7 +159,7 @@ class Kept:
     held: Held
     next: str
     tensor: str
-    kind: Literal["parameter", "optimizer", "statistics"]
+    kind: Literal["parameter", "optimizer", "statistics", "gradient"]
     parameter: str = ""
     initial: float = 0.0
 

@@ -167,7 +167,8 @@ class Collective(_Record):
 
 
 class StateRecord(_Record):
-    """A tensor that training keeps from step to step: a parameter, what the optimizer keeps of one, or running statistics.
+    """A tensor that training keeps from step to step: a parameter, what the optimizer keeps of one, or running statistics; or, within a
+    step, the sum of gradients over the parts of a batch, which is cleared when the step is done, and is no part of a checkpoint.
 
     `value` is its name in the rank files, an input there; `next` the output there that takes its place after a step, empty where
     nothing does. `tensor` is its global name, which checkpoints use: `fc1.weight`, `fc1.weight.momentum`; a tensor that lies in
@@ -178,7 +179,7 @@ class StateRecord(_Record):
     value: str
     next: str
     tensor: str
-    kind: Literal["parameter", "optimizer", "statistics"]
+    kind: Literal["parameter", "optimizer", "statistics", "gradient"]
     type: str
     shape: list[int]
     ranks: list[int]
@@ -196,7 +197,8 @@ class TrainingRecord(_Record):
 
     `scalars` are inputs of rank files without dims that every step is given: `lr`, `scale`, `step` and what `optimizer` derives
     from the number of the step. `settings` are those of the loop (data, batch, epochs), as the plan has them. `evaluation`: the
-    folder with the forward programs over the same parameters.
+    folder with the forward programs over the same parameters. `accumulate`: into how many parts a batch is cut; all but the last run
+    the programs in the folder `accumulation`, which add to the gradients' sums.
     """
 
     loss: str
@@ -206,6 +208,8 @@ class TrainingRecord(_Record):
     schedule: dict[str, JsonValue] = {}
     settings: dict[str, JsonValue] = {}
     evaluation: str = ""
+    accumulate: int = Field(1, ge=1)
+    accumulation: str = ""
 
 
 class FileRecord(_Record):

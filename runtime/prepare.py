@@ -204,8 +204,11 @@ def prepare(artifact: Artifact, rank: int, settings: Settings, state: State | No
         **dict.fromkeys(constants, Kind.CONSTANT),
         **dict.fromkeys(kept, Kind.CONSTANT),
     }
-    copied = [(record.value, record.next) for record in records if record.next and not _is_updated(record, steps)]
-    in_place = {record.next: state.tensors[record.value] for record in records if _is_updated(record, steps)}
+    updated = {
+        record.next for record in records if record.next and (record.kind == "gradient" or _is_updated(record, steps))
+    }
+    copied = [(record.value, record.next) for record in records if record.next and record.next not in updated]
+    in_place = {record.next: state.tensors[record.value] for record in records if record.next in updated}
     kinds |= dict.fromkeys(in_place, Kind.CONSTANT)
     used = bundled(spans(steps, [*outputs, *(made for _, made in copied)]), {n: one for n, (one, _) in members.items()})
     slots = {name for name, kind in kinds.items() if kind is Kind.SLOT}
@@ -231,9 +234,7 @@ def prepare(artifact: Artifact, rank: int, settings: Settings, state: State | No
 
 def _is_updated(record: StateRecord, steps: Sequence[Step]) -> bool:
     """Whether a node of the optimizer replaces a tensor, in its own memory."""
-    return bool(record.next) and any(
-        record.next in node.output for step in steps if isinstance(step, Update) for node in step.nodes
-    )
+    return any(record.next in node.output for step in steps if isinstance(step, Update) for node in step.nodes)
 
 
 def _names(dim: Dim, manifest: Manifest) -> frozenset[str]:

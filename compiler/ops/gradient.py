@@ -194,6 +194,8 @@ def unbroadcast(g: Gradients, dx: str, x: str) -> str:
         if lead >= 0 and all(same(a, b) or _is_one(a) or isinstance(b, int) for a, b in pairs):
             spread = [lead + k for k, (a, b) in enumerate(pairs) if _is_one(b) and not same(a, b)]
             dx = g.sum(dx, spread, keepdims=True)
+            if not want:
+                return g.sum(dx, list(range(lead)))
             for axis in reversed(range(lead)):  # onnxruntime is far slower at two leading axes at once
                 dx = g.sum(dx, [axis])
             return dx

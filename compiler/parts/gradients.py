@@ -18,8 +18,9 @@ from partc.compiler.layouts.reshard import lower
 from partc.compiler.parts.comm import Writer
 from partc.compiler.parts.drafts import Drafts
 from partc.compiler.parts.localize import local_shape
-from partc.compiler.parts.shards import Over, shared_out
+from partc.compiler.parts.shards import shared_out
 from partc.compiler.program import Copy, Group, Op, Program
+from partc.compiler.training.training import Part, Training
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,16 @@ class Gradient:
     home: Copy
     name: str
     share: Copy
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The sum of a parameter's gradients over the parts of a batch, as terms where they are made; "" where nothing replaces it."""
+
+    parameter: ir.Value
+    copy: Copy
+    name: str
+    next: str
 
 
 @dataclass
@@ -52,11 +63,11 @@ class GradientSums:
         cotangents: Mapping[ir.Value, ir.Value],
         writer: Writer,
         drafts: Drafts,
-        bucket_bytes: int,
-        over: Over = None,
+        training: Training,
     ) -> None:
         self.program, self.cotangents, self.writer, self.drafts = program, cotangents, writer, drafts
-        self.bucket_bytes, self.over = bucket_bytes, over
+        self.training = training
+        self.kept: list[Sum] = []
         self.gradients: list[Gradient] = []
         self.taken: set[tuple[str, int]] = set()
         self._sent: set[tuple[str, int]] = set()
@@ -72,9 +83,13 @@ class GradientSums:
 
     def parameter(self, value: ir.Value, given: Mapping[Copy, Sequence[str]], homes: Sequence[Copy]) -> None:
         """The gradient of a parameter that lies as `homes`: reduced on the first of them, and handed on to the others."""
+        if self.training.accumulate > 1:
+            given = {copy: [self._added(value, copy, names, at)] for at, (copy, names) in enumerate(given.items())}
+            if self.training.part is Part.ACCUMULATION:
+                return
         homes = self._own_homes(homes)
         main = homes[0]
-        share = shared_out(self.program, main, self.over) if len(homes) == 1 else main
+        share = shared_out(self.program, main, self.training.shard) if len(homes) == 1 else main
         target = Copy(self.cotangents[value], main.group, share.layout)
         wanted = f"{self.writer.names[main]}.grad"
         if len(given) == 1:
@@ -84,6 +99,17 @@ class GradientSums:
                 self._bucketed(value, copy, self._sum(copy, names), target, moves[0], homes)
                 return
         self._ready(value, self.gathered(given, target, wanted), target, homes)
+
+    def _added(self, value: ir.Value, copy: Copy, names: Sequence[str], at: int) -> str:
+        """A gradient with those of the earlier parts of the batch, whose sum is kept where it is made, before it is reduced."""
+        total = self._sum(copy, names)
+        kept = f"{value.name}.grad.sum" + (f".{at + 1}" if at else "")
+        for draft in self.drafts.of(copy.group):
+            draft.types[kept] = (copy.value, local_shape(self.program, copy))
+        made = self._emit(copy, "Add", [kept, total], f"{kept}.next")
+        following = made if self.training.part is Part.ACCUMULATION else ""
+        self.kept.append(Sum(value, copy, kept, following))
+        return made
 
     def _own_homes(self, homes: Sequence[Copy]) -> list[Copy]:
         """The homes without those whose ranks have the same tensor by a larger one: it is updated once."""
@@ -113,7 +139,7 @@ class GradientSums:
         elements = math.prod(dim for dim in shape if isinstance(dim, int))
         bucket.elements += elements
         bucket.bytes += elements * (info.item_bytes or 1)
-        if bucket.bytes >= self.bucket_bytes:
+        if bucket.bytes >= self.training.bucket_bytes:
             self._reduce(key)
 
     def _reduce(self, key: tuple[str, str]) -> None:

@@ -27,6 +27,7 @@ from partc.compiler.parts.localize import Localized, local_shape, localize
 from partc.compiler.parts.updates import Updates
 from partc.compiler.placing.pattern_rules import output_ranks
 from partc.compiler.program import Comm, Copy, Group, Held, Part, Program, Step, captured
+from partc.compiler.training.training import Part as TrainingPart
 
 
 def partition(program: Program) -> Program:
@@ -58,14 +59,15 @@ def partition(program: Program) -> Program:
             _derive(copies, writer, value, done)
     if program.training:
         gradients: list[Gradient] = []
-        if program.training.backward:
-            sums = GradientSums(
-                program, cotangents, writer, drafts, program.training.bucket_bytes, program.training.shard
-            )
+        sums: GradientSums | None = None
+        if program.training.part.backward:
+            sums = GradientSums(program, cotangents, writer, drafts, program.training)
             Backward(program, cotangents, copies, writer, drafts, emitted, sums).run()
             sums.flush()
             gradients = sums.gradients
-        Updates(program, copies, writer, drafts).write(gradients)
+        updates = Updates(program, copies, writer, drafts)
+        updates.write(gradients)
+        updates.keep_sums(sums.kept if sums else [])
     parts = tuple(held.part(rank, draft) for rank, draft in enumerate(drafts))
     idle = [part.rank for part in parts if not part.steps and not part.outputs]
     warnings = (f"{_ranks(idle)} nothing to do; place nodes there, or lower `ranks`",) if idle else ()
@@ -160,7 +162,7 @@ class _Held:
             inputs = tuple(held for held in self.read[rank].values() if held.name in used)
             weights = tuple(held for held in draft.weights.values() if held.name in used)
             kept = tuple(one for one in draft.kept.values() if one.held.name in used)
-            if self.program.training and not self.program.training.backward:
+            if self.program.training and self.program.training.part is not TrainingPart.STEP:
                 given = {one.held.name for one in kept}
                 weights = tuple(held for held in weights if held.name not in given)
             constants = {name: array for name, array in draft.constants.items() if name in used}

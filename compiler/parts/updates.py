@@ -21,13 +21,13 @@ from partc.compiler.parts.comm import Writer
 from partc.compiler.parts.copies import Copies
 from partc.compiler.parts.drafts import Drafts
 from partc.compiler.parts.duals import typed
-from partc.compiler.parts.gradients import Gradient
+from partc.compiler.parts.gradients import Gradient, Sum
 from partc.compiler.parts.localize import local_shape
 from partc.compiler.program import Copy, Group, Held, Kept, Op, Program
 from partc.compiler.training.optimizers import clip_scale
 from partc.compiler.training.training import Training
 
-Kind: TypeAlias = Literal["parameter", "optimizer", "statistics"]
+Kind: TypeAlias = Literal["parameter", "optimizer", "statistics", "gradient"]
 _SQUARES, _TOTAL, _SCALE = "gradients.squares", "gradients.square_norm", "gradients.scale"
 
 
@@ -55,6 +55,12 @@ class Updates:
             for home in self.copies.homes.get(value, ()):
                 made = "" if following is None else self._replacing(home, following)
                 self._keep(home, self.writer.names[home], made, value.name or "", "statistics")
+
+    def keep_sums(self, sums: Sequence[Sum]) -> None:
+        """Lists the sums of gradients over the parts of a batch."""
+        for one in sums:
+            parameter = one.parameter.name or ""
+            self._keep(one.copy, one.name, one.next, one.name, "gradient", parameter)
 
     def _update(self, one: Gradient, clipped: bool) -> None:
         optimizer, learned = self.training.optimizer, self.training.parameters[one.parameter]

@@ -60,6 +60,7 @@ class TrainRules:
     clip_value: float | None = None
     bucket_bytes: int = 10 << 20
     seed: int = 0
+    accumulate: int = 1
     settings: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
@@ -228,7 +229,7 @@ class TrainEntry(BaseModel):
 
     def rules(self, where: str, lines: Mapping[str, str]) -> TrainRules:
         """The entry as the compiler sees it; `lines` has the place of every parameter pattern."""
-        loop = ("accumulate", "seed", "data", "test", "batch", "shuffle", "last", "deal", "epochs", "steps")
+        loop = ("seed", "data", "test", "batch", "shuffle", "last", "deal", "epochs", "steps")
         settings: dict[str, Any] = {name: getattr(self, name) for name in (*loop, "evaluate", "log")}
         if self.checkpoint is not None:
             settings["checkpoint"] = self.checkpoint.model_dump()
@@ -248,5 +249,6 @@ class TrainEntry(BaseModel):
             clip_value=self.clip.value if self.clip else None,
             bucket_bytes=round(self.bucket_mb * (1 << 20)),
             seed=self.seed,
+            accumulate=self.accumulate,
             settings={name: value for name, value in settings.items() if value is not None},
         )

@@ -14,11 +14,10 @@ from partc.compiler.plan.training import TrainRules
 from partc.compiler.training.losses import add_loss
 from partc.compiler.training.metrics import add_metric
 from partc.compiler.training.modes import STEP, to_evaluation, to_training
-from partc.compiler.training.training import Learned, Training
+from partc.compiler.training.training import Learned, Part, Training
 
 LEARNED = "partc.learned"
 """Key of `ir.Value.meta`: whether a loader knows that a weight is learned, or that it is not."""
-EVALUATION = "evaluation"
 
 
 def learned_names(model: ir.Model) -> list[str]:
@@ -29,7 +28,7 @@ def learned_names(model: ir.Model) -> list[str]:
     return [str(value.name) for value in weights if (_is_told(value) if told else _is_likely(value))]
 
 
-def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool, evaluation: bool) -> Training:
+def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool, part: Part) -> Training:
     """Changes `model` to give the loss and the metrics; what is said of its training.
 
     `learned`: the weights that may be; `cut`: whether operators run on several ranks. CompileError for patterns that match nothing.
@@ -38,7 +37,7 @@ def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool,
     how = _learned(rules, learned)
     statistics: dict[ir.Value, ir.Value | None] = {}
     scalars: list[str] = []
-    if evaluation:
+    if not part.backward:
         to_evaluation(model)
         statistics.update(dict.fromkeys(_statistics(graph)))
     else:
@@ -65,8 +64,9 @@ def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool,
         scalars=tuple(scalars),
         schedule=rules.schedule,
         settings=rules.settings,
-        evaluation="" if evaluation else EVALUATION,
-        backward=not evaluation,
+        accumulate=rules.accumulate,
+        mean=rules.loss.reduction == "mean",
+        part=part,
     )
 
 

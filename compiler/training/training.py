@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Literal
 
 import onnx_ir as ir
 from partc.compiler.training.optimizers import Optimizer
 from partc.runtime.format import TrainingRecord
 from pydantic import JsonValue
+
+
+class Part(Enum):
+    """What a program does of a training; the name of its folder inside of the artifact."""
+
+    STEP = ""
+    """A whole step, with the update."""
+    ACCUMULATION = "accumulation"
+    """A part of a batch but the last: its gradients are added to sums that are kept."""
+    EVALUATION = "evaluation"
+    """The loss and the metrics alone."""
+
+    @property
+    def backward(self) -> bool:
+        """Whether gradients are computed."""
+        return self is not Part.EVALUATION
 
 
 @dataclass(frozen=True)
@@ -39,14 +56,16 @@ class Training:
     clip_norm: float | None = None
     clip_value: float | None = None
     per_rank_mean: bool = False
+    mean: bool = True
+    """Whether the loss of a batch is the mean of those of its parts, else their sum."""
     shard: str | Literal[True] | None = None
     """Along which mesh axis ranks share the optimizer's state and work."""
     scalars: tuple[str, ...] = ()
     schedule: Mapping[str, JsonValue] = field(default_factory=dict)
     settings: Mapping[str, JsonValue] = field(default_factory=dict)
-    evaluation: str = ""
-    backward: bool = True
-    """Whether steps train; else parameters are kept as they are given."""
+    accumulate: int = 1
+    """Into how many parts a batch is cut, whose gradients are added up."""
+    part: Part = Part.STEP
 
     def from_folder(self, folder: str) -> Training:
         """The same with the plan's folder, as it is seen from the artifact: the files that the plan names are there."""
@@ -61,5 +80,7 @@ class Training:
             optimizer={"type": self.optimizer.type, "lr": self.optimizer.lr, **self.optimizer.hyper},
             schedule=dict(self.schedule),
             settings=dict(self.settings),
-            evaluation=self.evaluation,
+            evaluation=Part.EVALUATION.value,
+            accumulate=self.accumulate,
+            accumulation=Part.ACCUMULATION.value if self.accumulate > 1 else "",
         )

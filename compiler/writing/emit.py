@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -29,22 +29,23 @@ def emit(
     out: Path,
     sources: Mapping[str, fmt.SourceRecord | None],
     texts: Mapping[str, str] | None = None,
-    evaluation: Program | None = None,
+    inner: Sequence[Program] = (),
 ) -> fmt.Manifest:
     """Writes `program` to the folder `out` and gives the manifest; `sources` are the records of `model` and `plan`, `texts` more files.
 
-    `evaluation`, the forward program of one that trains, becomes an artifact inside of it, whose files the outer manifest lists
-    too. The same program gives the same bytes. `out` is replaced only if it is an artifact or empty, and only by a whole one.
+    `inner`, the other programs of one that trains, become artifacts inside of it, whose files the outer manifest lists too. The
+    same program gives the same bytes. `out` is replaced only if it is an artifact or empty, and only by a whole one.
     """
     with _new_folder(out) as folder:
-        inner: dict[str, fmt.FileRecord] = {}
-        if evaluation is not None and program.training is not None:
-            name = program.training.evaluation
+        files: dict[str, fmt.FileRecord] = {}
+        for other in inner:
+            assert other.training is not None
+            name = other.training.part.value
             (folder / name).mkdir()
-            made = _write_all(evaluation, folder / name, sources, {}, {})
+            made = _write_all(other, folder / name, sources, {}, {})
             record = _record(folder / name / fmt.MANIFEST)
-            inner = {f"{name}/{file}": one for file, one in {**made.files, fmt.MANIFEST: record}.items()}
-        return _write_all(program, folder, sources, texts or {}, inner)
+            files |= {f"{name}/{file}": one for file, one in {**made.files, fmt.MANIFEST: record}.items()}
+        return _write_all(program, folder, sources, texts or {}, files)
 
 
 def _write_all(

@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 import onnx_ir as ir
 from partc.compiler.program import Event, Held, Kept, Program, Shape
+from partc.compiler.training.training import Part
 from partc.runtime import format as fmt
 
 
@@ -47,7 +48,7 @@ def manifest_of(
         collectives=[_collective(program, event) for event in program.events if event.op_type != fmt.SEND],
         programs=list(programs) if len(set(programs)) < len(programs) else [],
         state=_state(program),
-        training=program.training.record() if program.training else None,
+        training=program.training.record() if program.training and program.training.part is Part.STEP else None,
         files=dict(sorted(files.items())),
         model=model,
         plan=sources["plan"],

@@ -165,7 +165,7 @@ def _index(
     for record in records:
         dtype = dense(record.type)
         assert dtype is not None
-        if record.tensor in tensors:
+        if record.tensor in tensors or record.kind == "gradient":
             continue
         tensors[record.tensor] = TensorRecord(
             dtype=dtype.shown,

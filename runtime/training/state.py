@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
 
+SUM = "gradient"
+"""The kind of what is kept within a step only."""
+
+
 @dataclass(frozen=True)
 class State:
     """A rank's tensors by their names in its program, and the records of what they are."""
@@ -32,8 +36,12 @@ class State:
     records: Sequence[StateRecord]
 
     def arrays(self) -> list[tuple[StateRecord, Array]]:
-        """Every tensor of this rank with its memory: what is written there is there in the next step."""
-        return [(record, self.tensors[record.value].array()) for record in self.records if record.value in self.tensors]
+        """Every tensor that lives from step to step with its memory: what is written there is there in the next step."""
+        return [(record, self.tensors[record.value].array()) for record in self.records if record.kind != SUM]
+
+    def sums(self) -> list[Array]:
+        """The sums of gradients over the parts of a batch."""
+        return [self.tensors[record.value].array() for record in self.records if record.kind == SUM]
 
 
 def local_shape(record: StateRecord, rank: int) -> tuple[int, ...]:

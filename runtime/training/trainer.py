@@ -17,13 +17,14 @@ import numpy as np
 from pydantic import JsonValue
 
 from ..artifact import open_artifact
-from ..errors import UsageError
+from ..errors import InputError, UsageError
 from ..format import Manifest, Port, TrainingRecord
 from ..program import OnError, Outputs, Program, load
 from .checkpoint import Checkpoint
 from .checkpoint_match import OPTIMIZER, initial, meet, meet_weights
 from .checkpoint_save import save
 from .schedule import Rate, scalars, schedule
+from .state import SUM
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,7 +38,9 @@ Result = TypeVar("Result")
 class Trainer:
     """A training program with the evaluation of the same model, over one state."""
 
-    def __init__(self, program: Program, evaluation: Program | None, rate: Rate) -> None:
+    def __init__(
+        self, program: Program, evaluation: Program | None, rate: Rate, accumulation: Program | None = None
+    ) -> None:
         record = program.manifest.training
         assert record is not None
         self.program = program
@@ -45,7 +48,8 @@ class Trainer:
         self.rate = rate
         self.step = 0
         """The number of steps taken so far."""
-        self._evaluation = evaluation
+        self._evaluation, self._accumulation = evaluation, accumulation
+        self._kept = [one for one in program.manifest.state if one.kind != SUM]
         self._numbers = [name for name in record.scalars if name != STEP]
         self._hyper = {name: float(value) for name, value in record.optimizer.items() if isinstance(value, int | float)}
         known = {port.name for port in program.inputs}
@@ -78,11 +82,30 @@ class Trainer:
         for name, value in scalars(self._numbers, self.step, {**self._hyper, "lr": self.rate(self.step)}).items():
             if name in self._scalars:
                 self._scalars[name][...] = value
+        if self._accumulation is not None:
+            return self._train_in_parts(batch, self._accumulation)
         if STEP in self._scalars:
             self._scalars[STEP][...] = self.step
         outputs = self.program({**batch, **self._scalars})
         self.step += 1
         return outputs
+
+    def _train_in_parts(self, batch: Mapping[str, object], accumulation: Program) -> Outputs:
+        """One step on a batch whose parts run one after the other; what comes out are means over the parts."""
+        count = self.record.accumulate
+        found: list[Outputs] = []
+        for part in range(count):
+            inputs = {name: _part(name, value, part, count) for name, value in batch.items()}
+            if STEP in self._scalars:
+                inputs[STEP] = np.array(self.step * count + part, np.int64)
+            if part < count - 1:
+                found.append(accumulation(inputs))
+            else:
+                found.append(self.program({**inputs, **{n: v for n, v in self._scalars.items() if n != STEP}}))
+        for array in self.program.state.sums():
+            array.fill(0)
+        self.step += 1
+        return {name: np.mean([np.asarray(one[name]) for one in found], axis=0, dtype=np.float32) for name in found[0]}
 
     def evaluate(self, batches: Iterable[tuple[Mapping[str, Any], int]]) -> dict[str, float]:
         """The loss and the metrics over batches, on rank 0; the parameters stay as they are.
@@ -103,20 +126,20 @@ class Trainer:
         """Writes a checkpoint of this step into `folder`, which all ranks share; its path."""
         known: dict[str, JsonValue] = {OPTIMIZER: self.record.optimizer.get("type", ""), **(meta or {})}
         state, share = self.program.state, self.program.share
-        return save(Path(folder), self.step, self.rank, state.arrays(), self.manifest.state, known, share, keep)
+        return save(Path(folder), self.step, self.rank, state.arrays(), self._kept, known, share, keep)
 
     def load(self, path: str | Path) -> Mapping[str, JsonValue]:
         """Goes on where a checkpoint was written, whatever plan wrote it; what was saved beside the tensors."""
         checkpoint = self._together(lambda: Checkpoint.open(path))
-        self._together(lambda: meet(checkpoint, self.manifest.state, str(self.record.optimizer.get("type", ""))))
-        self._together(lambda: self._fill(checkpoint, {record.tensor for record in self.manifest.state}))
+        self._together(lambda: meet(checkpoint, self._kept, str(self.record.optimizer.get("type", ""))))
+        self._together(lambda: self._fill(checkpoint, {record.tensor for record in self._kept}))
         self.step = checkpoint.index.step
         return checkpoint.index.meta
 
     def begin(self, path: str | Path, strict: bool = True) -> frozenset[str]:
         """Takes weights from a checkpoint, or from any safetensors file with the same names; the names of those taken."""
         source = self._together(lambda: initial(path))
-        names = self._together(lambda: meet_weights(source, self.manifest.state, strict))
+        names = self._together(lambda: meet_weights(source, self._kept, strict))
         self._together(lambda: self._fill(source, names))
         return names
 
@@ -144,9 +167,13 @@ class Trainer:
 
     def close(self) -> None:
         """Gives back sessions and buffers; collective."""
-        if self._evaluation is not None:
-            self._evaluation.release()
+        self._release()
         self.program.close()
+
+    def _release(self) -> None:
+        for other in (self._evaluation, self._accumulation):
+            if other is not None:
+                other.release()
 
     def __enter__(self) -> Self:
         return self
@@ -154,8 +181,7 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._evaluation is not None:
-            self._evaluation.release()
+        self._release()
         self.program.__exit__(kind, error, trace)
 
 
@@ -183,7 +209,21 @@ def load_trainer(
         rate = schedule(record.schedule or None, _base(record), "schedule", base_folder(place, record))
     program = load(place, comm, threads=threads, trust=trust, stall=stall, on_error=on_error, providers=providers)
     evaluation = program.beside(place / record.evaluation, trust) if record.evaluation else None
-    return Trainer(program, evaluation, rate)
+    accumulation = program.beside(place / record.accumulation, trust) if record.accumulation else None
+    return Trainer(program, evaluation, rate, accumulation)
+
+
+def _part(name: str, value: object, part: int, count: int) -> object:
+    """One of `count` equal parts of what a rank reads of an input."""
+    array = np.asarray(value)
+    if not array.ndim or len(array) % count:
+        found = f"{len(array)} records" if array.ndim else "a number"
+        raise InputError(
+            f"input '{name}': {found} cannot be cut into {count} parts, as `accumulate` of the plan says\n"
+            f"  help: give every rank a multiple of {count}"
+        )
+    size = len(array) // count
+    return array[part * size : (part + 1) * size]
 
 
 def base_folder(folder: Path, record: TrainingRecord) -> Path:
