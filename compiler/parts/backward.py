@@ -127,9 +127,10 @@ class Backward:
         seed = Copy(self.cotangents[loss], home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
         assert loss.dtype is not None
         number = (self._pieces() if training.per_rank_mean else 1) / (training.accumulate if training.mean else 1)
+        shape = [dim for dim in self.program.values[loss].shape or () if isinstance(dim, int)]
         for draft in self.drafts.of(group):
-            draft.constants["loss.seed"] = np.array(number, loss.dtype.numpy())
-            draft.types["loss.seed"] = (self.cotangents[loss], ())
+            draft.constants["loss.seed"] = np.full(shape, number, loss.dtype.numpy())
+            draft.types["loss.seed"] = (self.cotangents[loss], tuple(shape))
         here = self.copies.settled.get(home, home)
         self.routes.setdefault(home, []).append(here)
         self.terms.setdefault(here, {}).setdefault(seed, []).append("loss.seed")

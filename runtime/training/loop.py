@@ -146,7 +146,7 @@ class _Means:
     def add(self, outputs: Mapping[str, Any]) -> None:
         self._count += 1
         for name, value in outputs.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(np.asarray(value))
+            self._sums[name] = self._sums.get(name, 0.0) + np.asarray(value).item()
 
     def take(self) -> dict[str, float]:
         found = {name: total / self._count for name, total in self._sums.items()}

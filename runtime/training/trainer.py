@@ -119,7 +119,7 @@ class Trainer:
         for batch, size in batches:
             records += size
             for name, value in self._evaluation(batch).items():
-                totals[name] = totals.get(name, 0.0) + float(np.asarray(value)) * size
+                totals[name] = totals.get(name, 0.0) + np.asarray(value).item() * size
         return {name: total / max(records, 1) for name, total in totals.items()}
 
     def save(self, folder: str | Path, meta: Mapping[str, JsonValue] | None = None, keep: int | None = None) -> Path:
