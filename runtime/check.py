@@ -4,16 +4,19 @@ files     the manifest's schema, sizes and hashes, strangers in the folder, soun
 graphs    onnx.checker, each value made once and before its use, known ops, weights inside their files
 order     every Send has its Recv and every collective all its ranks, all agree with the manifest, and the common order ends
           without a deadlock
+state     what ranks keep from step to step is in their files, and together all of each tensor; updates in place are safe, and copies
+          of a piece stay equal
+the evaluation of an artifact that trains is an artifact of its own, and checked as such
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from partc.runtime.check_files import check_folder, read_manifest
-from partc.runtime.format import Manifest
+from partc.runtime.format import MANIFEST, Manifest, stays_inside
 from partc.runtime.violation import Violation
 
 if TYPE_CHECKING:
@@ -24,7 +27,11 @@ __all__ = ["Checked", "Violation", "check", "check_artifact"]
 
 @dataclass(frozen=True)
 class Checked:
-    """What was looked at, and what was found."""
+    """What was looked at, and what was found.
+
+    Of the tensors that ranks keep, so many are replaced in place, and so many by a copy when a step ends; `copies` counts the pieces
+    that several ranks hold.
+    """
 
     violations: list[Violation]
     ranks: int = 0
@@ -32,6 +39,9 @@ class Checked:
     nodes: int = 0
     transfers: int = 0
     collectives: int = 0
+    in_place: int = 0
+    copied: int = 0
+    copies: int = 0
 
 
 def check_artifact(folder: str | Path) -> list[Violation]:
@@ -42,6 +52,9 @@ def check_artifact(folder: str | Path) -> list[Violation]:
 def check(folder: str | Path) -> Checked:
     """The violations together with counts of what was checked."""
     from partc.runtime.check_order import check_order
+    from partc.runtime.check_replicas import check_replicas
+    from partc.runtime.check_state import check_state
+    from partc.runtime.check_updates import Replaced, check_updates
 
     folder = Path(folder)
     manifest, found = read_manifest(folder)
@@ -60,9 +73,45 @@ def check(folder: str | Path) -> Checked:
         if model is not None:
             models[rank] = model
             nodes += len(model.graph.node)
-    found.extend(check_order(manifest, models))
-    transfers, collectives = len(manifest.transfers), len(manifest.collectives)
-    return Checked(found, manifest.ranks, len(manifest.files) + 1, nodes, transfers, collectives)
+    state, order = check_state(manifest, models), check_order(manifest, models)
+    found += [*state, *order]
+    replaced, copies = Replaced(), 0
+    if not state:
+        replaced, unsafe = check_updates(manifest, models)
+        found += unsafe
+    if not found and manifest.state:
+        copies, different = check_replicas(folder, manifest, models)
+        found += different
+    found += _check_evaluation(folder, manifest)
+    return Checked(
+        found,
+        manifest.ranks,
+        len(manifest.files) + 1,
+        nodes,
+        len(manifest.transfers),
+        len(manifest.collectives),
+        replaced.in_place,
+        replaced.copied,
+        copies,
+    )
+
+
+def _check_evaluation(folder: Path, manifest: Manifest) -> list[Violation]:
+    """What is wrong with the evaluation alone, and beside the training."""
+    from partc.runtime.check_state import check_evaluation
+
+    name = manifest.training.evaluation if manifest.training is not None else ""
+    if not name:
+        return []
+    if not stays_inside(name):
+        return [
+            Violation(MANIFEST, f"its evaluation lies at '{name}', out of the folder", help="compile the model again")
+        ]
+    inner, unread = read_manifest(folder / name)
+    if inner is None:
+        return [replace(one, file=f"{name}/{MANIFEST}") for one in unread]
+    alone = [replace(one, file=f"{name}/{one.file}") for one in check(folder / name).violations]
+    return [*alone, *check_evaluation(manifest, inner)]
 
 
 def _check_rank(folder: Path, file: str, manifest: Manifest) -> tuple[ModelProto | None, list[Violation]]:

@@ -35,6 +35,17 @@ def graph_bodies(node: NodeProto) -> Iterator[GraphProto]:
             yield from attribute.graphs
 
 
+def reads(node: NodeProto) -> Iterator[str]:
+    """The values around a node that it reads, by itself or in a body."""
+    yield from filter(None, node.input)
+    for body in graph_bodies(node):
+        own = {port.name for port in body.input} | {tensor.name for tensor in body.initializer}
+        for inner in body.node:
+            yield from (name for name in reads(inner) if name not in own)
+            own.update(inner.output)
+        yield from (port.name for port in body.output if port.name not in own)
+
+
 def check_graph(file: str, model: ModelProto) -> list[Violation]:
     """Dangling, late and doubly made values, graph outputs without a producer, ops or domains that no one knows, unsound functions."""
     return [*_check_scope(file, model.graph, set()), *_check_ops(file, model), *_check_functions(file, model)]

@@ -1,0 +1,225 @@
+"""Checks what ranks keep from step to step: the records in themselves, and each rank file against them.
+
+records    of one tensor: one type, shape and kind; boxes that fit, and that together are all of it
+file       a state is an input, its `next` an output, both of the type and shape of the piece; a parameter has a first value
+optimizer  what it keeps of a parameter lies with it, piece by piece
+training   loss, metrics and scalars are outputs and inputs; the state of the evaluation is the one that is trained
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise, product
+
+from onnx import ModelProto
+from partc.runtime.check_order import declared_types, type_of
+from partc.runtime.dtypes import dense
+from partc.runtime.format import MANIFEST, Box, Manifest, Shape, StateRecord
+from partc.runtime.training.state import local_shape
+from partc.runtime.violation import Violation
+
+_AGAIN = "compile the model again"
+
+
+def check_state(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
+    """Everything wrong with what ranks keep; `models` holds the rank files that can be read."""
+    found = [*_check_training(manifest)]
+    malformed = [_violation(record, fact) for record in manifest.state for fact in _malformed(record, manifest)]
+    if malformed:
+        return [*found, *malformed]
+    found += [*_check_tensors(manifest.state), *_check_slots(manifest)]
+    seen = set()
+    for rank, model in models.items():
+        records = [record for record in manifest.state if rank in record.ranks]
+        key = (manifest.program(rank), tuple((record.value, str(record.box(rank))) for record in records))
+        if key not in seen:
+            seen.add(key)
+            found += _check_file(manifest, rank, model, records)
+    return found
+
+
+def piece_of(record: StateRecord, rank: int) -> Box:
+    """The piece that a rank holds, with the whole as a box too."""
+    return record.box(rank) or [[0, 1, 1] for _ in record.shape]
+
+
+def check_evaluation(manifest: Manifest, inner: Manifest) -> Iterator[Violation]:
+    """The evaluation runs on the same ranks over tensors that training keeps in the same way."""
+    assert manifest.training is not None
+    where = f"{manifest.training.evaluation}/{MANIFEST}"
+    if inner.ranks != manifest.ranks:
+        yield Violation(where, f"it is for {inner.ranks} ranks, and training for {manifest.ranks}", help=_AGAIN)
+    for record in inner.state:
+        if record.next:
+            fact = f"'{record.next}' takes its place; an evaluation changes nothing"
+            yield Violation(where, fact, f"state '{record.value}'", help=_AGAIN)
+    known = {(record.value, rank): record for record in manifest.state for rank in record.ranks}
+    for record in inner.state:
+        for rank in record.ranks:
+            other = known.get((record.value, rank))
+            fact = f"rank {rank} does not keep it when it trains"
+            if other is not None:
+                facts = [(one.tensor, one.type, one.shape, one.box(rank)) for one in (record, other)]
+                if facts[0] == facts[1]:
+                    continue
+                fact = f"rank {rank} keeps {_held(record, rank)}, and when it trains {_held(other, rank)}"
+            yield Violation(where, fact, f"state '{record.value}'", help=_AGAIN)
+            break
+
+
+def _held(record: StateRecord, rank: int) -> str:
+    box = record.box(rank)
+    piece = "" if box is None else f", box {box}"
+    return f"'{record.tensor}' {record.type} {record.shape}{piece}"
+
+
+def _check_training(manifest: Manifest) -> Iterator[Violation]:
+    training = manifest.training
+    if training is None:
+        return
+    outputs, inputs = {port.name for port in manifest.outputs}, {port.name: port for port in manifest.inputs}
+    for kind, name in [("loss", training.loss), *(("metric", metric) for metric in training.metrics)]:
+        if name not in outputs:
+            yield Violation(MANIFEST, f"the {kind} '{name}' is no output", "training", help=_AGAIN)
+    for name in training.scalars:
+        if name in inputs and inputs[name].shape != []:
+            fact = f"the scalar '{name}' is an input of shape {inputs[name].shape}; it is one number"
+            yield Violation(MANIFEST, fact, "training", help=_AGAIN)
+
+
+def _malformed(record: StateRecord, manifest: Manifest) -> Iterator[str]:
+    """What is wrong with a record alone."""
+    if wrong := [rank for rank in record.ranks if not 0 <= rank < manifest.ranks]:
+        yield f"it names rank {wrong[0]}; there are ranks 0 to {manifest.ranks - 1}"
+    if len({*record.ranks}) < len(record.ranks) or not record.ranks:
+        yield f"its ranks are {record.ranks}; each that holds it stands there once"
+    if dense(record.type) is None:
+        yield f"it is a {record.type}, which cannot be kept from step to step"
+    if any(dim < 0 for dim in record.shape):
+        yield f"its shape is {record.shape}"
+    if record.boxes is None:
+        return
+    if len(record.boxes) != len(record.ranks):
+        yield f"it has {len(record.boxes)} boxes for {len(record.ranks)} ranks"
+    for rank, box in zip(record.ranks, record.boxes, strict=False):
+        cuts = [tuple(cut) for cut in box]
+        if len(cuts) != len(record.shape):
+            yield f"the box of rank {rank} has {len(cuts)} dims, and the tensor {len(record.shape)}"
+        elif wrong_cuts := [cut for cut in cuts if len(cut) != 3 or not 0 <= cut[0] < cut[1] <= cut[2]]:
+            yield f"the box of rank {rank} has the cut {list(wrong_cuts[0])}; it is begin, end, denominator"
+        else:
+            for axis, (size, (begin, end, of)) in enumerate(zip(record.shape, cuts, strict=True)):
+                if size * begin % of or size * end % of:
+                    yield f"the box of rank {rank} is {begin}/{of} to {end}/{of} of dim {axis}, which is {size}"
+
+
+def _check_tensors(records: Sequence[StateRecord]) -> Iterator[Violation]:
+    """Records of one tensor agree, and hold all of it; no rank has two values of one name."""
+    by_tensor: dict[str, list[StateRecord]] = {}
+    for record in records:
+        by_tensor.setdefault(record.tensor, []).append(record)
+    for tensor, same in by_tensor.items():
+        first = same[0]
+        for other in same[1:]:
+            for what in ("type", "shape", "kind", "parameter", "initial"):
+                one, two = getattr(first, what), getattr(other, what)
+                if one != two:
+                    yield _violation(other, f"its {what} is {two}, and that of '{first.value}', the same tensor, {one}")
+            if bool(first.next) != bool(other.next):
+                kept, moved = (first, other) if other.next else (other, first)
+                yield _violation(
+                    kept, f"no step replaces it, and '{moved.value}', the same tensor, becomes '{moved.next}'"
+                )
+        if all(one.shape == first.shape for one in same) and (hole := _hole(same)) is not None:
+            where = ", ".join(f"{begin} to {end}" for begin, end in hole)
+            yield _violation(first, f"no rank holds [{where}] of '{tensor}' {first.shape}")
+    names: dict[tuple[str, int], StateRecord] = {}
+    for record in records:
+        for rank in record.ranks:
+            for name in filter(None, (record.value, record.next)):
+                if (other := names.setdefault((name, rank), record)) is not record:
+                    yield _violation(record, f"on rank {rank} '{name}' is also of '{other.tensor}'")
+
+
+def _hole(records: Iterable[StateRecord]) -> list[tuple[int, int]] | None:
+    """A part of a tensor that nobody holds, as begin and end for each dim; None where all of it is held."""
+    boxes = {_places(record, rank) for record in records for rank in record.ranks}
+    shape = next(iter(records)).shape
+    edges = [sorted({0, size, *(place for box in boxes for place in box[axis])}) for axis, size in enumerate(shape)]
+    for cell in product(*(pairwise(places) for places in edges)):
+        inside = any(
+            all(begin <= first and last <= end for (first, last), (begin, end) in zip(cell, box, strict=True))
+            for box in boxes
+        )
+        if not inside:
+            return list(cell)
+    return None
+
+
+def _places(record: StateRecord, rank: int) -> tuple[tuple[int, int], ...]:
+    """Where in the tensor a rank's piece lies, in elements."""
+    spans = zip(record.shape, piece_of(record, rank), strict=True)
+    return tuple((int(Fraction(size * begin, of)), int(Fraction(size * end, of))) for size, (begin, end, of) in spans)
+
+
+def _check_slots(manifest: Manifest) -> Iterator[Violation]:
+    """Each piece of what an optimizer keeps lies where that piece of its parameter does."""
+    held = {
+        (record.tensor, rank, str(piece_of(record, rank)))
+        for record in manifest.state
+        if record.kind == "parameter"
+        for rank in record.ranks
+    }
+    shapes = {record.tensor: record.shape for record in manifest.state if record.kind == "parameter"}
+    for record in manifest.state:
+        if record.kind != "optimizer":
+            if record.parameter:
+                yield _violation(record, f"it is of kind {record.kind}, and names the parameter '{record.parameter}'")
+            continue
+        if record.parameter not in shapes:
+            yield _violation(record, f"it is of the parameter '{record.parameter}', which no rank keeps")
+        elif shapes[record.parameter] != record.shape:
+            fact = f"its shape is {record.shape}, and that of its parameter '{record.parameter}' {shapes[record.parameter]}"
+            yield _violation(record, fact)
+        elif lost := [r for r in record.ranks if (record.parameter, r, str(piece_of(record, r))) not in held]:
+            yield _violation(
+                record, f"rank {lost[0]} holds it without that piece of its parameter '{record.parameter}'"
+            )
+
+
+def _check_file(
+    manifest: Manifest, rank: int, model: ModelProto, records: Sequence[StateRecord]
+) -> Iterator[Violation]:
+    file, graph = manifest.program(rank), model.graph
+    inputs = {port.name: type_of(port.type) for port in graph.input}
+    outputs = {port.name: type_of(port.type) for port in graph.output}
+    first = {tensor.name: tensor for tensor in graph.initializer}
+    declared = declared_types(model)
+    # an evaluation has no values of its own
+    trains = any(record.next for record in manifest.state)
+    for record in records:
+        title = f"state '{record.value}'"
+        wanted: Shape = list(local_shape(record, rank))
+        sides = [("input", record.value, inputs)] + ([("output", record.next, outputs)] if record.next else [])
+        for side, name, there in sides:
+            if name not in there:
+                yield Violation(
+                    file, f"{MANIFEST} has '{name}' as state of rank {rank}, and the file has no such {side}", title
+                )
+            elif declared[name] != (record.type, wanted) or there[name] != (record.type, wanted):
+                have = " ".join(map(str, there[name]))
+                fact = f"its {side} '{name}' is {have}; {MANIFEST} makes it {record.type} {wanted} on rank {rank}"
+                yield Violation(file, fact, title, help=_AGAIN)
+        if record.value in first:
+            if list(first[record.value].dims) != wanted:
+                fact = f"its first value has the shape {list(first[record.value].dims)}, and its piece {wanted}"
+                yield Violation(file, fact, title, help=_AGAIN)
+        elif record.kind != "optimizer" and trains:
+            yield Violation(
+                file, f"this {record.kind} has no first value: no initializer is called so", title, help=_AGAIN
+            )
+
+
+def _violation(record: StateRecord, fact: str) -> Violation:
+    return Violation(MANIFEST, fact, f"state '{record.value}'", help=_AGAIN)
