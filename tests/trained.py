@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.program import Program
 from partc.runtime import load_local
-from partc.runtime.cuts import local, merge
+from partc.runtime.cuts import local
 from partc.runtime.program import LocalProgram
 from partc.runtime.training.schedule import scalars, schedule
 from training_models import CrossEntropy, Model
@@ -44,6 +44,33 @@ def train_whole(plan: str) -> str:
     return "ranks: 1\n" + plan[plan.index("train:") :]
 
 
+@dataclass(frozen=True)
+class Run:
+    """What every step gave, and all tensors before the first and after the last, whole, by their global names."""
+
+    outputs: list[dict[str, Any]]
+    before: Tensors
+    after: Tensors
+    program: Program
+
+
+def run(
+    source: Source,
+    plan: str,
+    out: Path,
+    steps: Sequence[Mapping[str, Any]],
+    start: Mapping[str, np.ndarray] | None = None,
+) -> Run:
+    """Compiles and takes the steps on in-process ranks; `start` are weights to begin with."""
+    program = compile_source(source, parse_plan(plan, "plan.yaml"), out).program
+    with load_local(out) as ranks:
+        if start is not None:
+            put(ranks, start)
+        before = tensors(ranks)
+        given = [ranks({**fed(ranks, k), **step}) for k, step in enumerate(steps)]
+        return Run(given, before, tensors(ranks), program)
+
+
 def trained(
     source: Source,
     plan: str,
@@ -51,26 +78,9 @@ def trained(
     steps: Sequence[Mapping[str, Any]],
     start: Mapping[str, np.ndarray] | None = None,
 ) -> tuple[list[dict[str, Any]], Tensors, Program]:
-    """What every step gives, and all tensors after the last, whole, by their global names; `start` are weights to begin with."""
-    given, _, after, program = _trained(source, plan, out, steps, start)
-    return given, after, program
-
-
-def _trained(
-    source: Source,
-    plan: str,
-    out: Path,
-    steps: Sequence[Mapping[str, Any]],
-    start: Mapping[str, np.ndarray] | None = None,
-) -> tuple[list[dict[str, Any]], Tensors, Tensors, Program]:
-    """As `trained`, with the tensors before the first step too."""
-    program = compile_source(source, parse_plan(plan, "plan.yaml"), out).program
-    with load_local(out) as ranks:
-        if start is not None:
-            put(ranks, start)
-        before = tensors(ranks)
-        given = [ranks({**fed(ranks, k), **step}) for k, step in enumerate(steps)]
-        return given, before, tensors(ranks), program
+    """What every step gives, all tensors after the last, and the program."""
+    found = run(source, plan, out, steps, start)
+    return found.outputs, found.after, found.program
 
 
 def fed(ranks: LocalProgram, step: int) -> dict[str, np.ndarray]:
@@ -87,24 +97,19 @@ def fed(ranks: LocalProgram, step: int) -> dict[str, np.ndarray]:
 
 
 def tensors(ranks: LocalProgram) -> Tensors:
-    """All tensors that ranks keep, whole; every copy of a piece must be the same bits."""
-    pieces: dict[str, dict[tuple[tuple[int, ...], ...], np.ndarray]] = {}
-    shapes: dict[str, list[int]] = {}
+    """All tensors that ranks keep, whole; whatever several ranks have of one must be the same bits, however it lies."""
+    found: Tensors = {}
+    there: dict[str, np.ndarray] = {}
     for rank in ranks.ranks:
         for record, array in rank.state.arrays():
-            box = record.box(rank.rank) or [[0, 1, 1] for _ in record.shape]
-            key = tuple(tuple(cut) for cut in box)
-            known = pieces.setdefault(record.tensor, {})
-            shapes[record.tensor] = record.shape
-            if key in known:
-                assert known[key].tobytes() == array.tobytes(), f"{record.tensor}: replicas differ on rank {rank.rank}"
-            known[key] = array.copy()
-    found: Tensors = {}
-    for name, boxes in pieces.items():
-        whole = next((array for array in boxes.values() if list(array.shape) == shapes[name]), None)
-        if whole is None:
-            whole = merge([[list(cut) for cut in key] for key in boxes], list(boxes.values()))
-        found[name] = whole
+            name, box = record.tensor, record.box(rank.rank)
+            whole = found.setdefault(name, np.zeros(record.shape, array.dtype))
+            known = there.setdefault(name, np.zeros(record.shape, bool))
+            place = ... if box is None else local(box, record.shape)
+            same = np.array_equal(np.where(known[place], whole[place], array), array, equal_nan=True)
+            assert same, f"{name}: copies differ on rank {rank.rank}"
+            whole[place], known[place] = array, True
+    assert all(known.all() for known in there.values())
     return found
 
 
@@ -126,20 +131,21 @@ def same_training(
     *,
     rtol: float,
     atol: float,
-    start: Mapping[str, np.ndarray] | None = None,
+    whole: Run | None = None,
 ) -> Program:
     """Trains whole and cut; losses and all tensors are compared. `source()` gives the model anew. Gives the compiled program.
 
     `atol` of a tensor is of the largest change that the steps made of it, so that a small learning rate hides no wrong gradient.
+    `whole` is the run on one rank, where it is there already.
     """
-    want, before, whole, _ = _trained(source(), train_whole(plan), folder / "whole", steps, start)
-    have, _, cut, program = _trained(source(), plan, folder / "cut", steps, start)
-    for k, (one, other) in enumerate(zip(have, want, strict=True)):
+    want = whole or run(source(), train_whole(plan), folder / "whole", steps)
+    have = run(source(), plan, folder / "cut", steps)
+    for k, (one, other) in enumerate(zip(have.outputs, want.outputs, strict=True)):
         assert one.keys() == other.keys()
         for name, value in other.items():
             np.testing.assert_allclose(one[name], value, rtol=rtol, atol=rtol, err_msg=f"step {k}: {name}")
-    same_tensors(cut, whole, before, atol)
-    return program
+    same_tensors(have.after, want.after, want.before, atol)
+    return have.program
 
 
 def same_tensors(have: Tensors, want: Tensors, before: Tensors, atol: float) -> None:
