@@ -40,6 +40,8 @@ def command(folder: Path) -> int:
     if checked.in_place + checked.copied:
         safe = f"{count(checked.in_place, 'tensor')} safely updated in place"
         copied = f", {checked.copied:,} copied when a step ends" if checked.copied else ""
-        equal = f"; {count(checked.copies, 'piece')} on several ranks, whose copies stay equal" if checked.copies else ""
+        equal = (
+            f"; {count(checked.copies, 'piece')} on several ranks, whose copies stay equal" if checked.copies else ""
+        )
         click.echo(f"training: {safe}{copied}{equal}")
     return 0

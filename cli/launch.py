@@ -10,9 +10,11 @@ from pathlib import Path
 
 from partc.cli.job import Job
 from partc.cli.launcher import Hosts, command_line, find_launcher, launch_environment
-from partc.cli.progress import Progress
+from partc.cli.progress import Progress, TrainingBar
+from partc.cli.report import seen
 from partc.cli.scratch import Scratch
 from partc.cli.supervise import Stopped, supervise
+from partc.cli.training import TOLD
 from partc.runtime.format import Manifest
 
 
@@ -21,11 +23,17 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
     launcher = find_launcher(manifest.ranks)
     with Scratch(manifest.ranks) as scratch, Progress(job.repeat) as progress:
         given = dataclasses.replace(job, scratch=str(scratch.folder))
+        bar = TrainingBar()
+        if job.training is not None:
+            given = dataclasses.replace(given, training=dataclasses.replace(job.training, bar=sys.stderr.isatty()))
         program = [sys.executable, "-m", "partc.cli.rank", given.dumps()]
         command = command_line(launcher, manifest.ranks, hosts, extra, program)
 
         def tick() -> None:
-            if job.training is None:
+            if job.training is not None:
+                if told := seen(scratch.folder / TOLD):
+                    bar.told(*told)
+            else:
                 progress.reached(min(step for step, _ in scratch.board()))
 
         def where(rank: int, action: int) -> str:
@@ -34,10 +42,12 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
             return describe_action(Path(job.folder), rank, action)
 
         try:
-            return supervise(command, launch_environment(launcher), scratch, where, tick, progress.close)
+            before = bar.close if job.training is not None else progress.close
+            return supervise(command, launch_environment(launcher), scratch, where, tick, before)
         except Stopped as stopped:
             return stopped.exit_code
         finally:
+            bar.close()
             if job.output is not None:
                 job.partial.unlink(missing_ok=True)
 

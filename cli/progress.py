@@ -21,6 +21,30 @@ _BETWEEN_LINES = 10.0
 _BETWEEN_DRAWS = 0.1
 
 
+class TrainingBar:
+    """A bar with what a training last told; other output may come in between, after `close`. Nothing where there is no terminal."""
+
+    def __init__(self) -> None:
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+
+    def told(self, step: int, total: int, text: str) -> None:
+        """Shows the numbers of a step."""
+        if not sys.stderr.isatty():
+            return
+        if self._bar is None:
+            self._bar = _bar("{task.fields[told]}")
+            self._task = self._bar.add_task("", total=total, told=text)
+        assert self._task is not None
+        self._bar.update(self._task, completed=step, total=total, told=text)
+
+    def close(self) -> None:
+        """Takes the bar away; the next `told` brings it back."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
 class Progress:
     """The progress of `total` steps, as a context; `reached` may be called at any rate."""
 
@@ -51,7 +75,7 @@ class Progress:
             return
         self._next = now + _BETWEEN_DRAWS
         if self._bar is None:
-            self._bar = self._begin()
+            self._bar = _bar("{task.description}")
             self._task = self._bar.add_task("steps", total=self.total)
         assert self._task is not None
         self._bar.update(self._task, completed=step)
@@ -63,18 +87,19 @@ class Progress:
             self._bar = None
             self._next = float("inf")
 
-    def _begin(self) -> Bar:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
 
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        bar = RichProgress(*columns, console=Console(stderr=True), transient=True)
-        bar.start()
-        return bar
+def _bar(text: str) -> Bar:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn(text),
+    )
+    bar = RichProgress(*columns, console=Console(stderr=True), transient=True)
+    bar.start()
+    return bar

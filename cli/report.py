@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypeAlias
 
 import click
 from partc.cli.present import count, size
@@ -19,11 +20,37 @@ if TYPE_CHECKING:
     from partc.runtime.training.trainer import Trainer
 
 
-class Report:
-    """The listener of rank 0. `metrics` is the file of numbers, to which is appended."""
+Watch: TypeAlias = Callable[[int, int, str], None]
 
-    def __init__(self, metrics: str | None, unit: str) -> None:
-        self.unit = unit
+
+def watched_through(file: Path) -> Watch:
+    """Leaves what is told in a file, for the launching process, which has the terminal (see `seen`)."""
+
+    def watch(step: int, total: int, numbers: str) -> None:
+        beside = file.with_name(f"{file.name}.next")
+        beside.write_text(json.dumps([step, total, numbers]), encoding="utf-8")
+        beside.replace(file)
+
+    return watch
+
+
+def seen(file: Path) -> tuple[int, int, str] | None:
+    """What was last left in the file; None where nothing is."""
+    try:
+        step, total, numbers = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return step, total, numbers
+
+
+class Report:
+    """The listener of rank 0. `metrics` is the file of numbers, to which is appended.
+
+    `watch`: who shows a bar instead of a line for every few steps; it is given the step, the total and the line's other numbers.
+    """
+
+    def __init__(self, metrics: str | None, unit: str, watch: Watch | None = None) -> None:
+        self.unit, self.watch = unit, watch
         self._file: IO[str] | None = None
         if metrics:
             self._file = open(metrics, "a", encoding="utf-8")  # noqa: SIM115, it is open as long as training goes on
@@ -44,10 +71,12 @@ class Report:
 
     def stepped(self, progress: Progress) -> None:
         """Some steps are done."""
-        self._say(
-            f"step {progress.step} of {progress.total}   epoch {progress.epoch:.2f}   {_shown(progress.metrics)}   "
-            f"lr {progress.rate:.4g}   {progress.speed:,.0f} {self.unit}/s   {_time(progress.remaining)} left"
-        )
+        numbers = f"{_shown(progress.metrics)}   lr {progress.rate:.4g}   {progress.speed:,.0f} {self.unit}/s"
+        if self.watch is not None:
+            self.watch(progress.step, progress.total, numbers)
+        else:
+            at = f"step {progress.step} of {progress.total}   epoch {progress.epoch:.2f}"
+            self._say(f"{at}   {numbers}   {_time(progress.remaining)} left")
         self._write(
             {
                 "kind": "train",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from partc.cli.job import Job, TrainingJob
-from partc.cli.report import Report
+from partc.cli.progress import TrainingBar
+from partc.cli.report import Report, Watch, watched_through
 from partc.runtime.errors import UsageError
 from partc.runtime.format import Manifest, TrainingRecord
 
@@ -20,8 +22,12 @@ if TYPE_CHECKING:
     from partc.runtime.transport import Transport
 
 
-def run_training(job: Job, comm: MPI.Intracomm | Transport | None) -> int:
-    """Trains, or evaluates, to the end; the exit code."""
+TOLD = "told"
+"""The file in a job's scratch folder through which rank 0 tells how far it is."""
+
+
+def run_training(job: Job, comm: MPI.Intracomm | Transport | None, watch: Watch | None = None) -> int:
+    """Trains, or evaluates, to the end; the exit code. `watch` shows how far it is."""
     from partc.runtime.training.loop import resume, run
     from partc.runtime.training.trainer import load_trainer
 
@@ -32,7 +38,9 @@ def run_training(job: Job, comm: MPI.Intracomm | Transport | None) -> int:
         job.folder, comm, threads=job.threads, trust=job.trust, stall=job.stall, on_error=abort
     ) as trainer:
         settings = Settings(told, trainer.record, Path(job.folder))
-        report = Report(told.metrics, settings.unit) if trainer.rank == 0 and not job.quiet else None
+        report = (
+            Report(told.metrics, settings.unit, watch or _watch(job)) if trainer.rank == 0 and not job.quiet else None
+        )
         if told.init is not None:
             trainer.begin(told.init)
         if told.only_test:
@@ -53,6 +61,12 @@ def run_training(job: Job, comm: MPI.Intracomm | Transport | None) -> int:
     return 0
 
 
+def _watch(job: Job) -> Watch | None:
+    """How the launching process is told, where it has a terminal."""
+    assert job.training is not None
+    return watched_through(Path(job.scratch) / TOLD) if job.scratch is not None and job.training.bar else None
+
+
 def _evaluate(trainer: Trainer, settings: Settings, report: Report | None) -> int:
     path = settings.resumed()
     if path is not None:
@@ -66,15 +80,24 @@ def _evaluate(trainer: Trainer, settings: Settings, report: Report | None) -> in
 
 def run_threads(job: Job, manifest: Manifest) -> int:
     """All ranks as threads of this process."""
+    bar = TrainingBar()
+    watch = bar.told if sys.stderr.isatty() else None
+    try:
+        return _run_threads(job, manifest, watch)
+    finally:
+        bar.close()
+
+
+def _run_threads(job: Job, manifest: Manifest, watch: Watch | None) -> int:
     from partc.runtime.local import LocalWorld
 
     if manifest.ranks == 1:
-        return run_training(job, None)
+        return run_training(job, None, watch)
     world = LocalWorld(manifest.ranks, job.stall)
 
     def rank(number: int) -> int:
         try:
-            return run_training(job, world.transport(number))
+            return run_training(job, world.transport(number), watch)
         except Exception as error:
             world.fail(f"rank {number} failed: {error}")
             raise
