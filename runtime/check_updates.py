@@ -125,10 +125,14 @@ class _Rank:
     def _check_function(self, at: int) -> Iterator[Violation]:
         function = self._function(at)
         assert function is not None
-        if not is_in_place(function):
-            readers = ", ".join(f"'{one.removesuffix(NEXT)}'" for one in function.output if one.endswith(NEXT))
-            fact = f"the body of {function.name} reads what it overwrites ({readers}) by a node that does not lead to the new value"
-            yield self._violation(at, fact, "make the new value depend on every reader of the old one")
+        for name in function.output:
+            alone = FunctionProto()
+            alone.CopyFrom(function)
+            alone.output[:] = [name]
+            if not is_in_place(alone):
+                old = name.removesuffix(NEXT)
+                fact = f"{function.name} writes its output '{name}' where '{old}' lies, and reads that by a node that does not lead there"
+                yield self._violation(at, fact, "let every reader of an old value lead to the new one")
 
     def _check_steps(self, in_place: Mapping[str, int]) -> Iterator[Violation]:
         """What the order of nodes cannot say: updates that run as one, and communication that has begun and not ended."""
