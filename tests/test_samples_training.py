@@ -12,13 +12,18 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
+from onnx import numpy_helper
 from partc.cli.main import invoke
+from partc.compiler.load import load
 from partc.compiler.pipeline import compile_model
 from partc.compiler.plan.read import parse_plan, read_plan
 from partc.runtime.data.files import open_field
+from partc.runtime.data.order import Order
 from partc.runtime.training.checkpoint import Checkpoint, find
 from trained import train_whole
 
@@ -123,8 +128,44 @@ def test_lenet(samples: Path, tmp_path: Path, plan: str) -> None:
     assert len(have.evaluations) == 2
 
 
+def test_lenet_learns_as_in_torch(samples: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    have = train(samples / "lenet", "train.yaml", tmp_path, "--steps", "10", "--log", "1")
+    weights = whole_weights(samples / "lenet" / "model.py")
+    learned = {name: torch.tensor(weights[name], requires_grad=True) for name in weights}
+    optimizer = torch.optim.SGD(learned.values(), lr=0.01, momentum=0.9)
+    one = torch.nn.functional
+
+    def logits(x: Any) -> Any:
+        for conv in ("conv1", "conv2"):
+            x = one.max_pool2d(one.conv2d(x, learned[f"{conv}.weight"]).relu(), 2)
+        x = x.flatten(1)
+        for fc in ("fc1", "fc2", "fc3"):
+            x = one.linear(x if fc == "fc1" else x.relu(), learned[f"{fc}.weight"], learned[f"{fc}.bias"])
+        return x
+
+    with np.load(samples / "lenet" / "mnist_320.npz") as archive:
+        images, labels = archive["images"], archive["labels"]
+    pixels = torch.tensor(images)[:, None].float()
+    x = one.interpolate(pixels, (32, 32), mode="bilinear", align_corners=False).round() / 255
+    x = (x - 0.1307) / 0.3081
+    for step, rows in enumerate(Order(320, 32).epoch(0).reshape(10, 32)):
+        loss = one.cross_entropy(logits(x[rows]), torch.tensor(labels[rows]).long())
+        assert have.losses[step] == pytest.approx(float(loss.detach()), rel=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for name, weight in learned.items():
+        np.testing.assert_allclose(have.tensors[name], weight.detach().numpy(), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def whole_weights(model: Path) -> dict[str, np.ndarray]:
+    """The weights that a model begins with."""
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in ir.to_proto(load(model).model).graph.initializer}
+
+
 def test_lenet_gets_to_know_the_digits_that_it_carries(samples: Path, tmp_path: Path) -> None:
-    told = train(samples / "lenet", LENET[0], tmp_path, "--epochs", "120", "--log", "1200", "--evaluate", "1200")
+    told = train(samples / "lenet", LENET[0], tmp_path, "--epochs", "110", "--evaluate", "1100")
     assert told.evaluations[-1]["accuracy"] >= 0.8
 
 
@@ -132,7 +173,7 @@ def test_lenet_gets_to_know_the_digits_that_it_carries(samples: Path, tmp_path: 
 def test_lenet_over_mpi_on_all_of_mnist(samples: Path, tmp_path: Path) -> None:
     lenet = samples / "lenet"
     data = [*full(), "--data", f"transform={lenet / 'digits.py'}:for_lenet"]
-    options = [*data, "--steps", "40", "--log", "1", "--evaluate", "1000"]
+    options = [*data, "--steps", "20", "--log", "1"]
     want = train(lenet, "train_one.yaml", tmp_path / "one", *options)
     same(train(lenet, "train.yaml", tmp_path / "cut", *options, mpi=True), want, rtol=1e-5, atol=1e-5)
 
