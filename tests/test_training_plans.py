@@ -179,6 +179,24 @@ def test_a_tied_weight_is_one_parameter(plan: str, tmp_path: Path) -> None:
     same_training(lambda: source, plan + SGD, tmp_path, steps, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("optimizer", ["type: lamb, lr: 0.02, eps: 0.01", "type: adam, lr: 0.02, eps: 0.01"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "ranks: 3\nsharding: {look_up: {in: [[1, 3], null]}, turn: {in: [[3, 1]]}}\n",
+        "ranks: 5\nplacement: {look_up: [0, 1], middle: 4, turn: [2, 3], head: [2, 3]}\nsharding: {look_up: {in: [[2, 1], null]}}\n",
+        "ranks: 3\nplacement: {look_up: [0, 2], middle: 1, turn: 1, head: 1}\nsharding: {look_up: {in: [[1, 2], null]}}\n",
+    ],
+)
+def test_copies_that_lie_otherwise_stay_equal(plan: str, optimizer: str, tmp_path: Path) -> None:
+    """LAMB's norms too are those of one of them: in another order sums would be other numbers."""
+    source = from_text(TIED, TIED_SHAPES)
+    random = np.random.default_rng(2)
+    steps = [{name: random.integers(0, 12, (4, 5)) for name in ("ids", "labels")} for _ in range(4)]
+    train = SGD.replace("type: sgd, lr: 0.5", optimizer)
+    same_training(lambda: source, plan + train, tmp_path, steps, rtol=1e-5, atol=5e-4)
+
+
 NORMED = """<ir_version: 10, opset_import: ["" : 21]>
 main (float[batch, 3, 5, 5] x) => (float[batch, 6] y)
 <float[4] mean1 = {0.1, 0, -0.1, 0}, float[4] var1 = {1, 2, 1, 0.5},

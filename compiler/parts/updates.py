@@ -18,7 +18,7 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.moves import AllReduce
 from partc.compiler.parts.comm import Writer
-from partc.compiler.parts.copies import Copies
+from partc.compiler.parts.copies import Copies, whole_on
 from partc.compiler.parts.drafts import Drafts
 from partc.compiler.parts.duals import typed
 from partc.compiler.parts.gradients import Gradient, Sum
@@ -38,6 +38,8 @@ class Updates:
         assert program.training is not None
         self.program, self.copies, self.writer, self.drafts = program, copies, writer, drafts
         self.training: Training = program.training
+        self._squares: dict[ir.Value, Copy] = {}
+        """Per parameter the sums of squares that LAMB has where it is first updated."""
 
     def write(self, gradients: Sequence[Gradient]) -> None:
         """All updates. `gradients` are in the order in which they are there."""
@@ -79,8 +81,9 @@ class Updates:
         if clipped:
             scalars["scale"] = ir.Value(name=_SCALE)
         cut = tuple(axis for axes in one.share.layout.cuts for axis in axes)
+        first = self._squares.get(one.parameter)
         reduced = None
-        if cut and not optimizer.is_elementwise:
+        if first is not None or (cut and not optimizer.is_elementwise):
             reduced = ir.Value(name=f"{name}.squares.whole", type=kind, shape=ir.Shape([2]))
         update = optimizer.update(
             value(piece),
@@ -93,14 +96,13 @@ class Updates:
             clip_value=self.training.clip_value or 0.0,
             reduced=reduced,
         )
-        self._append(group, update.before)
-        if reduced is not None:
-            assert update.squares is not None
-            self._types(group, [reduced])
-            move = AllReduce(group, Layout(one.share.layout.mesh, ((),)), cut, "sum")
-            whole = typed(self.program, reduced)[0]
-            terms, sums = [str(update.squares.name)], [str(reduced.name)]
-            self.writer.all_reduce(move, [whole], terms, sums, 2, f"norms of '{tensor}'")
+        if reduced is not None and first is not None:
+            # Another order of a sum would be another number, and copies must stay equal bit by bit.
+            self._append(group, update.before[:1])
+            reduced.name = self._brought(first, group, str(reduced.name), tensor)
+        else:
+            self._append(group, update.before)
+            self._sum_up(one, update.squares, reduced, cut)
         self._append(group, update.after)
         for draft in self.drafts.of(group):
             draft.scalars |= dict.fromkeys(optimizer.scalars)
@@ -118,6 +120,27 @@ class Updates:
                 tensor,
                 optimizer.initial(slot),
             )
+
+    def _sum_up(self, one: Gradient, terms: ir.Value | None, reduced: ir.Value | None, cut: tuple[int, ...]) -> None:
+        """LAMB's sums of squares: of a cut parameter those of all pieces."""
+        if terms is None:
+            return
+        group, made = one.home.group, typed(self.program, reduced or terms)[0]
+        if reduced is not None:
+            self._types(group, [reduced])
+            move = AllReduce(group, Layout(one.share.layout.mesh, ((),)), cut, "sum")
+            cause = f"norms of '{one.parameter.name}'"
+            self.writer.all_reduce(move, [made], [str(terms.name)], [str(reduced.name)], 2, cause)
+        self._squares[one.parameter] = whole_on(made, group)
+
+    def _brought(self, first: Copy, group: Group, wanted: str, tensor: str) -> str:
+        """The sums of squares on another group."""
+        target = whole_on(first.value, group)
+        if target == first:
+            return str(first.value.name)
+        self.writer.names |= {first: str(first.value.name), target: wanted}
+        self.writer.make(first, target, f"norms of '{tensor}'")
+        return self.writer.names[target]
 
     def _share(self, one: Gradient, name: str) -> str:
         """The name of a rank's share of a parameter, cut out of what it holds."""
