@@ -5,6 +5,7 @@ memory = Memory(); ...; memory.note("loaded"); ...; memory.said()     MB beyond 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -16,10 +17,8 @@ class Memory:
     """Counts from here on. The peak begins anew where the system lets it."""
 
     def __init__(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             _REFS.write_text("5")
-        except OSError:
-            pass
         self.start = _now()
         self.notes: dict[str, dict[str, float]] = {}
 

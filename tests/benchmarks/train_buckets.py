@@ -1,0 +1,60 @@
+"""Gradients in several messages against all in one: a data-parallel step of the large GPT on two MPI ranks, in turns.
+
+    python tests/benchmarks/train_buckets.py [--model gpt768] [--sizes 1000 10 25]
+
+The first size is larger than all gradients: one message, which is waited for as soon as it has begun. Others leave while the rest of
+the backward pass runs. Prints medians, fastest steps and ratios to the first. The losses of all sizes are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from train_cases import CASES, data_parallel, write
+from train_data_parallel import RANKS, in_turns, partc_side
+
+CLOSE = 1e-5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt768", choices=CASES)
+    parser.add_argument("--sizes", type=float, nargs="+", default=[1000, 10, 25], help="bucket_mb of each side")
+    parser.add_argument("--steps", type=int, default=3, help="of a side in a turn")
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--actions", action="store_true", help="print where the time goes")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = [Path(temporary) / str(size) for size in options.sizes]
+        for folder, size in zip(folders, options.sizes, strict=True):
+            folder.mkdir()
+            write(folder, CASES[options.model], data_parallel(RANKS, size), RANKS)
+        sides = [partc_side(folder, RANKS) for folder in folders]
+        in_turns(sides, options.steps, options.turns)
+        print(f"{options.model} on {RANKS} ranks on {os.cpu_count()} cores, one thread a rank; ms a step")
+        first = statistics.median(sides[0].times)
+        losses = np.load(folders[0] / "partc.npy")
+        for side, folder, size in zip(sides, folders, options.sizes, strict=True):
+            middle = statistics.median(side.times)
+            apart = np.abs(np.load(folder / "partc.npy") / losses - 1).max()
+            assert apart < CLOSE, f"bucket_mb {size}: losses differ by {apart:.1e}"
+            print(
+                f"  bucket_mb {size:6g}: {1e3 * middle:9.3f}, fastest {1e3 * min(side.times):9.3f},"
+                f" {middle / first:.3f} of the first",
+                flush=True,
+            )
+        for side in sides:
+            side.close()
+        for folder, size in zip(folders, options.sizes, strict=True) if options.actions else ():
+            watched = partc_side(folder, RANKS, "--actions")
+            watched.turn(options.steps * options.turns)
+            print(f"bucket_mb {size:g}\n{watched.close()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
