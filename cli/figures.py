@@ -1,23 +1,25 @@
 """What an artifact's ranks do and need, in numbers: nodes, segments, weights, memory, bytes moved.
 
 Bytes moved are those of messages and of collectives, of which a rank gets as many as it sends: sums of expressions in the symbols
-(`28*batch + 32`) and their value at chosen sizes. Peak memory is an estimate: the weights, and the largest set of values alive at
-one node in the order of the file; values whose size only a run tells are counted apart.
+(`28*batch + 32`) and their value at chosen sizes. Peak memory is an estimate: the weights, what training keeps beside them, and the
+largest set of other values alive at one node in the order of the file; what is updated in place takes no room of its own, and
+values whose size only a run tells are counted apart.
 """
 
 from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from partc.cli.feed import smallest
+from partc.cli.figures_training import kept_bytes
 from partc.runtime.artifact import Artifact
 from partc.runtime.dtypes import BY_CODE
 from partc.runtime.expression import parse
-from partc.runtime.format import BYTES, DOMAIN, TAG, Collective, Manifest, Transfer
+from partc.runtime.format import ALL_REDUCE, BYTES, DOMAIN, TAG, Collective, Manifest, Transfer
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
@@ -58,20 +60,25 @@ def typical_sizes(manifest: Manifest) -> dict[str, int]:
 
 def rank_figures(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankFigures:
     """The numbers of a rank, with the symbols at these sizes."""
-    from partc.runtime.segments import Segment, cut
+    from partc.runtime.segments import Segment, Update, cut
 
     model = artifact.model(rank)
     manifest = artifact.manifest
     transfers = manifest.transfers
     collectives = list(_collectives(model, manifest))
-    weights = sum(_tensor_bytes(tensor) for tensor in model.graph.initializer)
-    live, unknown = _largest_live_set(model, sizes)
+    steps = cut(model, manifest.program(rank))
+    state = {record.value for record in manifest.state if rank in record.ranks}
+    kept = kept_bytes(manifest, rank)
+    weights = sum(_tensor_bytes(tensor) for tensor in model.graph.initializer if tensor.name not in state)
+    weights += kept["parameter"] + kept["statistics"]
+    in_place = {name for step in steps if isinstance(step, Update) for node in step.nodes for name in node.output}
+    live, unknown = _largest_live_set(model, sizes, state | in_place)
     return RankFigures(
         rank=rank,
         nodes=sum(node.domain != DOMAIN for node in model.graph.node),
-        segments=sum(isinstance(step, Segment) for step in cut(model, manifest.program(rank))),
+        segments=sum(isinstance(step, Segment) for step in steps),
         weights=weights,
-        peak=weights + live,
+        peak=weights + kept["optimizer"] + live,
         unknown_values=unknown,
         sent=moved([*(one for one in transfers if one.source == rank), *collectives], sizes),
         received=moved([*(one for one in transfers if one.target == rank), *collectives], sizes),
@@ -143,16 +150,25 @@ def _tensor_bytes(tensor: TensorProto) -> int:
     return dtype.bytes_of(tuple(tensor.dims))
 
 
-def _largest_live_set(model: ModelProto, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Bytes of the largest set of values alive at once, and the number of values of unknown size that it leaves out."""
+def _largest_live_set(model: ModelProto, sizes: Mapping[str, int], apart: Collection[str]) -> tuple[int, int]:
+    """Bytes of the largest set of values alive at once, and the number of values of unknown size that it leaves out.
+
+    Values in `apart`, and weights, are counted elsewhere.
+    """
     graph = model.graph
-    weights = {tensor.name for tensor in graph.initializer}
+    weights = {tensor.name for tensor in graph.initializer} | {*apart}
     known = {port.name: _value_bytes(port, sizes) for port in [*graph.value_info, *graph.input, *graph.output]}
     end = len(graph.node)
     last = {port.name: end for port in graph.output}
     for at, node in enumerate(graph.node):
         for name in _reads(node):
             last[name] = max(last.get(name, 0), at)
+    for node in graph.node:
+        if node.domain == DOMAIN and node.op_type == ALL_REDUCE and len(node.input) > 1:
+            # what several values become lies where they do
+            for source, result in zip(node.input, node.output, strict=True):
+                last[source] = max(last[source], last.get(result, 0))
+                weights.add(result)
     freed: dict[int, int] = {}
     alive = unknown = peak = 0
 
@@ -165,7 +181,8 @@ def _largest_live_set(model: ModelProto, sizes: Mapping[str, int]) -> tuple[int,
         freed[until] = freed.get(until, 0) + (size or 0)
 
     for port in graph.input:
-        begin(port.name, 0)
+        if port.name not in weights:
+            begin(port.name, 0)
     for at, node in enumerate(graph.node):
         for name in node.output:
             if name and name not in weights:

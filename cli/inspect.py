@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +16,11 @@ from partc.cli.run import parse_sizes
 if TYPE_CHECKING:
     from onnx import NodeProto
     from partc.cli.figures import Moved
+    from partc.cli.figures_training import TrainingFigures
     from partc.runtime.artifact import Artifact
 
 _LARGEST = 10
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ def command(folder: Path, rank: int | None, pattern: str | None, given: Mapping[
     """
     from partc.cli.feed import choose_sizes
     from partc.cli.figures import rank_figures, typical_sizes
+    from partc.cli.figures_training import training_figures
     from partc.runtime.artifact import open_artifact
     from partc.runtime.errors import UsageError
 
@@ -66,12 +69,15 @@ def command(folder: Path, rank: int | None, pattern: str | None, given: Mapping[
         raise UsageError("\n".join(problems))
     sizes = {**typical_sizes(manifest), **given}
     figures = [rank_figures(artifact, one, sizes) for one in range(manifest.ranks)]
+    trains = any(record.next for record in manifest.state)
+    trained = [training_figures(manifest, artifact.model(one), one, sizes) for one in range(manifest.ranks) if trains]
     if as_json:
         transfers = [transfer.model_dump(mode="json") for transfer in manifest.transfers]
         collectives = [one.model_dump(mode="json") for one in manifest.collectives]
         ranks_json = [dataclasses.asdict(one) for one in figures]
         found = {"sizes": sizes, "ranks": ranks_json, "transfers": transfers}
         found |= {"groups": manifest.groups, "collectives": collectives} if collectives else {}
+        found |= {"training": [dataclasses.asdict(one) for one in trained]} if trained else {}
         click.echo(json.dumps(found, indent=1))
         return 0
     table = Table(
@@ -91,11 +97,27 @@ def command(folder: Path, rank: int | None, pattern: str | None, given: Mapping[
             moves,
         )
         table.add(*cells)
-    show_tables([table, *_largest_transfers(artifact, sizes), *_largest_collectives(artifact, sizes)])
+    show_tables(
+        [table, *_training(trained), *_largest_transfers(artifact, sizes), *_largest_collectives(artifact, sizes)]
+    )
     click.echo()
-    for line in _notes(artifact, sizes, sum(one.unknown_values for one in figures)):
+    for line in _notes(artifact, sizes, sum(one.unknown_values for one in figures), bool(trained)):
         click.echo(line)
     return 0
+
+
+def _training(figures: Sequence[TrainingFigures]) -> Iterator[Table]:
+    """Nodes of each phase, what is kept from step to step, and the messages in which gradients are reduced."""
+    statistics = any(one.statistics for one in figures)
+    columns = [">rank", ">forward", ">backward", ">update", ">parameters", ">optimizer"]
+    columns += [*([">statistics"] if statistics else []), "buckets of gradients"]
+    table = Table(columns, title="training")
+    for one in figures:
+        kept = [one.parameters, one.optimizer, *([one.statistics] if statistics else [])]
+        buckets = f"{one.buckets}, {size(one.bucket_bytes)}" if one.buckets else "none"
+        table.add(one.rank, one.forward, one.backward, one.update, *map(size, kept), buckets)
+    if figures:
+        yield table
 
 
 def _moved(moved: Moved) -> str:
@@ -141,12 +163,13 @@ def _lists_text(lists: list[list[int]]) -> str:
     return text if len(lists) == 1 else f"{len(lists)} lists of {len(first)}: {text}"
 
 
-def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterator[str]:
+def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int, trains: bool) -> Iterator[str]:
     symbols = artifact.manifest.symbols
     if symbols:
         chosen = ", ".join(f"{name}={value}" for name, value in sizes.items())
         yield f"sizes are at {chosen}: the largest allowed, or the smallest where there is no bound; --set changes it"
-    yield "peak memory is an estimate: weights and the largest set of values alive at once"
+    kept = "weights, what the optimizer keeps of them," if trains else "weights"
+    yield f"peak memory is an estimate: {kept} and the largest set of values alive at once"
     if unknown:
         yield f"'+?': {count(unknown, 'value')} of a size that only a run tells, not counted"
 
@@ -157,6 +180,7 @@ def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
 
     model = artifact.model(rank)
     types: dict[str, ValueType] = declared_types(model)
+    replaced = {one.next: one.tensor for one in artifact.manifest.state if rank in one.ranks and one.next}
     for at, node in enumerate(model.graph.node):
         metadata = {entry.key: entry.value for entry in node.metadata_props}
         op = node.op_type
@@ -172,6 +196,8 @@ def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
         why = metadata.get(CAUSE if node.domain == DOMAIN else RULE, "")
         if cut := metadata.get(CUT):
             why += f"; cut {cut}"
+        if tensors := [replaced[name] for name in node.output if name in replaced]:
+            why += f"{'; ' if why else ''}next {', '.join(tensors)}"
         yield Row(rank, at, op, metadata.get(PATH) or _name(node), outputs, why)
 
 
@@ -206,5 +232,8 @@ def _show_rows(folder: Path, rows: list[Row], pattern: str | None, as_json: bool
         return
     table = Table([">rank", ">at", "op", "path", "value", "why"])
     for row in rows:
-        table.add(row.rank, row.at, row.op, row.path, ", ".join(row.outputs), row.why)
+        values = ", ".join(row.outputs[:_SHOWN])
+        if len(row.outputs) > _SHOWN:
+            values += f" and {len(row.outputs) - _SHOWN} more"
+        table.add(row.rank, row.at, row.op, row.path, values, row.why)
     table.show()

@@ -23,7 +23,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper
 from partc.runtime.check_graph import node_title, reads
 from partc.runtime.check_state import piece_of
 from partc.runtime.collective import Call, read_call
@@ -265,4 +265,8 @@ def _text(node: NodeProto, other: NodeProto) -> str:
     """The attributes of a node that another one has otherwise."""
     theirs = {one.name: one.SerializeToString(deterministic=True) for one in other.attribute}
     different = [one for one in node.attribute if theirs.get(one.name) != one.SerializeToString(deterministic=True)]
-    return ", ".join(f"{one.name}={helper.get_attribute_value(one)}" for one in different) or "nothing of that"
+    return ", ".join(f"{one.name}={_value(one)}" for one in different) or "nothing of that"
+
+
+def _value(attribute: AttributeProto) -> str:
+    return f"{attribute.f:g}" if attribute.type == AttributeProto.FLOAT else str(helper.get_attribute_value(attribute))

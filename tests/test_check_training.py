@@ -236,7 +236,7 @@ BOTH = {
 }
 ONE = {
     "another attribute": (_other_attribute, "'shift' on rank 1 may become another one than on rank 0"),
-    "another attribute, told": (_other_attribute, "has momentum=0.5, and there momentum=0.8"),
+    "another attribute, told": (_other_attribute, "has momentum=0.5, and there momentum=0.9"),
     "its own gradient": (_own_gradient, "'shift' on rank 1 may become another one than on rank 0, which"),
     "another order": (_other_order, "its value 0 is 'first.grad', that of rank 0 is 'second.grad': one would be added"),
     "another first value": (_other_first_value, "rank 1 begins with another value of 'shift' than rank 0"),

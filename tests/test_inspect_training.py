@@ -1,0 +1,77 @@
+"""`partc inspect` of artifacts that train: nodes of each phase, bytes of what is kept, buckets, and what an update replaces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click.testing
+import pytest
+from partc.cli.figures import rank_figures
+from partc.cli.figures_training import training_figures
+from partc.cli.inspect import command
+from partc.runtime.artifact import open_artifact
+from small_training import DATA_PARALLEL, LAMB, NORMALIZED, PERCEPTRON, compiled
+
+FLOATS = 6 * 5 + 5 + 5 * 3
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("inspected") / "build", PERCEPTRON, DATA_PARALLEL)
+
+
+def printed(*arguments: str) -> str:
+    result = click.testing.CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_every_node_is_in_one_phase(build: Path, tmp_path: Path) -> None:
+    for folder in (build, compiled(tmp_path / "lamb", PERCEPTRON, DATA_PARALLEL, LAMB)):
+        artifact = open_artifact(folder)
+        one = training_figures(artifact.manifest, artifact.model(1), 1, {"batch": 4})
+        whole = rank_figures(artifact, 1, {"batch": 4})
+        assert one.forward + one.backward + one.update == whole.nodes
+        assert (one.parameters, one.statistics) == (4 * FLOATS, 0)
+        assert (one.buckets, one.bucket_bytes) == (1, 4 * FLOATS)
+        # of three gradients the squares, counted on one rank, their sum and the scale; then the optimizer's nodes
+        assert one.update == 3 + 3 + 1 + 1 + (3 if folder == build else 12)
+        assert one.optimizer == 4 * FLOATS * (1 if folder == build else 2)
+
+
+def test_memory_is_that_of_the_state_and_of_what_lives_beside_it(build: Path) -> None:
+    artifact = open_artifact(build)
+    small, large = (rank_figures(artifact, 0, {"batch": batch}) for batch in (2, 200))
+    constants = small.weights - 4 * FLOATS
+    assert 0 <= constants < 100
+    # all gradients are alive when the first update begins
+    assert small.peak >= 3 * 4 * FLOATS
+    assert small.peak < 6 * 4 * FLOATS
+    # half the batch of the hidden values and what the backward pass makes of them
+    assert large.peak - small.peak >= 4 * 99 * (6 + 5 + 5)
+
+
+def test_the_table_and_the_numbers_for_machines(build: Path) -> None:
+    lines = printed(str(build)).splitlines()
+    at = lines.index("training")
+    assert lines[at + 1].split()[:6] == ["rank", "forward", "backward", "update", "parameters", "optimizer"]
+    assert lines[at + 2].split()[4:] == ["200", "B", "200", "B", "1,", "200", "B"]
+    data = json.loads(printed(str(build), "--json"))
+    assert [one["rank"] for one in data["training"]] == [0, 1]
+    assert data["training"][0]["bucket_bytes"] == 200
+
+
+def test_an_update_says_what_it_replaces(build: Path, tmp_path: Path) -> None:
+    assert "next shift, shift.momentum" in printed(str(build), "--node", "shift.update")
+    normalized = compiled(tmp_path / "normalized", NORMALIZED, "ranks: 1\n")
+    found = printed(str(normalized), "--rank", "0")
+    assert "next running_mean, running_var" in found or "next running_mean" in found
+    assert "statistics" in printed(str(normalized))
+
+
+def test_an_evaluation_is_inspected_as_what_runs(build: Path) -> None:
+    found = printed(str(build / "evaluation"))
+    assert "training" not in found
+    whole = rank_figures(open_artifact(build / "evaluation"), 0, {"batch": 4})
+    assert whole.weights >= 4 * FLOATS
