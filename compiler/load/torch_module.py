@@ -65,10 +65,8 @@ def export(
     if program is None:
         raise CompileError(Problem(where, "torch.onnx.export returned no program", help="use torch 2.6 or later"))
     model: ir.Model = program.model
+    _name_weights(model.graph, module)
     weights = dict(model.graph.initializers)
-    for path, parameter in module.named_parameters(remove_duplicate=False):
-        if path in weights:
-            weights[path].meta["partc.learned"] = parameter.requires_grad
     _set_inputs(model, read, where)
     _set_outputs(model, _output_names(program, len(model.graph.outputs), outputs, where), where)
     _keep_batch_norm_training(model)
@@ -189,6 +187,27 @@ def _refusal(error: Exception, where: str, collector: Collector) -> Exception:
     help_ = "a dim that the module fixes is an int in inputs; torch.export's documentation says what forward may do"
     fact = f"torch cannot export the module: {'' if own_kind else type(root).__name__ + ': '}{lines[0]}"
     return CompileError(Problem(where, fact, "\n  ".join(lines[1:6]), help_))
+
+
+def _name_weights(graph: ir.Graph, module: torch.nn.Module) -> None:
+    """Every weight by torch's own name, a shared one by its first, with what torch says of whether it is learned."""
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    for path, tensor in named:
+        first.setdefault(id(tensor), path)
+    learned = {path for path, parameter in module.named_parameters() if parameter.requires_grad}
+    for path, tensor in named:
+        own = first[id(tensor)]
+        if path == own or path not in graph.initializers:
+            continue
+        value = graph.initializers.pop(path)
+        if own in graph.initializers:
+            value.replace_all_uses_with(graph.initializers[own], replace_graph_outputs=True)
+        else:
+            value.name = own
+            graph.initializers[own] = value
+    for name, value in graph.initializers.items():
+        value.meta["partc.learned"] = name in learned
 
 
 def _set_inputs(model: ir.Model, read: Sequence[Spec], where: str) -> None:
