@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 
 from onnx import ModelProto
 from partc.runtime.check_order import declared_types, type_of
@@ -118,6 +118,12 @@ def _check_tensors(records: Sequence[StateRecord]) -> Iterator[Violation]:
     """Records of one tensor agree, and hold all of it; no rank has two values of one name."""
     by_tensor: dict[str, list[StateRecord]] = {}
     for record in records:
+        for one, other in combinations(sorted({_places(record, rank) for rank in record.ranks}), 2):
+            if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True)):
+                yield _violation(
+                    record, f"its pieces {_span(one)} and {_span(other)} overlap; they are equal or disjoint"
+                )
+                break
         by_tensor.setdefault(record.tensor, []).append(record)
     for tensor, same in by_tensor.items():
         first = same[0]
@@ -132,8 +138,7 @@ def _check_tensors(records: Sequence[StateRecord]) -> Iterator[Violation]:
                     kept, f"no step replaces it, and '{moved.value}', the same tensor, becomes '{moved.next}'"
                 )
         if all(one.shape == first.shape for one in same) and (hole := _hole(same)) is not None:
-            where = ", ".join(f"{begin} to {end}" for begin, end in hole)
-            yield _violation(first, f"no rank holds [{where}] of '{tensor}' {first.shape}")
+            yield _violation(first, f"no rank holds {_span(hole)} of '{tensor}' {first.shape}")
     names: dict[tuple[str, int], StateRecord] = {}
     for record in records:
         for rank in record.ranks:
@@ -161,6 +166,10 @@ def _places(record: StateRecord, rank: int) -> tuple[tuple[int, int], ...]:
     """Where in the tensor a rank's piece lies, in elements."""
     spans = zip(record.shape, piece_of(record, rank), strict=True)
     return tuple((int(Fraction(size * begin, of)), int(Fraction(size * end, of))) for size, (begin, end, of) in spans)
+
+
+def _span(places: Iterable[tuple[int, int]]) -> str:
+    return f"[{', '.join(f'{begin} to {end}' for begin, end in places)}]"
 
 
 def _check_slots(manifest: Manifest) -> Iterator[Violation]:
