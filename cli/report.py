@@ -75,7 +75,7 @@ class Report:
         if self.watch is not None:
             self.watch(progress.step, progress.total, numbers)
         else:
-            at = f"step {progress.step} of {progress.total}   epoch {progress.epoch:.2f}"
+            at = f"step {progress.step:,} of {progress.total:,}   epoch {progress.epoch:.2f}"
             self._say(f"{at}   {numbers}   {_time(progress.remaining)} left")
         self._write(
             {

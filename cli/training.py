@@ -126,7 +126,28 @@ def check(job: Job, manifest: Manifest) -> None:
         return
     if settings.data is None:
         raise UsageError("there are no data to train on\n  help: give --data, or `data:` in the plan's `train:`")
-    _ = settings.batch
+    check_batch(settings.batch, manifest)
+
+
+def check_batch(batch: int, manifest: Manifest) -> None:
+    """Raises UsageError for a batch that the model's inputs do not take, before anything is started."""
+    from partc.runtime.bindings import is_legal, refusal
+
+    assert manifest.training is not None
+    parts = manifest.training.accumulate
+    if batch % parts:
+        raise UsageError(f"a batch of {batch} cannot be cut into {parts} parts\n  help: give a multiple of {parts}")
+    size = batch // parts
+    problems: dict[str, str] = {}
+    for port in manifest.inputs:
+        dim = port.shape[0] if port.shape else ""
+        law = manifest.symbols.get(dim) if isinstance(dim, str) else None
+        if law is not None and not is_legal(size, law):
+            problems.setdefault(str(dim), refusal(f"the batch, '{dim}' of input '{port.name}',", size, str(dim), law))
+        elif isinstance(dim, int) and dim != size:
+            problems[port.name] = f"the batch is {size}, and input '{port.name}' was compiled for {dim}"
+    if problems:
+        raise UsageError("\n".join(problems.values()))
 
 
 class Settings:

@@ -166,11 +166,11 @@ class Binder:
                 later.append((where, size, dim))
             elif dim not in bindings:
                 bindings[dim], origin[dim] = size, where
-                if not _legal(size, symbols[dim]):
-                    yield _refusal(where, size, dim, symbols[dim])
+                if not is_legal(size, symbols[dim]):
+                    yield refusal(where, size, dim, symbols[dim])
             elif bindings[dim] != size:
                 yield f"{where} is {size}, but '{dim}' is {bindings[dim]} by {origin[dim]}\n  the two must be equal"
-            if size == other and size % parts and not (dim in symbols and not _legal(size, symbols[str(dim)])):
+            if size == other and size % parts and not (dim in symbols and not is_legal(size, symbols[str(dim)])):
                 yield f"{where} is {size}, and it is cut into {parts}\n  help: give a multiple of {parts}"
         for where, size, dim in later:
             promise = expression.parse(dim, symbols)
@@ -251,13 +251,15 @@ def _element(array: Array, dtype: Dtype | None, text: str) -> Array:
     return array if dtype else array.astype(object)
 
 
-def _legal(size: int, law: SymbolRecord) -> bool:
+def is_legal(size: int, law: SymbolRecord) -> bool:
+    """Whether a dim may have a size."""
     least = law.divisor + law.remainder if law.divisor > 1 else law.remainder
     fits = (size - law.remainder) % law.divisor == 0 and size >= least
     return fits and size >= law.min and (law.max is None or size <= law.max)
 
 
-def _refusal(where: str, size: int, name: str, law: SymbolRecord) -> str:
+def refusal(where: str, size: int, name: str, law: SymbolRecord) -> str:
+    """What is said of a size that a dim may not have."""
     terms = []
     if law.divisor > 1:
         rest = f" + {law.remainder}" if law.remainder else ""

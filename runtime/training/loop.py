@@ -92,7 +92,7 @@ def run(
         step, now = trainer.step, loader.position()
         ended = now.epoch != position.epoch
         at = now.epoch + now.batch / order.batches
-        if step % course.log == 0 or step == total or ended:
+        if step % course.log == 0 or step == total:
             passed = time.perf_counter() - begun
             last = means.take()
             told = Progress(
