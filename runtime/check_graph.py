@@ -93,8 +93,7 @@ def _check_nodes(
 
 def _check_ops(file: str, model: ModelProto) -> Iterator[Violation]:
     imported = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
-    functions = {(function.domain, function.name): function for function in model.functions}
-    known = _known_ops() | functions.keys()
+    known = _known_ops() | {(function.domain, function.name) for function in model.functions}
     if imported.get(DOMAIN, DOMAIN_VERSION) != DOMAIN_VERSION:
         yield Violation(
             file, f"it uses version {imported[DOMAIN]} of {DOMAIN}; this partc knows version {DOMAIN_VERSION}"
@@ -109,9 +108,16 @@ def _check_ops(file: str, model: ModelProto) -> Iterator[Violation]:
                 f"neither ONNX nor onnxruntime knows {domain}.{node.op_type}, and no function of the file is called so"
             )
             yield Violation(file, fact, title, path)
-        elif (domain, node.op_type) in functions:
-            for fact in _wrong_call(node, functions[domain, node.op_type]):
-                yield Violation(file, fact, title, path, "compile the model again")
+    yield from check_calls(file, model)
+
+
+def check_calls(file: str, model: ModelProto) -> Iterator[Violation]:
+    """Calls of the model's functions with other inputs, outputs or attributes than they have."""
+    functions = {(function.domain, function.name): function for function in model.functions}
+    for node in _all_nodes(model.graph.node):
+        if (key := (node.domain, node.op_type)) in functions:
+            for fact in _wrong_call(node, functions[key]):
+                yield Violation(file, fact, node_title(node), path_of(node), "compile the model again")
 
 
 def _wrong_call(node: NodeProto, function: FunctionProto) -> Iterator[str]:

@@ -39,6 +39,13 @@ def check_state(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Vi
     return found
 
 
+def check_kept(manifest: Manifest, rank: int, model: ModelProto) -> list[Violation]:
+    """What is wrong with the state of one rank and the file that has it."""
+    records = [record for record in manifest.state if rank in record.ranks]
+    malformed = [_violation(record, fact) for record in records for fact in _malformed(record, manifest)]
+    return malformed or [*_check_file(manifest, rank, model, records)]
+
+
 def piece_of(record: StateRecord, rank: int) -> Box:
     """The piece that a rank holds, with the whole as a box too."""
     return record.box(rank) or [[0, 1, 1] for _ in record.shape]

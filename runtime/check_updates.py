@@ -20,7 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnx import FunctionProto, ModelProto, NodeProto
-from partc.runtime.check_graph import node_title, reads
+from partc.runtime.check_graph import check_calls, node_title, reads
+from partc.runtime.check_state import check_kept
 from partc.runtime.errors import ArtifactError
 from partc.runtime.format import DOMAIN, EXCHANGE, OPTIMIZER, TAG, Manifest, StateRecord
 from partc.runtime.segments import Begin, Finish, Send, Step, Update, cut, path_of
@@ -53,6 +54,14 @@ def check_updates(manifest: Manifest, models: Mapping[int, ModelProto]) -> tuple
             found += problems
         total += known.get(key, Replaced())
     return total, found
+
+
+def unsafe_state(manifest: Manifest, rank: int, model: ModelProto) -> list[Violation]:
+    """Why what one rank keeps must not be laid out in memory and updated as its file says; for whoever loads that alone."""
+    file = manifest.program(rank)
+    if found := [*check_kept(manifest, rank, model), *check_calls(file, model)]:
+        return found
+    return _Rank(file, model, [one for one in manifest.state if rank in one.ranks and one.next]).check()[1]
 
 
 class _Rank:

@@ -14,7 +14,8 @@ import onnx
 import pytest
 from onnx import ModelProto, NodeProto, helper
 from partc.runtime.check import check, check_artifact
-from partc.runtime.format import ALL_REDUCE, MANIFEST
+from partc.runtime.check_updates import unsafe_state
+from partc.runtime.format import ALL_REDUCE, MANIFEST, Manifest
 from small_training import DATA_PARALLEL, LAMB, NORMALIZED, PERCEPTRON, compiled
 
 
@@ -345,3 +346,12 @@ def test_a_changed_evaluation_is_named(
     change(tmp_path / "build")
     found = texts(tmp_path / "build")
     assert expected in found, found
+
+
+def test_one_rank_can_be_checked_before_it_is_loaded(sound: Path, tmp_path: Path) -> None:
+    manifest = Manifest.model_validate_json((sound / MANIFEST).read_text())
+    for change in (None, _of_another, _wrong_shape, _one_input_less, _one_attribute_less, _reads_after_overwriting):
+        model = onnx.load(sound / manifest.program(1), load_external_data=False)
+        if change is not None:
+            change(model)
+        assert bool(unsafe_state(manifest, 1, model)) is (change is not None)

@@ -85,7 +85,7 @@ def test_the_reference_runs_what_the_runtime_trains(sound: Path) -> None:
 
 
 def test_a_stock_onnxruntime_trains_the_file_of_one_rank(tmp_path: Path) -> None:
-    """The rank file as it is, all inputs fed and every `next` handed back, gives what the runtime gives."""
+    """The rank file as it is, every `next` handed back, gives what the runtime gives; the first weights lie in the file."""
     folder = compiled(tmp_path / "build", PERCEPTRON, "", ALONE)
     steps = [{**one, "t": np.arange(4) % 3} for one in batches(4)]
     scalars = [{"lr": number(0.05), "bias1": number(1 - 0.9**n), "bias2": number(1 - 0.999**n)} for n in (1, 2, 3, 4)]
@@ -93,11 +93,10 @@ def test_a_stock_onnxruntime_trains_the_file_of_one_rank(tmp_path: Path) -> None
         want = [program({**step, **numbers}) for step, numbers in zip(steps, scalars, strict=True)]
         weights = {record.value: array.copy() for record, array in program.ranks[0].state.arrays()}
         manifest = program.manifest
-    session = onnxruntime.InferenceSession(folder / "rank_0000.onnx")
-    first = {
-        one.name: onnx.numpy_helper.to_array(one) for one in onnx.load(folder / "rank_0000.onnx").graph.initializer
-    }
-    kept = {one.value: first.get(one.value, np.full(one.shape, one.initial, np.float32)) for one in manifest.state}
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(folder / "rank_0000.onnx", options)
+    kept = {one.value: np.full(one.shape, one.initial, np.float32) for one in manifest.state if one.kind == "optimizer"}
     names = [output.name for output in session.get_outputs()]
     for step, numbers, expected in zip(steps, scalars, want, strict=True):
         found = dict(zip(names, session.run(names, {**kept, **step, **numbers}), strict=True))
