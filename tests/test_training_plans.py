@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import training_models as models
-from onnx import numpy_helper
-from partc.compiler.load.onnx_file import from_proto
 from partc.compiler.load.source import Source
 from partc.compiler.program import Program
-from trained import Run, run, same_tensors, same_training, source_of, train_whole, trained
+from trained import Run, from_text, run, same_tensors, same_training, source_of, train_whole, trained
 from training_models import Model
 
 CROSS_ENTROPY = "loss: {type: softmax_cross_entropy, logits: y, labels: labels}"
@@ -65,16 +62,6 @@ def learned_whole(name: str, train: str, sizes: tuple[tuple[tuple[str, int], ...
 def sizes_of(name: str, *rows: int) -> list[dict[str, int]]:
     """Batches of these rows; the length of sequences changes from step to step."""
     return [{"batch": n, **({"seq": 3 + k} if name == "gpt" else {})} for k, n in enumerate(rows)]
-
-
-def from_text(text: str, weights: Mapping[str, tuple[int, ...]], seed: int = 4) -> Source:
-    """A model of ONNX text with seeded weights of these shapes."""
-    proto = onnx.parser.parse_model(text)
-    random = np.random.default_rng(seed)
-    for name, shape in weights.items():
-        array = (random.standard_normal(shape) / 2).astype(np.float32)
-        proto.graph.initializer.append(numpy_helper.from_array(array, name))
-    return Source(from_proto(proto, Path("model.onnx")))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -146,55 +133,6 @@ placement: {{{placement}}}
 sharding: {{{sharding}}}
 """
     learns(name, plan, sizes_of(name, 8, 4), tmp_path)
-
-
-TIED = """<ir_version: 10, opset_import: ["" : 21]>
-main (int64[batch, 5] ids) => (float[batch, 5, 12] y) {
-    [look_up] x = Gather(table, ids)
-    [middle] m = MatMul(x, w)
-    [act] a = Tanh(m)
-    [turn] turned = Transpose<perm = [1, 0]>(table)
-    [head] y = MatMul(a, turned)
-}"""
-TIED_SHAPES = {"table": (12, 6), "w": (6, 6)}
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "ranks: 2\nplacement: {look_up: 0, middle: 0, head: 1}\n",
-        "ranks: 3\nplacement: {look_up: 2, middle: [0, 1], turn: 0, head: [0, 1, 2]}\n",
-        "ranks: 4\nplacement: {look_up: [0, 1], middle: [0, 1], head: [2, 3]}\nsharding: {head: colwise, look_up: {in: [[2, 1], null]}}\n",
-        "ranks: 4\nplacement: {look_up: [0, 1, 2], middle: 3, head: [1, 2, 3]}\nsharding: {head: colwise}\n",
-        "ranks: 3\nsharding: {look_up: {in: [[3, 1], null]}, head: colwise}\n",
-        "ranks: 3\nsharding: {look_up: {in: [[1, 3], null]}, head: colwise}\n",
-        "ranks: 3\nsymbols: {batch: {divisor: 3}}\ndataset: data_parallel\n",
-    ],
-)
-def test_a_tied_weight_is_one_parameter(plan: str, tmp_path: Path) -> None:
-    """Its copies get the sum of all gradients and stay equal bit by bit, however they lie."""
-    source = from_text(TIED, TIED_SHAPES)
-    random = np.random.default_rng(2)
-    steps = [{name: random.integers(0, 12, (n, 5)) for name in ("ids", "labels")} for n in (6, 3)]
-    same_training(lambda: source, plan + SGD, tmp_path, steps, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("optimizer", ["type: lamb, lr: 0.02, eps: 0.01", "type: adam, lr: 0.02, eps: 0.01"])
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "ranks: 3\nsharding: {look_up: {in: [[1, 3], null]}, turn: {in: [[3, 1]]}}\n",
-        "ranks: 5\nplacement: {look_up: [0, 1], middle: 4, turn: [2, 3], head: [2, 3]}\nsharding: {look_up: {in: [[2, 1], null]}}\n",
-        "ranks: 3\nplacement: {look_up: [0, 2], middle: 1, turn: 1, head: 1}\nsharding: {look_up: {in: [[1, 2], null]}}\n",
-    ],
-)
-def test_copies_that_lie_otherwise_stay_equal(plan: str, optimizer: str, tmp_path: Path) -> None:
-    """LAMB's norms too are those of one of them: in another order sums would be other numbers."""
-    source = from_text(TIED, TIED_SHAPES)
-    random = np.random.default_rng(2)
-    steps = [{name: random.integers(0, 12, (4, 5)) for name in ("ids", "labels")} for _ in range(4)]
-    train = SGD.replace("type: sgd, lr: 0.5", optimizer)
-    same_training(lambda: source, plan + train, tmp_path, steps, rtol=1e-5, atol=5e-4)
 
 
 NORMED = """<ir_version: 10, opset_import: ["" : 21]>

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+from onnx import numpy_helper
+from partc.compiler.load.onnx_file import from_proto
 from partc.compiler.load.source import Source
 from partc.compiler.load.trace import trace
 from partc.compiler.pipeline import compile_source
@@ -37,6 +40,16 @@ def source_of(one: Model) -> Source:
     model = trace(one.module.net, [replace(one.inputs[0], name=given)], ["y"], one.name)
     model.graph.inputs[0].name = "x"
     return Source(model)
+
+
+def from_text(text: str, weights: Mapping[str, tuple[int, ...]], seed: int = 4) -> Source:
+    """A model of ONNX text with seeded weights of these shapes."""
+    proto = onnx.parser.parse_model(text)
+    random = np.random.default_rng(seed)
+    for name, shape in weights.items():
+        array = (random.standard_normal(shape) / 2).astype(np.float32)
+        proto.graph.initializer.append(numpy_helper.from_array(array, name))
+    return Source(from_proto(proto, Path("model.onnx")))
 
 
 def train_whole(plan: str) -> str:
