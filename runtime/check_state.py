@@ -125,10 +125,10 @@ def _check_tensors(records: Sequence[StateRecord]) -> Iterator[Violation]:
     """Records of one tensor agree, and hold all of it; no rank has two values of one name."""
     by_tensor: dict[str, list[StateRecord]] = {}
     for record in records:
-        for one, other in combinations(sorted({_places(record, rank) for rank in record.ranks}), 2):
-            if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True)):
+        for one, two in combinations(sorted({_places(record, rank) for rank in record.ranks}), 2):
+            if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, two, strict=True)):
                 yield _violation(
-                    record, f"its pieces {_span(one)} and {_span(other)} overlap; they are equal or disjoint"
+                    record, f"its pieces {_span(one)} and {_span(two)} overlap; they are equal or disjoint"
                 )
                 break
         by_tensor.setdefault(record.tensor, []).append(record)
