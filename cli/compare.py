@@ -94,7 +94,7 @@ def _close(name: str, whole: Array, compiled: Array, rtol: float, atol: float) -
         scale = np.abs(left)
         ratio = np.where(error == 0, 0.0, error / np.where(scale == 0, np.finfo(np.float64).tiny, scale))
         passed = bool(np.all(error <= atol + rtol * np.where(np.isfinite(scale), scale, 0.0)))
-    tolerance = f"atol {atol:g}, rtol {rtol:g}"
+    tolerance = f"atol {atol:.3g}, rtol {rtol:g}"
     most, worst = _largest(error), _largest(ratio)
     result = "ok" if passed else "NOT EQUAL"
     return Compared(name, whole.dtype.name, whole.shape, *most, *worst, tolerance, result)

@@ -36,6 +36,8 @@ class TrainingJob:
     init: str | None = None
     metrics: str | None = None
     only_test: bool = False
+    only_train: bool = False
+    """Whether nothing is evaluated in between."""
     bar: bool = False
     """Whether the launching process has a terminal, and shows a bar there."""
 

@@ -47,10 +47,11 @@ class Report:
     """The listener of rank 0. `metrics` is the file of numbers, to which is appended.
 
     `watch`: who shows a bar instead of a line for every few steps; it is given the step, the total and the line's other numbers.
+    A `quiet` one says nothing, and writes the numbers only.
     """
 
-    def __init__(self, metrics: str | None, unit: str, watch: Watch | None = None) -> None:
-        self.unit, self.watch = unit, watch
+    def __init__(self, metrics: str | None, unit: str, watch: Watch | None = None, quiet: bool = False) -> None:
+        self.unit, self.watch, self.quiet = unit, watch, quiet
         self._file: IO[str] | None = None
         if metrics:
             self._file = open(metrics, "a", encoding="utf-8")  # noqa: SIM115, it is open as long as training goes on
@@ -105,8 +106,9 @@ class Report:
             self._file = None
 
     def _say(self, line: str) -> None:
-        click.echo(line)
-        sys.stdout.flush()
+        if not self.quiet:
+            click.echo(line)
+            sys.stdout.flush()
 
     def _write(self, row: dict[str, object]) -> None:
         if self._file is not None:

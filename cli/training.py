@@ -38,9 +38,7 @@ def run_training(job: Job, comm: MPI.Intracomm | Transport | None, watch: Watch 
         job.folder, comm, threads=job.threads, trust=job.trust, stall=job.stall, on_error=abort
     ) as trainer:
         settings = Settings(told, trainer.record, Path(job.folder))
-        report = (
-            Report(told.metrics, settings.unit, watch or _watch(job)) if trainer.rank == 0 and not job.quiet else None
-        )
+        report = Report(told.metrics, settings.unit, watch or _watch(job), job.quiet) if trainer.rank == 0 else None
         if told.init is not None:
             trainer.begin(told.init)
         if told.only_test:
@@ -54,7 +52,7 @@ def run_training(job: Job, comm: MPI.Intracomm | Transport | None, watch: Watch 
                     report.resumed(trainer.step, path)
             if report:
                 report.begins(trainer, loader, settings.course.total(loader.order.batches))
-            test = settings.test
+            test = None if told.only_train else settings.test
             run(trainer, loader, settings.course, report, (lambda: settings.batches(trainer)) if test else None)
         if report:
             report.close()

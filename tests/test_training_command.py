@@ -213,3 +213,25 @@ def test_a_batch_that_ranks_cannot_share_is_refused_by_all(folder: Path) -> None
     assert "Traceback" not in done.stderr
     assert "9" in done.stderr
     shutil.rmtree(build)
+
+
+def test_verify_takes_two_steps_and_compares_all_that_is_kept(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built(folder, PARALLEL)
+    assert invoke(["verify", "model.py", "--plan", "build.yaml", "--set", "batch=6"]) == 0
+    told = capsys.readouterr().out
+    assert "16 tensors on 2 ranks equal to the whole model's" in told
+    assert "a.weight.exp_avg_sq" in told
+    assert "loss, step 2" in told
+    from partc.compiler.parts.gradients import GradientSums
+
+    summed = GradientSums.parameter
+    monkeypatch.setattr(
+        GradientSums,
+        "parameter",
+        lambda self, value, given, homes: (
+            None if "a.bias" in str(value.name) and len(homes[0].group) > 1 else summed(self, value, given, homes)
+        ),
+    )
+    assert invoke(["verify", "model.py", "--plan", "build.yaml", "--set", "batch=6"]) != 0
