@@ -35,6 +35,11 @@ KINDS = (
     "sum",
     "scale",
     "batch_norm",
+    "conv",
+    "where",
+    "slice",
+    "expand",
+    "largest",
 )
 Ranks = tuple[int, ...]
 
@@ -153,6 +158,24 @@ class Learner:
                 names = [self.weight(LENGTH), self.weight(LENGTH)]
                 names += [self.constant(np.full(LENGTH, value, np.float32)) for value in (0.1, 1.5)]
                 self.put("BatchNormalization", [self.pick(3), *names], 3, [3], momentum=0.8, epsilon=1e-2)
+            case "conv":
+                self.put("Conv", [self.pick(3), self.weight(LENGTH, LENGTH, 3)], 3, [3, 3], pads=[1, 1])
+            case "where":
+                other = self.pick(rank)
+                (larger,) = self.add("Greater", [x, other], many)
+                self.put("Where", [larger, other, self.weight(WIDTH)], rank, [rank, rank, 1])
+            case "slice":
+                begin = draw(st.sampled_from([0, 3, 6]))
+                bounds = [integers(begin), integers(begin + 6), integers(rank - 1)]
+                (piece,) = self.add("Slice", [x, *bounds], [rank, 0, 0, 0])
+                self.put("Concat", [piece, piece], rank, many, axis=rank - 1)
+            case "expand":
+                (shape,) = self.add("Shape", [x], [rank])
+                (rows,) = self.add("Expand", [self.weight(1, WIDTH), shape], [2, 0])
+                self.put("Mul", [x, rows], rank, many)
+            case "largest":
+                (largest,) = self.add("ReduceMax", [x, integers(rank - 1)], [rank, 0], keepdims=1)
+                self.put("Sub", [x, largest], rank, many)
 
 
 @st.composite

@@ -20,13 +20,17 @@ from partc.compiler.ops.gradients import Gradients, NoGradient, extend
 from partc.compiler.ops.local import Shape
 from partc.compiler.ops.operands import Dim, same
 from partc.compiler.ops.scope import Scope
+from partc.compiler.program import captured
 
 GradientRule = Callable[..., "str | Sequence[str | None] | None"]
 
 __all__ = [
     "Backward",
+    "Bodies",
+    "Cotangents",
     "Gradients",
     "NoGradient",
+    "body_gradient",
     "differentiate",
     "differentiate_nodes",
     "extend",
@@ -37,7 +41,25 @@ __all__ = [
     "unbroadcast",
 ]
 
+
+@dataclass
+class Bodies:
+    """What a node with bodies reads from around them: `names` by which names of their own, `wanted` those whose cotangents are asked for.
+
+    A rule may put a node in the place of the forward one, with more outputs behind its own.
+    """
+
+    names: Mapping[str, str]
+    wanted: Sequence[str]
+    forward: ir.Node | None = None
+
+
+Cotangents = Sequence[tuple[str, str]]
+"""Names of what a node reads, by itself or in its bodies, each with that of a cotangent."""
+BodyRule = Callable[[Gradients, Sequence["str | None"], Bodies], Cotangents]
+
 _RULES: dict[tuple[str, str], GradientRule] = {}
+_BODIES: dict[str, BodyRule] = {}
 _OUTPUTS: dict[tuple[str, str], int] = {}
 _NONE: set[tuple[str, str]] = set()
 
@@ -51,6 +73,16 @@ def gradient(*op_types: str, domain: str = "", outputs: int = 0) -> Callable[[Gr
                 raise ValueError(f"{op_type} has two gradients")
             _RULES[domain, op_type] = rule
             _OUTPUTS[domain, op_type] = outputs
+        return rule
+
+    return decorate
+
+
+def body_gradient(op_type: str) -> Callable[[BodyRule], BodyRule]:
+    """Registers the decorated function as the gradient of an op with bodies."""
+
+    def decorate(rule: BodyRule) -> BodyRule:
+        _BODIES[op_type] = rule
         return rule
 
     return decorate
@@ -137,11 +169,13 @@ def differentiate_nodes(
     shapes: Mapping[str, Shape | None] | None = None,
     constants: Mapping[str, np.ndarray] | None = None,
     scope: Scope | None = None,
+    around: Mapping[str, str] | None = None,
 ) -> Backward:
     """The gradient of a list of nodes in order: of their outputs' `cotangents` those of the `wanted` inputs.
 
     `values` say types and shapes where the nodes' own do not, `shapes` those of pieces. `scope` knows the cotangents; without one they
-    are taken to have the shapes of their primals. Of a value that several nodes read, the cotangents are added.
+    are taken to have the shapes of their primals. Of a value that several nodes read, the cotangents are added. `around`: the names
+    here of what bodies read from around them, where they are not the bodies' own.
     """
     scope = scope or Scope()
     scope.know(values, shapes, constants)
@@ -163,26 +197,31 @@ def differentiate_nodes(
         seed.shape = seed.shape if seed.shape is not None else value.shape
     needed = set(wanted)
     for node in nodes:
-        reads = any(value is not None and value.name in needed for value in node.inputs) or _captures(node, needed)
-        if reads and not _stops(node):
+        names = (*(value.name for value in node.inputs if value is not None), *_captures(node, around or {}))
+        if any(name in needed for name in names) and not _stops(node):
             needed.update(value.name for value in node.outputs if value.name)
     terms: dict[str, list[str]] = {primal: [cotangent] for primal, cotangent in cotangents.items()}
     forward: list[ir.Node] = []
     for node in reversed(nodes):
         flows = [value is not None and value.name in needed for value in node.inputs]
         dys = [_total(scope, str(made.name), terms) if made.name else None for made in node.outputs]
-        if any(dys) and _captures(node, needed):
-            raise NoGradient(f"a gradient does not flow into the body of {node.op_type}")
-        if not any(flows) or all(dy is None for dy in dys) or _stops(node):
+        inner = [name for name in _captures(node, around or {}) if name in needed]
+        if not (any(flows) or inner) or all(dy is None for dy in dys) or _stops(node):
             forward.append(node)
+            continue
+        if _bodies(node):
+            found, extended = _through_bodies(node, dys, flows, Bodies(around or {}, inner), scope)
+            forward.append(extended)
+            for name, dx in found:
+                terms.setdefault(name, []).append(dx)
             continue
         dxs, extended = differentiate(node, dys, flows, scope)
         forward.append(extended)
         for operand, dx in zip(node.inputs, dxs, strict=True):
             if dx is not None and operand is not None:
                 terms.setdefault(str(operand.name), []).append(dx)
-    found = {name: _total(scope, name, terms) for name in wanted}
-    return Backward({name: dx for name, dx in found.items() if dx is not None}, forward[::-1], scope)
+    totals = {name: _total(scope, name, terms) for name in wanted}
+    return Backward({name: dx for name, dx in totals.items() if dx is not None}, forward[::-1], scope)
 
 
 def unbroadcast(g: Gradients, dx: str, x: str) -> str:
@@ -232,13 +271,25 @@ def _stops(node: ir.Node) -> bool:
     return stops_gradient("" if node.domain == "ai.onnx" else node.domain, node.op_type)
 
 
-def _captures(node: ir.Node, needed: Collection[str]) -> bool:
-    """Whether a body of the node, of a branch or a loop, reads one of these values of the graph around it."""
-    bodies = [attr.as_graph() for attr in node.attributes.values() if attr.type == ir.AttributeType.GRAPH]
-    inner = (one for body in bodies for one in ir.traversal.RecursiveGraphIterator(body))
-    return any(value is not None and value.name in needed for one in inner for value in one.inputs) or any(
-        out.name in needed for body in bodies for out in body.outputs
-    )
+def _through_bodies(
+    node: ir.Node, dys: Sequence[str | None], wanted: Sequence[bool], inside: Bodies, scope: Scope
+) -> tuple[Cotangents, ir.Node]:
+    """The cotangents of what a node and its bodies read; and the node, with what its gradient asks it for."""
+    rule = _BODIES.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+    if rule is None:
+        raise NoGradient(f"a gradient does not flow into the body of {node.op_type}")
+    found = rule(Gradients(scope, node, wanted), dys, inside)
+    return found, inside.forward or node
+
+
+def _captures(node: ir.Node, names: Mapping[str, str]) -> list[str]:
+    """What the bodies of the node read from around it, by the names that these have there."""
+    found = (value.name or "" for body in _bodies(node) for value in captured(body))
+    return list(dict.fromkeys(names.get(name, name) for name in found))
+
+
+def _bodies(node: ir.Node) -> list[ir.Graph]:
+    return [attr.as_graph() for attr in node.attributes.values() if attr.type == ir.AttributeType.GRAPH]
 
 
 def _is_one(dim: Dim) -> bool:

@@ -26,7 +26,6 @@ from partc.compiler.cutting.choice import Instance
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.mesh import normal, on_common_mesh
-from partc.compiler.load.onnx_file import bodies
 from partc.compiler.ops.gradient import Backward as Found
 from partc.compiler.ops.gradient import NoGradient, differentiate_nodes, stops_gradient
 from partc.compiler.parts.comm import Writer
@@ -143,8 +142,9 @@ class Backward:
     def _node(self, instance: Instance) -> None:
         node = instance.node
         flows = [value is not None and value in self.needed for value in node.inputs]
-        captures = any(value in self.needed for body in bodies(node) for value in self.program.reads[node])
-        if not any(flows) and not captures:
+        operands = {value for value in node.inputs if value is not None}
+        inner = [one for one in self.program.reads[node] if one in self.needed and one not in operands]
+        if not any(flows) and not inner:
             return
         dys: dict[str, str] = {}
         passing: Passing | None = None
@@ -157,14 +157,14 @@ class Backward:
                 dys[self.writer.names[home]] = self.sums.gathered(given, target)
         if not dys or _stops(node):
             return
-        if captures:
-            self._refuse(node, f"a gradient does not flow into the bodies of {node.op_type}")
+        around = {value: whole_on(value, instance.group) for value in inner}
         read = {k: read_as(self.program, instance, k) for k, flow in enumerate(flows) if flow}
         names = {k: self.writer.names[copy] for k, copy in read.items()}
+        wanted = {*names.values(), *(self.writer.names[copy] for copy in around.values())}
         found: list[tuple[Localized, Group, Found]] = []
         for local, ranks in self.emitted[instance]:
             try:
-                found.append((local, ranks, self._local(instance, local, dys, set(names.values()))))
+                found.append((local, ranks, self._local(instance, local, dys, wanted)))
             except NoGradient as error:
                 self._refuse(node, str(error))
         made = self._write(instance, found)
@@ -175,17 +175,25 @@ class Backward:
                 given_as = Copy(self.cotangents[copy.value], copy.group, normal(layout))
                 self._shaped(made[names[k]], given_as)
                 self.terms.setdefault(copy, {}).setdefault(given_as, []).append(made[names[k]])
+        for value, copy in around.items():
+            if (dx := made.get(self.writer.names[copy])) is not None:
+                given_as = Copy(self.cotangents[value], copy.group, copy.layout)
+                self._shaped(dx, given_as)
+                self.terms.setdefault(copy, {}).setdefault(given_as, []).append(dx)
 
     def _local(self, instance: Instance, local: Localized, dys: Mapping[str, str], wanted: set[str]) -> Found:
         """The gradient of a node's local form."""
         values: list[ir.Value] = []
         shapes: dict[str, Shape | None] = {}
         node = instance.node
-        operands = [(k, value) for k, value in enumerate(node.inputs) if value is not None]
+        operands = [
+            (value, read_as(self.program, instance, k)) for k, value in enumerate(node.inputs) if value is not None
+        ]
+        known = {value for value, _ in operands}
+        operands += [(one, whole_on(one, instance.group)) for one in self.program.reads[node] if one not in known]
         assert self.program.training is not None
         changing = {*self.program.training.parameters, *self.program.training.statistics}
-        for k, value in operands:
-            copy = read_as(self.program, instance, k)
+        for value, copy in operands:
             name = self.writer.names[copy]
             tensor = ir.convenience.get_const_tensor(value) if value not in changing else None
             constant = tensor if copy.layout.is_whole else None
@@ -201,8 +209,14 @@ class Backward:
             known = ir.Shape(shape) if shape is not None else whole
             values.append(ir.Value(name=name, type=value.type, shape=known))
             shapes[name] = shape
+        around = {old: new for op in local.ops for old, new in op.captured.items()}
         return differentiate_nodes(
-            [op.node for op in local.ops], dys, sorted(wanted), values=values, constants=local.constants
+            [op.node for op in local.ops],
+            dys,
+            sorted(wanted),
+            values=values,
+            constants=local.constants,
+            around=around,
         )
 
     def _write(self, instance: Instance, found: Sequence[tuple[Localized, Group, Found]]) -> dict[str, str]:

@@ -76,9 +76,24 @@ def starting_plan(
         "# outputs:",
         *(f"#   {_key(literal_pattern(value.name or ''))}: 0   # {_type(value)}" for value in graph.outputs),
         "",
+        "# train:   # with this the plan compiles to training; `partc train --data x.npz` then needs x and label",
+        *(f"#   {line}" for line in _training(graph)),
+        "",
         *_tree(graph, paths, sum(sizes)),
     ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _training(graph: ir.Graph) -> Iterator[str]:
+    """A loss of the first output, which is itself the loss where it is one number."""
+    first = graph.outputs[0] if graph.outputs else None
+    name = _key(first.name or "") if first is not None else "logits"
+    if first is not None and first.shape is not None and first.shape.rank() == 0:
+        yield f"loss: {name}"
+    else:
+        yield f"loss: {{type: softmax_cross_entropy, logits: {name}, labels: label}}"
+    yield "optimizer: {type: adamw, lr: 0.001}"
+    yield "batch: 32"
 
 
 def _inputs(graph: ir.Graph, symbols: Mapping[str, Symbol]) -> Iterator[str]:
