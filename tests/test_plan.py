@@ -393,7 +393,7 @@ def test_the_starting_plan_of_many_nodes_is_in_runs() -> None:
     assert "# The nodes outside of modules, 205 of them, in runs of 3 in the order of the graph:" in squeezed
     assert "# n3 .. n5 3 nodes 108 B 1.5 % MatMul 2, Gemm" in squeezed
     assert "# n204 36 B 0.5 % Gemm" in squeezed
-    assert len(squeezed) < 100
+    assert len(squeezed) < 106
 
 
 @pytest.mark.parametrize(
