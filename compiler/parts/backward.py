@@ -189,8 +189,8 @@ class Backward:
         operands = [
             (value, read_as(self.program, instance, k)) for k, value in enumerate(node.inputs) if value is not None
         ]
-        known = {value for value, _ in operands}
-        operands += [(one, whole_on(one, instance.group)) for one in self.program.reads[node] if one not in known]
+        own = {value for value, _ in operands}
+        operands += [(one, whole_on(one, instance.group)) for one in self.program.reads[node] if one not in own]
         assert self.program.training is not None
         changing = {*self.program.training.parameters, *self.program.training.statistics}
         for value, copy in operands:
