@@ -39,6 +39,7 @@ class Body:
     inputs: list[str]
     outputs: list[str]
     scope: Scope
+    leading: int = 0
 
     @staticmethod
     def of(g: Gradients, graph: ir.Graph, names: Mapping[str, str], prefix: str, inputs: Sequence[ir.Value]) -> Body:
@@ -87,6 +88,13 @@ class Body:
         self.scope.add(self.scope.node(op_type, operands, [self.prefix + name]))
         self.nodes.append(self.scope.nodes[-1])
         return self.prefix + name
+
+    def first(self, op_type: str, operands: Sequence[str], name: str) -> str:
+        """A node before all others of the body, but behind those that were put first already; `name` is that of a value."""
+        self.scope.add(self.scope.node(op_type, operands, [name]))
+        self.nodes.insert(self.leading, self.scope.nodes[-1])
+        self.leading += 1
+        return name
 
     def gradient(self, cotangents: Mapping[str, str], wanted: Sequence[str]) -> dict[str, str]:
         """Adds the gradient to the nodes; by each wanted value the cotangent, which a node of the body makes."""

@@ -6,8 +6,9 @@ A body reads values of the graph around it, so what flows back is a cotangent fo
     h.grad, w.grad = If(c) {Mul(dy, w), Mul(dy, h)} {Mul(dy, mask of h), zeros}
 
 A Scan keeps the states that each turn begins with. Its gradient is a Scan over these from the last turn to the first, whose states are
-the cotangents of the forward states and, for each value read from around, the sum so far. A Loop is the same, whatever ends it, as long
-as its states keep their shapes. Nothing else is kept of the inside of a body: it is computed again.
+the cotangents of the forward states and, for each value read from around, the sum so far. A Loop likewise has a Loop of as many turns
+as were taken, whatever ended it, as long as its states keep their shapes. Nothing else of the inside of a body is kept: it is
+computed again.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def scan_gradient(g: Gradients, dys: Sequence[str | None], inside: Bodies) -> Co
 
 @body_gradient("Loop")
 def loop_gradient(g: Gradients, dys: Sequence[str | None], inside: Bodies) -> Cotangents:
-    """A Scan over the turns that were taken, from the last to the first; their numbers and states are kept by the forward one."""
+    """A Loop over the turns that were taken, from the last to the first; their numbers and states are kept by the forward one."""
     states = list(range(2, len(g.node.inputs)))
     outs = [_Along()] * (len(g.node.outputs) - len(states))
     turn = ir.Value(type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
@@ -84,6 +85,10 @@ class _Along:
 
     axis: int = 0
     direction: int = 0
+
+
+_Slices = dict[str, tuple[str, _Along]]
+"""By a body's value, one slice a turn, the tensor of them all."""
 
 
 @dataclass
@@ -102,7 +107,7 @@ class _Turns:
     skipped: int
 
     def gradient(self, dys: Sequence[str | None], inside: Bodies) -> Cotangents:
-        """The backward Scan."""
+        """The turns from the last to the first."""
         g, body = self.g, self.body
         if len(self.states) + len(self.outs) + self.skipped != len(body.outputs):
             raise NoGradient(f"{g.node.op_type} leaves out outputs of its body")
@@ -123,27 +128,61 @@ class _Turns:
         self._check_shapes(ends)
         totals = [body.add("Add", [sums[name], made[name]], f"sum{at}.next") for at, name in enumerate(inside.wanted)]
 
-        own = [*at_state.values(), *sums.values(), *(body.inputs[k] for k in self.kept)]
-        own += [*body.inputs[first:], *at_out.values()]
-        results = [*(made[body.inputs[k]] for k in moving), *totals, *(made[name] for name in reads.values())]
-        graph = body.graph("body", own, results)
         starts = [dys[self.states.index(k)] or g.zeros(_input(g, k)) for k in moving]
         starts += [g.zeros(name) for name in inside.wanted]
-        along = [*[_Along()] * len(kept), *self.elements, *(self.outs[at] for at in given)]
-        stacked = [self.elements[k - first] for k in reads]
-        attributes = [
-            ir.AttrGraph("body", graph),
-            ir.AttrInt64("num_scan_inputs", len(along)),
-            ir.AttrInt64s("scan_input_axes", [one.axis for one in along]),
-            ir.AttrInt64s("scan_input_directions", [BACKWARDS - one.direction for one in along]),
-            ir.AttrInt64s("scan_output_axes", [one.axis for one in stacked]),
-            ir.AttrInt64s("scan_output_directions", [BACKWARDS - one.direction for one in stacked]),
-        ]
-        operands = [*starts, *kept, *(_input(g, first + k) for k in range(len(self.elements))), *given.values()]
-        primals = [*(_input(g, k) for k in moving), *inside.wanted, *(_input(g, k) for k in reads)]
-        found = _emitted(g, "Scan", operands, attributes, primals)
+        ports = [*at_state.values(), *sums.values()]
+        results = [*(made[body.inputs[k]] for k in moving), *totals]
+        primals = [*(_input(g, k) for k in moving), *inside.wanted]
+        slices = {body.inputs[k]: (name, _Along()) for k, name in zip(self.kept, kept, strict=True)}
+        slices |= {body.inputs[first + k]: (_input(g, first + k), along) for k, along in enumerate(self.elements)}
+        slices |= {at_out[at]: (dy, self.outs[at]) for at, dy in given.items()}
+        if g.node.op_type == "Loop":
+            found = self._loop(starts, slices, ports, results, primals)
+        else:
+            stacked = {made[name]: (_input(g, k), self.elements[k - first]) for k, name in reads.items()}
+            found = self._scan(starts, slices, ports, results, primals, stacked)
         unread = {at for at, k in enumerate(moving) if not g.wants(k)}
         return [one for at, one in enumerate(found) if at not in unread]
+
+    def _scan(
+        self,
+        starts: list[str],
+        slices: _Slices,
+        ports: list[str],
+        results: list[str],
+        primals: list[str],
+        stacked: _Slices,
+    ) -> Cotangents:
+        """The turns as a Scan: of a body's input by each slice, and of what it stacks, the tensor that it goes along."""
+        graph = self.body.graph("body", [*ports, *slices], [*results, *stacked])
+        read, made = ([along for _, along in some.values()] for some in (slices, stacked))
+        attributes = [
+            ir.AttrGraph("body", graph),
+            ir.AttrInt64("num_scan_inputs", len(read)),
+            ir.AttrInt64s("scan_input_axes", [one.axis for one in read]),
+            ir.AttrInt64s("scan_input_directions", [BACKWARDS - one.direction for one in read]),
+            ir.AttrInt64s("scan_output_axes", [one.axis for one in made]),
+            ir.AttrInt64s("scan_output_directions", [BACKWARDS - one.direction for one in made]),
+        ]
+        operands = [*starts, *(name for name, _ in slices.values())]
+        return _emitted(self.g, "Scan", operands, attributes, [*primals, *(name for name, _ in stacked.values())])
+
+    def _loop(
+        self, starts: list[str], slices: _Slices, ports: list[str], results: list[str], primals: list[str]
+    ) -> Cotangents:
+        """The turns as a Loop, which unlike a Scan may have none of them in onnxruntime."""
+        g, body = self.g, self.body
+        count = g.Gather(g.Shape(next(iter(slices.values()))[0]), g.constant(0))
+        last = g.Sub(count, g.constant(1))
+        number = ir.Value(type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
+        turn = body.fresh("turn", number)
+        going = body.fresh("going", ir.Value(type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([])))
+        body.scope.know([g.scope.value(name) for name in (last, *(name for name, _ in slices.values()))])
+        at = body.first("Sub", [last, turn], f"{body.prefix}at")
+        for name, (source, _) in slices.items():
+            body.first("Gather", [source, at], name)
+        graph = body.graph("body", [turn, going, *ports], [body.add("Identity", [going], "going.next"), *results])
+        return _emitted(g, "Loop", [count, "", *starts], [ir.AttrGraph("body", graph)], primals)
 
     def _keep(self, inside: Bodies) -> list[str]:
         """Has the forward node give what every turn begins with, stacked."""

@@ -197,8 +197,8 @@ def differentiate_nodes(
         seed.shape = seed.shape if seed.shape is not None else value.shape
     needed = set(wanted)
     for node in nodes:
-        names = (*(value.name for value in node.inputs if value is not None), *_captures(node, around or {}))
-        if any(name in needed for name in names) and not _stops(node):
+        read = (*(value.name for value in node.inputs if value is not None), *_captures(node, around or {}))
+        if any(one in needed for one in read) and not _stops(node):
             needed.update(value.name for value in node.outputs if value.name)
     terms: dict[str, list[str]] = {primal: [cotangent] for primal, cotangent in cotangents.items()}
     forward: list[ir.Node] = []
@@ -212,8 +212,8 @@ def differentiate_nodes(
         if _bodies(node):
             found, extended = _through_bodies(node, dys, flows, Bodies(around or {}, inner), scope)
             forward.append(extended)
-            for name, dx in found:
-                terms.setdefault(name, []).append(dx)
+            for primal, cotangent in found:
+                terms.setdefault(primal, []).append(cotangent)
             continue
         dxs, extended = differentiate(node, dys, flows, scope)
         forward.append(extended)
