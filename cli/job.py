@@ -27,7 +27,7 @@ class TrainingJob:
     epochs: int | None = None
     steps: int | None = None
     seed: int | None = None
-    log: int | None = None
+    log: str | None = None
     evaluate: str | None = None
     checkpoint: str | None = None
     save: str | None = None

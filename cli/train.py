@@ -20,7 +20,7 @@ from partc.cli.run import WithLauncherOptions, place_options, start
 @click.option("--epochs", type=click.IntRange(min=1), metavar="N", help="How often all records are used.")
 @click.option("--steps", type=click.IntRange(min=1), metavar="N", help="How many steps, instead of epochs.")
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Of the order of the records.")
-@click.option("--log", type=click.IntRange(min=1), metavar="N", help="Steps between two lines of progress.")
+@click.option("--log", metavar="N|epoch", help="A line of progress after so many steps, or after each epoch.")
 @click.option(
     "--metrics", type=click.Path(dir_okay=False, path_type=Path), help="Append all numbers to this file, as JSON lines."
 )

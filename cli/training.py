@@ -209,7 +209,7 @@ class Settings:
         return Course(
             steps=steps,
             epochs=epochs,
-            log=self.value("log", 10),
+            log=_every(self.told.log, self.planned.get("log", 10), "--log"),
             evaluate=_every(self.told.evaluate, self.planned.get("evaluate", "epoch"), "--evaluate"),
             checkpoint=None if folder is None else Path(folder),
             save=_every(self.told.save, planned.get("every", "epoch"), "--save"),

@@ -99,7 +99,7 @@ def _trained(folder: Path, data: Path, batch: int, out: Path, mpi: bool) -> dict
         data=(str(data),),
         batch=batch,
         steps=STEPS,
-        log=1,
+        log="1",
         checkpoint=str(out / "kept"),
         save=str(STEPS),
         metrics=str(told),

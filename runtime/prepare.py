@@ -144,6 +144,7 @@ def prepare(artifact: Artifact, rank: int, settings: Settings, state: State | No
     collectives = collectives_of(steps, manifest, rank, where)
     records = [record for record in manifest.state if rank in record.ranks]
     kept, following = {record.value for record in records}, {record.next for record in records if record.next}
+    _refuse_unsafe_updates(manifest, rank, model)
     reads = [value.name for value in model.graph.input if value.name not in kept]
     outputs = [value.name for value in model.graph.output if value.name not in following]
     check_ports(manifest, rank, {"inputs": reads, "outputs": outputs}, where)
@@ -230,6 +231,16 @@ def prepare(artifact: Artifact, rank: int, settings: Settings, state: State | No
         updates=updates,
         replaced=copied,
     )
+
+
+def _refuse_unsafe_updates(manifest: Manifest, rank: int, model: ModelProto) -> None:
+    """Memory is overwritten only where that is proven to be safe."""
+    if not manifest.state:
+        return
+    from .check_updates import unsafe_state
+
+    if problems := unsafe_state(manifest, rank, model):
+        raise ArtifactError("\n".join(map(str, problems)))
 
 
 def _is_updated(record: StateRecord, steps: Sequence[Step]) -> bool:

@@ -224,7 +224,7 @@ class TrainEntry(BaseModel):
     epochs: int | None = Field(None, ge=1, description="How often all records are used.")
     steps: int | None = Field(None, ge=1, description="How many steps are taken, instead of epochs.")
     evaluate: int | Literal["epoch"] = Field("epoch", description="After so many steps, or after each epoch.")
-    log: int = Field(10, ge=1, description="The number of steps between two lines of progress.")
+    log: int | Literal["epoch"] = Field(10, description="A line of progress after so many steps, or after each epoch.")
     checkpoint: CheckpointEntry | None = Field(None, description="Where and when training is saved.")
 
     def rules(self, where: str, lines: Mapping[str, str]) -> TrainRules:

@@ -27,7 +27,7 @@ class Course:
 
     steps: int | None = None
     epochs: int | None = None
-    log: int = 10
+    log: Every = 10
     evaluate: Every = "epoch"
     checkpoint: Path | None = None
     save: Every = "epoch"
@@ -92,7 +92,7 @@ def run(
         step, now = trainer.step, loader.position()
         ended = now.epoch != position.epoch
         at = now.epoch + now.batch / order.batches
-        if step % course.log == 0 or step == total:
+        if _due(course.log, step, ended, total):
             passed = time.perf_counter() - begun
             last = means.take()
             told = Progress(
