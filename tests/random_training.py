@@ -286,6 +286,8 @@ def _training(draw: st.DrawFn, loss: str, weights: Sequence[str]) -> list[str]:
                 "{type: sgd, lr: 0.5}",
                 "{type: momentum, lr: 0.5, weight_decay: 0.1}",
                 "{type: lamb, lr: 0.05, eps: 0.01}",
+                "{type: adam, lr: 0.05, eps: 0.01, shard: true}",
+                "{type: lamb, lr: 0.05, eps: 0.01, shard: true}",
             ]
         )
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import numpy as np
 from hypothesis import HealthCheck, given, settings
 from partc.compiler.errors import CompileError
 from partc.compiler.load.onnx_file import from_proto
@@ -16,7 +15,7 @@ from trained import same_training
 TALLY = {"run": 0, "refused": 0}
 
 
-@settings(max_examples=90, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_random_models_learn_as_the_whole_does(case: Case) -> None:
     def source() -> Source:
@@ -32,4 +31,3 @@ def test_random_models_learn_as_the_whole_does(case: Case) -> None:
 
 def test_most_random_trainings_ran() -> None:
     assert TALLY["run"] > 50, TALLY
-    assert np.isfinite(TALLY["run"])
