@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,9 +11,11 @@ import click
 from partc.cli.present import Table, count, seconds, size
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
     from partc.compiler.pipeline import Report
 
 _LARGEST = 10
+_NAMED = 4
 
 
 @click.command()
@@ -65,6 +69,8 @@ def command(
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     click.echo(f"\n{out}: {count(ranks, 'rank')}, {moves}, in {seconds(spent)}")
+    if report.program.training is not None:
+        click.echo(learned_line(report))
     click.echo(f"to read: {out / BEGIN_IR}, {out / END_IR}")
     return 0
 
@@ -83,6 +89,32 @@ def communication_table(report: Report) -> Table:
     if len(events) > _LARGEST:
         table.add(f"and {len(events) - _LARGEST} more", "", "", "", "all in step_parallel_end.ir")
     return table
+
+
+def learned_line(report: Report) -> str:
+    """What is trained, what the plan freezes, and which tensors of several numbers are taken for no parameters."""
+    from partc.compiler.training.learned import candidates
+
+    training = report.program.training
+    assert training is not None
+    known = training.parameters
+    frozen = [value for value, how in known.items() if how.frozen]
+    others = [value for value in candidates(report.program.model) if value not in known and _numbers(value) > 1]
+    parts = [f"trains {_counted([value for value in known if value not in frozen])}"]
+    parts += [f"frozen: {_counted(frozen)}"] if frozen else []
+    named = [f"{value.name} {list(value.shape or ())}" for value in others]
+    if named:
+        more = f", and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+        parts.append(f"not learned: {', '.join(named[:_NAMED])}{more}")
+    return "; ".join(parts)
+
+
+def _counted(values: Sequence[ir.Value]) -> str:
+    return f"{count(len(values), 'parameter')}, {count(sum(map(_numbers, values)), 'number')}"
+
+
+def _numbers(value: ir.Value) -> int:
+    return math.prod(dim for dim in value.shape or () if isinstance(dim, int))
 
 
 def ranks_table(folder: Path) -> Table:
