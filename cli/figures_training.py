@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from partc.runtime.dtypes import dense
 from partc.runtime.expression import parse
 from partc.runtime.format import ALL_REDUCE, BYTES, DOMAIN, OPTIMIZER, REDUCE_SCATTER, Manifest
-from partc.runtime.training.state import local_shape
+from partc.runtime.training.state import SUM, local_shape
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -34,13 +34,14 @@ class TrainingFigures:
     parameters: int
     optimizer: int
     statistics: int
+    sums: int
     buckets: int
     bucket_bytes: int
 
 
 def kept_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
-    """By kind the bytes of what a rank keeps from step to step."""
-    found = {"parameter": 0, "optimizer": 0, "statistics": 0}
+    """By kind the bytes of what a rank keeps from step to step, and from part to part of a batch (`gradient`)."""
+    found = {"parameter": 0, "optimizer": 0, "statistics": 0, SUM: 0}
     for record in manifest.state:
         dtype = dense(record.type)
         if rank in record.ranks and dtype is not None:
@@ -62,6 +63,7 @@ def training_figures(manifest: Manifest, model: ModelProto, rank: int, sizes: Ma
         parameters=kept["parameter"],
         optimizer=kept["optimizer"],
         statistics=kept["statistics"],
+        sums=kept[SUM],
         buckets=len(buckets),
         bucket_bytes=sum(_stated_bytes(node, sizes) for node in buckets),
     )

@@ -108,12 +108,17 @@ def command(folder: Path, rank: int | None, pattern: str | None, given: Mapping[
 
 def _training(figures: Sequence[TrainingFigures]) -> Iterator[Table]:
     """Nodes of each phase, what is kept from step to step, and the messages in which gradients are reduced."""
-    statistics = any(one.statistics for one in figures)
+    statistics, sums = any(one.statistics for one in figures), any(one.sums for one in figures)
     columns = [">rank", ">forward", ">backward", ">update", ">parameters", ">optimizer"]
-    columns += [*([">statistics"] if statistics else []), "buckets of gradients"]
+    columns += [
+        *([">statistics"] if statistics else []),
+        *([">gradients' sums"] if sums else []),
+        "buckets of gradients",
+    ]
     table = Table(columns, title="training")
     for one in figures:
-        kept = [one.parameters, one.optimizer, *([one.statistics] if statistics else [])]
+        kept = [one.parameters, one.optimizer]
+        kept += [*([one.statistics] if statistics else []), *([one.sums] if sums else [])]
         buckets = f"{one.buckets}, {size(one.bucket_bytes)}" if one.buckets else "none"
         table.add(one.rank, one.forward, one.backward, one.update, *map(size, kept), buckets)
     if figures:

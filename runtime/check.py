@@ -5,15 +5,16 @@ graphs    onnx.checker, each value made once and before its use, known ops, weig
 order     every Send has its Recv and every collective all its ranks, all agree with the manifest, and the common order ends
           without a deadlock
 state     what ranks keep from step to step is in their files, and together all of each tensor; updates in place are safe, and copies
-          of a piece stay equal
-the evaluation of an artifact that trains is an artifact of its own, and checked as such
+          of a piece stay equal; gradients of the parts of a batch are all added up
+inside    the evaluation of an artifact that trains, and the program of a part of a batch, are artifacts of their own, checked as such
+          and beside it
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from partc.runtime.check_files import check_folder, read_manifest
 from partc.runtime.format import MANIFEST, Manifest, stays_inside
@@ -51,15 +52,21 @@ def check_artifact(folder: str | Path) -> list[Violation]:
 
 def check(folder: str | Path) -> Checked:
     """The violations together with counts of what was checked."""
+    return _check(Path(folder))[0]
+
+
+def _check(folder: Path) -> tuple[Checked, Manifest | None, dict[int, ModelProto]]:
+    """What was found, the manifest if it can be read, and the models of the ranks whose files can."""
+    from partc.runtime.check_numbers import Classes, Numbering
     from partc.runtime.check_order import check_order
-    from partc.runtime.check_replicas import check_replicas
+    from partc.runtime.check_replicas import check_replicas, copies_of
     from partc.runtime.check_state import check_state
+    from partc.runtime.check_sums import check_parts, classes_of
     from partc.runtime.check_updates import Replaced, check_updates
 
-    folder = Path(folder)
     manifest, found = read_manifest(folder)
     if manifest is None:
-        return Checked(found)
+        return Checked(found), None, {}
     found = check_folder(folder, manifest)
     models = {}
     nodes = 0
@@ -75,15 +82,21 @@ def check(folder: str | Path) -> Checked:
             nodes += len(model.graph.node)
     state, order = check_state(manifest, models), check_order(manifest, models)
     found += [*state, *order]
-    replaced, copies = Replaced(), 0
+    replaced = Replaced()
     if not state:
         replaced, unsafe = check_updates(manifest, models)
         found += unsafe
-    if not found and manifest.state:
-        copies, different = check_replicas(folder, manifest, models)
-        found += different
-    found += _check_evaluation(folder, manifest)
-    return Checked(
+    inner, problems = _check_inside(folder, manifest)
+    copies = copies_of(manifest) if not found and not problems else []
+    counted = 0
+    if not found and not problems and (copies or inner is not None):
+        classes, made = classes_of(*inner) if inner is not None else (Classes(), {})
+        numbering = Numbering(folder, manifest, models, classes)
+        if numbering.done:
+            counted = len(copies)
+            found += [*check_replicas(numbering, copies), *check_parts(numbering, made)]
+    found += problems
+    checked = Checked(
         found,
         manifest.ranks,
         len(manifest.files) + 1,
@@ -92,26 +105,41 @@ def check(folder: str | Path) -> Checked:
         len(manifest.collectives),
         replaced.in_place,
         replaced.copied,
-        copies,
+        counted,
     )
+    return checked, manifest, models
 
 
-def _check_evaluation(folder: Path, manifest: Manifest) -> list[Violation]:
-    """What is wrong with the evaluation alone, and beside the training."""
-    from partc.runtime.check_state import check_evaluation
+Inside: TypeAlias = "tuple[Path, Manifest, dict[int, ModelProto]]"
 
-    name = manifest.training.evaluation if manifest.training is not None else ""
-    if not name:
-        return []
-    if not stays_inside(name):
-        return [
-            Violation(MANIFEST, f"its evaluation lies at '{name}', out of the folder", help="compile the model again")
-        ]
-    inner, unread = read_manifest(folder / name)
-    if inner is None:
-        return [replace(one, file=f"{name}/{MANIFEST}") for one in unread]
-    alone = [replace(one, file=f"{name}/{one.file}") for one in check(folder / name).violations]
-    return [*alone, *check_evaluation(manifest, inner)]
+
+def _check_inside(folder: Path, manifest: Manifest) -> tuple[Inside | None, list[Violation]]:
+    """The program of a part of a batch, and what is wrong with it and the evaluation, alone and beside the training."""
+    from partc.runtime.check_inner import check_evaluation, check_part
+    from partc.runtime.check_sums import check_accumulation
+
+    if manifest.training is None:
+        return None, []
+    training, found, accumulation = manifest.training, list[Violation](), None
+    for kind, name in (("evaluation", training.evaluation), ("accumulation", training.accumulation)):
+        if not name:
+            continue
+        if not stays_inside(name):
+            fact = f"its {kind} lies at '{name}', out of the folder"
+            found.append(Violation(MANIFEST, fact, help="compile the model again"))
+            continue
+        checked, inner, models = _check(folder / name)
+        if inner is None:
+            found += [replace(one, file=f"{name}/{MANIFEST}") for one in checked.violations]
+            continue
+        found += [replace(one, file=f"{name}/{one.file}") for one in checked.violations]
+        beside = check_evaluation if kind == "evaluation" else check_part
+        found += beside(manifest, inner, name)
+        if kind == "accumulation":
+            accumulation = folder / name, inner, models
+    if not training.accumulation or accumulation is not None:
+        found += check_accumulation(manifest, accumulation[1] if accumulation else None)
+    return accumulation, found
 
 
 def _check_rank(folder: Path, file: str, manifest: Manifest) -> tuple[ModelProto | None, list[Violation]]:

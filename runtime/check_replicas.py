@@ -1,264 +1,89 @@
 """Proves that copies of a tensor stay equal: ranks that hold the same piece replace it by the same value.
 
-Every value of every rank gets a number, in the order of the files, so that equal numbers are equal values. A value's number is that
-of what made it:
-
-    state             the tensor and the piece: equal before the step
-    input             its name and the piece that the rank reads
-    weight            its bytes
-    Recv, Identity    the number of what was sent
-    AllReduce, ...    the op and the numbers of what all ranks of the list gave, in its order; where each rank gets another piece,
-                      the rank's place; of an Exchange the boxes and the numbers of what they are cut from
-    another node      op, attributes, function body, and the numbers of its inputs; a random one without a seed is like no other
-
-What is proven is the step of an induction: copies that are equal stay so, bit by bit, where equal ops make equal bits of equal
-inputs. That is so for ranks of one kind of machine, with as many threads each. The first values of copies are compared, too.
-Of pieces that overlap without being the same nothing is said.
+Values that are equal have equal numbers (`check_numbers.py`), under the assumption that copies were equal before the step. What is
+proven is the step of an induction: copies that are equal stay so, bit by bit, where equal ops make equal bits of equal inputs. That
+is so for ranks of one kind of machine, with as many threads each. The first values of copies are compared, too. Of pieces that
+overlap without being the same nothing is said, and sums of gradients are terms, which differ (`check_sums.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeAlias
 
-from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper
-from partc.runtime.check_graph import node_title, reads
+from onnx import AttributeProto, NodeProto, helper
+from partc.runtime.check_graph import node_title
+from partc.runtime.check_numbers import Numbering
 from partc.runtime.check_state import piece_of
-from partc.runtime.collective import Call, read_call
-from partc.runtime.format import (
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    DOMAIN,
-    EXCHANGE,
-    RECV,
-    REDUCE_SCATTER,
-    SEND,
-    TAG,
-    Manifest,
-    StateRecord,
-)
+from partc.runtime.format import DOMAIN, Manifest, StateRecord
 from partc.runtime.segments import path_of
+from partc.runtime.training.state import SUM
 from partc.runtime.violation import Violation
 
 Holder: TypeAlias = tuple[int, StateRecord]
 
-_RANDOM = (
-    "Bernoulli",
-    "Dropout",
-    "Multinomial",
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-)
 _AGAIN = "compile the model again"
 
 
-def check_replicas(folder: Path, manifest: Manifest, models: Mapping[int, ModelProto]) -> tuple[int, list[Violation]]:
-    """How many pieces several ranks hold, and those of them whose copies may differ; communication is known to fit together."""
-    copies: dict[tuple[str, str], list[Holder]] = {}
+def copies_of(manifest: Manifest) -> list[list[Holder]]:
+    """The pieces that several ranks hold, each with all who do."""
+    found: dict[tuple[str, str], list[Holder]] = {}
     for record in manifest.state:
-        for rank in record.ranks:
-            copies.setdefault((record.tensor, str(piece_of(record, rank))), []).append((rank, record))
-    copies = {key: holders for key, holders in copies.items() if len(holders) > 1}
-    if not copies:
-        return 0, []
-    numbering = _Numbering(folder, manifest, models)
-    if not numbering.done:
-        return 0, []
-    return len(copies), [one for holders in copies.values() for one in numbering.compare(holders)]
+        for rank in record.ranks if record.kind != SUM else ():
+            found.setdefault((record.tensor, str(piece_of(record, rank))), []).append((rank, record))
+    return [holders for holders in found.values() if len(holders) > 1]
 
 
-class _Numbering:
-    """The numbers of the values of all ranks."""
+def check_replicas(numbering: Numbering, copies: Sequence[Sequence[Holder]]) -> list[Violation]:
+    """The copies that may differ."""
+    comparison = _Comparison(numbering)
+    return [one for holders in copies for one in comparison.compare(holders)]
 
-    def __init__(self, folder: Path, manifest: Manifest, models: Mapping[int, ModelProto]) -> None:
-        self.folder, self.manifest, self.models = folder, manifest, models
-        self.known: dict[Hashable, int] = {}
-        self.numbers: dict[int, dict[str, int]] = {rank: {} for rank in models}
-        self.makers = {
-            rank: {name: node for node in model.graph.node for name in node.output} for rank, model in models.items()
-        }
-        self.sent: dict[int, int] = {}
-        self.given: dict[tuple[int, int], tuple[Call, list[int]]] = {}
-        self.circles = {rank: manifest.circles(rank) for rank in models}
-        self.ops = {rank: _ops(model) for rank, model in models.items()}
-        self._texts: dict[int, tuple[bytes, ...]] = {}
-        self._bytes: dict[Hashable, bytes] = {}
-        for rank in models:
-            self._begin(rank)
-        self.done = self._run()
+
+class _Comparison:
+    """Ranks side by side."""
+
+    def __init__(self, numbering: Numbering) -> None:
+        self.numbering = numbering
 
     def compare(self, holders: Sequence[Holder]) -> Iterator[Violation]:
         """What of the copies of one piece is not proven equal."""
         (rank, record), *others = holders
         first = self._first_value(rank, record)
         for other, copy in others:
-            file = self.manifest.program(other)
+            file = self.numbering.manifest.program(other)
             if self._first_value(other, copy) != first:
                 fact = f"rank {other} begins with another value of '{copy.tensor}' than rank {rank}"
                 yield Violation(file, fact, f"state '{copy.value}'", help=_AGAIN)
             if not copy.next or not record.next:
                 continue
-            if self.numbers[other].get(copy.next) != self.numbers[rank].get(record.next):
-                node = self.makers[other].get(copy.next)
+            if self.numbering.numbers[other].get(copy.next) != self.numbering.numbers[rank].get(record.next):
+                node = self.numbering.makers[other].get(copy.next)
                 title, path = (node_title(node), path_of(node)) if node else (f"state '{copy.value}'", "")
                 fact = f"'{copy.tensor}' on rank {other} may become another one than on rank {rank}, which holds the same piece"
                 reason = self._difference(rank, record.next, other, copy.next)
                 yield Violation(file, f"{fact}: {reason}", title, path, _AGAIN)
 
-    def _number(self, *key: Hashable) -> int:
-        return self.known.setdefault(key, len(self.known))
-
-    def _begin(self, rank: int) -> None:
-        """The values that are there before the first node."""
-        numbers, graph = self.numbers[rank], self.models[rank].graph
-        for tensor in graph.initializer:
-            numbers[tensor.name] = self._number("weight", self._content(tensor))
-        for sparse in graph.sparse_initializer:
-            numbers[sparse.values.name] = self._number("sparse", sparse.SerializeToString(deterministic=True))
-        for port in self.manifest.inputs:
-            if rank in port.ranks:
-                numbers[port.name] = self._number("input", port.name, str(port.box(rank)))
-        for record in self.manifest.state:
-            if rank in record.ranks:
-                numbers[record.value] = self._number("state", record.tensor, str(piece_of(record, rank)))
-
-    def _run(self) -> bool:
-        """Numbers everything; False where a rank waits for what never comes."""
-        places = dict.fromkeys(self.models, 0)
-        moved = True
-        while moved:
-            moved = False
-            for rank, model in self.models.items():
-                nodes = model.graph.node
-                while places[rank] < len(nodes) and self._visit(rank, nodes[places[rank]], places[rank]):
-                    places[rank] += 1
-                    moved = True
-        return all(places[rank] == len(model.graph.node) for rank, model in self.models.items())
-
-    def _visit(self, rank: int, node: NodeProto, at: int) -> bool:
-        """Numbers what a node makes; False where another rank must come first."""
-        numbers = self.numbers[rank]
-        if node.domain == DOMAIN and node.op_type == SEND:
-            self.sent[_tag(node)] = numbers[node.input[0]]
-            return True
-        if node.domain == DOMAIN and node.op_type == RECV:
-            if _tag(node) in self.sent:
-                numbers[node.output[0]] = self.sent[_tag(node)]
-            return _tag(node) in self.sent
-        if node.domain == DOMAIN:
-            return self._visit_call(rank, node)
-        if node.op_type == "Identity" and not node.domain:
-            numbers[node.output[0]] = numbers[node.input[0]]
-            return True
-        inputs = tuple(numbers[name] if name else -1 for name in node.input)
-        captured = tuple(numbers[name] for name in list(reads(node))[sum(map(bool, node.input)) :])
-        own = (rank, at) if _is_random(node) else ()
-        made = (
-            "node",
-            self.ops[rank].get((node.domain, node.op_type)),
-            node.domain,
-            node.op_type,
-            self._attributes(node),
-        )
-        for place, name in enumerate(node.output):
-            if name:
-                numbers[name] = self._number(*made, inputs, captured, own, place)
-        return True
-
-    def _visit_call(self, rank: int, node: NodeProto) -> bool:
-        call, numbers = read_call(node, ""), self.numbers[rank]
-        ranks = self.circles[rank][call.group]
-        self.given[call.tag, rank] = call, [numbers[name] for name in call.given]
-        if call.op == EXCHANGE:
-            return self._visit_exchange(rank, call)
-        if any((call.tag, other) not in self.given for other in ranks):
-            return False
-        given = [self.given[call.tag, other][1] for other in ranks]
-        for place, name in enumerate(call.made):
-            if call.op == BROADCAST:
-                numbers[name] = given[call.root][0]
-                continue
-            values = tuple(one[place] for one in given)
-            own = ranks.index(rank) if call.op in (REDUCE_SCATTER, ALL_TO_ALL) else None
-            made = ("collective", call.op, call.reduce, call.axis, call.concat_axis, values, own)
-            numbers[name] = values[0] if call.op == ALL_REDUCE and len(ranks) == 1 else self._number(*made)
-        return True
-
-    def _visit_exchange(self, rank: int, call: Call) -> bool:
-        if any((call.tag, piece.peer) not in self.given for piece in call.takes):
-            return False
-        taken: dict[int, int] = {}
-        pieces = []
-        for piece in call.takes:
-            other, values = self.given[call.tag, piece.peer]
-            gives = [one for one in other.gives if one.peer == rank]
-            at = taken[piece.peer] = taken.get(piece.peer, -1) + 1
-            pieces.append((piece.box, gives[at].box, values[0]))
-        for name in call.made:
-            whole = all(cut[0] == 0 and cut[1] == cut[2] for box in pieces[0][:2] for cut in box)
-            made = self._number("exchange", tuple(sorted(pieces)))
-            self.numbers[rank][name] = pieces[0][2] if len(pieces) == 1 and whole else made
-        return True
-
-    def _attributes(self, node: NodeProto) -> tuple[bytes, ...]:
-        if id(node) not in self._texts:
-            texts = sorted(one.SerializeToString(deterministic=True) for one in node.attribute)
-            self._texts[id(node)] = tuple(texts)
-        return self._texts[id(node)]
-
     def _first_value(self, rank: int, record: StateRecord) -> Hashable:
-        tensors = self.models[rank].graph.initializer
-        return next((self._content(one) for one in tensors if one.name == record.value), record.initial)
-
-    def _content(self, tensor: TensorProto) -> Hashable:
-        """Type, shape and a hash of the bytes of a weight."""
-        copy = TensorProto()
-        copy.CopyFrom(tensor)
-        copy.name, copy.doc_string = "", ""
-        if tensor.data_location != TensorProto.EXTERNAL:
-            return hashlib.sha256(copy.SerializeToString(deterministic=True)).digest()
-        entries = {entry.key: entry.value for entry in tensor.external_data}
-        key = tuple(sorted(entries.items()))
-        if key not in self._bytes:
-            with (self.folder / entries["location"]).open("rb") as file:
-                file.seek(int(entries.get("offset", 0)))
-                self._bytes[key] = hashlib.sha256(file.read(int(entries.get("length", -1)))).digest()
-        return tensor.data_type, tuple(tensor.dims), self._bytes[key]
+        tensors = self.numbering.models[rank].graph.initializer
+        return next((self.numbering.content(one) for one in tensors if one.name == record.value), record.initial)
 
     def _difference(self, rank: int, name: str, other: int, twin: str) -> str:
         """Where two values begin to differ, seen from what they have become."""
         while True:
-            one, two = self.makers[rank].get(name), self.makers[other].get(twin)
+            one, two = self.numbering.makers[rank].get(name), self.numbering.makers[other].get(twin)
             if one is None or two is None or DOMAIN in (one.domain, two.domain):
                 return f"'{twin}' is not known to be the '{name}' of rank {rank}"
             if (one.domain, one.op_type) != (two.domain, two.op_type):
                 return f"{node_title(two)} is {node_title(one)} there"
-            if self._attributes(one) != self._attributes(two):
+            if self.numbering.attributes(one) != self.numbering.attributes(two):
                 return f"{node_title(two)} has {_text(two, one)}, and there {_text(one, two)}"
             pairs = zip(one.input, two.input, strict=False)
-            mine, own = self.numbers[rank], self.numbers[other]
+            mine, own = self.numbering.numbers[rank], self.numbering.numbers[other]
             parted = [(a, b) for a, b in pairs if a and b and mine.get(a) != own.get(b)]
             if not parted:
                 return f"{node_title(two)} is not known to make what it makes on rank {rank}"
             name, twin = parted[0]
-
-
-def _ops(model: ModelProto) -> dict[tuple[str, str], bytes]:
-    """By domain and name the bodies of a model's functions."""
-    return {(one.domain, one.name): one.SerializeToString(deterministic=True) for one in model.functions}
-
-
-def _is_random(node: NodeProto) -> bool:
-    return node.op_type in _RANDOM and all(attribute.name != "seed" for attribute in node.attribute)
-
-
-def _tag(node: NodeProto) -> int:
-    return next((attribute.i for attribute in node.attribute if attribute.name == TAG), -1)
 
 
 def _text(node: NodeProto, other: NodeProto) -> str:

@@ -2,8 +2,9 @@
 
 records    of one tensor: one type, shape and kind; boxes that fit, and that together are all of it
 file       a state is an input, its `next` an output, both of the type and shape of the piece; a parameter has a first value
-optimizer  what it keeps of a parameter lies with it, piece by piece
-training   loss, metrics and scalars are outputs and inputs; the state of the evaluation is the one that is trained
+optimizer  what it keeps of a parameter lies with it, piece by piece, or a part of each piece
+gradient   a sum has the shape of its parameter, and begins as zeros
+training   loss, metrics and scalars are outputs and inputs
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from onnx import ModelProto
 from partc.runtime.check_order import declared_types, type_of
 from partc.runtime.dtypes import dense
 from partc.runtime.format import MANIFEST, Box, Manifest, Shape, StateRecord
-from partc.runtime.training.state import local_shape
+from partc.runtime.training.state import SUM, local_shape
 from partc.runtime.violation import Violation
 
 _AGAIN = "compile the model again"
@@ -49,36 +50,6 @@ def check_kept(manifest: Manifest, rank: int, model: ModelProto) -> list[Violati
 def piece_of(record: StateRecord, rank: int) -> Box:
     """The piece that a rank holds, with the whole as a box too."""
     return record.box(rank) or [[0, 1, 1] for _ in record.shape]
-
-
-def check_evaluation(manifest: Manifest, inner: Manifest) -> Iterator[Violation]:
-    """The evaluation runs on the same ranks over tensors that training keeps in the same way."""
-    assert manifest.training is not None
-    where = f"{manifest.training.evaluation}/{MANIFEST}"
-    if inner.ranks != manifest.ranks:
-        yield Violation(where, f"it is for {inner.ranks} ranks, and training for {manifest.ranks}", help=_AGAIN)
-    for record in inner.state:
-        if record.next:
-            fact = f"'{record.next}' takes its place; an evaluation changes nothing"
-            yield Violation(where, fact, f"state '{record.value}'", help=_AGAIN)
-    known = {(record.value, rank): record for record in manifest.state for rank in record.ranks}
-    for record in inner.state:
-        for rank in record.ranks:
-            other = known.get((record.value, rank))
-            fact = f"rank {rank} does not keep it when it trains"
-            if other is not None:
-                facts = [(one.tensor, one.type, one.shape, one.box(rank)) for one in (record, other)]
-                if facts[0] == facts[1]:
-                    continue
-                fact = f"rank {rank} keeps {_held(record, rank)}, and when it trains {_held(other, rank)}"
-            yield Violation(where, fact, f"state '{record.value}'", help=_AGAIN)
-            break
-
-
-def _held(record: StateRecord, rank: int) -> str:
-    box = record.box(rank)
-    piece = "" if box is None else f", box {box}"
-    return f"'{record.tensor}' {record.type} {record.shape}{piece}"
 
 
 def _check_training(manifest: Manifest) -> Iterator[Violation]:
@@ -175,21 +146,24 @@ def _places(record: StateRecord, rank: int) -> tuple[tuple[int, int], ...]:
     return tuple((int(Fraction(size * begin, of)), int(Fraction(size * end, of))) for size, (begin, end, of) in spans)
 
 
+def _is_inside(one: Sequence[tuple[int, int]], pieces: Iterable[Sequence[tuple[int, int]]]) -> bool:
+    """Whether one of the pieces has all of this one."""
+    return any(all(a <= c and d <= b for (a, b), (c, d) in zip(piece, one, strict=True)) for piece in pieces)
+
+
 def _span(places: Iterable[tuple[int, int]]) -> str:
     return f"[{', '.join(f'{begin} to {end}' for begin, end in places)}]"
 
 
 def _check_slots(manifest: Manifest) -> Iterator[Violation]:
-    """Each piece of what an optimizer keeps lies where that piece of its parameter does."""
-    held = {
-        (record.tensor, rank, str(piece_of(record, rank)))
-        for record in manifest.state
-        if record.kind == "parameter"
-        for rank in record.ranks
-    }
+    """What an optimizer keeps of a parameter lies within pieces of it that the same rank has."""
+    held: dict[tuple[str, int], list[tuple[tuple[int, int], ...]]] = {}
+    for record in manifest.state:
+        for rank in record.ranks if record.kind == "parameter" else ():
+            held.setdefault((record.tensor, rank), []).append(_places(record, rank))
     shapes = {record.tensor: record.shape for record in manifest.state if record.kind == "parameter"}
     for record in manifest.state:
-        if record.kind != "optimizer":
+        if record.kind not in ("optimizer", SUM):
             if record.parameter:
                 yield _violation(record, f"it is of kind {record.kind}, and names the parameter '{record.parameter}'")
             continue
@@ -198,7 +172,12 @@ def _check_slots(manifest: Manifest) -> Iterator[Violation]:
         elif shapes[record.parameter] != record.shape:
             fact = f"its shape is {record.shape}, and that of its parameter '{record.parameter}' {shapes[record.parameter]}"
             yield _violation(record, fact)
-        elif lost := [r for r in record.ranks if (record.parameter, r, str(piece_of(record, r))) not in held]:
+        elif record.kind == SUM:
+            if record.initial:
+                yield _violation(record, f"it begins as {record.initial:g}; a sum of gradients begins as zeros")
+        elif lost := [
+            r for r in record.ranks if not _is_inside(_places(record, r), held.get((record.parameter, r), []))
+        ]:
             yield _violation(
                 record, f"rank {lost[0]} holds it without that piece of its parameter '{record.parameter}'"
             )
@@ -212,8 +191,8 @@ def _check_file(
     outputs = {port.name: type_of(port.type) for port in graph.output}
     first = {tensor.name: tensor for tensor in graph.initializer}
     declared = declared_types(model)
-    # an evaluation has no values of its own
-    trains = any(record.next for record in manifest.state)
+    # the programs inside of an artifact that trains run over its tensors, and have no values of their own
+    trains = manifest.training is not None
     for record in records:
         title = f"state '{record.value}'"
         wanted: Shape = list(local_shape(record, rank))
@@ -231,7 +210,7 @@ def _check_file(
             if list(first[record.value].dims) != wanted:
                 fact = f"its first value has the shape {list(first[record.value].dims)}, and its piece {wanted}"
                 yield Violation(file, fact, title, help=_AGAIN)
-        elif record.kind != "optimizer" and trains:
+        elif record.kind not in ("optimizer", SUM) and trains:
             yield Violation(
                 file, f"this {record.kind} has no first value: no initializer is called so", title, help=_AGAIN
             )

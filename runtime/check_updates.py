@@ -10,7 +10,8 @@ A node of the optimizer writes `x.next` where `x` lies. That is right if, for ea
     element      the node's function is element-wise, and reads what an output overwrites only on the way to that output
     own place    the output takes the place of that operand which the function makes it of
 
-What other nodes make in place of a tensor, such as running statistics, is copied when the step ends, and needs nothing of this.
+What other nodes make in place of a tensor, such as running statistics, is copied when the step ends, and needs nothing of this. Sums
+of gradients over the parts of a batch are replaced where they lie, too, by the laws of `check_sums.py`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from dataclasses import dataclass
 from onnx import FunctionProto, ModelProto, NodeProto
 from partc.runtime.check_graph import check_calls, node_title, reads
 from partc.runtime.check_state import check_kept
+from partc.runtime.check_sums import check_sums
 from partc.runtime.errors import ArtifactError
 from partc.runtime.format import DOMAIN, EXCHANGE, OPTIMIZER, TAG, Manifest, StateRecord
 from partc.runtime.segments import Begin, Finish, Send, Step, Update, cut, path_of
+from partc.runtime.training.state import SUM
 from partc.runtime.training.update import NEXT, is_elementwise, is_in_place
 from partc.runtime.violation import Violation
 
@@ -47,7 +50,7 @@ def check_updates(manifest: Manifest, models: Mapping[int, ModelProto]) -> tuple
     total, found = Replaced(), list[Violation]()
     known: dict[tuple[str, frozenset[tuple[str, str]]], Replaced] = {}
     for rank, model in models.items():
-        records = [record for record in manifest.state if rank in record.ranks and record.next]
+        records = [record for record in manifest.state if rank in record.ranks and (record.next or record.kind == SUM)]
         key = (manifest.program(rank), frozenset((record.value, record.next) for record in records))
         if records and key not in known:
             known[key], problems = _Rank(manifest.program(rank), model, records).check()
@@ -61,14 +64,16 @@ def unsafe_state(manifest: Manifest, rank: int, model: ModelProto) -> list[Viola
     file = manifest.program(rank)
     if found := [*check_kept(manifest, rank, model), *check_calls(file, model)]:
         return found
-    return _Rank(file, model, [one for one in manifest.state if rank in one.ranks and one.next]).check()[1]
+    return _Rank(file, model, [one for one in manifest.state if rank in one.ranks]).check()[1]
 
 
 class _Rank:
     """The nodes of one rank file, and which of them replace what."""
 
     def __init__(self, file: str, model: ModelProto, records: Sequence[StateRecord]) -> None:
-        self.file, self.model, self.records = file, model, records
+        self.file, self.model = file, model
+        self.sums = [record for record in records if record.kind == SUM]
+        self.records = [record for record in records if record.kind != SUM and record.next]
         self.functions = {(one.domain, one.name): one for one in model.functions}
         self.makers: dict[str, list[int]] = {}
         self.readers: dict[str, list[int]] = {}
@@ -81,7 +86,7 @@ class _Rank:
 
     def check(self) -> tuple[Replaced, list[Violation]]:
         """The count of both ways, and what is wrong."""
-        found: list[Violation] = []
+        found = [*check_sums(self.file, self.model, self.sums)]
         in_place: dict[str, int] = {}
         for record in self.records:
             makers = self.makers.get(record.next, [])
@@ -94,7 +99,8 @@ class _Rank:
         for at in dict.fromkeys(in_place.values()):
             found += self._check_function(at)
         found += self._check_steps(in_place)
-        return Replaced(len(in_place), len(self.records) - len(in_place)), found
+        added = sum(bool(record.next) for record in self.sums)
+        return Replaced(len(in_place) + added, len(self.records) - len(in_place)), found
 
     def _function(self, at: int) -> FunctionProto | None:
         """The function by which a node updates in place; None where it is an ordinary node, whose result is copied."""
