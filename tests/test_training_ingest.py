@@ -1,7 +1,7 @@
-"""Training of models that come from elsewhere: what torch learns of its modules, and what a file's tensors are taken for.
+"""Training of modules of torch, and of files that torch exports: what is learned has torch's names, and every step is torch's own.
 
 An exporter's clean-up merges equal weights, folds normalizations into convolutions, renames what it transposes and drops dropouts;
-each would give wrong gradients without any error, so every step is compared with torch's own.
+each would give wrong gradients without any error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ import numpy as np
 import pytest
 from partc.compiler.declare import Collector, Input
 from partc.compiler.load.inputs import DimNames
+from partc.compiler.load.onnx_file import load_onnx
 from partc.compiler.load.source import Source
+from partc.compiler.ops.seeded_dropout import DROPOUT
+from partc.compiler.pipeline import start
+from partc.compiler.plan.read import parse_plan
 from partc.compiler.training.attach import learned_names
 from trained import Run, run, same_tensors
 
@@ -133,24 +137,70 @@ def test_a_module_trains_as_in_torch(case: str, tmp_path: Path) -> None:
     make, x, feeds = CASES[case]
     module, rng = make(), np.random.default_rng(7)
     source, steps = exported(module, x), [feeds(rng) for _ in range(STEPS)]
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    assert sorted(learned_names(source.model)) == sorted(parameters)
-    start = {name: p.detach().numpy().copy() for name, p in parameters.items()}
+    learned = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    assert sorted(learned_names(source.model)) == sorted(learned)
+    before = {name: tensor.detach().numpy().copy() for name, tensor in module.state_dict().items()}
     one = run(source, ONE + TRAIN, tmp_path / "one", steps)
     two = run(source, TWO + TRAIN, tmp_path / "two", steps)
-    losses, after = by_torch(module, steps)
-    for name, array in start.items():
-        np.testing.assert_array_equal(one.before[name], array)
-    _same_losses(one, losses)
-    _same_losses(two, losses)
+    for name in learned:
+        np.testing.assert_array_equal(one.before[name], before[name])
     same_tensors(two.after, one.after, one.before, 2e-4)
-    kept = {name: one.after[name] for name in parameters}
-    same_tensors(kept, {name: after[name] for name in parameters}, start, 2e-4)
-    means = [name for name in one.after if name.endswith("running_mean")]
-    assert len(means) == (2 if "resnet" in case else 0)
+    _as_torch(module, steps, learned, one)
+    _same_losses(two, [float(step["loss"]) for step in one.outputs])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of torch's own exporter
+@pytest.mark.parametrize("case", ["resnet in evaluation", "gpt"])
+def test_a_file_that_torch_exports_trains_as_in_torch(case: str, tmp_path: Path) -> None:
+    """In inference form, where normalizations have running statistics and dropouts are gone; the law tells what is learned."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(4)
+    make, _, feeds = CASES[case]
+    module, rng = make().eval(), np.random.default_rng(7)
+    steps = [feeds(rng) for _ in range(STEPS)]
+    dims = ({0: torch.export.Dim("batch")},)
+    program = torch.onnx.export(
+        module,
+        (torch.from_numpy(steps[0]["x"]),),
+        dynamo=True,
+        optimize=False,
+        verbose=False,
+        dynamic_shapes=dims,
+        input_names=["x"],
+        output_names=["y"],
+    )
+    program.save(tmp_path / "model.onnx")
+    source = Source(load_onnx(tmp_path / "model.onnx"))
+    learned = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    # Of the names of a shared parameter torch writes the last.
+    learned = ["tok.weight" if name == "head.weight" else name for name in learned]
+    taken = learned_names(source.model)
+    assert sorted(taken) == sorted([*learned, *(["scale"] if case == "gpt" else [])])
+    keep = "  parameters: {scale: {frozen: true}, mask: {frozen: true}}\n" if case == "gpt" else ""
+    _as_torch(module, steps, learned, run(source, ONE + TRAIN + keep, tmp_path / "one", steps))
+
+
+def _as_torch(module: Any, steps: list[dict[str, np.ndarray]], learned: list[str], made: Run) -> None:
+    """Losses, parameters and running means are those of torch's own training."""
+    start = {name: tensor.detach().numpy().copy() for name, tensor in module.state_dict().items()}
+    losses, after = by_torch(module, steps)
+    _same_losses(made, losses)
+    have, want, before = ({name: some[name] for name in learned} for some in (made.after, after, start))
+    same_tensors(have, want, before, 2e-4)
+    means = [name for name in start if name.endswith("running_mean")]
+    assert sorted(means) == sorted(name for name in made.after if name.endswith("running_mean"))
     for name in means:
-        np.testing.assert_allclose(one.after[name], after[name], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(made.after[name], after[name], rtol=1e-4, atol=1e-6)
 
 
 def _same_losses(made: Run, losses: list[float]) -> None:
     np.testing.assert_allclose([float(one["loss"]) for one in made.outputs], losses, rtol=2e-5)
+
+
+def test_dropouts_of_a_module_stay() -> None:
+    pytest.importorskip("torch")
+    source = exported(language(0.25).train(), Input(["batch", 5], "int64"))
+    program = start(source, parse_plan(ONE + TRAIN, "plan.yaml"), "model.py")
+    assert [node.op_type for node in program.model.graph].count(DROPOUT) == 2
+    assert program.training is not None
+    assert sorted(value.name or "" for value in program.training.parameters) == sorted(learned_names(source.model))

@@ -14,6 +14,7 @@ from partc.compiler.training.learned import candidates, learned_names, running_s
 from partc.compiler.training.losses import add_loss
 from partc.compiler.training.metrics import add_metric
 from partc.compiler.training.modes import STEP, to_evaluation, to_training
+from partc.compiler.training.sequences import split_sequences
 from partc.compiler.training.training import Learned, Part, Training
 
 __all__ = ["attach", "learned_names"]
@@ -25,6 +26,7 @@ def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool,
     `learned`: the weights that may be; `cut`: whether operators run on several ranks. CompileError for patterns that match nothing.
     """
     graph = model.graph
+    split_sequences(model)
     others = [str(value.name) for value in candidates(model) if value.name not in learned]
     how = _learned(rules, learned, others)
     statistics: dict[ir.Value, ir.Value | None] = {}
@@ -37,8 +39,10 @@ def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool,
         statistics.update(dict.fromkeys(running_statistics(graph)))
         statistics.update(modes.statistics)
         scalars += [STEP] if modes.needs_step else []
-    loss = add_loss(model, rules.loss, rules.where)
-    metrics = [add_metric(model, name, metric, rules.where, rules.loss) for name, metric in rules.metrics.items()]
+    loss = add_loss(model, rules.loss, rules.where_loss)
+    metrics = [
+        add_metric(model, name, metric, rules.where_metrics, rules.loss) for name, metric in rules.metrics.items()
+    ]
     graph.outputs[:] = list(dict.fromkeys([loss, *metrics]))
     _drop_unread(graph, {value for value in statistics.values() if value is not None})
     kept = {graph.initializers[name]: one for name, one in how.items() if name in graph.initializers}
