@@ -127,3 +127,26 @@ def test_random_graphs_with_random_placements(case: tuple[onnx.ModelProto, str])
         for b in (4, 1, 7)
     ]
     same_as_whole(model, plan, *steps, rtol=1e-6, atol=1e-6)
+
+
+def test_a_message_takes_no_name_that_another_copy_gets_later() -> None:
+    """On rank 3 the whole of `z` arrives as a message for one reader, and as pieces for another."""
+    proto = onnx.parser.parse_model(
+        """
+        <ir_version: 10, opset_import: ["" : 21]>
+        m (float[B, 3, 12] z) => (float[B, 12] a, float[B, 3, 12] c) <float[1, 12] w = {1,2,3,4,5,6,7,8,9,10,11,12}, int64[1] one = {1}> {
+            [n0] a = ReduceSum <keepdims = 0> (z, one)
+            [n3] s = Shape (z)
+            [n4] b = Expand (w, s)
+            [n5] c = Mul (z, b)
+        }
+        """
+    )
+    plan = """
+ranks: 4
+symbols: {B: {divisor: 12}}
+dataset: {z: [3, 1, 1]}
+placement: {n0: [0, 1, 2], n4: [0, 2, 3], n5: 3}
+"""
+    z = np.random.default_rng(0).standard_normal((12, 3, 12)).astype(np.float32)
+    same_as_whole(proto, plan, {"z": z}, rtol=1e-5, atol=1e-5)

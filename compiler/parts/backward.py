@@ -27,7 +27,7 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.mesh import normal, on_common_mesh
 from partc.compiler.ops.gradient import Backward as Found
-from partc.compiler.ops.gradient import NoGradient, differentiate_nodes, stops_gradient
+from partc.compiler.ops.gradient import NoGradient, differentiate_nodes
 from partc.compiler.parts.comm import Writer
 from partc.compiler.parts.copies import Copies, made_as, read_as, whole_on
 from partc.compiler.parts.drafts import Drafts
@@ -35,6 +35,7 @@ from partc.compiler.parts.duals import Passing, dual, typed
 from partc.compiler.parts.gradients import GradientSums
 from partc.compiler.parts.localize import Localized, local_shape
 from partc.compiler.program import Copy, Group, Op, Program, Shape
+from partc.compiler.training.flow import learned_from, stops
 
 Emitted = Mapping[Instance, Sequence[tuple[Localized, Group]]]
 """What the forward pass made of every node, and on which ranks."""
@@ -51,16 +52,6 @@ def with_cotangents(program: Program) -> tuple[Program, dict[ir.Value, ir.Value]
             found[value] = ir.Value(name=f"{value.name}.grad", type=value.type, shape=value.shape)
             values[found[value]] = info
     return replace(program, values=values), found
-
-
-def learned_from(program: Program) -> set[ir.Value]:
-    """The values that change with a parameter that is learned."""
-    assert program.training is not None
-    found = {value for value, how in program.training.parameters.items() if not how.frozen}
-    for node in program.model.graph:
-        if not _stops(node) and any(value in found for value in program.reads[node]):
-            found.update(value for value in node.outputs if value.dtype is None or value.dtype.is_floating_point())
-    return found
 
 
 class Backward:
@@ -155,7 +146,7 @@ class Backward:
                 layout, passing = self._wanted(instance, k, given)
                 target = Copy(self.cotangents[value], home.group, normal(layout))
                 dys[self.writer.names[home]] = self.sums.gathered(given, target)
-        if not dys or _stops(node):
+        if not dys or stops(node):
             return
         around = {value: whole_on(value, instance.group) for value in inner}
         read = {k: read_as(self.program, instance, k) for k, flow in enumerate(flows) if flow}
@@ -387,7 +378,3 @@ def _renamed(node: ir.Node, names: Mapping[str, str]) -> ir.Node:
         outputs=[ir.Value(name=names.get(one.name or "", one.name)) for one in node.outputs],
         name=names.get(node.name or "", node.name),
     )
-
-
-def _stops(node: ir.Node) -> bool:
-    return stops_gradient("" if node.domain == "ai.onnx" else node.domain, node.op_type)

@@ -32,6 +32,7 @@ class Writer:
     events: list[Event] = field(default_factory=list)
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     _known: dict[tuple[Mesh, tuple[int, ...], Group], tuple[tuple[Group, ...], str]] = field(default_factory=dict)
+    _copies: dict[ir.Value, list[Copy]] = field(default_factory=dict)
     derived: bool = False
 
     def make(self, source: Copy, target: Copy, cause: str, derived: bool = False) -> None:
@@ -205,7 +206,7 @@ class Writer:
         shape = local_shape(self.program, after)
         amount = self._bytes(after.value, _share(after.layout))
         way = name
-        if name != out and name in self._types(target):
+        if name != out and (name in self._types(target) or self._will_have(target, name, after)):
             way = f"{name}.to.{target}"
             self._identity(source, name, way)
             self._types(source)[way] = (before.value, shape)
@@ -220,6 +221,15 @@ class Writer:
         received = {fmt.PEER: source}
         self._append((target,), Comm(fmt.RECV, (), (way,), received, event.tag, after.value, cause, amount))
         self._identity(target, way, out)
+
+    def _will_have(self, rank: int, name: str, copy: Copy) -> bool:
+        """Whether another copy of the value has a name on a rank."""
+        if not self._copies:
+            for one in self.names:
+                self._copies.setdefault(one.value, []).append(one)
+        return any(
+            self.names.get(one) == name and rank in one.group for one in self._copies.get(copy.value, ()) if one != copy
+        )
 
     def _types(self, rank: int) -> dict[str, tuple[ir.Value, Shape | None]]:
         (draft,) = self.drafts.of((rank,))

@@ -114,12 +114,7 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
         ),
         sharding=tuple(entry.rule(pattern, where("sharding", pattern)) for pattern, entry in entries.sharding.items()),
         max_reshard_bytes=entries.max_reshard_bytes,
-        train=entries.train.rules(
-            where("train"),
-            {pattern: where("train", "parameters", pattern) for pattern in entries.train.parameters},
-        )
-        if entries.train
-        else None,
+        train=entries.train.rules(where) if entries.train else None,
     )
 
 

@@ -3,7 +3,7 @@
     train:
       loss: {type: softmax_cross_entropy, logits: logits, labels: label}
       optimizer: {type: momentum, lr: 0.01, momentum: 0.9}
-      parameters: {"*.bias": {weight_decay: 0}, "embedding": {frozen: true}}
+      parameters: {"**.bias": {weight_decay: 0}, "embedding": {frozen: true}}
       data: {x: train-images.gz, label: train-labels.gz}
       batch: 32
       epochs: 10
@@ -13,7 +13,7 @@ Losses, optimizers and schedules check their own options; what they refuse is sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -49,6 +49,8 @@ class TrainRules:
     """
 
     where: str
+    where_loss: str
+    where_metrics: str
     loss: Loss
     optimizer: Optimizer
     per_rank_mean: bool = False
@@ -71,8 +73,9 @@ def _said(check: Any, *options: Any) -> Any:
     except CompileError as error:
         first = error.problems[0]
         facts = "; ".join(problem.fact for problem in error.problems)
+        helps = "; ".join(dict.fromkeys(problem.help for problem in error.problems if problem.help))
         raise Violation(
-            facts, first.law, first.help, first.where.removeprefix(_KEY) if _KEY in first.where else ""
+            facts, first.law, helps, first.where.removeprefix(_KEY) if _KEY in first.where else ""
         ) from None
     except (ValueError, TypeError, UsageError) as error:
         fact, _, help = str(error).partition("\n  help: ")
@@ -227,21 +230,23 @@ class TrainEntry(BaseModel):
     log: int | Literal["epoch"] = Field(10, description="A line of progress after so many steps, or after each epoch.")
     checkpoint: CheckpointEntry | None = Field(None, description="Where and when training is saved.")
 
-    def rules(self, where: str, lines: Mapping[str, str]) -> TrainRules:
-        """The entry as the compiler sees it; `lines` has the place of every parameter pattern."""
+    def rules(self, where: Callable[..., str]) -> TrainRules:
+        """The entry as the compiler sees it; `where` gives the place of a key, `where("train", "loss")`."""
         loop = ("seed", "data", "test", "batch", "shuffle", "last", "deal", "epochs", "steps")
         settings: dict[str, Any] = {name: getattr(self, name) for name in (*loop, "evaluate", "log")}
         if self.checkpoint is not None:
             settings["checkpoint"] = self.checkpoint.model_dump()
         return TrainRules(
-            where=where,
+            where=where("train"),
+            where_loss=where("train", "loss"),
+            where_metrics=where("train", "metrics"),
             loss=self.loss.loss,
             optimizer=self.optimizer.optimizer,
             shard=self.optimizer.shard,
             per_rank_mean=self.loss.per_rank_mean,
             schedule=self.schedule or {},
             parameters=tuple(
-                ParameterRule(pattern, lines[pattern], one.frozen, one.weight_decay, one.lr)
+                ParameterRule(pattern, where("train", "parameters", pattern), one.frozen, one.weight_decay, one.lr)
                 for pattern, one in self.parameters.items()
             ),
             metrics=self.metrics,
