@@ -71,6 +71,8 @@ def command(
     click.echo(f"\n{out}: {count(ranks, 'rank')}, {moves}, in {seconds(spent)}")
     if report.program.training is not None:
         click.echo(learned_line(report))
+        if model.suffix == ".onnx":
+            warn_of_merged(report)
     click.echo(f"to read: {out / BEGIN_IR}, {out / END_IR}")
     return 0
 
@@ -107,6 +109,22 @@ def learned_line(report: Report) -> str:
         more = f", and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
         parts.append(f"not learned: {', '.join(named[:_NAMED])}{more}")
     return "; ".join(parts)
+
+
+def warn_of_merged(report: Report) -> None:
+    """Says which weights of a file are learned as one by several normalizations, since hardly anybody means that."""
+    from partc.compiler.training.learned import merged
+
+    found = merged(report.program.model)
+    if found:
+        name, number = next(iter(found.items()))
+        more = f" and {count(len(found) - 1, 'other')}" if len(found) > 1 else ""
+        click.echo(
+            f"warning: '{name}'{more} is one tensor that {number} normalizations learn together\n"
+            "  exporters merge tensors that are equal when they export\n"
+            "  help: export without optimization, torch.onnx.export(..., optimize=False), or give partc the model.py",
+            err=True,
+        )
 
 
 def _counted(values: Sequence[ir.Value]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from partc.compiler.cutting.normalize import TARGET, normalize
 from partc.compiler.declare import Collector, Input
 from partc.compiler.load.inputs import DimNames
 from partc.compiler.load.onnx_file import load_onnx
@@ -139,6 +140,7 @@ def test_a_module_trains_as_in_torch(case: str, tmp_path: Path) -> None:
     source, steps = exported(module, x), [feeds(rng) for _ in range(STEPS)]
     learned = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     assert sorted(learned_names(source.model)) == sorted(learned)
+    assert sorted(learned_names(normalize(source.model.clone(), "model.py", TARGET))) == sorted(learned)
     before = {name: tensor.detach().numpy().copy() for name, tensor in module.state_dict().items()}
     one = run(source, ONE + TRAIN, tmp_path / "one", steps)
     two = run(source, TWO + TRAIN, tmp_path / "two", steps)

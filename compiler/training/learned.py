@@ -7,8 +7,9 @@ of the initializers of floats, learned are
     others of more than one number    tables that are looked up, what is added or multiplied with, as a bias or positions
 
 and not learned are the others: numbers by themselves (`[]`, and `[1]` but for a layer's bias), what only sets an op up, as Resize's
-scales, and masks, which are tables of just two numbers or hold one of 1e4 or more. Constant nodes and integers never are. The plan has
-the last word: `parameters: {mask: {frozen: true}}` keeps a tensor, `{mask: {frozen: false}}` with its whole name has it learned.
+scales, and masks, which are tables of just two numbers or hold one of 1e4 or more. Constant nodes, integers, and what a branch or a
+loop has for itself never are. The plan has the last word: `parameters: {mask: {frozen: true}}` keeps a tensor, and
+`{mask: {frozen: false}}`, with its whole name, has it learned.
 """
 
 from __future__ import annotations
@@ -66,6 +67,16 @@ def running_statistics(graph: ir.Graph) -> list[ir.Value]:
     norms = [node for node in graph if node.op_type == "BatchNormalization"]
     read = [value for node in norms for value in node.inputs[3:5]]
     return list(dict.fromkeys(value for value in read if value is not None and value.is_initializer()))
+
+
+def merged(model: ir.Model) -> dict[str, int]:
+    """Weights that several normalizations read, with how many: exporters make one tensor of those that are equal at first."""
+    found = {}
+    for value in candidates(model):
+        readers = {use.node for use in value.uses() if use.node.op_type.endswith("Normalization")}
+        if len(readers) > 1:
+            found[str(value.name)] = len(readers)
+    return found
 
 
 def _is_told(value: ir.Value) -> bool:
