@@ -118,9 +118,10 @@ def warn_of_merged(report: Report) -> None:
     found = merged(report.program.model)
     if found:
         name, number = next(iter(found.items()))
-        more = f" and {count(len(found) - 1, 'other')}" if len(found) > 1 else ""
+        one = f"'{name}' is one tensor that {number} normalizations learn together"
+        several = f"'{name}' and {count(len(found) - 1, 'other')} are each one tensor for several normalizations"
         click.echo(
-            f"warning: '{name}'{more} is one tensor that {number} normalizations learn together\n"
+            f"warning: {one if len(found) == 1 else several}\n"
             "  exporters merge tensors that are equal when they export\n"
             "  help: export without optimization, torch.onnx.export(..., optimize=False), or give partc the model.py",
             err=True,
