@@ -1,7 +1,7 @@
 """Runs one group of updates: the optimizer's function over flat memory, in pieces that stay in the cache, in place.
 
-onnxruntime makes a pass over memory for every node of an element-wise chain. In pieces of a quarter of a megabyte all passes but the
-first find their operands in the cache; each piece is one bound call of one session.
+onnxruntime makes a pass over memory for every node of an element-wise chain. In pieces of half a megabyte all passes but the first
+find their operands in the cache; each piece is one bound call of one session.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..tensor import Tensor
 from .groups import Group
 from .update import flat_model, is_in_place
 
-PIECE = 1 << 16
+PIECE = 1 << 17
 """Elements that are updated at once."""
 
 _sessions: dict[tuple[bytes, int, tuple[str, ...]], Session] = {}
