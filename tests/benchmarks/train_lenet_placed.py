@@ -3,8 +3,8 @@
     python tests/benchmarks/train_lenet_placed.py [--batch 32] [--records 16000]
 
 The placement is that of the sample. A step is forward, backward and SGD with momentum from the batch in hand; the five ranks share
-the cores of the machine and no two work at once but for what is off the path. Prints the seconds of an epoch by the medians, and
-the ratio (at most 1.5 wanted). The interpreter has torch.
+the cores of the machine and no two work at once but for what is off the path. Prints the seconds of an epoch by the median of the turns,
+and the ratio (at most 1.5 wanted). The interpreter has torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import os
 import statistics
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,11 @@ from train_data_parallel import in_turns, largest_difference, partc_side, torch_
 PLACEMENT = {"conv1": 3, "conv2": 4, "fc1": 0, "fc2": 1, "fc3": 2}
 RANKS = 5
 WANTED = 1.5
+
+
+def batched(times: list[float], count: int) -> Iterator[list[float]]:
+    """So many times together."""
+    return (times[at : at + count] for at in range(0, len(times), count))
 
 
 def placed() -> str:
@@ -43,8 +49,10 @@ def main() -> None:
         write(folder, replace(CASES["lenet"], sizes={"batch": options.batch}), placed(), 1)
         sides = [partc_side(folder, RANKS), torch_side(folder, "lenet", 1)]
         in_turns(sides, options.steps, options.turns)
-        own, other = (statistics.median(side.times) for side in sides)
-        best = [min(side.times) for side in sides]
+        # Rank 0 is done before others are: only many steps together tell what one takes.
+        rounds = [[statistics.mean(row) for row in batched(side.times, options.steps)] for side in sides]
+        own, other = (statistics.median(row) for row in rounds)
+        best = [min(row) for row in rounds]
         count = options.records // options.batch
         print(
             f"LeNet, batch {options.batch}, {count} steps an epoch: partc on {RANKS} ranks on {os.cpu_count()} cores"
@@ -52,7 +60,7 @@ def main() -> None:
             f" ({1e3 * other:.3f} ms), ratio {own / other:.3f} (at most {WANTED} wanted)"
         )
         print(
-            f"fastest steps {1e3 * best[0]:.3f} and {1e3 * best[1]:.3f} ms, ratio {best[0] / best[1]:.3f};"
+            f"fastest turns {1e3 * best[0]:.3f} and {1e3 * best[1]:.3f} ms, ratio {best[0] / best[1]:.3f};"
             f" first losses differ by {largest_difference(folder):.1e}",
             flush=True,
         )
