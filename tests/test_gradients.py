@@ -40,7 +40,7 @@ def test_a_gradient_on_pieces_is_the_dual(one: tuple[Proof, bool]) -> None:
 def test_every_differentiable_op_has_a_case() -> None:
     unproven = {name for module in MODULES for name in getattr(module, "UNPROVEN", {})}
     without = {entry.name for entry in entries() if entry.differentiable and (entry.domain, entry.op_type) not in FIRST}
-    assert without == unproven
+    assert without == unproven | {"If", "Loop", "Scan"}, "test_gradient_bodies.py proves those of bodies"
 
 
 def test_no_op_both_has_a_gradient_and_stops_it() -> None:

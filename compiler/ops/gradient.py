@@ -95,7 +95,7 @@ def no_gradient(*op_types: str, domain: str = "") -> None:
 
 def is_differentiable(domain: str, op_type: str) -> bool:
     """Whether the op has a gradient rule."""
-    return (domain, op_type) in _RULES
+    return (domain, op_type) in _RULES or (not domain and op_type in _BODIES)
 
 
 def stops_gradient(domain: str, op_type: str) -> bool:

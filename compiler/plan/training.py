@@ -171,7 +171,9 @@ class ParameterEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    frozen: bool | None = Field(None, description="Kept as they are.")
+    frozen: bool | None = Field(
+        None, description="Kept as they are; false, under a tensor's whole name, has one learned that is not."
+    )
     weight_decay: float | None = Field(None, ge=0, description="Instead of the optimizer's.")
     lr: float | None = Field(None, ge=0, description="What the learning rate is multiplied with.")
 

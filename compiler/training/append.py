@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES
+from partc.compiler.load.onnx_file import graphs_of
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.shape_rules import tolerant_rules
 
@@ -28,7 +29,7 @@ class Append:
 
     def __init__(self, model: ir.Model, path: str, where: str) -> None:
         self.model, self.graph, self.path, self.where = model, model.graph, path, where
-        self._names = {value.name for value in _values(self.graph)}
+        self._names = {value.name for part in graphs_of(self.graph) for value in _values(part)}
         self._scopes = {
             key for node in self.graph for key in (TORCH_SCOPES, ONNXSCRIPT_SCOPES) if key in node.metadata_props
         }
