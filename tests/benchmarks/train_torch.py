@@ -3,8 +3,8 @@
     python train_torch.py FOLDER --case mlp            alone, with the batch of all parts
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python train_torch.py FOLDER --case mlp
 
-A step is forward, backward, the sum over ranks and the update by SGD with momentum. On stdout comes first the loss of each of the
-first steps, by which the sides are held against each other, in `FOLDER/torch.npy`.
+A step is forward, backward, the sum over ranks and the update by SGD with momentum. The losses of the first steps, by which the sides
+are held against each other, go to FOLDER/torch.npy.
 """
 
 from __future__ import annotations
