@@ -258,13 +258,11 @@ def _total(scope: Scope, name: str, terms: dict[str, list[str]]) -> str | None:
     found = terms.get(name)
     if not found:
         return None
-    total = found[0]
-    for at, term in enumerate(found[1:]):  # onnxruntime's Sum of several is slower than so many Adds
-        made = f"{name}.grad" + (f".{len(found) - at - 1}" if at < len(found) - 2 else "")
-        scope.add(scope.node("Add", [total, term], [made]))
-        total = made
-    terms[name] = [total]
-    return total
+    if len(found) > 1:
+        total = f"{name}.grad"
+        scope.add(scope.node("Add" if len(found) == 2 else "Sum", found, [total]))
+        terms[name] = [total]
+    return terms[name][0]
 
 
 def _stops(node: ir.Node) -> bool:

@@ -193,10 +193,8 @@ class GradientSums:
     def _sum(self, copy: Copy, names: Sequence[str], wanted: str = "") -> str:
         if len(names) == 1:
             return names[0]
-        total = names[0]
-        for name in names[1:]:  # onnxruntime's Sum of several is slower than so many Adds
-            total = self._emit(copy, "Add", [total, name], self._free(copy.group, wanted or str(copy.value.name)))
-        return total
+        made = self._free(copy.group, wanted or str(copy.value.name))
+        return self._emit(copy, "Add" if len(names) == 2 else "Sum", names, made)
 
     def _emit(self, copy: Copy, op_type: str, names: Sequence[str], made: str) -> str:
         node = ir.Node("", op_type, [ir.Value(name=name) for name in names], outputs=[ir.Value(name=made)], name=made)
