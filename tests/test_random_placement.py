@@ -150,3 +150,19 @@ placement: {n0: [0, 1, 2], n4: [0, 2, 3], n5: 3}
 """
     z = np.random.default_rng(0).standard_normal((12, 3, 12)).astype(np.float32)
     same_as_whole(proto, plan, {"z": z}, rtol=1e-5, atol=1e-5)
+
+
+def test_an_input_that_overlapping_groups_read_has_one_name() -> None:
+    proto = onnx.parser.parse_model(
+        """
+        <ir_version: 10, opset_import: ["" : 21]>
+        m (float[B, 3] z) => (float[B, 3] y) {
+            [n1] a = Tanh (z)
+            [n4] b = Neg (z)
+            [n5] y = Add (a, b)
+        }
+        """
+    )
+    plan = "ranks: 3\nplacement: {n1: [0, 2], n4: [1, 2], n5: 0}\n"
+    z = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+    same_as_whole(proto, plan, {"z": z}, rtol=1e-6, atol=1e-6)

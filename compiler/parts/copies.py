@@ -176,6 +176,8 @@ def can_share(one: Copy, other: Copy) -> bool:
 def _name(copies: Copies, value: ir.Value, is_output: bool) -> None:
     name = value.name or ""
     homes = copies.homes.get(value, [])
+    if value.is_graph_input():  # nobody makes it: what is whole is one value, however groups overlap
+        copies.names.update({home: name for home in homes if home.layout.is_whole})
     made = [home for home in homes if not home.layout.partial]
     order = dict.fromkeys(
         [
