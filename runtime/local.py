@@ -163,7 +163,7 @@ class LocalTransport:
         self.stall = world.stall
         self.cores = max(1, len(usable_cores()) // world.size)
         self.crowded = world.size > 1
-        self.spins = False
+        self.together, self.spins = True, False
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Request:
         self.world.put((self.rank, peer, tag), buffer.copy())

@@ -66,6 +66,7 @@ class MpiTransport:
         everyone = frozenset().union(*seen)
         self.cores = min(len(usable_cores()), max(1, len(everyone) // neighbours.size))
         self.crowded = neighbours.size > 1
+        self.together = neighbours.size == self.size
         self.spins = neighbours.size <= len(everyone)
         self._yields = neighbours.size > len(everyone) and hasattr(os, "sched_yield")
         self._spin = _CROWDED_SPIN if neighbours.size > len(everyone) else _ALONE_SPIN

@@ -32,6 +32,8 @@ _LINE = 64
 _PROGRESS = 127
 _SMALL = 1 << 15
 _FEW = 8
+_CHUNK = 1 << 22
+"""Bytes that are reduced at once: Open MPI takes longer for a large array than for its pieces."""
 # Elsewhere a counter could be seen before the values that were written first.
 _ORDERED = platform.machine().lower() in ("x86_64", "amd64")
 _COUNTS = (1 << 31) - 1
@@ -138,19 +140,26 @@ class _Gate:
 
 
 class _Gated:
-    """A blocking collective as a request: its test makes the call once all ranks have arrived."""
+    """A blocking collective as a request: its test makes the call once all ranks have arrived.
+
+    A rank arrives when it first tests: it has begun by then whatever others may wait for.
+    """
 
     def __init__(self, gate: _Gate, comm: MPI.Intracomm, call: Callable[[], object]) -> None:
         self.gate = gate
         self.comm = comm
         self.call = call
         self.tests = 0
+        self.here = False
 
     def begin(self) -> Request:
-        self.gate.arrive()
+        self.here = False
         return self
 
     def Test(self) -> bool:
+        if not self.here:
+            self.here = True
+            self.gate.arrive()
         if self.gate.open():
             self.call()
             return True
@@ -177,14 +186,18 @@ class _Small:
         self.first, self.rest = [(row[0], row[1]) for row in terms], [tuple(row[2:]) for row in terms]
         self.reduce = np.add if movement.reduce == SUM else np.maximum if movement.reduce == MAX else np.minimum
         self.tests = 0
+        self.here = False
 
     def begin(self) -> Request:
-        number = self.gate.round = self.gate.round + 1
-        self.mine[number & 1][:] = self.source
-        self.cell[0] = number
+        self.here = False
         return self
 
     def Test(self) -> bool:
+        if not self.here:
+            self.here = True
+            number = self.gate.round = self.gate.round + 1
+            self.mine[number & 1][:] = self.source
+            self.cell[0] = number
         number = self.gate.round
         for cell in self.others:
             if cell[0] < number:
@@ -208,6 +221,14 @@ def _call(comm: MPI.Intracomm, movement: Movement, blocking: bool) -> Callable[[
         same = source.ctypes.data == target.ctypes.data
         given = MPI.IN_PLACE if same and movement.op == ALL_REDUCE else _spec(source, kind)
         if movement.op == ALL_REDUCE:
+            if blocking and same:
+                pieces = [_spec(target[at : at + _CHUNK], kind) for at in range(0, target.size, _CHUNK)]
+
+                def reduce_pieces() -> None:
+                    for piece in pieces:
+                        comm.Allreduce(given, piece, operation)
+
+                return reduce_pieces
             reduce = comm.Allreduce if blocking else comm.Iallreduce
             return lambda: reduce(given, into, operation)
         scatter = comm.Reduce_scatter_block if blocking else comm.Ireduce_scatter_block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -46,8 +47,28 @@ class Session(Protocol):
 """The threads of the pool that the sessions of this process share; 0 where onnxruntime gives none, None before the first use."""
 
 
-def new_session(model: bytes, threads: int, providers: Sequence[str], entries: Mapping[str, str]) -> Session:
+@functools.cache
+def _one_arena() -> bool:
+    """Whether onnxruntime has an arena for all sessions of this process that ask for it."""
+    import onnxruntime
+
+    kinds, devices = onnxruntime.OrtAllocatorType, onnxruntime.OrtMemType
+    try:
+        memory = onnxruntime.OrtMemoryInfo("Cpu", kinds.ORT_ARENA_ALLOCATOR, 0, devices.DEFAULT)
+        grown_as_asked = onnxruntime.OrtArenaCfg(0, 1, -1, -1)
+        onnxruntime.create_and_register_allocator(memory, grown_as_asked)
+    except Exception:
+        return False  # there is one already, with laws of its own, or this onnxruntime has none
+    return True
+
+
+def new_session(
+    model: bytes, threads: int, providers: Sequence[str], entries: Mapping[str, str], arena: bool = False
+) -> Session:
     """A session with all optimizations and without a memory arena of its own; `entries` are session options by name.
+
+    With `arena` its memory stays in one arena for all such sessions: steps that want the same again and again are not given new pages
+    each time.
 
     Its threads are its own: onnxruntime's pool for all sessions is for all of the process, and the user's sessions there would have
     to be told of it.
@@ -57,7 +78,10 @@ def new_session(model: bytes, threads: int, providers: Sequence[str], entries: M
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.enable_cpu_mem_arena = False
+    options.enable_cpu_mem_arena = arena and _one_arena()
+    if options.enable_cpu_mem_arena:
+        options.enable_mem_pattern = False
+        options.add_session_config_entry("session.use_env_allocators", "1")
     # Every failure is raised with its text; onnxruntime's own print of it would be a second one.
     options.log_severity_level = 4
     for name, value in entries.items():

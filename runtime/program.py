@@ -29,7 +29,7 @@ from .format import ALL_REDUCE, EXCHANGE, Manifest, Port
 from .local import LocalWorld
 from .message import Value
 from .prepare import describe, prepare
-from .segments import cut
+from .segments import Finish, cut
 from .sessions import Settings
 from .training.state import State
 from .transport import Transport
@@ -107,8 +107,8 @@ class Program:
     def connect(self) -> None:
         """Make ready for the collectives of the artifact; all ranks call it, once, before the first step.
 
-        A collective that every rank waits for as soon as it has begun may be one blocking call, where each rank has a core. An
-        AllReduce works in place if it can do so on every rank, as MPI wants it.
+        A collective that every rank waits for as soon as it has begun may be one blocking call, where each rank has a core; so may all
+        of them where all ranks wait for all in one order. An AllReduce works in place if it can do so on every rank, as MPI wants it.
         """
         collectives = self.manifest.collectives
         if not collectives:
@@ -118,6 +118,8 @@ class Program:
         self._transport.join(sorted(lists))
         circles = self.manifest.circles(self.rank)
         adjacent, in_place = self._program.adjacent() & self._program.promises.keys(), self._program.in_place()
+        if self._waits_alike():
+            adjacent = {one.tag for one in collectives}
         flags = [
             (
                 not self._transport.spins or (one.group in circles and one.tag not in adjacent),
@@ -128,6 +130,22 @@ class Program:
         agreed = self._transport.agree(np.array(flags, np.int64).reshape(-1)).reshape(-1, 2).tolist()
         self._at_once = frozenset(one.tag for one, (later, _) in zip(collectives, agreed, strict=True) if not later)
         self._program.in_place({one.tag for one, (_, apart) in zip(collectives, agreed, strict=True) if apart})
+
+    def _waits_alike(self) -> bool:
+        """Whether all ranks, on one machine, take part in every collective, wait for them in one order, and have no messages beside.
+
+        Then a collective may as well be called when it is waited for: in shared memory MPI's non-blocking calls do not go on while a
+        rank computes, and take twice the time of the blocking ones.
+        """
+        program, collectives = self._program, self.manifest.collectives
+        waited = [step.call.tag for step in program.steps if isinstance(step, Finish)]
+        everyone = tuple(range(self._transport.size))
+        alone = self._transport.together and not self.manifest.transfers and program.promises.keys() >= set(waited)
+        alone = alone and all(self.manifest.groups[one.group] == [list(everyone)] for one in collectives)
+        places = {tag: place for place, tag in enumerate(waited)}
+        row = np.array([places.get(one.tag, -1) for one in collectives], np.int64)
+        most = self._transport.agree(np.concatenate([[not alone], row, -row]))
+        return bool(not most[0] and (most[1 : 1 + len(row)] == -most[1 + len(row) :]).all())
 
     def share(self, text: str) -> list[str]:
         """The text of every rank, in order of ranks; collective."""

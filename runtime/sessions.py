@@ -30,11 +30,14 @@ _OUTPUT = re.compile(
 
 @dataclass(frozen=True)
 class Settings:
-    """How sessions run: threads of one operator, whether idle threads may spin, and the execution providers in order."""
+    """How sessions run: threads of one operator, whether idle threads may spin, the execution providers in order, and whether memory
+    stays in an arena from step to step.
+    """
 
     threads: int
     spinning: bool
     providers: Sequence[str] = ("CPUExecutionProvider",)
+    arena: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Builder:
             "session.model_external_initializers_file_folder_path": str(self.folder.resolve()),
         }
         try:
-            return new_session(model.SerializeToString(), threads, providers, entries)
+            return new_session(model.SerializeToString(), threads, providers, entries, self.settings.arena)
         except Exception as error:
             text = _plain(str(error))
             raise ArtifactError(

@@ -62,6 +62,8 @@ class Transport(Protocol):
     """The largest tag."""
     stall: float
     """Seconds after which a wait is reported, and again after twice as long."""
+    together: bool
+    """Whether all ranks are on one machine."""
     spins: bool
     """Whether every rank has a core of its own, so that a wait may keep it."""
 
