@@ -13,19 +13,20 @@ from .errors import ArtifactError, InputError, PartcError, RankError, UsageError
 if TYPE_CHECKING:
     from .artifact import Artifact, open_artifact
     from .cuts import Whole
-    from .program import LocalProgram, Program, describe_action, load, load_local
+    from .local_program import LocalProgram, load_local
+    from .program import Program, describe_action, load
     from .training.trainer import Trainer, load_trainer
 
 _HOMES = {
     "Artifact": "artifact",
     "open_artifact": "artifact",
-    "LocalProgram": "program",
+    "LocalProgram": "local_program",
     "Whole": "cuts",
     "Program": "program",
     "describe_action": "program",
     "Trainer": "training.trainer",
     "load": "program",
-    "load_local": "program",
+    "load_local": "local_program",
     "load_trainer": "training.trainer",
 }
 

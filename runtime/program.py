@@ -12,17 +12,15 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 import numpy as np
 
 from .artifact import Artifact, open_artifact
 from .bindings import Bindings
 from .board import AGREEING, SLOT, open_board
-from .cuts import Whole, distinct, merge
 from .errors import ArtifactError, InputError, PartcError, RankError, UsageError
 from .execute import Schedule
 from .format import ALL_REDUCE, EXCHANGE, Manifest, Port
@@ -41,7 +39,8 @@ Outputs: TypeAlias = dict[str, Value]
 OnError: TypeAlias = Literal["raise", "abort"]
 
 _SCHEDULES = 8
-_CPU = ("CPUExecutionProvider",)
+CPU = ("CPUExecutionProvider",)
+"""The execution providers by default."""
 
 
 class Program:
@@ -212,92 +211,6 @@ class Program:
             self._transport.fail(text, list(self._schedules.values()))
 
 
-class LocalProgram:
-    """All ranks of an artifact as threads of this process: called with the whole model's inputs, it gives all outputs."""
-
-    def __init__(self, artifact: Artifact, settings: Settings, stall: float) -> None:
-        self.manifest: Manifest = artifact.manifest
-        self._world = LocalWorld(artifact.manifest.ranks, stall)
-        transports = [self._world.transport(rank) for rank in range(self._world.size)]
-        self._ranks = [Program(artifact, transport, settings, "raise") for transport in transports]
-        self._threads = ThreadPoolExecutor(self._world.size, thread_name_prefix="rank")
-        self._all([self._threads.submit(self._connect, program) for program in self._ranks])
-
-    @property
-    def ranks(self) -> list[Program]:
-        """Every rank's end."""
-        return self._ranks
-
-    @property
-    def inputs(self) -> list[Port]:
-        """The model's inputs."""
-        return self.manifest.inputs
-
-    @property
-    def outputs(self) -> list[Port]:
-        """The model's outputs."""
-        return self.manifest.outputs
-
-    def __call__(self, inputs: Mapping[str, object] | None = None, /, **named: object) -> Outputs:
-        """Run one step on all ranks, with whole inputs and outputs. After an InputError or a RankError it can be called again."""
-        given = {**(inputs or {}), **named}
-        for port in self.inputs:
-            if port.boxes is not None and port.name in given and not isinstance(given[port.name], Whole):
-                given[port.name] = Whole(given[port.name])
-        futures = [self._threads.submit(self._run, program, given) for program in self._ranks]
-        self._all(futures)
-        return self._merged(futures)
-
-    def _all(self, futures: Sequence[Future[Any]]) -> None:
-        """Waits for all ranks; raises the failure that is not another one's consequence, with all of them callable again."""
-        errors = [error for error in (future.exception() for future in futures) if error is not None]
-        if errors:
-            self._world.reset()
-            for program in self._ranks:
-                program.recover()
-            raise next((error for error in errors if not isinstance(error, PartcError)), errors[0])
-
-    def _connect(self, program: Program) -> None:
-        try:
-            program.connect()
-        except Exception as error:
-            self._world.fail(f"rank {program.rank} failed: {type(error).__name__}: {error}")
-            raise
-
-    def close(self) -> None:
-        """Give back sessions, buffers and threads."""
-        self._threads.shutdown()
-        for program in self._ranks:
-            program.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _run(self, program: Program, given: Mapping[str, object]) -> Outputs:
-        try:
-            return program(given)
-        finally:
-            self._world.finish(program.rank)
-
-    def _merged(self, futures: Sequence[Future[Outputs]]) -> Outputs:
-        self._world.reset()
-        found = [future.result() for future in futures]
-        return {port.name: _whole(port, found) for port in self.outputs if port.ranks}
-
-
-def _whole(port: Port, found: Sequence[Outputs]) -> Value:
-    """An output of the model out of what the ranks got."""
-    if port.boxes is None:
-        return found[port.ranks[0]][port.name]
-    chosen = distinct(port)
-    return merge([box for _, box in chosen], [np.asarray(found[rank][port.name]) for rank, _ in chosen])
-
-
 def load(
     folder: str | Path,
     comm: MPI.Intracomm | Transport | None = None,
@@ -306,7 +219,7 @@ def load(
     trust: bool = False,
     stall: float = 30.0,
     on_error: OnError = "raise",
-    providers: Sequence[str] = _CPU,
+    providers: Sequence[str] = CPU,
 ) -> Program:
     """This rank's program of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
 
@@ -324,7 +237,7 @@ def load(
     transport = _transport(folder, artifact.manifest.ranks if artifact else None, comm, stall)
     if artifact is not None:
         try:
-            program = Program(artifact, transport, _settings(transport, threads, providers), on_error)
+            program = Program(artifact, transport, settings_for(transport, threads, providers), on_error)
         except PartcError as error:
             problem = str(error)
         except Exception as error:
@@ -341,20 +254,6 @@ def load(
     return program
 
 
-def load_local(
-    folder: str | Path,
-    *,
-    threads: int | None = None,
-    trust: bool = False,
-    stall: float = 30.0,
-    providers: Sequence[str] = _CPU,
-) -> LocalProgram:
-    """All ranks of the artifact in `folder` as threads of this process, without MPI."""
-    artifact = open_artifact(folder, trust=trust)
-    settings = _settings(LocalWorld(artifact.manifest.ranks).transport(0), threads, providers)
-    return LocalProgram(artifact, settings, stall)
-
-
 def describe_action(folder: str | Path, rank: int, action: int) -> str:
     """The text of an action that a rank's slot of the status board shows; reads the manifest and the rank's file, without MPI."""
     import onnx
@@ -365,7 +264,8 @@ def describe_action(folder: str | Path, rank: int, action: int) -> str:
     return describe(cut(model, str(file), manifest.circles(rank)), action)
 
 
-def _settings(transport: Transport, threads: int | None, providers: Sequence[str]) -> Settings:
+def settings_for(transport: Transport, threads: int | None, providers: Sequence[str]) -> Settings:
+    """How the sessions of a rank run, by default on the cores that are its own."""
     return Settings(threads or transport.cores, not transport.crowded, providers)
 
 

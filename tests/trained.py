@@ -22,7 +22,7 @@ from partc.compiler.plan.read import parse_plan
 from partc.compiler.program import Program
 from partc.runtime import load_local
 from partc.runtime.cuts import local
-from partc.runtime.program import LocalProgram
+from partc.runtime.local_program import LocalProgram
 from partc.runtime.training.schedule import scalars, schedule
 from training_models import CrossEntropy, Model
 

@@ -9,6 +9,7 @@ exporter leaves out. A module is exported in the mode that it is in: call `model
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from partc.compiler.declare import Collector, Input
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.inputs import DimNames, Spec, all_inputs, as_mapping, specs
-from partc.compiler.load.names import derive_names
+from partc.compiler.load.names import TORCH_SCOPES, derive_names
 from partc.compiler.load.onnx_file import checked, graphs_of
 from partc.compiler.load.user_code import own_frames
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 _BATCH_NORM_IN_TRAINING = "_native_batch_norm_legit_functional"
+_QUOTED = re.compile(r"'([^']*)'")
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
 # Paths and source lines of the machine that exports, and what repeats the graph in another form.
 _DROPPED = ("pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node", "pkg.torch.onnx.original_node_name")
@@ -190,14 +192,19 @@ def _refusal(error: Exception, where: str, collector: Collector) -> Exception:
 
 
 def _name_weights(graph: ir.Graph, module: torch.nn.Module) -> None:
-    """Every weight by torch's own name, a shared one by its first, with what torch says of whether it is learned."""
+    """Every weight by torch's own name, with what torch says of whether it is learned.
+
+    A shared one has the first of its names whose module is called; a module that is called under its second name keeps that.
+    """
+    scopes = {one for node in graph for one in _QUOTED.findall(node.metadata_props.get(TORCH_SCOPES, ""))}
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
     for path, tensor in named:
-        first.setdefault(id(tensor), path)
-    learned = {path for path, parameter in module.named_parameters() if parameter.requires_grad}
+        if path.rpartition(".")[0] in scopes:
+            first.setdefault(id(tensor), path)
+    learned = {path for path, parameter in module.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     for path, tensor in named:
-        own = first[id(tensor)]
+        own = first.get(id(tensor), path)
         if path == own or path not in graph.initializers:
             continue
         value = graph.initializers.pop(path)

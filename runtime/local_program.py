@@ -1,0 +1,120 @@
+"""All ranks of an artifact in this process, each a thread: for tests, `partc verify`, and machines without MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from .artifact import Artifact, open_artifact
+from .cuts import Whole, distinct, merge
+from .errors import PartcError
+from .format import Manifest, Port
+from .local import LocalWorld
+from .message import Value
+from .program import CPU, Outputs, Program, settings_for
+from .sessions import Settings
+
+
+class LocalProgram:
+    """All ranks of an artifact as threads of this process: called with the whole model's inputs, it gives all outputs."""
+
+    def __init__(self, artifact: Artifact, settings: Settings, stall: float) -> None:
+        self.manifest: Manifest = artifact.manifest
+        self._world = LocalWorld(artifact.manifest.ranks, stall)
+        transports = [self._world.transport(rank) for rank in range(self._world.size)]
+        self._ranks = [Program(artifact, transport, settings, "raise") for transport in transports]
+        self._threads = ThreadPoolExecutor(self._world.size, thread_name_prefix="rank")
+        self._all([self._threads.submit(self._connect, program) for program in self._ranks])
+
+    @property
+    def ranks(self) -> list[Program]:
+        """Every rank's end."""
+        return self._ranks
+
+    @property
+    def inputs(self) -> list[Port]:
+        """The model's inputs."""
+        return self.manifest.inputs
+
+    @property
+    def outputs(self) -> list[Port]:
+        """The model's outputs."""
+        return self.manifest.outputs
+
+    def __call__(self, inputs: Mapping[str, object] | None = None, /, **named: object) -> Outputs:
+        """Run one step on all ranks, with whole inputs and outputs. After an InputError or a RankError it can be called again."""
+        given = {**(inputs or {}), **named}
+        for port in self.inputs:
+            if port.boxes is not None and port.name in given and not isinstance(given[port.name], Whole):
+                given[port.name] = Whole(given[port.name])
+        futures = [self._threads.submit(self._run, program, given) for program in self._ranks]
+        self._all(futures)
+        return self._merged(futures)
+
+    def _all(self, futures: Sequence[Future[Any]]) -> None:
+        """Waits for all ranks; raises the failure that is not another one's consequence, with all of them callable again."""
+        errors = [error for error in (future.exception() for future in futures) if error is not None]
+        if errors:
+            self._world.reset()
+            for program in self._ranks:
+                program.recover()
+            raise next((error for error in errors if not isinstance(error, PartcError)), errors[0])
+
+    def _connect(self, program: Program) -> None:
+        try:
+            program.connect()
+        except Exception as error:
+            self._world.fail(f"rank {program.rank} failed: {type(error).__name__}: {error}")
+            raise
+
+    def close(self) -> None:
+        """Give back sessions, buffers and threads."""
+        self._threads.shutdown()
+        for program in self._ranks:
+            program.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, program: Program, given: Mapping[str, object]) -> Outputs:
+        try:
+            return program(given)
+        finally:
+            self._world.finish(program.rank)
+
+    def _merged(self, futures: Sequence[Future[Outputs]]) -> Outputs:
+        self._world.reset()
+        found = [future.result() for future in futures]
+        return {port.name: _whole(port, found) for port in self.outputs if port.ranks}
+
+
+def _whole(port: Port, found: Sequence[Outputs]) -> Value:
+    """An output of the model out of what the ranks got."""
+    if port.boxes is None:
+        return found[port.ranks[0]][port.name]
+    chosen = distinct(port)
+    return merge([box for _, box in chosen], [np.asarray(found[rank][port.name]) for rank, _ in chosen])
+
+
+def load_local(
+    folder: str | Path,
+    *,
+    threads: int | None = None,
+    trust: bool = False,
+    stall: float = 30.0,
+    providers: Sequence[str] = CPU,
+) -> LocalProgram:
+    """All ranks of the artifact in `folder` as threads of this process, without MPI."""
+    artifact = open_artifact(folder, trust=trust)
+    settings = settings_for(LocalWorld(artifact.manifest.ranks).transport(0), threads, providers)
+    return LocalProgram(artifact, settings, stall)
