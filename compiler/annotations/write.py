@@ -7,8 +7,6 @@ reduced to. Read again without a plan, the file gives the same programs. Annotat
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,16 +17,14 @@ from partc.compiler.annotations.seed import cut_by_operands
 from partc.compiler.annotations.spread import Spread, spec_of, spread_of
 from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.dims.facts import Facts
-from partc.compiler.errors import CompileError, Problem
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.mesh import normal
 from partc.compiler.placing.pattern_rules import output_ranks
 from partc.compiler.program import Group, Program
+from partc.compiler.writing.whole import write_whole
 
 IR_VERSION = 11
 CONFIGURATION = "partc"
-_INLINE_BYTES = 256 * 1024 * 1024
-"""Weights of more bytes stand in a file of their own; protobuf allows two gigabytes in all."""
 
 
 def write_annotated(program: Program, path: Path) -> None:
@@ -36,25 +32,7 @@ def write_annotated(program: Program, path: Path) -> None:
 
     Raises CompileError where that would overwrite weights that the model is read from.
     """
-    model = annotated(program)
-    weights = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
-    large = sum(tensor.nbytes for tensor in weights) > _INLINE_BYTES
-    data = path.with_name(f"{path.name}.data")
-    read = {Path(tensor.path).resolve() for tensor in weights if isinstance(tensor, ir.ExternalTensor)}
-    for file in (path, *([data] if large else [])):
-        if file.resolve() in read:
-            fact = f"the model's weights are read from '{file.name}'"
-            raise CompileError(Problem(str(file), fact, "they are not overwritten", "give --annotated another name"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
-        made = Path(scratch) / path.name
-        if large:
-            ir.save(model, made, external_data=data.name)
-            os.replace(made.with_name(data.name), data)
-        else:
-            ir.external_data.load_to_model(model)
-            ir.save(model, made)
-        os.replace(made, path)
+    write_whole(annotated(program), path, "--annotated")
 
 
 def annotated(program: Program) -> ir.Model:
