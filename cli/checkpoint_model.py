@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def export_model(checkpoint: Checkpoint, model: Path, path: Path, inline_bytes: int = INLINE_BYTES) -> int:
     """Writes the model with the checkpoint's parameters and statistics into `path`; how many of its weights were replaced.
 
-    Large weights go beside it into `path` and `.data`. CheckpointError has all weights that do not fit, and tells where a file
-    would be overwritten that is read.
+    Large weights go beside it into `path` and `.data`. CheckpointError has all weights that do not fit; CompileError tells where
+    a file would be overwritten that is read.
     """
     from onnx_ir.passes.common import RemoveUnusedNodesPass
     from partc.compiler.load import load

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import click
 from partc.cli.job import Job, TrainingJob
 from partc.cli.progress import TrainingBar
 from partc.cli.report import Report, Watch, watched_through
@@ -157,6 +158,7 @@ class Settings:
         self.told, self.record = told, record
         self.base = base_folder(folder, record)
         self.planned: dict[str, Any] = dict(record.settings)
+        self._measured: Loader | None = None
 
     def value(self, name: str, default: Any = None) -> Any:
         """One setting."""
@@ -250,15 +252,31 @@ class Settings:
 
     def batches(self, trainer: Trainer) -> Iterator[tuple[dict[str, Any], int]]:
         """This rank's batches of one pass over the records of evaluation, with the records that each has on all ranks."""
-        from partc.runtime.data import open_loader
+        from partc.runtime.data import Position
 
-        data = self.test
-        assert data is not None
-        loader = open_loader(data, trainer.ports, trainer.rank, self.batch, shuffle=False, last="keep", epochs=1)
+        loader = self._measured = self._measured or self._open_test(trainer)
+        loader.seek(Position())
         with loader:
             for number, batch in enumerate(loader):
                 last = number == loader.order.batches - 1
                 yield batch, loader.order.rest or self.batch if last else self.batch
+
+    def _open_test(self, trainer: Trainer) -> Loader:
+        """All records in batches; where ranks cannot share a smaller last one it is left out, which is said."""
+        from partc.runtime.data import open_loader
+
+        data = self.test
+        assert data is not None
+        try:
+            return open_loader(data, trainer.ports, trainer.rank, self.batch, shuffle=False, last="keep", epochs=1)
+        except UsageError:
+            loader = open_loader(data, trainer.ports, trainer.rank, self.batch, shuffle=False, last="drop", epochs=1)
+        rest = loader.order.places - loader.order.batches * self.batch
+        if trainer.rank == 0:
+            click.echo(
+                f"the last {rest} of {loader.order.places:,} records of evaluation make no batch that ranks can share"
+            )
+        return loader
 
 
 def _every(told: str | None, planned: Any, option: str) -> int | Literal["epoch"]:

@@ -235,3 +235,15 @@ def test_verify_takes_two_steps_and_compares_all_that_is_kept(
         ),
     )
     assert invoke(["verify", "model.py", "--plan", "build.yaml", "--set", "batch=6"]) != 0
+
+
+def test_an_evaluation_says_what_it_leaves_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(2)
+    np.savez(folder / "odd.npz", x=rng.standard_normal((31, 12)).astype(np.float32), label=rng.integers(0, 6, 31))
+    build = str(built(folder, PARALLEL))
+    assert invoke(["train", build, "--in-process", "--steps", "10", "--test", "odd.npz"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("the last 7 of 31 records of evaluation make no batch that ranks can share") == 1
+    assert told.count("evaluated after step") == 2
+    assert invoke(["eval", build, "--in-process", "--data", "odd.npz", "--batch", "30"]) == 0
+    assert "the last 1 of 31" in capsys.readouterr().out
