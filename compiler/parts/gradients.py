@@ -183,8 +183,9 @@ class GradientSums:
             if any((name, rank) in self._sent for rank in copy.group):
                 name = self._emit(copy, "Identity", [name], self._free(copy.group, final))
             self._sent.update((name, rank) for rank in copy.group)
+        apart = not wanted and {*copy.group}.isdisjoint(target.group) and self._free(target.group, name) == name
         names[copy] = name
-        names[target] = self._free(tuple(dict.fromkeys((*copy.group, *target.group))), final)
+        names[target] = name if apart else self._free(tuple(dict.fromkeys((*copy.group, *target.group))), final)
         primal = str(target.value.name).removesuffix(".grad")
         self.writer.make(copy, target, f"gradient of '{primal}'")
         del names[copy]
