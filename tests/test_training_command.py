@@ -247,3 +247,20 @@ def test_an_evaluation_says_what_it_leaves_out(folder: Path, capsys: pytest.Capt
     assert told.count("evaluated after step") == 2
     assert invoke(["eval", build, "--in-process", "--data", "odd.npz", "--batch", "30"]) == 0
     assert "the last 1 of 31" in capsys.readouterr().out
+
+
+def test_weights_of_classes_lie_beside_the_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = np.array([1, 2, 1, 0.5, 1, 3], np.float32)
+    np.save(folder / "weights.npy", weights)
+    told = "[" + ", ".join(map(str, weights.tolist())) + "]"
+    monkeypatch.chdir(folder.parent)
+    kept = []
+    for name, said in (("file", "weights.npy"), ("list", told)):
+        build = str(built(folder, ONE.replace("labels: label", f"labels: label, weights: {said}"), name))
+        kept.append(folder / f"{name}.kept")
+        data = str(folder / "data.npz")
+        assert (
+            invoke(["train", build, "--data", data, "--steps", "3", "--threads", "1", "--checkpoint", str(kept[-1])])
+            == 0
+        )
+    assert tensors(kept[0]) == tensors(kept[1])

@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from partc.compiler.plan.violation import Violation, is_integer, shown
@@ -41,12 +42,13 @@ class Group:
 class Frame:
     """What the values of a plan are checked against; None where the plan does not say it rightly, which is said elsewhere.
 
-    `groups` are the sizes of the lists of several ranks in `placement`.
+    `groups` are the sizes of the lists of several ranks in `placement`; `folder` is where the files are that the plan names.
     """
 
     ranks: int | None = None
     mesh: Axes | None = None
     groups: tuple[int, ...] = ()
+    folder: Path = Path()
 
     @property
     def spans(self) -> bool:
@@ -54,7 +56,7 @@ class Frame:
         return self.mesh is not None and _size(self.mesh) == self.ranks
 
 
-def frame_of(data: Mapping[str, object]) -> Frame:
+def frame_of(data: Mapping[str, object], folder: Path = Path()) -> Frame:
     """The frame of a plan's bare data."""
     ranks, mesh, placement = data.get("ranks"), data.get("mesh"), data.get("placement")
     axes: Axes | None = None
@@ -67,6 +69,7 @@ def frame_of(data: Mapping[str, object]) -> Frame:
         ranks if isinstance(ranks, int) and is_integer(ranks) and ranks >= 1 else None,
         axes,
         tuple(len(value) for value in lists if len(value) > 1),
+        folder,
     )
 
 

@@ -80,7 +80,7 @@ def parse_plan(text: str, name: str) -> Plan:
         problems.append(Problem(document.where(), what, help="begin with 'ranks: 2'"))
     else:
         try:
-            entries = PlanEntries.model_validate(document.data, context=frame_of(document.data))
+            entries = PlanEntries.model_validate(document.data, context=frame_of(document.data, Path(name).parent))
         except ValidationError as error:
             details = error.errors(include_url=False)
             problems += (_problem(detail, document) for detail in details if detail["loc"] not in document.refused)

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from partc.compiler.errors import CompileError
+from partc.compiler.plan.groups import Frame
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.violation import Violation, shown
 from partc.compiler.training.losses import Loss, loss
@@ -25,7 +27,16 @@ from partc.compiler.training.metrics import Metric, metric
 from partc.compiler.training.optimizers import Optimizer, optimizer
 from partc.runtime.errors import UsageError
 from partc.runtime.training.schedule import schedule
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PlainValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainValidator,
+    ValidationInfo,
+)
 
 SUM_OVER_RANKS = "sum_over_ranks"
 
@@ -90,7 +101,8 @@ class LossChoice:
     per_rank_mean: bool = False
 
 
-def _loss(value: object) -> LossChoice:
+def _loss(value: object, info: ValidationInfo) -> LossChoice:
+    folder = info.context.folder if isinstance(info.context, Frame) else Path()
     if isinstance(value, str):
         return LossChoice(_said(loss, value))
     if not isinstance(value, dict):
@@ -99,7 +111,7 @@ def _loss(value: object) -> LossChoice:
     per_rank = options.get("reduction") == SUM_OVER_RANKS
     if per_rank:
         options["reduction"] = "mean"
-    return LossChoice(_said(loss, options), per_rank)
+    return LossChoice(_said(loss, options, "train.loss", folder), per_rank)
 
 
 @dataclass(frozen=True)
