@@ -129,7 +129,7 @@ class Schedule:
         """Give every value of known shape its place in the arena; by step, the sends to wait for before it."""
         lives = [*self.program.lives(self.shapes), *self._scratch_lives()]
         arena = assign(lives)
-        memory = aligned(arena.bytes)
+        memory = self.program.block(arena.bytes)
         places = {life.name: memory[arena.offsets[life.name] :] for life in lives}
         for name, shape in self.shapes.items():
             dtype = self.program.dtype(name)

@@ -19,7 +19,7 @@ from .artifact import Artifact
 from .bindings import Binder, Bindings
 from .buffers import Life
 from .collective import LOOSE, Call
-from .dtypes import BY_CODE, Array, Dtype, dense, element
+from .dtypes import BY_CODE, Array, Bytes, Dtype, dense, element
 from .errors import ArtifactError
 from .format import EXCHANGE, Collective, Dim, Manifest, Shape, StateRecord, Transfer
 from .lives import Span, bundled, lives, places, spans
@@ -27,7 +27,7 @@ from .message import Value
 from .records import check_ports, collectives_of, transfers_of
 from .segments import Begin, Finish, Post, Segment, Send, Step, Update, cut
 from .sessions import Builder, Runner, Settings, stated_shapes
-from .tensor import Tensor
+from .tensor import Tensor, aligned
 from .training.bundles import bundle_of, plan_updates
 from .training.state import State, check_same, make_state
 from .training.updater import Updater
@@ -74,6 +74,7 @@ class RankProgram:
     binder: Binder
     state: State
     updates: dict[int, list[Updater]]
+    memory: Bytes
     replaced: list[tuple[str, str]]
     """What a node of the program makes in place of a kept tensor: the tensor, and the value that is copied into it."""
 
@@ -87,6 +88,12 @@ class RankProgram:
         """A known shape with the symbols bound."""
         symbols = self.binder.manifest.symbols
         return tuple(expression.parse(dim, symbols)(bindings) for dim in shape or ())
+
+    def block(self, size: int) -> Bytes:
+        """Memory for the arena of a schedule: one block for all of them where it is large enough, since one runs at a time."""
+        if self.memory.size < size:
+            self.memory = aligned(size)
+        return self.memory
 
     def lives(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Life]:
         """Bytes and life of every place in the arena."""
@@ -230,6 +237,7 @@ def prepare(artifact: Artifact, rank: int, settings: Settings, state: State | No
         binder=binder,
         state=state,
         updates=updates,
+        memory=aligned(0),
         replaced=copied,
     )
 

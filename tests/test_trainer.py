@@ -119,3 +119,22 @@ def test_a_bad_batch_is_refused_by_all_and_harms_nothing(tmp_path: Path) -> None
 def test_an_artifact_that_runs_has_no_trainer(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="it was compiled to run, not to train"):
         load_trainer(built(tmp_path / "build", "ranks: 1\n"))
+
+
+def test_steps_of_several_sizes_share_their_memory(tmp_path: Path) -> None:
+    folder = built(tmp_path / "build", PARALLEL)
+
+    def act(trainer: Trainer) -> None:
+        for rows in (4, 2, 3):
+            trainer.train(batch(0, slice(rows)))
+        program = trainer.program
+        block = program._program.memory
+        first, last = block.ctypes.data, block.ctypes.data + block.size
+        slots = [name for name in program._program.shapes if program._program.shapes[name]]
+        assert slots
+        for schedule in program._schedules.values():
+            for name in slots:
+                tensor = schedule._tensor(name)
+                assert first <= tensor.pointer <= tensor.pointer + tensor.data.size <= last, name
+
+    on_all(folder, 2, act)
