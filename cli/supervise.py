@@ -121,6 +121,9 @@ def supervise(
         scratch.end_ranks()
         for reader in readers:
             reader.join(_LAST_PATIENCE)
+        if not any(reader.is_alive() for reader in readers):
+            process.stdout.close()
+            process.stderr.close()
     return _verdict(process.returncode, heard, scratch, where)
 
 

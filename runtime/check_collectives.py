@@ -183,12 +183,20 @@ def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: t
             yield node.violation(
                 f"the shape of '{source}' or of '{result}' is not fixed; values that travel as one have such"
             )
-        elif given != made or given[0] != record.type:
+        elif (given[0], made) != (record.type, _made_of(call, given, len(ranks))):
             fact = f"'{source}' is {given[0]} {_text(given[1])}, and '{result}' {made[0]} {_text(made[1])}"
-            yield node.violation(f"{fact}; all are one {record.type}, each as its input")
+            yield node.violation(f"{fact}; all are one {record.type}, each what {call.op} makes of its input")
     if node.given is not None and not same_dims(node.given[1], record.shape, manifest):
         yield node.violation(f"its input is {_text(node.given[1])}; {MANIFEST} says {_text(record.shape)}")
     yield from _check_law(manifest, node, record, len(ranks))
+
+
+def _made_of(call: Call, given: ValueType, ranks: int) -> ValueType | None:
+    """The type of what comes of one of several values, whose shape is a fixed one; None where its pieces are not equal."""
+    try:
+        return given[0], list(result_shape(call, tuple(dim for dim in given[1] or () if isinstance(dim, int)), ranks))
+    except ValueError:
+        return None
 
 
 def _check_law(manifest: Manifest, node: CallNode, record: Collective, ranks: int) -> Iterator[Violation]:

@@ -49,6 +49,9 @@ Span: TypeAlias = tuple[tuple[int, int, int], ...]
 LOOSE = (ALL_REDUCE, ALL_GATHER)
 """The ops that take a value whose shape is known only when the step runs."""
 
+MANY = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
+"""The ops that take several values of one type, of which they make one message."""
+
 _NUMBERS = {
     ALL_REDUCE: (),
     ALL_GATHER: (AXIS,),
@@ -71,8 +74,9 @@ class Piece:
 class Call:
     """A collective node; `source` is None where the rank gives nothing, `result` where it gets nothing.
 
-    `axis` is AllGather's and ReduceScatter's, and AllToAll's split axis; `gives` and `takes` are Exchange's. An AllReduce of several
-    values has them as `parts`, what goes in and what comes out; `source` and `result` then name the memory where all of them lie.
+    `axis` is AllGather's and ReduceScatter's, and AllToAll's split axis; `gives` and `takes` are Exchange's. One of several
+    values (`MANY`) has them as `parts`, what goes in and what comes out; `source` and `result` of an AllReduce then name the memory where
+    all of them lie, and the others have none.
     """
 
     op: str
@@ -122,11 +126,13 @@ def read_call(node: NodeProto, where: str) -> Call:
         return found[name].i if name in found else 0
 
     parts = tuple(zip(node.input, node.output, strict=True)) if len(node.input) > 1 else ()
-    together = f"{node.output[0]} and {len(parts) - 1} more" if parts else None
+    source, result = next(filter(None, node.input), None), next(filter(None, node.output), None)
+    if parts:
+        source = result = f"{node.output[0]} and {len(parts) - 1} more" if node.op_type == ALL_REDUCE else None
     return Call(
         op=node.op_type,
-        source=together or next(filter(None, node.input), None),
-        result=together or next(filter(None, node.output), None),
+        source=source,
+        result=result,
         group=found[GROUP].s.decode(),
         tag=number(TAG),
         path=next((item.value for item in node.metadata_props if item.key == PATH), ""),
@@ -203,7 +209,9 @@ def _problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> list[str]
     problems = [f"its attribute '{name}' is missing" for name in needed if name not in found]
     sources, results = [*filter(None, node.input)], [*filter(None, node.output)]
     optional = op == EXCHANGE
-    if op == ALL_REDUCE and len(sources) > 1:
+    if op in MANY and len(sources) > 1:
+        if op != ALL_REDUCE and AXIS in found and found[AXIS].i != 0:
+            problems.append(f"its axis is {found[AXIS].i}, and several values are cut along axis 0")
         if len(sources) != len(results) or len(sources) != len(node.input):
             problems.append(f"it has {len(sources)} inputs and {len(results)} outputs, and makes one of each")
         sources, results = sources[:1], results[:1]

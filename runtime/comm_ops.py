@@ -19,6 +19,7 @@ from onnx import TypeProto
 from onnx.defs import OpSchema
 from onnx.reference.op_run import OpRun
 
+from .collective import MANY
 from .dtypes import BY_NAME, Array, by_numpy
 from .format import (
     ALL_GATHER,
@@ -113,7 +114,7 @@ def _schema(op: str, doc: str, attributes: Sequence[str]) -> OpSchema:
         RECV: (None, OpSchema.FormalParameterOption.Single),
         BROADCAST: (OpSchema.FormalParameterOption.Optional, OpSchema.FormalParameterOption.Single),
         EXCHANGE: (OpSchema.FormalParameterOption.Optional, OpSchema.FormalParameterOption.Optional),
-        ALL_REDUCE: (OpSchema.FormalParameterOption.Variadic, OpSchema.FormalParameterOption.Variadic),
+        **dict.fromkeys(MANY, (OpSchema.FormalParameterOption.Variadic, OpSchema.FormalParameterOption.Variadic)),
     }
     single = OpSchema.FormalParameterOption.Single
     given, made = options.get(op, (single, single))
@@ -139,17 +140,17 @@ def _infer(op: str) -> Callable[[Any], None]:
     """What a node alone tells of its output: how many ranks take part stands in the manifest."""
 
     def infer(context: Any) -> None:
-        given = context.get_input_type(0) if context.get_num_inputs() else None
+        places = min(context.get_num_inputs(), context.get_num_outputs()) if op in MANY else 1
+        for place in range(places):
+            infer_one(context, place)
+
+    def infer_one(context: Any, place: int) -> None:
+        given = context.get_input_type(place) if context.get_num_inputs() else None
         if given is None or not given.HasField("tensor_type"):
-            return
-        if op == ALL_REDUCE:
-            for place in range(min(context.get_num_inputs(), context.get_num_outputs())):
-                if (type := context.get_input_type(place)) is not None:
-                    context.set_output_type(place, type)
             return
         found = TypeProto()
         found.tensor_type.elem_type = given.tensor_type.elem_type
-        if op == BROADCAST:
+        if op in (ALL_REDUCE, BROADCAST):
             found.CopyFrom(given)
         elif op == EXCHANGE:
             for _ in range(context.get_attribute(RANK).i):
@@ -164,7 +165,7 @@ def _infer(op: str) -> Callable[[Any], None]:
                 if axis not in changed:
                     made.CopyFrom(dim)
         if context.get_num_outputs():
-            context.set_output_type(0, found)
+            context.set_output_type(place, found)
 
     return infer
 
@@ -222,16 +223,18 @@ def reference_ops(transport: Transport, circles: Mapping[str, Sequence[int]] | N
     class AllGather(OpRun):
         op_domain = DOMAIN
 
-        def _run(self, x: Any, group: str = "", tag: int = 0, axis: int = 0) -> tuple[Any]:
-            return (np.concatenate(everyone(x, group, tag), axis),)
+        def _run(self, *values: Any, group: str = "", tag: int = 0, axis: int = 0) -> tuple[Any, ...]:
+            return tuple(np.concatenate(everyone(x, group, tag), axis) for x in values)
 
     class ReduceScatter(OpRun):
         op_domain = DOMAIN
 
-        def _run(self, x: Any, group: str = "", tag: int = 0, axis: int = 0, reduce: str = SUM) -> tuple[Any]:
+        def _run(
+            self, *values: Any, group: str = "", tag: int = 0, axis: int = 0, reduce: str = SUM
+        ) -> tuple[Any, ...]:
             ranks = ranks_of(group)
-            parts = np.split(_reduced(everyone(x, group, tag), reduce), len(ranks), axis)
-            return (parts[ranks.index(transport.rank)],)
+            sums = [_reduced(everyone(x, group, tag), reduce) for x in values]
+            return tuple(np.split(one, len(ranks), axis)[ranks.index(transport.rank)] for one in sums)
 
     class AllToAll(OpRun):
         op_domain = DOMAIN

@@ -21,7 +21,6 @@ from .bound import as_tensor, bind_whole, check_promise, fed
 from .buffers import Life, assign
 from .dtypes import Bytes, dense
 from .errors import RankError
-from .format import EXCHANGE
 from .message import HEADER, Value, decode, encode, payload_size
 from .onnxruntime_api import Binding
 from .perform import Bound, Work, at_large, nothing
@@ -30,7 +29,9 @@ from .redistribute import Redistribution
 from .segments import Begin, Finish, Post, Segment, Send, Update, Wait
 from .sessions import Runner
 from .tensor import Tensor, aligned
+from .together import Together
 from .transport import Request, Transport
+from .works import works_of
 
 Action: TypeAlias = Callable[[], object]
 Shape: TypeAlias = tuple[int, ...]
@@ -53,7 +54,7 @@ class Schedule:
         self.at_once = at_once
         self.shapes = {name: program.evaluated(shape, bindings) for name, shape in program.shapes.items()}
         self.promises = {tag: program.evaluated(shape, bindings) for tag, shape in program.promises.items()}
-        self.works = self._works()
+        self.works = works_of(program, self.promises, self.shapes, transport, wire)
         self.cells: dict[str, Value] = dict(program.constants)
         self.transient = [name for name, kind in program.kinds.items() if self._passes(name, kind)]
         self.requests: list[Request] = [None] * len(program.steps)
@@ -103,27 +104,6 @@ class Schedule:
     def _passes(self, name: str, kind: Kind) -> bool:
         """Whether a cell is of no use after the step, and holds memory that is not the schedule's."""
         return kind is Kind.INPUT or (kind in (Kind.TENSOR, Kind.OBJECT) and name in self.program.outputs)
-
-    def _works(self) -> dict[int, Work | Redistribution]:
-        """The collectives of known shape, by tag; the shapes of what they give are filled in."""
-        found: dict[int, Work | Redistribution] = {}
-        for step in self.program.steps:
-            if not isinstance(step, Begin) or step.call.tag not in self.promises:
-                continue
-            call, promise = step.call, self.promises[step.call.tag]
-            dtype = self.program.dtype(call.source or call.result or "")
-            try:
-                if call.op == EXCHANGE:
-                    given, taken = promise if call.source else None, self.shapes.get(call.result or "")
-                    wire = self.wire[call.tag]
-                    found[call.tag] = Redistribution(call, given, taken, dtype, self.transport, wire)
-                    continue
-                work = Work(call, step.ranks, promise, dtype, self.transport, call.tag)
-            except ValueError as error:
-                raise RankError(f"rank {self.transport.rank}: {step}: {error}") from None
-            found[call.tag] = work
-            self.shapes[call.result or ""] = work.result
-        return found
 
     def _lay_out(self) -> dict[int, list[int]]:
         """Give every value of known shape its place in the arena; by step, the sends to wait for before it."""
@@ -311,10 +291,19 @@ class Schedule:
             return partial(self._begin_at_large, step)
         if isinstance(work, Redistribution):
             return partial(self._begin_redistribution, index, step, work)
+        if isinstance(work, Together):
+            return self._begin_bound(call.tag, self._bound_together(step, work))
         if call.source and self.program.kinds[call.source] not in (Kind.SLOT, Kind.CONSTANT):
             return partial(self._begin_anew, step, work)
-        bound = self._bound(step, work)
-        start, begun, tag = bound.start, self.begun, call.tag
+        return self._begin_bound(call.tag, self._bound(step, work))
+
+    def _bound_together(self, step: Begin, work: Together) -> Bound:
+        sources, results = ([self._tensor(name) for name in names] for names in (step.call.given, step.call.made))
+        packed, landing = self.scratch[step.call.tag, "out"], self.scratch[step.call.tag, "in"]
+        return work.bind(sources, results, packed, landing, step.call.tag in self.at_once)
+
+    def _begin_bound(self, tag: int, bound: Bound) -> Action:
+        start, begun = bound.start, self.begun
 
         def begin() -> None:
             if bound.before:

@@ -10,8 +10,8 @@ which do the same share one file. A collective over p ranks of a list:
 
     AllReduce(X...) -> Y... reduce                   the element-wise sum, max or min of all X, the same bits on every rank; several
                                                      X of one type travel as one
-    AllGather(X) -> Y       axis                     all X joined along axis, in the list's order
-    ReduceScatter(X) -> Y   axis, reduce             the i-th of p equal pieces along axis, reduced, for the list's i-th rank
+    AllGather(X...) -> Y... axis                     all X joined along axis, in the list's order; several along axis 0
+    ReduceScatter(X...) -> Y... axis, reduce         the i-th of p equal pieces along axis, reduced, for the list's i-th rank
     AllToAll(X) -> Y        split_axis, concat_axis  the i-th piece along split_axis goes to the i-th rank; what comes is joined
     Broadcast(X) -> Y       root                     X of the list's root-th rank; the others may leave X out
     Exchange(X) -> Y        send_peers, send_boxes, recv_peers, recv_boxes, rank

@@ -65,7 +65,7 @@ def places(
     for index, step in enumerate(steps):
         if not isinstance(step, Begin) or not _keeps_size(step) or step.call.tag in apart:
             continue
-        source, result = step.call.source, step.call.result
+        source, result = (None, None) if step.call.parts else (step.call.source, step.call.result)
         if source not in slots or result not in slots or source is None or result is None:
             continue
         others = list(spans[source].ends)
@@ -106,15 +106,12 @@ def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple
             yield step.value, index
         case Begin():
             call = step.call
-            if call.source:
-                yield call.source, index if call.op == EXCHANGE else finishes[call.tag]
-            if call.result:
-                yield call.result, index
+            yield from ((name, index if call.op == EXCHANGE else finishes[call.tag]) for name in call.given)
+            yield from ((name, index) for name in call.made)
         case Update():
             yield from ((name, index) for name in (*step.inputs, *(out for node in step.nodes for out in node.output)))
         case Finish():
-            if step.call.result:
-                yield step.call.result, index
+            yield from ((name, index) for name in step.call.made)
 
 
 def _leaving(step: Step) -> str | None:

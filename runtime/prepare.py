@@ -21,7 +21,7 @@ from .buffers import Life
 from .collective import LOOSE, Call
 from .dtypes import BY_CODE, Array, Bytes, Dtype, dense, element
 from .errors import ArtifactError
-from .format import EXCHANGE, Collective, Dim, Manifest, Shape, StateRecord, Transfer
+from .format import ALL_REDUCE, EXCHANGE, Collective, Dim, Manifest, Shape, StateRecord, Transfer
 from .lives import Span, bundled, lives, places, spans
 from .message import Value
 from .records import check_ports, collectives_of, transfers_of
@@ -122,7 +122,7 @@ class RankProgram:
         slots = {name for name, kind in self.kinds.items() if kind is Kind.SLOT and name not in self.bundles}
         self.places = places(self.steps, self.spans, slots, apart)
         calls = [step.call for step in self.steps if isinstance(step, Begin)]
-        return {call.tag for call in calls if call.result in self.places or call.parts}
+        return {call.tag for call in calls if call.result in self.places or (call.parts and call.op == ALL_REDUCE)}
 
     def explain(self, index: int, error: Exception) -> str:
         """What failed in a step."""
@@ -169,7 +169,7 @@ def prepare(artifact: Artifact, rank: int, settings: Settings, state: State | No
     stated = [*sent.items(), *stated_shapes(model).items()]
     shapes = {name: shape for name, shape in stated if known(shape) and name not in received}
     shapes |= {name: one.shape for name, one in received.items() if one.tag in promises}
-    bundles = [bundle_of(call, shapes, collectives[call.tag].type, where) for call in calls if call.parts]
+    bundles = [bundle_of(call, shapes, collectives[call.tag].type, where) for call in calls if _is_bundled(call)]
     shapes |= {bundle.name: [bundle.size] for bundle in bundles}
     _check_results(results.values(), shapes, promises, where)
     foreign = {name: one.type for name, one in received.items()}
@@ -198,7 +198,7 @@ def prepare(artifact: Artifact, rank: int, settings: Settings, state: State | No
         updates = {}
         check_same(state, records, where)
     members = {name: (bundle.name, at) for bundle in bundles for name, at in bundle.places.items()}
-    members |= {s: members[r] for call in calls for s, r in call.parts if r in members}
+    members |= {s: members[r] for call in calls if _is_bundled(call) for s, r in call.parts if r in members}
     constants = _constants(model, artifact, steps, outputs)
     types |= {name: f"tensor({element(tensor.data_type)})" for name, (tensor, _) in constants.items()}
     _refuse_other_types(types, steps, collectives, where)
@@ -209,6 +209,7 @@ def prepare(artifact: Artifact, rank: int, settings: Settings, state: State | No
         **{name: _kind(types[name], name in shapes) for name in (*received, *made)},
         **{name: _kind(types[name], name in known_results) for name in results},
         **dict.fromkeys((*members, *(bundle.name for bundle in bundles)), Kind.SLOT),
+        **dict.fromkeys((name for call in calls if call.parts for name in call.made), Kind.SLOT),
         **dict.fromkeys(reads, Kind.INPUT),
         **dict.fromkeys(constants, Kind.CONSTANT),
         **dict.fromkeys(kept, Kind.CONSTANT),
@@ -250,6 +251,11 @@ def _refuse_unsafe_updates(manifest: Manifest, rank: int, model: ModelProto) -> 
 
     if problems := unsafe_state(manifest, rank, model):
         raise ArtifactError("\n".join(map(str, problems)))
+
+
+def _is_bundled(call: Call) -> bool:
+    """Whether the values of a collective lie side by side, where it works in place."""
+    return bool(call.parts) and call.op == ALL_REDUCE
 
 
 def _is_updated(record: StateRecord, steps: Sequence[Step]) -> bool:

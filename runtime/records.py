@@ -81,7 +81,7 @@ def _impossible(step: Begin, record: Collective, rank: int) -> Iterator[str]:
         yield f"the shape of its input is not known, and only {' and '.join(LOOSE)} take such"
     if not 0 <= call.root < len(step.ranks):
         yield f"its root is {call.root}, and its ranks are {len(step.ranks)}"
-    elif step.ranks[call.root] == rank and call.source is None and call.op != EXCHANGE:
+    elif step.ranks[call.root] == rank and not call.given and call.op != EXCHANGE:
         yield "its root gives nothing"
     strangers = sorted({one.peer for one in (*call.gives, *call.takes)} - {*step.ranks})
     if strangers:

@@ -160,6 +160,17 @@ def test_sharing_out_and_accumulating_change_nothing_but_the_last_bits(folder: P
         np.testing.assert_allclose(have.read(tensor), want.read(tensor), rtol=1e-3, atol=1e-4, err_msg=tensor)
 
 
+def test_shares_over_mpi_are_those_of_the_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two values are scattered and gathered as one message; `a.bias` and `b.weight` have odd places in it."""
+    (folder / "shared.yaml").write_text(PARALLEL.replace("lr: 0.01", "lr: 0.01, shard: dp") + "  clip: {norm: 0.3}\n")
+    assert invoke(["verify", "model.py", "--plan", "shared.yaml", "--set", "batch=6", "--mpi"]) == 0
+    assert "16 tensors on 2 MPI ranks equal to the whole model's" in capsys.readouterr().out
+    compile_model(folder / "model.py", folder / "shared.yaml", folder / "shared")
+    assert invoke(["check", "shared"]) == 0
+    told = (folder / "shared" / "ir" / "step_parallel_end.ir").read_text()
+    assert told.count("gradients of 4 parameters") == told.count("updates of 4 parameters") > 0
+
+
 def test_it_learns_is_measured_and_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build = str(built(folder, PLACED))
     told, kept = str(folder / "told.jsonl"), str(folder / "kept")

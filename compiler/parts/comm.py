@@ -95,34 +95,41 @@ class Writer:
         step = Comm(op_type, (name,), (out,), {fmt.GROUP: group, **attributes}, event.tag, after.value, cause, amount)
         self._append(move.group, step)
 
-    def all_reduce(
+    def together(
         self,
-        move: mv.AllReduce,
+        move: mv.AllReduce | mv.ReduceScatter | mv.AllGather,
         values: Sequence[ir.Value],
         terms: Sequence[str],
         made: Sequence[str],
         elements: int,
         cause: str,
     ) -> None:
-        """One AllReduce of several values of one type and `elements` in all, as one message; `made` are their sums' names."""
+        """One collective of several values of one type, as one message; `made` are the names of what comes of them.
+
+        A rank gives `elements` in all. What is scattered or gathered is cut along axis 0.
+        """
         sets, group = self.circles(move.after.mesh, move.axes, move.group)
         ranks = len(sets[0])
         item = self.program.values[values[0]].item_bytes or 1
-        amount = str(math.ceil(Fraction(2 * (ranks - 1), ranks) * elements * item))
+        attributes: dict[str, int | str | tuple[int, ...]] = {fmt.GROUP: group}
+        match move:
+            case mv.AllReduce(reduce=reduce):
+                op_type, share = fmt.ALL_REDUCE, Fraction(2 * (ranks - 1), ranks)
+                attributes[fmt.REDUCE] = reduce
+            case mv.ReduceScatter(reduce=reduce):
+                op_type, share = fmt.REDUCE_SCATTER, Fraction(ranks - 1, ranks)
+                attributes |= {fmt.AXIS: 0, fmt.REDUCE: reduce}
+            case _:
+                op_type, share = fmt.ALL_GATHER, Fraction(ranks - 1)
+                attributes[fmt.AXIS] = 0
+        amount = str(math.ceil(share * elements * item))
         shape: Shape | None = (elements,)
         if len(terms) == 1:
             shape = self.drafts.of(move.group)[0].types[terms[0]][1]
-        event = Event(len(self.events), fmt.ALL_REDUCE, values[0], made[0], sets, group, shape, amount, cause)
+        event = Event(len(self.events), op_type, values[0], made[0], sets, group, shape, amount, cause)
         self.events.append(event)
-        attributes: dict[str, int | str | tuple[int, ...]] = {fmt.GROUP: group, fmt.REDUCE: move.reduce}
-        step = Comm(fmt.ALL_REDUCE, tuple(terms), tuple(made), attributes, event.tag, values[0], cause, amount)
+        step = Comm(op_type, tuple(terms), tuple(made), attributes, event.tag, values[0], cause, amount)
         self._append(move.group, step)
-
-    def everywhere(self, value: ir.Value, term: str, made: str, ranks: Group, cause: str) -> None:
-        """The sum of a term that each of these ranks has, on all of them."""
-        rank = value.shape.rank() if value.shape is not None else 0
-        whole = Layout.whole((len(ranks),), rank)
-        self.all_reduce(mv.AllReduce(ranks, whole, (0,), "sum"), [value], [term], [made], 1, cause)
 
     def _append(self, ranks: Group, step: Step) -> None:
         for draft in self.drafts.of(ranks):

@@ -1,20 +1,22 @@
 """Sums of cotangents: terms are added where they lie, brought to where they are wanted, and parameters' gradients in buckets.
 
-A parameter's gradient is wanted as the parameter lies. Where ranks hold the same piece of it, their terms are reduced by one
-AllReduce for many parameters, a bucket, which begins as soon as the last of them is there and goes on beside the backward pass.
+A parameter's gradient is wanted as the parameter is updated. Where ranks hold the same piece of it, their terms are reduced by one
+AllReduce for many parameters, a bucket (`buckets.py`), which begins as soon as the last of them is there and goes on beside the
+backward pass.
 
     bucket 0   AllReduce(fc3.weight, fc3.bias, fc2.weight)     while fc1 and conv2 are differentiated
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 import onnx_ir as ir
-from partc.compiler.layouts import moves as mv
 from partc.compiler.layouts.reshard import lower
+from partc.compiler.parts.buckets import Buckets, Together, can_join
 from partc.compiler.parts.comm import Writer
 from partc.compiler.parts.drafts import Drafts
 from partc.compiler.parts.localize import local_shape
@@ -43,17 +45,6 @@ class Sum:
     next: str
 
 
-@dataclass
-class _Bucket:
-    """Terms that one AllReduce will reduce, and what they become."""
-
-    move: mv.AllReduce
-    terms: list[str] = field(default_factory=list)
-    made: list[tuple[ir.Value, Copy, str, Sequence[Copy]]] = field(default_factory=list)
-    elements: int = 0
-    bytes: int = 0
-
-
 class GradientSums:
     """Adds cotangents up; `gradients` are those of parameters, in the order in which they are ready."""
 
@@ -71,7 +62,7 @@ class GradientSums:
         self.gradients: list[Gradient] = []
         self.taken: set[tuple[str, int]] = set()
         self._sent: set[tuple[str, int]] = set()
-        self._open: dict[tuple[str, str], _Bucket] = {}
+        self.buckets = Buckets(writer, training.bucket_bytes, "gradient")
 
     def gathered(self, given: Mapping[Copy, Sequence[str]], target: Copy, name: str = "") -> str:
         """All terms added, in the layout of `target`; `given` by the layout in which they lie."""
@@ -95,8 +86,8 @@ class GradientSums:
         if len(given) == 1:
             ((copy, names),) = given.items()
             moves = lower(copy.layout, target.layout, copy.group, target.group)
-            if len(moves) == 1 and isinstance(moves[0], mv.AllReduce) and moves[0].reduce == "sum":
-                self._bucketed(value, copy, self._sum(copy, names), target, moves[0], homes)
+            if can_join(moves):
+                self._bucketed(value, copy, self._sum(copy, names), target, cast(Together, moves[0]), homes)
                 return
         self._ready(value, self.gathered(given, target, wanted), target, homes)
 
@@ -121,35 +112,19 @@ class GradientSums:
 
     def flush(self) -> None:
         """Reduces what is left."""
-        for key in list(self._open):
-            self._reduce(key)
+        self.buckets.flush()
 
     def _bucketed(
-        self, value: ir.Value, copy: Copy, name: str, target: Copy, move: mv.AllReduce, homes: Sequence[Copy]
+        self, value: ir.Value, copy: Copy, name: str, target: Copy, move: Together, homes: Sequence[Copy]
     ) -> None:
-        shape, info = local_shape(self.program, target), self.program.values[value]
+        shape, term = local_shape(self.program, target), local_shape(self.program, copy)
         assert shape is not None
-        key = (self.writer.circles(move.after.mesh, move.axes, move.group)[1], info.type)
-        bucket = self._open.setdefault(key, _Bucket(move))
-        bucket.terms.append(self._own(copy, name, f"{self.writer.names[homes[0]]}.grad.terms"))
+        assert term is not None
+        name = self._own(copy, name, f"{self.writer.names[homes[0]]}.grad.terms")
         made = self._free(target.group, f"{self.writer.names[homes[0]]}.grad")
         for draft in self.drafts.of(target.group):
             draft.types[made] = (target.value, shape)
-        bucket.made.append((value, target, made, homes))
-        elements = math.prod(dim for dim in shape if isinstance(dim, int))
-        bucket.elements += elements
-        bucket.bytes += elements * (info.item_bytes or 1)
-        if bucket.bytes >= self.training.bucket_bytes:
-            self._reduce(key)
-
-    def _reduce(self, key: tuple[str, str]) -> None:
-        bucket = self._open.pop(key)
-        values = [target.value for _, target, _, _ in bucket.made]
-        made = [name for _, _, name, _ in bucket.made]
-        cause = f"gradients of {len(made)} parameters" if len(made) > 1 else f"gradient of '{bucket.made[0][0].name}'"
-        self.writer.all_reduce(bucket.move, values, bucket.terms, made, bucket.elements, cause)
-        for value, target, name, homes in bucket.made:
-            self._ready(value, name, target, homes)
+        self.buckets.add(move, target.value, name, term, made, partial(self._ready, value, made, target, homes))
 
     def _ready(self, value: ir.Value, name: str, target: Copy, homes: Sequence[Copy]) -> None:
         """A gradient is there on the first home of its parameter: it goes to the others, each with a value of its own."""

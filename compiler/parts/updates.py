@@ -10,13 +10,15 @@ A parameter that lies in several ways is updated in each of them, from the same 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.moves import AllReduce
+from partc.compiler.layouts.reshard import lower
+from partc.compiler.parts.buckets import Buckets, Together, can_join
 from partc.compiler.parts.comm import Writer
 from partc.compiler.parts.copies import Copies, whole_on
 from partc.compiler.parts.drafts import Drafts
@@ -38,6 +40,7 @@ class Updates:
         assert program.training is not None
         self.program, self.copies, self.writer, self.drafts = program, copies, writer, drafts
         self.training: Training = program.training
+        self.gathers = Buckets(writer, self.training.bucket_bytes, "update")
         self._squares: dict[ir.Value, Copy] = {}
         """Per parameter the sums of squares that LAMB has where it is first updated."""
 
@@ -48,6 +51,7 @@ class Updates:
             self._clip(gradients)
         for one in gradients:
             self._update(one, clipped)
+        self.gathers.flush()
         updated = {(one.parameter, one.home) for one in gradients}
         for value in self.training.parameters:
             for home in self.copies.homes.get(value, ()):
@@ -130,7 +134,7 @@ class Updates:
             self._types(group, [reduced])
             move = AllReduce(group, Layout(one.share.layout.mesh, ((),)), cut, "sum")
             cause = f"norms of '{one.parameter.name}'"
-            self.writer.all_reduce(move, [made], [str(terms.name)], [str(reduced.name)], 2, cause)
+            self.writer.together(move, [made], [str(terms.name)], [str(reduced.name)], 2, cause)
         self._squares[one.parameter] = whole_on(made, group)
 
     def _brought(self, first: Copy, group: Group, wanted: str, tensor: str) -> str:
@@ -154,6 +158,14 @@ class Updates:
         assert isinstance(self.program.values, dict)
         self.program.values[following] = self.program.values[one.parameter]
         share, whole = (Copy(following, copy.group, copy.layout) for copy in (one.share, one.home))
+        for draft in self.drafts.of(whole.group):
+            draft.types[f"{name}.next"] = (following, local_shape(self.program, whole))
+        moves = lower(share.layout, whole.layout, share.group, whole.group)
+        if can_join(moves):
+            shape = local_shape(self.program, share)
+            assert shape is not None
+            self.gathers.add(cast(Together, moves[0]), following, made, shape, f"{name}.next")
+            return
         self.writer.names |= {share: made, whole: f"{name}.next"}
         self.writer.make(share, whole, f"update of '{one.parameter.name}'")
 
@@ -210,7 +222,7 @@ class Updates:
             self._types(everyone, [_number(_TOTAL)])
             move = AllReduce(everyone, Layout.whole((len(everyone),), 0), (0,), "sum")
             value = typed(self.program, _number(_TOTAL))[0]
-            self.writer.all_reduce(move, [value], [_SQUARES], [_TOTAL], 1, "norm of all gradients")
+            self.writer.together(move, [value], [_SQUARES], [_TOTAL], 1, "norm of all gradients")
         self._types(everyone, [_number(_SCALE)])
         assert self.training.clip_norm is not None
         self._append(everyone, [clip_scale(ir.Value(name=total), _number(_SCALE), self.training.clip_norm)])
