@@ -97,7 +97,9 @@ class Report:
     def saved(self, step: int, path: Path) -> None:
         """A checkpoint was written."""
         total = sum(file.stat().st_size for file in path.iterdir())
-        self._say(f"wrote {path}: {size(total)}")
+        here = Path.cwd()
+        shown = path.relative_to(here) if path.is_relative_to(here) else path
+        self._say(f"wrote {shown}: {size(total)}")
 
     def close(self) -> None:
         """Ends the file of numbers."""
