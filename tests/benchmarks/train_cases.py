@@ -1,8 +1,8 @@
 """The models whose training is measured, compiled by a plan, with the weights and the records that all sides begin with.
 
-    write(folder, CASES["gpt768"], 2, 2)    build/, weights.npz of all parameters, feeds_0.npz and feeds_1.npz, a rank's each
+    write(folder, CASES["gpt768"], data_parallel(2), 2)     build/, weights.npz of all parameters, feeds_0.npz and feeds_1.npz
 
-Parameters have the names that torch's module has. A rank's feeds are its rows of one batch: `x`, `label`.
+Parameters have the names that torch's module has. A rank's feeds are its rows of one batch: `x`, `label`; of dlrm `x`, `ids`, `clicked`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from training_models import Model, gpt, lenet, mlp, resnet
+from training_models import Model, dlrm, gpt, lenet, mlp, resnet
 
 LR, MOMENTUM = 0.01, 0.9
+CROSS_ENTROPY = "{type: softmax_cross_entropy, logits: y, labels: label}"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and the sizes of what one rank reads in a step."""
+    """A model, the sizes of what one rank reads in a step, and the loss in a plan's words."""
 
     model: Callable[[], Model]
     sizes: dict[str, int]
+    loss: str = CROSS_ENTROPY
 
 
 CASES = {
@@ -35,22 +37,19 @@ CASES = {
     "gpt256": Case(lambda: gpt(256, 2, heads=4, vocabulary=1000), {"batch": 4, "seq": 64}),
     "gpt768": Case(lambda: gpt(768, 2, heads=12, vocabulary=1000), {"batch": 2, "seq": 128}),
     "resnet": Case(resnet, {"batch": 4}),
+    "dlrm": Case(dlrm, {"batch": 128}, "loss"),
 }
 
 
-def data_parallel(ranks: int, bucket_mb: float = 10.0) -> str:
+def data_parallel(ranks: int, bucket_mb: float = 10.0, loss: str = CROSS_ENTROPY) -> str:
     """A plan in which every rank has the whole network and its rows of each batch; of one rank, the plan of the whole."""
     cut = f"dataset: data_parallel\nsymbols: {{batch: {{divisor: {ranks}}}}}\n" if ranks > 1 else ""
-    return f"ranks: {ranks}\n{cut}{train()}  bucket_mb: {bucket_mb}\n"
+    return f"ranks: {ranks}\n{cut}{train(loss)}  bucket_mb: {bucket_mb}\n"
 
 
-def train() -> str:
+def train(loss: str = CROSS_ENTROPY) -> str:
     """What all plans say of training."""
-    return (
-        "train:\n"
-        "  loss: {type: softmax_cross_entropy, logits: y, labels: label}\n"
-        f"  optimizer: {{type: momentum, lr: {LR}, momentum: {MOMENTUM}}}\n"
-    )
+    return f"train:\n  loss: {loss}\n  optimizer: {{type: momentum, lr: {LR}, momentum: {MOMENTUM}}}\n"
 
 
 def write(folder: Path, case: Case, plan: str, parts: int) -> None:
@@ -69,7 +68,8 @@ def write(folder: Path, case: Case, plan: str, parts: int) -> None:
         )
         for part in range(parts):
             feeds = one.feeds(np.random.default_rng(part), **case.sizes)
-            np.savez(folder / f"feeds_{part}.npz", x=feeds["x"], label=feeds["labels"])
+            named = {"label" if name == "labels" else name: array for name, array in feeds.items()}
+            np.savez(folder / f"feeds_{part}.npz", **named)
     compile_source(source, parse_plan(plan, "plan.yaml"), folder / "build")
 
 

@@ -38,7 +38,7 @@ def main() -> None:
         peaks = []
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            write(folder, CASES[name], data_parallel(1), 1)
+            write(folder, CASES[name], data_parallel(1, loss=CASES[name].loss), 1)
             for own in (True, False):
                 side = partc_side(folder, 1, "--memory") if own else torch_side(folder, name, 1, "--memory")
                 found = measured(side, options.steps)

@@ -36,6 +36,13 @@ class Loss(torch.nn.Module):
         return functional.cross_entropy(self.net(x).flatten(0, -2), label.flatten())
 
 
+class ClickLoss(Loss):
+    """The same of a network that answers with the chance of a click."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, clicked: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return functional.binary_cross_entropy_with_logits(self.net(x, ids), clicked)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -52,7 +59,7 @@ def main() -> None:
         left = net.load_state_dict({name: torch.from_numpy(stored[name]) for name in stored.files}, strict=False)
     known = {name for name, _ in net.named_parameters()}
     assert known.isdisjoint(left.missing_keys), left.missing_keys
-    module: torch.nn.Module = Loss(net)
+    module: torch.nn.Module = (ClickLoss if options.case == "dlrm" else Loss)(net)
     if ranks > 1:
         dist.init_process_group("gloo")
         module = torch.nn.parallel.DistributedDataParallel(module)
