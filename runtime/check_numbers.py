@@ -43,6 +43,7 @@ from partc.runtime.training.state import SUM
 Held: TypeAlias = tuple[int, str]
 """A rank, and the name in its file of what it keeps."""
 
+# The check proves the compiler's work by what it knows itself: this list is not the compiler's.
 _RANDOM = (
     "Bernoulli",
     "Dropout",

@@ -13,18 +13,9 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.ops.gradient import differentiate_nodes
 from partc.compiler.ops.gradients import Gradients, NoGradient
+from partc.compiler.ops.random import RANDOM
 from partc.compiler.ops.scope import Scope
 from partc.compiler.program import captured
-
-_RANDOM = (
-    "Bernoulli",
-    "Dropout",
-    "Multinomial",
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-)
 
 Outer = Callable[[ir.Value], ir.Value]
 
@@ -67,7 +58,7 @@ class Body:
         scope.know(own.values())
         taken = [str(one.name) for one in own.values()]
         nodes += _copies(graph, prefix, own, outer)
-        if drawn := next((one.op_type for one in _every(nodes) if one.op_type in _RANDOM), None):
+        if drawn := next((one.op_type for one in _every(nodes) if one.op_type in RANDOM), None):
             raise NoGradient(f"{drawn} in the body of {g.node.op_type} draws other numbers when the body is done again")
         made = []
         for k, value in enumerate(graph.outputs):

@@ -15,17 +15,21 @@ from partc.compiler.ops.local import Local
 from partc.compiler.ops.rule import Rule
 from partc.compiler.ops.table import op
 
+_DRAWN = ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
+RANDOM = frozenset((*_DRAWN, "Dropout"))
+"""Ops that may give other numbers each time they run."""
+
 LARGEST_SEED = 2**24
 """Integers below it are exact in the attribute's type, a float of 32 bits."""
 
 
-@op("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
+@op(*_DRAWN)
 def drawn(node: ir.Node) -> Rule | None:
     """drawn in the order of the whole, with one seed on every rank."""
     return replace(whole_rule(node), local=seeded)
 
 
-no_gradient("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
+no_gradient(*_DRAWN)
 
 
 def seeded(local: Local) -> None:

@@ -20,19 +20,10 @@ from dataclasses import replace
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError
+from partc.compiler.ops.random import RANDOM
 from partc.compiler.placing.pattern_rules import Rule, default_group, output_ranks, placement_rules, sharding_rules
 from partc.compiler.placing.settle import Settled, settle
 from partc.compiler.program import Placed, Program
-
-_RANDOM = {
-    "RandomNormal",
-    "RandomUniform",
-    "RandomNormalLike",
-    "RandomUniformLike",
-    "Bernoulli",
-    "Multinomial",
-    "Dropout",
-}
 
 
 def place(program: Program) -> Program:
@@ -59,7 +50,7 @@ def _floating(program: Program, rules: dict[ir.Node, Rule]) -> dict[ir.Node, str
     of_shape: set[ir.Value] = set()
     floating: dict[ir.Node, str] = {}
     for node in program.model.graph:
-        if node.op_type in _RANDOM or node.domain not in ("", "ai.onnx", "com.microsoft"):
+        if node.op_type in RANDOM or node.domain not in ("", "ai.onnx", "com.microsoft"):
             continue
         values = program.reads[node]
         if all(value in constant for value in values):

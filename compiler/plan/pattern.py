@@ -20,6 +20,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from partc.compiler.plan.violation import Violation
+
 _TOKEN = re.compile(r"\\.?|\*+|\[[^\]]*\]?|.", re.DOTALL)
 _NUMBERS = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", re.ASCII)
 _SPECIAL = re.compile(r"\*+|\[[^\]]*\]|\\")
@@ -67,6 +69,15 @@ def compile_pattern(text: str) -> Pattern:
     expression = _expression(parts)
     literal = not any(token[0] in "*[" for token in tokens)
     return Pattern(text, prefix, None if literal else re.compile(expression, re.DOTALL))
+
+
+def checked_pattern(text: str) -> str:
+    """The text of a pattern as it is; Violation where it describes none."""
+    try:
+        compile_pattern(text)
+    except ValueError as error:
+        raise Violation(f"this is no pattern: {error}") from None
+    return text
 
 
 def literal_pattern(path: str) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.plan.groups import Group, checked_mesh, placed, rank_of, ranks_of
-from partc.compiler.plan.pattern import compile_pattern
+from partc.compiler.plan.pattern import checked_pattern
 from partc.compiler.plan.rules import FULL_BATCH
 from partc.compiler.plan.sharding import ByteCount, DatasetEntry, DatasetForm, ShardingForm
 from partc.compiler.plan.training import TrainEntry
@@ -80,14 +80,6 @@ def _dims(value: object) -> object:
     return value
 
 
-def _pattern(text: str) -> str:
-    try:
-        compile_pattern(text)
-    except ValueError as error:
-        raise Violation(f"this is no pattern: {error}") from None
-    return text
-
-
 def _symbol_name(text: str) -> str:
     if not text.isidentifier():
         raise Violation("this is no name", "a symbol's name has letters, digits and '_', and no digit first")
@@ -108,7 +100,7 @@ def _everywhere(value: object) -> object:
     return _or_empty(value) if value is None or isinstance(value, dict) else {"**": value}
 
 
-PatternText: TypeAlias = Annotated[str, AfterValidator(_pattern), Field(min_length=1)]
+PatternText: TypeAlias = Annotated[str, AfterValidator(checked_pattern), Field(min_length=1)]
 SymbolName: TypeAlias = Annotated[str, AfterValidator(_symbol_name)]
 RankNumber: TypeAlias = Annotated[int, Field(ge=0)]
 RankList: TypeAlias = Annotated[list[RankNumber], Field(min_length=1)]

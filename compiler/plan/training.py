@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from partc.compiler.errors import CompileError
 from partc.compiler.plan.groups import Frame
-from partc.compiler.plan.pattern import compile_pattern
+from partc.compiler.plan.pattern import checked_pattern
 from partc.compiler.plan.violation import Violation, shown
 from partc.compiler.training.losses import Loss, loss
 from partc.compiler.training.metrics import Metric, metric
@@ -156,14 +156,6 @@ def _metrics(value: object) -> dict[str, Metric]:
     return {name: _said(metric, name, {"type": name} if one is None else one) for name, one in value.items()}
 
 
-def _pattern(text: str) -> str:
-    try:
-        compile_pattern(text)
-    except ValueError as error:
-        raise Violation(f"this is no pattern: {error}") from None
-    return text
-
-
 def _or_empty(value: object) -> object:
     return {} if value is None else value
 
@@ -224,7 +216,7 @@ class TrainEntry(BaseModel):
         None, description="How the learning rate goes from step to step: {type: cosine, ...}."
     )
     parameters: Annotated[
-        dict[Annotated[str, AfterValidator(_pattern)], ParameterEntry],
+        dict[Annotated[str, AfterValidator(checked_pattern)], ParameterEntry],
         BeforeValidator(_or_empty, json_schema_input_type=dict[str, ParameterEntry] | None),
     ] = Field({}, description="By pattern of parameters' names: frozen, weight_decay, lr (a factor). The later wins.")
     metrics: MetricsForm = Field({}, description="What is measured beside the loss: [accuracy], or names with options.")

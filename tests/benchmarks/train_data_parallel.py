@@ -63,6 +63,13 @@ def largest_difference(folder: Path) -> float:
     return float(np.abs(one / other - 1).max())
 
 
+def print_actions(folder: Path, ranks: int, steps: int) -> None:
+    """Where the time of each rank goes in so many steps, by steps of its program."""
+    side = partc_side(folder, ranks, "--actions")
+    side.turn(steps)
+    print(side.close(), flush=True)
+
+
 def measure(name: str, options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -79,9 +86,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
         for side in sides:
             side.close()
         if options.actions:
-            watched = partc_side(folder, RANKS, "--actions")
-            watched.turn(options.steps * options.turns)
-            print(watched.close(), flush=True)
+            print_actions(folder, RANKS, options.steps * options.turns)
 
 
 def main() -> None:

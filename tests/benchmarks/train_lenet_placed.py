@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from train_cases import CASES, train, write
-from train_data_parallel import in_turns, largest_difference, partc_side, torch_side
+from train_data_parallel import in_turns, largest_difference, partc_side, print_actions, torch_side
 
 PLACEMENT = {"conv1": 3, "conv2": 4, "fc1": 0, "fc2": 1, "fc3": 2}
 RANKS = 5
@@ -67,9 +67,7 @@ def main() -> None:
         for side in sides:
             side.close()
         if options.actions:
-            watched = partc_side(folder, RANKS, "--actions")
-            watched.turn(options.steps * options.turns)
-            print(watched.close(), flush=True)
+            print_actions(folder, RANKS, options.steps * options.turns)
 
 
 if __name__ == "__main__":
