@@ -191,3 +191,53 @@ def test_weights_of_any_type_keep_their_bits(dtype: int, tmp_path: Path) -> None
     proto = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 21)])
     x = np.random.default_rng(1).standard_normal((33, 17), dtype=np.float32)
     same_as_whole(proto, "ranks: 2\nplacement: {mul: 1}\n", {"x": x}, rtol=0, atol=0)
+
+
+def test_a_call_of_a_function_is_a_module() -> None:
+    """Its name is the node's, also after it is inlined, within calls of calls, and where two functions name nodes alike."""
+    opset, local = helper.make_opsetid("", 21), helper.make_opsetid("local", 1)
+    inner = helper.make_function(
+        "local",
+        "Inner",
+        ["a"],
+        ["b"],
+        [helper.make_node("Neg", ["a"], ["t"], "op"), helper.make_node("Relu", ["t"], ["b"])],
+        [opset],
+    )
+    calls = [
+        helper.make_node("Inner", ["a"], ["m"], "deep", domain="local"),
+        helper.make_node("Inner", ["m"], ["n"], domain="local"),
+    ]
+    outer = helper.make_function(
+        "local", "Outer", ["a"], ["b"], [*calls, helper.make_node("Abs", ["n"], ["b"], "op")], [opset, local]
+    )
+    graph = helper.make_graph(
+        [
+            helper.make_node("Outer", ["x"], ["h"], "block1", domain="local"),
+            helper.make_node("Outer", ["h"], ["i"], "block2", domain="local"),
+            helper.make_node("Inner", ["i"], ["j"], domain="local"),
+            helper.make_node("Sqrt", ["j"], ["y"], "op"),
+        ],
+        "g",
+        [helper.make_tensor_value_info("x", 1, ["batch", 5])],
+        [helper.make_tensor_value_info("y", 1, ["batch", 5])],
+    )
+    proto = helper.make_model(graph, ir_version=10, functions=[inner, outer], opset_imports=[opset, local])
+    x = np.random.default_rng(0).standard_normal((4, 5), dtype=np.float32)
+    plan = "ranks: 3\nplacement: {block2: 1, '*.deep': 2, Inner_0: 2}\n"
+    program = same_as_whole(proto, plan, {"x": x}, rtol=0, atol=0)
+    assert {path: program.placement[node].ranks for node, path in program.paths.items()} == {
+        "block1.deep.op": (2,),
+        "block1.deep.Relu": (2,),
+        "block1.Inner_0.op": (2,),
+        "block1.Inner_0.Relu": (2,),
+        "block1.op": (2,),
+        "block2.deep.op": (2,),
+        "block2.deep.Relu": (2,),
+        "block2.Inner_0.op": (1,),
+        "block2.Inner_0.Relu": (1,),
+        "block2.op": (1,),
+        "Inner_0.op": (2,),
+        "Inner_0.Relu": (2,),
+        "op": (2,),
+    }

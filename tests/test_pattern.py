@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 
 import pytest
@@ -37,6 +38,18 @@ from partc.compiler.plan.pattern import compile_pattern, literal_pattern, neares
         (r"a\*", ["a*"], ["ab"]),
         ("a+(b)|c", ["a+(b)|c", "a+(b)|c.d"], ["a", "c", "aab"]),
         ("a\nb", ["a\nb"], ["a", "ab"]),
+        ("a.**.*", ["a.b", "a.b.c"], ["a"]),
+        ("**.a.*.**.b", ["a.x.b", "x.a.a.b", "a.x.y.b.c"], ["a.b", "a.x", "x.a.b"]),
+        ("*a*ab", ["aab", "xaxab", "aaab.c"], ["ab", "aba", "a.aab"]),
+        ("conv?", ["conv1", "convx.Conv"], ["conv", "conv12", "conv."]),
+        ("[qkv]_proj", ["q_proj", "v_proj.MatMul"], ["o_proj", "qk_proj", "_proj"]),
+        ("l.[a-c-x]", ["l.a", "l.c", "l.-", "l.x"], ["l.d", "l.ab", "l."]),
+        ("**.{q,k,v}_proj", ["q_proj", "a.0.v_proj.MatMul"], ["a.o_proj", "a.qk_proj"]),
+        ("{encoder.*,head}.up", ["encoder.0.up", "head.up.x"], ["encoder.up", "encoder.0"]),
+        ("h{,s}.{[0-1],x{a,b}}", ["h.0", "hs.1", "h.xa", "hs.xb.y"], ["h.2", "h.x", "hss.0"]),
+        ("*{abcd,c}*d", ["abcd", "xcd", "abcdd"], ["abc", "abd"]),
+        (r"a\{b\,c\?", ["a{b,c?", "a{b,c?.d"], ["ab", "a{b,cx"]),
+        ("a,b", ["a,b"], ["a", "b"]),
     ],
 )
 def test_what_a_pattern_takes(pattern: str, taken: list[str], left: list[str]) -> None:
@@ -50,7 +63,9 @@ def test_a_text_that_equals_the_path_matches(path: str) -> None:
     assert compile_pattern(path).matches(path)
 
 
-@pytest.mark.parametrize("path", ["conv1", "split[0]", "a*b", "a..b", ".a", "a.", "...", "]x", "w\\", "[", "a.[x]\\.b"])
+@pytest.mark.parametrize(
+    "path", ["conv1", "split[0]", "a*b", "a..b", ".a", "a.", "...", "]x", "w\\", "[", "a.[x]\\.b", "a?", "{a,b}"]
+)
 def test_the_literal_pattern_of_any_path(path: str) -> None:
     pattern = compile_pattern(literal_pattern(path))
     assert pattern.matches(path)
@@ -69,7 +84,26 @@ def test_the_literal_pattern_of_any_path(path: str) -> None:
         ("a.***", "'***' has '***' inside a part, but '**' is a part of its own"),
         ("a[0-5", "'[0-5' has no ']'; '\\[' is the character itself"),
         ("a0-5]", "a ']' has no '['; '\\]' is the character itself"),
-        ("a[b-d]", "'[b-d]' is no range of numbers such as [0-5,7]; '\\[' is the character itself"),
+        (
+            "a[q1]",
+            "'[q1]' is neither a range of numbers such as [0-5,7] nor characters such as [qkv] or [a-f]; "
+            "{q,1} is one of several texts, '\\[' the character itself",
+        ),
+        (
+            "a[!q]",
+            "'[!q]' is neither a range of numbers such as [0-5,7] nor characters such as [qkv] or [a-f]; "
+            "{q,1} is one of several texts, '\\[' the character itself",
+        ),
+        ("a[d-b]", "the range '[d-b]' runs from d down to b; write [b-d]"),
+        ("a{q,k", "a '{' has no '}'; '\\{' is the character itself"),
+        ("a}", "a '}' has no '{'; '\\}' is the character itself"),
+        ("a.{,b}", "a part of a pattern is not empty; '**' is any number of parts"),
+        ("{1,2}[3-4]", "'1[3-4]' puts digits beside a range, but a range is a whole number"),
+        (
+            "{0,1}{0,1}{0,1}{0,1}{0,1}{0,1}{0,1}{0,1}{0,1}{0,1}",
+            "its braces leave more than 512 choices; write several patterns",
+        ),
+        ("{" * 2000 + "a", "its braces are nested more than 16 deep"),
         ("a[]", "'[]' is no range of numbers such as [0-5,7]; '\\[' is the character itself"),
         ("a[5-0]", "the range '[5-0]' runs from 5 down to 0; write [0-5]"),
         ("a1[0-5]", "'1[0-5]' puts digits beside a range, but a range is a whole number"),
@@ -100,6 +134,52 @@ def test_large_ranges_stay_small() -> None:
     assert not pattern.matches("a123456790")
     assert pattern.regex is not None
     assert len(pattern.regex.pattern) < 600
+
+
+@pytest.mark.parametrize("pattern", ["*a" * 8 + "b", "**.a." * 8 + "b", "*{a,aa}" * 8 + "b", "*[1-9]a*[qa]?" * 4 + "b"])
+def test_matching_takes_linear_time(pattern: str) -> None:
+    """Eight stars on names of sixty letters took minutes."""
+    matches = compile_pattern(pattern).matches
+    times = []
+    for length in (4000, 16000):
+        names = ["a" * length, "a." * (length // 2), "1a" * (length // 2)]
+        start = time.perf_counter()
+        assert not any(matches(name) for name in names)
+        times.append(time.perf_counter() - start)
+    assert times[1] < 8 * times[0] + 0.05
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_matching_is_what_the_plain_definition_says(seed: int) -> None:
+    r = random.Random(seed)
+    for _ in range(400):
+        text = "".join(
+            r.choice(["a", "b", ".", "*", "?", "{a,ab}", "[ab]", "[1-2]", "**."]) for _ in range(r.randint(1, 8))
+        )
+        path = "".join(r.choice("aab1.") for _ in range(r.randint(1, 9)))
+        try:
+            found = compile_pattern(text).matches(path)
+        except ValueError:
+            continue
+        assert found == (_takes(text, path) or text == path), (text, path)
+
+
+def _takes(text: str, path: str) -> bool:
+    """Whether some choice of the pattern, written as one plain regular expression, matches a beginning of the path."""
+    for choice in (["a", "ab"][k] for k in range(2)) if "{" in text else [""]:
+        at = text.find("{")
+        if at >= 0:
+            if _takes(text[:at] + choice + text[at + len("{a,ab}") :], path):
+                return True
+            continue
+        while text.endswith(".**"):
+            text = text.removesuffix(".**")
+        if text == "**":
+            return True
+        places = {"**.": r"(?:.*\.)?", "*": "[^.]*", "?": "[^.]", "[1-2]": "(?<![0-9])0*[12](?![0-9])", ".": r"\."}
+        tokens = re.findall(r"\*\*\.|\[[^]]*\]|.", text)
+        return re.match("".join(places.get(token, token) for token in tokens) + r"(?:\.|\Z)", path) is not None
+    return False
 
 
 def test_many_patterns_over_a_large_graph_are_fast() -> None:

@@ -158,3 +158,17 @@ def test_all_wrong_rules_are_named_at_once(tmp_path: Path) -> None:
     assert [problem.where for problem in error.value.problems] == ["plan.yaml:3", "plan.yaml:5", "plan.yaml:7"]
     assert "'a'" in error.value.problems[0].help
     assert not (tmp_path / "build").exists()
+
+
+@pytest.mark.parametrize("pattern", ["node_relu_7", "node_relu*", "node_[qr]elu_[7-8]"])
+def test_a_node_is_spoken_of_by_its_own_name_where_no_path_matches(pattern: str) -> None:
+    """A file of torch's has paths by its modules; Netron shows the names."""
+    proto = model(CHAIN.replace("[a]", "[node_relu_7]").replace("[b]", "[node_neg]"))
+    for node in proto.graph.node:
+        node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value="['', 'layers.0', 'call']")
+    x = np.random.default_rng(0).standard_normal((7, 5), dtype=np.float32)
+    text = f"ranks: 2\nplacement: {{layers: 0, '{pattern}': 1}}\n"
+    program = same_as_whole(proto, text, {"x": x}, rtol=0, atol=0)
+    assert [program.paths[node] for node, placed in program.placement.items() if placed.ranks == (1,)] == [
+        "layers.0.Relu"
+    ]

@@ -7,7 +7,8 @@ gave, else the op's type; of several alike in one module the later ones get `_1`
 
 A node of such a model that lost its metadata belongs to the module that all its neighbours have in common. In a model
 without any such metadata the path is the node's name as it stands; an unnamed node is `<OpType>_<k>`, the k-th unnamed one
-of its type, and a name that comes again gets `_1`, `_2`.
+of its type, and a name that comes again gets `_1`, `_2`. A call of a model's own function is a module by its node's name,
+`block1.Relu`, except in a file of torch's, whose functions are torch's own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import onnx_ir as ir
+from partc.compiler.load.functions import CALLS, OWN_NAME
 
 ONNXSCRIPT_SCOPES = "pkg.onnxscript.name_scopes"
 TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
@@ -112,7 +114,7 @@ def _names(graph: ir.Graph) -> dict[ir.Node, _Name]:
     if any(TORCH_SCOPES in node.metadata_props for node in nodes):
         names = {node: _torch_name(node) for node in nodes}
     elif any(ONNXSCRIPT_SCOPES in node.metadata_props for node in nodes):
-        names = {node: _onnxscript_name(node) for node in nodes}
+        names = {node: _within_calls(node, _onnxscript_name(node)) for node in nodes}
     else:
         return _plain_names(nodes)
     scopes = _scopes_by_neighbours({node: name.scope for node, name in names.items()})
@@ -124,6 +126,9 @@ def _plain_names(nodes: list[ir.Node]) -> dict[ir.Node, _Name]:
     unnamed: dict[str, int] = {}
     names: dict[ir.Node, _Name] = {}
     for node in nodes:
+        if CALLS in node.meta:
+            names[node] = _within_calls(node, _Name("", node.op_type, given=False))
+            continue
         if node.name:
             names[node] = _Name("", node.name, given=True)
             continue
@@ -133,6 +138,15 @@ def _plain_names(nodes: list[ir.Node]) -> dict[ir.Node, _Name]:
         unnamed[node.op_type] = k + 1
         names[node] = _Name("", f"{node.op_type}_{k}", given=False)
     return names
+
+
+def _within_calls(node: ir.Node, name: _Name) -> _Name:
+    """The name of a node that comes from calls of functions, `name` otherwise."""
+    if CALLS not in node.meta:
+        return name
+    scope = ".".join(part for part in (name.scope, *(_COUNTED.sub("", call) for call in node.meta[CALLS])) if part)
+    own = _COUNTED.sub("", node.meta[OWN_NAME])
+    return _Name(scope, own or node.op_type, given=bool(own))
 
 
 def _onnxscript_name(node: ir.Node) -> _Name:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import InlinePass, TopologicalSortPass
+from onnx_ir.passes.common import TopologicalSortPass
 from partc.compiler.annotations.keep import kept
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.load.functions import OWN_NAME, inline_calls
 
 OLDEST_OPSET, NEWEST_OPSET = 7, 26
 
@@ -60,9 +61,11 @@ def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
 
 def checked(model: ir.Model, where: str) -> ir.Model:
     """`model` inlined, sorted and free of the faults that `load_onnx` names; weights are no longer graph inputs."""
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        node.meta[OWN_NAME] = node.name or ""
     if model.functions:
         with kept(model, where):
-            model = InlinePass()(model).model
+            model = inline_calls(model)
     _forget_default_inputs(model.graph)
     problems = [
         *_unknown_ops(model, where),

@@ -9,6 +9,7 @@ from pathlib import PurePath
 import onnx_ir as ir
 from partc.compiler.declare import Declared
 from partc.compiler.errors import Problem
+from partc.compiler.load.functions import OWN_NAME
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.rules import FULL_BATCH, Plan, ShardingRule
 from partc.compiler.program import Group, Program
@@ -54,8 +55,7 @@ def placement_rules(program: Program) -> tuple[dict[ir.Node, Rule], list[Problem
                 )
             )
             continue
-        matches = compile_pattern(rule.pattern).matches
-        hit = [node for node, path in program.paths.items() if matches(path)]
+        hit = matched_nodes(program, rule.pattern)
         decided.update(dict.fromkeys(hit, rule))
         if not hit:
             problems.append(
@@ -67,6 +67,13 @@ def placement_rules(program: Program) -> tuple[dict[ir.Node, Rule], list[Problem
                 )
             )
     return decided, problems
+
+
+def matched_nodes(program: Program, pattern: str) -> list[ir.Node]:
+    """The nodes whose paths the pattern matches; where there are none, those whose own ONNX names, as Netron shows them, it does."""
+    matches = compile_pattern(pattern).matches
+    hit = [node for node, path in program.paths.items() if matches(path)]
+    return hit or [node for node in program.paths if matches(str(node.meta.get(OWN_NAME) or node.name or ""))]
 
 
 def _annotated(program: Program) -> dict[ir.Node, Rule]:
@@ -91,8 +98,7 @@ def sharding_rules(program: Program) -> tuple[dict[ir.Node, ShardingRule], list[
     problems: list[Problem] = []
     decided: dict[ir.Node, ShardingRule] = {}
     for rule in (*program.declared.sharding, *program.plan.sharding):
-        matches = compile_pattern(rule.pattern).matches
-        hit = [node for node, path in program.paths.items() if matches(path)]
+        hit = matched_nodes(program, rule.pattern)
         decided.update(dict.fromkeys(hit, rule))
         if not hit:
             names = [*modules_of(program.paths.values()), *program.paths.values()]

@@ -2,8 +2,9 @@
 
 Keys are always text, as they are written, so that a node may be named `1` or `on`. Values follow YAML 1.2: `yes` is a
 text. The line of a value is that of its key, of a list's item that of the item; lines are found by path,
-`("placement", "conv1")`. What makes a file no YAML at all is raised at once; what YAML has and plans have not (keys
-given twice, aliases of lists and mappings, merge keys, tags) is collected.
+`("placement", "conv1")`. An alias stands for what its anchor has, up to MOST_VALUES in the file, so that aliases of aliases
+do not fill the memory. What makes a file no YAML at all is raised at once; what YAML has and plans have not (keys given
+twice, aliases within themselves, merge keys, tags) is collected.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from ruamel.yaml.reader import ReaderError
 
 Data: TypeAlias = "bool | int | float | str | list[Data] | dict[str, Data] | None"
 Steps: TypeAlias = tuple[str | int, ...]
+
+MOST_VALUES = 100_000
+"""So many values a file has at most once its aliases are written out, its own not counted."""
 
 _TAG = "tag:yaml.org,2002:"
 _KINDS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp")
@@ -95,11 +99,14 @@ def parse_document(text: str, file: str) -> Document:
 
 
 class _Taking:
-    """Takes YAML's nodes apart; a list or a mapping is taken once, so that aliases neither recur nor multiply."""
+    """Takes YAML's nodes apart. An alias is the node of its anchor again: not within itself, and in all not too often."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
         self.taken: set[int] = set()
+        self.open: set[int] = set()
+        self.repeated = 0
+        self.told = False
 
     def data(self, node: Node, steps: Steps) -> Data:
         line = node.start_mark.line + 1
@@ -110,17 +117,32 @@ class _Taking:
             self.problem(line, f"the tag '{tag.replace(_TAG, '!!')}' is not used in plans", "take it away")
         elif isinstance(node, ScalarNode):
             return _scalar(str(node.value), kind)
-        elif id(node) in self.taken:
-            line = self.document.lines[steps]
-            self.problem(line, "an alias of a list or a mapping is not used in plans", "write it out")
-        else:
+        elif id(node) in self.open:
+            self.problem(self.document.lines[steps], "an alias stands inside of what it is an alias of", "write it out")
+        elif not self.too_many(node, self.document.lines[steps]):
             self.taken.add(id(node))
-            if isinstance(node, MappingNode):
-                return self.mapping(node, steps)
-            if isinstance(node, SequenceNode):
-                return [self.data(item, (*steps, i)) for i, item in enumerate(node.value)]
+            self.open.add(id(node))
+            data = self.collection(node, steps)
+            self.open.discard(id(node))
+            return data
         self.document.refused.add(steps)
         return None
+
+    def too_many(self, node: Node, line: int) -> bool:
+        """Whether the aliases so far stand for more than a plan may have; the first that does is told."""
+        self.repeated += (len(node.value) + 1) * (id(node) in self.taken)
+        if self.repeated <= MOST_VALUES:
+            return False
+        if not self.told:
+            self.told = True
+            self.problem(line, f"the aliases up to here stand for more than {MOST_VALUES} values", "write them out")
+        return True
+
+    def collection(self, node: Node, steps: Steps) -> Data:
+        if isinstance(node, MappingNode):
+            return self.mapping(node, steps)
+        assert isinstance(node, SequenceNode)
+        return [self.data(item, (*steps, i)) for i, item in enumerate(node.value)]
 
     def mapping(self, node: MappingNode, steps: Steps) -> dict[str, Data]:
         data: dict[str, Data] = {}

@@ -3,12 +3,19 @@
 A path is cut into parts at its dots. In a pattern
 
     *          is anything within one part: `layers.*.up`, `conv*`
+    ?          is one character within a part
     **         is any number of parts, also none: `**.norm`, `encoder.**.bias`
     [0-5,7]    is a whole number of this range, `[10-19]` ten to nineteen; leading zeros do not matter
+    [qkv]      is one of these characters, `[a-f]` one from a to f
+    {up,gate}  is one of these texts, which may be patterns themselves: `**.{q,k,v}_proj`, `{encoder.*,head}.up`
     \\          takes the next character as it is: `split\\[0\\]`
 
 and everything else is itself. A pattern that matches a path takes all that is inside too: `encoder` takes
 `encoder.layers.0.up`. A text that equals a path matches it, whatever characters it has.
+
+Matching takes linear time in the length of the path. Choices in braces are written out first; what is left between two `*`
+has a fixed length, up to whole numbers, which are never parted. So the first place where it fits is the only one to try,
+and a group of the regular expression that has matched is never entered again.
 """
 
 from __future__ import annotations
@@ -24,7 +31,13 @@ from partc.compiler.plan.violation import Violation
 
 _TOKEN = re.compile(r"\\.?|\*+|\[[^\]]*\]?|.", re.DOTALL)
 _NUMBERS = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", re.ASCII)
-_SPECIAL = re.compile(r"\*+|\[[^\]]*\]|\\")
+_SPECIAL = re.compile(r"\*+|\[[^\]]*\]|[\\?{}]")
+_RANGE = re.compile(r"\[[\d\s,-]*\]", re.ASCII)
+_WILD = "*[?"
+
+MOST_CHOICES = 512
+"""Braces multiply: a pattern stands for at most so many without braces."""
+DEEPEST = 16
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,56 @@ class Pattern:
 
 def compile_pattern(text: str) -> Pattern:
     """The pattern that the text describes; ValueError, with the law, where it describes none."""
+    choices = [_choice(tokens) for tokens in _choices(text)]
+    starts = zip(*(prefix for prefix, _ in choices), strict=False)
+    prefix = "".join(same[0] for same in itertools.takewhile(lambda column: len(set(column)) == 1, starts))
+    if len(choices) == 1 and choices[0][1] is None:
+        return Pattern(text, prefix, None)
+    expressions = (rf"{re.escape(start)}(?:\.|\Z)" if regex is None else regex for start, regex in choices)
+    return Pattern(text, prefix, re.compile("|".join(dict.fromkeys(expressions)), re.DOTALL))
+
+
+def _choices(text: str) -> list[list[str]]:
+    """The tokens of the pattern, once for each choice that its braces leave."""
     tokens = _TOKEN.findall(text)
+    found, end = _alternatives(tokens, 0)
+    assert end == len(tokens)
+    return found
+
+
+def _alternatives(tokens: list[str], start: int, depth: int = 0) -> tuple[list[list[str]], int]:
+    """What the tokens from `start` stand for, up to the brace that closes them or the end, and where that is.
+
+    `depth`: the number of braces that are open.
+    """
+    if depth > DEEPEST:
+        raise ValueError(f"its braces are nested more than {DEEPEST} deep")
+    done: list[list[str]] = []
+    current: list[list[str]] = [[]]
+    at = start
+    while at < len(tokens):
+        token = tokens[at]
+        if token == "{":
+            inner, at = _alternatives(tokens, at + 1, depth + 1)
+            current = [[*one, *more] for one in current for more in inner]
+        elif token == "}":
+            if not depth:
+                raise ValueError("a '}' has no '{'; '\\}' is the character itself")
+            return done + current, at
+        elif token == "," and depth:
+            done, current = done + current, [[]]
+        else:
+            current = [[*one, token] for one in current]
+        if len(done) + len(current) > MOST_CHOICES:
+            raise ValueError(f"its braces leave more than {MOST_CHOICES} choices; write several patterns")
+        at += 1
+    if depth:
+        raise ValueError("a '{' has no '}'; '\\{' is the character itself")
+    return current, at
+
+
+def _choice(tokens: list[str]) -> tuple[str, str | None]:
+    """What a path begins with that these tokens match, and their regular expression; None where that is all."""
     parts: list[list[str]] = [[]]
     for token in tokens:
         if token == ".":
@@ -59,16 +121,17 @@ def compile_pattern(text: str) -> Pattern:
         raise ValueError("a part of a pattern is not empty; '**' is any number of parts")
     prefix = ""
     for token in tokens:
-        if token[0] in "*[":
+        if token[0] in _WILD:
             prefix = prefix.removesuffix(".") if token == "**" else prefix
             break
         prefix += token[-1]
     for before, after in itertools.pairwise(tokens):
-        if "[" in (before[0], after[0]) and all(t[0] == "[" or t[-1] in "0123456789" for t in (before, after)):
+        ranges = [_RANGE.fullmatch(token) for token in (before, after)]
+        if any(ranges) and all(r or t[-1] in "0123456789" for r, t in zip(ranges, (before, after), strict=True)):
             raise ValueError(f"'{before}{after}' puts digits beside a range, but a range is a whole number")
     expression = _expression(parts)
-    literal = not any(token[0] in "*[" for token in tokens)
-    return Pattern(text, prefix, None if literal else re.compile(expression, re.DOTALL))
+    literal = not any(token[0] in _WILD for token in tokens)
+    return prefix, None if literal else expression
 
 
 def checked_pattern(text: str) -> str:
@@ -82,7 +145,7 @@ def checked_pattern(text: str) -> str:
 
 def literal_pattern(path: str) -> str:
     """The pattern of just this path (and of what is inside, if it is a module), whatever characters it has."""
-    return re.sub(r"[*\[\]\\]|^\.|(?<=\.)\.|\.$", r"\\\g<0>", path)
+    return re.sub(r"[*?{}\[\]\\]|^\.|(?<=\.)\.|\.$", r"\\\g<0>", path)
 
 
 def nearest(text: str, names: Iterable[str], n: int = 3) -> list[str]:
@@ -107,35 +170,68 @@ def _expression(parts: list[list[str]]) -> str:
         parts = parts[:-1]
     if parts == [["**"]]:
         return ""
-    before = "".join(r"(?:.*\.)?" if part == ["**"] else _part(part) + r"\." for part in parts[:-1])
-    return rf"{before}{_part(parts[-1])}(?:\.|\Z)"
+    runs: list[list[list[str]]] = [[]]
+    for part in parts:
+        if part == ["**"]:
+            runs.append([])
+        else:
+            runs[-1].append(part)
+    expressions = [r"\.".join(_part(part) for part in run) for run in runs]
+    first, *rest = expressions
+    rest = [run for run in rest if run]
+    ends = [r"\."] * len(rest) + [r"(?:\.|\Z)"]
+    made = f"{first}{ends[0]}" if first else ""
+    return made + "".join(rf"(?>(?:[^.]*\.)*?{run}{end})" for run, end in zip(rest, ends[1:], strict=True))
 
 
 def _part(tokens: list[str]) -> str:
-    expression = ""
+    """The regular expression of a whole part of a path."""
+    pieces = [""]
     for token in tokens:
         match token[0]:
             case "*":
                 if len(token) > 1:
                     raise ValueError(f"'{''.join(tokens)}' has '{token}' inside a part, but '**' is a part of its own")
-                expression += "[^.]*"
+                pieces.append("")
+            case "?":
+                pieces[-1] += "[^.]"
             case "[":
-                expression += _numbers(token)
+                pieces[-1] += _bracket(token)
             case "]":
                 raise ValueError("a ']' has no '['; '\\]' is the character itself")
             case "\\":
                 if len(token) == 1:
                     raise ValueError("the pattern ends after a '\\', which takes the next character as it is")
-                expression += re.escape(token[1])
+                pieces[-1] += re.escape(token[1])
             case _:
-                expression += re.escape(token)
-    return expression
+                pieces[-1] += re.escape(token)
+    first, *rest = pieces
+    if not rest:
+        return first
+    between = "".join(rf"(?>[^.]*?{piece})" for piece in rest[:-1] if piece)
+    return rf"{first}{between}(?>[^.]*?{rest[-1]}(?=\.|\Z))"
+
+
+def _bracket(token: str) -> str:
+    """The regular expression of a range of numbers, `[0-5,7]`, or of one of several characters, `[qkv]`, `[a-f]`."""
+    if not token.endswith("]"):
+        raise ValueError(f"'{token}' has no ']'; '\\[' is the character itself")
+    if _RANGE.fullmatch(token):
+        return _numbers(token)
+    characters = token[1:-1]
+    if re.search(r"[\d\s,.!^\\]", characters):
+        law = "neither a range of numbers such as [0-5,7] nor characters such as [qkv] or [a-f]"
+        raise ValueError(f"'{token}' is {law}; {{q,1}} is one of several texts, '\\[' the character itself")
+    singles = re.sub(r"(.)-(.)", "", characters)
+    for first, last in re.findall(r"(.)-(.)", characters):
+        if first > last:
+            raise ValueError(f"the range '{token}' runs from {first} down to {last}; write [{last}-{first}]")
+    ranges = "".join(f"{re.escape(a)}-{re.escape(b)}" for a, b in re.findall(r"(.)-(.)", characters))
+    return f"[{''.join(re.escape(c) for c in singles)}{ranges}]"
 
 
 def _numbers(token: str) -> str:
     """The regular expression of a whole number of a range such as `[0-5,7]`."""
-    if not token.endswith("]"):
-        raise ValueError(f"'{token}' has no ']'; '\\[' is the character itself")
     choices: list[str] = []
     for piece in token[1:-1].split(","):
         found = _NUMBERS.fullmatch(piece)
