@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 Dim = int | str
 Shape = tuple[Dim, ...]
 Array = npt.NDArray[Any]
+Reads = dict[ir.Node, tuple[ir.Value, ...]]
 Group = tuple[int, ...]
 """Ranks in order that share values; a group of one is a rank."""
 
@@ -224,9 +225,14 @@ class Program:
         return tuple((part, tuple(ranks)) for part, ranks in found.values())
 
     @cached_property
-    def reads(self) -> dict[ir.Node, tuple[ir.Value, ...]]:
+    def reads(self) -> Reads:
         """Per node of the main graph, the distinct values that it reads, those captured by its bodies included."""
-        return {node: tuple(dict.fromkeys(_read_by(node))) for node in self.model.graph}
+        return reads_of(self.model.graph)
+
+
+def reads_of(graph: ir.Graph) -> Reads:
+    """Per node of a graph, in order, the distinct values that it reads, those captured by its bodies included."""
+    return {node: tuple(dict.fromkeys(_read_by(node))) for node in graph}
 
 
 def _read_by(node: ir.Node) -> list[ir.Value]:

@@ -5,4 +5,7 @@ from __future__ import annotations
 from rule_case import Case
 
 CASES: list[Case] = []
-UNPROVEN = {"partc.nn.Dropout": "test_training_dropout.py compares the masks of its pieces with that of the whole"}
+UNPROVEN = {
+    "partc.nn.Dropout": "test_training_dropout.py compares the masks of its pieces with that of the whole",
+    "partc.nn.Extreme": "test_training_extremes.py trains with what is cut along it",
+}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import onnx
 import pytest
 from cut_models import BLOCK_STYLES, block, mlp, with_weights
@@ -14,7 +13,6 @@ from partc.compiler.load.source import Source
 from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.program import Comm, Event, Program
-from trained import from_text, same_training
 
 TRAIN = """train:
   loss: {type: mean_squared, prediction: y, target: t}
@@ -196,30 +194,3 @@ def test_what_is_refused(name: str) -> None:
     with pytest.raises(CompileError) as caught:
         compiled(proto, f"ranks: 1\n{train}")
     assert str(caught.value) == said
-
-
-def test_a_dim_whose_extreme_has_a_gradient_is_not_cut_by_a_neighbour(tmp_path: Path) -> None:
-    """`first: colwise` would cut what ReduceMax takes the largest of; while it trains that is gathered, not refused."""
-    source = from_text(
-        """
-        <ir_version: 10, opset_import: ["" : 21]>
-        m (float[B, 6] x) => (float y) <float[6, 8] w, float[8, 4] v, int64[1] last = {1}> {
-            h = MatMul (x, w)
-            top = ReduceMax <keepdims = 1> (h, last)
-            share = Sub (h, top)
-            out = MatMul (share, v)
-            squares = Mul (out, out)
-            y = ReduceMean <keepdims = 0> (squares)
-        }
-        """,
-        {"w": (6, 8), "v": (8, 4)},
-    )
-    plan = """
-ranks: 2
-sharding: {MatMul_0: colwise}
-train:
-  loss: y
-  optimizer: {type: sgd, lr: 0.1}
-"""
-    steps = [{"x": np.random.default_rng(k).standard_normal((4, 6)).astype(np.float32)} for k in range(2)]
-    same_training(lambda: source, plan, tmp_path, steps, rtol=1e-5, atol=1e-4)

@@ -184,8 +184,8 @@ class _Seeds:
         if region.rule.calls:
             for call in region.rule.calls:
                 self._entering(region, cuts, [self._named(name) for name in call.arguments])
-        elif len(region.nodes) == 1 and len(cuts) == sum(v is not None for v in region.nodes[0].inputs):
-            for instance in self.instances(region.nodes):
+        elif node := self._node_of(region, len(cuts)):
+            for instance in self.instances([node]):
                 self._operands(region, instance, cuts)
         else:
             inside = set(region.nodes)
@@ -205,6 +205,12 @@ class _Seeds:
                 )
                 return
             self._entering(region, cuts, list(values))
+
+    def _node_of(self, region: Region, cuts: int) -> ir.Node | None:
+        """The one node of a region, or the one that has its path where training gave it further parts, if the cuts are its operands'."""
+        own = [node for node in region.nodes if self.program.paths[node] == region.path]
+        nodes = region.nodes if len(region.nodes) == 1 else own
+        return nodes[0] if len(nodes) == 1 and cuts == sum(v is not None for v in nodes[0].inputs) else None
 
     def _named(self, name: str) -> ir.Value | None:
         graph = self.program.model.graph

@@ -18,11 +18,9 @@ from partc.compiler.cutting.seeds import group_mesh, seed
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.layouts.mesh import normal
-from partc.compiler.ops.rule import Rule
 from partc.compiler.ops.table import rule_of
 from partc.compiler.placing.pattern_rules import sharding_rules
 from partc.compiler.program import Program
-from partc.compiler.training.flow import flowing
 
 _UNKNOWN_BYTES = 1.0
 
@@ -41,10 +39,7 @@ def shard(program: Program) -> Program:
         for group in program.placement[node].groups
         if len(group) > 1
     ]
-    flows = flowing(program)
-    choices = {
-        instance: Choice(_rule(instance.node, flows), group_mesh(program, instance.group)) for instance in instances
-    }
+    choices = {instance: Choice(rule_of(instance.node), group_mesh(program, instance.group)) for instance in instances}
     laws = _Laws(program)
     given, problems = seed(program, choices)
     if not problems:
@@ -55,13 +50,6 @@ def shard(program: Program) -> Program:
     if problems:
         raise CompileError(problems)
     return replace(program, choices=choices, given=given)
-
-
-def _rule(node: ir.Node, flows: set[ir.Node]) -> Rule:
-    """The rule of a node; where a gradient flows, the dims of which it takes the extreme stay whole, for a piece's is not the whole's."""
-    rule = rule_of(node)
-    extremes = {letter for letter, reduce in rule.reduce.items() if reduce in ("max", "min")}
-    return replace(rule, whole=rule.whole | extremes) if extremes and node in flows else rule
 
 
 def _unmet(program: Program, choices: dict[Instance, Choice], given: Given) -> Iterator[Problem]:

@@ -27,13 +27,14 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.mesh import normal, on_common_mesh
 from partc.compiler.ops.gradient import Backward as Found
-from partc.compiler.ops.gradient import NoGradient, differentiate_nodes
+from partc.compiler.ops.gradient import NoGradient, differentiate_nodes, is_differentiable
+from partc.compiler.ops.rule import OWN
 from partc.compiler.parts.comm import Writer
 from partc.compiler.parts.copies import Copies, made_as, read_as, whole_on
 from partc.compiler.parts.drafts import Drafts
 from partc.compiler.parts.duals import Passing, dual, typed
 from partc.compiler.parts.gradients import GradientSums
-from partc.compiler.parts.localize import Localized, local_shape
+from partc.compiler.parts.localize import Localized, local_shape, renamed
 from partc.compiler.program import Copy, Group, Op, Program, Shape
 from partc.compiler.training.flow import learned_from, stops
 
@@ -69,7 +70,8 @@ class Backward:
     ) -> None:
         self.program, self.copies, self.writer, self.drafts, self.emitted = program, copies, writer, drafts, emitted
         self.cotangents, self.sums = cotangents, sums
-        self.needed = learned_from(program)
+        assert program.training is not None
+        self.needed = learned_from(program.reads, program.training)
         self.terms: dict[Copy, dict[Copy, list[str]]] = {}
         """Per copy that is read, what its readers gave, by the layout in which it lies."""
         self.unlisted = _unlisted(drafts)
@@ -201,8 +203,14 @@ class Backward:
             values.append(ir.Value(name=name, type=value.type, shape=known))
             shapes[name] = shape
         around = {old: new for op in local.ops for old, new in op.captured.items()}
+        forward = [op.node for op in local.ops]
+        if node.domain == OWN and is_differentiable(OWN, node.op_type):
+            names = [self.writer.names[read_as(self.program, instance, k)] for k in range(len(node.inputs))]
+            made = [self.writer.names[made_as(self.program, instance, k)] for k in range(len(node.outputs))]
+            found = differentiate_nodes([renamed(node, names, made)], dys, sorted(wanted), values=values)
+            return replace(found, forward=forward)
         return differentiate_nodes(
-            [op.node for op in local.ops],
+            forward,
             dys,
             sorted(wanted),
             values=values,
@@ -307,8 +315,9 @@ class Backward:
                 f"{instance.node.op_type} is cut along what it takes the extreme of, which has no gradient",
                 "leave that dim whole",
             )
-        summed = {axis for axis, _ in layout.partial}
-        return dual(choice, layout.cuts, summed)
+        made = choice.rule.outputs[k] or ""
+        reduced = [axes for letter, axes in choice.axes.items() if letter in choice.rule.reduce and letter not in made]
+        return dual(choice, layout.cuts, {axis for axes in reduced for axis in axes})
 
     def _dual_read(self, instance: Instance, k: int) -> Layout:
         """The layout in which a node gives the cotangent of an input."""

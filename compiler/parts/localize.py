@@ -79,7 +79,7 @@ def localize(
     rule = choice.rule if choice is not None else rule_of(node) if unknown_to_runtimes else None
     cut = choice.cut if choice is not None else {}
     if rule is None or rule.local is None or not (unknown_to_runtimes or cut or not rule.factors):
-        one = Localized([Op(_renamed(node, inputs, outputs), node, captured)], types=types)
+        one = Localized([Op(renamed(node, inputs, outputs), node, captured)], types=types)
         return [(one, group)]
     shapes = _Shapes(program, dict(zip(inputs, read, strict=True)) | dict(zip(outputs, made, strict=True)))
     found: dict[tuple[int, ...], tuple[Localized, list[int]]] = {}
@@ -107,7 +107,7 @@ def _pieces(choice: Choice, index: int) -> dict[str, int]:
     return found
 
 
-def _renamed(node: ir.Node, inputs: list[str], outputs: list[str]) -> ir.Node:
+def renamed(node: ir.Node, inputs: list[str], outputs: list[str]) -> ir.Node:
     """The node itself where its operands have their own names, else a copy with the names that they have here."""
     own = [value.name or "" if value is not None else "" for value in node.inputs]
     if own == inputs and [value.name or "" for value in node.outputs] == outputs:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.training import ParameterRule, TrainRules
+from partc.compiler.training.extremes import in_parts
 from partc.compiler.training.learned import candidates, learned_names, running_statistics
 from partc.compiler.training.losses import add_loss
 from partc.compiler.training.metrics import add_metric
@@ -46,7 +47,7 @@ def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool,
     graph.outputs[:] = list(dict.fromkeys([loss, *metrics]))
     _drop_unread(graph, {value for value in statistics.values() if value is not None})
     kept = {graph.initializers[name]: one for name, one in how.items() if name in graph.initializers}
-    return Training(
+    training = Training(
         loss=loss,
         optimizer=rules.optimizer,
         parameters=kept,
@@ -64,6 +65,9 @@ def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool,
         mean=rules.loss.reduction == "mean",
         part=part,
     )
+    if cut and part.backward:
+        in_parts(model, training)
+    return training
 
 
 def _learned(rules: TrainRules, names: list[str], others: list[str]) -> dict[str, Learned]:

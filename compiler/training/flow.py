@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import onnx_ir as ir
 from partc.compiler.ops.gradient import stops_gradient
-from partc.compiler.program import Program
+from partc.compiler.program import Reads
+from partc.compiler.training.training import Training
 
 
-def learned_from(program: Program) -> set[ir.Value]:
-    """The values that change with a parameter that is learned."""
-    assert program.training is not None
-    found = {value for value, how in program.training.parameters.items() if not how.frozen}
-    for node in program.model.graph:
-        if not stops(node) and any(value in found for value in program.reads[node]):
+def learned_from(reads: Reads, training: Training) -> set[ir.Value]:
+    """The values that change with a parameter that is learned; `reads` are those of the graph's nodes, in order."""
+    found = {value for value, how in training.parameters.items() if not how.frozen}
+    for node, read in reads.items():
+        if not stops(node) and any(value in found for value in read):
             found.update(value for value in node.outputs if value.dtype is None or value.dtype.is_floating_point())
     return found
 
 
-def flowing(program: Program) -> set[ir.Node]:
-    """The nodes through which a gradient flows; none where nothing trains."""
-    if program.training is None or not program.training.part.backward:
-        return set()
-    learned, reaching = learned_from(program), {program.training.loss}
+def flowing(reads: Reads, training: Training) -> set[ir.Node]:
+    """The nodes through which a gradient flows from the loss; `reads` are those of the graph's nodes, in order."""
+    learned, reaching = learned_from(reads, training), {training.loss}
     found: set[ir.Node] = set()
-    for node in reversed(list(program.model.graph)):
+    for node, read in reversed(reads.items()):
         if stops(node) or reaching.isdisjoint(node.outputs):
             continue
-        reaching.update(program.reads[node])
-        if not learned.isdisjoint(program.reads[node]):
+        reaching.update(read)
+        if not learned.isdisjoint(read):
             found.add(node)
     return found
 

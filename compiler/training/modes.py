@@ -62,7 +62,7 @@ def to_training(model: ir.Model, *, cut: bool, seed: int, frozen: Callable[[str]
     training = [node for node in norms if _has_state(node) and not _is_frozen(node, frozen)]
     dropouts = [node for node in graph if _is(node, DROPOUT)]
     drawing = {node: ratio for node in dropouts if (ratio := _ratio(node)) != 0}
-    known = _ranked(model, training) if cut else {}
+    known = ranked(model, training) if cut else {}
     problems = [
         *_attributes(model, paths),
         *_inside(graph, paths, frozen),
@@ -113,7 +113,7 @@ def _is_frozen(node: ir.Node, frozen: Callable[[str], bool]) -> bool:
     return any(statistics) or (scale and bias)
 
 
-def _ranked(model: ir.Model, nodes: list[ir.Node]) -> dict[ir.Node, ir.Value]:
+def ranked(model: ir.Model, nodes: list[ir.Node]) -> dict[ir.Node, ir.Value]:
     """By node a value with the shape and type of its input, inferred where the model does not say them."""
     inputs = {node: value for node in nodes if (value := node.inputs[0]) is not None}
     if all(value.shape is not None and value.dtype is not None for value in inputs.values()):
@@ -129,13 +129,13 @@ def _trained(
     model: ir.Model, nodes: list[ir.Node], known: Mapping[ir.Node, ir.Value]
 ) -> list[tuple[ir.Value, ir.Value]]:
     """Puts normalizations into training; their statistics with what replaces them. Nodes that share some move them in turn."""
-    scopes = {key for node in model.graph for key in (TORCH_SCOPES, ONNXSCRIPT_SCOPES) if key in node.metadata_props}
+    module = modules(model)
     newest: dict[ir.Value, ir.Value] = {}
     for node in nodes:
         states = [value for value in node.inputs[3:5] if value is not None]
         running = [newest.get(value, value) for value in states]
         x = known.get(node)
-        made = decompose(node, running, x, _module(str(node.name), scopes)) if x else train_in_place(node, running)
+        made = decompose(node, running, x, module(str(node.name))) if x else train_in_place(node, running)
         for state, old, new in zip(states, running, made, strict=True):
             if not state.is_initializer():
                 continue
@@ -147,10 +147,15 @@ def _trained(
     return list(newest.items())
 
 
-def _module(path: str, scopes: set[str]) -> dict[str, str]:
-    """Metadata that says of nodes that they belong to a module, in the words that the model uses."""
-    said = {TORCH_SCOPES: str(["", path, path]), ONNXSCRIPT_SCOPES: str(["", path])}
-    return {key: text for key, text in said.items() if key in scopes}
+def modules(model: ir.Model) -> Callable[[str], dict[str, str]]:
+    """What gives the metadata by which nodes belong to the module of a path, in the words that the model uses."""
+    scopes = {key for node in model.graph for key in (TORCH_SCOPES, ONNXSCRIPT_SCOPES) if key in node.metadata_props}
+
+    def module(path: str) -> dict[str, str]:
+        said = {TORCH_SCOPES: str(["", path, path]), ONNXSCRIPT_SCOPES: str(["", path])}
+        return {key: text for key, text in said.items() if key in scopes}
+
+    return module
 
 
 def _ratio(node: ir.Node) -> float | None:

@@ -1,0 +1,97 @@
+"""Extremes that have a gradient, in parts of which each may be cut.
+
+    top = ReduceMax(x)   same = Equal(x, top)   count = ReduceSum(Cast(same))   y = partc.nn.Extreme(x, top, same, count)
+
+The first and the third are reductions that ranks complete, each over the pieces of `x` that it has: so equal elements share a
+cotangent over all ranks as they do on one. The parts take the numbers and about the time that the gradient of the whole op takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.load.names import node_paths
+from partc.compiler.ops.extreme import EXTREME
+from partc.compiler.ops.operands import constant_ints, operand
+from partc.compiler.ops.rule import OWN
+from partc.compiler.program import reads_of
+from partc.compiler.training.flow import flowing
+from partc.compiler.training.modes import modules, ranked
+from partc.compiler.training.training import Training
+
+_REDUCTIONS = ("ReduceMax", "ReduceMin")
+_POOL = "GlobalMaxPool"
+
+
+def in_parts(model: ir.Model, training: Training) -> None:
+    """Replaces every extreme through which a gradient flows, and whose axes are known, by its parts."""
+    flows = flowing(reads_of(model.graph), training)
+    nodes = [node for node in model.graph if node in flows and _is_extreme(node)]
+    known = ranked(model, nodes)
+    nodes = [node for node in nodes if known[node].shape is not None and _axes(node, known[node]) != ()]
+    if not nodes:
+        return
+    for node, path in node_paths(model).items():
+        node.name = path
+    module = modules(model)
+    for node in nodes:
+        _put_in_parts(node, known[node], module(str(node.name)))
+
+
+def _is_extreme(node: ir.Node) -> bool:
+    return node.op_type in (*_REDUCTIONS, _POOL) and node.domain in ("", "ai.onnx")
+
+
+def _axes(node: ir.Node, x: ir.Value) -> tuple[int, ...]:
+    """What the extreme is taken over; () where it is of nothing, or only a run tells."""
+    assert x.shape is not None
+    rank = len(x.shape)
+    if node.op_type == _POOL:
+        return tuple(range(2, rank))
+    axes = constant_ints(node, 1) if operand(node, 1) is not None else ()
+    if axes is None or (not axes and bool(node.attributes.get_int("noop_with_empty_axes", 0))):
+        return ()
+    return tuple(sorted(axis % rank for axis in axes)) if axes else tuple(range(rank))
+
+
+def _put_in_parts(node: ir.Node, like: ir.Value, metadata: Mapping[str, str]) -> None:
+    """Keeps the node, as the first of the parts; the others belong to the module of its path."""
+    graph, x, old = node.graph, node.inputs[0], node.outputs[0]
+    assert isinstance(graph, ir.Graph)
+    assert x is not None
+    axes = _axes(node, like)
+    keeps = node.op_type == _POOL or bool(node.attributes.get_int("keepdims", 1))
+    path, name = str(node.name), str(old.name)
+    over = node.inputs[1] if len(node.inputs) > 1 and constant_ints(node, 1) else None
+    if over is None:
+        tensor = ir.tensor(np.array(axes, np.int64), name=f"{name}.axes")
+        kind, shape = ir.TensorType(tensor.dtype), ir.Shape([len(axes)])
+        over = ir.Value(name=tensor.name, type=kind, shape=shape, const_value=tensor)
+        graph.register_initializer(over)
+    y = ir.Value(name=name, type=old.type, shape=old.shape)
+    ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
+    old.name, old.shape = f"{name}.top", None
+    if node.op_type != _POOL:
+        node.resize_inputs(2)
+        node.replace_input_with(1, over)
+        node.attributes["keepdims"] = ir.AttrInt64("keepdims", 1)
+    nodes: list[ir.Node] = []
+
+    def add(op_type: str, inputs: list[ir.Value], word: str, made: ir.Value, **attributes: int | list[int]) -> ir.Value:
+        given, domain = ir.convenience.convert_attributes(attributes), OWN if op_type == EXTREME else ""
+        version = 1 if domain else None
+        nodes.append(ir.Node(domain, op_type, inputs, given, outputs=[made], name=f"{path}.{word}", version=version))
+        nodes[-1].metadata_props.update({**node.metadata_props, **metadata})
+        return made
+
+    same = add("Equal", [x, old], "same", ir.Value(name=f"{name}.same"))
+    dtype = (like.dtype or ir.DataType.FLOAT).value
+    ones = add("Cast", [same], "ones", ir.Value(name=f"{name}.ones"), to=dtype)
+    count = add("ReduceSum", [ones, over], "count", ir.Value(name=f"{name}.count"), keepdims=1)
+    whole = y if keeps else ir.Value(name=f"{name}.kept")
+    add(EXTREME, [x, old, same, count], "whole", whole, axes=list(axes))
+    if not keeps:
+        add("Squeeze", [whole, over], "squeezed", y)
+    graph.insert_after(node, nodes)
