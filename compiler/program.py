@@ -225,6 +225,14 @@ class Program:
         return tuple((part, tuple(ranks)) for part, ranks in found.values())
 
     @cached_property
+    def around(self) -> dict[ir.Node, tuple[ir.Value, ...]]:
+        """Per node of the main graph, the distinct values that its bodies read from outside; they may be its operands, too."""
+        return {
+            node: tuple(dict.fromkeys(value for body in bodies(node) for value in captured(body)))
+            for node in self.model.graph
+        }
+
+    @cached_property
     def reads(self) -> Reads:
         """Per node of the main graph, the distinct values that it reads, those captured by its bodies included."""
         return reads_of(self.model.graph)

@@ -53,7 +53,12 @@ CASES = [
     *[proof(op, [(6, 12, 2)], {"keepdims": 0}, constants={1: [-1, 0]}) for op in REDUCTIONS],
     *[proof(op, [(6, 12)], {"keepdims": 0}, span=(0.5, 1.5)) for op in (*REDUCTIONS, *BENT)],
     *[proof(op, [(6, 12, 2)], constants={1: [1]}, span=(0.5, 1.5)) for op in BENT],
-    proof("ReduceSum", [(6, 12)], {"noop_with_empty_axes": 1}),
+    *[
+        proof(op, [(6, 12)], {"noop_with_empty_axes": 1, "keepdims": keep}, span=(0.5, 1.5))
+        for op in (*REDUCTIONS, *BENT)
+        for keep in (0, 1)
+    ],
+    proof("ReduceL1", [(6, 12)], {"noop_with_empty_axes": 1}),
     proof("ReduceMean", [(6, 12, 2), np.array([1])], {"keepdims": 0}, static=True),
     proof("ReduceSum", [(6, 12, 2), np.array([0, 2])], {"keepdims": 0}, static=True),
     *[proof(op, [(6, 12, 2)], {"axis": axis}) for op in ("Softmax", "LogSoftmax") for axis in (-1, 1)],

@@ -1,4 +1,8 @@
-"""Gradients of reductions: the cotangent of the result, spread over what was reduced."""
+"""Gradients of reductions: the cotangent of the result, spread over what was reduced.
+
+With `noop_with_empty_axes` and no axes nothing is summed, and what an op does beside its sum is done to every element:
+ReduceSumSquare gives the squares, ReduceL1 absolute values, ReduceLogSum logarithms.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,6 @@ def _reduction(*op_types: str) -> Callable[[Reduction], Reduction]:
 
     def decorate(rule: Reduction) -> Reduction:
         def whole(g: Gradients, dy: str, x: str, axes: str | None = None) -> str:
-            if _is_noop(g, axes):
-                return dy
             return rule(g, _kept(g, dy, x, axes), x, axes)
 
         gradient(*op_types)(whole)
@@ -30,12 +32,14 @@ def _reduction(*op_types: str) -> Callable[[Reduction], Reduction]:
 @_reduction("ReduceSum")
 def reduce_sum(g: Gradients, dy: str, x: str, axes: str | None) -> str:
     """dX = dY along what was summed."""
-    return g.Expand(dy, g.shape_of(x))
+    return dy if _is_noop(g, axes) else g.Expand(dy, g.shape_of(x))
 
 
 @_reduction("ReduceMean")
 def reduce_mean(g: Gradients, dy: str, x: str, axes: str | None) -> str:
     """dX = dY / n along the n that were summed."""
+    if _is_noop(g, axes):
+        return dy
     known = _axes(g, x, axes)
     count = g.Div(g.size_of(x, like=x), g.size_of(dy, like=x)) if known is None else g.size_of(x, known, like=x)
     return g.Expand(g.Div(dy, count), g.shape_of(x))
@@ -44,10 +48,13 @@ def reduce_mean(g: Gradients, dy: str, x: str, axes: str | None) -> str:
 @_reduction("ReduceMax", "ReduceMin")
 def reduce_extreme(g: Gradients, dy: str, x: str, axes: str | None) -> str:
     """dX = dY where X is the extreme; equal ones share it."""
+    if _is_noop(g, axes):
+        return dy
     chosen = g.mask(g.Equal(x, _kept(g, g.output(0), x, axes)), x)
     known = _axes(g, x, axes)
     along = axes if known is None else g.constant(np.array(known, np.int64))
-    return g.Mul(chosen, g.Div(dy, g.ReduceSum(chosen, along, keepdims=1)))
+    noop = int(known is None and g.attribute("noop_with_empty_axes", 0))
+    return g.Mul(chosen, g.Div(dy, g.ReduceSum(chosen, along, keepdims=1, noop_with_empty_axes=noop)))
 
 
 @_reduction("ReduceL1")
@@ -58,8 +65,11 @@ def reduce_l1(g: Gradients, dy: str, x: str, axes: str | None) -> str:
 
 @_reduction("ReduceL2")
 def reduce_l2(g: Gradients, dy: str, x: str, axes: str | None) -> str:
-    """dX = dY X / Y."""
-    return g.Mul(g.Div(dy, _kept(g, g.output(0), x, axes)), x)
+    """dX = dY X / Y, and 0 where Y is."""
+    norm = _kept(g, g.output(0), x, axes)
+    zero = g.constant(0, norm)
+    share = g.Where(g.Equal(norm, zero), zero, g.Div(dy, norm))
+    return g.Mul(share, x)
 
 
 @_reduction("ReduceSumSquare")
@@ -83,6 +93,8 @@ def reduce_log_sum_exp(g: Gradients, dy: str, x: str, axes: str | None) -> str:
 @_reduction("ReduceProd")
 def reduce_product(g: Gradients, dy: str, x: str, axes: str | None) -> str:
     """dX = dY Y / X, where no factor is 0."""
+    if _is_noop(g, axes):
+        return dy
     return g.Div(g.Mul(dy, _kept(g, g.output(0), x, axes)), x)
 
 
@@ -95,6 +107,8 @@ def _is_noop(g: Gradients, axes: str | None) -> bool:
 
 def _axes(g: Gradients, x: str, axes: str | None) -> list[int] | None:
     """The axes counted from 0; None where only a run tells."""
+    if _is_noop(g, axes):
+        return []
     given = g.attribute("axes")
     if given is None and axes:
         known = g.known(axes)

@@ -135,8 +135,7 @@ class Backward:
     def _node(self, instance: Instance) -> None:
         node = instance.node
         flows = [value is not None and value in self.needed for value in node.inputs]
-        operands = {value for value in node.inputs if value is not None}
-        inner = [one for one in self.program.reads[node] if one in self.needed and one not in operands]
+        inner = [one for one in self.program.around[node] if one in self.needed]
         if not any(flows) and not inner:
             return
         dys: dict[str, str] = {}
@@ -169,7 +168,8 @@ class Backward:
                 self._shaped(made[names[k]], given_as)
                 self.terms.setdefault(copy, {}).setdefault(given_as, []).append(made[names[k]])
         for value, copy in around.items():
-            if (dx := made.get(self.writer.names[copy])) is not None:
+            name = self.writer.names[copy]
+            if name not in names.values() and (dx := made.get(name)) is not None:
                 given_as = Copy(self.cotangents[value], copy.group, copy.layout)
                 self._shaped(dx, given_as)
                 self.terms.setdefault(copy, {}).setdefault(given_as, []).append(dx)
@@ -182,8 +182,7 @@ class Backward:
         operands = [
             (value, read_as(self.program, instance, k)) for k, value in enumerate(node.inputs) if value is not None
         ]
-        own = {value for value, _ in operands}
-        operands += [(one, whole_on(one, instance.group)) for one in self.program.reads[node] if one not in own]
+        operands += [(one, whole_on(one, instance.group)) for one in self.program.around[node]]
         assert self.program.training is not None
         changing = {*self.program.training.parameters, *self.program.training.statistics}
         for value, copy in operands:

@@ -78,11 +78,10 @@ def find_copies(program: Program, delivered: dict[ir.Value, tuple[tuple[int, ...
     for node in order:
         placed = program.placement[node]
         cause = f"read by {program.paths[node]} ({placed.rule})"
-        operands = {value for value in node.inputs if value is not None}
         for group in placed.groups:
             instance = Instance(node, group)
             wanted = [read_as(program, instance, k) for k, value in enumerate(node.inputs) if value is not None]
-            wanted += [whole_on(value, group) for value in program.reads[node] if value not in operands]
+            wanted += [whole_on(value, group) for value in program.around[node]]
             derived = is_derived(program, instance)
             for copy in wanted:
                 known = copies.needs.setdefault(copy.value, {})

@@ -68,10 +68,7 @@ def localize(
     made = [made_as(program, instance, k) for k in range(len(node.outputs))]
     inputs = ["" if copy is None else name_of(copy) for copy in read]
     outputs = [name_of(copy) if copy.value.name else "" for copy in made]
-    operands = {value for value in node.inputs if value is not None}
-    captured = {
-        value.name or "": name_of(whole_on(value, group)) for value in program.reads[node] if value not in operands
-    }
+    captured = {value.name or "": name_of(whole_on(value, group)) for value in program.around[node]}
     captured = {old: new for old, new in captured.items() if old != new}
     types = {name: (copy.value, local_shape(program, copy)) for name, copy in zip(outputs, made, strict=True) if name}
     choice = program.choices.get(instance)
