@@ -6,12 +6,15 @@ replaced here, and a rule that raises leaves its node's outputs unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import onnx_ir as ir
-from onnx_shape_inference import ShapeInferenceContext, registry
+import sympy
+from onnx_shape_inference import SYM_DATA_KEY, ShapeInferenceContext, registry
 from partc.compiler.dims.facts import Facts, facts_of
+from partc.compiler.dims.normal import as_dim, normal, normal_dim, quotient
+from partc.compiler.dims.reading import read
 
 Rule = Callable[[ShapeInferenceContext, ir.Node], None]
 Known = Mapping[str, Facts]
@@ -122,6 +125,40 @@ def broadcast(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Know
     out.shape = ir.Shape(dims)
 
 
+def reshape(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Known) -> None:
+    """An entry of -1 is the exact quotient, for other sizes are refused where the node runs; the engine rounds it down."""
+    rule(ctx, node)
+    data, target, out = node.inputs[0], node.inputs[1], node.outputs[0]
+    entries = None if target is None else ctx.get_symbolic_value(target)
+    if data is None or data.shape is None or out.shape is None or entries is None or entries.count(-1) != 1:
+        return
+    place = entries.index(-1)
+    dims = list(out.shape.dims)
+    total, others = _product(data.shape.dims), _product(dims[:place] + dims[place + 1 :])
+    if total is not None and others:
+        dims[place] = as_dim(normal(quotient(total, others), known))
+        out.shape = ir.Shape(dims)
+
+
+def _product(dims: Iterable[int | ir.SymbolicDim]) -> sympy.Expr | None:
+    """The product of dims; None where one is unreadable."""
+    found = [sympy.Integer(dim) if isinstance(dim, int) else read(str(dim.value)) for dim in dims]
+    return None if any(one is None for one in found) else sympy.expand(sympy.Mul(*found))
+
+
+def _normalize_outputs(ctx: ShapeInferenceContext, node: ir.Node, known: Known) -> None:
+    """Brings what a rule found into normal form, so that later nodes see equal dims as equal and numbers as numbers."""
+    for out in node.outputs:
+        if out.shape is not None:
+            dims = [normal_dim(dim, known) for dim in out.shape.dims]
+            if any(a is not b for a, b in zip(dims, out.shape.dims, strict=True)):
+                out.shape = ir.Shape(dims)
+        if SYM_DATA_KEY in out.metadata_props:
+            values = ctx.get_symbolic_value(out)
+            if values is not None:
+                ctx.set_symbolic_value(out, [normal_dim(value, known) for value in values])
+
+
 def _ints(node: ir.Node, k: int, name: str) -> list[int] | None:
     """A list of integers that is an attribute, or a constant input; None where it is neither."""
     if name in node.attributes:
@@ -145,6 +182,7 @@ CORRECTIONS: dict[tuple[str, str], Callable[[ShapeInferenceContext, ir.Node, Rul
     **{("", op): broadcast for op in sorted(BROADCASTING | {"MatMul"})},
     ("", "If"): if_,
     ("", "Loop"): loop,
+    ("", "Reshape"): reshape,
     ("", "Slice"): slice_,
     ("", "Split"): split,
     ("", "Squeeze"): squeeze,
@@ -172,6 +210,7 @@ def tolerant_rules(failed: list[ir.Node], known: Known) -> Iterator[None]:
                     correction(ctx, node, rule, known)
                 else:
                     rule(ctx, node)
+                _normalize_outputs(ctx, node, known)
             except Exception:
                 failed.append(node)
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 from partc.compiler.bindings import bind_inputs
+from partc.compiler.dims.normal import normal_dim
 from partc.compiler.load.onnx_file import graphs_of
 from partc.compiler.program import Program, Shape, ValueInfo
 from partc.compiler.shape_rules import tolerant_rules
@@ -35,9 +36,13 @@ def shapes(program: Program) -> Program:
     symbols = bind_inputs(program)
     _forget_declared_shapes(graph)
     failed: list[ir.Node] = []
+    facts = {name: info.facts for name, info in symbols.items()}
+    for value in graph.inputs:
+        if value.shape is not None:
+            value.shape = ir.Shape([normal_dim(dim, facts) for dim in value.shape.dims])
     import onnx_shape_inference
 
-    with tolerant_rules(failed, {name: info.facts for name, info in symbols.items()}):
+    with tolerant_rules(failed, facts):
         onnx_shape_inference.infer_symbolic_shapes(program.model, warn_on_missing=False, adopt_declared_symbols=False)
     _fill_missing_types(program.model)
     known = frozenset(symbols)

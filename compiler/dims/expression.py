@@ -23,6 +23,7 @@ import onnx_ir as ir
 import sympy
 from partc.compiler.dims.facts import ANY, ANY_DIM, Facts, maximum, minimum
 from partc.compiler.dims.polynomial import Monomial, Polynomial
+from partc.compiler.dims.reading import read
 
 LARGEST_POWER = 8
 LARGEST_SUM = 256
@@ -44,11 +45,8 @@ def facts_of_expression(dim: ir.SymbolicDim | sympy.Expr | str, known: Mapping[s
         text = dim if isinstance(dim, str) else dim.value
         if text is None or text in known:
             return ANY_DIM if text is None else known[text]
-        try:
-            parsed = (ir.SymbolicDim(dim) if isinstance(dim, str) else dim)._expr
-        except (ValueError, TypeError):
-            return ANY_DIM
-        if not isinstance(parsed, sympy.Expr):
+        parsed = read(text)
+        if parsed is None:
             return ANY_DIM
         expression = parsed
     names = sorted({str(symbol) for symbol in expression.free_symbols})

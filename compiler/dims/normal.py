@@ -1,0 +1,185 @@
+"""The normal form of a dim: one text for equal dims, as far as the facts of the names tell, and a number where it is one.
+
+Sums and products are multiplied out; functions are resolved by what is known of the names in them:
+
+    floor(p/q)   the terms of p that q divides leave it; it vanishes where the congruence of the rest tells what is lost
+    ceiling      floor((p + q - 1)/q), and so is -floor(-p/q)
+    Max, Min     arguments that another one always exceeds are dropped
+    Mod(p, m)    p where it never reaches m; else p - m*floor(p/m) where that floor vanishes
+
+With seq <= 512 and batch = 2N, `Min(512, seq)` is `seq`, `floor(batch/2) + 1` is `batch/2 + 1`, and `4*seq/seq` is 4.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import onnx_ir as ir
+import sympy
+from partc.compiler.dims.expression import Bindings, facts_of_expression
+from partc.compiler.dims.facts import ANY_DIM, Facts
+from partc.compiler.dims.reading import read, symbol
+
+LARGEST = 256
+
+
+def normal_dim(dim: int | ir.SymbolicDim, known: Mapping[str, Facts]) -> int | ir.SymbolicDim:
+    """The dim in normal form; as it is where it is unknown, or where its text is no expression."""
+    if isinstance(dim, int) or dim.value is None:
+        return dim
+    if dim.value.isidentifier():
+        return _named(dim.value)
+    expression = read(dim.value)
+    return dim if expression is None else as_dim(normal(expression, known))
+
+
+def as_dim(expression: sympy.Expr) -> int | ir.SymbolicDim:
+    """An expression as a dim."""
+    return int(expression) if isinstance(expression, sympy.Integer) else ir.SymbolicDim(expression)
+
+
+def normal(expression: sympy.Expr, known: Mapping[str, Facts]) -> sympy.Expr:
+    """The expression in normal form."""
+    names = sorted(str(name) for name in expression.free_symbols)
+    return _normal_of(expression, tuple((name, known.get(name, ANY_DIM)) for name in names))
+
+
+@functools.lru_cache(maxsize=8192)
+def _named(name: str) -> ir.SymbolicDim:
+    return ir.SymbolicDim(symbol(name))
+
+
+@functools.lru_cache(maxsize=8192)
+def _normal_of(expression: sympy.Expr, bindings: Bindings) -> sympy.Expr:
+    if expression.count_ops() > LARGEST:
+        return expression
+    return _simplified(expression, dict(bindings))
+
+
+def _simplified(expression: Any, known: Mapping[str, Facts]) -> sympy.Expr:
+    if not expression.args:
+        return expression
+    args = [_simplified(arg, known) for arg in expression.args]
+    rule = _RULES.get(type(expression).__name__)
+    if rule is None:
+        return sympy.expand(expression.func(*args))
+    found = rule(args, known)
+    constant = facts_of_expression(found, known).value if found.args else None
+    return found if constant is None else sympy.Integer(constant)
+
+
+def _floor(args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:
+    value = _cancelled(args[0])
+    terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(value)]
+    if not all(isinstance(number, sympy.Rational) and _is_whole(rest, known) for number, rest in terms):
+        return sympy.floor(value)
+    q = math.lcm(*(int(number.q) for number, _ in terms))
+    outside, inside = sympy.Integer(0), sympy.Integer(0)
+    for number, rest in terms:
+        n = int(number * q)
+        exact = n // q if n >= 0 or rest == 1 else -(-n // q)
+        outside, inside = outside + exact * rest, inside + (n - exact * q) * rest
+    facts = facts_of_expression(inside, known)
+    if facts.divisor % q == 0:
+        return sympy.expand(outside + (inside - facts.remainder % q) / q)
+    if _leading(inside) < 0:
+        return sympy.expand(outside - _floor([sympy.expand((q - 1 - inside) / q)], known))
+    return outside + sympy.floor(sympy.expand(inside / q))
+
+
+def _ceiling(args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:
+    return sympy.expand(-_floor([sympy.expand(-args[0])], known))
+
+
+def _cancelled(value: sympy.Expr) -> sympy.Expr:
+    """A quotient without what its parts have in common."""
+    if not any(power.exp.is_negative for power in value.atoms(sympy.Pow)):
+        return value
+    try:
+        return sympy.expand(sympy.cancel(value))
+    except sympy.PolynomialError:
+        return value
+
+
+def quotient(value: sympy.Expr, by: sympy.Expr) -> sympy.Expr:
+    """A quotient that is known to be exact."""
+    return _cancelled(value / by)
+
+
+def _is_whole(expression: Any, known: Mapping[str, Facts]) -> bool:
+    """Whether the values are integers, told by the form."""
+    match type(expression).__name__:
+        case "Symbol" | "Integer" | "One" | "Zero" | "NegativeOne" | "floor" | "ceiling":
+            return True
+        case "Pow":
+            base, exponent = expression.args
+            return isinstance(exponent, sympy.Integer) and exponent > 0 and _is_whole(base, known)
+        case "Mul" | "Max" | "Min" | "Mod":
+            return all(_is_whole(arg, known) for arg in expression.args)
+        case "Add":
+            q = math.lcm(*(int(number.q) for number, _ in map(_parts, expression.args)))
+            if not all(_is_whole(rest, known) for _, rest in map(_parts, expression.args)):
+                return False
+            return q == 1 or facts_of_expression(sympy.expand(expression * q), known).divisible_by(q)
+        case _:
+            return False
+
+
+def _parts(term: sympy.Expr) -> tuple[Any, sympy.Expr]:
+    number, rest = term.as_coeff_Mul()
+    return (number, rest) if isinstance(number, sympy.Rational) else (sympy.Integer(1), term)
+
+
+def _leading(value: sympy.Expr) -> int:
+    """The coefficient of the first term that is no number."""
+    terms = [term.as_coeff_Mul() for term in value.as_ordered_terms()]
+    return next((int(number) for number, rest in terms if rest != 1), 0)
+
+
+def _largest(args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:
+    return _extreme(sympy.Max, 1, args, known)
+
+
+def _smallest(args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:
+    return _extreme(sympy.Min, -1, args, known)
+
+
+def _extreme(of: Callable[..., Any], sign: int, args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:
+    kept: list[sympy.Expr] = []
+    for i, value in enumerate(args):
+        others = kept + args[i + 1 :]
+        if not any(_low(sympy.expand((other - value) * sign), known) >= 0 for other in others):
+            kept.append(value)
+    return of(*kept)
+
+
+def _modulo(args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:
+    value, modulus = args
+    if _low(value, known) >= 0 and _low(sympy.expand(modulus - value), known) > 0:
+        return value
+    if isinstance(modulus, sympy.Integer) and modulus > 0:
+        times = _floor([sympy.expand(value / modulus)], known)
+        if not times.has(sympy.floor):
+            return sympy.expand(value - modulus * times)
+    return sympy.Mod(value, modulus)
+
+
+def _absolute(args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:
+    return args[0] if _low(args[0], known) >= 0 else sympy.Abs(args[0])
+
+
+def _low(expression: sympy.Expr, known: Mapping[str, Facts]) -> float:
+    return facts_of_expression(expression, known).low
+
+
+_RULES: dict[str, Callable[[list[sympy.Expr], Mapping[str, Facts]], sympy.Expr]] = {
+    "floor": _floor,
+    "ceiling": _ceiling,
+    "Max": _largest,
+    "Min": _smallest,
+    "Mod": _modulo,
+    "Abs": _absolute,
+}

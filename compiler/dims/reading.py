@@ -1,0 +1,75 @@
+"""Texts of dims as sympy expressions in which a name is an integer and no more.
+
+onnx-ir's own reader makes every name positive, and sympy then drops the 1 of `Max(1, n)`; but a dynamic dim may be 0. What
+is known of a name are its facts, and nothing else may decide.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+
+LONGEST = 10_000
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: lambda a, b: sympy.floor(a / b),
+    ast.Mod: sympy.Mod,
+    ast.Pow: operator.pow,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "floor": sympy.floor,
+    "ceiling": sympy.ceiling,
+    "Max": sympy.Max,
+    "max": sympy.Max,
+    "Min": sympy.Min,
+    "min": sympy.Min,
+    "Mod": sympy.Mod,
+    "mod": sympy.Mod,
+    "Abs": sympy.Abs,
+    "sign": sympy.sign,
+    "sqrt": sympy.sqrt,
+}
+
+
+@functools.lru_cache(maxsize=8192)
+def read(text: str) -> sympy.Expr | None:
+    """The expression of a text such as `floor(seq/2) + 1`; None where it is none."""
+    if text.isidentifier():
+        return symbol(text)
+    if len(text) > LONGEST:
+        return None
+    try:
+        return _expression(ast.parse(text, mode="eval").body)
+    except (SyntaxError, KeyError, TypeError, ValueError, RecursionError, ZeroDivisionError):
+        return None
+
+
+@functools.lru_cache(maxsize=8192)
+def symbol(name: str) -> sympy.Symbol:
+    """The dim of this name."""
+    return sympy.Symbol(name, integer=True)
+
+
+def _expression(tree: ast.expr) -> sympy.Expr:
+    match tree:
+        case ast.Constant(value=int() as number):
+            return sympy.Integer(number)
+        case ast.Name(id=name):
+            return symbol(name)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_expression(operand)
+        case ast.BinOp(left=left, op=op, right=right):
+            return _BINARY[type(op)](_expression(left), _expression(right))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
+            return _FUNCTIONS[name](*(_expression(arg) for arg in args))
+        case _:
+            raise ValueError("no dim is written so")
