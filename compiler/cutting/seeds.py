@@ -302,6 +302,8 @@ class _Seeds:
             given = plan.dataset.cuts.get(value.name or "")
             if plan.dataset.style != DATA_PARALLEL and given is None:
                 continue
+            wrong: list[Problem] = []
+            fits = False
             for group in dict.fromkeys(i.group for i in self.choices if value in self.program.reads[i.node]):
                 if len(group) == 1 or value.shape is None or not len(value.shape):
                     continue
@@ -309,8 +311,11 @@ class _Seeds:
                 where = given.where if given else plan.dataset.where
                 try:
                     self.given.arriving[value, group] = (cut_layout(self.program, cut, value, group), where)
+                    fits = True
                 except ValueError as error:
-                    self.problems.append(Problem(where, f"dataset of '{value.name}': {error}"))
+                    wrong.append(Problem(where, f"dataset of '{value.name}': {error}"))
+            if not fits:  # else a group that cannot have it so is sent what it needs
+                self.problems += wrong
         for name, entry in plan.dataset.cuts.items():
             names = [value.name or "" for value in self.program.model.graph.inputs]
             if name not in names:

@@ -15,6 +15,7 @@ from partc.compiler import ops  # noqa: F401  (registers the table)
 from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.cutting.propagate import Given, Propagation
 from partc.compiler.cutting.seeds import group_mesh, seed
+from partc.compiler.cutting.uncut import uncut
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.layouts.mesh import normal
@@ -43,7 +44,9 @@ def shard(program: Program) -> Program:
     laws = _Laws(program)
     given, problems = seed(program, choices)
     if not problems:
-        Propagation(instances, choices, given, program.paths, laws.bytes_of, laws.divides_in(choices)).run()
+        derived = Propagation(instances, choices, given, program.paths, laws.bytes_of, laws.divides_in(choices))
+        derived.run()
+        uncut(program, derived)
         problems = [*_unmet(program, choices, given), *laws.violations(choices, given)]
         lines = {PurePath(rule.where).name: rule.where for rule in (*program.declared.sharding, *program.plan.sharding)}
         problems = [replace(problem, where=lines.get(problem.where, problem.where)) for problem in problems]

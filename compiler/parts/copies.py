@@ -102,14 +102,21 @@ def find_copies(program: Program, delivered: dict[ir.Value, tuple[tuple[int, ...
 
 
 def _arrivals(program: Program, copies: Copies) -> None:
-    """Inputs arrive whole on every group that reads them, or cut on the largest one that does; weights lie as they are read."""
+    """Inputs arrive on every group that reads them, cut where the plan says so; weights lie as they are read.
+
+    Of groups with a rank in common the largest has a cut input, and the others are sent it.
+    """
     graph = program.model.graph
     arriving = program.given.arriving if program.given else {}
     for value in graph.inputs:
         groups = list(dict.fromkeys(copy.group for copy in copies.needs.get(value, ())))
         cut = [Copy(value, group, normal(arriving[value, group][0])) for group in groups if (value, group) in arriving]
         whole = [whole_on(value, group) for group in groups]
-        copies.homes[value] = [max(cut, key=lambda copy: len(copy.group))] if cut else whole
+        apart: list[Copy] = []
+        for copy in sorted(cut, key=lambda copy: -len(copy.group)):
+            if all(set(copy.group).isdisjoint(other.group) for other in apart):
+                apart.append(copy)
+        copies.homes[value] = apart or whole
     for value in graph.initializers.values():
         copies.homes[value] = list(copies.needs.get(value, ()))
 

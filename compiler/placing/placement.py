@@ -5,6 +5,8 @@ The law, in order; the first that decides holds:
 1. A node that depends on no input (a constant) runs on every rank that reads it, wherever the plan puts its module.
 2. Shape arithmetic (from `Shape` and `Size` to integers of rank 0 or 1; where the plan is silent, to anything) runs on every
    rank that reads it. `Shape(x)` is taken where x is; a rank without x is sent the shape, never x.
+   So is what is cheap to make of inputs of the model where the plan is silent, a mask for instance, if that takes fewer bytes
+   than sending it: `repeated.py` has this law.
 3. The plan's last matching rule, else the model's own last `place`; what a sharding rule matches and no placement does runs on
    the group of all ranks.
 4. A node joins the producer that has most bytes of its inputs; at a tie, the earliest input's.
@@ -22,8 +24,9 @@ import onnx_ir as ir
 from partc.compiler.errors import CompileError
 from partc.compiler.ops.random import RANDOM
 from partc.compiler.placing.pattern_rules import Rule, default_group, output_ranks, placement_rules, sharding_rules
-from partc.compiler.placing.settle import Settled, settle
-from partc.compiler.program import Placed, Program
+from partc.compiler.placing.repeated import repeatable, worth_repeating
+from partc.compiler.placing.settle import REPEATED, Delivered, Settled, settle
+from partc.compiler.program import Group, Placed, Program
 
 
 def place(program: Program) -> Program:
@@ -39,9 +42,24 @@ def place(program: Program) -> Program:
     rules = {node: Rule(rule.pattern, default, rule.where) for node, rule in cut.items()} | rules
     floating = _floating(program, rules)
     fixed = {node: rule.ranks for node, rule in rules.items() if node not in floating}
-    settled = settle(program, fixed, floating, {value: ranks for value, (ranks, _) in delivered.items()}, default)
+    settled = _settle(program, fixed, floating, {value: ranks for value, (ranks, _) in delivered.items()}, default)
     placement = {node: _placed(node, rules, settled, floating, program) for node in graph}
     return replace(program, placement=placement)
+
+
+def _settle(
+    program: Program, fixed: dict[ir.Node, Group], floating: dict[ir.Node, str], delivered: Delivered, default: Group
+) -> Settled:
+    """Settles all nodes; `floating` is given the nodes that are repeated wherever they are read."""
+    basis, chosen = dict(floating), repeatable(program, fixed, floating)
+    while True:
+        floating.clear()
+        floating.update(basis | dict.fromkeys(chosen, REPEATED))
+        settled = settle(program, fixed, floating, delivered, default)
+        kept = worth_repeating(program, chosen, settled, basis)
+        if kept == chosen:
+            return settled
+        chosen = kept
 
 
 def _floating(program: Program, rules: dict[ir.Node, Rule]) -> dict[ir.Node, str]:

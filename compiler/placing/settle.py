@@ -15,6 +15,8 @@ from partc.compiler.program import Group, Program
 
 Delivered = dict[ir.Value, tuple[int, ...] | None]
 """Per output of the model the ranks that it goes to; None: it stays."""
+REPEATED = "made of inputs"
+"""Why a floating node runs where it is read although what it reads may be sent there."""
 _LARGEST_MOVE = 32
 
 
@@ -102,8 +104,7 @@ class _Settler:
         for node in reversed(self.free):
             if node in self.home:
                 continue
-            readers = [reader for out in node.outputs for reader in self.readers.get(out, ()) if reader in self.home]
-            if readers:
+            if readers := self._readers_with_home(node):
                 reader = min(readers, key=lambda reader: self.index[reader])
                 self.home[node] = self.home[reader]
                 self.reasons[node] = f"joins its reader {self.program.paths[reader]}"
@@ -112,6 +113,17 @@ class _Settler:
             joins = wanted and len(self.default) == 1
             self.home[node] = wanted[0] if joins else self.default
             self.reasons[node] = "joins its output" if joins else "nothing decides"
+
+    def _readers_with_home(self, node: ir.Node) -> list[ir.Node]:
+        """The readers of a node that run in one place; else those of what floating nodes make of it."""
+        seen, around = set[ir.Node](), [node]
+        while around:
+            readers = {reader: None for each in around for out in each.outputs for reader in self.readers.get(out, ())}
+            if placed := [reader for reader in readers if reader in self.home]:
+                return placed
+            around = [reader for reader in readers if reader in self.floating and reader not in seen]
+            seen.update(around)
+        return []
 
     def needed_on(
         self, value: ir.Value, moved: frozenset[ir.Node] = frozenset(), to: Group | None = None
@@ -199,6 +211,8 @@ class _Settler:
         self, node: ir.Node, wanted: set[Group], needs: dict[ir.Value, set[Group]]
     ) -> tuple[Group, ...]:
         """All wanted groups; of `Shape(x)` those that hold x, after x's home where another one has to be sent the shape."""
+        if self.floating[node] == REPEATED:
+            return tuple(sorted(wanted))
         for _, producer in self.producers(node):
             home = self.home[producer]
             holding = {home, *(group for value in self.program.reads[node] for group in needs.get(value, ()))}
