@@ -53,7 +53,7 @@ _CHEAP = frozenset((*_ELEMENTWISE, *_MOVING, *_COUNTED))
 
 def repeatable(program: Program, fixed: Mapping[ir.Node, object], floating: Mapping[ir.Node, str]) -> list[ir.Node]:
     """The nodes that may be repeated, in order; `fixed` ones are placed, `floating` ones run wherever they are read anyway."""
-    learned = learned_from(program) if program.training else set()
+    learned = learned_from(program.reads, program.training) if program.training else set()
     graph = program.model.graph
     ready = {value for value in (*graph.inputs, *graph.initializers.values()) if value not in learned}
     found = []
