@@ -2,6 +2,7 @@
 
 files     the manifest's schema, sizes and hashes, strangers in the folder, sound weights files
 graphs    onnx.checker, each value made once and before its use, known ops, weights inside their files
+types     what the nodes of a file make, inferred anew, is what it declares
 order     every Send has its Recv and every collective all its ranks, all agree with the manifest, and the common order ends
           without a deadlock
 state     what ranks keep from step to step is in their files, and together all of each tensor; updates in place are safe, and copies
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from partc.runtime.check_files import check_folder, read_manifest
+from partc.runtime.check_files import check_folder, missing_programs, read_manifest
 from partc.runtime.format import MANIFEST, Manifest, stays_inside
 from partc.runtime.violation import Violation
 
@@ -68,6 +69,8 @@ def _check(folder: Path) -> tuple[Checked, Manifest | None, dict[int, ModelProto
     if manifest is None:
         return Checked(found), None, {}
     found = check_folder(folder, manifest)
+    if any(missing_programs(manifest)):
+        return Checked(found), manifest, {}
     models = {}
     nodes = 0
     read: dict[str, ModelProto | None] = {}
@@ -146,7 +149,9 @@ def _check_rank(folder: Path, file: str, manifest: Manifest) -> tuple[ModelProto
     """The model in a rank file, None where it cannot be read, and what is wrong with it alone."""
     import onnx
     from google.protobuf.message import DecodeError
-    from partc.runtime.check_graph import check_graph, check_weights
+    from partc.runtime.check_graph import check_graph
+    from partc.runtime.check_types import as_plain_onnx, check_types
+    from partc.runtime.check_weights import check_weights
     from partc.runtime.comm_ops import register
 
     try:
@@ -157,8 +162,10 @@ def _check_rank(folder: Path, file: str, manifest: Manifest) -> tuple[ModelProto
     if not found:
         register()
         try:
-            onnx.checker.check_model(str(folder / file))
+            onnx.checker.check_model(as_plain_onnx(model))
         except onnx.checker.ValidationError as error:
             text = " ".join(str(error).split())
             found.append(Violation(file, f"onnx.checker refuses it: {text}"))
+        else:
+            found += check_types(file, model, manifest)
     return model, found

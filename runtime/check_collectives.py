@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import zip_longest
-from math import prod
+from math import lcm, prod
 
 from onnx import ModelProto
 from partc.runtime import expression
@@ -130,7 +130,7 @@ def same_dims(one: Shape, other: Shape, manifest: Manifest) -> bool:
     return all(
         first is None or second is None or first == second
         for sizes in samples(manifest)
-        for first, second in zip(_numbers(one, manifest, sizes), _numbers(other, manifest, sizes), strict=True)
+        for first, second in zip(numbers(one, manifest, sizes), numbers(other, manifest, sizes), strict=True)
     )
 
 
@@ -175,7 +175,9 @@ def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: t
         yield node.violation(f"its root is {call.root}, and its list has {len(ranks)} ranks")
     if strangers := sorted({one.peer for one in (*call.gives, *call.takes)} - {*ranks}):
         yield node.violation(f"its peer {strangers[0]} is not in its list, ranks {', '.join(map(str, ranks))}")
-    for kind, declared in (("input", node.given), ("output", node.made)):
+    for kind, name, declared in (("input", call.source, node.given), ("output", call.result, node.made)):
+        if name and declared is None and not call.parts:
+            yield node.violation(f"its file declares no type of its {kind} '{name}'")
         if declared is not None and declared[0] != record.type:
             yield node.violation(f"its {kind} is a {declared[0]}; {MANIFEST} says {record.type}")
     for (source, result), (given, made) in zip(call.parts, node.parts, strict=True):
@@ -202,7 +204,7 @@ def _made_of(call: Call, given: ValueType, ranks: int) -> ValueType | None:
 def _check_law(manifest: Manifest, node: CallNode, record: Collective, ranks: int) -> Iterator[Violation]:
     """The declared output must be what the op makes of the input, at all sample sizes."""
     for sizes in samples(manifest) if record.shape is not None and node.call.op != EXCHANGE else ():
-        given = _numbers(record.shape or [], manifest, sizes)
+        given = numbers(record.shape or [], manifest, sizes)
         if None in given:
             continue
         try:
@@ -211,7 +213,7 @@ def _check_law(manifest: Manifest, node: CallNode, record: Collective, ranks: in
             yield node.violation(f"with {sizes}: {error}" if sizes else str(error))
             return
         if node.made is not None and node.made[1] is not None:
-            made = _numbers(node.made[1], manifest, sizes)
+            made = numbers(node.made[1], manifest, sizes)
             if len(made) != len(wanted) or any(one not in (None, two) for one, two in zip(made, wanted, strict=True)):
                 yield node.violation(
                     f"its output is {_text(node.made[1])}; {node.call.op} of {_text(record.shape)} "
@@ -239,17 +241,48 @@ def _check_list(
                 yield from _check_parts(there[0], node)
         return
     for node in there:
-        for piece in node.call.gives:
-            if piece.peer in ranks and piece.peer not in nodes:
-                yield node.violation(f"it gives a box to rank {piece.peer}, which has no such node")
+        for verb, pieces in (("gives a box to", node.call.gives), ("takes a box from", node.call.takes)):
+            for peer in dict.fromkeys(piece.peer for piece in pieces):
+                if peer in ranks and peer not in nodes:
+                    yield node.violation(f"it {verb} rank {peer}, which has no such node")
         for peer in dict.fromkeys(piece.peer for piece in (*node.call.gives, *node.call.takes)):
             if peer in nodes:
                 yield from _check_pair(manifest, node, nodes[peer])
-        covered = sum(
-            (prod(Fraction(end - begin, of) for begin, end, of in one.box) for one in node.call.takes), Fraction(0)
-        )
-        if node.call.result and covered != 1:
-            yield node.violation(f"the boxes that it takes are {covered} of its output, not all of it once")
+        yield from _check_cover(node)
+
+
+def _check_cover(node: CallNode) -> Iterator[Violation]:
+    """The boxes that a rank takes are all of its output, each element once."""
+    if not node.call.result:
+        return
+    boxes = [piece.box for piece in node.call.takes]
+    scale = [lcm(*(cut[2] for cut in cuts)) for cuts in zip(*boxes, strict=True)]
+    places = [
+        [(begin * of // end, to * of // end) for (begin, to, end), of in zip(box, scale, strict=True)] for box in boxes
+    ]
+    covered = Fraction(sum(prod(end - begin for begin, end in box) for box in places), prod(scale))
+    if covered != 1:
+        yield node.violation(f"the boxes that it takes are {covered} of its output, not all of it once")
+    elif twice := overlapping(places):
+        one, two = (node.call.takes[at] for at in twice)
+        fact = f"the boxes that it takes from ranks {one.peer} and {two.peer} overlap, so a part of its output is never written"
+        yield node.violation(fact)
+
+
+def overlapping(boxes: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, int] | None:
+    """Two of the boxes, by their places, that have an element in common; boxes are begin and end for each dim."""
+    order = sorted(
+        (at for at, box in enumerate(boxes) if all(begin < end for begin, end in box)), key=lambda at: tuple(boxes[at])
+    )
+    open_: list[int] = []
+    for at in order:
+        if boxes[at]:
+            open_ = [other for other in open_ if boxes[other][0][1] > boxes[at][0][0]]
+        for other in open_:
+            if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(boxes[at], boxes[other], strict=True)):
+                return min(at, other), max(at, other)
+        open_.append(at)
+    return None
 
 
 def _check_parts(first: CallNode, node: CallNode) -> Iterator[Violation]:
@@ -286,13 +319,13 @@ def _check_pair(manifest: Manifest, giver: CallNode, taker: CallNode) -> Iterato
 
 
 def _size(piece: Piece, declared: ValueType | None, manifest: Manifest, sizes: Bindings) -> tuple[int, ...] | None:
-    shape = _numbers(declared[1], manifest, sizes) if declared is not None and declared[1] is not None else [None]
+    shape = numbers(declared[1], manifest, sizes) if declared is not None and declared[1] is not None else [None]
     if None in shape:
         return None
     return tuple(at.stop - at.start for at in slices(piece.box, tuple(size or 0 for size in shape)))
 
 
-def _numbers(shape: Shape, manifest: Manifest, sizes: Bindings) -> list[int | None]:
+def numbers(shape: Shape, manifest: Manifest, sizes: Bindings) -> list[int | None]:
     """The dims at these sizes; None for those that the symbols do not tell."""
     found: list[int | None] = []
     for dim in shape or []:

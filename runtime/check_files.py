@@ -29,19 +29,21 @@ def read_manifest(folder: Path) -> tuple[Manifest | None, list[Violation]]:
 
 def check_folder(folder: Path, manifest: Manifest) -> list[Violation]:
     """What differs between the folder's files and the manifest's list of them."""
-    found = list(_missing_ranks(manifest))
+    found = list(missing_programs(manifest))
     for name, record in sorted(manifest.files.items()):
         found.extend(_check_file(folder, name, record))
     return [*found, *_strangers(folder, manifest)]
 
 
-def _missing_ranks(manifest: Manifest) -> Iterator[Violation]:
+def missing_programs(manifest: Manifest) -> Iterator[Violation]:
+    """The first rank without a program; there may be any number of such, and nothing can be said of them."""
     if manifest.programs and len(manifest.programs) != manifest.ranks:
         yield Violation(MANIFEST, f"it names {len(manifest.programs)} programs for {manifest.ranks} ranks")
         return
     for rank in range(manifest.ranks):
         if manifest.program(rank) not in manifest.files:
             yield Violation(MANIFEST, f"it lists no file {manifest.program(rank)} for rank {rank} of {manifest.ranks}")
+            return
 
 
 def _check_file(folder: Path, name: str, record: FileRecord) -> Iterator[Violation]:

@@ -1,4 +1,4 @@
-"""Checks one rank's graph: each value made once and before its use, known ops, external tensors inside their files.
+"""Checks one rank's graph: each value made once and before its use, known ops, sound functions.
 
 A body of If, Loop or Scan sees the values of the graphs around it, as they are at its node. A value that nobody makes
 is told apart from one that is made too late, since the remedies differ. A function of the model sees its inputs only, and is made of
@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import onnx
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
-from partc.runtime.check_files import data_region
-from partc.runtime.dtypes import BY_CODE
-from partc.runtime.format import COLLECTIVES, DOMAIN, DOMAIN_VERSION, RECV, SEND, Manifest, stays_inside
+from partc.runtime.format import COLLECTIVES, DOMAIN, DOMAIN_VERSION, RECV, SEND
 from partc.runtime.segments import path_of
 from partc.runtime.violation import Violation
 
@@ -98,7 +95,7 @@ def _check_ops(file: str, model: ModelProto) -> Iterator[Violation]:
         yield Violation(
             file, f"it uses version {imported[DOMAIN]} of {DOMAIN}; this partc knows version {DOMAIN_VERSION}"
         )
-    for node in _all_nodes(model.graph.node):
+    for node in all_nodes(model.graph.node):
         domain = node.domain or "ai.onnx"
         title, path = node_title(node), path_of(node)
         if domain not in imported:
@@ -114,7 +111,7 @@ def _check_ops(file: str, model: ModelProto) -> Iterator[Violation]:
 def check_calls(file: str, model: ModelProto) -> Iterator[Violation]:
     """Calls of the model's functions with other inputs, outputs or attributes than they have."""
     functions = {(function.domain, function.name): function for function in model.functions}
-    for node in _all_nodes(model.graph.node):
+    for node in all_nodes(model.graph.node):
         if (key := (node.domain, node.op_type)) in functions:
             for fact in _wrong_call(node, functions[key]):
                 yield Violation(file, fact, node_title(node), path_of(node), "compile the model again")
@@ -148,7 +145,7 @@ def _check_functions(file: str, model: ModelProto) -> Iterator[Violation]:
         ):
             yield found if found.node == owner else replace(found, node=f"{owner}: {found.node}")
         imported = {entry.domain or "ai.onnx" for entry in function.opset_import}
-        for node in _all_nodes(function.node):
+        for node in all_nodes(function.node):
             domain, title = node.domain or "ai.onnx", f"{owner}: {node_title(node)}"
             if domain == DOMAIN:
                 fact = "it communicates, and a function runs on one rank as if it were one op"
@@ -159,11 +156,12 @@ def _check_functions(file: str, model: ModelProto) -> Iterator[Violation]:
                 yield Violation(file, f"its domain {domain} has no opset_import in the function", title)
 
 
-def _all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """The nodes, and those of their bodies."""
     for node in nodes:
         yield node
         for body in graph_bodies(node):
-            yield from _all_nodes(body.node)
+            yield from all_nodes(body.node)
 
 
 def _known_ops() -> set[tuple[str, str]]:
@@ -175,58 +173,12 @@ def _known_ops() -> set[tuple[str, str]]:
     }
 
 
-def check_weights(folder: Path, file: str, model: ModelProto, manifest: Manifest) -> Iterator[Violation]:
-    """External tensors whose file is not listed or leaves the folder, or whose bytes are not inside the file's data."""
-    regions: dict[str, tuple[int, int] | None] = {}
-    for tensor in _all_tensors(model.graph):
-        if tensor.data_location != TensorProto.EXTERNAL:
-            continue
-        entries = {entry.key: entry.value for entry in tensor.external_data}
-        location, title = entries.get("location", ""), f"weight '{tensor.name}'"
-        if not stays_inside(location):
-            yield Violation(file, f"its data lies at '{location}', out of the folder", title)
-            continue
-        if location not in manifest.files:
-            yield Violation(file, f"its data lies in '{location}', which the manifest does not list", title)
-            continue
-        if location not in regions:
-            regions[location] = _region(folder / location)
-        region = regions[location]
-        if region is None:
-            continue
-        offset, length = _number(entries, "offset"), _number(entries, "length")
-        if not region[0] <= offset <= offset + length <= region[1]:
-            span = f"bytes {offset} to {offset + length} of {location}"
-            fact = f"its data would be {span}, whose data is {region[0]} to {region[1]}"
-            yield Violation(file, fact, title)
-        elif (need := _bytes_of(tensor)) is not None and need != length:
-            yield Violation(file, f"it has {length} bytes of data, and its type and shape need {need}", title)
-
-
-def _all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
+def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    """The initializers and the tensors of nodes, those of bodies included."""
     yield from graph.initializer
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.type == AttributeProto.TENSOR:
                 yield attribute.t
         for body in graph_bodies(node):
-            yield from _all_tensors(body)
-
-
-def _region(path: Path) -> tuple[int, int] | None:
-    """The data bytes of a weights file, or None where the file itself is already reported."""
-    try:
-        return data_region(path) if path.suffix == ".safetensors" else (0, path.stat().st_size)
-    except (OSError, ValueError):
-        return None
-
-
-def _number(entries: dict[str, str], key: str) -> int:
-    text = entries.get(key, "0")
-    return int(text) if text.isdecimal() else -1
-
-
-def _bytes_of(tensor: TensorProto) -> int | None:
-    """The bytes that a tensor's data takes; None for texts and unknown types."""
-    dtype = BY_CODE.get(tensor.data_type)
-    return None if dtype is None else dtype.bytes_of(tuple(tensor.dims))
+            yield from all_tensors(body)

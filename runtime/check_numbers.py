@@ -7,6 +7,7 @@ A value's number is that of what made it:
     input             its name and the piece that the rank reads
     weight            its bytes
     Recv, Identity    the number of what was sent
+    Shape, Size       where the file tells the input's shape, its dims: pieces of another place, but as large, have one shape
     AllReduce, ...    the op and the numbers of what all ranks of the list gave, in its order; where each rank gets another piece,
                       the rank's place; of an Exchange the boxes and the numbers of what they are cut from
     another node      op, attributes, function body, and the numbers of its inputs; a random one without a seed is like no other
@@ -23,7 +24,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from onnx import ModelProto, NodeProto, TensorProto
+from partc.runtime.check_collectives import numbers as dims_at
+from partc.runtime.check_collectives import samples
 from partc.runtime.check_graph import reads
+from partc.runtime.check_order import ValueType, declared_types
 from partc.runtime.check_state import piece_of
 from partc.runtime.collective import Call, read_call
 from partc.runtime.format import (
@@ -55,6 +59,10 @@ _RANDOM = (
 )
 
 
+_OF_SHAPE = ("Shape", "Size")
+"""Ops that read nothing of their input but its shape."""
+
+
 @dataclass(frozen=True)
 class Classes:
     """Which sums of gradients are equal, and the numbers under which that was found."""
@@ -79,6 +87,8 @@ class Numbering:
         self.ops = {rank: _ops(model) for rank, model in models.items()}
         self._texts: dict[int, tuple[bytes, ...]] = {}
         self._bytes: dict[Hashable, bytes] = {}
+        self._declared: dict[int, dict[str, ValueType]] = {}
+        self._sizes = samples(manifest)
         for rank in models:
             self._begin(rank)
         self.done = self._run()
@@ -130,6 +140,8 @@ class Numbering:
             numbers[node.output[0]] = numbers[node.input[0]]
             return True
         inputs = tuple(numbers[name] if name else -1 for name in node.input)
+        if node.op_type in _OF_SHAPE and not node.domain:
+            inputs = (self._dims(rank, node.input[0], inputs[0]),)
         captured = tuple(numbers[name] for name in list(reads(node))[sum(map(bool, node.input)) :])
         own = (rank, *node.output) if _is_random(node) else ()
         made = (
@@ -143,6 +155,17 @@ class Numbering:
             if name:
                 numbers[name] = self._number(*made, inputs, captured, own, place)
         return True
+
+    def _dims(self, rank: int, name: str, number: int) -> int:
+        """The number of a value's shape: that of its dims at a few sizes of the symbols, or of the value where these are not told."""
+        model = self.models[rank]
+        if id(model) not in self._declared:
+            self._declared[id(model)] = declared_types(model)
+        shape = self._declared[id(model)].get(name, ("", None))[1]
+        if shape is None:
+            return number
+        sizes = tuple(tuple(dims_at(shape, self.manifest, sizes)) for sizes in self._sizes)
+        return number if any(None in dims for dims in sizes) else self._number("dims", sizes)
 
     def _visit_call(self, rank: int, node: NodeProto) -> bool:
         call, numbers = read_call(node, ""), self.numbers[rank]

@@ -27,6 +27,7 @@ is known only when the step runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Annotated, Literal, TypeAlias
 
@@ -73,6 +74,11 @@ CAUSE = "partc.cause"
 BYTES = "partc.bytes"
 CUT = "partc.cut"
 
+# of a rank file the ranks whose it is, and of its weights which part of which tensor they are, and a hash of those inside the file
+OF_RANKS = "partc.ranks"
+PIECE = "partc.piece"
+DIGEST = "partc.sha256"
+
 MANIFEST = "manifest.json"
 WEIGHTS = "weights"
 BEGIN_IR = "ir/step_parallel_begin.ir"
@@ -87,6 +93,17 @@ def rank_file(rank: int) -> str:
 def weights_file(rank: int) -> str:
     """The file that holds the weights whose lowest using rank is `rank`."""
     return f"{WEIGHTS}/rank_{rank:04d}.safetensors"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks as a rank file names them: `0-3,8`."""
+    spans: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            spans.append((rank, rank))
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
 def stays_inside(path: str) -> bool:

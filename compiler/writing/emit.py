@@ -17,7 +17,16 @@ from partc.compiler.program import Comm, Held, Op, Part, Program
 from partc.compiler.training.optimizer_functions import functions as optimizer_functions
 from partc.compiler.writing.dump import begin_text, cut_text, end_text, rank_text
 from partc.compiler.writing.manifest import manifest_of
-from partc.compiler.writing.weights import Location, Stored, is_inline, owners, piece_of, stored, write_weights
+from partc.compiler.writing.weights import (
+    Location,
+    Stored,
+    is_inline,
+    owners,
+    piece_of,
+    piece_text,
+    stored,
+    write_weights,
+)
 from partc.runtime import format as fmt
 
 _OLDEST_IR, _NEWEST_IR = 11, 13
@@ -58,17 +67,18 @@ def _write_all(
     files, locations = write_weights(folder, owners({part.rank: part.weights for part, _ in program.alike}))
     files |= inner
     nodes: dict[int, onnx.NodeProto] = {}
-    programs: dict[bytes, str] = {}
-    by_rank = [""] * program.plan.ranks
+    programs: dict[bytes, tuple[Part, list[int]]] = {}
     for part, ranks in program.alike:
         data = _rank_model(program, part, locations, nodes).SerializeToString(deterministic=True)
-        file = programs.setdefault(data, fmt.rank_file(part.rank))
-        for rank in ranks:
+        programs.setdefault(data, (part, []))[1].extend(ranks)
+    by_rank = [""] * program.plan.ranks
+    for data, (part, shared) in programs.items():
+        file = fmt.rank_file(part.rank)
+        for rank in shared:
             by_rank[rank] = file
-        if file not in files:
-            files[file] = _write(folder, file, data)
-            text = rank_text(program, part)
-            files[f"ir/rank_{part.rank:04d}.ir"] = _write(folder, f"ir/rank_{part.rank:04d}.ir", text.encode())
+        files[file] = _write(folder, file, data + _of_ranks(shared))
+        text = rank_text(program, part)
+        files[f"ir/rank_{part.rank:04d}.ir"] = _write(folder, f"ir/rank_{part.rank:04d}.ir", text.encode())
     files[fmt.BEGIN_IR] = _write(folder, fmt.BEGIN_IR, begin_text(program).encode())
     files[fmt.END_IR] = _write(folder, fmt.END_IR, end_text(program).encode())
     for file, text in texts.items():
@@ -76,6 +86,12 @@ def _write_all(
     manifest = manifest_of(program, files, sources, by_rank)
     (folder / fmt.MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return manifest
+
+
+def _of_ranks(ranks: Sequence[int]) -> bytes:
+    """What a rank file says of whose it is, behind the rest: the bytes of a message go on where another one's are added."""
+    entry = onnx.StringStringEntryProto(key=fmt.OF_RANKS, value=fmt.ranks_text(ranks))
+    return bytes(onnx.ModelProto(metadata_props=[entry]).SerializeToString(deterministic=True))
 
 
 def _record(path: Path) -> fmt.FileRecord:
@@ -256,6 +272,9 @@ def _weight(held: Held, locations: Mapping[Stored, Location]) -> onnx.TensorProt
         proto.name = held.name
         del proto.metadata_props[:]
         proto.doc_string = ""
+        digest = hashlib.sha256(proto.raw_data).hexdigest()[:16] if proto.raw_data else ""
+        for key, text in ((fmt.PIECE, piece_text(held)), *(((fmt.DIGEST, digest),) if digest else ())):
+            proto.metadata_props.append(onnx.StringStringEntryProto(key=key, value=text))
         return proto
     place = locations[stored(held)]
     proto = onnx.TensorProto(
@@ -266,4 +285,5 @@ def _weight(held: Held, locations: Mapping[Stored, Location]) -> onnx.TensorProt
     )
     for key, text in (("location", place.file), ("offset", str(place.offset)), ("length", str(place.length))):
         proto.external_data.append(onnx.StringStringEntryProto(key=key, value=text))
+    proto.metadata_props.append(onnx.StringStringEntryProto(key=fmt.PIECE, value=piece_text(held)))
     return proto

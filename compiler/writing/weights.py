@@ -78,7 +78,10 @@ def write_weights(
 
     Files are written side by side, as many as there are cores: hashing a byte takes longer than writing it.
     """
-    files = {weights_file(rank): [(one.name, piece_of(one)) for one in held] for rank, held in weights_of.items()}
+    files = {
+        weights_file(rank): [(one.name, piece_of(one), piece_text(one)) for one in held]
+        for rank, held in weights_of.items()
+    }
     with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as writers:
         written = {file: writers.submit(_write_file, folder, file, weights) for file, weights in files.items()}
         results = {file: future.result() for file, future in written.items()}
@@ -89,13 +92,13 @@ def write_weights(
 
 
 def _write_file(
-    folder: Path, file: str, weights: Sequence[tuple[str, ir.TensorProtocol]]
+    folder: Path, file: str, weights: Sequence[tuple[str, ir.TensorProtocol, str]]
 ) -> tuple[FileRecord, dict[str, Location]]:
     ordered = sorted(weights, key=lambda item: (-item[1].dtype.bitwidth, item[0]))
-    header: dict[str, object] = {}
+    header: dict[str, object] = {"__metadata__": {name: text for name, _, text in ordered}}
     offsets: dict[str, tuple[int, int]] = {}
     end = 0
-    for name, tensor in ordered:
+    for name, tensor, _ in ordered:
         start, end = end, end + tensor.nbytes
         known = tensor.dtype in _NAMES
         header[name] = {
@@ -112,7 +115,7 @@ def _write_file(
     digest = hashlib.sha256(prefix)
     with path.open("wb", buffering=0) as out, ThreadPoolExecutor(1) as hasher:
         out.write(prefix)
-        for _, tensor in ordered:
+        for _, tensor, _ in ordered:
             if isinstance(tensor, ir.ExternalTensor):
                 hashed = hasher.submit(_hash_range, digest, tensor)
                 _copy_range(tensor, out)
@@ -179,6 +182,15 @@ def owners(held_by: Mapping[int, Sequence[Held]]) -> dict[int, list[Held]]:
         if own:
             owned[rank] = own
     return owned
+
+
+def piece_text(held: Held) -> str:
+    """Which part of which weight it is, as people slice arrays: `fc1.weight[0:8, 16:32]`; of a whole one its name alone."""
+    tensor, layout = held.copy.value.const_value, held.copy.layout
+    name = held.copy.value.name or ""
+    if tensor is None or not any(layout.cuts):
+        return name
+    return f"{name}[{', '.join(f'{begin}:{end}' for begin, end in layout.box(held.index, tensor.shape.numpy()))}]"
 
 
 def stored(held: Held) -> Stored:
