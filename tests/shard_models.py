@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
+import onnx_ir as ir
 import pytest
 from partc.compiler.errors import CompileError
 from partc.compiler.load.python import load_python
 from partc.compiler.load.source import Source
+from partc.compiler.pipeline import Report, compile_source
+from partc.compiler.plan.read import parse_plan
+from partc.compiler.program import Program
+from partc.runtime import load_local
+from whole import same, whole_outputs
 
 HEAD = "from partc.compiler import Input, nn, shard\n"
 NET = """
@@ -69,3 +77,34 @@ def line(folder: Path, text: str) -> int:
     lines = (folder / "model.py").read_text().splitlines()
     (found,) = [number for number, each in enumerate(lines, 1) if text in each]
     return found
+
+
+def compiled(folder: Path, text: str, plan: str) -> Report:
+    """Compiles the model.py in memory by the text of a plan into `build` beside it."""
+    return compile_source(load(folder, text), parse_plan(plan, "plan.yaml"), folder / "build", "model.py")
+
+
+def said_by_compile(folder: Path, text: str, plan: str) -> str:
+    with pytest.raises(CompileError) as caught:
+        compiled(folder, text, plan)
+    return str(caught.value)
+
+
+def same_on_all_ranks(
+    folder: Path, text: str, plan: str, *steps: Mapping[str, Any], rtol: float, atol: float
+) -> Program:
+    """Compiles the model.py and compares every step's outputs, on in-process ranks, with those of the whole model."""
+    report = compiled(folder, text, plan)
+    proto = ir.to_proto(load(folder, text).model)
+    with load_local(report.out) as ranks:
+        for inputs in steps:
+            want, have = whole_outputs(proto, inputs), ranks(inputs)
+            assert set(have) == set(want)
+            for output, value in want.items():
+                same(have[output], value, output, rtol, atol)
+    return report.program
+
+
+def collectives(program: Program) -> list[tuple[str, str, tuple[tuple[int, ...], ...]]]:
+    """Every message and collective: the op, the value, the ranks."""
+    return [(event.op_type, event.value.name or "", event.ranks) for event in program.events]

@@ -1,9 +1,10 @@
 """From the cuts that are given to a cut of every node, forward and backward through the graph until nothing changes.
 
-A node takes the cut of an operand that arrives cut, or that its reader wants cut, wherever its rule allows it: the factor of that dim
-gets those axes. What the plan gave is never changed; what was derived first stays; where two neighbours ask for different cuts, the
-one with more bytes is heard first, at a tie the earlier operand. Inputs are heard before outputs in every round. A cut that the
-dims are not proven to be divisible by is not derived: the value is resharded there instead.
+A node first hears what is given of its own operands and results. Then it takes the cut of an operand that arrives cut, or that its
+reader wants cut, wherever its rule allows it: the factor of that dim gets those axes. What the plan gave is never changed; what was
+derived first stays; where two neighbours ask for different cuts, the one with more bytes is heard first, at a tie the earlier
+operand. Inputs are heard before outputs in every round. A cut that the dims are not proven to be divisible by is not derived: the
+value is resharded there instead.
 
 A value that goes to another group of as many ranks is asked for, and offered, as on its own: data parallel stages stay so.
 
@@ -70,6 +71,8 @@ class Propagation:
 
     def run(self) -> None:
         """Extends the open choices until no neighbour's wish can be taken any more."""
+        for instance in self.instances:
+            self._hear(instance, self._given)
         changed = True
         while changed:
             changed = False
@@ -121,22 +124,26 @@ class Propagation:
         choice.why[vote.letter] = vote.why
         return True
 
+    def _given(self, instance: Instance) -> Iterator[Vote]:
+        rule = self.choices[instance].rule
+        for letters, given in ((rule.inputs, self.given.inputs), (rule.outputs, self.given.outputs)):
+            for k, operand in enumerate(letters):
+                if found := given.get((instance, k)):
+                    yield from self._votes(operand, found, float("inf"))
+
     def _from_inputs(self, instance: Instance) -> Iterator[Vote]:
         for k, value in enumerate(instance.node.inputs):
             if value is None:
                 continue
-            if found := self.given.inputs.get((instance, k)):
-                yield from self._votes(self.choices[instance].rule.inputs[k], found, float("inf"))
-            elif found := self.layout_of(value, instance.group):
+            if (instance, k) not in self.given.inputs and (found := self.layout_of(value, instance.group)):
                 yield from self._votes(self.choices[instance].rule.inputs[k], found, self.weigh(value))
 
     def _from_outputs(self, instance: Instance) -> Iterator[Vote]:
         rule = self.choices[instance].rule
         for k, value in enumerate(instance.node.outputs):
-            if found := self.given.outputs.get((instance, k)):
-                yield from self._votes(rule.outputs[k], found, float("inf"))
             for reader, operand in self.readers.get((value, len(instance.group)), ()):
-                layout = self.choices[reader].input(operand)
+                wanted = self.given.inputs.get((reader, operand))
+                layout = wanted[0] if wanted else self.choices[reader].input(operand)
                 if layout is not None:
                     yield from self._votes(rule.outputs[k], (layout, self.paths[reader.node]), self.weigh(value))
 

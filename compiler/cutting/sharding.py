@@ -14,11 +14,12 @@ import onnx_ir as ir
 from partc.compiler import ops  # noqa: F401  (registers the table)
 from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.cutting.propagate import Given, Propagation
-from partc.compiler.cutting.seeds import group_mesh, seed
+from partc.compiler.cutting.region_cuts import group_mesh
+from partc.compiler.cutting.seeds import seed
 from partc.compiler.cutting.uncut import uncut
+from partc.compiler.cutting.unmet import not_taken
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.layouts.mesh import normal
 from partc.compiler.ops.table import rule_of
 from partc.compiler.placing.pattern_rules import sharding_rules
 from partc.compiler.program import Program
@@ -47,28 +48,14 @@ def shard(program: Program) -> Program:
         derived = Propagation(instances, choices, given, program.paths, laws.bytes_of, laws.divides_in(choices))
         derived.run()
         uncut(program, derived)
-        problems = [*_unmet(program, choices, given), *laws.violations(choices, given)]
+        unmet, told = not_taken(program, choices, given, laws.refusal)
+        problems = [*unmet, *laws.violations(choices, given)]
+        program = replace(program, warnings=(*program.warnings, *told))
         lines = {PurePath(rule.where).name: rule.where for rule in (*program.declared.sharding, *program.plan.sharding)}
         problems = [replace(problem, where=lines.get(problem.where, problem.where)) for problem in problems]
     if problems:
         raise CompileError(problems)
     return replace(program, choices=choices, given=given)
-
-
-def _unmet(program: Program, choices: dict[Instance, Choice], given: Given) -> Iterator[Problem]:
-    """Cuts of what enters a region that its first op cannot take."""
-    for (instance, k), (layout, where) in given.inputs.items():
-        have = choices[instance].input(k)
-        if have is None or normal(have) != normal(layout):
-            value = instance.node.inputs[k]
-            assert value is not None
-            yield Problem(
-                where,
-                f"'{value.name}' enters cut {layout}, but {instance.node.op_type} ({program.paths[instance.node]}) "
-                f"can only take it {have}",
-                "an op takes a cut along its factors, into pieces that are proven to be equal",
-                "cut another dim, or another module",
-            )
 
 
 class _Laws:
@@ -121,18 +108,23 @@ class _Laws:
 
         return divides
 
+    def refusal(self, instance: Instance, choice: Choice, letter: str, pieces: int, where: str) -> Problem | None:
+        """Why a node's factor cannot be cut into so many pieces; None where nothing forbids it."""
+        subject = f"{instance.node.op_type} ({self.program.paths[instance.node]})"
+        if (unit := choice.rule.units.get(letter, 0)) % pieces:
+            return Problem(where, f"{subject}: {unit} heads or groups cannot be cut into {pieces}")
+        for value, dim, size in self.dims(instance, choice, letter):
+            if size is None or not self.facts(size).divisible_by(pieces):
+                return self._indivisible(where, subject, value, dim, size, pieces)
+        return None
+
     def violations(self, choices: dict[Instance, Choice], given: Given) -> Iterator[Problem]:
         """Every cut that was given and is not proven to give equal pieces."""
         for instance, choice in choices.items():
             for letter, pieces in choice.cut.items():
                 where = choice.why.get(letter, "").split(" ")[0]
-                subject = f"{instance.node.op_type} ({self.program.paths[instance.node]})"
-                if (unit := choice.rule.units.get(letter, 0)) % pieces:
-                    yield Problem(where, f"{subject}: {unit} heads or groups cannot be cut into {pieces}")
-                for value, dim, size in self.dims(instance, choice, letter):
-                    if size is None or not self.facts(size).divisible_by(pieces):
-                        yield self._indivisible(where, subject, value, dim, size, pieces)
-                        break
+                if refusal := self.refusal(instance, choice, letter, pieces, where):
+                    yield refusal
         lying = [(value, group, layout, where) for (value, group), (layout, where) in given.arriving.items()]
         lying += [(i.node.outputs[k], i.group, layout, where) for (i, k), (layout, where) in given.outputs.items()]
         for value, group, layout, where in lying:

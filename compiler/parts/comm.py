@@ -324,7 +324,7 @@ class Writer:
             inputs=[ir.Value(name=name) if name else None for name in inputs],
             attributes=ir.convenience.convert_attributes(attributes),
             outputs=[ir.Value(name=out)],
-            name=out,
+            name=f"{out}.{op_type.lower()}",  # a value's last copy has the name of the node that makes the first
         )
         self._append(ranks, Op(node, source or node))
         return out
