@@ -18,6 +18,7 @@ from partc.compiler.annotations.write import write_annotated
 from partc.compiler.cutting.budget import check_budget
 from partc.compiler.cutting.normalize import TARGET, cuts, normalize
 from partc.compiler.cutting.sharding import shard
+from partc.compiler.cutting.straighten import straighten
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load import load
 from partc.compiler.load.names import node_paths
@@ -34,7 +35,7 @@ from partc.compiler.writing.emit import emit
 from partc.runtime.format import Manifest, SourceRecord
 
 Pass = Callable[[Program], Program]
-PASSES: tuple[Pass, ...] = (shapes, follow_annotations, place, shard, partition)
+PASSES: tuple[Pass, ...] = (shapes, straighten, follow_annotations, place, shard, partition)
 
 
 @dataclass(frozen=True)

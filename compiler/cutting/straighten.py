@@ -1,0 +1,140 @@
+"""Pass: a matrix transposed through a reshape to fewer dims is transposed where it is, so that a cut of any of its dims passes.
+
+Exporters that do not know a rank merge the leading dims, transpose the last ones, and take the leading dims apart again. Of a merged
+dim only the major-most part can be cut, and heads are not:
+
+    (batch, 8, seq, 16) -> Reshape (8*batch, seq, 16) -> Transpose (8*batch, 16, seq) -> Reshape (batch, 8, 16, seq)
+    (batch, 8, seq, 16) -> Reshape (batch, 8, seq, 16) -> Transpose (batch, 8, 16, seq)
+
+Nothing else changes: the elements move alike. A plan that cuts nothing leaves the model as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.cutting.normalize import cuts
+from partc.compiler.ops.gradient_extents import inverse
+from partc.compiler.ops.operands import constant_ints, counted, same
+from partc.compiler.program import Program, ValueInfo
+
+
+def straighten(program: Program) -> Program:
+    """The program with every such detour taken out of its model; `paths` and `values` follow."""
+    if not cuts(program.plan, program.declared):
+        return program
+    paths, values = dict(program.paths), dict(program.values)
+    for node in list(program.model.graph):
+        if node.op_type == "Reshape" and (found := _detour(node)):
+            _straight(program.model.graph, *found, paths, values)
+    return replace(program, paths=paths, values=values)
+
+
+def _detour(last: ir.Node) -> tuple[ir.Node, ir.Node, ir.Node] | None:
+    """The Reshape, the Transpose and the Reshape that end in `last`, if they are one."""
+    turn = _producer(last.inputs[0], "Transpose")
+    first = _producer(turn.inputs[0], "Reshape") if turn is not None else None
+    if turn is None or first is None or first.inputs[0] is None or len(list(turn.outputs[0].uses())) > 1:
+        return None
+    source, merged, made = (value.shape for value in (first.inputs[0], first.outputs[0], last.outputs[0]))
+    turned = turn.outputs[0].shape
+    if source is None or merged is None or made is None or turned is None or turn.outputs[0].is_graph_output():
+        return None
+    order = _order(turn, len(merged))
+    inner = len(merged) - 1
+    if not inner or order[0] != 0 or len(made) <= len(merged) or len(source) <= inner:
+        return None
+    if any(node.device_configurations for node in (first, turn, last)):
+        return None  # what an annotation says, it says of these nodes
+    kept = all(same(source[-k], merged[-k]) and same(turned[-k], made[-k]) for k in range(1, inner + 1))
+    return (first, turn, last) if kept and not _copies_a_dim(last) else None
+
+
+def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == op_type and node.domain in ("", "ai.onnx") else None
+
+
+def _order(turn: ir.Node, rank: int) -> list[int]:
+    return [counted(axis, rank) for axis in turn.attributes.get_ints("perm") or reversed(range(rank))]
+
+
+def _copies_a_dim(node: ir.Node) -> bool:
+    """Whether an entry of a Reshape's target may be a 0 that copies a dim: another input has others there."""
+    if node.attributes.get_int("allowzero", 0):
+        return False
+    target = constant_ints(node, 1)
+    if target is not None:
+        return 0 in target
+    joined = _producer(node.inputs[1], "Concat")
+    return joined is None or any(0 in (constant_ints(joined, k) or ()) for k in range(len(joined.inputs)))
+
+
+def _straight(
+    graph: ir.Graph,
+    first: ir.Node,
+    turn: ir.Node,
+    last: ir.Node,
+    paths: dict[ir.Node, str],
+    values: dict[ir.Value, ValueInfo],
+) -> None:
+    """Reshapes to the dims of the end at once, and transposes there; the last value stays, others get what was theirs."""
+    end = last.outputs[0]
+    made, merged = end.shape, first.outputs[0].shape
+    assert made is not None
+    assert merged is not None
+    lead = len(made) - len(merged) + 1
+    perm = [*range(lead), *(axis - 1 + lead for axis in _order(turn, len(merged))[1:])]
+    back = inverse(perm)
+    target = _target(graph, last, back, paths, values)
+    regrouped = ir.Value(name=turn.outputs[0].name, type=end.type, shape=ir.Shape([made[axis] for axis in back]))
+    shape = values[end].shape
+    values[regrouped] = replace(values[end], shape=None if shape is None else tuple(shape[axis] for axis in back))
+    kept = {name: attribute for name, attribute in last.attributes.items() if name == "allowzero"}
+    one = ir.Node("", "Reshape", [first.inputs[0], target], list(kept.values()), outputs=[regrouped], name=turn.name)
+    other = ir.node("Transpose", [regrouped], {"perm": perm}, name=last.name)
+    for new, old in ((one, turn), (other, last)):
+        new.metadata_props.update(old.metadata_props)
+        new.meta.update(old.meta)
+        paths[new] = paths.pop(old)
+    graph.insert_before(last, [one, other])
+    turned = other.outputs[0]
+    turned.type, turned.shape, turned.name = end.type, end.shape, end.name
+    values[turned] = values.pop(end)
+    end.replace_all_uses_with(turned, replace_graph_outputs=True)
+    for old in (last, turn, first):
+        if not any(out.uses() or out.is_graph_output() for out in old.outputs):
+            for out in old.outputs:
+                values.pop(out, None)
+            paths.pop(old, None)
+            graph.remove(old, safe=True)
+
+
+def _target(
+    graph: ir.Graph, last: ir.Node, back: list[int], paths: dict[ir.Node, str], values: dict[ir.Value, ValueInfo]
+) -> ir.Value:
+    """The target of `last` with its entries in the order that the dims have before they are transposed."""
+    given = last.inputs[1]
+    assert given is not None
+    numbers = constant_ints(last, 1)
+    if numbers is not None:
+        return _constant(graph, f"{paths[last]}.target", [numbers[axis] for axis in back], values)
+    order = _constant(graph, f"{paths[last]}.order", back, values)
+    node = ir.node("Gather", [given, order], {"axis": 0}, name=f"{paths[last]}.target")
+    out = node.outputs[0]
+    out.name, out.type, out.shape = f"{paths[last]}.target", given.type, given.shape
+    node.metadata_props.update(last.metadata_props)
+    paths[node] = f"{paths[last]}.target"
+    values[out] = values[given]
+    graph.insert_before(last, node)
+    return out
+
+
+def _constant(graph: ir.Graph, name: str, numbers: list[int], values: dict[ir.Value, ValueInfo]) -> ir.Value:
+    tensor = ir.Tensor(np.array(numbers, np.int64), name=name)
+    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape([len(numbers)]), const_value=tensor)
+    graph.register_initializer(value)
+    values[value] = ValueInfo("tensor(int64)", (len(numbers),), 8)
+    return value

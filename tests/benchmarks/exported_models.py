@@ -1,0 +1,164 @@
+"""Models of Hugging Face as torch exports them, cut over two ranks: collectives against the ideal, results against the model.
+
+    python tests/benchmarks/exported_models.py --cache FOLDER [--models llama,gpt2] [--opsets 18,21,23] [--train]
+
+Needs torch and transformers; nothing is fetched, weights are random. Every model of `exported_zoo.py` is exported by
+`torch.onnx.export` at each opset, with static and with dynamic batch and sequence, compiled with its tensor-parallel plan, and run
+on ranks in this process. Exports are kept in the cache. With `--train`, two steps of gradient descent from the `.onnx` file are
+compared with torch's: the losses, and all parameters that have torch's names.
+"""
+
+import argparse
+import collections
+import contextlib
+import io
+import logging
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from exported_zoo import ZOO, Case
+
+RANKS = 2
+
+
+def export(name: str, opset: int, dynamic: bool, cache: Path) -> tuple[Path, Case]:
+    """The exported file, made if the cache has none, and its case."""
+    torch.manual_seed(0)
+    case = ZOO[name]()
+    case.module.eval()
+    path = cache / f"{name}-{opset}-{'dynamic' if dynamic else 'static'}.onnx"
+    if not path.exists():
+        with _quiet():
+            torch.onnx.export(
+                case.module,
+                (),
+                str(path),
+                kwargs=case.inputs,
+                dynamic_shapes=case.dynamic if dynamic else None,
+                output_names=case.outputs,
+                opset_version=opset,
+                dynamo=True,
+                verbose=False,
+            )
+    return path, case
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def plan_of(case: Case, dynamic: bool, train: str = "") -> str:
+    symbols = f"symbols: {{{case.symbols}}}\n" if dynamic and case.symbols else ""
+    return f"ranks: {RANKS}\n{symbols}{case.arrives}sharding:\n{case.sharding}{train}"
+
+
+def compile_and_compare(path: Path, case: Case, dynamic: bool) -> tuple[str, str]:
+    """The collectives, and whether the results are the model's."""
+    import onnxruntime
+    from partc.compiler import compile_model
+    from partc.runtime import load_local
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "plan.yaml").write_text(plan_of(case, dynamic))
+        report = compile_model(path, folder / "plan.yaml", folder / "build")
+        counts = collections.Counter(event.op_type for event in report.program.events)
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        names = [port.name for port in session.get_outputs()]
+        inputs = {port.name: case.inputs[port.name].numpy() for port in session.get_inputs()}
+        want = dict(zip(names, session.run(names, inputs), strict=True))
+        with load_local(report.out) as program:
+            have = program(inputs)
+    error = max(float(np.abs(np.asarray(have[key]) - value).max()) for key, value in want.items())
+    return ", ".join(f"{count} {op}" for op, count in sorted(counts.items())), f"{error:.1e}"
+
+
+_TRAIN = """\
+train:
+  loss: {{type: softmax_cross_entropy, logits: {logits}, labels: labels}}
+  optimizer: {{type: sgd, lr: 0.1}}
+"""
+
+
+def train_and_compare(path: Path, case: Case, dynamic: bool) -> str:
+    """Two steps from the file against two of torch: the largest difference of losses and of parameters."""
+    from partc.compiler import compile_model
+    from partc.runtime import load_local_trainer
+
+    logits = case.module(**case.inputs)
+    labels = torch.randint(0, logits.shape[-1], logits.shape[:-1], generator=torch.Generator().manual_seed(2))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "plan.yaml").write_text(plan_of(case, dynamic, _TRAIN.format(logits=case.outputs[0])))
+        report = compile_model(path, folder / "plan.yaml", folder / "build")
+        batch = {key: value.numpy() for key, value in case.inputs.items()} | {"labels": labels.numpy()}
+        with load_local_trainer(report.out) as trainer:
+            have = [float(trainer.train(batch)["loss"]) for _ in range(2)]
+            trained = trainer.state()
+    optimizer = torch.optim.SGD(case.module.parameters(), lr=0.1)
+    want = []
+    for _ in range(2):
+        made = case.module(**case.inputs)
+        loss = torch.nn.functional.cross_entropy(made.reshape(-1, made.shape[-1]), labels.reshape(-1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        want.append(float(loss))
+    parameters = {key: value.detach().numpy() for key, value in case.module.named_parameters()}
+    common = [key for key in parameters if key in trained and trained[key].shape == parameters[key].shape]
+    worst = max((float(np.abs(trained[key] - parameters[key]).max()) for key in common), default=float("nan"))
+    losses = max(abs(one - other) for one, other in zip(have, want, strict=True))
+    return f"loss {losses:.1e}, {len(common)} of {len(parameters)} parameters {worst:.1e}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--models", default=",".join(ZOO))
+    parser.add_argument("--opsets", default="18,21,23")
+    parser.add_argument("--sizes", default="static,dynamic")
+    parser.add_argument("--train", action="store_true")
+    parser.add_argument("--verbose", action="store_true", help="print refusals whole")
+    options = parser.parse_args()
+    options.cache.mkdir(parents=True, exist_ok=True)
+    print(f"{'model':12} {'opset':>5} {'sizes':8} {'ideal':>5}  collectives; largest error")
+    for name in options.models.split(","):
+        for opset in map(int, options.opsets.split(",")):
+            for sizes in options.sizes.split(","):
+                start = time.perf_counter()
+                try:
+                    path, case = export(name, opset, sizes == "dynamic", options.cache)
+                except Exception as error:
+                    print(f"{name:12} {opset:5} {sizes:8}        export: {str(error).splitlines()[0][:100]}")
+                    continue
+                try:
+                    if options.train:
+                        found = train_and_compare(path, case, sizes == "dynamic") if case.trains else "-"
+                    else:
+                        found = "; ".join(compile_and_compare(path, case, sizes == "dynamic"))
+                except Exception as error:
+                    lines = str(error).splitlines() or [type(error).__name__]
+                    found = f"{type(error).__name__}: " + ("\n".join(lines) if options.verbose else lines[0][:200])
+                print(
+                    f"{name:12} {opset:5} {sizes:8} {case.ideal:5}  {found}  [{time.perf_counter() - start:.0f} s]",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
