@@ -9,7 +9,7 @@ names.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -233,6 +233,11 @@ class Program:
         }
 
     @cached_property
+    def own_names(self) -> frozenset[str]:
+        """The names of all values of the model, those in bodies included."""
+        return frozenset(_names_in(self.model.graph))
+
+    @cached_property
     def reads(self) -> Reads:
         """Per node of the main graph, the distinct values that it reads, those captured by its bodies included."""
         return reads_of(self.model.graph)
@@ -241,6 +246,15 @@ class Program:
 def reads_of(graph: ir.Graph) -> Reads:
     """Per node of a graph, in order, the distinct values that it reads, those captured by its bodies included."""
     return {node: tuple(dict.fromkeys(_read_by(node))) for node in graph}
+
+
+def _names_in(graph: ir.Graph) -> Iterator[str]:
+    for value in (*graph.inputs, *graph.initializers.values()):
+        yield value.name or ""
+    for node in graph:
+        yield from (value.name or "" for value in node.outputs)
+        for body in bodies(node):
+            yield from _names_in(body)
 
 
 def _read_by(node: ir.Node) -> list[ir.Value]:

@@ -49,9 +49,9 @@ def as_plain_onnx(model: ModelProto) -> ModelProto:
     has values of unknown rank.
     """
     plain = _light(model)
-    schemas = {schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain}
+    opset = next((entry.version for entry in plain.opset_import if not entry.domain), 1)
     for node in all_nodes(plain.graph.node):
-        if not node.domain and node.op_type not in schemas:
+        if not node.domain and not onnx.defs.has(node.op_type, max_inclusive_version=opset):
             node.domain = "com.microsoft"
     if all(entry.domain != "com.microsoft" for entry in plain.opset_import):
         plain.opset_import.append(helper.make_opsetid("com.microsoft", 1))

@@ -38,6 +38,11 @@ def numbers_of(cut: Cut) -> list[int]:
     return [piece if isinstance(piece, int) else 1 for piece in cut]
 
 
+def is_text(value: ir.Value | None) -> bool:
+    """Whether a value is a tensor of strings."""
+    return value is not None and value.dtype == ir.DataType.STRING
+
+
 def cut_layout(program: Program, cut: Cut, value: ir.Value, group: Group) -> Layout:
     """The layout that a cut gives a value on a group; ValueError where it has another number of dims or does not fit the group."""
     rank = len(value.shape) if value.shape is not None else len(cut)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 from partc.compiler.annotations.seed import seed_annotations
 from partc.compiler.cutting.choice import Choice, Instance
-from partc.compiler.cutting.joint import cut_layout
+from partc.compiler.cutting.joint import cut_layout, is_text
 from partc.compiler.cutting.propagate import Given
 from partc.compiler.cutting.region_cuts import Region, RegionCuts, line_of
 from partc.compiler.cutting.strategy import refined
@@ -68,6 +68,8 @@ class _Seeds:
 
     def region(self, region: Region) -> None:
         alone = [node for node in region.nodes if not any(self.instances([node])) and node not in self.constants]
+        if region.rule.outputs is not None:
+            alone = alone or region.nodes
         if alone and not any(self.instances(region.nodes)):
             placed = self.program.placement[alone[0]]
             self.problem(
@@ -156,6 +158,11 @@ class _Seeds:
             fits = False
             for group in dict.fromkeys(i.group for i in self.choices if value in self.program.reads[i.node]):
                 if len(group) == 1 or value.shape is None or not len(value.shape):
+                    continue
+                if is_text(value):
+                    if given is not None:
+                        fact = f"dataset of '{value.name}': it is of strings, which no collective takes"
+                        self.problems.append(Problem(given.where, fact, help="take the line out: it arrives whole"))
                     continue
                 cut = given.cut if given else self._batch_cut(value, group)
                 where = given.where if given else plan.dataset.where

@@ -13,6 +13,7 @@ from pathlib import PurePath
 import onnx_ir as ir
 from partc.compiler import ops  # noqa: F401  (registers the table)
 from partc.compiler.cutting.choice import Choice, Instance
+from partc.compiler.cutting.joint import is_text
 from partc.compiler.cutting.propagate import Given, Propagation
 from partc.compiler.cutting.region_cuts import group_mesh
 from partc.compiler.cutting.seeds import seed
@@ -20,6 +21,7 @@ from partc.compiler.cutting.uncut import uncut
 from partc.compiler.cutting.unmet import not_taken
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ops.rule import Rule
 from partc.compiler.ops.table import rule_of
 from partc.compiler.placing.pattern_rules import sharding_rules
 from partc.compiler.program import Program
@@ -41,7 +43,7 @@ def shard(program: Program) -> Program:
         for group in program.placement[node].groups
         if len(group) > 1
     ]
-    choices = {instance: Choice(rule_of(instance.node), group_mesh(program, instance.group)) for instance in instances}
+    choices = {instance: Choice(_rule(instance.node), group_mesh(program, instance.group)) for instance in instances}
     laws = _Laws(program)
     given, problems = seed(program, choices)
     if not problems:
@@ -56,6 +58,14 @@ def shard(program: Program) -> Program:
     if problems:
         raise CompileError(problems)
     return replace(program, choices=choices, given=given)
+
+
+def _rule(node: ir.Node) -> Rule:
+    """The rule of a node, without the factors of dims that strings have: no collective takes them."""
+    rule = rule_of(node)
+    operands = [*zip(rule.inputs, node.inputs, strict=False), *zip(rule.outputs, node.outputs, strict=False)]
+    text = {letter for letters, value in operands if letters and is_text(value) for letter in letters}
+    return replace(rule, whole=rule.whole | text) if text else rule
 
 
 class _Laws:

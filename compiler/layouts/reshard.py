@@ -26,7 +26,18 @@ from fractions import Fraction
 from partc.compiler.layouts.exchange import can_travel, span_of
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.mesh import normal, on_common_mesh
-from partc.compiler.layouts.moves import Exchange, Keep, Move, Pad, Slice, Transfer, bytes_moved, is_local
+from partc.compiler.layouts.moves import (
+    AllGather,
+    AllReduce,
+    Exchange,
+    Keep,
+    Move,
+    Pad,
+    Slice,
+    Transfer,
+    bytes_moved,
+    is_local,
+)
 from partc.compiler.layouts.walk import SHRINKING, all_reduce, recut, reduce_scatter, walk
 
 Moves = tuple[Move, ...]
@@ -61,6 +72,30 @@ def lower(
         return ()
     ways = _Ways(source_group, target_group, divisors)
     return ways.direct(source, target) or min(ways.all(source, target), key=lambda moves: _price(moves, source))
+
+
+def lower_unknown(
+    source: Layout, target: Layout, source_group: tuple[int, ...], target_group: tuple[int, ...]
+) -> Moves:
+    """As `lower`, for a value of which only a run tells the shape: its ranks reduce and gather it and send it whole, and no more."""
+    moves = lower(source, target, source_group, target_group)
+    if all(isinstance(move, AllReduce | AllGather) or is_local(move) or _is_message(move) for move in moves):
+        return moves
+    whole, there = (Layout.whole((len(group),), len(source.cuts)) for group in (source_group, target_group))
+    return (
+        *lower(source, whole, source_group, source_group),
+        *lower(whole, there, source_group, target_group),
+        *lower(there, target, target_group, target_group),
+    )
+
+
+def _is_message(move: Move) -> bool:
+    """Whether a change of group sends values as they lie."""
+    if not isinstance(move, Transfer):
+        return False
+    parts = move.routes.parts()
+    spans = {part.span for part in parts}
+    return len(spans) == 1 and all(begin == 0 and end == 1 for begin, end in next(iter(spans)))
 
 
 @dataclass(frozen=True)

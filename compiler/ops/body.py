@@ -39,6 +39,8 @@ class Body:
         An input that is a constant becomes a node. Raises NoGradient where doing the body again would not give the same.
         """
         scope, around, own = Scope(), dict[str, ir.Value](), dict[str, ir.Value]()
+        while any(name.startswith(prefix) for name in g.scope.reserved):
+            prefix = f"{prefix[:-1]}'."
 
         def outer(value: ir.Value) -> ir.Value:
             name = names.get(value.name or "", value.name or "")

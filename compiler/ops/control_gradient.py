@@ -188,10 +188,12 @@ class _Turns:
         """Has the forward node give what every turn begins with, stacked."""
         g, node = self.g, self.g.node
         graph = node.attributes["body"].as_graph().clone(allow_outer_scope_values=True)
-        names = [f"{_path(g)}.turns{k}" for k in self.kept]
+        names = [g.scope.derived(f"{_path(g)}.turns{k}") for k in self.kept]
         for k, name in zip(self.kept, names, strict=True):
             source = graph.inputs[k]
-            made = ir.Value(name=f"{name}.one", type=source.type or self.body.scope.value(self.body.inputs[k]).type)
+            made = ir.Value(
+                name=g.scope.derived(f"{name}.one"), type=source.type or self.body.scope.value(self.body.inputs[k]).type
+            )
             graph.append(ir.Node("", "Identity", [source], outputs=[made], name=made.name))
             graph.outputs.append(made)
         changed = {"body": ir.AttrGraph("body", graph)}

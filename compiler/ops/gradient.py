@@ -259,7 +259,7 @@ def _total(scope: Scope, name: str, terms: dict[str, list[str]]) -> str | None:
     if not found:
         return None
     if len(found) > 1:
-        total = f"{name}.grad"
+        total = scope.derived(f"{name}.grad")
         scope.add(scope.node("Add" if len(found) == 2 else "Sum", found, [total]))
         terms[name] = [total]
     return terms[name][0]

@@ -69,7 +69,7 @@ class Gradients:
         if k < len(self.node.outputs) and self.node.outputs[k].name:
             return str(self.node.outputs[k].name)
         if k not in self.kept:
-            self.kept[k] = f"{self._path}.output{k}"
+            self.kept[k] = self.scope.derived(f"{self._path}.output{k}")
             extended = extend(self.node, self.kept)
             copy = self.scope.node(
                 extended.op_type,
@@ -98,11 +98,11 @@ class Gradients:
             array = array.astype(np.int64)
         flat = array.ravel()
         text = "_".join(str(one) for one in flat[:6].tolist()) + ("_" if array.ndim else "")
-        name = f"{self._path}.grad.{array.dtype}_{text}"
-        at, known = 1, self.scope.constants
+        wanted = f"{self._path}.grad.{array.dtype}_{text}"
+        name, at, known = self.scope.derived(wanted), 1, self.scope.constants
         while name in known and not (known[name].shape == array.shape and np.array_equal(known[name], array)):
             at += 1
-            name = f"{self._path}.grad.{array.dtype}_{text}{at}"
+            name = self.scope.derived(f"{wanted}{at}")
         return self.scope.constant(name, array)
 
     def dtype(self, x: str) -> ir.DataType:
@@ -146,7 +146,7 @@ class Gradients:
             return self.constant(np.array(static, np.int64))
         if x not in self._primals():
             return self.Shape(x)
-        name = f"{x}.shape"
+        name = self.scope.derived(f"{x}.shape")
         if name not in self.scope.values:
             self.scope.add(self.scope.node("Shape", [x], [name]), early=True)
         return name
@@ -195,10 +195,10 @@ class Gradients:
         return {str(value.name) for value in (*self.node.inputs, *self.node.outputs) if value is not None}
 
     def _free(self, op_type: str) -> str:
-        name, at = f"{self._path}.grad.{op_type}", 1
+        name, at = self.scope.derived(f"{self._path}.grad.{op_type}"), 1
         while name in self.scope.values:
             at += 1
-            name = f"{self._path}.grad.{op_type}{at}"
+            name = self.scope.derived(f"{self._path}.grad.{op_type}{at}")
         return name
 
 

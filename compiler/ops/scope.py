@@ -6,7 +6,7 @@ Values of the forward program come in as copies, so that nothing here touches it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,13 +24,15 @@ _SIZED_BY_A_VALUE = {"Split": 1, "Squeeze": 1}
 class Scope:
     """Values known by name, the nodes emitted for the backward pass, those that go with the forward pass, and constants.
 
-    `early` nodes read primals and are run where these are made: the `Shape` of a primal, kept in its place.
+    `early` nodes read primals and are run where these are made: the `Shape` of a primal, kept in its place. `reserved`: names of other
+    values, which nothing new gets.
     """
 
     values: dict[str, ir.Value] = field(default_factory=dict)
     nodes: list[ir.Node] = field(default_factory=list)
     early: list[ir.Node] = field(default_factory=list)
     constants: dict[str, np.ndarray] = field(default_factory=dict)
+    reserved: Collection[str] = frozenset()
     _context: ShapeInferenceContext = field(default_factory=lambda: ShapeInferenceContext(OPSETS))
 
     def know(
@@ -59,6 +61,12 @@ class Scope:
         for name, array in (constants or {}).items():
             if name not in self.values:
                 self.values[name] = _constant(name, array)
+
+    def derived(self, name: str) -> str:
+        """The name, with strokes where another value has it."""
+        while name in self.reserved:
+            name += "'"
+        return name
 
     def value(self, name: str) -> ir.Value:
         """The value of a name; one of which nothing is known where the name is new."""

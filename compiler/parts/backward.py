@@ -29,12 +29,13 @@ from partc.compiler.layouts.mesh import normal, on_common_mesh
 from partc.compiler.ops.gradient import Backward as Found
 from partc.compiler.ops.gradient import NoGradient, differentiate_nodes, is_differentiable
 from partc.compiler.ops.rule import OWN
+from partc.compiler.ops.scope import Scope
 from partc.compiler.parts.comm import Writer
 from partc.compiler.parts.copies import Copies, made_as, read_as, whole_on
-from partc.compiler.parts.drafts import Drafts
+from partc.compiler.parts.drafts import Drafts, derived
 from partc.compiler.parts.duals import Passing, dual, typed
 from partc.compiler.parts.gradients import GradientSums
-from partc.compiler.parts.localize import Localized, local_shape, renamed
+from partc.compiler.parts.localize import Localized, local_shape, renamed, with_names
 from partc.compiler.program import Copy, Group, Op, Program, Shape
 from partc.compiler.training.flow import learned_from, stops
 
@@ -50,7 +51,9 @@ def with_cotangents(program: Program) -> tuple[Program, dict[ir.Value, ir.Value]
     found: dict[ir.Value, ir.Value] = {}
     for value, info in program.values.items():
         if value.name and value.dtype is not None and value.dtype.is_floating_point():
-            found[value] = ir.Value(name=f"{value.name}.grad", type=value.type, shape=value.shape)
+            found[value] = ir.Value(
+                name=derived(f"{value.name}.grad", program.own_names), type=value.type, shape=value.shape
+            )
             values[found[value]] = info
     return replace(program, values=values), found
 
@@ -120,12 +123,13 @@ class Backward:
         assert loss.dtype is not None
         number = (self._pieces() if training.per_rank_mean else 1) / (training.accumulate if training.mean else 1)
         shape = [dim for dim in self.program.values[loss].shape or () if isinstance(dim, int)]
+        name = self.drafts.free(group, "loss.seed")
         for draft in self.drafts.of(group):
-            draft.constants["loss.seed"] = np.full(shape, number, loss.dtype.numpy())
-            draft.types["loss.seed"] = (self.cotangents[loss], tuple(shape))
+            draft.constants[name] = np.full(shape, number, loss.dtype.numpy())
+            draft.types[name] = (self.cotangents[loss], tuple(shape))
         here = self.copies.settled.get(home, home)
         self.routes.setdefault(home, []).append(here)
-        self.terms.setdefault(here, {}).setdefault(seed, []).append("loss.seed")
+        self.terms.setdefault(here, {}).setdefault(seed, []).append(name)
 
     def _pieces(self) -> int:
         """Into how many pieces the batch arrives."""
@@ -197,16 +201,17 @@ class Backward:
                 )
             )
         for name, (value, shape) in local.types.items():
-            whole = value.shape if shape is None and made_whole(self.program, instance, value) else None
-            known = ir.Shape(shape) if shape is not None else whole
+            own_shape = value not in node.outputs or made_whole(self.program, instance, value)
+            known = ir.Shape(shape) if shape is not None else value.shape if own_shape else None
             values.append(ir.Value(name=name, type=value.type, shape=known))
             shapes[name] = shape
         around = {old: new for op in local.ops for old, new in op.captured.items()}
-        forward = [op.node for op in local.ops]
+        forward, scope = [op.node for op in local.ops], Scope(reserved=self.drafts.reserved)
         if node.domain == OWN and is_differentiable(OWN, node.op_type):
             names = [self.writer.names[read_as(self.program, instance, k)] for k in range(len(node.inputs))]
             made = [self.writer.names[made_as(self.program, instance, k)] for k in range(len(node.outputs))]
-            found = differentiate_nodes([renamed(node, names, made)], dys, sorted(wanted), values=values)
+            whole = [renamed(node, names, made)]
+            found = differentiate_nodes(whole, dys, sorted(wanted), values=values, scope=scope)
             return replace(found, forward=forward)
         return differentiate_nodes(
             forward,
@@ -214,40 +219,37 @@ class Backward:
             sorted(wanted),
             values=values,
             constants=local.constants,
+            scope=scope,
             around=around,
         )
 
     def _write(self, instance: Instance, found: Sequence[tuple[Localized, Group, Found]]) -> dict[str, str]:
         """Writes what was found for a node on all its ranks; by input the name of its cotangent."""
-        drafts = [draft for _, ranks, _ in found for draft in self.drafts.of(ranks)]
+        everywhere = tuple(rank for _, ranks, _ in found for rank in ranks)
         early = {out.name or "" for _, _, one in found for node in one.early for out in node.outputs}
         outputs = {out.name or "" for _, _, one in found for node in one.nodes for out in node.outputs} - early
         constants = {name for local, _, one in found for name in one.constants if name not in local.constants}
-        new = {name: f"{name}.primal" for name in sorted(early & self.unlisted)}
+        new = {name: self.drafts.derived(f"{name}.primal") for name in sorted(early & self.unlisted)}
         for name in sorted(outputs | constants):
-            if any(name in draft.types or name in draft.constants for draft in drafts):
-                where = "-".join(map(str, instance.group))
-                tried = [
-                    f"{name}.{self.program.paths[instance.node]}",
-                    f"{name}.{self.program.paths[instance.node]}@{where}",
-                ]
-                new[name] = next(
-                    (one for one in tried if not any(one in d.types or one in d.constants for d in drafts)), tried[-1]
-                )
+            if not self.drafts.is_free(everywhere, name):
+                other = f"{name}.{self.program.paths[instance.node]}"
+                if not self.drafts.is_free(everywhere, other):
+                    other = f"{other}@{'-'.join(map(str, instance.group))}"
+                new[name] = self.drafts.free(everywhere, other)
         made: dict[str, str] = {}
         for local, ranks, one in found:
             forward = [
                 op if node is op.node or _same(node, op.node) else Op(node, op.source, op.captured)
                 for op, node in zip(local.ops, one.forward, strict=True)
             ]
-            nodes = [Op(_renamed(node, new), instance.node) for node in one.nodes]
+            nodes = [Op(with_names(node, new), instance.node) for node in one.nodes]
             types = {
                 new.get(name, name): typed(self.program, value)
                 for name, value in one.scope.values.items()
                 if name in outputs or name in early or name in constants or name in _added(local, forward)
             }
             for draft in self.drafts.of(ranks):
-                own = [_renamed(node, new) for node in one.early]
+                own = [with_names(node, new) for node in one.early]
                 tail = [
                     Op(node, instance.node)
                     for node in own
@@ -372,17 +374,3 @@ def _added(local: Localized, forward: Sequence[Op]) -> set[str]:
     """The outputs that the backward pass asked forward nodes for."""
     before = {value.name for op in local.ops for value in op.node.outputs}
     return {value.name or "" for op in forward for value in op.node.outputs} - before
-
-
-def _renamed(node: ir.Node, names: Mapping[str, str]) -> ir.Node:
-    """A node with other names for what the backward pass makes."""
-    if not any(value is not None and value.name in names for value in (*node.inputs, *node.outputs)):
-        return node
-    return ir.Node(
-        node.domain,
-        node.op_type,
-        inputs=[None if one is None else ir.Value(name=names.get(one.name or "", one.name)) for one in node.inputs],
-        attributes=list(node.attributes.values()),
-        outputs=[ir.Value(name=names.get(one.name or "", one.name)) for one in node.outputs],
-        name=names.get(node.name or "", node.name),
-    )

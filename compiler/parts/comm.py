@@ -14,9 +14,9 @@ from partc.compiler.dims.facts import facts_of
 from partc.compiler.layouts import moves as mv
 from partc.compiler.layouts.exchange import Part, Span, span_of, within
 from partc.compiler.layouts.layout import Layout, Mesh
-from partc.compiler.layouts.reshard import lower
+from partc.compiler.layouts.reshard import lower, lower_unknown
 from partc.compiler.parts.drafts import Drafts
-from partc.compiler.parts.localize import local_shape
+from partc.compiler.parts.localize import local_shape, local_value
 from partc.compiler.program import Comm, Copy, Event, Group, Op, Program, Shape, Step
 from partc.compiler.writing.transfer_bytes import whole_bytes
 from partc.runtime import format as fmt
@@ -38,7 +38,10 @@ class Writer:
     def make(self, source: Copy, target: Copy, cause: str, derived: bool = False) -> None:
         """Turns one copy into the other, on all ranks that take part."""
         self.derived = derived
-        steps = lower(source.layout, target.layout, source.group, target.group, self._divisors(source.value))
+        if self.program.values[source.value].shape is None:
+            steps = lower_unknown(source.layout, target.layout, source.group, target.group)
+        else:
+            steps = lower(source.layout, target.layout, source.group, target.group, self._divisors(source.value))
         name, final = self.names[source], self.names[target]
         if not steps:
             self.names[target] = name
@@ -47,9 +50,18 @@ class Writer:
         for k, move in enumerate(steps):
             last = k == len(steps) - 1
             after = target if last else Copy(source.value, move.group, move.after)
-            out = final if last else f"{final}.{type(move).__name__.lower()}"
+            ranks = tuple(dict.fromkeys((*source.group, *move.group)))
+            out = final if last else self.drafts.free(ranks, f"{final}.{type(move).__name__.lower()}")
             self._write(move, at, after, name, out, cause)
             name, at = out, after
+
+    def alike(self, there: Copy, wanted: Copy) -> None:
+        """Gives what ranks hold already, as part of a larger copy, its own name."""
+        name, out = self.names[there], self.names[wanted]
+        self._identity_on(wanted.group, name, out)
+        typed = local_value(self.program, wanted), local_shape(self.program, wanted)
+        for draft in self.drafts.of(wanted.group) if name != out else ():
+            draft.types[out] = typed
 
     def _divisors(self, value: ir.Value) -> tuple[int, ...]:
         shape = self.program.values[value].shape
@@ -70,9 +82,9 @@ class Writer:
                 self._keep(move, name, out, axes)
             case _:
                 self._collective(move, before, after, name, out, cause)
-        shape = local_shape(self.program, after)
+        typed = local_value(self.program, after), local_shape(self.program, after)
         for draft in self.drafts.of(after.group):
-            draft.types[out] = (after.value, shape)
+            draft.types[out] = typed
 
     def _collective(self, move: mv.Move, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
         attributes: dict[str, int | str | tuple[int, ...]]
@@ -214,7 +226,7 @@ class Writer:
         amount = self._bytes(after.value, _share(after.layout))
         way = name
         if name != out and (name in self._types(target) or self._will_have(target, name, after)):
-            way = f"{name}.to.{target}"
+            way = self.drafts.free((source, target), f"{name}.to.{target}")
             self._identity(source, name, way)
             self._types(source)[way] = (before.value, shape)
         if way != out:
@@ -261,14 +273,13 @@ class Writer:
                 begin = self._constant(ranks, out, "begin", [number * length])
                 end = self._constant(ranks, out, "end", [(number + 1) * length])
             else:
-                extent = self._emit(ranks, "Shape", [name], f"{out}.shape", None)
-                extent = self._emit(ranks, "Gather", [extent, axis], f"{out}.extent", None)
+                extent = self._beside(ranks, "Shape", [name], f"{out}.shape")
+                extent = self._beside(ranks, "Gather", [extent, axis], f"{out}.extent")
                 count = self._constant(ranks, out, "pieces", [pieces])
-                step = self._emit(ranks, "Div", [extent, count], f"{out}.length", None)
-                begin = self._emit(
-                    ranks, "Mul", [step, self._constant(ranks, out, "piece", [number])], f"{out}.begin", None
-                )
-                end = self._emit(ranks, "Add", [begin, step], f"{out}.end", None)
+                step = self._beside(ranks, "Div", [extent, count], f"{out}.length")
+                piece = self._constant(ranks, out, "piece", [number])
+                begin = self._beside(ranks, "Mul", [step, piece], f"{out}.begin")
+                end = self._beside(ranks, "Add", [begin, step], f"{out}.end")
             self._emit(ranks, "Slice", [name, begin, end, axis], out, after.value.producer())
 
     def _keep(self, move: mv.Keep, name: str, out: str, axes: Sequence[int]) -> None:
@@ -287,16 +298,16 @@ class Writer:
         for (number,), indices in Layout(move.after.mesh, (tuple(axes),)).holders.items():
             ranks = tuple(move.group[index] for index in indices)
             axis = self._constant(ranks, out, "axis", [dim])
-            extent = self._emit(ranks, "Shape", [name], f"{out}.shape", None)
-            extent = self._emit(ranks, "Gather", [extent, axis], f"{out}.extent", None)
+            extent = self._beside(ranks, "Shape", [name], f"{out}.shape")
+            extent = self._beside(ranks, "Gather", [extent, axis], f"{out}.extent")
             around = [
                 self._constant(ranks, out, word, [n]) for word, n in (("left", number), ("right", pieces - 1 - number))
             ]
             sides = [
-                self._emit(ranks, "Mul", [extent, one], f"{out}.{word}s", None)
+                self._beside(ranks, "Mul", [extent, one], f"{out}.{word}s")
                 for one, word in zip(around, ("before", "after"), strict=True)
             ]
-            pads = self._emit(ranks, "Concat", sides, f"{out}.pads", None, axis=0)
+            pads = self._beside(ranks, "Concat", sides, f"{out}.pads", axis=0)
             self._emit(ranks, "Pad", [name, pads, "", axis], out, None)
 
     def _numbers_of(self, ranks: Group, name: str) -> np.dtype[Any]:
@@ -310,10 +321,14 @@ class Writer:
             self._identity(rank, name, out)
 
     def _constant(self, ranks: Group, out: str, word: str, numbers: list[int] | np.ndarray) -> str:
-        name = f"{out}.{word}"
+        name = self.drafts.free(ranks, f"{out}.{word}")
         for draft in self.drafts.of(ranks):
             draft.constants[name] = np.array(numbers, np.int64) if isinstance(numbers, list) else numbers
         return name
+
+    def _beside(self, ranks: Group, op_type: str, inputs: Sequence[str], wanted: str, **attributes: int) -> str:
+        """A node that makes what is no copy of a value, under a name that is free."""
+        return self._emit(ranks, op_type, inputs, self.drafts.free(ranks, wanted), None, **attributes)
 
     def _emit(
         self, ranks: Group, op_type: str, inputs: Sequence[str], out: str, source: ir.Node | None, **attributes: int

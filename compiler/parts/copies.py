@@ -2,11 +2,13 @@
 
 One copy per (value, group, layout), however many readers. A copy's name on its ranks is the value's own where that is free: for what an
 output of the model is delivered as, then for the copy that it is made as, then for the first one that is read; others are
-named by their layout, `h@[2, 1]`. A value that is made as terms of a sum is `h.terms`, and what it is reduced to is `h`.
+named by their layout, `h@[2, 1]`, unless the model has a value of that name. A value that is made as terms of a sum is `h.terms`,
+and what it is reduced to is `h`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -14,6 +16,7 @@ from partc.compiler.cutting.choice import Instance
 from partc.compiler.layouts.exchange import span_of
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.mesh import normal
+from partc.compiler.parts.drafts import derived
 from partc.compiler.program import Copy, Group, Program
 
 
@@ -90,21 +93,25 @@ def find_copies(program: Program, delivered: dict[ir.Value, tuple[tuple[int, ...
                 elif not derived:
                     copies.derived.discard(copy)
                 known.setdefault(copy, cause)
-    _arrivals(program, copies)
+    _arrivals(program, copies, delivered)
     for value, (ranks, cut) in delivered.items():
-        _deliver(copies, value, ranks, cut)
+        _deliver(copies, value, ranks, cut and program.values[value].shape is not None)
     for value, homes in copies.homes.items():
         for home in homes:
             _settle(program, copies, value, home)
+    fed = program.training.optimizer.scalars if program.training else ()
     for value in {**copies.homes, **copies.needs}:
-        _name(copies, value, value in delivered)
+        _name(copies, value, program.own_names, fed)
     return copies
 
 
-def _arrivals(program: Program, copies: Copies) -> None:
+def _arrivals(
+    program: Program, copies: Copies, delivered: Mapping[ir.Value, tuple[tuple[int, ...] | None, bool]]
+) -> None:
     """Inputs arrive on every group that reads them, cut where the plan says so; weights lie as they are read.
 
-    Of groups with a rank in common the largest has a cut input, and the others are sent it.
+    Of groups with a rank in common the largest has a cut input, and the others are sent it. An input that is an output, too, and
+    delivered whole, arrives whole: on one rank it is one value.
     """
     graph = program.model.graph
     arriving = program.given.arriving if program.given else {}
@@ -116,6 +123,9 @@ def _arrivals(program: Program, copies: Copies) -> None:
         for copy in sorted(cut, key=lambda copy: -len(copy.group)):
             if all(set(copy.group).isdisjoint(other.group) for other in apart):
                 apart.append(copy)
+        ranks, stays = delivered.get(value, ((), True))
+        if not stays and any(ranks is None or not {*ranks}.isdisjoint(copy.group) for copy in apart):
+            apart = []
         copies.homes[value] = apart or whole
     for value in graph.initializers.values():
         copies.homes[value] = list(copies.needs.get(value, ()))
@@ -179,15 +189,17 @@ def can_share(one: Copy, other: Copy) -> bool:
     )
 
 
-def _name(copies: Copies, value: ir.Value, is_output: bool) -> None:
+def _name(copies: Copies, value: ir.Value, own: frozenset[str], fed: Collection[str]) -> None:
+    """Names the copies of a value: none as another value of the model (`own`), or as what a step of a training is `fed` with."""
     name = value.name or ""
+    allowed = "" if name in fed and not value.is_graph_input() else name
     homes = copies.homes.get(value, [])
     if value.is_graph_input():  # nobody makes it: what is whole is one value, however groups overlap
         copies.names.update({home: name for home in homes if home.layout.is_whole})
     made = [home for home in homes if not home.layout.partial]
     order = dict.fromkeys(
         [
-            *(copies.delivered.get(value, []) if is_output else []),
+            *copies.delivered.get(value, ()),
             *(copies.settled[home] for home in homes if home in copies.settled),
             *made,
             *copies.needs.get(value, ()),
@@ -207,4 +219,5 @@ def _name(copies: Copies, value: ir.Value, is_output: bool) -> None:
         taken = {copies.names[one] for one in order if one in copies.names and not can_share(one, copy)}
         spelled = "-".join(map(str, copy.group))
         wanted += [f"{wanted[-1]}@{spelled}"]
-        copies.names[copy] = next(each for each in wanted if each not in taken)
+        free = (one for one in wanted if one not in taken and (one == allowed or (one not in own and one not in fed)))
+        copies.names[copy] = next(free, None) or derived(wanted[-1], own | taken)

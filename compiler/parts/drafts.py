@@ -4,11 +4,14 @@ So writing costs by distinct programs, not by ranks: data parallel copies are on
 
     drafts.of((0, 1, 2, 3))     one draft, if these four ranks are just those that share it
     drafts.of((2, 3))           a draft of their own from now on, with all that stands there so far
+
+What is made beside the model's own values has a name that the model does not have: `h.shape` is `h.shape'` where the model has an
+`h.shape` itself (`derived`), and one that nothing else on these ranks has (`free`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -23,13 +26,15 @@ class Draft:
     steps: list[Step] = field(default_factory=list)
     weights: dict[str, Held] = field(default_factory=dict)
     constants: dict[str, Array] = field(default_factory=dict)
-    made: dict[ir.Node, set[str]] = field(default_factory=dict)
-    """By node the names that it has made here: on a smaller group of these ranks it may stand again."""
+    made: dict[ir.Node, dict[str, Mapping[str, str]]] = field(default_factory=dict)
+    """By node the values that it has made here, each with the renamed ones inside: on a smaller group of these ranks it may stand again."""
     types: dict[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
     replaced: dict[int, tuple[Step, ...]] = field(default_factory=dict)
     """By `id` of a step what stands in its place, where the backward pass asks a node for more than it gave."""
     kept: dict[str, Kept] = field(default_factory=dict)
     scalars: dict[str, None] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+    """Names that `Drafts.free` has given away here."""
 
     @property
     def program(self) -> list[Step]:
@@ -40,7 +45,7 @@ class Draft:
         """Hands some of the ranks over to a draft with the same contents."""
         gone = set(ranks)
         self.ranks = [rank for rank in self.ranks if rank not in gone]
-        made = {node: set(names) for node, names in self.made.items()}
+        made = {node: dict(names) for node, names in self.made.items()}
         return Draft(
             sorted(gone),
             list(self.steps),
@@ -51,13 +56,19 @@ class Draft:
             dict(self.replaced),
             dict(self.kept),
             dict(self.scalars),
+            set(self.taken),
         )
+
+    def has(self, name: str) -> bool:
+        """Whether a value here has the name."""
+        return name in self.types or name in self.constants or name in self.taken
 
 
 class Drafts:
-    """The draft of every rank."""
+    """The draft of every rank; `reserved` are the names of the model's own values and of their copies."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, reserved: Collection[str] = ()) -> None:
+        self.reserved = frozenset(reserved)
         self._by_rank = [Draft(list(range(ranks)))] * ranks
         self._found: dict[tuple[int, ...], tuple[Draft, ...]] = {}
 
@@ -81,3 +92,33 @@ class Drafts:
         found = tuple({id(self._by_rank[rank]): self._by_rank[rank] for rank in ranks}.values())
         self._found[ranks] = found
         return found
+
+    def derived(self, name: str) -> str:
+        """The name, or where a value of the model has it, the name with a stroke."""
+        return derived(name, self.reserved)
+
+    def is_free(self, ranks: tuple[int, ...], name: str) -> bool:
+        """Whether no value on these ranks has the name, nor any of the model."""
+        return name not in self.reserved and not any(draft.has(name) for draft in self._on(ranks))
+
+    def free(self, ranks: tuple[int, ...], wanted: str) -> str:
+        """A name that is free on these ranks, from now on taken: the wanted one, else with a number."""
+        wanted = self.derived(wanted)
+        name, at = wanted, 1
+        while not self.is_free(ranks, name):
+            at += 1
+            name = f"{wanted}.{at}"
+        for draft in self._on(ranks):
+            draft.taken.add(name)
+        return name
+
+    def _on(self, ranks: tuple[int, ...]) -> list[Draft]:
+        """The drafts that these ranks have a share in."""
+        return list({id(self._by_rank[rank]): self._by_rank[rank] for rank in ranks}.values())
+
+
+def derived(name: str, reserved: Collection[str]) -> str:
+    """The name with as many strokes as make it none of the reserved ones."""
+    while name in reserved:
+        name += "'"
+    return name

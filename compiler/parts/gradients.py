@@ -21,7 +21,7 @@ from partc.compiler.parts.comm import Writer
 from partc.compiler.parts.drafts import Drafts
 from partc.compiler.parts.localize import local_shape
 from partc.compiler.parts.shards import shared_out
-from partc.compiler.program import Copy, Group, Op, Program
+from partc.compiler.program import Copy, Op, Program
 from partc.compiler.training.training import Part, Training
 
 
@@ -94,10 +94,10 @@ class GradientSums:
     def _added(self, value: ir.Value, copy: Copy, names: Sequence[str], at: int) -> str:
         """A gradient with those of the earlier parts of the batch, whose sum is kept where it is made, before it is reduced."""
         total = self._sum(copy, names)
-        kept = f"{value.name}.grad.sum" + (f".{at + 1}" if at else "")
+        kept = self.drafts.derived(f"{value.name}.grad.sum" + (f".{at + 1}" if at else ""))
         for draft in self.drafts.of(copy.group):
             draft.types[kept] = (copy.value, local_shape(self.program, copy))
-        made = self._emit(copy, "Add", [kept, total], f"{kept}.next")
+        made = self._emit(copy, "Add", [kept, total], self.drafts.derived(f"{kept}.next"))
         following = made if self.training.part is Part.ACCUMULATION else ""
         self.kept.append(Sum(value, copy, kept, following))
         return made
@@ -121,7 +121,7 @@ class GradientSums:
         assert shape is not None
         assert term is not None
         name = self._own(copy, name, f"{self.writer.names[homes[0]]}.grad.terms")
-        made = self._free(target.group, f"{self.writer.names[homes[0]]}.grad")
+        made = self.drafts.free(target.group, f"{self.writer.names[homes[0]]}.grad")
         for draft in self.drafts.of(target.group):
             draft.types[made] = (target.value, shape)
         self.buckets.add(move, target.value, name, term, made, partial(self._ready, value, made, target, homes))
@@ -143,7 +143,7 @@ class GradientSums:
         own = all((name, rank) not in self.taken for rank in copy.group)
         made = not any(name in draft.constants for draft in drafts)
         if not own or not made:
-            name = self._emit(copy, "Identity", [name], self._free(copy.group, wanted))
+            name = self._emit(copy, "Identity", [name], self.drafts.free(copy.group, wanted))
         self.taken.update((name, rank) for rank in copy.group)
         return name
 
@@ -156,11 +156,11 @@ class GradientSums:
         if copy.group != target.group:
             # Ops whose cotangents are one value (a Sum's) send it for each, and a message has a name of its own.
             if any((name, rank) in self._sent for rank in copy.group):
-                name = self._emit(copy, "Identity", [name], self._free(copy.group, final))
+                name = self._emit(copy, "Identity", [name], self.drafts.free(copy.group, final))
             self._sent.update((name, rank) for rank in copy.group)
-        apart = not wanted and {*copy.group}.isdisjoint(target.group) and self._free(target.group, name) == name
+        apart = not wanted and {*copy.group}.isdisjoint(target.group) and self.drafts.is_free(target.group, name)
         names[copy] = name
-        names[target] = name if apart else self._free(tuple(dict.fromkeys((*copy.group, *target.group))), final)
+        names[target] = name if apart else self.drafts.free(tuple(dict.fromkeys((*copy.group, *target.group))), final)
         primal = str(target.value.name).removesuffix(".grad")
         self.writer.make(copy, target, f"gradient of '{primal}'")
         del names[copy]
@@ -169,7 +169,7 @@ class GradientSums:
     def _sum(self, copy: Copy, names: Sequence[str], wanted: str = "") -> str:
         if len(names) == 1:
             return names[0]
-        made = self._free(copy.group, wanted or str(copy.value.name))
+        made = self.drafts.free(copy.group, wanted or str(copy.value.name))
         return self._emit(copy, "Add" if len(names) == 2 else "Sum", names, made)
 
     def _emit(self, copy: Copy, op_type: str, names: Sequence[str], made: str) -> str:
@@ -178,12 +178,3 @@ class GradientSums:
             draft.steps.append(Op(node, node))
             draft.types[made] = (copy.value, local_shape(self.program, copy))
         return made
-
-    def _free(self, ranks: Group, wanted: str) -> str:
-        """A name that none of these ranks has yet: the wanted one, or with a number where a value's gradient is summed again."""
-        drafts = self.drafts.of(ranks)
-        name, at = wanted, 1
-        while any(name in draft.types or name in draft.constants for draft in drafts):
-            at += 1
-            name = f"{wanted}.{at}"
-        return name

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 from partc.compiler.cutting.choice import Choice, Instance
@@ -26,6 +26,19 @@ class Localized:
     ops: list[Op] = field(default_factory=list)
     constants: dict[str, Array] = field(default_factory=dict)
     types: dict[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
+
+    @property
+    def inner(self) -> list[str]:
+        """What it makes besides the node's outputs."""
+        made = (out.name or "" for op in self.ops for out in op.node.outputs)
+        return [name for name in dict.fromkeys([*self.constants, *made]) if name and name not in self.types]
+
+    def renamed(self, names: Mapping[str, str]) -> Localized:
+        """The same with other names inside."""
+        if not names:
+            return self
+        ops = [replace(op, node=with_names(op.node, names)) for op in self.ops]
+        return Localized(ops, {names.get(name, name): array for name, array in self.constants.items()}, self.types)
 
 
 class _Pieces(dict[str, int]):
@@ -50,6 +63,21 @@ def local_shape(program: Program, copy: Copy) -> Shape | None:
     return tuple(_part(dim, copy.layout.pieces(k)) for k, dim in enumerate(shape))
 
 
+def local_value(program: Program, copy: Copy) -> ir.Value:
+    """The value with the type and the known dims of one piece of a copy: the value itself where it is whole, or its whole shape known."""
+    value = copy.value
+    if program.values[value].shape is not None or value.shape is None or copy.layout.is_whole:
+        return value
+    dims = [
+        dim if copy.layout.pieces(k) == 1 else dim // copy.layout.pieces(k) if isinstance(dim, int) else None
+        for k, dim in enumerate(value.shape.dims)
+    ]
+    piece = ir.Value(name=value.name, type=value.type, shape=ir.Shape(dims))
+    assert isinstance(program.values, dict)
+    program.values[piece] = program.values[value]
+    return piece
+
+
 @functools.lru_cache(maxsize=4096)
 def _part(dim: int | str, pieces: int) -> int | str:
     if pieces == 1:
@@ -70,7 +98,11 @@ def localize(
     outputs = [name_of(copy) if copy.value.name else "" for copy in made]
     captured = {value.name or "": name_of(whole_on(value, group)) for value in program.around[node]}
     captured = {old: new for old, new in captured.items() if old != new}
-    types = {name: (copy.value, local_shape(program, copy)) for name, copy in zip(outputs, made, strict=True) if name}
+    types = {
+        name: (local_value(program, copy), local_shape(program, copy))
+        for name, copy in zip(outputs, made, strict=True)
+        if name
+    }
     choice = program.choices.get(instance)
     unknown_to_runtimes = node.domain == OWN
     rule = choice.rule if choice is not None else rule_of(node) if unknown_to_runtimes else None
@@ -116,6 +148,22 @@ def renamed(node: ir.Node, inputs: list[str], outputs: list[str]) -> ir.Node:
         attributes=list(node.attributes.values()),
         outputs=[ir.Value(name=name) for name in outputs],
         name=node.name,
+        overload=node.overload,
+        version=node.version,
+    )
+
+
+def with_names(node: ir.Node, names: Mapping[str, str]) -> ir.Node:
+    """A node with other names for some of its operands and outputs; the node itself where it has none of them."""
+    if not any(value is not None and value.name in names for value in (*node.inputs, *node.outputs)):
+        return node
+    return ir.Node(
+        node.domain,
+        node.op_type,
+        inputs=[None if one is None else ir.Value(name=names.get(one.name or "", one.name)) for one in node.inputs],
+        attributes=list(node.attributes.values()),
+        outputs=[ir.Value(name=names.get(one.name or "", one.name)) for one in node.outputs],
+        name=names.get(node.name or "", node.name),
         overload=node.overload,
         version=node.version,
     )

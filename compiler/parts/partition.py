@@ -23,7 +23,7 @@ from partc.compiler.parts.copies import Copies, can_share, find_copies
 from partc.compiler.parts.drafts import Draft, Drafts
 from partc.compiler.parts.gradients import Gradient, GradientSums
 from partc.compiler.parts.lean_steps import lean_steps
-from partc.compiler.parts.localize import Localized, local_shape, localize
+from partc.compiler.parts.localize import Localized, local_shape, local_value, localize
 from partc.compiler.parts.updates import Updates
 from partc.compiler.placing.pattern_rules import output_ranks
 from partc.compiler.program import Comm, Copy, Group, Held, Part, Program, Step, captured
@@ -35,7 +35,7 @@ def partition(program: Program) -> Program:
     program, cotangents = with_cotangents(program)
     delivered, _ = output_ranks(program)
     copies = find_copies(program, delivered)
-    drafts = Drafts(program.plan.ranks)
+    drafts = Drafts(program.plan.ranks, {*program.own_names, *copies.names.values()})
     writer = Writer(program, drafts, copies.names)
     held = _Held(program, copies, drafts)
     done: set[Copy] = {home for homes in copies.homes.values() for home in homes}
@@ -46,15 +46,8 @@ def partition(program: Program) -> Program:
     for node in program.model.graph:
         for group in program.placement[node].groups:
             instance = Instance(node, group)
-            emitted[instance] = localize(program, copies, instance, lambda copy: writer.names[copy])
-            for local, ranks in emitted[instance]:
-                for draft in drafts.of(ranks):
-                    if local.types and local.types.keys() <= draft.made.get(node, set()):
-                        continue  # the same on a smaller group of this rank
-                    draft.made.setdefault(node, set()).update(local.types)
-                    draft.steps += local.ops
-                    draft.constants |= local.constants
-                    draft.types |= local.types
+            locals_ = localize(program, copies, instance, lambda copy: writer.names[copy])
+            emitted[instance] = [(_put(drafts, node, local, ranks), ranks) for local, ranks in locals_]
         for value in node.outputs:
             _derive(copies, writer, value, done)
     if program.training:
@@ -80,6 +73,30 @@ def partition(program: Program) -> Program:
     )
 
 
+def _put(drafts: Drafts, node: ir.Node, local: Localized, ranks: Group) -> Localized:
+    """Writes a node's local form into the drafts of ranks; what it is there, under names that are free."""
+    new = [
+        draft
+        for draft in drafts.of(ranks)
+        if not local.types or not local.types.keys() <= draft.made.get(node, {}).keys()
+    ]
+    if not new:  # these ranks have it of a larger group
+        (first, *_) = drafts.of(ranks)
+        return local.renamed(first.made[node][next(iter(local.types))])
+    names = {}
+    for name in local.inner:
+        free = drafts.free(tuple(rank for draft in new for rank in draft.ranks), name)
+        if free != name:
+            names[name] = free
+    local = local.renamed(names)
+    for draft in new:
+        draft.made.setdefault(node, {}).update(dict.fromkeys(local.types, names))
+        draft.steps += local.ops
+        draft.constants |= local.constants
+        draft.types |= local.types
+    return local
+
+
 def _derive(copies: Copies, writer: Writer, value: ir.Value, done: set[Copy]) -> None:
     """All copies of a value that its homes do not give, the settled ones first."""
     for home in copies.homes.get(value, ()):
@@ -93,7 +110,9 @@ def _derive(copies: Copies, writer: Writer, value: ir.Value, done: set[Copy]) ->
         if copy in done:
             continue
         there = next((one for one in done_of(value, copies, done) if _has(one, copy)), None)
-        if there is not None:
+        if there is not None and copy in copies.delivered.get(value, ()):
+            writer.alike(there, copy)  # an output has the name that the user knows
+        elif there is not None:
             writer.names[copy] = writer.names[there]
         else:
             writer.make(copies.home_for(copy), copy, needs[copy], copy in copies.derived)
@@ -133,8 +152,9 @@ class _Held:
 
     def _typed(self, copy: Copy) -> str:
         name, shape = self.copies.names[copy], local_shape(self.program, copy)
+        value = local_value(self.program, copy)
         for draft in self.drafts.of(copy.group):
-            draft.types[name] = (copy.value, shape)
+            draft.types[name] = (value, shape)
         return name
 
     def inputs(self, value: ir.Value) -> None:

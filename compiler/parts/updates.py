@@ -14,7 +14,6 @@ from typing import Literal, TypeAlias, cast
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.errors import CompileError, Problem
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.moves import AllReduce
 from partc.compiler.layouts.reshard import lower
@@ -30,7 +29,6 @@ from partc.compiler.training.optimizers import clip_scale
 from partc.compiler.training.training import Training
 
 Kind: TypeAlias = Literal["parameter", "optimizer", "statistics", "gradient"]
-_SQUARES, _TOTAL, _SCALE = "gradients.squares", "gradients.square_norm", "gradients.scale"
 
 
 class Updates:
@@ -41,6 +39,8 @@ class Updates:
         self.program, self.copies, self.writer, self.drafts = program, copies, writer, drafts
         self.training: Training = program.training
         self.gathers = Buckets(writer, self.training.bucket_bytes, "update")
+        names = ("gradients.squares", "gradients.square_norm", "gradients.scale")
+        self.squares, self.total, self.scale = (drafts.derived(name) for name in names)
         self._squares: dict[ir.Value, Copy] = {}
         """Per parameter the sums of squares that LAMB has where it is first updated."""
 
@@ -79,16 +79,16 @@ class Updates:
         def value(name: str) -> ir.Value:
             return ir.Value(name=name, type=kind, shape=shape)
 
-        slots = [value(f"{name}.{slot}") for slot in optimizer.slots]
-        made = [value(f"{piece}.next"), *(value(f"{slot.name}.next") for slot in slots)]
+        slots = [value(self.drafts.derived(f"{name}.{slot}")) for slot in optimizer.slots]
+        made = [value(self.drafts.derived(f"{of}.next")) for of in (piece, *(slot.name for slot in slots))]
         scalars = {scalar: ir.Value(name=scalar) for scalar in optimizer.scalars}
         if clipped:
-            scalars["scale"] = ir.Value(name=_SCALE)
+            scalars["scale"] = ir.Value(name=self.scale)
         cut = tuple(axis for axes in one.share.layout.cuts for axis in axes)
         first = self._squares.get(one.parameter)
         reduced = None
         if first is not None or (cut and not optimizer.is_elementwise):
-            reduced = ir.Value(name=f"{name}.squares.whole", type=kind, shape=ir.Shape([2]))
+            reduced = ir.Value(name=self.drafts.derived(f"{name}.squares.whole"), type=kind, shape=ir.Shape([2]))
         update = optimizer.update(
             value(piece),
             value(one.name),
@@ -113,13 +113,13 @@ class Updates:
         self._types(group, [*slots, *made])
         if shared:
             self._gather(one, name, str(made[0].name))
-        self._keep(one.home, name, f"{name}.next", tensor, "parameter")
+        self._keep(one.home, name, self.drafts.derived(f"{name}.next"), tensor, "parameter")
         for slot, state, following in zip(optimizer.slots, slots, made[1:], strict=True):
             self._keep(
                 one.share,
                 str(state.name),
                 str(following.name),
-                f"{tensor}.{slot}",
+                self.drafts.derived(f"{tensor}.{slot}"),
                 "optimizer",
                 tensor,
                 optimizer.initial(slot),
@@ -148,25 +148,26 @@ class Updates:
 
     def _share(self, one: Gradient, name: str) -> str:
         """The name of a rank's share of a parameter, cut out of what it holds."""
-        self.writer.names[one.share] = f"{name}.share"
+        self.writer.names[one.share] = self.drafts.free(one.home.group, f"{name}.share")
         self.writer.make(one.home, one.share, f"update of '{one.parameter.name}'")
         return self.writer.names.pop(one.share)
 
     def _gather(self, one: Gradient, name: str, made: str) -> None:
         """The next parameter out of the shares that ranks have updated."""
-        following = ir.Value(name=f"{name}.next", type=one.parameter.type, shape=one.parameter.shape)
+        after = self.drafts.derived(f"{name}.next")
+        following = ir.Value(name=after, type=one.parameter.type, shape=one.parameter.shape)
         assert isinstance(self.program.values, dict)
         self.program.values[following] = self.program.values[one.parameter]
         share, whole = (Copy(following, copy.group, copy.layout) for copy in (one.share, one.home))
         for draft in self.drafts.of(whole.group):
-            draft.types[f"{name}.next"] = (following, local_shape(self.program, whole))
+            draft.types[after] = (following, local_shape(self.program, whole))
         moves = lower(share.layout, whole.layout, share.group, whole.group)
         if can_join(moves):
             shape = local_shape(self.program, share)
             assert shape is not None
-            self.gathers.add(cast(Together, moves[0]), following, made, shape, f"{name}.next")
+            self.gathers.add(cast(Together, moves[0]), following, made, shape, after)
             return
-        self.writer.names |= {share: made, whole: f"{name}.next"}
+        self.writer.names |= {share: made, whole: after}
         self.writer.make(share, whole, f"update of '{one.parameter.name}'")
 
     def _keep(
@@ -179,14 +180,15 @@ class Updates:
                 draft.kept.setdefault(name, Kept(held, made, tensor, kind, parameter, initial))
 
     def _replacing(self, home: Copy, following: ir.Value) -> str:
-        """The name of what a node of the forward pass makes in place of a tensor, which must lie as that does."""
+        """The name of what a node of the forward pass makes in place of a tensor, brought to where that lies."""
         homes = self.copies.homes.get(following, [])
         source = next((one for one in homes if one.group == home.group), homes[0])
         at = self.copies.settled.get(source, source)
-        if at != Copy(following, home.group, home.layout):
-            fact = f"it lies {home.layout} on ranks {home.group}, and what replaces it {at.layout} on ranks {at.group}"
-            raise CompileError(Problem(home.value.name or "", fact, "statistics are replaced where they are read"))
-        return self.writer.names[at]
+        wanted = Copy(following, home.group, home.layout)
+        if at != wanted and wanted not in self.writer.names:
+            self.writer.names[wanted] = self.drafts.free(home.group, f"{self.writer.names[home]}.next")
+            self.writer.make(at, wanted, f"update of '{home.value.name}'")
+        return self.writer.names[wanted if wanted in self.writer.names else at]
 
     def _clip(self, gradients: Sequence[Gradient]) -> None:
         """What gradients are multiplied with, from the squares of all their elements on all ranks, each element once."""
@@ -211,21 +213,21 @@ class Updates:
             alike.setdefault(tuple(terms.get(rank, ())), []).append(rank)
         for names, ranks in alike.items():
             if names:
-                self._emit(tuple(ranks), "Sum", names, _SQUARES)
+                self._emit(tuple(ranks), "Sum", names, self.squares)
                 continue
-            self._types(tuple(ranks), [_number(_SQUARES)])
+            self._types(tuple(ranks), [_number(self.squares)])
             for draft in self.drafts.of(tuple(ranks)):
-                draft.constants[_SQUARES] = np.zeros((), np.float32)
-        total = _SQUARES
+                draft.constants[self.squares] = np.zeros((), np.float32)
+        total = self.squares
         if len(everyone) > 1:
-            total = _TOTAL
-            self._types(everyone, [_number(_TOTAL)])
+            total = self.total
+            self._types(everyone, [_number(self.total)])
             move = AllReduce(everyone, Layout.whole((len(everyone),), 0), (0,), "sum")
-            value = typed(self.program, _number(_TOTAL))[0]
-            self.writer.together(move, [value], [_SQUARES], [_TOTAL], 1, "norm of all gradients")
-        self._types(everyone, [_number(_SCALE)])
+            value = typed(self.program, _number(self.total))[0]
+            self.writer.together(move, [value], [self.squares], [self.total], 1, "norm of all gradients")
+        self._types(everyone, [_number(self.scale)])
         assert self.training.clip_norm is not None
-        self._append(everyone, [clip_scale(ir.Value(name=total), _number(_SCALE), self.training.clip_norm)])
+        self._append(everyone, [clip_scale(ir.Value(name=total), _number(self.scale), self.training.clip_norm)])
 
     def _first_only(self, home: Copy, name: str) -> None:
         """1 on the first rank that holds a piece, 0 on the others."""

@@ -134,13 +134,15 @@ def _rank_model(
     program: Program, part: Part, locations: Mapping[Stored, Location], cache: dict[int, onnx.NodeProto]
 ) -> onnx.ModelProto:
     graph = onnx.GraphProto(name="program")
+    named = set[str]()
     for step in part.steps:
         if isinstance(step, Comm):
             graph.node.append(_comm_node(program, step))
-            continue
-        if id(step) not in cache:
-            cache[id(step)] = _node(program, step)
-        graph.node.append(cache[id(step)])
+        else:
+            if id(step) not in cache:
+                cache[id(step)] = _node(program, step)
+            graph.node.append(cache[id(step)])
+        _name_apart(graph.node[-1], named)
     known = frozenset(program.symbols)
     state = [one.held.name for one in part.kept]
     following = [one.next for one in part.kept if one.next]
@@ -193,6 +195,15 @@ def _node(program: Program, step: Op) -> onnx.NodeProto:
         proto, {fmt.PATH: path, **({fmt.RULE: placed.rule} if placed else {}), **({fmt.CUT: cut} if cut else {})}
     )
     return proto
+
+
+def _name_apart(node: onnx.NodeProto, named: set[str]) -> None:
+    """Names a node by what it makes where another one of the program has its name: two of one name are no valid program."""
+    if node.name in named:
+        node.name = f"{node.name} -> {next(filter(None, node.output), '')}"
+    while node.name in named:
+        node.name += "'"
+    named.add(node.name)
 
 
 def _forget_annotations(proto: onnx.NodeProto) -> None:
