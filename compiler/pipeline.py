@@ -29,13 +29,14 @@ from partc.compiler.plan.read import Plan, read_plan
 from partc.compiler.program import Program
 from partc.compiler.shapes import shapes
 from partc.compiler.training.attach import attach, learned_names
+from partc.compiler.training.in_parts import in_parts, only_totals
 from partc.compiler.training.training import Part
 from partc.compiler.writing.dump import begin_text
 from partc.compiler.writing.emit import emit
 from partc.runtime.format import Manifest, SourceRecord
 
 Pass = Callable[[Program], Program]
-PASSES: tuple[Pass, ...] = (shapes, straighten, follow_annotations, place, shard, partition)
+PASSES: tuple[Pass, ...] = (shapes, straighten, follow_annotations, in_parts, place, only_totals, shard, partition)
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,14 @@ def analyse(
     return run_passes(start(load(model), chosen, model.name, configuration), after)
 
 
-def _inner(source: Source, plan: Plan | None, name: str, configuration: str | None = None) -> list[Program]:
-    """The other programs of a plan that trains, over the same parameters."""
-    if plan is None or plan.train is None:
+def _inner(
+    program: Program, source: Source, plan: Plan | None, name: str, configuration: str | None = None
+) -> list[Program]:
+    """The other programs of a plan that trains, over the same parameters; `program` is the step's."""
+    if plan is None or plan.train is None or program.training is None:
         return []
     parts = [Part.EVALUATION, *([Part.ACCUMULATION] if plan.train.accumulate > 1 else [])]
+    parts += [Part.TOTALS] if program.training.totals else []
     return [run_passes(start(source, plan, name, configuration, part=part)) for part in parts]
 
 
@@ -140,7 +144,7 @@ def compile_model(
     if program.training is not None and plan is not None:
         program = replace(program, training=program.training.from_folder(os.path.relpath(plan.parent, out)))
     check_budget(program, strict)
-    inner = _inner(source, chosen, model.name, configuration)
+    inner = _inner(program, source, chosen, model.name, configuration)
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
     manifest = emit(program, out, sources, texts, inner)
     if annotated is not None:
@@ -153,7 +157,7 @@ def compile_source(source: Source, plan: Plan | None, out: Path, name: str = "mo
     program = run_passes(start(source, plan, name))
     check_budget(program)
     record = SourceRecord(name=name, sha256=hashlib.sha256(begin_text(program).encode()).hexdigest())
-    inner = _inner(source, plan, name)
+    inner = _inner(program, source, plan, name)
     return Report(program, emit(program, out, {"model": record, "plan": None}, None, inner), out)
 
 

@@ -38,11 +38,16 @@ Group = tuple[int, ...]
 
 @dataclass(frozen=True)
 class SymbolInfo:
-    """A dynamic dim of the inputs: what is promised of it, and where (`plan.yaml:3`, or the input that names it)."""
+    """A dynamic dim of the inputs: what is promised of it, and where (`plan.yaml:3`, or the input that names it).
+
+    `parts`: of how many equal parts the facts speak of one; `whole` are then those of all of them.
+    """
 
     facts: Facts
     where: str
     unique: bool = False
+    parts: int = 1
+    whole: Facts | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from partc.compiler.dims.normal import normal_dim
 from partc.compiler.load.onnx_file import graphs_of
 from partc.compiler.program import Program, Shape, ValueInfo
 from partc.compiler.shape_rules import tolerant_rules
+from partc.compiler.training.in_parts import part_symbols
 
 _SCALAR_TYPE = {
     ir.DataType.FLOAT: "float",
@@ -33,7 +34,7 @@ _SCALAR_TYPE = {
 def shapes(program: Program) -> Program:
     """Fills `symbols` and `values`. Raises CompileError where the plan contradicts the model's inputs."""
     graph = program.model.graph
-    symbols = bind_inputs(program)
+    symbols = part_symbols(program, bind_inputs(program))
     _forget_declared_shapes(graph)
     failed: list[ir.Node] = []
     facts = {name: info.facts for name, info in symbols.items()}

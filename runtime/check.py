@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from partc.runtime.check_files import check_folder, missing_programs, read_manifest
-from partc.runtime.format import MANIFEST, Manifest, stays_inside
+from partc.runtime.format import MANIFEST, TOTALS, Manifest, stays_inside
 from partc.runtime.violation import Violation
 
 if TYPE_CHECKING:
@@ -118,13 +118,15 @@ Inside: TypeAlias = "tuple[Path, Manifest, dict[int, ModelProto]]"
 
 def _check_inside(folder: Path, manifest: Manifest) -> tuple[Inside | None, list[Violation]]:
     """The program of a part of a batch, and what is wrong with it and the evaluation, alone and beside the training."""
-    from partc.runtime.check_inner import check_evaluation, check_part
+    from partc.runtime.check_inner import check_evaluation, check_part, check_totals
     from partc.runtime.check_sums import check_accumulation
 
     if manifest.training is None:
         return None, []
     training, found, accumulation = manifest.training, list[Violation](), None
-    for kind, name in (("evaluation", training.evaluation), ("accumulation", training.accumulation)):
+    kinds = {"evaluation": check_evaluation, "accumulation": check_part, "totals": check_totals}
+    folders = (training.evaluation, training.accumulation, TOTALS if training.totals else "")
+    for kind, name in zip(kinds, folders, strict=True):
         if not name:
             continue
         if not stays_inside(name):
@@ -136,8 +138,7 @@ def _check_inside(folder: Path, manifest: Manifest) -> tuple[Inside | None, list
             found += [replace(one, file=f"{name}/{MANIFEST}") for one in checked.violations]
             continue
         found += [replace(one, file=f"{name}/{one.file}") for one in checked.violations]
-        beside = check_evaluation if kind == "evaluation" else check_part
-        found += beside(manifest, inner, name)
+        found += kinds[kind](manifest, inner, name)
         if kind == "accumulation":
             accumulation = folder / name, inner, models
     if not training.accumulation or accumulation is not None:

@@ -3,6 +3,7 @@
 evaluation     changes nothing
 accumulation   a part of a batch but the last: it replaces the sums of gradients and the statistics, as a step does, and no parameter;
                it is given what a step is given, but for the optimizer's numbers, and its outputs are those of a step
+totals         keeps nothing; it reads a batch as a step does, and makes for every rank what the parts are given of the whole batch
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from partc.runtime.training.state import SUM
 from partc.runtime.violation import Violation
 
 _AGAIN = "compile the model again"
-_STEP = "step"
+_COUNTS = ("step", "part")
 
 
 def check_evaluation(manifest: Manifest, inner: Manifest, where: str) -> Iterator[Violation]:
@@ -40,7 +41,7 @@ def check_part(manifest: Manifest, inner: Manifest, where: str) -> Iterator[Viol
             )
             yield Violation(f"{where}/{MANIFEST}", fact, f"state '{record.value}'", help=_AGAIN)
     scalars = manifest.training.scalars if manifest.training is not None else []
-    given = {port.name: port for port in manifest.inputs if port.name not in scalars or port.name == _STEP}
+    given = {port.name: port for port in manifest.inputs if port.name not in scalars or port.name in _COUNTS}
     for port in inner.inputs:
         if port.name not in given:
             fact = "a part of a batch is not given it"
@@ -53,6 +54,26 @@ def check_part(manifest: Manifest, inner: Manifest, where: str) -> Iterator[Viol
     if outputs != wanted_outputs:
         fact = f"its outputs are {_outputs(outputs)}, and those of a step {_outputs(wanted_outputs)}"
         yield Violation(f"{where}/{MANIFEST}", fact, help=_AGAIN)
+
+
+def check_totals(manifest: Manifest, inner: Manifest, where: str) -> Iterator[Violation]:
+    """The programs in the folder `where` read what a step reads, and make what training says that they do, wherever it is read."""
+    yield from _check_kept(manifest, inner, where)
+    assert manifest.training is not None
+    given = {port.name: port for port in manifest.inputs}
+    for port in inner.inputs:
+        if port.name not in given or not _is_within(port, given[port.name]):
+            fact = f"it is {_port(port)}, and a step is not given that"
+            yield Violation(f"{where}/{MANIFEST}", fact, f"input '{port.name}'", help=_AGAIN)
+    made = {port.name: port for port in inner.outputs}
+    for name in manifest.training.totals:
+        if name not in made or name not in given:
+            fact = "it is not made here" if name not in made else "no part of a batch reads it"
+        elif not _is_within(given[name], made[name]):
+            fact = f"it is {_port(made[name])}, and in a part {_port(given[name])}"
+        else:
+            continue
+        yield Violation(f"{where}/{MANIFEST}", fact, f"total '{name}'", help=_AGAIN)
 
 
 def _check_kept(manifest: Manifest, inner: Manifest, where: str) -> Iterator[Violation]:

@@ -209,13 +209,20 @@ class StateRecord(_Record):
         return None if self.boxes is None else self.boxes[self.ranks.index(rank)]
 
 
+TOTALS = "totals"
+"""The folder of the programs that make numbers of a whole batch."""
+
+
 class TrainingRecord(_Record):
     """How an artifact is trained: the outputs that are the loss and the metrics, and what the runtime needs beside the programs.
 
     `scalars` are inputs of rank files without dims that every step is given: `lr`, `scale`, `step` and what `optimizer` derives
     from the number of the step. `settings` are those of the loop (data, batch, epochs), as the plan has them. `evaluation`: the
     folder with the forward programs over the same parameters. `accumulate`: into how many parts a batch is cut; all but the last run
-    the programs in the folder `accumulation`, which add to the gradients' sums.
+    the programs in the folder `accumulation`, which add to the gradients' sums. `summed`: the outputs of a batch that are sums over its
+    parts, the others are means. `totals`: inputs of the parts' programs that are the same in all of them, the outputs of the programs in
+    the folder `totals`, which run on the whole batch first. `symbols`: the laws of the whole batch, where those of a part differ.
+    `fixed`: inputs that hold no records, but one value for all.
     """
 
     loss: str
@@ -227,6 +234,10 @@ class TrainingRecord(_Record):
     evaluation: str = ""
     accumulate: int = Field(1, ge=1)
     accumulation: str = ""
+    summed: list[str] = []
+    totals: list[str] = []
+    symbols: dict[str, SymbolRecord] = {}
+    fixed: list[str] = []
 
 
 class FileRecord(_Record):

@@ -162,8 +162,9 @@ class _Laws:
         facts = self.facts(size)
         if size in self.program.symbols:
             info = self.program.symbols[size]
-            remedy = f"declare `{size}: {{divisor: {pieces}}}` under symbols, or cut it into less"
-            law = f"'{size}' is {_spelled(facts)} ({info.where}), not always divisible by {pieces}"
+            remedy = f"declare `{size}: {{divisor: {pieces * info.parts}}}` under symbols, or cut it into less"
+            of_part = f" in each of the {info.parts} parts that `accumulate` makes of a batch" if info.parts > 1 else ""
+            law = f"'{size}' is {_spelled(facts)}{of_part} ({info.where}), not always divisible by {pieces}"
             return Problem(where, fact, law, remedy)
         return Problem(
             where,

@@ -129,11 +129,11 @@ def _loss(node: ir.Node, terms: tuple[int, ...]) -> Rule | None:
         reduce=dict.fromkeys(places, "sum") if summed else {},
         linear="each" if terms else "",
         terms=terms,
-        local=_local_mean if summed and kind == "mean" else None,
+        local=local_mean if summed and kind == "mean" else None,
     )
 
 
-def _local_mean(local: Local) -> None:
+def local_mean(local: Local) -> None:
     """The mean of this rank's positions, divided by the number of pieces, is its term of the whole's."""
     pieces = math.prod(local.cut(letter) for letter in local.rule.reduce)
     if pieces == 1:

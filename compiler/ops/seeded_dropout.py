@@ -2,6 +2,8 @@
 
 So the masks of a model are the same on one rank and on many, however a tensor is cut, and those of a step that is run again are
 those that it had. `partc.nn.Dropout(x, step) {ratio, seed}` is no op that a runtime knows: on every rank it becomes plain ones.
+`Dropout(x, step, part) {ratio, seed, parts, records_dim}` draws the masks of one of several parts of a batch: what a rank has of a
+whole batch is `parts` pieces like its own, one behind the other.
 
 The dims are parted in two, rows and columns, and each part gives every place of its own a number: a Weyl sequence begun by seed and
 step, mixed modulo 2**32 by two rounds of a shift, an exclusive or and a product. Numbers of rows are even, those of columns odd. An
@@ -27,6 +29,8 @@ from partc.compiler.ops.rule import OWN, Rule
 from partc.compiler.ops.table import op
 
 DROPOUT = "Dropout"
+PARTS, RECORDS_DIM = "parts", "records_dim"
+"""Attributes of a dropout that runs on a part of a batch at a time: how many parts there are, and along which dim records lie."""
 _UINT32 = ir.DataType.UINT32.value
 _WEYL = 0x9E3779B1
 """2**32 over the golden ratio: multiples of it stay as far apart as numbers can."""
@@ -38,11 +42,11 @@ _SIZE_OF_A_SYMBOL = 64
 
 @op(DROPOUT, domain=OWN)
 def seeded_dropout(node: ir.Node) -> Rule | None:
-    """`*,_->*,*`; a sum passes where the mask is not asked for; masks follow from global places."""
+    """`*,_,_->*,*`; a sum passes where the mask is not asked for; masks follow from global places."""
     if rank_of(node.inputs[0]) is None:
         return replace(whole_rule(node), local=drawn_by_place)
     linear = "joint" if len(node.outputs) == 1 else ""
-    return rule(node, "*,_->*,*", linear=linear, terms=(0,), local=drawn_by_place)
+    return rule(node, "*,_,_->*,*", linear=linear, terms=(0,), local=drawn_by_place)
 
 
 def _shapes(ctx: ShapeInferenceContext, node: ir.Node) -> None:
@@ -125,7 +129,9 @@ def _places(local: Local, dim: int, size: int | None, extents: str) -> str:
     letter = letters[dim] if letters else ""
     index = local.index(letter) if local.cut(letter) > 1 else 0
     step = integer(local, f"d{dim}.next", 1)
-    if size is not None:
+    if dim == local.node.attributes.get_int(RECORDS_DIM, -1):
+        begin, limit = _span_of_part(local, dim, index, size, extents)
+    elif size is not None:
         begin = integer(local, f"d{dim}.begin", index * size)
         limit = integer(local, f"d{dim}.limit", (index + 1) * size)
     else:
@@ -139,6 +145,18 @@ def _places(local: Local, dim: int, size: int | None, extents: str) -> str:
             limit = local.emit("Add", [begin, length], f"d{dim}.last")
     places = local.emit("Range", [begin, limit, step], f"d{dim}.places")
     return local.emit("Cast", [places], f"d{dim}.numbers", to=_UINT32)
+
+
+def _span_of_part(local: Local, dim: int, index: int, size: int | None, extents: str) -> tuple[str, str]:
+    """Begin and end of this rank's records of a part among those of the whole batch."""
+    parts = local.node.attributes.get_int(PARTS, 1)
+    if size is not None:
+        length = integer(local, f"d{dim}.length", size)
+    else:
+        length = local.emit("Gather", [extents, integer(local, f"d{dim}.dim", dim)], f"d{dim}.size", axis=0)
+    before = local.emit("Add", [local.inputs[2], integer(local, f"d{dim}.first", index * parts)], f"d{dim}.before")
+    begin = local.emit("Mul", [before, length], f"d{dim}.begin")
+    return begin, local.emit("Add", [begin, length], f"d{dim}.limit")
 
 
 def _number(local: Local, name: str, number: int) -> str:

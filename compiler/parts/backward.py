@@ -121,7 +121,8 @@ class Backward:
         home = made_as(self.program, Instance(node, group), node.outputs.index(loss))
         seed = Copy(self.cotangents[loss], home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
         assert loss.dtype is not None
-        number = (self._pieces() if training.per_rank_mean else 1) / (training.accumulate if training.mean else 1)
+        parts = 1 if loss.name in training.summed else training.accumulate
+        number = (self._pieces() if training.per_rank_mean else 1) / parts
         shape = [dim for dim in self.program.values[loss].shape or () if isinstance(dim, int)]
         name = self.drafts.free(group, "loss.seed")
         for draft in self.drafts.of(group):

@@ -17,6 +17,7 @@ from partc.compiler.training.metrics import add_metric
 from partc.compiler.training.modes import STEP, to_evaluation, to_training
 from partc.compiler.training.sequences import split_sequences
 from partc.compiler.training.training import Learned, Part, Training
+from partc.compiler.training.uneven_means import split_uneven_means
 
 __all__ = ["attach", "learned_names"]
 
@@ -28,11 +29,12 @@ def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool,
     """
     graph = model.graph
     split_sequences(model)
+    split_uneven_means(model)
     others = [str(value.name) for value in candidates(model) if value.name not in learned]
     how = _learned(rules, learned, others)
     statistics: dict[ir.Value, ir.Value | None] = {}
     scalars: list[str] = []
-    if not part.backward:
+    if part is Part.EVALUATION:
         to_evaluation(model)
         statistics.update(dict.fromkeys(running_statistics(graph)))
     else:
@@ -62,7 +64,6 @@ def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool,
         schedule=rules.schedule,
         settings=rules.settings,
         accumulate=rules.accumulate,
-        mean=rules.loss.reduction == "mean",
         part=part,
     )
     if cut and part.backward:

@@ -7,9 +7,9 @@ of the initializers of floats, learned are
     others of more than one number    tables that are looked up, what is added or multiplied with, as a bias or positions
 
 and not learned are the others: numbers by themselves (`[]`, and `[1]` but for a layer's bias), what only sets an op up, as Resize's
-scales, and masks, which are tables of just two numbers or hold one of 1e4 or more. Constant nodes, integers, and what a branch or a
-loop has for itself never are. The plan has the last word: `parameters: {mask: {frozen: true}}` keeps a tensor, and
-`{mask: {frozen: false}}`, with its whole name, has it learned.
+scales and a loss's weights of classes, and masks, which are tables of just two numbers or hold one of 1e4 or more. Constant nodes,
+integers, and what a branch or a loop has for itself never are. The plan has the last word: `parameters: {mask: {frozen: true}}` keeps
+a tensor, and `{mask: {frozen: false}}`, with its whole name, has it learned.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ _SETTINGS: dict[str, range] = {
     "BatchNormalization": range(3, 5),
     "Clip": range(1, 3),
     "DequantizeLinear": range(1, 3),
+    "NegativeLogLikelihoodLoss": range(1, 3),
     "OneHot": range(1, 3),
     "Pad": range(1, 4),
     "QuantizeLinear": range(1, 3),
     "Resize": range(1, 4),
+    "SoftmaxCrossEntropyLoss": range(1, 3),
     "Upsample": range(1, 2),
 }
 """By op the operands through which no gradient flows."""

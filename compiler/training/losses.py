@@ -138,13 +138,14 @@ def distance(to: Append, prediction: str, target: str, kind: str, reduction: str
     if reduction == "sum":
         return to.scalar(norm, off, dtype=dtype, keepdims=0)
     # A mean divides by a number that only a run tells; of dims that are known it is a sum, whose gradient is one multiplication.
-    known = [axis for axis, dim in enumerate(dims) if isinstance(dim, int)]
+    # Records are none of these: a part of a batch has fewer.
+    known = [axis for axis, dim in enumerate(dims) if axis and isinstance(dim, int)]
     if not known:
         each = to.op("losses", "Abs", off) if kind == "l1" else to.op("losses", "Mul", off, off)
         return to.scalar("ReduceMean", each, dtype=dtype, keepdims=0)
-    count = float(np.prod([dim for dim in dims if isinstance(dim, int)]))
+    count = float(np.prod([dim for dim in dims[1:] if isinstance(dim, int)]))
     sums = to.op("sums", norm, off, to.constant("known_axes", known), keepdims=0)
-    total = sums if len(known) == len(dims) else to.op("mean", "ReduceMean", sums, keepdims=0)
+    total = to.op("mean", "ReduceMean", sums, keepdims=0)
     return to.scalar("Div", total, to.constant("count", count, dtype), dtype=dtype)
 
 

@@ -22,11 +22,13 @@ class Part(Enum):
     """A part of a batch but the last: its gradients are added to sums that are kept."""
     EVALUATION = "evaluation"
     """The loss and the metrics alone."""
+    TOTALS = "totals"
+    """What the parts of a batch are told of the whole one."""
 
     @property
     def backward(self) -> bool:
         """Whether gradients are computed."""
-        return self is not Part.EVALUATION
+        return self in (Part.STEP, Part.ACCUMULATION)
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,12 @@ class Training:
     clip_norm: float | None = None
     clip_value: float | None = None
     per_rank_mean: bool = False
-    mean: bool = True
-    """Whether the loss of a batch is the mean of those of its parts, else their sum."""
+    summed: frozenset[str] = frozenset()
+    """The outputs of a batch that are the sums of those of its parts; the others are their means."""
+    totals: tuple[str, ...] = ()
+    """What the parts are given of the whole batch, which another program makes of the inputs alone."""
+    fixed: tuple[str, ...] = ()
+    """Inputs that hold no records, but one value for all of them."""
     shard: str | Literal[True] | None = None
     """Along which mesh axis ranks share the optimizer's state and work."""
     scalars: tuple[str, ...] = ()
@@ -83,4 +89,7 @@ class Training:
             evaluation=Part.EVALUATION.value,
             accumulate=self.accumulate,
             accumulation=Part.ACCUMULATION.value if self.accumulate > 1 else "",
+            summed=sorted(self.summed),
+            totals=list(self.totals),
+            fixed=list(self.fixed),
         )

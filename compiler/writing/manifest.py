@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib.metadata import version
 
 import onnx_ir as ir
+from partc.compiler.dims.facts import Facts
 from partc.compiler.program import Event, Held, Kept, Program, Shape
 from partc.compiler.training.training import Part
 from partc.runtime import format as fmt
@@ -48,11 +49,19 @@ def manifest_of(
         collectives=[_collective(program, event) for event in program.events if event.op_type != fmt.SEND],
         programs=list(programs) if len(set(programs)) < len(programs) else [],
         state=_state(program),
-        training=program.training.record() if program.training and program.training.part is Part.STEP else None,
+        training=_training(program),
         files=dict(sorted(files.items())),
         model=model,
         plan=sources["plan"],
     )
+
+
+def _training(program: Program) -> fmt.TrainingRecord | None:
+    """How it is trained, of the program that the others are inside of."""
+    if program.training is None or program.training.part is not Part.STEP:
+        return None
+    symbols = {name: _law(info.whole) for name, info in sorted(program.symbols.items()) if info.whole is not None}
+    return program.training.record().model_copy(update={"symbols": symbols})
 
 
 def _scalars(program: Program) -> list[fmt.Port]:
@@ -94,10 +103,16 @@ def _kept(
 
 
 def _symbol(program: Program, name: str) -> fmt.SymbolRecord:
-    facts = program.symbols[name].facts
+    return _law(program.symbols[name].facts)
+
+
+def _law(facts: Facts) -> fmt.SymbolRecord:
     if facts.value is not None:
         return fmt.SymbolRecord(min=facts.value, max=facts.value, divisor=1, remainder=0)
-    return fmt.SymbolRecord(min=facts.min or 0, max=facts.max, divisor=facts.divisor, remainder=facts.remainder)
+    low = facts.min or 0
+    if facts.divisor > 1 and low < facts.divisor + facts.remainder:  # a record's N begins at 1
+        return fmt.SymbolRecord(min=low, max=facts.max, divisor=1, remainder=0)
+    return fmt.SymbolRecord(min=low, max=facts.max, divisor=facts.divisor, remainder=facts.remainder)
 
 
 def _port(program: Program, value: ir.Value, held: Sequence[tuple[int, Held]]) -> fmt.Port:

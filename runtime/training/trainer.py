@@ -18,7 +18,7 @@ from pydantic import JsonValue
 
 from ..artifact import open_artifact
 from ..errors import InputError, UsageError
-from ..format import Manifest, Port, TrainingRecord
+from ..format import TOTALS, Manifest, Port, TrainingRecord
 from ..program import OnError, Outputs, Program, load
 from .checkpoint import Checkpoint
 from .checkpoint_match import OPTIMIZER, initial, meet, meet_weights
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
     from ..transport import Transport
 
-STEP = "step"
+STEP, PART = "step", "part"
+_COUNTS = (STEP, PART)
+"""What is counted: the steps of a training, and the parts of a batch."""
 Result = TypeVar("Result")
 
 
@@ -39,7 +41,12 @@ class Trainer:
     """A training program with the evaluation of the same model, over one state."""
 
     def __init__(
-        self, program: Program, evaluation: Program | None, rate: Rate, accumulation: Program | None = None
+        self,
+        program: Program,
+        evaluation: Program | None,
+        rate: Rate,
+        accumulation: Program | None = None,
+        totals: Program | None = None,
     ) -> None:
         record = program.manifest.training
         assert record is not None
@@ -48,13 +55,13 @@ class Trainer:
         self.rate = rate
         self.step = 0
         """The number of steps taken so far."""
-        self._evaluation, self._accumulation = evaluation, accumulation
+        self._evaluation, self._accumulation, self._totals = evaluation, accumulation, totals
         self._kept = [one for one in program.manifest.state if one.kind != SUM]
-        self._numbers = [name for name in record.scalars if name != STEP]
+        self._numbers = [name for name in record.scalars if name not in _COUNTS]
         self._hyper = {name: float(value) for name, value in record.optimizer.items() if isinstance(value, int | float)}
         known = {port.name for port in program.inputs}
         self._scalars: dict[str, np.ndarray[Any, Any]] = {
-            name: np.zeros((), np.int64 if name == STEP else np.float32) for name in record.scalars if name in known
+            name: np.zeros((), np.int64 if name in _COUNTS else np.float32) for name in record.scalars if name in known
         }
 
     @property
@@ -70,42 +77,62 @@ class Trainer:
     @property
     def inputs(self) -> list[Port]:
         """What this rank reads of a batch."""
-        return [port for port in self.program.inputs if port.name not in self.record.scalars]
+        return [port for port in self.ports if self.rank in port.ranks]
 
     @property
     def ports(self) -> list[Port]:
-        """The inputs of the model, of all ranks."""
-        return [port for port in self.manifest.inputs if port.name not in self.record.scalars]
+        """The inputs of the model, of all ranks, for a whole batch."""
+        own = {*self.record.scalars, *self.record.totals}
+        return [_of_batch(port, self.record) for port in self.manifest.inputs if port.name not in own]
 
     def train(self, batch: Mapping[str, object]) -> Outputs:
         """One step on this rank's pieces of a batch; the loss and the metrics, on rank 0, before the update."""
         for name, value in scalars(self._numbers, self.step, {**self._hyper, "lr": self.rate(self.step)}).items():
             if name in self._scalars:
                 self._scalars[name][...] = value
-        if self._accumulation is not None:
-            return self._train_in_parts(batch, self._accumulation)
         if STEP in self._scalars:
             self._scalars[STEP][...] = self.step
+        if self._accumulation is not None:
+            return self._train_in_parts(batch, self._accumulation)
         outputs = self.program({**batch, **self._scalars})
         self.step += 1
         return outputs
 
     def _train_in_parts(self, batch: Mapping[str, object], accumulation: Program) -> Outputs:
-        """One step on a batch whose parts run one after the other; what comes out are means over the parts."""
-        count = self.record.accumulate
+        """One step on a batch whose parts run one after the other; what comes out is that of the whole batch."""
+        count, fixed = self.record.accumulate, self.record.fixed
+        given = {name: value for name, value in batch.items() if name in fixed}
+        cut = {name: _parts(name, value, count) for name, value in batch.items() if name not in fixed}
+        totals = {} if self._totals is None else self._made_before(self._totals, batch, cut)
         found: list[Outputs] = []
-        for part in range(count):
-            inputs = {name: _part(name, value, part, count) for name, value in batch.items()}
-            if STEP in self._scalars:
-                inputs[STEP] = np.array(self.step * count + part, np.int64)
-            if part < count - 1:
-                found.append(accumulation(inputs))
-            else:
-                found.append(self.program({**inputs, **{n: v for n, v in self._scalars.items() if n != STEP}}))
-        for array in self.program.state.sums():
-            array.fill(0)
+        try:
+            for part in range(count):
+                if PART in self._scalars:
+                    self._scalars[PART][...] = part
+                program = accumulation if part < count - 1 else self.program
+                inputs = {**given, **{name: parts[part] for name, parts in cut.items()}}
+                found.append(program({**inputs, **_known(program, {**self._scalars, **totals})}))
+        finally:
+            for array in self.program.state.sums():
+                array.fill(0)
         self.step += 1
-        return {name: np.mean([np.asarray(one[name]) for one in found], axis=0, dtype=np.float32) for name in found[0]}
+        return {name: self._of_batch(name, [np.asarray(one[name]) for one in found]) for name in found[0]}
+
+    def _made_before(
+        self, program: Program, batch: Mapping[str, object], cut: Mapping[str, Sequence[np.ndarray[Any, Any]]]
+    ) -> Outputs:
+        """What the parts are given of the whole batch; a program of one size makes it of one part after the other."""
+        sizes = [port.shape[0] for port in program.manifest.inputs if port.shape and port.name not in self.record.fixed]
+        if not any(isinstance(size, int) for size in sizes):
+            return program(_known(program, batch))
+        whole = [{name: parts[part] for name, parts in cut.items()} for part in range(self.record.accumulate)]
+        found = [program(_known(program, {**batch, **inputs})) for inputs in whole]
+        return {name: self._of_batch(name, [np.asarray(one[name]) for one in found]) for name in found[0]}
+
+    def _of_batch(self, name: str, parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+        """What an output is of the whole batch."""
+        total = np.sum(parts, axis=0, dtype=np.float64)
+        return np.asarray(total if name in self.record.summed else total / len(parts), parts[0].dtype)
 
     def evaluate(self, batches: Iterable[tuple[Mapping[str, Any], int]]) -> dict[str, float]:
         """The loss and the metrics over batches, on rank 0; the parameters stay as they are.
@@ -171,7 +198,7 @@ class Trainer:
         self.program.close()
 
     def _release(self) -> None:
-        for other in (self._evaluation, self._accumulation):
+        for other in (self._evaluation, self._accumulation, self._totals):
             if other is not None:
                 other.release()
 
@@ -210,11 +237,12 @@ def load_trainer(
     program = load(place, comm, threads=threads, trust=trust, stall=stall, on_error=on_error, providers=providers)
     evaluation = program.beside(place / record.evaluation, trust) if record.evaluation else None
     accumulation = program.beside(place / record.accumulation, trust) if record.accumulation else None
-    return Trainer(program, evaluation, rate, accumulation)
+    totals = program.beside(place / TOTALS, trust) if record.totals else None
+    return Trainer(program, evaluation, rate, accumulation, totals)
 
 
-def _part(name: str, value: object, part: int, count: int) -> object:
-    """One of `count` equal parts of what a rank reads of an input."""
+def _parts(name: str, value: object, count: int) -> list[np.ndarray[Any, Any]]:
+    """The `count` equal parts of what a rank reads of an input."""
     array = np.asarray(value)
     if not array.ndim or len(array) % count:
         found = f"{len(array)} records" if array.ndim else "a number"
@@ -223,7 +251,20 @@ def _part(name: str, value: object, part: int, count: int) -> object:
             f"  help: give every rank a multiple of {count}"
         )
     size = len(array) // count
-    return array[part * size : (part + 1) * size]
+    return [array[part * size : (part + 1) * size] for part in range(count)]
+
+
+def _known(program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a program takes of some inputs."""
+    names = {port.name for port in program.manifest.inputs}
+    return {name: value for name, value in inputs.items() if name in names}
+
+
+def _of_batch(port: Port, record: TrainingRecord) -> Port:
+    """An input as it is given for a whole batch, where the program has the size of a part."""
+    if record.accumulate == 1 or port.name in record.fixed or not port.shape or not isinstance(port.shape[0], int):
+        return port
+    return port.model_copy(update={"shape": [port.shape[0] * record.accumulate, *port.shape[1:]]})
 
 
 def base_folder(folder: Path, record: TrainingRecord) -> Path:

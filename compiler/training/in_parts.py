@@ -1,0 +1,220 @@
+"""Pass: a program that runs a batch in parts gives, over all of them, what it gives of the whole batch.
+
+Where a part needs a number of the whole batch that follows from the inputs alone, as the weight of all its labels, it is given it: the
+number is an input of the parts' programs and the output of one more program, `totals`, which runs first. Each output is a sum or a
+mean over the parts, masks of a dropout are those that the whole batch has at the part's records, and symbols, which the plan
+promises of the whole batch, are those of a part.
+
+    loss = sum / weight_sum        part 0:  sum_0 / weight_sum    +    part 1:  sum_1 / weight_sum
+
+What brings records of different parts together in another way is named in a warning: it is then done within each part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.dims.facts import Facts
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ops.rule import OWN as OWN_OPS
+from partc.compiler.ops.seeded_dropout import DROPOUT, PARTS, RECORDS_DIM
+from partc.compiler.plan.rules import FULL_BATCH, Dataset, DatasetCut, OutputRule
+from partc.compiler.program import Program, SymbolInfo, ValueInfo
+from partc.compiler.training.records import batch_symbols, records_of
+from partc.compiler.training.spread import EVERY, SUM, Rows, Spread, needed_for, spread
+from partc.compiler.training.training import Part
+
+PART = "part"
+"""The graph's input that says which part of a batch it is, counted from 0."""
+
+
+def in_parts(program: Program) -> Program:
+    """Fills `training.totals`, `summed` and `fixed`, and changes the graph of a part; warns of what mixes records of several."""
+    training = program.training
+    if training is None:
+        return program
+    records = _records(program)
+    fixed = tuple(str(value.name) for value in program.model.graph.inputs if value not in records)
+    training = replace(training, fixed=tuple(name for name in fixed if name not in training.scalars))
+    program = _arriving_whole(program, fixed)
+    if training.accumulate == 1 or training.part is Part.EVALUATION:
+        return replace(program, training=training)
+    found = spread(program, records)
+    training = replace(training, totals=tuple(str(value.name) for value in found.totals))
+    if training.part is Part.TOTALS:
+        return replace(program, training=training)
+    summed = [str(value.name) for value in program.model.graph.outputs if found.state(value) is SUM]
+    summed += [str(value.name) for value in found.totals if found.states[value] is SUM]
+    training = replace(training, summed=frozenset(summed))
+    paths, values = dict(program.paths), dict(program.values)
+    _give_totals(program, found, values)
+    _take_shares(found, training.accumulate, paths, values)
+    if _place_masks(program.model.graph, found, training.accumulate, values):
+        training = replace(training, scalars=(*training.scalars, PART))
+    used = [value for value in training.statistics.values() if value is not None]
+    _drop_unread(program.model.graph, used)
+    program = _arriving_whole(program, training.totals)
+    warnings = program.warnings if training.part is Part.ACCUMULATION else (*program.warnings, *_told(program, found))
+    return replace(program, training=training, paths=paths, values=values, warnings=warnings)
+
+
+def only_totals(program: Program) -> Program:
+    """Of the program that makes the whole batch's numbers, what makes them; every rank gets them."""
+    training = program.training
+    if training is None or training.part is not Part.TOTALS:
+        return program
+    graph = program.model.graph
+    made = {value.name: value for node in graph for value in node.outputs}
+    outputs = [made[name] for name in training.totals]
+    needed = {*needed_for(outputs, program)}
+    graph.outputs[:] = outputs
+    for node in reversed([node for node in graph if node not in needed]):
+        graph.remove(node, safe=True)
+    _drop_unread(graph, ())
+    everyone = tuple(range(program.plan.ranks))
+    plan = replace(program.plan, sharding=(), outputs=(OutputRule("**", everyone, training.loss.name or ""),))
+    cuts = {name: cut for name, cut in plan.dataset.cuts.items() if any(one.name == name for one in graph.inputs)}
+    plan = replace(plan, dataset=Dataset(plan.dataset.style, cuts, plan.dataset.where))
+    return replace(
+        program,
+        plan=plan,
+        declared=replace(program.declared, sharding=(), annotations=None),
+        placement={node: program.placement[node] for node in graph},
+        training=replace(training, loss=outputs[0], parameters={}, statistics={}, metrics=()),
+    )
+
+
+def part_symbols(program: Program, symbols: Mapping[str, SymbolInfo]) -> dict[str, SymbolInfo]:
+    """The symbols of a program, where the first dims of records are those of a part. CompileError where a batch never has parts."""
+    training = program.training
+    if training is None or training.accumulate == 1 or not training.part.backward:
+        return dict(symbols)
+    found, problems = dict(symbols), []
+    for name in sorted(batch_symbols(_records(program)) & symbols.keys()):
+        info = symbols[name]
+        facts = quotient(info.facts, training.accumulate)
+        if facts is None:
+            fact = f"no batch of '{name}', {info.facts}, can be cut into {training.accumulate} parts"
+            problems.append(
+                Problem(info.where, fact, "`accumulate` says how many", f"change it, or what '{name}' may be")
+            )
+            continue
+        found[name] = replace(info, facts=facts, parts=training.accumulate, whole=info.facts)
+    if problems:
+        raise CompileError(problems)
+    return found
+
+
+def quotient(facts: Facts, count: int) -> Facts | None:
+    """What is known of the integers whose `count`-fold is allowed; None where there are none.
+
+    count * p == r (mod d) has a solution where g = gcd(count, d) divides r, and it is unique modulo d / g.
+    """
+    if facts.value is not None:
+        return None if facts.value % count else Facts.constant(facts.value // count)
+    common = math.gcd(count, facts.divisor)
+    if facts.remainder % common:
+        return None
+    divisor = facts.divisor // common
+    remainder = facts.remainder // common * pow(count // common, -1, divisor) % divisor if divisor > 1 else 0
+    low = None if facts.min is None else -(-facts.min // count)
+    high = None if facts.max is None else facts.max // count
+    try:
+        return Facts(divisor, remainder, low, high)
+    except ValueError:
+        return None
+
+
+def _arriving_whole(program: Program, names: Iterable[str]) -> Program:
+    """The program where these inputs are whole on every rank, also where records are dealt out."""
+    dataset = program.plan.dataset
+    dims = {value.name: len(value.shape) for value in program.model.graph.inputs if value.shape is not None}
+    whole = {name: DatasetCut((1,) * dims[name], dataset.where) for name in names if dims.get(name)}
+    if dataset.style == FULL_BATCH or not whole:
+        return program
+    return replace(program, plan=replace(program.plan, dataset=replace(dataset, cuts={**whole, **dataset.cuts})))
+
+
+def _records(program: Program) -> dict[ir.Value, None]:
+    train = program.plan.train
+    scalars = program.training.scalars if program.training is not None else ()
+    found = records_of(program.model.graph, train.loss.labels if train is not None else "")
+    return {value: None for value in found if value.name not in scalars}
+
+
+def _give_totals(program: Program, found: Spread, values: dict[ir.Value, ValueInfo]) -> None:
+    """Makes the whole batch's numbers inputs."""
+    graph = program.model.graph
+    for value in found.totals:
+        given = ir.Value(name=value.name, type=value.type, shape=value.shape)
+        value.name = f"{value.name}.of_part"
+        ir.convenience.replace_all_uses_with(value, given)
+        graph.inputs.append(given)
+        values[given] = values[value]
+
+
+def _take_shares(found: Spread, count: int, paths: dict[ir.Node, str], values: dict[ir.Value, ValueInfo]) -> None:
+    """What every part has alike, and is added to terms, counts in each part by its share."""
+    for node, k in found.shares:
+        value, graph = node.inputs[k], node.graph
+        assert value is not None
+        assert value.dtype is not None
+        assert graph is not None
+        path = f"{paths[node]}.share" + (f".{k}" if k else "")
+        tensor = ir.tensor(np.array(1 / count, value.dtype.numpy()))
+        number = ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)], name=f"{path}_of_part")
+        number.outputs[0].name, number.outputs[0].type = f"{path}_of_part", ir.TensorType(value.dtype)
+        number.outputs[0].shape, number.outputs[0].const_value = ir.Shape([]), tensor
+        share = ir.Node("", "Mul", [value, number.outputs[0]], name=path)
+        share.outputs[0].name, share.outputs[0].type, share.outputs[0].shape = path, value.type, value.shape
+        for made in (number, share):
+            made.metadata_props.update(node.metadata_props)
+            paths[made] = str(made.name)
+        graph.insert_before(node, [number, share])
+        node.replace_input_with(k, share.outputs[0])
+        values[share.outputs[0]] = values[value]
+        values[number.outputs[0]] = ValueInfo(values[value].type, (), values[value].item_bytes)
+
+
+def _place_masks(graph: ir.Graph, found: Spread, count: int, values: dict[ir.Value, ValueInfo]) -> bool:
+    """Has dropouts draw the masks of the part's records; whether there are any."""
+    which: ir.Value | None = None
+    for node in graph:
+        state = found.state(node.inputs[0]) if node.inputs and node.inputs[0] is not None else EVERY
+        if node.domain != OWN_OPS or node.op_type != DROPOUT or not isinstance(state, Rows):
+            continue
+        if which is None:
+            which = ir.Value(name=PART, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
+            graph.inputs.append(which)
+            values[which] = ValueInfo("tensor(int64)", (), 8)
+        node.resize_inputs(3)
+        node.replace_input_with(2, which)
+        node.attributes.add(ir.AttrInt64(PARTS, count))
+        node.attributes.add(ir.AttrInt64(RECORDS_DIM, state.dim))
+    return which is not None
+
+
+def _drop_unread(graph: ir.Graph, used: Iterable[ir.Value]) -> None:
+    kept = {*graph.outputs, *used}
+    for node in reversed(list(graph)):
+        if not any(out in kept or out.uses() for out in node.outputs):
+            graph.remove(node, safe=True)
+    for value in [value for value in graph.inputs if not value.uses() and value not in kept]:
+        graph.inputs.remove(value)
+
+
+def _told(program: Program, found: Spread) -> list[str]:
+    """One warning of all nodes that see the records of a part where they would see those of the batch."""
+    if not found.mixing:
+        return []
+    named = [f"{program.paths[node]} ({node.op_type}) {what}" for node, what in found.mixing.items()]
+    more = f", and {len(named) - 3} more nodes do" if len(named) > 3 else ""
+    assert program.training is not None
+    return [
+        f"with `accumulate: {program.training.accumulate}` these see the records of one part of a batch at a time: "
+        f"{'; '.join(named[:3])}{more}"
+    ]
