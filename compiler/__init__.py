@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from partc.compiler import nn
     from partc.compiler.cutting.regions import shard
-    from partc.compiler.declare import Input, place
+    from partc.compiler.declare import Input
     from partc.compiler.dims.symbol import Symbol
     from partc.compiler.pipeline import compile_model
+    from partc.compiler.placing.calls import place
 
 __all__ = ["Input", "Symbol", "compile_model", "nn", "place", "shard"]
 
@@ -21,7 +22,7 @@ _HOME = {
     "Input": "partc.compiler.declare",
     "Symbol": "partc.compiler.dims.symbol",
     "compile_model": "partc.compiler.pipeline",
-    "place": "partc.compiler.declare",
+    "place": "partc.compiler.placing.calls",
     "shard": "partc.compiler.cutting.regions",
 }
 

@@ -1,32 +1,31 @@
-"""What a `model.py` says of its own distribution: `place`, `Input`, and the record of all that for the compiler.
+"""What a `model.py` says of its own distribution: `Input`, and the record of all that for the compiler.
 
-While a model.py is loaded, a `Collector` is open and every call of `place` and of `shard` (`partc.compiler.cutting.regions`) is
-recorded with its line; the paths of modules are looked up afterwards, because a module learns its path only when the whole
-model stands. Outside of a load they do nothing, so that the same file still serves other programs.
-
-    self.conv1 = place(nn.Conv2d(1, 6, 5), rank=3)
-    place("layers.[0-5].*", rank=0)
+While a model.py is loaded, a `Collector` is open and every call of `place` (`partc.compiler.placing.calls`) and of `shard`
+(`partc.compiler.cutting.regions`) is recorded with its line; the paths of modules are looked up afterwards, because a module
+learns its path only when the whole model stands. Outside of a load they do nothing, so that the same file still serves other
+programs.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 from partc.compiler.dims.symbol import Symbol
 
 if TYPE_CHECKING:
     from partc.compiler.annotations.read import Annotations
     from partc.compiler.cutting.regions import ShardCall
+    from partc.compiler.placing.calls import PlaceCall
     from partc.compiler.plan.rules import ShardingRule
 
-Target = TypeVar("Target")
+On: TypeAlias = int | tuple[int, ...] | Mapping[str, int]
+"""Where a model places: a rank, a group, or coordinates along axes of the plan's mesh."""
 _COMPILER = Path(__file__).parent
 
 
@@ -40,10 +39,10 @@ class Input:
 
 @dataclass(frozen=True)
 class Placement:
-    """What matches `pattern` runs on `rank`; `where` is the line that says so, such as `model.py:12`."""
+    """What matches `pattern` runs on this rank or group; `where` is the line that says so, such as `model.py:12`."""
 
     pattern: str
-    rank: int
+    on: On
     where: str
 
 
@@ -57,15 +56,6 @@ class Declared:
     symbols: Mapping[str, Symbol] = field(default_factory=dict)
     sharding: tuple[ShardingRule, ...] = ()
     annotations: Annotations | None = None
-
-
-@dataclass(frozen=True)
-class PlaceCall:
-    """One call of `place`: a pattern or the module itself, kept alive so that it can be found in the model."""
-
-    target: object
-    rank: int
-    where: str
 
 
 @dataclass
@@ -109,27 +99,6 @@ def collector() -> Collector | None:
     return _open.get()
 
 
-def place(target: Target, rank: int) -> Target:
-    """Runs `target` on `rank` and hands it back: a module with all that is inside, or a pattern of dotted paths.
-
-    Where two calls speak of the same node the later wins, and the plan wins over both. Raises TypeError for a target
-    that is neither module nor pattern and a rank that is no int, ValueError for a negative rank and an empty pattern.
-    """
-    if not isinstance(target, str) and not (hasattr(target, "named_modules") and hasattr(target, "forward")):
-        raise TypeError(f"place takes a module or a pattern such as 'layers.*', got {_a(target)}")
-    if isinstance(target, str) and not target:
-        raise ValueError("place got an empty pattern; '**' stands for the whole model")
-    if isinstance(target, type):
-        raise TypeError(f"place takes a module, got the class {target.__name__}: make an instance of it")
-    if not isinstance(rank, int) or isinstance(rank, bool):
-        raise TypeError(f"place takes the rank as an int, got {_a(rank)}")
-    if rank < 0:
-        raise ValueError(f"place takes a rank of at least 0, got {rank}")
-    if record := _open.get():
-        record.calls.append(PlaceCall(target, rank, calling_line(sys._getframe(1))))
-    return target
-
-
 def calling_line(frame: FrameType) -> str:
     """The innermost line of the model's own files; the direct caller's where none is on the stack."""
     record, at = _open.get(), frame
@@ -141,7 +110,3 @@ def calling_line(frame: FrameType) -> str:
             at = at.f_back
     file, line = at.f_code.co_filename, at.f_lineno
     return record.line(file, line) if record else f"{Path(file).name}:{line}"
-
-
-def _a(value: object) -> str:
-    return f"{value!r} of type {type(value).__name__}"

@@ -10,7 +10,8 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from partc.compiler.declare import Placement, place
+from partc.compiler import place
+from partc.compiler.declare import Placement
 from partc.compiler.errors import CompileError
 from partc.compiler.load.names import node_paths
 from partc.compiler.load.python import load_python
@@ -267,7 +268,7 @@ def test_place_and_seed(tmp_path: Path) -> None:
 
 def test_place_outside_of_a_load_hands_back_its_target() -> None:
     assert place("layers.*", 3) == "layers.*"
-    with pytest.raises(ValueError, match="a rank of at least 0, got -1"):
+    with pytest.raises(CompileError, match=r"^test_model_py\.py:\d+: place is given -1"):
         place("a", -1)
 
 
@@ -431,7 +432,8 @@ MISTAKES = {
     ),
     "place at nothing": (
         "model = place(3, 1)",
-        "model.py:2: TypeError: place takes a module or a pattern such as 'layers.*', got 3 of type int\n  model = place(3, 1)",
+        "model.py:2: place takes a module, a function, an op such as op.MatMul or a pattern, but got 3\n"
+        "  help: write place(self.fc1, 0), or place('layers.*', 0)",
     ),
     "list of modules": (
         "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
@@ -495,7 +497,7 @@ def test_lenet_says_the_same_by_plan_and_by_calls() -> None:
     assert ports(by_plan.model.graph.inputs) == {"x": "FLOAT [batch,1,32,32]"}
     assert ports(by_plan.model.graph.outputs) == {"logits": "FLOAT [batch,10]"}
     assert list(node_paths(by_plan.model).values()) == list(node_paths(by_calls.model).values())
-    placed = {placement.pattern: placement.rank for placement in by_calls.declared.placements}
+    placed = {placement.pattern: placement.on for placement in by_calls.declared.placements}
     assert placed == {"fc1": 0, "fc2": 1, "fc3": 2, "conv1": 3, "conv2": 4}
     assert not by_plan.declared.placements
     for file, count in (("digits.npz", 32), ("digits_7.npz", 7)):

@@ -26,6 +26,7 @@ def cuts(plan: Plan, declared: Declared) -> bool:
         or plan.dataset.style != FULL_BATCH
         or plan.dataset.cuts
         or any(len(rule.ranks) > 1 for rule in plan.placement)
+        or any(not isinstance(placed.on, int) and placed.on for placed in declared.placements)
         or (declared.annotations is not None and declared.annotations.several)
     )
 

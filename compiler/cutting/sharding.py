@@ -52,7 +52,7 @@ def shard(program: Program) -> Program:
         uncut(program, derived)
         unmet, told = not_taken(program, choices, given, laws.refusal)
         problems = [*unmet, *laws.violations(choices, given)]
-        program = replace(program, warnings=(*program.warnings, *told))
+        program = replace(program, warnings=(*program.warnings, *told, *_levels(program)))
         lines = {PurePath(rule.where).name: rule.where for rule in (*program.declared.sharding, *program.plan.sharding)}
         problems = [replace(problem, where=lines.get(problem.where, problem.where)) for problem in problems]
     if problems:
@@ -66,6 +66,13 @@ def _rule(node: ir.Node) -> Rule:
     operands = [*zip(rule.inputs, node.inputs, strict=False), *zip(rule.outputs, node.outputs, strict=False)]
     text = {letter for letters, value in operands if letters and is_text(value) for letter in letters}
     return replace(rule, whole=rule.whole | text) if text else rule
+
+
+def _levels(program: Program) -> Iterator[str]:
+    """That a level changes nothing, of every rule that gives one."""
+    for rule in (*program.declared.sharding, *program.plan.sharding):
+        if rule.level:
+            yield f"{rule.where}: level {rule.level} has no effect yet; what is not given follows its neighbours"
 
 
 class _Laws:

@@ -31,17 +31,16 @@ from typing import TYPE_CHECKING
 import onnx
 import onnx_ir as ir
 import onnxscript.nn
-from partc.compiler.declare import Collector, Declared, Placement, collecting
+from partc.compiler.declare import Collector, Declared, collecting
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.inputs import DimNames, all_inputs, as_mapping, specs
 from partc.compiler.load.onnx_file import NEWEST_OPSET, OLDEST_OPSET, checked, from_proto
-from partc.compiler.load.shard_calls import shardings
+from partc.compiler.load.region_calls import placements, shardings
 from partc.compiler.load.source import Source
 from partc.compiler.load.trace import module_paths, trace
 from partc.compiler.load.user_code import MODEL_MODULE, UserFile, importable, told_by_line
 from partc.compiler.nn.parameter import seed_of_its_own
-from partc.compiler.plan.pattern import literal_pattern
 
 if TYPE_CHECKING:
     import torch
@@ -68,8 +67,9 @@ def load_python(path: Path) -> Source:
         names = DimNames(file.globals, set())
         model = _model(built, inputs, names, file, collector)
         _use_named_symbols(model, names, file)
-        placements, sharding = _placements(collector, built), shardings(collector, _modules(built), model)
-        return Source(model, Declared(placements, names.symbols, sharding))
+        placed = placements(collector, _modules(built), model)
+        sharding = shardings(collector, _modules(built), model)
+        return Source(model, Declared(placed, names.symbols, sharding))
 
 
 def _defined(file: UserFile) -> tuple[object, object]:
@@ -175,26 +175,6 @@ def _use_named_symbols(model: ir.Model, names: DimNames, file: UserFile) -> None
             problems.append(Problem(file.line(name), fact, help=help_))
     if problems:
         raise CompileError(problems)
-
-
-def _placements(collector: Collector, built: object) -> tuple[Placement, ...]:
-    """The place calls with the paths of their modules. Raises CompileError for modules that the model does not have."""
-    paths: dict[int, str] = {}
-    for first, module in _modules(built):
-        paths.setdefault(id(module), first)
-    problems: list[Problem] = []
-    placements: list[Placement] = []
-    for call in collector.calls:
-        if isinstance(call.target, str):
-            placements.append(Placement(call.target, call.rank, call.where))
-        elif (path := paths.get(id(call.target))) is not None:
-            placements.append(Placement(literal_pattern(path) or "**", call.rank, call.where))
-        else:
-            fact = f"place speaks of a {type(call.target).__name__} that is not part of the model"
-            problems.append(Problem(call.where, fact, help="place a module that the model holds as an attribute"))
-    if problems:
-        raise CompileError(problems)
-    return tuple(placements)
 
 
 def _modules(built: object) -> Iterator[tuple[str, object]]:

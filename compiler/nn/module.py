@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import onnxscript.nn
 from onnxscript import OpBuilder
-from partc.compiler.cutting.regions import note_call, shard
+from partc.compiler.cutting.regions import shard
+from partc.compiler.cutting.traced import note_call
+from partc.compiler.placing.calls import Ranks, place
 
 if TYPE_CHECKING:
     Base = onnxscript.nn.Module
@@ -53,6 +55,16 @@ class Switch(Base):
     ) -> Self:
         """Cuts this module over its group, as `partc.compiler.shard` does, and hands it back."""
         return shard(self, in_strategy, out_strategy, parameter_plan, device, level)
+
+    def place(
+        self: Self,
+        *where: Ranks | str,
+        role: str | None = None,
+        rank: Ranks | None = None,
+        rank_id: int | None = None,
+    ) -> Self:
+        """Runs this module where it is said, as `partc.compiler.place` does, and hands it back: `place("MS_WORKER", 0)`."""
+        return place(self, *where, role=role, rank=rank, rank_id=rank_id)
 
     def __call__(self, op: OpBuilder, *args: Any, **kwargs: Any) -> Any:
         result = super().__call__(op, *args, **kwargs)

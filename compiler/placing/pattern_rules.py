@@ -10,8 +10,10 @@ import onnx_ir as ir
 from partc.compiler.declare import Declared
 from partc.compiler.errors import Problem
 from partc.compiler.load.functions import OWN_NAME
+from partc.compiler.plan.groups import Frame, group_of
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.rules import FULL_BATCH, Plan, ShardingRule
+from partc.compiler.plan.violation import Violation
 from partc.compiler.program import Group, Program
 
 
@@ -41,7 +43,7 @@ def placement_rules(program: Program) -> tuple[dict[ir.Node, Rule], list[Problem
     """Per placed node the rule that decides, and a problem per rule that matches nothing or names a rank that is not there."""
     problems: list[Problem] = []
     decided = _annotated(program)
-    rules = [Rule(p.pattern, (p.rank,), p.where) for p in program.declared.placements]
+    rules = _declared(program, problems)
     rules += [Rule(p.pattern, p.ranks, p.where) for p in program.plan.placement]
     for rule in rules:
         ranks = program.plan.ranks
@@ -74,6 +76,23 @@ def matched_nodes(program: Program, pattern: str) -> list[ir.Node]:
     matches = compile_pattern(pattern).matches
     hit = [node for node, path in program.paths.items() if matches(path)]
     return hit or [node for node in program.paths if matches(str(node.meta.get(OWN_NAME) or node.name or ""))]
+
+
+def _declared(program: Program, problems: list[Problem]) -> list[Rule]:
+    """The placements of the model; groups are held against the plan's ranks and mesh."""
+    plan, found = program.plan, []
+    lists = [rule.ranks for rule in plan.placement] + [p.on for p in program.declared.placements]
+    sizes = tuple(len(ranks) for ranks in lists if isinstance(ranks, tuple) and len(ranks) > 1)
+    for placed in program.declared.placements:
+        if isinstance(placed.on, int):
+            found.append(Rule(placed.pattern, (placed.on,), placed.where))
+            continue
+        try:
+            group = group_of(placed.on, Frame(plan.ranks, plan.mesh, sizes))
+            found.append(Rule(placed.pattern, group.ranks, placed.where))
+        except Violation as violation:
+            problems.append(violation.at(placed.where, f"place of '{placed.pattern}'"))
+    return found
 
 
 def _annotated(program: Program) -> dict[ir.Node, Rule]:

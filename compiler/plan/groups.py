@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -100,22 +100,30 @@ def checked_mesh(mesh: dict[str, int], info: ValidationInfo) -> dict[str, int]:
 
 
 def placed(value: object, info: ValidationInfo) -> Group:
-    """The group that a placement names: a rank, a list of ranks, or a slice of the mesh."""
-    frame = _frame(info)
+    """The group that a placement of a plan names."""
+    return group_of(value, _frame(info))
+
+
+def group_of(value: object, frame: Frame) -> Group:
+    """The group that a placement names: a rank, a list of ranks, or a slice of the mesh. Raises Violation."""
     match value:
-        case list():
-            return _listed(value, frame, info)
+        case list() | tuple():
+            return _listed(value, frame)
         case dict():
             return _sliced(value, frame)
         case _:
-            return Group((rank_of(value, info),))
+            return Group((_rank(value, frame),))
 
 
 def rank_of(value: object, info: ValidationInfo) -> int:
     """A rank that there is."""
+    return _rank(value, _frame(info))
+
+
+def _rank(value: object, frame: Frame) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise Violation(f"expected a rank, an integer, but got {shown(value)}")
-    ranks = _frame(info).ranks
+    ranks = frame.ranks
     if value < 0 or (ranks is not None and value >= ranks):
         there = "no negative ranks" if ranks is None else f"{ranks} rank{'s' if ranks != 1 else ''}"
         last = "" if ranks is None else f" to {ranks - 1}"
@@ -126,9 +134,13 @@ def rank_of(value: object, info: ValidationInfo) -> int:
 
 def ranks_of(value: list[object], info: ValidationInfo, empty: str) -> tuple[int, ...]:
     """A list of distinct ranks, in its order; `empty` is the remedy for one without any."""
+    return _ranks(value, _frame(info), empty)
+
+
+def _ranks(value: Sequence[object], frame: Frame, empty: str) -> tuple[int, ...]:
     if not value:
         raise Violation("the list of ranks is empty", help=empty)
-    ranks = tuple(rank_of(rank, info) for rank in value)
+    ranks = tuple(_rank(rank, frame) for rank in value)
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
     if twice:
         raise Violation(f"rank {twice[0]} stands twice in the list", help="name every rank once")
@@ -140,8 +152,8 @@ def shown_mesh(mesh: Axes) -> str:
     return " x ".join(f"{name}={size}" for name, size in mesh)
 
 
-def _listed(value: list[object], frame: Frame, info: ValidationInfo) -> Group:
-    ranks = ranks_of(value, info, "name a rank, or leave the line out for all ranks")
+def _listed(value: Sequence[object], frame: Frame) -> Group:
+    ranks = _ranks(value, frame, "name a rank, or leave the line out for all ranks")
     mesh = frame.mesh or ()
     if mesh and not frame.spans and len(ranks) > 1 and _size(mesh) in frame.groups and len(ranks) != _size(mesh):
         fact = f"a group of {len(ranks)} ranks, but the mesh {shown_mesh(mesh)} has {_size(mesh)}"

@@ -2,7 +2,6 @@
 
 from model import LeNet as WholeLeNet
 from model import batch, inputs, outputs
-from partc.compiler import place
 
 __all__ = ["batch", "inputs", "model", "outputs"]
 
@@ -10,11 +9,11 @@ __all__ = ["batch", "inputs", "model", "outputs"]
 class LeNet(WholeLeNet):
     def __init__(self) -> None:
         super().__init__()
-        place(self.fc1, 0)
-        place(self.fc2, 1)
-        place(self.fc3, 2)
-        place(self.conv1, 3)
-        place(self.conv2, 4)
+        self.fc1.place("MS_WORKER", 0)
+        self.fc2.place("MS_WORKER", 1)
+        self.fc3.place("MS_WORKER", 2)
+        self.conv1.place("MS_WORKER", 3)
+        self.conv2.place("MS_WORKER", 4)
 
 
 model = LeNet()

@@ -1,16 +1,17 @@
-"""The `shard` calls of a loaded `model.py` as rules: their regions by path, their parameters by the path below.
+"""The `place` and `shard` calls of a loaded `model.py` as rules: their regions by path, their parameters by the path below.
 
 Paths are known only when the whole model stands; so are the names of the tensors that a call was given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
-from partc.compiler.cutting.regions import Region, ShardCall, is_module
-from partc.compiler.declare import Collector
+from partc.compiler.cutting.regions import ShardCall
+from partc.compiler.cutting.traced import Region, TracedCall, is_module
+from partc.compiler.declare import Collector, Placement
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.names import node_paths
 from partc.compiler.plan.cut import Cut, shown_cut
@@ -32,28 +33,70 @@ def shardings(collector: Collector, modules: Iterable[tuple[str, object]], model
     found: list[tuple[str, ShardCall, ShardingRule]] = []
     for call in collector.shards:
         if not is_module(call.target):
-            regions = [
-                (region.path if region.node is None else nodes.get(region.node), region) for region in call.regions
-            ]
-            found += [(path, call, _rule(call, path, {}, [region])) for path, region in regions if path is not None]
-            if not any(path is not None for path, _ in regions):
-                fact = f"'{call.name}' is never called while the model is built"
-                problems.append(Problem(call.where, fact, help="call what shard gives back, in forward"))
+            regions = regions_of(call, nodes, problems)
+            found += [(path, call, _rule(call, path, {}, [region])) for path, region in regions]
         elif names := paths.get(id(call.target)):
             parameters = _parameters(call, names, problems)
             found.append((names[0], call, _rule(call, names[0], parameters, call.regions)))
         else:
-            fact = f"shard speaks of a {call.name} that is not part of the model"
-            problems.append(Problem(call.where, fact, help="shard a module that the model holds as an attribute"))
+            problems.append(stranger(call))
     held = {path for names in paths.values() for path in names}
-    for path, call, _ in found:
-        if not is_module(call.target) and path in held:
-            fact = f"the function '{call.name}' has the path of a module, '{path}'"
-            problems.append(Problem(call.where, fact, help="rename one of the two"))
+    problems += [double(call, path) for path, call, _ in found if not is_module(call.target) and path in held]
     problems += _nested([(path, call) for path, call, _ in found])
     if problems:
         raise CompileError(problems)
     return tuple(rule for _, _, rule in found)
+
+
+def placements(collector: Collector, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[Placement, ...]:
+    """The place calls with the paths of what they speak of.
+
+    Raises CompileError for modules that the model does not have and functions that nobody calls.
+    """
+    if not collector.calls:
+        return ()
+    nodes = node_paths(model)
+    paths: dict[int, str] = {}
+    for first, module in modules:
+        paths.setdefault(id(module), first)
+    problems: list[Problem] = []
+    found: list[Placement] = []
+    for call in collector.calls:
+        if isinstance(call.target, str):
+            found.append(Placement(call.target, call.on, call.where))
+        elif not is_module(call.target):
+            regions = [path for path, _ in regions_of(call, nodes, problems)]
+            problems += [double(call, path) for path in regions if path in paths.values()]
+            found += [Placement(literal_pattern(path), call.on, call.where) for path in regions]
+        elif (path := paths.get(id(call.target))) is not None:
+            found.append(Placement(literal_pattern(path) or "**", call.on, call.where))
+        else:
+            problems.append(stranger(call))
+    if problems:
+        raise CompileError(problems)
+    return tuple(found)
+
+
+def regions_of(call: TracedCall, nodes: Mapping[ir.Node, str], problems: list[Problem]) -> list[tuple[str, Region]]:
+    """The regions of a function or an op with their paths; a problem where it is never called."""
+    paths = [(region.path if region.node is None else nodes.get(region.node), region) for region in call.regions]
+    found = [(path, region) for path, region in paths if path is not None]
+    if not found:
+        fact = f"'{call.name}' is never called while the model is built"
+        problems.append(Problem(call.where, fact, help=f"call what {call.verb} gives back, in forward"))
+    return found
+
+
+def stranger(call: TracedCall) -> Problem:
+    """That the model does not have a module."""
+    fact = f"{call.verb} speaks of a {call.name} that is not part of the model"
+    return Problem(call.where, fact, help=f"{call.verb} a module that the model holds as an attribute")
+
+
+def double(call: TracedCall, path: str) -> Problem:
+    """That a function and a module have one path."""
+    fact = f"the function '{call.name}' has the path of a module, '{path}'"
+    return Problem(call.where, fact, help="rename one of the two")
 
 
 def _paths(modules: Iterable[tuple[str, object]], nodes: Sequence[str]) -> dict[int, list[str]]:

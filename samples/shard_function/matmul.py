@@ -1,0 +1,23 @@
+"""Single ops cut where they are called, as MindSpore's `ops.MatMul().shard(((2, 4), (4, 1)))` has it; an activation by its method."""
+
+from partc.compiler import Input, Symbol, nn, shard
+
+batch = Symbol(divisor=8)
+nn.seed(3)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1_weight = nn.Parameter([128, 64], "float32", init=nn.init.uniform())
+        self.fc2_weight = nn.Parameter([64, 10], "float32", init=nn.init.uniform())
+        self.relu1 = nn.ReLU().shard(((4, 1),))
+
+    def forward(self, op, x):
+        x = shard(op.MatMul, in_strategy=((2, 4), (4, 1)))(x, self.fc1_weight)
+        x = self.relu1(op, x)
+        return shard(op.MatMul, in_strategy=((1, 8), (8, 1)), out_strategy=((8, 1),))(x, self.fc2_weight)
+
+
+model = Net()
+inputs = {"x": Input([batch, 128], "float32")}
