@@ -1,76 +1,120 @@
 """`partc verify` of a plan that trains: two steps of the whole model on one rank against two of the compiled one.
 
-Compared are the loss and the metrics of both steps, and then every tensor that training keeps: parameters, what the optimizer keeps of
-them, and statistics. Both sides go the way of `partc train`, through data, checkpoint and metrics in files.
+Compared are the loss and the metrics of both steps, every tensor that training keeps (parameters, what the optimizer keeps of
+them, and statistics), and the gradients of the first step, since a small step hides in a parameter's own rounding. Both sides go the way
+of `partc train`, through data, checkpoint and metrics in files.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from partc.cli.compare import Compared, compare
 from partc.cli.job import Job, TrainingJob
+from partc.runtime.artifact import open_artifact
 from partc.runtime.dtypes import Array
 from partc.runtime.errors import UsageError
+from partc.runtime.training.schedule import scalars
+from partc.runtime.training.trainer import STEP
 
 if TYPE_CHECKING:
     from partc.cli.feed import Value
-    from partc.compiler.plan.rules import Plan
+    from partc.cli.verify import Case, Verdict
     from partc.runtime.format import Manifest
 
 STEPS = 2
 SHARE = 1e-3
+_UNITS = {"float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 
 
-def both(
-    model: Path, plan: Plan, built: Path, manifest: Manifest, values: Mapping[str, Value], scratch: Path, mpi: bool
-) -> tuple[dict[str, Array], dict[str, Array]]:
-    """What the whole and the compiled model give in two steps, and all tensors after them."""
-    from partc.compiler.load import load
-    from partc.compiler.load.source import Source
-    from partc.compiler.pipeline import compile_source
-    from partc.compiler.plan.rules import Dataset
+def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
+    """Two steps of the whole model against two of the compiled one; what rounding does is measured where they are not close.
 
-    assert manifest.training is not None
+    Of a sum over ranks the whole model's gradients are those of the sum of the parts' means.
+    """
+    from partc.cli.alone import DRAWS, batch_pieces, compile_alone, first_values, perturbed, scaled_seed
+    from partc.cli.compare import spread
+    from partc.cli.trace import Compiled, first_difference, gradients
+    from partc.cli.verify import Verdict, measured
+
+    report, scratch, plan = case.report, case.scratch, case.report.program.plan
     assert plan.train is not None
-    records = _records(manifest, values)
-    data = scratch / "records.npz"
+    records = _records(report.manifest, case.values)
+    data, batch = scratch / "records.npz", len(next(iter(records.values())))
     np.savez(data, **records)
-    alone = replace(
-        plan,
-        ranks=1,
-        placement=(),
-        sharding=(),
-        mesh=(),
-        dataset=Dataset(),
-        outputs=(),
-        train=replace(plan.train, shard=None),
-    )
-    source = load(model)
-    declared = replace(source.declared, placements=(), sharding=(), annotations=None)
-    whole = scratch / "whole"
-    compile_source(Source(source.model, declared), alone, whole)
-    batch = len(next(iter(records.values())))
-    return (
-        _trained(whole, data, batch, scratch / "of_whole", False),
-        _trained(built, data, batch, scratch / "of_compiled", mpi),
-    )
+    alone = compile_alone(case.model, plan, scratch / "whole")
+    manifest = open_artifact(alone.folder, trust=True).manifest
+    begun = first_values(alone.folder, manifest)
+    if plan.train.per_rank_mean:
+        times = batch_pieces(report.manifest)
+        alone = Compiled(alone.program, scaled_seed(alone.folder, scratch / "summed", times))
+    whole = _trained(alone.folder, data, batch, scratch / "of_whole", False)
+    compiled = _trained(report.out, data, batch, scratch / "of_compiled", case.mpi)
+    ours = Compiled(report.program, report.out)
+    given = _one_step(manifest, records)
+    of_whole, of_compiled = gradients(alone, ours, given, scratch)
+    steep = compared(of_whole, of_compiled, _zeros(of_whole), rtol, atol)
+    first = Verdict([*compared(whole, compiled, begun, rtol, atol), *steep])
+    if first.passed:
+        return first
+    noise: dict[str, Array] = {}
+    if rtol is None and atol is None:
+        draws, steps = [], []
+        for draw in range(DRAWS):
+            folder = perturbed(alone.folder, scratch / "perturbed", draw + 1)
+            draws.append(_trained(folder, data, batch, scratch / f"of_perturbed_{draw}", False))
+            steps.append(gradients(Compiled(alone.program, folder), ours, given, scratch)[0])
+        noise = {**spread(whole, draws), **spread(of_whole, steps)}
+    steep = compared(of_whole, of_compiled, _zeros(of_whole), rtol, atol, noise)
+    rows = [*compared(whole, compiled, begun, rtol, atol, noise), *steep]
+    second = Verdict(rows, measured(first.rows, rows, alone, noise))
+    if second.passed:
+        return second
+    inside = first_difference(alone, ours, given, scratch, bool(noise))
+    return Verdict(second.rows, [*second.notes, *filter(None, [inside])])
+
+
+def _zeros(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    return {name: np.zeros_like(array) for name, array in arrays.items()}
 
 
 def compared(
-    whole: Mapping[str, Array], compiled: Mapping[str, Array], rtol: float | None, atol: float | None
+    whole: Mapping[str, Array],
+    compiled: Mapping[str, Array],
+    begun: Mapping[str, Array],
+    rtol: float | None,
+    atol: float | None,
+    noise: Mapping[str, Array] | None = None,
 ) -> list[Compared]:
-    """The comparison of every tensor; without `atol` a thousandth of its largest element."""
+    """The comparison of every tensor. Without tolerances a thousandth of the largest change since `begun` counts for what is kept,
+    and a few units in the last place of the largest element: a step may change a parameter by less than its own rounding.
+    """
     found: list[Compared] = []
     for name, array in whole.items():
-        close = SHARE * float(np.abs(array).max(initial=0.0)) if atol is None and array.dtype.kind == "f" else atol
-        found += compare({name: array}, {name: compiled[name]}, rtol, close)
+        relative, close = rtol, atol
+        if name in begun and array.dtype.kind == "f":
+            unit = 4 * _UNITS.get(array.dtype.name, 0.0)
+            change = np.abs(array.astype(np.float64) - begun[name].astype(np.float64))
+            largest = float(np.abs(array).max(initial=0.0))
+            close = SHARE * float(change.max(initial=0.0)) + unit * largest if atol is None else atol
+            relative = unit if rtol is None else rtol
+        found += compare({name: array}, {name: compiled[name]} if name in compiled else {}, relative, close, noise)
     return found
+
+
+def _one_step(manifest: Manifest, records: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of the first step: a part of the batch where that is cut into some, and the scalars."""
+    training = manifest.training
+    assert training is not None
+    size = len(next(iter(records.values()))) // training.accumulate
+    hyper = {name: float(value) for name, value in training.optimizer.items() if isinstance(value, int | float)}
+    numbers = scalars([name for name in training.scalars if name != STEP], 0, hyper)
+    given = {name: array[:size] for name, array in records.items()} | {name: np.array(x) for name, x in numbers.items()}
+    return given | {STEP: np.array(0, np.int64)}
 
 
 def _records(manifest: Manifest, values: Mapping[str, Value]) -> dict[str, Any]:
@@ -89,7 +133,6 @@ def _trained(folder: Path, data: Path, batch: int, out: Path, mpi: bool) -> dict
     import click
     from partc.cli.launch import launch, run_here
     from partc.cli.launcher import Hosts
-    from partc.runtime.artifact import open_artifact
     from partc.runtime.training.checkpoint import Checkpoint
 
     out.mkdir()
@@ -105,7 +148,7 @@ def _trained(folder: Path, data: Path, batch: int, out: Path, mpi: bool) -> dict
         metrics=str(told),
         only_train=True,
     )
-    job = Job(folder=str(folder), training=training, quiet=True)
+    job = Job(folder=str(folder), training=training, quiet=True, trust=True)
     manifest = open_artifact(folder, trust=True).manifest
     code = launch(job, manifest, Hosts(None, None), ()) if mpi and manifest.ranks > 1 else run_here(job, manifest)
     if code:

@@ -214,6 +214,8 @@ class Program:
     events: tuple[Event, ...] = ()
     groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     parts: tuple[Part, ...] = ()
+    names: Mapping[Copy, str] = field(default_factory=dict)
+    """What every copy of a value is called on the ranks of its group, for those who look inside."""
     warnings: tuple[str, ...] = ()
 
     @cached_property

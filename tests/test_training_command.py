@@ -232,9 +232,10 @@ def test_verify_takes_two_steps_and_compares_all_that_is_kept(
     built(folder, PARALLEL)
     assert invoke(["verify", "model.py", "--plan", "build.yaml", "--set", "batch=6"]) == 0
     told = capsys.readouterr().out
-    assert "16 tensors on 2 ranks equal to the whole model's" in told
+    assert "20 tensors on 2 ranks equal to the whole model's" in told
     assert "a.weight.exp_avg_sq" in told
     assert "loss, step 2" in told
+    assert "a.weight.grad" in told
     from partc.compiler.parts.gradients import GradientSums
 
     summed = GradientSums.parameter

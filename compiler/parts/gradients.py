@@ -59,6 +59,8 @@ class GradientSums:
         self.program, self.cotangents, self.writer, self.drafts = program, cotangents, writer, drafts
         self.training = training
         self.kept: list[Sum] = []
+        self.totals: dict[Copy, str] = {}
+        """What whole cotangents are called where they lie."""
         self.gradients: list[Gradient] = []
         self.taken: set[tuple[str, int]] = set()
         self._sent: set[tuple[str, int]] = set()
@@ -70,7 +72,9 @@ class GradientSums:
         for copy, names in given.items():
             total = self._sum(copy, names)
             pieces.setdefault(target, []).append(self._brought(copy, total, target, name))
-        return self._sum(target, pieces[target], name)
+        total = self._sum(target, pieces[target], name)
+        self.totals.setdefault(target, total)
+        return total
 
     def parameter(self, value: ir.Value, given: Mapping[Copy, Sequence[str]], homes: Sequence[Copy]) -> None:
         """The gradient of a parameter that lies as `homes`: reduced on the first of them, and handed on to the others."""

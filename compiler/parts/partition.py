@@ -50,6 +50,7 @@ def partition(program: Program) -> Program:
             emitted[instance] = [(_put(drafts, node, local, ranks), ranks) for local, ranks in locals_]
         for value in node.outputs:
             _derive(copies, writer, value, done)
+    totals: dict[Copy, str] = {}
     if program.training:
         gradients: list[Gradient] = []
         sums: GradientSums | None = None
@@ -61,6 +62,8 @@ def partition(program: Program) -> Program:
         updates = Updates(program, copies, writer, drafts)
         updates.write(gradients)
         updates.keep_sums(sums.kept if sums else [])
+        named = {Copy(cotangents[one.parameter], one.home.group, one.share.layout): one.name for one in gradients}
+        totals = {**(sums.totals if sums else {}), **named}
     parts = tuple(held.part(rank, draft) for rank, draft in enumerate(drafts))
     idle = [part.rank for part in parts if not part.steps and not part.outputs]
     warnings = (f"{_ranks(idle)} nothing to do; place nodes there, or lower `ranks`",) if idle else ()
@@ -69,6 +72,7 @@ def partition(program: Program) -> Program:
         parts=parts,
         events=tuple(writer.events),
         groups=dict(writer.groups),
+        names={**totals, **writer.names},
         warnings=program.warnings + warnings,
     )
 

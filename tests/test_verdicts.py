@@ -1,0 +1,217 @@
+"""What `partc verify` calls equal: as far as rounding carries a model it is, and a fault in the artifact is told in each such case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from mutated import change_file
+from onnx import ModelProto, numpy_helper
+from partc.cli.main import invoke
+
+Fault = Callable[[ModelProto], None]
+
+
+def normal(*shape: int, seed: int = 3) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its weights, a plan, the sizes of its symbols, and what must stand in the verdict."""
+
+    text: str
+    weights: dict[str, np.ndarray]
+    plan: str
+    sizes: str
+    told: str = ""
+
+
+HALF = Case(
+    """g (float[n, 40] x) => (float[n, 12] y) {
+    [narrow] h = Cast <to = 10> (x)  [up] u = MatMul(h, v)  [act] a = Tanh(u)  [scale] s = Mul(a, a)  [down] d = MatMul(s, w)
+    [wide] y = Cast <to = 1> (d) }""",
+    {"v": normal(40, 96).astype(np.float16), "w": normal(96, 12, seed=4).astype(np.float16)},
+    "ranks: 3\nsharding:\n  up: colwise\n  down: rowwise\n",
+    "n=5",
+    "rounding alone carries the whole model's 'y'",
+)
+STEPS = Case(
+    """g (float[n, 24] x) => (float[n, 96] y) {
+    [up] u = MatMul(x, v)  [quantize] q = QuantizeLinear(u, step, zero)  [back] y = DequantizeLinear(q, step, zero) }""",
+    {"v": normal(24, 96), "step": np.float32(2.0**-10), "zero": np.int16(0)},
+    "ranks: 2\nsharding:\n  up: rowwise\n",
+    "n=64",
+    "it is quantized, and a value near the middle of two steps takes either",
+)
+DEAD_BIAS = Case(
+    """g (float[n, 2, 6, 6] x) => (float[n, 4] y) {
+    [conv] c = Conv <pads = [1, 1, 1, 1]> (x, k, bias)
+    [norm] b = BatchNormalization(c, scale, shift, mean, var)  [relu] r = Relu(b)
+    [pool] p = GlobalAveragePool(r)  [flat] f = Flatten(p)  [head] y = MatMul(f, w) }""",
+    {
+        "k": normal(5, 2, 3, 3),
+        "bias": normal(5),
+        "scale": np.ones(5, np.float32),
+        "shift": np.zeros(5, np.float32),
+        "mean": np.zeros(5, np.float32),
+        "var": np.ones(5, np.float32),
+        "w": normal(5, 4),
+    },
+    """ranks: 2
+symbols: {n: {divisor: 2}}
+dataset: data_parallel
+train: {loss: {type: softmax_cross_entropy, logits: y, labels: label}, optimizer: {type: adam, lr: 0.01}}
+""",
+    "n=8",
+    "'bias'",
+)
+LINE = "g (float[n, 6] x) => (float[n, 4] y) { [mm] y = MatMul(x, w) }"
+SUM = Case(
+    LINE,
+    {"w": normal(6, 4)},
+    """ranks: 4
+symbols: {n: {divisor: 4}}
+dataset: data_parallel
+train:
+  loss: {type: softmax_cross_entropy, logits: y, labels: label, reduction: sum_over_ranks}
+  optimizer: {type: sgd, lr: 1.0e-6}
+""",
+    "n=8",
+)
+SLOW = Case(
+    LINE,
+    {"w": normal(6, 4)},
+    """ranks: 2
+symbols: {n: {divisor: 2}}
+dataset: data_parallel
+train: {loss: {type: mean_squared, prediction: y, target: t}, optimizer: {type: sgd, lr: 1.0e-5}}
+""",
+    "n=6",
+)
+CASES = {"half": HALF, "steps": STEPS, "dead bias": DEAD_BIAS, "sum over ranks": SUM, "slow": SLOW}
+
+
+def another_reduction(model: ModelProto) -> None:
+    """The largest term in place of their sum."""
+    node = next(node for node in model.graph.node if node.op_type == "AllReduce")
+    next(one for one in node.attribute if one.name == "reduce").s = b"max"
+
+
+def term_dropped(model: ModelProto) -> None:
+    """What the last rank adds is nothing."""
+    node = next(node for node in model.graph.node if node.op_type == "AllReduce")
+    at = list(model.graph.node).index(node)
+    lost = onnx.helper.make_node("Sub", [node.input[0], node.input[0]], ["lost"], name="lost")
+    port = next(one for one in model.graph.value_info if one.name == node.input[0])
+    node.input[0] = "lost"
+    model.graph.node.insert(at, lost)
+    declared = model.graph.value_info.add()
+    declared.CopyFrom(port)
+    declared.name = "lost"
+
+
+def gradient_scaled(model: ModelProto) -> None:
+    """Gradients by one in a hundred too large."""
+    tensor = next(one for one in model.graph.initializer if one.name == "loss.seed")
+    tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(1.01), tensor.name))
+
+
+def wrong_shard(model: ModelProto) -> None:
+    """The rank's rows of a weight in another order."""
+    tensor = next(one for one in model.graph.initializer if one.name == "w")
+    if tensor.external_data:
+        entry = next(one for one in tensor.external_data if one.key == "location")
+        entry.value = entry.value.replace("0001", "0000")
+        return
+    tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor)[::-1].copy(), tensor.name))
+
+
+def verdict(
+    case: Case,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *faults: tuple[str, Fault],
+) -> tuple[int, str]:
+    """Exit code and words of `partc verify`, of an artifact with faults in it."""
+    from partc.compiler import pipeline
+
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 21]> {case.text}')
+    proto.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in case.weights.items())
+    onnx.save(proto, folder / "model.onnx")
+    (folder / "plan.yaml").write_text(case.plan)
+    compile_model = pipeline.compile_model
+
+    def faulty(*arguments: object) -> pipeline.Report:
+        report = compile_model(*arguments)  # type: ignore[arg-type]
+        for pattern, change in faults:
+            for file in sorted(report.out.glob(pattern)):
+                change_file(report.out, file.name, change)
+        return report
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(pipeline, "compile_model", faulty)
+    code = invoke(["verify", "model.onnx", "--plan", "plan.yaml", "--set", case.sizes])
+    monkeypatch.setattr(pipeline, "compile_model", compile_model)
+    told = capsys.readouterr()
+    return code, told.out + told.err
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_rounding_alone_does_is_equal(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, told = verdict(CASES[name], tmp_path, monkeypatch, capsys)
+    assert code == 0, told
+    assert CASES[name].told in told
+
+
+EVERY, LAST = "rank_*.onnx", "rank_000[1-9].onnx"
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "fault", "first"),
+    [
+        (
+            "half",
+            EVERY,
+            another_reduction,
+            "the first value that differs is 'd' of MatMul 'down', on rank 0: it is off by",
+        ),
+        (
+            "half",
+            LAST,
+            term_dropped,
+            "the first value that differs is 'd' of MatMul 'down', on rank 0: it is off by",
+        ),
+        ("half", LAST, wrong_shard, "the first value that differs is 'd' of MatMul 'down', on rank 0: it is off by"),
+        (
+            "steps",
+            EVERY,
+            another_reduction,
+            "the first value that differs is 'u' of MatMul 'up', on rank 0: it is off by",
+        ),
+        ("dead bias", EVERY, gradient_scaled, "the first value that differs is 'loss"),
+        ("sum over ranks", EVERY, gradient_scaled, "the first value that differs is 'loss"),
+        ("slow", EVERY, gradient_scaled, "the first value that differs is 'loss"),
+        ("slow", LAST, term_dropped, "the first value that differs is"),
+    ],
+)
+def test_a_fault_is_told_with_the_first_value_that_differs(
+    name: str,
+    where: str,
+    fault: Fault,
+    first: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, told = verdict(CASES[name], tmp_path, monkeypatch, capsys, (where, fault))
+    assert code == 1, told
+    assert "NOT EQUAL" in told
+    assert first in told
