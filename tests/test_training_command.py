@@ -164,7 +164,7 @@ def test_shares_over_mpi_are_those_of_the_whole(folder: Path, capsys: pytest.Cap
     """Two values are scattered and gathered as one message; `a.bias` and `b.weight` have odd places in it."""
     (folder / "shared.yaml").write_text(PARALLEL.replace("lr: 0.01", "lr: 0.01, shard: dp") + "  clip: {norm: 0.3}\n")
     assert invoke(["verify", "model.py", "--plan", "shared.yaml", "--set", "batch=6", "--mpi"]) == 0
-    assert "16 tensors on 2 MPI ranks equal to the whole model's" in capsys.readouterr().out
+    assert "20 tensors on 2 MPI ranks equal to the whole model's" in capsys.readouterr().out
     compile_model(folder / "model.py", folder / "shared.yaml", folder / "shared")
     assert invoke(["check", "shared"]) == 0
     told = (folder / "shared" / "ir" / "step_parallel_end.ir").read_text()
