@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from . import expression
 from .cuts import Whole, divisor, local, whole_size
 from .dtypes import BY_NAME, Array, Dtype, by_numpy, dense
 from .errors import InputError
-from .format import Manifest, Port, SymbolRecord
+from .format import LabelRecord, Manifest, Port, SymbolRecord
 from .message import Value
 from .tensor import Tensor
 from .transport import Transport, Vector
@@ -36,6 +36,8 @@ class Binder:
     manifest: Manifest
     rank: int
     read: frozenset[str]
+    part: tuple[int, int] = (0, 1)
+    """Which part of a batch comes next, and of how many, where records are told by their number."""
     bound: frozenset[str] = field(init=False)
     """The symbols that the inputs of a step bind; the others are known to no rank beforehand."""
 
@@ -107,6 +109,8 @@ class Binder:
                 continue
             try:
                 values[port.name] = self._piece(port, _value(port, inputs[port.name]), inputs[port.name])
+                if port.labels is not None:
+                    check_labels(port, port.labels, values[port.name], self.rank, self.part)
             except ValueError as error:
                 problems.append(f"input '{port.name}': {error}")
             except Exception as error:
@@ -249,6 +253,30 @@ def _element(array: Array, dtype: Dtype | None, text: str) -> Array:
     if not fits:
         raise ValueError(f"holds an array of {array.dtype}, the model takes {text}")
     return array if dtype else array.astype(object)
+
+
+def check_labels(port: Port, law: LabelRecord, value: Value, rank: int, part: tuple[int, int] = (0, 1)) -> None:
+    """ValueError for the first label of a rank's piece, of one part of a batch, that is neither a class nor ignored."""
+    if not isinstance(value, Tensor) or not value.array().size:
+        return
+    labels: Any = value.array()
+    if labels.min() >= 0 and (not law.classes or labels.max() < law.classes):
+        return
+    wrong = (labels < 0) | (labels >= law.classes) if law.classes else labels < 0
+    wrong &= ~np.isin(labels, law.ignored)
+    if not wrong.any():
+        return
+    first = tuple(int(one) for one in np.argwhere(wrong)[0])
+    box = port.box(rank)
+    before = part[1] * box[0][0] // (box[0][1] - box[0][0]) if box and first else 0
+    begin = len(labels) * (before + part[0]) if first else 0
+    place = f"record {begin + first[0]} of the batch" + (f" at {[*first[1:]]}" if first[1:] else "") if first else "it"
+    classes = f"labels are 0 to {law.classes - 1}" if law.classes else "labels are 0 or more"
+    ignored = f", or {', '.join(map(str, law.ignored))}, which does not count" if law.ignored else ""
+    raise ValueError(
+        f"{place} has the label {labels[first]}\n  {classes}{ignored}\n"
+        "  help: mend the data, or say by `ignore_index` of the loss which label does not count"
+    )
 
 
 def is_legal(size: int, law: SymbolRecord) -> bool:

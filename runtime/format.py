@@ -137,10 +137,18 @@ class SymbolRecord(_Record):
     remainder: int = Field(0, ge=0)
 
 
+class LabelRecord(_Record):
+    """The numbers that an input of labels may have: 0 to `classes` - 1 (0: only a run tells how many), and the `ignored` ones."""
+
+    classes: int = Field(0, ge=0)
+    ignored: list[int] = []
+
+
 class Port(_Record):
     """A model input with the ranks that read it, or a model output with the ranks that it is delivered to.
 
-    The shape is the whole value's. `boxes` says what each of the ranks reads or gets of it, in their order; None: all of it.
+    The shape is the whole value's. `boxes` says what each of the ranks reads or gets of it, in their order; None: all of it. `labels`:
+    the numbers that an input of labels may have.
     """
 
     name: str
@@ -148,6 +156,7 @@ class Port(_Record):
     shape: Shape
     ranks: list[int]
     boxes: list[Box] | None = None
+    labels: LabelRecord | None = None
 
     def box(self, rank: int) -> Box | None:
         """The piece of a rank that reads or gets it; None where that is the whole."""

@@ -162,6 +162,10 @@ class Program:
         self._schedules.clear()
         self._program.runners.clear()
 
+    def comes(self, part: int, count: int) -> None:
+        """Says which part of a batch is given next, for what is told of its records."""
+        self._program.binder.part = part, count
+
     def describe(self, action: int) -> str:
         """The text of an action that the status board shows."""
         return describe(self._program.steps, action)

@@ -15,7 +15,7 @@ from partc.compiler.load.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.training.in_parts import quotient
-from partc.runtime import InputError, RankError, load_trainer
+from partc.runtime import InputError, load_trainer
 from partc.runtime.check import check
 from partc.runtime.cuts import local
 from partc.runtime.format import Manifest, SymbolRecord
@@ -195,9 +195,11 @@ LABELLED = {
 def test_a_loss_of_the_models_own(ranks: int, name: str, tmp_path: Path) -> None:
     text = OWN_LOSS.replace("ENTROPY", LABELLED[name]).replace("small = {0.01}", "small = {0.01}, int64 zero = {0}")
     given = {**numbers(LOSSES["ignored"]), "keep": np.array(0.5, np.float32)}
-    loss = "loss\n  metrics: {other: {type: output}}"
-    want = trained(tmp_path / "whole", from_text(text, {"w": (6, 5)}), PLANS[1] + train(loss, 1), [given])
-    have = trained(tmp_path / "parts", from_text(text, {"w": (6, 5)}), PLANS[ranks] + train(loss, 4), [given])
+    more = "  metrics: [other]\n"
+    want = trained(tmp_path / "whole", from_text(text, {"w": (6, 5)}), PLANS[1] + train("loss", 1, more=more), [given])
+    have = trained(
+        tmp_path / "parts", from_text(text, {"w": (6, 5)}), PLANS[ranks] + train("loss", 4, more=more), [given]
+    )
     close(have, want, start_of({"w": (6, 5)}, text))
 
 
@@ -292,6 +294,6 @@ def test_a_batch_that_parts_refuse_leaves_no_gradient_behind(tmp_path: Path) -> 
         with pytest.raises(InputError, match="15 records cannot be cut into 2 parts"):
             trainer.train({name: array[1:] for name, array in given.items()})
         bad = {**given, "label": np.where(np.arange(16) == 12, 7, given["label"])}
-        with pytest.raises(RankError):
+        with pytest.raises(InputError, match="record 12 of the batch has the label 7"):
             trainer.train(bad)
         assert all(not array.any() for array in trainer.program.state.sums())

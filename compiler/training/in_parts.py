@@ -24,6 +24,7 @@ from partc.compiler.ops.rule import OWN as OWN_OPS
 from partc.compiler.ops.seeded_dropout import DROPOUT, PARTS, RECORDS_DIM
 from partc.compiler.plan.rules import FULL_BATCH, Dataset, DatasetCut, OutputRule
 from partc.compiler.program import Program, SymbolInfo, ValueInfo
+from partc.compiler.training.labels import labels_of
 from partc.compiler.training.records import batch_symbols, records_of
 from partc.compiler.training.spread import EVERY, SUM, Rows, Spread, needed_for, spread
 from partc.compiler.training.training import Part
@@ -39,7 +40,8 @@ def in_parts(program: Program) -> Program:
         return program
     records = _records(program)
     fixed = tuple(str(value.name) for value in program.model.graph.inputs if value not in records)
-    training = replace(training, fixed=tuple(name for name in fixed if name not in training.scalars))
+    fixed = tuple(name for name in fixed if name not in training.scalars)
+    training = replace(training, fixed=fixed, labels=labels_of(program))
     program = _arriving_whole(program, fixed)
     if training.accumulate == 1 or training.part is Part.EVALUATION:
         return replace(program, training=training)

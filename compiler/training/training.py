@@ -9,7 +9,7 @@ from typing import Literal
 
 import onnx_ir as ir
 from partc.compiler.training.optimizers import Optimizer
-from partc.runtime.format import TrainingRecord
+from partc.runtime.format import LabelRecord, TrainingRecord
 from pydantic import JsonValue
 
 
@@ -64,6 +64,8 @@ class Training:
     """What the parts are given of the whole batch, which another program makes of the inputs alone."""
     fixed: tuple[str, ...] = ()
     """Inputs that hold no records, but one value for all of them."""
+    labels: Mapping[str, LabelRecord] = field(default_factory=dict)
+    """By input the labels that there may be."""
     shard: str | Literal[True] | None = None
     """Along which mesh axis ranks share the optimizer's state and work."""
     scalars: tuple[str, ...] = ()

@@ -120,7 +120,12 @@ def _port(program: Program, value: ir.Value, held: Sequence[tuple[int, Held]]) -
     whole = all(one.copy.layout.is_whole for _, one in held)
     boxes = None if whole else [_box(one) for _, one in held]
     return fmt.Port(
-        name=value.name or "", type=info.type, shape=_shape(info.shape), ranks=[r for r, _ in held], boxes=boxes
+        name=value.name or "",
+        type=info.type,
+        shape=_shape(info.shape),
+        ranks=[r for r, _ in held],
+        boxes=boxes,
+        labels=program.training.labels.get(value.name or "") if program.training and value.is_graph_input() else None,
     )
 
 

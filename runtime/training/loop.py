@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 
 from ..data import Loader, Position
-from ..errors import UsageError
+from ..errors import InputError, UsageError
 from .trainer import Trainer
 
 Every: TypeAlias = int | Literal["epoch"]
@@ -86,7 +86,7 @@ def run(
     begun, records = time.perf_counter(), 0
     while trainer.step < total:
         position = loader.position()
-        outputs = trainer.train(next(loader))
+        outputs = _taken(trainer, next(loader), position)
         means.add(outputs)
         records += order.batch
         step, now = trainer.step, loader.position()
@@ -119,6 +119,16 @@ def run(
         if evaluating or course.checkpoint is not None:
             begun, records = time.perf_counter(), 0
     return last
+
+
+def _taken(trainer: Trainer, batch: Mapping[str, Any], position: Position) -> Mapping[str, Any]:
+    """What a step gives; a batch that is refused is told with its place in the data."""
+    try:
+        return trainer.train(batch)
+    except InputError as error:
+        raise InputError(
+            f"step {trainer.step + 1}, batch {position.batch} of epoch {position.epoch}: {error}"
+        ) from None
 
 
 def resume(trainer: Trainer, loader: Loader, path: Path) -> None:

@@ -100,9 +100,10 @@ class Trainer:
 
     def _train_in_parts(self, batch: Mapping[str, object], accumulation: Program) -> Outputs:
         """One step on a batch whose parts run one after the other; what comes out is that of the whole batch."""
-        count, fixed = self.record.accumulate, self.record.fixed
-        given = {name: value for name, value in batch.items() if name in fixed}
-        cut = {name: _parts(name, value, count) for name, value in batch.items() if name not in fixed}
+        count, fixed = self.record.accumulate, {*self.record.fixed}
+        own = {port.name for port in self.inputs} - fixed
+        given = {name: value for name, value in batch.items() if name not in own}
+        cut = {name: _parts(name, value, count) for name, value in batch.items() if name in own}
         totals = {} if self._totals is None else self._made_before(self._totals, batch, cut)
         found: list[Outputs] = []
         try:
@@ -110,6 +111,7 @@ class Trainer:
                 if PART in self._scalars:
                     self._scalars[PART][...] = part
                 program = accumulation if part < count - 1 else self.program
+                program.comes(part, count)
                 inputs = {**given, **{name: parts[part] for name, parts in cut.items()}}
                 found.append(program({**inputs, **_known(program, {**self._scalars, **totals})}))
         finally:

@@ -1,0 +1,42 @@
+"""Which inputs hold labels that are numbers of classes, so that one that is none can be refused: a -1 would count from the end."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from partc.compiler.program import Program
+from partc.runtime.format import LabelRecord
+
+_LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+
+
+def labels_of(program: Program) -> dict[str, LabelRecord]:
+    """By input how many classes there are, 0 where only a run tells, and the numbers that say that a label does not count."""
+    train = program.plan.train
+    if train is None:
+        return {}
+    graph = program.model.graph
+    values = {value.name: value for value in (*graph.inputs, *(out for node in graph for out in node.outputs))}
+    found: dict[str, LabelRecord] = {}
+
+    def add(labels: str, scores: ir.Value | None, axis: int | None, ignored: int | None) -> None:
+        dims = None if scores is None or scores.shape is None else scores.shape.dims
+        size: object = 0
+        if dims:
+            size = dims[axis if axis is not None else 1 if len(dims) > 3 else -1]
+        known = found.get(labels, LabelRecord(classes=0))
+        more = [] if ignored is None or ignored in known.ignored else [ignored]
+        classes = max(known.classes, size) if isinstance(size, int) else 0
+        found[labels] = LabelRecord(classes=classes, ignored=[*known.ignored, *more])
+
+    loss = train.loss
+    if loss.type == "softmax_cross_entropy" and not loss.probabilities:
+        add(loss.labels, values.get(loss.output), loss.axis, loss.ignore_index)
+    for node in graph:
+        if node.domain in ("", "ai.onnx") and node.op_type in _LOSSES:
+            scores, labels = node.inputs[:2]
+            if labels is not None and labels.is_graph_input():
+                add(str(labels.name), scores, 1, node.attributes.get_int("ignore_index", None))
+    for metric in train.metrics.values():
+        if metric.type in ("accuracy", "top_k") and not metric.probabilities and metric.labels not in (None, *found):
+            add(str(metric.labels), values.get(metric.output), metric.axis, metric.ignore_index)
+    return {name: one for name, one in found.items() if name in {value.name for value in graph.inputs}}
