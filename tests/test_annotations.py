@@ -64,7 +64,7 @@ def written(program: Program) -> onnx.ModelProto:
 
 def programs(program: Program) -> str:
     """All ranks' programs with their communication, without the reasons: these name lines of the plan."""
-    return re.sub(r"(?m)   (Rule: |Cause: | ?\d+ bytes   ).*$|^#   \d+: .*$", "", end_text(program))
+    return re.sub(r"(?m)   (Rule: |Cause: | ?\d+ bytes   ).*$|^#   \d+: .*$|^      # Cut: .*$", "", end_text(program))
 
 
 def placed() -> str:

@@ -293,21 +293,20 @@ class Writer:
             self._emit(ranks, "Mul", [name, once], out, None)
 
     def _pad(self, move: mv.Pad, before: Copy, name: str, out: str, dim: int, axes: Sequence[int]) -> None:
-        """Terms of a sum of what is cut: the own piece at its place among zeros."""
+        """Terms of a sum of what is cut: the own piece at its place among zeros; fixed ones where the size is fixed."""
+        shape = local_shape(self.program, before)
+        size = shape[dim] if shape is not None else None
         pieces = math.prod(move.after.mesh[axis] for axis in axes)
         for (number,), indices in Layout(move.after.mesh, (tuple(axes),)).holders.items():
             ranks = tuple(move.group[index] for index in indices)
-            axis = self._constant(ranks, out, "axis", [dim])
-            extent = self._beside(ranks, "Shape", [name], f"{out}.shape")
-            extent = self._beside(ranks, "Gather", [extent, axis], f"{out}.extent")
-            around = [
-                self._constant(ranks, out, word, [n]) for word, n in (("left", number), ("right", pieces - 1 - number))
-            ]
-            sides = [
-                self._beside(ranks, "Mul", [extent, one], f"{out}.{word}s")
-                for one, word in zip(around, ("before", "after"), strict=True)
-            ]
-            pads = self._beside(ranks, "Concat", sides, f"{out}.pads", axis=0)
+            axis, after = self._constant(ranks, out, "axis", [dim]), pieces - 1 - number
+            if isinstance(size, int):
+                pads = self._constant(ranks, out, "pads", [number * size, after * size])
+            else:
+                extent = self._beside(ranks, "Shape", [name], f"{out}.shape")
+                extent = self._beside(ranks, "Gather", [extent, axis], f"{out}.extent")
+                pieces_around = self._constant(ranks, out, "around", [number, after])
+                pads = self._beside(ranks, "Mul", [extent, pieces_around], f"{out}.pads")
             self._emit(ranks, "Pad", [name, pads, "", axis], out, None)
 
     def _numbers_of(self, ranks: Group, name: str) -> np.dtype[Any]:

@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.cutting.choice import Instance
+from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.program import Array, Comm, Event, Held, Op, Part, Program, Shape
 from partc.compiler.shapes import type_text
+from partc.compiler.writing.helper_types import helper_types
 from partc.compiler.writing.transfer_bytes import bytes_text
 from partc.runtime.format import SEND
 
-GRAMMAR = 1
+GRAMMAR = 2
 _LONG = 16
 
 
@@ -51,10 +52,7 @@ def begin_text(program: Program, title: str = "step_parallel_begin") -> str:
     for node in graph:
         placed = program.placement.get(node)
         suffix = f" {{{'rank' if len(placed.ranks) == 1 else 'ranks'}: {_ranks(placed.ranks)}}}" if placed else ""
-        for group in placed.groups if placed else ():
-            choice = program.choices.get(Instance(node, group))
-            if choice is not None:
-                suffix += f" {{in_strategy: {choice.strategy()}}}"
+        suffix += "".join(_strategies(program, node))
         lines.append(f"  {_call(node, '  ')}{suffix}")
         lines.append(f"      : {_signature(program, node.inputs)} -> {_signature(program, node.outputs)}")
         lines.append(f"      # Scope: {program.paths[node]}" + (f"   Rule: {placed.rule}" if placed else ""))
@@ -128,21 +126,39 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks)) if len(ranks) == 1 else f"[{', '.join(map(str, ranks))}]"
 
 
-def cut_text(program: Program, node: ir.Node) -> Iterator[str]:
-    """Who decided each cut of a node, per group that cuts it: `m in 2 by plan.yaml:4, k in 4 by plan.yaml:4`."""
+def _strategies(program: Program, node: ir.Node, rank: int | None = None) -> Iterator[str]:
+    """How a node's inputs are cut, per group, or of the groups that a rank is in: ` {in_strategy: ((2, 4), (4, 1))}`."""
+    return (f" {{in_strategy: {choice.strategy()}}}" for choice in _choices(program, node, rank))
+
+
+def _choices(program: Program, node: ir.Node, rank: int | None) -> Iterator[Choice]:
     placed = program.placement.get(node)
     for group in placed.groups if placed else ():
-        choice = program.choices.get(Instance(node, group))
-        if choice is not None and choice.cut:
+        choice = program.choices.get(Instance(node, group)) if rank is None or rank in group else None
+        if choice is not None:
+            yield choice
+
+
+def cut_text(program: Program, node: ir.Node, rank: int | None = None) -> Iterator[str]:
+    """Who decided each cut of a node, per group that cuts it: `m in 2 by plan.yaml:4, k in 4 by plan.yaml:4`.
+
+    With `rank` of the groups that it is in.
+    """
+    for choice in _choices(program, node, rank):
+        if choice.cut:
             yield ", ".join(
                 f"{factor} in {pieces} by {choice.why.get(factor, '?')}" for factor, pieces in choice.cut.items()
             )
 
 
 def _part_lines(program: Program, part: Part) -> Iterator[str]:
+    helpers = helper_types(program, part)
+
     def kind(name: str) -> str:
+        if name in part.scalars:
+            return "<tensor(float), ()>"
         if name not in part.types:
-            return f"<{_array(part.constants[name])}>" if name in part.constants else "<>"
+            return f"<{_array(part.constants[name])}>" if name in part.constants else helpers.get(name, "<>")
         value, shape = part.types[name]
         return _type_text(program, value, shape)
 
@@ -152,26 +168,43 @@ def _part_lines(program: Program, part: Part) -> Iterator[str]:
     yield f"program @rank_{part.rank:04d}({', '.join(f'%{held.name}' for held in part.inputs)}) {{"
     for held in part.weights:
         value, shape = part.types[held.name]
-        yield f"  # Parameter: %{held.name} : {kind(held.name)}   {bytes_text(program.values[value], shape)} bytes"
+        size = f"{bytes_text(program.values[value], shape)} bytes"
+        yield f"  # Parameter: %{held.name} : {kind(held.name)}   {size}{_part_of(program, held)}"
     for one in part.kept:
         after = f"   next: %{one.next}" if one.next else ""
-        yield f"  # State: %{one.held.name} : {kind(one.held.name)}{after}"
+        yield f"  # State: %{one.held.name} : {kind(one.held.name)}{_part_of(program, one.held)}{after}"
     if part.scalars:
         yield f"  # Scalars: {', '.join(f'%{name}' for name in part.scalars)}"
     for step in part.steps:
         if isinstance(step, Op):
             outs, ins = [v.name or "" for v in step.node.outputs], [v.name or "" if v else "" for v in step.node.inputs]
-            yield f"  {_call(step.node, '  ')}"
+            made = {part.types[name][0] for name in outs if name in part.types}
+            itself = not made.isdisjoint(step.source.outputs)
+            yield f"  {_call(step.node, '  ')}" + "".join(
+                _strategies(program, step.source, part.rank) if itself else ()
+            )
             yield f"      : {kinds(ins)} -> {kinds(outs)}"
             placed = program.placement.get(step.source)
             path = program.paths.get(step.source, step.node.name or "")
             yield f"      # Scope: {path}" + (f"   Rule: {placed.rule}" if placed else "")
+            if itself:
+                yield from (f"      # Cut: {text}" for text in cut_text(program, step.source, part.rank))
         else:
             yield from _comm_lines(program, step, kinds)
     names = [held.name for held in part.outputs]
     yield f"  Return({', '.join(f'%{name}' for name in names)})"
     yield f"      : {kinds(names)}"
     yield "}"
+
+
+def _part_of(program: Program, held: Held) -> str:
+    """Which part of a weight a rank has: `   Part: [0:16, 32:64] of (64, 128)`; empty where it has all of it."""
+    copy, shape = held.copy, program.values[held.copy.value].shape if held.copy.value in program.values else None
+    sizes = [size for size in shape or () if isinstance(size, int)]
+    if copy.layout.is_whole or shape is None or len(sizes) != len(copy.layout.cuts):
+        return ""
+    box = ", ".join(f"{begin}:{end}" for begin, end in copy.layout.box(held.index, sizes))
+    return f"   Part: [{box}] of ({', '.join(map(str, sizes))})"
 
 
 def _comm_lines(program: Program, step: Comm, kinds: Callable[[Sequence[str]], str]) -> Iterator[str]:
