@@ -15,7 +15,7 @@ from onnx import ModelProto
 from partc.runtime import expression
 from partc.runtime.bindings import Bindings
 from partc.runtime.check_graph import node_title
-from partc.runtime.collective import LOOSE, Call, Piece, read_call, result_shape, slices
+from partc.runtime.collective import LOOSE, Call, Piece, read_call, result_shape, slices, wrong_end
 from partc.runtime.dtypes import dense
 from partc.runtime.errors import ArtifactError
 from partc.runtime.format import COLLECTIVES, DOMAIN, EXCHANGE, MANIFEST, Box, Collective, Manifest, Shape
@@ -173,6 +173,8 @@ def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: t
         yield node.violation(f"the shape of its input is not known; only {' and '.join(LOOSE)} take such")
     if not 0 <= call.root < len(ranks):
         yield node.violation(f"its root is {call.root}, and its list has {len(ranks)} ranks")
+    elif wrong := wrong_end(call, ranks[call.root] == node.rank):
+        yield node.violation(wrong)
     if strangers := sorted({one.peer for one in (*call.gives, *call.takes)} - {*ranks}):
         yield node.violation(f"its peer {strangers[0]} is not in its list, ranks {', '.join(map(str, ranks))}")
     for kind, name, declared in (("input", call.source, node.given), ("output", call.result, node.made)):

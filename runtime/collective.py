@@ -3,7 +3,7 @@
     call = read_call(node, "rank_0000.onnx")
     result_shape(call, (4, 6), 3)          # what one of 3 ranks gets where each gives (4, 6)
 
-The law of sizes, for p ranks: AllReduce and Broadcast keep the shape, AllGather multiplies the dim `axis` by p, ReduceScatter
+The law of sizes, for p ranks: AllReduce, Reduce and Broadcast keep the shape, AllGather multiplies the dim `axis` by p, ReduceScatter
 divides it by p, AllToAll divides `split_axis` and multiplies `concat_axis`. Negative axes count from the end.
 """
 
@@ -31,6 +31,7 @@ from .format import (
     RECV_PEERS,
     REDUCE,
     REDUCE_SCATTER,
+    REDUCE_TO,
     REDUCTIONS,
     ROOT,
     SEND_BOXES,
@@ -52,11 +53,15 @@ LOOSE = (ALL_REDUCE, ALL_GATHER)
 MANY = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
 """The ops that take several values of one type, of which they make one message."""
 
+ROOTED = (REDUCE_TO, BROADCAST)
+"""The ops in which one rank is the root: a Reduce has its output there alone, a Broadcast needs none there."""
+
 _NUMBERS = {
     ALL_REDUCE: (),
     ALL_GATHER: (AXIS,),
     REDUCE_SCATTER: (AXIS,),
     ALL_TO_ALL: (SPLIT_AXIS, CONCAT_AXIS),
+    REDUCE_TO: (ROOT,),
     BROADCAST: (ROOT,),
     EXCHANGE: (RANK,),
 }
@@ -151,7 +156,7 @@ def result_shape(call: Call, shape: Shape, ranks: int) -> Shape:
 
     An Exchange's result has the shape that its rank file states.
     """
-    if call.op in (ALL_REDUCE, BROADCAST):
+    if call.op in (ALL_REDUCE, REDUCE_TO, BROADCAST):
         return shape
     axis = place_of(call.axis, shape)
     if call.op == ALL_GATHER:
@@ -160,6 +165,16 @@ def result_shape(call: Call, shape: Shape, ranks: int) -> Shape:
     if call.op == REDUCE_SCATTER:
         return split
     return _scaled(split, place_of(call.concat_axis, shape), ranks, 1)
+
+
+def wrong_end(call: Call, is_root: bool) -> str:
+    """What is wrong with the ends of a call with a root, on the root or on another rank; empty where nothing is."""
+    who = "its root" if is_root else "a rank that is not its root"
+    if call.op == REDUCE_TO and bool(call.result) != is_root:
+        return f"{who} {'gets nothing' if is_root else 'gets a result'}"
+    if call.op == BROADCAST and is_root and not call.source:
+        return f"{who} gives nothing"
+    return f"{who} gets nothing" if call.op == BROADCAST and not is_root and not call.result else ""
 
 
 def place_of(axis: int, shape: Shape) -> int:
@@ -205,7 +220,7 @@ def _pieces(found: Mapping[str, AttributeProto], peers: str, boxes: str) -> tupl
 def _problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> list[str]:
     """What keeps a node from being a call."""
     op = node.op_type
-    needed = [GROUP, TAG, *_NUMBERS[op], *([REDUCE] if op in (ALL_REDUCE, REDUCE_SCATTER) else [])]
+    needed = [GROUP, TAG, *_NUMBERS[op], *([REDUCE] if op in (ALL_REDUCE, REDUCE_SCATTER, REDUCE_TO) else [])]
     problems = [f"its attribute '{name}' is missing" for name in needed if name not in found]
     sources, results = [*filter(None, node.input)], [*filter(None, node.output)]
     optional = op == EXCHANGE
@@ -217,7 +232,7 @@ def _problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> list[str]
         sources, results = sources[:1], results[:1]
     if len(sources) > 1 or (not sources and not optional and op != BROADCAST):
         problems.append(f"it has {len(sources)} inputs, and takes one")
-    if len(results) > 1 or (not results and not optional):
+    if len(results) > 1 or (not results and not optional and op not in ROOTED):
         problems.append(f"it has {len(results)} outputs, and makes one")
     if REDUCE in found and found[REDUCE].s.decode() not in REDUCTIONS:
         problems.append(f"its reduction is '{found[REDUCE].s.decode()}'; it is one of {', '.join(REDUCTIONS)}")

@@ -40,6 +40,7 @@ from .format import (
     RECV_PEERS,
     REDUCE,
     REDUCE_SCATTER,
+    REDUCE_TO,
     ROOT,
     SEND,
     SEND_BOXES,
@@ -88,6 +89,7 @@ _OPS = {
         "Each rank gives every rank a piece along one axis, and joins what it gets along another.",
         (GROUP, TAG, SPLIT_AXIS, CONCAT_AXIS),
     ),
+    REDUCE_TO: ("The element-wise reduction of the values of all ranks, on one rank.", (GROUP, TAG, ROOT, REDUCE)),
     BROADCAST: ("The value of one rank, on every rank.", (GROUP, TAG, ROOT)),
     EXCHANGE: (
         "Boxes of the input go to ranks, and boxes that come from ranks make the output.",
@@ -112,7 +114,8 @@ def _schema(op: str, doc: str, attributes: Sequence[str]) -> OpSchema:
     options = {
         SEND: (OpSchema.FormalParameterOption.Single, None),
         RECV: (None, OpSchema.FormalParameterOption.Single),
-        BROADCAST: (OpSchema.FormalParameterOption.Optional, OpSchema.FormalParameterOption.Single),
+        REDUCE_TO: (OpSchema.FormalParameterOption.Single, OpSchema.FormalParameterOption.Optional),
+        BROADCAST: (OpSchema.FormalParameterOption.Optional, OpSchema.FormalParameterOption.Optional),
         EXCHANGE: (OpSchema.FormalParameterOption.Optional, OpSchema.FormalParameterOption.Optional),
         **dict.fromkeys(MANY, (OpSchema.FormalParameterOption.Variadic, OpSchema.FormalParameterOption.Variadic)),
     }
@@ -150,7 +153,7 @@ def _infer(op: str) -> Callable[[Any], None]:
             return
         found = TypeProto()
         found.tensor_type.elem_type = given.tensor_type.elem_type
-        if op in (ALL_REDUCE, BROADCAST):
+        if op in (ALL_REDUCE, REDUCE_TO, BROADCAST):
             found.CopyFrom(given)
         elif op == EXCHANGE:
             for _ in range(context.get_attribute(RANK).i):
@@ -245,6 +248,16 @@ def reference_ops(transport: Transport, circles: Mapping[str, Sequence[int]] | N
             mine = [np.split(value, len(ranks), split_axis)[place] for value in everyone(x, group, tag)]
             return (np.concatenate(mine, concat_axis),)
 
+    class Reduce(OpRun):
+        op_domain = DOMAIN
+
+        def _run(self, x: Any, group: str = "", tag: int = 0, root: int = 0, reduce: str = SUM) -> tuple[Any]:
+            ranks = ranks_of(group)
+            if ranks[root] != transport.rank:
+                send(x, ranks[root], tag)
+                return (x,)
+            return (_reduced([x if rank == transport.rank else receive(rank, tag) for rank in ranks], reduce),)
+
     class Broadcast(OpRun):
         op_domain = DOMAIN
 
@@ -289,7 +302,7 @@ def reference_ops(transport: Transport, circles: Mapping[str, Sequence[int]] | N
             ]
             return (_joined(arrived) if arrived else x,)
 
-    return [Send, Recv, AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast, Exchange]
+    return [Send, Recv, AllReduce, AllGather, ReduceScatter, AllToAll, Reduce, Broadcast, Exchange]
 
 
 def _reduced(values: Sequence[Any], reduce: str) -> Any:

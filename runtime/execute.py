@@ -127,7 +127,7 @@ class Schedule:
             if isinstance(step, Begin) and step.call.tag in self.works:
                 tag, work = step.call.tag, self.works[step.call.tag]
                 end = finishes.get(tag, index)
-                leaves = isinstance(work, Redistribution)
+                leaves = isinstance(work, Redistribution) or not step.call.made
                 sends = (index,) if leaves else ()
                 found.append(Life(_scratch_name(tag, "out"), work.packed, index, index if leaves else end, sends))
                 found.append(Life(_scratch_name(tag, "in"), work.landing, index, end))
@@ -152,7 +152,7 @@ class Schedule:
                     action = self._receive(step)
                 case Begin():
                     action = self._begin(index, step)
-                    if isinstance(self.works.get(step.call.tag), Redistribution):
+                    if isinstance(self.works.get(step.call.tag), Redistribution) or not step.call.made:
                         sends[index] = None
                 case Finish():
                     action = self._finish(step)
@@ -292,18 +292,20 @@ class Schedule:
         if isinstance(work, Redistribution):
             return partial(self._begin_redistribution, index, step, work)
         if isinstance(work, Together):
-            return self._begin_bound(call.tag, self._bound_together(step, work))
+            return self._begin_bound(index, step, self._bound_together(step, work))
         if call.source and self.program.kinds[call.source] not in (Kind.SLOT, Kind.CONSTANT):
-            return partial(self._begin_anew, step, work)
-        return self._begin_bound(call.tag, self._bound(step, work))
+            return partial(self._begin_anew, index, step, work)
+        return self._begin_bound(index, step, self._bound(step, work))
 
     def _bound_together(self, step: Begin, work: Together) -> Bound:
         sources, results = ([self._tensor(name) for name in names] for names in (step.call.given, step.call.made))
         packed, landing = self.scratch[step.call.tag, "out"], self.scratch[step.call.tag, "in"]
         return work.bind(sources, results, packed, landing, step.call.tag in self.at_once)
 
-    def _begin_bound(self, tag: int, bound: Bound) -> Action:
-        start, begun = bound.start, self.begun
+    def _begin_bound(self, index: int, step: Begin, bound: Bound) -> Action:
+        start, begun, tag = bound.start, self.begun, step.call.tag
+        if not step.call.made:
+            return partial(self._leave, index, bound)
 
         def begin() -> None:
             if bound.before:
@@ -319,11 +321,21 @@ class Schedule:
         if source is not None:
             check_promise(call.source or "", source.shape, work.shape)
         packed, landing = self.scratch[call.tag, "out"], self.scratch[call.tag, "in"]
-        return work.bind(source, self._tensor(call.result or ""), packed, landing, call.tag in self.at_once)
+        result = self._tensor(call.result) if call.result else None
+        return work.bind(source, result, packed, landing, call.tag in self.at_once)
 
-    def _begin_anew(self, step: Begin, work: Work) -> None:
+    def _leave(self, index: int, bound: Bound) -> None:
+        """Begin a collective that gives this rank nothing: like a send, it is waited for when its memory is needed."""
+        if bound.before:
+            bound.before()
+        self.requests[index] = bound.start()
+
+    def _begin_anew(self, index: int, step: Begin, work: Work) -> None:
         """Begin a collective whose input has another place each time."""
         bound = self._bound(step, work)
+        if not step.call.made:
+            self._leave(index, bound)
+            return
         if bound.before:
             bound.before()
         self.begun[step.call.tag] = ([bound.start()], bound.after)

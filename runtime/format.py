@@ -13,7 +13,10 @@ which do the same share one file. A collective over p ranks of a list:
     AllGather(X...) -> Y... axis                     all X joined along axis, in the list's order; several along axis 0
     ReduceScatter(X...) -> Y... axis, reduce         the i-th of p equal pieces along axis, reduced, for the list's i-th rank
     AllToAll(X) -> Y        split_axis, concat_axis  the i-th piece along split_axis goes to the i-th rank; what comes is joined
-    Broadcast(X) -> Y       root                     X of the list's root-th rank; the others may leave X out
+    Reduce(X) -> Y          root, reduce             the element-wise reduction of all X, for the list's root-th rank; the others
+                                                     have no Y
+    Broadcast(X) -> Y       root                     X of the list's root-th rank, for the others, which may leave X out; the
+                                                     root may leave Y out
     Exchange(X) -> Y        send_peers, send_boxes, recv_peers, recv_boxes, rank
                             boxes of X go to ranks, boxes of Y come from ranks; X is left out where nothing is given, Y where
                             nothing is taken. Peers are ranks of the job; oneself means a copy. A box is `begin, end,
@@ -44,9 +47,10 @@ ALL_REDUCE = "AllReduce"
 ALL_GATHER = "AllGather"
 REDUCE_SCATTER = "ReduceScatter"
 ALL_TO_ALL = "AllToAll"
+REDUCE_TO = "Reduce"
 BROADCAST = "Broadcast"
 EXCHANGE = "Exchange"
-COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, EXCHANGE)
+COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, REDUCE_TO, BROADCAST, EXCHANGE)
 
 PEER = "peer"
 TAG = "tag"

@@ -1,8 +1,8 @@
 """How long the values of a rank's program live, in step numbers: what the arena shares by, and what a step may forget.
 
 A value lives from the step that makes it, posts its receive or begins the collective that gives it, to its last reader. A
-collective reads its input until it is finished; an Exchange, like a Send, until the messages have left, which is waited for as
-late as possible.
+collective reads its input until it is finished; one that gives the rank nothing, and an Exchange, like a Send, until the messages
+have left, which is waited for as late as possible.
 
 Where nobody else needs a collective's input any more, and its output is as large, both are one place in memory: AllReduce and
 Broadcast work there, and what one rank does with itself is nothing at all.
@@ -106,7 +106,7 @@ def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple
             yield step.value, index
         case Begin():
             call = step.call
-            yield from ((name, index if call.op == EXCHANGE else finishes[call.tag]) for name in call.given)
+            yield from ((name, finishes.get(call.tag, index) if call.op != EXCHANGE else index) for name in call.given)
             yield from ((name, index) for name in call.made)
         case Update():
             yield from ((name, index) for name in (*step.inputs, *(out for node in step.nodes for out in node.output)))
@@ -118,6 +118,6 @@ def _leaving(step: Step) -> str | None:
     """The value whose bytes a step lets go, and that must stay as it is until they have gone."""
     if isinstance(step, Send):
         return step.value
-    if isinstance(step, Begin) and step.call.op == EXCHANGE:
+    if isinstance(step, Begin) and (step.call.op == EXCHANGE or not step.call.made):
         return step.call.source
     return None

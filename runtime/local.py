@@ -18,8 +18,8 @@ import numpy as np
 
 from .dtypes import Bytes, Dtype
 from .errors import RankError
-from .format import ALL_GATHER, ALL_TO_ALL
-from .transport import Movement, Request, Transport, Vector, stalled, usable_cores
+from .format import ALL_GATHER, ALL_TO_ALL, BROADCAST
+from .transport import GATHER, Movement, Request, Transport, Vector, stalled, usable_cores
 
 _Key = tuple[int, int, int]
 
@@ -218,7 +218,9 @@ class LocalTransport:
 def _distribute(rank: int, movement: Movement, brought: Sequence[Bytes], what: Callable[[], str]) -> None:
     """Give a rank its part of what all have brought."""
     ranks, target = len(movement.ranks), movement.target
-    if movement.op == ALL_GATHER:
+    if movement.op in (GATHER, BROADCAST) and (rank == movement.ranks[movement.root]) != (movement.op == GATHER):
+        return
+    if movement.op in (ALL_GATHER, GATHER):
         parts = list(brought)
     elif movement.op == ALL_TO_ALL:
         place = movement.ranks.index(rank)

@@ -25,8 +25,8 @@ from mpi4py import MPI
 
 from .dtypes import Bytes, Dtype
 from .errors import RankError
-from .format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, MAX, REDUCE_SCATTER, SUM
-from .transport import Movement, Request
+from .format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, MAX, REDUCE_SCATTER, REDUCE_TO, SUM
+from .transport import GATHER, Movement, Request
 
 _LINE = 64
 _PROGRESS = 127
@@ -214,9 +214,11 @@ class _Small:
 def _call(comm: MPI.Intracomm, movement: Movement, blocking: bool) -> Callable[[], Request]:
     """MPI's call for a collective, with its buffers."""
     source, target, ranks = movement.source, movement.target, len(movement.ranks)
+    if movement.op == REDUCE_TO:
+        return _reduce_to(comm, movement, blocking)
     if movement.op in (ALL_REDUCE, REDUCE_SCATTER):
         kind = _TYPES[movement.dtype.shown]
-        operation = MPI.SUM if movement.reduce == SUM else MPI.MAX if movement.reduce == MAX else MPI.MIN
+        operation = _operation(movement)
         into = _spec(target, kind)
         same = source.ctypes.data == target.ctypes.data
         given = MPI.IN_PLACE if same and movement.op == ALL_REDUCE else _spec(source, kind)
@@ -234,10 +236,14 @@ def _call(comm: MPI.Intracomm, movement: Movement, blocking: bool) -> Callable[[
         scatter = comm.Reduce_scatter_block if blocking else comm.Ireduce_scatter_block
         # mpi4py wants the count of a block on both sides.
         return lambda: scatter((source, into[1], kind), into, operation)
+    if movement.op == GATHER:
+        width, unit = _unit(source)
+        given = (source, source.size // width, unit)
+        taken = (target, source.size // width, unit) if target.size else None
+        collect = comm.Gather if blocking else comm.Igather
+        return lambda: collect(given, taken, movement.root)
     block = target if movement.op not in (ALL_GATHER, ALL_TO_ALL) else target[: target.size // ranks]
-    width, unit = next(row for row in _UNITS if block.size % row[0] == 0)
-    if block.size // width > _COUNTS:
-        raise RankError(f"a collective moves blocks of {block.size} bytes, and MPI counts to {_COUNTS} of {width}")
+    width, unit = _unit(block)
     whole = (target, target.size // width, unit)
     if movement.op == ALL_GATHER:
         gather = comm.Allgather if blocking else comm.Iallgather
@@ -248,6 +254,27 @@ def _call(comm: MPI.Intracomm, movement: Movement, blocking: bool) -> Callable[[
         return lambda: exchange((source, every, unit), (target, every, unit))
     broadcast = comm.Bcast if blocking else comm.Ibcast
     return lambda: broadcast(whole, movement.root)
+
+
+def _reduce_to(comm: MPI.Intracomm, movement: Movement, blocking: bool) -> Callable[[], Request]:
+    """MPI's call for a Reduce; only the root has a target."""
+    source, target, kind = movement.source, movement.target, _TYPES[movement.dtype.shown]
+    given, into = _spec(source, kind), _spec(target, kind) if comm.rank == movement.root else None
+    same = comm.rank == movement.root and source.ctypes.data == target.ctypes.data
+    reduce, operation = comm.Reduce if blocking else comm.Ireduce, _operation(movement)
+    return lambda: reduce(MPI.IN_PLACE if same else given, into, operation, movement.root)
+
+
+def _operation(movement: Movement) -> MPI.Op:
+    return MPI.SUM if movement.reduce == SUM else MPI.MAX if movement.reduce == MAX else MPI.MIN
+
+
+def _unit(block: Bytes) -> tuple[int, MPI.Datatype]:
+    """The widest of MPI's units of which a block is made."""
+    width, unit = next(row for row in _UNITS if block.size % row[0] == 0)
+    if block.size // width > _COUNTS:
+        raise RankError(f"a collective moves blocks of {block.size} bytes, and MPI counts to {_COUNTS} of {width}")
+    return width, unit
 
 
 def _spec(data: Bytes, kind: MPI.Datatype) -> Spec:

@@ -17,10 +17,10 @@ import numpy as np
 from .collective import Call, Shape, place_of, result_shape
 from .dtypes import Bytes, Dtype
 from .errors import RankError
-from .format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER
+from .format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, REDUCE_TO
 from .pieces import carried, carrier, is_front, moved_bytes, reduced, split, store
 from .tensor import Tensor, aligned
-from .transport import Movement, Request, Transport
+from .transport import GATHER, Movement, Request, Transport
 
 Action: TypeAlias = Callable[[], object]
 What: TypeAlias = Callable[[], str]
@@ -60,42 +60,47 @@ class Work:
         moved = moved_bytes(dtype, shape)
         alone = len(ranks) == 1
         self.packed = moved if not alone and (narrow or not is_front(shape, self._from)) else 0
-        landed = moved * (len(ranks) if call.op in (ALL_GATHER, ALL_REDUCE) else 1)
+        landed = moved * (len(ranks) if call.op in (ALL_GATHER, ALL_REDUCE, REDUCE_TO) else 1)
         joins = not is_front(self.piece, self._into) or not self.native
-        self.landing = landed if not alone and (narrow or joins) else 0
+        takes = call.op != REDUCE_TO or transport.rank == ranks[call.root]
+        self.landing = landed if not alone and takes and (narrow or joins) else 0
 
-    def bind(self, source: Tensor | None, result: Tensor, packed: Bytes, landing: Bytes, at_once: bool) -> Bound:
-        """The collective on this memory; scratch may be longer than it needs."""
+    def bind(self, source: Tensor | None, result: Tensor | None, packed: Bytes, landing: Bytes, at_once: bool) -> Bound:
+        """The collective on this memory; scratch may be longer than it needs. Without a result the rank gets nothing."""
         place = self.ranks.index(self.transport.rank)
         packed, landing = packed[: self.packed], landing[: self.landing]
         if len(self.ranks) == 1 or (self.call.op == BROADCAST and place == self.call.root):
             assert source is not None
-            same = source.pointer == result.pointer
-            before: Action | None = None if same else partial(np.copyto, result.data, source.data)
+            before: Action | None = None
+            if result is not None and source.pointer != result.pointer:
+                before = partial(np.copyto, result.data, source.data)
         else:
             before = self._packing(source, packed) if self.packed and source else None
         if len(self.ranks) == 1:
             return Bound(nothing, before)
         given = packed if self.packed else source.data if source else NOTHING
         if self.call.op == BROADCAST:
-            given = result.data if place == self.call.root else NOTHING
+            result = result or source
+            given = result.data if place == self.call.root and result else NOTHING
+        taken = landing if self.landing else result.data if result else NOTHING
         movement = Movement(
             self._movement(),
             self.ranks,
             self.tag,
             given,
-            landing if self.landing else result.data,
+            taken,
             self.dtype,
             self.call.reduce if self.native else "",
             self.call.root,
             at_once,
         )
-        return Bound(self.transport.ready(movement), before, self._placing(landing, result) if self.landing else None)
+        after = self._placing(landing, result) if self.landing and result else None
+        return Bound(self.transport.ready(movement), before, after)
 
     def _movement(self) -> str:
         if self.native:
             return self.call.op
-        return ALL_GATHER if self.call.op == ALL_REDUCE else ALL_TO_ALL
+        return {ALL_REDUCE: ALL_GATHER, REDUCE_TO: GATHER}.get(self.call.op, ALL_TO_ALL)
 
     def _piece(self) -> Shape:
         """The shape of what one rank gives to one other."""

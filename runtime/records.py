@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from .collective import LOOSE
+from .collective import LOOSE, wrong_end
 from .dtypes import dense
 from .errors import ArtifactError
 from .format import EXCHANGE, Collective, Manifest, Transfer
@@ -81,8 +81,8 @@ def _impossible(step: Begin, record: Collective, rank: int) -> Iterator[str]:
         yield f"the shape of its input is not known, and only {' and '.join(LOOSE)} take such"
     if not 0 <= call.root < len(step.ranks):
         yield f"its root is {call.root}, and its ranks are {len(step.ranks)}"
-    elif step.ranks[call.root] == rank and not call.given and call.op != EXCHANGE:
-        yield "its root gives nothing"
+    elif wrong := wrong_end(call, step.ranks[call.root] == rank):
+        yield wrong
     strangers = sorted({one.peer for one in (*call.gives, *call.takes)} - {*step.ranks})
     if strangers:
         yield f"rank {strangers[0]} is not in its group"

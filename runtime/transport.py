@@ -11,6 +11,8 @@ packed bytes and gets packed bytes:
     ReduceScatter   source p*n  target n     the own block of the reduced source
     AllGather       source n    target p*n   all sources, in the list's order
     AllToAll        source p*n  target p*n   block i of the target is the own block of the i-th rank's source
+    Reduce          source n    target n     the sources reduced element by element, on the root; nothing elsewhere
+    Gather          source n    target p*n   all sources, in the list's order, on the root; nothing elsewhere
     Broadcast       target n                 the target of the root
 """
 
@@ -27,6 +29,8 @@ import numpy.typing as npt
 from .dtypes import Bytes, Dtype
 
 Request: TypeAlias = object
+GATHER = "Gather"
+"""What a Reduce is where the transport does not reduce the type; no op of a rank file."""
 Vector: TypeAlias = npt.NDArray[np.int64]
 
 

@@ -42,7 +42,8 @@ def works_of(
                 found[call.tag] = Together(call, step.ranks, sizes, dtype, transport, call.tag)
             else:
                 work = found[call.tag] = Work(call, step.ranks, promise, dtype, transport, call.tag)
-                shapes[call.result or ""] = work.result
+                if call.result:
+                    shapes[call.result] = work.result
         except ValueError as error:
             raise RankError(f"rank {transport.rank}: {step}: {error}") from None
     return found

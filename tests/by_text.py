@@ -114,14 +114,17 @@ def write(
 
 def _collectives(models: Sequence[ModelProto], shapes: Mapping[str, list[Dim] | None]) -> list[Collective]:
     found: dict[int, Collective] = {}
+    made: dict[int, str] = {}
+    for node in (node for model in models for node in model.graph.node if node.op_type in COLLECTIVES and node.output):
+        tag = next(attribute.i for attribute in node.attribute if attribute.name == "tag")
+        made.setdefault(tag, node.output[0])
     for model in models:
         known = {value.name: value for value in _values(model.graph)}
         for node in model.graph.node:
             said = {attribute.name: attribute for attribute in node.attribute}
             if node.op_type in COLLECTIVES and node.domain == DOMAIN and any(node.input):
                 tag, given = said["tag"].i, node.input[0]
-                earlier = found.get(tag)
-                value = next(iter(node.output), earlier.value if earlier else "")
+                value = made.get(tag, "")
                 found[tag] = Collective(
                     tag=tag,
                     op=node.op_type,
@@ -132,8 +135,6 @@ def _collectives(models: Sequence[ModelProto], shapes: Mapping[str, list[Dim] | 
                     bytes="unknown",
                     cause="test",
                 )
-            elif node.op_type in COLLECTIVES and said["tag"].i in found:
-                found[said["tag"].i] = found[said["tag"].i].model_copy(update={"value": node.output[0]})
     return [found[tag] for tag in sorted(found)]
 
 

@@ -17,6 +17,7 @@ from partc.compiler.layouts.moves import (
     Keep,
     Move,
     Pad,
+    Reduce,
     ReduceScatter,
     Slice,
     Transfer,
@@ -73,7 +74,13 @@ def assert_held(held: Held, value: np.ndarray, layout: Layout, group: tuple[int,
 
 def after(move: Move, held: Held, shape: tuple[int, ...]) -> Held:
     """What the group of a step holds when it is done; checks that each rank's piece has the shape that the layout says."""
-    found = _exchanged(move, held, shape) if isinstance(move, Exchange | Transfer) else _collective(move, held)
+    if isinstance(move, Reduce):
+        found = {
+            ranks[move.root]: REDUCE[move.reduce](np.stack([held[rank] for rank in ranks]), axis=0)
+            for ranks in move.sets
+        }
+    else:
+        found = _exchanged(move, held, shape) if isinstance(move, Exchange | Transfer) else _collective(move, held)
     for index, rank in enumerate(move.group):
         assert found[rank].shape == tuple(end - begin for begin, end in move.after.box(index, shape))
     return found

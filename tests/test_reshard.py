@@ -204,7 +204,7 @@ def test_two_by_three_to_three_by_two_is_one_exchange() -> None:
 def test_terms_are_scattered_before_they_leave_their_group() -> None:
     terms, rows = Layout((2,), ((),), ((0, "sum"),)), Layout((2,), ((0,),))
     assert names(check(terms, rows, (0, 1), (4, 5))) == ["ReduceScatter", "Transfer"]
-    assert names(check(terms, Layout((1,), ((),)), (0, 1), (4,))) == ["AllReduce", "Transfer"]
+    assert names(check(terms, Layout((1,), ((),)), (0, 1), (4,))) == ["Reduce", "Transfer"]
     halves = lower(terms, Layout((1,), ((),)), (0, 1), (4,), divisors=(2,))
     assert names(halves) == ["ReduceScatter", "Transfer"]
     assert names(check(terms, terms, (0, 1), (4, 5))) == ["Transfer"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -159,6 +160,32 @@ def test_broadcast_where_only_the_root_has_it(tmp_path: Path, root: int) -> None
     with load_local(tmp_path) as program:
         found = program({f"x{root}": x})
     same([np.asarray(found[f"y{rank}"]) for rank in range(3)], [-x] * 3)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("reduce", "combine"), [("sum", np.add), ("max", np.maximum)])
+@pytest.mark.parametrize("type", ["float", "float16", "int32"])
+def test_reduce_gives_the_root_alone(
+    tmp_path: Path, ranks: int, reduce: str, combine: Callable[..., Array], type: str
+) -> None:
+    """Every rank gives the value that it goes on with; the broadcast hands the root's result to the others only."""
+    root = ranks - 1
+    graphs = [
+        f"""rank{rank} (float[n, 3] x{rank}) => (float[n, 3] y{rank}) <float[n, 3] h{rank}, float[n, 3] k>
+        {{ h{rank} = Neg(x{rank})
+           {"k" if rank == root else ""} = partc.comm.Reduce <group = "all", tag = 0, root = {root}, reduce = "{reduce}"> (h{rank})
+           {"" if rank == root else "k"} = partc.comm.Broadcast <group = "all", tag = 1, root = {root}> ({"k" if rank == root else ""})
+           y{rank} = Add(k, h{rank}) }}"""
+        for rank in range(ranks)
+    ]
+    write(tmp_path, [graph.replace("float[", f"{type}[") for graph in graphs], groups=whole(ranks))
+    given = pieces((5, 3), ranks, BY_NAME[type].numpy)
+    assert [*check_artifact(tmp_path)] == []
+    with load_local(tmp_path) as program:
+        for _ in range(2):
+            found = program({f"x{rank}": one for rank, one in enumerate(given)})
+    total = functools.reduce(combine, [-one for one in given])
+    same([np.asarray(found[f"y{rank}"]) for rank in range(ranks)], [total - one for one in given])
 
 
 DTYPES = [name for name in BY_NAME if name not in ("float8e8m0",)]

@@ -16,8 +16,9 @@ if not MPIEXEC.exists():
 
 GRAPH = """rank (float[n, 6] x, int64[i] index, float16[3, 4] half) =>
     (float[a, 3] rows, float[b, 6] columns, float[n, 6] sums, float[n, 6] highest, int64[c, d] loose, float16[3, 4] halves,
-     float[i, 6] ring)
-<float[n, 6] h, float[n, 12] wide, float[n, 3] part, int64[one, count] places, float[n, 6] spare, float[n, 6] again>
+     float[i, 6] ring, float[i, 6] crown, float16[3, 4] widest)
+<float[i, 6] top, float16[3, 4] most, float[n, 6] h, float[n, 12] wide, float[n, 3] part,
+ int64[one, count] places, float[n, 6] spare, float[n, 6] again>
 { h = Gather(x, index)
   sums = partc.comm.AllReduce <group = "all", tag = 0, reduce = "sum"> (h)
   wide = partc.comm.AllGather <group = "pairs", tag = 1, axis = 1> (h)
@@ -30,7 +31,13 @@ GRAPH = """rank (float[n, 6] x, int64[i] index, float16[3, 4] half) =>
   ring = partc.comm.Exchange <group = "all", tag = 8, rank = 2, send_peers = [NEXT, SELF], recv_peers = [LAST, SELF],
          send_boxes = [0, 1, 1, 0, 1, 2, 0, 1, 1, 1, 2, 2], recv_boxes = [0, 1, 1, 0, 1, 2, 0, 1, 1, 1, 2, 2]> (h)
   spare = partc.comm.Broadcast <group = "all", tag = 7, root = 2> (h)
-  again = Neg(spare) }"""
+  again = Neg(spare)
+  TOP partc.comm.Reduce <group = "all", tag = 9, root = 1, reduce = "sum"> (h)
+  CROWN partc.comm.Broadcast <group = "all", tag = 10, root = 1> (GIVEN)
+  HALF partc.comm.Reduce <group = "all", tag = 11, root = 1, reduce = "max"> (half)
+  FULL partc.comm.Broadcast <group = "all", tag = 12, root = 1> (WIDEST)
+  crown = Neg(top)
+  widest = Neg(most) }"""
 GROUPS = {"all": [[0, 1, 2, 3]], "pairs": [[0, 1], [3, 2]], "crossed": [[0, 2], [1, 3]]}
 
 SCRIPT = """
@@ -66,6 +73,8 @@ def check(found, step):
     np.testing.assert_array_equal(found["ring"], ring)
     halves = sum(one["half"].astype(np.float32) for one in every).astype(np.float16)
     np.testing.assert_array_equal(found["halves"], halves)
+    np.testing.assert_allclose(found["crown"], -sum(x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found["widest"], -np.maximum.reduce([one["half"] for one in every]))
     for name, among in (("sums", [0, 1, 2, 3]), ("highest", crossed), ("halves", [0, 1, 2, 3])):
         bits = comm.allgather(found[name].tobytes())
         assert all(bits[one] == bits[rank] for one in among), name
@@ -116,6 +125,12 @@ def one_job(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPro
             .replace("NEXT", str((rank + 1) % 4))
             .replace("SELF", str(rank))
             .replace("LAST", str((rank + 3) % 4))
+            .replace("TOP", "top =" if rank == 1 else " =")
+            .replace("CROWN", " =" if rank == 1 else "top =")
+            .replace("GIVEN", "top" if rank == 1 else "")
+            .replace("HALF", "most =" if rank == 1 else " =")
+            .replace("FULL", " =" if rank == 1 else "most =")
+            .replace("WIDEST", "most" if rank == 1 else "")
             for rank in range(4)
         ],
         groups=GROUPS,

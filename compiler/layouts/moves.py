@@ -14,9 +14,12 @@ A step's `axes` are axes of the mesh of `after`; ranks that differ in these alon
                    along axes are 0; max and min: nothing to do
     Exchange       any cuts to any others within a group, messages as `Routes` has them
     Transfer       the same from one group to another
+    Reduce         Partial over axes -> gone with the axes: of ranks that differ along them, the one of place `root` gets the
+                   reduction; the axes are those of the mesh before
 
 Bytes are what a rank receives, in fractions of the whole value, where a collective of p ranks moves the least it can: all_reduce
-2(p-1)/p of what a rank has, reduce_scatter and all_to_all (p-1)/p of it, all_gather p-1 times as much.
+2(p-1)/p of what a rank has, reduce_scatter and all_to_all (p-1)/p of it, all_gather p-1 times as much, reduce all of it on the
+root, and as much on p-2 others together.
 """
 
 from __future__ import annotations
@@ -104,7 +107,21 @@ class Transfer(_Step):
         return Routes(self.before, self.after, self.source_group, self.group)
 
 
-Move: TypeAlias = AllReduce | ReduceScatter | AllGather | AllToAll | Slice | Pad | Keep | Exchange | Transfer
+@dataclass(frozen=True)
+class Reduce(_Step):
+    before: Layout
+    source_group: tuple[int, ...]
+    axes: tuple[int, ...]
+    reduce: str
+    root: int
+
+    @property
+    def sets(self) -> tuple[tuple[int, ...], ...]:
+        """The lists of ranks that reduce together."""
+        return tuple(tuple(self.source_group[index] for index in one) for one in self.before.groups(self.axes))
+
+
+Move: TypeAlias = AllReduce | ReduceScatter | AllGather | AllToAll | Slice | Pad | Keep | Exchange | Transfer | Reduce
 
 
 @dataclass(frozen=True)
@@ -126,12 +143,20 @@ def is_local(move: Move) -> bool:
             return False
 
 
+def takers(move: Move) -> tuple[int, ...]:
+    """The ranks of which `received` speaks: those that hold the value after the step, of a Reduce all that take part."""
+    return move.source_group if isinstance(move, Reduce) else move.group
+
+
 def received(move: Move) -> tuple[Fraction, ...]:
-    """Per rank of the step's group the share of the whole value that it receives."""
+    """Per rank of `takers` the share of the whole value that it receives."""
     local = Fraction(1, math.prod(move.after.pieces(dim) for dim in range(len(move.after.cuts))))
     match move:
         case Exchange() | Transfer():
             return move.routes.received()
+        case Reduce():
+            count = len(move.sets[0])
+            return tuple(local if rank in move.group else local * (count - 2) / (count - 1) for rank in takers(move))
         case Slice() | Pad() | Keep():
             share = Fraction(0)
         case AllReduce(axes=axes):
@@ -147,7 +172,7 @@ def bytes_moved(moves: Iterable[Move]) -> Traffic:
     """What all steps together bring, per rank at most and in total."""
     each: dict[int, Fraction] = {}
     for move in moves:
-        for rank, share in zip(move.group, received(move), strict=True):
+        for rank, share in zip(takers(move), received(move), strict=True):
             if share:
                 each[rank] = each.get(rank, Fraction(0)) + share
     return Traffic(max(each.values(), default=Fraction(0)), sum(each.values(), Fraction(0)))

@@ -9,6 +9,8 @@ keeping where the target is to be summed (`walk`).
     rows -> columns            all_to_all              sum -> rows        reduce_scatter
     rows over (0, 1) -> over 0     all_gather over 1       sum -> whole       all_reduce
 
+Terms that one rank of each set takes are reduced there.
+
 Two further ways are weighed against this one by the bytes that ranks receive: one exchange of the intersecting pieces, which
 receives nothing twice and nothing in vain (rows over 0 -> rows over 1; 2x3 -> 3x2; every change of group), and, around either,
 other layouts for terms to be reduced to or to be padded from. Of ways with equal bytes, in total too, the one without an
@@ -20,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from partc.compiler.layouts.exchange import can_travel, span_of
@@ -38,7 +40,7 @@ from partc.compiler.layouts.moves import (
     bytes_moved,
     is_local,
 )
-from partc.compiler.layouts.walk import SHRINKING, all_reduce, recut, reduce_scatter, walk
+from partc.compiler.layouts.walk import SHRINKING, all_reduce, recut, reduce_scatter, reduce_to, walk
 
 Moves = tuple[Move, ...]
 
@@ -116,8 +118,9 @@ class _Ways:
 
     def all(self, source: Layout, target: Layout) -> Iterator[Moves]:
         for first, reduced in self._reductions(source, target):
-            for awaiting, last in self._endings(reduced, target):
-                for moves in self._between(reduced, awaiting):
+            ways = replace(self, source_group=first[-1].group) if first else self
+            for awaiting, last in ways._endings(reduced, target):
+                for moves in ways._between(reduced, awaiting):
                     yield first + moves + last
 
     def _reductions(self, source: Layout, target: Layout) -> Iterator[tuple[Moves, Layout]]:
@@ -141,6 +144,15 @@ class _Ways:
                 scattered = reduce_scatter(at, self.source_group, dim, terms)
                 if self._proven(scattered.after, dim):
                     yield (*start, scattered), scattered.after
+            if self.source_group != self.target_group:
+                to_one = reduce_to(at, self.source_group, terms, self._root(at, terms))
+                yield (*start, to_one), to_one.after
+
+    def _root(self, at: Layout, terms: tuple[int, ...]) -> int:
+        """The place along the axes of terms of which most ranks are in the target's group."""
+        wanted, sets = {*self.target_group}, at.groups(terms)
+        here = [sum(self.source_group[indices[place]] in wanted for indices in sets) for place in range(len(sets[0]))]
+        return here.index(max(here))
 
     def _endings(self, reduced: Layout, target: Layout) -> Iterator[tuple[Layout, Moves]]:
         """Layouts from which local steps alone make terms, and these steps; and the target itself."""

@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import TypeAlias
 
 from partc.compiler.layouts.layout import Layout, Partial, Placement, Replicate, Shard
-from partc.compiler.layouts.moves import AllGather, AllReduce, AllToAll, Keep, Move, Pad, ReduceScatter, Slice
+from partc.compiler.layouts.moves import AllGather, AllReduce, AllToAll, Keep, Move, Pad, Reduce, ReduceScatter, Slice
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,19 @@ def reduce_scatter(at: Layout, group: tuple[int, ...], dim: int, axes: tuple[int
     """The step that ends the waiting over `axes`, of one reduction, with `dim` cut over them."""
     after = recut(at, {dim: at.cuts[dim] + axes}, dict.fromkeys(axes, ""))
     return ReduceScatter(group, after, dim, axes, _reduction(at, axes))
+
+
+def reduce_to(at: Layout, group: tuple[int, ...], axes: tuple[int, ...], root: int) -> Reduce:
+    """The step that ends the waiting over `axes`, of one reduction, on the ranks of one place along them."""
+    kept = [axis for axis in range(len(at.mesh)) if axis not in axes]
+    new = {axis: number for number, axis in enumerate(kept)}
+    after = Layout(
+        tuple(at.mesh[axis] for axis in kept),
+        tuple(tuple(new[axis] for axis in cuts) for cuts in at.cuts),
+        tuple((new[axis], reduce) for axis, reduce in at.partial if axis in new),
+    )
+    roots = tuple(group[indices[root]] for indices in at.groups(axes))
+    return Reduce(roots, after, at, group, axes, _reduction(at, axes), root)
 
 
 def recut(layout: Layout, cuts: Mapping[int, tuple[int, ...]], partial: Mapping[int, str] | None = None) -> Layout:

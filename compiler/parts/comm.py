@@ -17,6 +17,7 @@ from partc.compiler.layouts.layout import Layout, Mesh
 from partc.compiler.layouts.reshard import lower, lower_unknown
 from partc.compiler.parts.drafts import Drafts
 from partc.compiler.parts.localize import local_shape, local_value
+from partc.compiler.parts.rooted import broadcast, has_size, reduce_to, share_of_piece
 from partc.compiler.program import Comm, Copy, Event, Group, Op, Program, Shape, Step
 from partc.compiler.writing.transfer_bytes import whole_bytes
 from partc.runtime import format as fmt
@@ -76,6 +77,8 @@ class Writer:
                 self._slice(move, before, after, name, out, dim, axes)
             case mv.Exchange() | mv.Transfer():
                 self._exchange(move, before, after, name, out, cause)
+            case mv.Reduce():
+                reduce_to(self, move, before, after, name, out, cause)
             case mv.Pad(dim=dim, axes=axes):
                 self._pad(move, before, name, out, dim, axes)
             case mv.Keep(axes=axes):
@@ -100,12 +103,12 @@ class Writer:
             case _:
                 raise AssertionError(move)
         sets, group = self.circles(move.after.mesh, axes, move.group)
-        amount = self._bytes(after.value, mv.received(move)[0])
+        amount = self.amount(after.value, mv.received(move)[0])
         shape = local_shape(self.program, before)
         event = Event(len(self.events), op_type, after.value, out, sets, group, shape, amount, cause, self.derived)
         self.events.append(event)
         step = Comm(op_type, (name,), (out,), {fmt.GROUP: group, **attributes}, event.tag, after.value, cause, amount)
-        self._append(move.group, step)
+        self.append(move.group, step)
 
     def together(
         self,
@@ -141,9 +144,9 @@ class Writer:
         event = Event(len(self.events), op_type, values[0], made[0], sets, group, shape, amount, cause)
         self.events.append(event)
         step = Comm(op_type, tuple(terms), tuple(made), attributes, event.tag, values[0], cause, amount)
-        self._append(move.group, step)
+        self.append(move.group, step)
 
-    def _append(self, ranks: Group, step: Step) -> None:
+    def append(self, ranks: Group, step: Step) -> None:
         for draft in self.drafts.of(ranks):
             draft.steps.append(step)
 
@@ -152,10 +155,10 @@ class Writer:
         key = mesh, axes, ranks
         if key not in self._known:
             sets = tuple(tuple(ranks[index] for index in one) for one in Layout(mesh, ()).groups(axes))
-            self._known[key] = sets, self._group(sets)
+            self._known[key] = sets, self.group(sets)
         return self._known[key]
 
-    def _group(self, sets: tuple[tuple[int, ...], ...]) -> str:
+    def group(self, sets: tuple[tuple[int, ...], ...]) -> str:
         """The name of disjoint sets of ranks, made from their members: `0-1-2-3`, `0-4+3` for four sets like the first."""
         name = "-".join(map(str, sets[0])) + (f"+{len(sets) - 1}" if len(sets) > 1 else "")
         while self.groups.get(name, sets) != sets:
@@ -163,7 +166,7 @@ class Writer:
         self.groups[name] = sets
         return name
 
-    def _bytes(self, value: ir.Value, share: Fraction) -> str:
+    def amount(self, value: ir.Value, share: Fraction) -> str:
         whole = whole_bytes(self.program.values[value])
         if whole is None:
             return "unknown"
@@ -181,6 +184,11 @@ class Writer:
         given = {id(p): within(p.span[: len(full)], source_span[p.source]) for p in parts}
         got = {id(p): within(p.span[: len(full)], target_span[p.target]) for p in parts}
         if all(given[id(p)] == full and got[id(p)] == full for p in parts) and isinstance(move, mv.Transfer):
+            apart = [part for part in parts if part.source != part.target]
+            if len(apart) > 1 and len({part.source for part in apart}) == 1 and has_size(self.program, after.value):
+                self._identity_on(tuple(part.source for part in parts if part.source == part.target), name, out)
+                broadcast(self, (apart[0].source, *(part.target for part in apart)), before, after, name, out, cause)
+                return
             for part in parts:
                 if part.source == part.target:
                     self._identity(part.source, name, out)
@@ -188,9 +196,9 @@ class Writer:
                     self._message(part.source, part.target, before, after, name, out, cause)
             return
         ranks = tuple(sorted({p.source for p in parts} | {p.target for p in parts}))
-        group = self._group((ranks,))
+        group = self.group((ranks,))
         most = max(mv.received(move), default=Fraction(0))
-        amount = self._bytes(after.value, most)
+        amount = self.amount(after.value, most)
         event = Event(
             len(self.events),
             fmt.EXCHANGE,
@@ -216,14 +224,12 @@ class Writer:
                 fmt.RANK: len(full),
             }
             inputs, outputs = ((name,) if sends else ()), ((out,) if receives else ())
-            self._append(
-                (rank,), Comm(fmt.EXCHANGE, inputs, outputs, attributes, event.tag, after.value, cause, amount)
-            )
+            self.append((rank,), Comm(fmt.EXCHANGE, inputs, outputs, attributes, event.tag, after.value, cause, amount))
 
     def _message(self, source: int, target: int, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
         """One message; both ends name the value alike, so where they cannot, it gets its last name behind the receive."""
         shape = local_shape(self.program, after)
-        amount = self._bytes(after.value, _share(after.layout))
+        amount = self.amount(after.value, share_of_piece(after.layout))
         way = name
         if name != out and (name in self._types(target) or self._will_have(target, name, after)):
             way = self.drafts.free((source, target), f"{name}.to.{target}")
@@ -236,9 +242,9 @@ class Writer:
         )
         self.events.append(event)
         sent = {fmt.PEER: target}
-        self._append((source,), Comm(fmt.SEND, (way,), (), sent, event.tag, after.value, cause, amount))
+        self.append((source,), Comm(fmt.SEND, (way,), (), sent, event.tag, after.value, cause, amount))
         received = {fmt.PEER: source}
-        self._append((target,), Comm(fmt.RECV, (), (way,), received, event.tag, after.value, cause, amount))
+        self.append((target,), Comm(fmt.RECV, (), (way,), received, event.tag, after.value, cause, amount))
         self._identity(target, way, out)
 
     def _will_have(self, rank: int, name: str, copy: Copy) -> bool:
@@ -340,7 +346,7 @@ class Writer:
             outputs=[ir.Value(name=out)],
             name=f"{out}.{op_type.lower()}",  # a value's last copy has the name of the node that makes the first
         )
-        self._append(ranks, Op(node, source or node))
+        self.append(ranks, Op(node, source or node))
         return out
 
 
@@ -349,10 +355,6 @@ def _grouped(parts: Sequence[Part], end: Callable[[Part], int]) -> dict[int, lis
     for part in parts:
         found.setdefault(end(part), []).append(part)
     return found
-
-
-def _share(layout: Layout) -> Fraction:
-    return Fraction(1, math.prod(layout.pieces(dim) for dim in range(len(layout.cuts))))
 
 
 def _numbers(boxes: Sequence[Span]) -> tuple[int, ...]:

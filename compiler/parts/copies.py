@@ -154,7 +154,7 @@ def _deliver(copies: Copies, value: ir.Value, ranks: tuple[int, ...] | None, cut
 
 
 def _settle(program: Program, copies: Copies, value: ir.Value, home: Copy) -> None:
-    """Terms are reduced once, on the ranks that have them, unless one reader there takes them cut, which is cheaper.
+    """Terms are reduced once, on the ranks that have them, unless they have one reader, for whom some of these ranks are cheaper.
 
     An output whose layout the plan gives takes that first.
     """
@@ -173,7 +173,7 @@ def _settle(program: Program, copies: Copies, value: ir.Value, home: Copy) -> No
     served = [
         copy for copy in copies.needs.get(value, ()) if copy != home and (copy.group == home.group or home == first)
     ]
-    if [copy.group for copy in served] != [home.group]:
+    if len(served) != 1:
         copies.settled[home] = Copy(value, home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
 
 
