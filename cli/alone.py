@@ -39,7 +39,7 @@ def compile_alone(model: Path, plan: Plan, out: Path) -> Compiled:
         outputs=(),
         train=None if plan.train is None else replace(plan.train, shard=None),
     )
-    declared = replace(source.declared, placements=(), sharding=(), annotations=None)
+    declared = replace(source.declared, placements=(), sharding=(), annotations=None, dataset=None)
     report = compile_source(Source(source.model, declared), alone, out)
     return Compiled(report.program, out)
 

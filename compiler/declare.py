@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from partc.compiler.annotations.read import Annotations
     from partc.compiler.cutting.regions import ShardCall
     from partc.compiler.placing.calls import PlaceCall
-    from partc.compiler.plan.rules import ShardingRule
+    from partc.compiler.plan.rules import Dataset, ShardingRule
 
 On: TypeAlias = int | tuple[int, ...] | Mapping[str, int]
 """Where a model places: a rank, a group, or coordinates along axes of the plan's mesh."""
@@ -48,14 +48,15 @@ class Placement:
 
 @dataclass(frozen=True)
 class Declared:
-    """All that a model declares: placements and cuts in the order of the calls, the constraints of its dims by name, and
-    the standard's annotations that it carries.
+    """All that a model declares: placements and cuts in the order of the calls, the constraints of its dims by name, the
+    standard's annotations that it carries, and how its inputs arrive.
     """
 
     placements: tuple[Placement, ...] = ()
     symbols: Mapping[str, Symbol] = field(default_factory=dict)
     sharding: tuple[ShardingRule, ...] = ()
     annotations: Annotations | None = None
+    dataset: Dataset | None = None
 
 
 @dataclass

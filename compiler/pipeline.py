@@ -25,7 +25,9 @@ from partc.compiler.load.names import node_paths
 from partc.compiler.load.source import Source
 from partc.compiler.parts.partition import partition
 from partc.compiler.placing.placement import place
+from partc.compiler.plan.dataset import in_order
 from partc.compiler.plan.read import Plan, read_plan
+from partc.compiler.plan.rules import Dataset
 from partc.compiler.program import Program
 from partc.compiler.shapes import shapes
 from partc.compiler.training.attach import attach, learned_names
@@ -68,6 +70,7 @@ def start(
         plan = found.plan() if found else Plan.whole()
     if found:
         plan = replace(plan, outputs=(*found.outputs, *plan.outputs))
+    plan = replace(plan, dataset=_arriving(source, plan))
     cut = cuts(plan, declared)
     if plan.train is None:
         model = normalize(source.model, name) if cut else source.model
@@ -82,6 +85,15 @@ def start(
     training = attach(model, plan.train, learned, cut=cut, part=part)
     plan = replace(plan, outputs=())
     return Program(name=name, model=model, plan=plan, declared=declared, paths=node_paths(model), training=training)
+
+
+def _arriving(source: Source, plan: Plan) -> Dataset:
+    """How inputs arrive: as the plan says, else as the model does."""
+    said = plan.dataset if plan.dataset.where or source.declared.dataset is None else source.declared.dataset
+    own = [value.name or "" for value in source.model.graph.inputs]
+    loss = plan.train.loss if plan.train is not None and plan.train.loss.type != "output" else None
+    labels = [loss.labels] if loss is not None and loss.labels not in own else []
+    return in_order(said, [*own, *labels], len(own))
 
 
 def run_passes(program: Program, after: Callable[[str, Program], None] | None = None) -> Program:

@@ -288,6 +288,8 @@ def test_the_schema_is_one_for_editors() -> None:
         "symbols",
         "inputs",
         "dataset",
+        "dataset_strategy",
+        "full_batch",
         "placement",
         "sharding",
         "outputs",

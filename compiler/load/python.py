@@ -16,6 +16,9 @@ an int, a name or a `Symbol`; `partc.compiler.load.inputs` says how Symbols name
 dim that has its name, in finished graphs as well. `outputs = ["logits"]` names the outputs; else they are the keys
 of the dict that forward returns, else `output`, or `output_0`, `output_1`.
 
+`dataset_strategy = "data_parallel"`, or a tuple with a cut for each input, or `full_batch = True` says how inputs arrive, as a
+plan's `dataset` does.
+
 `place(module, rank)`, `shard(module, in_strategy)` and `nn.seed(7)` may stand anywhere. The file's folder can be imported
 from. `if __name__ == "__main__":` parts do not run.
 """
@@ -41,6 +44,8 @@ from partc.compiler.load.source import Source
 from partc.compiler.load.trace import module_paths, trace
 from partc.compiler.load.user_code import MODEL_MODULE, UserFile, importable, told_by_line
 from partc.compiler.nn.parameter import seed_of_its_own
+from partc.compiler.plan.dataset import KEYS, declared_dataset
+from partc.compiler.plan.rules import Dataset
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +74,7 @@ def load_python(path: Path) -> Source:
         _use_named_symbols(model, names, file)
         placed = placements(collector, _modules(built), model)
         sharding = shardings(collector, _modules(built), model)
-        return Source(model, Declared(placed, names.symbols, sharding))
+        return Source(model, Declared(placed, names.symbols, sharding, dataset=_dataset(file)))
 
 
 def _defined(file: UserFile) -> tuple[object, object]:
@@ -157,6 +162,10 @@ def _output_names(file: UserFile) -> list[str]:
     if len(set(names)) < len(names):
         raise CompileError(Problem(file.line("outputs"), f"outputs has a name twice: {', '.join(names)}"))
     return list(names)
+
+
+def _dataset(file: UserFile) -> Dataset | None:
+    return declared_dataset(file.globals, {key: file.line(key) for key in KEYS})
 
 
 def _use_named_symbols(model: ir.Model, names: DimNames, file: UserFile) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.plan.dataset import KEYS, DatasetEntry, full_batch, said_twice
 from partc.compiler.plan.document import Document, parse_document, read_text
 from partc.compiler.plan.groups import frame_of
 from partc.compiler.plan.pattern import nearest
@@ -84,6 +85,8 @@ def parse_plan(text: str, name: str) -> Plan:
         except ValidationError as error:
             details = error.errors(include_url=False)
             problems += (_problem(detail, document) for detail in details if detail["loc"] not in document.refused)
+    said = [key for key in KEYS if (key,) in document.lines]
+    problems += said_twice(said, {key: document.where(key) for key in said})
     if problems or entries is None:
         raise CompileError(sorted(problems, key=lambda problem: int(problem.where.rpartition(":")[2])))
     return _plan(entries, document)
@@ -107,15 +110,20 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
             for pattern, delivery in entries.outputs.items()
         ),
         mesh=tuple(entries.mesh.items()),
-        dataset=Dataset(
-            entries.dataset.style,
-            {value: DatasetCut(cut, where("dataset", value)) for value, cut in entries.dataset.cuts.items()},
-            where("dataset") if ("dataset",) in document.lines else "",
-        ),
+        dataset=_dataset(entries, document),
         sharding=tuple(entry.rule(pattern, where("sharding", pattern)) for pattern, entry in entries.sharding.items()),
         max_reshard_bytes=entries.max_reshard_bytes,
         train=entries.train.rules(where) if entries.train else None,
     )
+
+
+def _dataset(entries: PlanEntries, document: Document) -> Dataset:
+    key = next((key for key in KEYS if (key,) in document.lines), "")
+    if not key:
+        return Dataset()
+    old = full_batch(entries.full_batch) or DatasetEntry({})
+    entry = {"dataset": entries.dataset, "dataset_strategy": entries.dataset_strategy}.get(key, old)
+    return entry.dataset(document.where(key), {name: document.where(key, name) for name in entry.root})
 
 
 def _problem(detail: ErrorDetails, document: Document) -> Problem:
@@ -172,9 +180,9 @@ def _subject(steps: tuple[str | int, ...]) -> str:
             return f"input '{name}', dim {index}"
         case ("mesh", name):
             return f"mesh axis '{name}'"
-        case ("dataset", name):
+        case ("dataset" | "dataset_strategy", name):
             return f"dataset of '{name}'"
-        case ("dataset", name, index):
+        case ("dataset" | "dataset_strategy", name, index):
             return f"dataset of '{name}', dim {index}"
         case ("placement", pattern):
             return f"placement of '{pattern}'"

@@ -85,12 +85,14 @@ class DatasetCut:
 class Dataset:
     """How inputs arrive: whole on every rank (full_batch), dim 0 cut over all ranks (data_parallel), or as `cuts` says.
 
-    An input that `cuts` does not name arrives whole. `where` is empty where the plan says nothing.
+    An input that `cuts` does not name arrives whole. `where` is empty where the plan says nothing. `order`: cuts in the order of the
+    inputs, until their names are known.
     """
 
     style: str = FULL_BATCH
     cuts: Mapping[str, DatasetCut] = field(default_factory=dict)
     where: str = ""
+    order: tuple[Cut | None, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 from partc.compiler.dims.symbol import Symbol
+from partc.compiler.plan.dataset import DatasetEntry, DatasetForm
 from partc.compiler.plan.groups import Group, checked_mesh, placed, rank_of, ranks_of
 from partc.compiler.plan.pattern import checked_pattern
 from partc.compiler.plan.rules import FULL_BATCH
-from partc.compiler.plan.sharding import ByteCount, DatasetEntry, DatasetForm, ShardingForm
+from partc.compiler.plan.sharding import ByteCount, ShardingForm
 from partc.compiler.plan.training import TrainEntry
 from partc.compiler.plan.violation import Violation, is_integer, shown
 from pydantic import (
@@ -174,7 +175,14 @@ class PlanEntries(BaseModel):
         DatasetEntry({}),
         json_schema_extra={"default": FULL_BATCH},
         description="How inputs arrive: full_batch, whole on every rank; data_parallel, dim 0 cut over all ranks; or by "
-        "input the cut of every dim, {x: [8, 1, 1, 1]}, where an input that is not named arrives whole.",
+        "input the cut of every dim, {x: [8, 1, 1, 1]}, where an input that is not named arrives whole; or the cuts in the "
+        "order of the inputs, [[8, 1, 1, 1], [8]].",
+    )
+    dataset_strategy: DatasetForm = Field(
+        DatasetEntry({}), json_schema_extra={"default": None}, description="Another name of 'dataset', MindSpore's."
+    )
+    full_batch: bool | None = Field(
+        None, description="MindSpore's older word: true is 'dataset: full_batch', false 'dataset: data_parallel'."
     )
     placement: Annotated[
         PlacementEntries, BeforeValidator(_or_empty, json_schema_input_type=PlacementEntries | None)

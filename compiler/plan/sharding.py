@@ -1,4 +1,4 @@
-"""How a plan says that operators and inputs are cut: styles, strategies, the dataset, and the budget for what that moves.
+"""How a plan says that operators are cut: styles, strategies, and the budget for what that moves.
 
 Every dim's entry is checked where it stands, and a rule as a whole for its one spelling (`partc.compiler.plan.cut`).
 """
@@ -6,13 +6,12 @@ Every dim's entry is checked where it stands, and a rule as a whole for its one 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Literal, TypeAlias, get_args
 
 from partc.compiler.plan.cut import Cut, Piece, one_spelling, piece_of
 from partc.compiler.plan.groups import Frame
 from partc.compiler.plan.pattern import nearest
-from partc.compiler.plan.rules import DATA_PARALLEL, FULL_BATCH, ShardingRule
+from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.plan.violation import Violation, is_integer, shown
 from pydantic import (
     AfterValidator,
@@ -22,7 +21,6 @@ from pydantic import (
     Field,
     PlainValidator,
     PrivateAttr,
-    RootModel,
     ValidationInfo,
     model_validator,
 )
@@ -126,30 +124,6 @@ class ShardingEntry(BaseModel):
         return ShardingRule(pattern, self._style, inputs, outputs, parameters, where, self.level)
 
 
-class DatasetEntry(RootModel[dict[str, CutEntry]]):
-    """By input, how each of its dims arrives cut."""
-
-    _style: str = PrivateAttr(FULL_BATCH)
-
-    @staticmethod
-    def styled(style: str) -> DatasetEntry:
-        """The entry that says the same of all inputs."""
-        entry = DatasetEntry({})
-        entry._style = style
-        return entry
-
-    @property
-    def style(self) -> str:
-        """What holds for the inputs that no cut names."""
-        return self._style
-
-    @property
-    def cuts(self) -> Mapping[str, Cut]:
-        """The cuts by input."""
-        found = {name: one_spelling([pieces])[0] for name, pieces in self.root.items()}
-        return {name: cut for name, cut in found.items() if cut is not None}
-
-
 def _nothing() -> Violation:
     return Violation(
         "this says nothing",
@@ -170,19 +144,6 @@ def _styled(value: object) -> object:
     raise Violation(f"'{value}' is no style", "a rule is a style, or a strategy such as {in: [[2, 4], null]}", help)
 
 
-def _arriving(value: object) -> object:
-    if value is None or value == FULL_BATCH:
-        return DatasetEntry({})
-    if value == DATA_PARALLEL:
-        return DatasetEntry.styled(DATA_PARALLEL)
-    if isinstance(value, dict):
-        return value
-    raise Violation(
-        f"expected {FULL_BATCH}, {DATA_PARALLEL} or the cut of each input, but got {shown(value)}",
-        help="write {x: [8, 1, 1, 1]} for an input x whose dim 0 arrives in 8 pieces",
-    )
-
-
 def _bytes(value: object) -> int | None:
     law = "a size is a number of bytes, or a text such as 64MB, 1.5GB or 512KiB"
     if value is None:
@@ -201,12 +162,6 @@ def _bytes(value: object) -> int | None:
 
 ShardingForm: TypeAlias = Annotated[
     ShardingEntry, BeforeValidator(_styled, json_schema_input_type=ShardingEntry | Style)
-]
-DatasetForm: TypeAlias = Annotated[
-    DatasetEntry,
-    BeforeValidator(
-        _arriving, json_schema_input_type=dict[str, list[DimCut]] | Literal["full_batch", "data_parallel"] | None
-    ),
 ]
 ByteText: TypeAlias = Annotated[str, Field(pattern=r"^\d+(\.\d+)?\s*([KMGT]i?)?B$")]
 ByteCount: TypeAlias = Annotated[

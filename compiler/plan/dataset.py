@@ -1,0 +1,149 @@
+"""How inputs arrive on their ranks, as a plan or a `model.py` says it.
+
+    dataset: data_parallel                  full_batch: every rank is fed the whole batch; data_parallel: dim 0 in as many pieces as ranks
+    dataset: {x: [8, 1, 1, 1]}              the cut of each dim, by input
+    dataset: [[8, 1, 1, 1], [8]]            the same by the inputs' order, the loss's labels last; null: whole
+
+`dataset_strategy` is MindSpore's name of it, `full_batch: true` and `false` are its older words for full_batch and data_parallel.
+A `model.py` says so by globals of these names, with tuples or lists; the plan wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Literal, TypeAlias
+
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.plan.cut import Cut, Piece, one_spelling, piece_of
+from partc.compiler.plan.groups import Frame
+from partc.compiler.plan.rules import DATA_PARALLEL, FULL_BATCH, Dataset, DatasetCut
+from partc.compiler.plan.sharding import CutEntry, DimCut
+from partc.compiler.plan.violation import Violation, shown
+from pydantic import BeforeValidator, PrivateAttr, RootModel, ValidationInfo
+
+KEYS = ("dataset", "dataset_strategy", "full_batch")
+
+
+class DatasetEntry(RootModel[dict[str, CutEntry]]):
+    """By input, how each of its dims arrives cut."""
+
+    _style: str = PrivateAttr(FULL_BATCH)
+    _order: tuple[Cut | None, ...] = PrivateAttr(())
+
+    @staticmethod
+    def of(style: str, order: Sequence[Cut | None] = ()) -> DatasetEntry:
+        """The entry that says the same of all inputs, or has cuts in the order of the inputs."""
+        entry = DatasetEntry({})
+        entry._style, entry._order = style, tuple(order)
+        return entry
+
+    def dataset(self, where: str, lines: Mapping[str, str]) -> Dataset:
+        """What the entry says, of the line `where`; `lines` has those of its keys."""
+        cuts = {name: one_spelling([pieces])[0] for name, pieces in self.root.items()}
+        by_name = {name: DatasetCut(cut, lines[name]) for name, cut in cuts.items() if cut is not None}
+        return Dataset(self._style, by_name, where, self._order)
+
+
+def full_batch(value: object) -> DatasetEntry | None:
+    """What MindSpore's older word says; None for nothing. Raises Violation."""
+    if value is not None and not isinstance(value, bool):
+        raise Violation(f"expected true or false, but got {shown(value)}")
+    return None if value is None else DatasetEntry.of(FULL_BATCH if value else DATA_PARALLEL)
+
+
+def declared_dataset(values: Mapping[str, object], lines: Mapping[str, str]) -> Dataset | None:
+    """What the globals of a `model.py` say, None if nothing; `lines` has their places. Raises CompileError."""
+    said = [key for key in KEYS if values.get(key) is not None]
+    problems = list(said_twice(said, lines))
+    found: Dataset | None = None
+    for key in said:
+        try:
+            found = _declared(key, values[key], lines[key])
+        except Violation as violation:
+            problems.append(violation.at(lines[key], key))
+    if problems:
+        raise CompileError(problems)
+    return found
+
+
+def said_twice(said: Sequence[str], lines: Mapping[str, str]) -> list[Problem]:
+    """A problem for every key after the first that says how inputs arrive."""
+    return [
+        Problem(lines[key], f"'{key}' and '{said[0]}' both say how inputs arrive", help="keep one of them")
+        for key in said[1:]
+    ]
+
+
+def in_order(dataset: Dataset, names: Sequence[str], own: int) -> Dataset:
+    """The cuts that stand in the order of the inputs, by their names. CompileError where there are not as many.
+
+    `names`: the model's `own` inputs, and what the loss adds.
+    """
+    if not dataset.order:
+        return dataset
+    if len(dataset.order) not in (own, len(names)):
+        count = len(dataset.order)
+        fact = f"the dataset has {count} entr{'y' if count == 1 else 'ies'}, but the inputs are {', '.join(names)}"
+        raise CompileError(
+            Problem(dataset.where, fact, help="write one for each in this order, null for one that is whole")
+        )
+    cuts = {
+        name: DatasetCut(cut, dataset.where) for name, cut in zip(names, dataset.order, strict=False) if cut is not None
+    }
+    return replace(dataset, cuts=cuts, order=())
+
+
+def _declared(key: str, value: object, where: str) -> Dataset:
+    if key == "full_batch":
+        entry = full_batch(value)
+        assert entry is not None
+        return entry.dataset(where, {})
+    if isinstance(value, dict):
+        cuts = {str(name): DatasetCut(_cut(cut, None), where) for name, cut in value.items()}
+        return Dataset(FULL_BATCH, cuts, where)
+    return _styled(value, None).dataset(where, {})
+
+
+def _arriving(value: object, info: ValidationInfo) -> object:
+    frame = info.context if isinstance(info.context, Frame) else Frame()
+    axes = None if frame.mesh is None else [name for name, _ in frame.mesh]
+    return value if isinstance(value, dict | DatasetEntry) else _styled(value, axes)
+
+
+def _styled(value: object, axes: Collection[str] | None) -> DatasetEntry:
+    """The entry of a word, or of a list of cuts."""
+    if value is None or value in (FULL_BATCH, DATA_PARALLEL):
+        return DatasetEntry.of(str(value or FULL_BATCH))
+    if isinstance(value, list | tuple) and value:
+        if not any(isinstance(cut, list | tuple) for cut in value):
+            law = "a dataset has a cut for each input, with an entry for each dim"
+            raise Violation("the list has dims where it should have inputs", law, "write one more pair of brackets")
+        return DatasetEntry.of(FULL_BATCH, [None if cut is None else _cut(cut, axes, k) for k, cut in enumerate(value)])
+    raise Violation(
+        f"expected {FULL_BATCH}, {DATA_PARALLEL} or the cut of each input, but got {shown(value)}",
+        help="write {x: [8, 1, 1, 1]} for an input x whose dim 0 arrives in 8 pieces",
+    )
+
+
+def _cut(value: object, axes: Collection[str] | None, k: int | None = None) -> Cut:
+    of = "" if k is None else f"input {k}: "
+    if not isinstance(value, list | tuple):
+        raise Violation(f"{of}expected an entry for each dim, such as [2, 4], but got {shown(value)}")
+    try:
+        pieces: list[Piece | None] = [piece_of(piece, axes) for piece in value]
+        cut = one_spelling([pieces])[0]
+    except Violation as violation:
+        raise Violation(f"{of}{violation.fact}", violation.law, violation.help) from None
+    assert cut is not None
+    return cut
+
+
+_Cuts: TypeAlias = list[DimCut]
+DatasetForm: TypeAlias = Annotated[
+    DatasetEntry,
+    BeforeValidator(
+        _arriving,
+        json_schema_input_type=dict[str, _Cuts] | list[_Cuts | None] | Literal["full_batch", "data_parallel"] | None,
+    ),
+]
