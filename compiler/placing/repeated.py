@@ -19,20 +19,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import onnx_ir as ir
-from partc.compiler.dims.facts import Facts, facts_of
-from partc.compiler.ops.rule import WHOLE
-from partc.compiler.ops.table import rule_of
+from partc.compiler.placing.middling import Middling
 from partc.compiler.placing.settle import Settled
 from partc.compiler.program import Group, Program
 from partc.compiler.training.flow import learned_from
 
 MOST_WORK = 64
 _READ, _SMALL = 8, 1024
-MIDDLING = 128
-"""The size of a symbol at which bytes are compared: the first legal one from here on, or the largest."""
 
 _ELEMENTWISE = (
     *("Abs", "Add", "And", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "CastLike"),
@@ -100,7 +95,7 @@ class _Weighed:
         self, program: Program, candidates: list[ir.Node], settled: Settled, floating: Mapping[ir.Node, str]
     ) -> None:
         self.program, self.settled, self.floating = program, settled, floating
-        self.sizes = _Middling(program)
+        self.sizes = Middling(program)
         self.present: dict[ir.Value, set[Group]] = {}
         among = set(candidates)
         for node in program.model.graph:
@@ -117,7 +112,7 @@ class _Weighed:
         nodes = frozenset({node}).union(*(way.nodes for way in ways))
         result = sum(self.sizes.bytes_of(out) for out in node.outputs)
         elements = sum(self.sizes.elements(out) for out in node.outputs)
-        work = sum(self.sizes.work(each) for each in nodes)
+        work = sum(_work(self.sizes, each) for each in nodes)
         new = sum(
             self._bytes(root) for root in roots for group in groups[1:] if group not in self.present.get(root, ())
         )
@@ -142,53 +137,9 @@ class _Weighed:
         return size // _READ if root.is_graph_input() else size
 
 
-class _Middling:
-    """Bytes, elements and work at middling sizes of all symbols: only used to compare."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-
-    @cached_property
-    def known(self) -> dict[str, Facts]:
-        return {name: Facts.constant(_middling(info.facts)) for name, info in self.program.symbols.items()}
-
-    @cached_property
-    def dims(self) -> dict[str, int]:
-        return {}
-
-    def dim(self, dim: int | str) -> int:
-        if isinstance(dim, int):
-            return dim
-        if dim not in self.dims:
-            facts = facts_of(dim, self.known)
-            self.dims[dim] = max(0, facts.value if facts.value is not None else facts.min or 1)
-        return self.dims[dim]
-
-    def elements(self, value: ir.Value) -> int:
-        return math.prod(map(self.dim, self.program.values[value].shape or ()))
-
-    def bytes_of(self, value: ir.Value) -> int:
-        return self.elements(value) * (self.program.values[value].item_bytes or 1)
-
-    def work(self, node: ir.Node) -> int:
-        """Operations of a node: the elements of its largest tensor, for each index that is summed over where it has several operands."""
-        rule = rule_of(node)
-        sizes: dict[str, int] = {}
-        for letters, value in zip(rule.inputs, node.inputs, strict=False):
-            if letters is None or value is None:
-                continue
-            for letter, dim in zip(letters, self.program.values[value].shape or (), strict=False):
-                if letter != WHOLE:
-                    sizes[letter] = max(sizes.get(letter, 1), self.dim(dim))
-        tensors = [*self.program.reads[node], *node.outputs] if node.op_type not in _MOVING else list(node.outputs)
-        return max(math.prod(sizes.values()) if node.op_type == "MatMul" else 0, *map(self.elements, tensors))
-
-
-def _middling(facts: Facts) -> int:
-    low = max(facts.min or 1, MIDDLING)
-    if facts.max is not None and low >= facts.max:
-        return facts.max
-    if not facts.divisor:
-        return facts.remainder
-    size = low + (facts.remainder - low) % facts.divisor
-    return size if facts.max is None or size <= facts.max else facts.max
+def _work(sizes: Middling, node: ir.Node) -> int:
+    """Operations of a node: the elements of its largest tensor, for a product those of all its factors."""
+    if node.op_type == "MatMul":
+        return math.prod(sizes.sizes(node).values())
+    moving = node.op_type in _MOVING
+    return max(map(sizes.elements, node.outputs if moving else [*sizes.program.reads[node], *node.outputs]), default=0)

@@ -46,35 +46,47 @@ class _Part:
         self.bytes += sum(_bytes(parameter) for parameter in parameters)
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a proposal says where the starting plan has examples: comments for the head, `ranks` and `mesh`, then the other sections.
+
+    `names` are those of dims that the model leaves without one, by input and place.
+    """
+
+    head: tuple[str, ...]
+    ranks: tuple[str, ...]
+    sections: tuple[str, ...]
+    names: Mapping[tuple[str, int], str] = field(default_factory=dict)
+
+
 def starting_plan(
-    model: ir.Model, paths: Mapping[ir.Node, str], name: str, symbols: Mapping[str, Symbol] | None = None
+    model: ir.Model,
+    paths: Mapping[ir.Node, str],
+    name: str,
+    symbols: Mapping[str, Symbol] | None = None,
+    given: Given | None = None,
 ) -> str:
     """The text of a plan for the model called `name`; `paths` has the dotted path of every node of the main graph.
 
-    `symbols` are what the model itself promises of its dims: the plan would win over them, so it repeats them.
+    `symbols` are what the model itself promises of its dims: the plan would win over them, so it repeats them. `given` is
+    what is proposed in place of the examples.
     """
     graph = model.graph
     sizes = [_bytes(value) for value in graph.initializers.values()]
-    counts = f"{_count(len(graph), 'node')}, {_count(len(sizes), 'parameter')}, {_size(sum(sizes))}"
+    counts = f"{counted(len(graph), 'node')}, {counted(len(sizes), 'parameter')}, {shown_size(sum(sizes))}"
+    chosen = given or _examples_of(graph, paths)
     lines = [
         f"# A plan for {_shown(name)}: {counts}.",
-        "# Set 'ranks', then say under 'placement' which module or node runs on which of them, under 'sharding' how it is cut.",
+        *chosen.head,
         "",
-        "ranks: 1",
+        *chosen.ranks,
         "",
-        *_inputs(graph, symbols or {}),
-        "placement:",
-        "  # a name or a pattern from below, and its rank; where two match, the later wins; for instance:",
-        *(f"  # {_key(literal_pattern(path))}: 0" for path in _examples(paths.values())),
-        "",
-        "# mesh: {dp: 2, tp: 4}   # names for the axes of the ranks; without it, cuts are by numbers of pieces alone",
-        "# sharding:   # how it is cut: colwise, rowwise, replicate, or the pieces of each dim of each input; null: derived",
-        *(f"#   {line}" for line in _strategies(graph, paths)),
-        "# dataset: full_batch   # how inputs arrive: so, whole; data_parallel; or by input, {x: [8, 1]}",
+        *_inputs(graph, symbols or {}, chosen.names),
+        *chosen.sections,
         "",
         "# outputs: 0   # a rank, a list of ranks, producer or cut, for all of them; or one line for each:",
         "# outputs:",
-        *(f"#   {_key(literal_pattern(value.name or ''))}: 0   # {_type(value)}" for value in graph.outputs),
+        *(f"#   {key(literal_pattern(value.name or ''))}: 0   # {_type(value)}" for value in graph.outputs),
         "",
         "# train:   # with this the plan compiles to training; `partc train --data x.npz` then needs x and label",
         *(f"#   {line}" for line in _training(graph)),
@@ -84,10 +96,31 @@ def starting_plan(
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
+def _examples_of(graph: ir.Graph, paths: Mapping[ir.Node, str]) -> Given:
+    """One rank, and lines to fill in."""
+    return Given(
+        (
+            "# Set 'ranks', then say under 'placement' which module or node runs on which of them, under 'sharding' how it is cut;",
+            "# or let `partc plan --tp 2`, `--dp 2`, `--stages 2` propose it.",
+        ),
+        ("ranks: 1",),
+        (
+            "placement:",
+            "  # a name or a pattern from below, and its rank; where two match, the later wins; for instance:",
+            *(f"  # {key(literal_pattern(path))}: 0" for path in _examples(paths.values())),
+            "",
+            "# mesh: {dp: 2, tp: 4}   # names for the axes of the ranks; without it, cuts are by numbers of pieces alone",
+            "# sharding:   # how it is cut: colwise, rowwise, replicate, or the pieces of each dim of each input; null: derived",
+            *(f"#   {line}" for line in _strategies(graph, paths)),
+            "# dataset: full_batch   # how inputs arrive: so, whole; data_parallel; or by input, {x: [8, 1]}",
+        ),
+    )
+
+
 def _training(graph: ir.Graph) -> Iterator[str]:
     """A loss of the first output, which is itself the loss where it is one number."""
     first = graph.outputs[0] if graph.outputs else None
-    name = _key(first.name or "") if first is not None else "logits"
+    name = key(first.name or "") if first is not None else "logits"
     if first is not None and first.shape is not None and first.shape.rank() == 0:
         yield f"loss: {name}"
     else:
@@ -96,24 +129,27 @@ def _training(graph: ir.Graph) -> Iterator[str]:
     yield "batch: 32"
 
 
-def _inputs(graph: ir.Graph, symbols: Mapping[str, Symbol]) -> Iterator[str]:
+def _inputs(graph: ir.Graph, symbols: Mapping[str, Symbol], given: Mapping[tuple[str, int], str]) -> Iterator[str]:
     inputs = [value for value in graph.inputs if value.name not in graph.initializers]
     uses = collections.Counter(
-        dim.value for value in inputs for dim in value.shape or () if isinstance(dim, ir.SymbolicDim)
+        given.get((value.name or "", k), dim.value)
+        for value in inputs
+        for k, dim in enumerate(value.shape or ())
+        if isinstance(dim, ir.SymbolicDim)
     )
     names = [dim for dim in uses if dim is not None and dim.isidentifier()]
     if names:
         yield "symbols:   # the legal sizes of the dims that vary, for instance {min: 8, max: 512, divisor: 8}"
-        yield from (f"  {_key(dim)}: {_promises(symbols.get(dim), uses[dim] > 1)}" for dim in names)
+        yield from (f"  {key(dim)}: {_promises(symbols.get(dim), uses[dim] > 1)}" for dim in names)
         yield ""
     if inputs:
         yield "inputs:"
     for value in inputs:
         if value.shape is None or not isinstance(value.type, ir.TensorType | None):
-            yield f"  # {_key(value.name or '')}: {_type(value)}"
+            yield f"  # {key(value.name or '')}: {_type(value)}"
         else:
-            dims = ", ".join(_dim(dim) for dim in value.shape)
-            yield f"  {_key(value.name or '')}: [{dims}]   # {_type(value)}"
+            dims = ", ".join(given.get((value.name or "", k)) or _dim(dim) for k, dim in enumerate(value.shape))
+            yield f"  {key(value.name or '')}: [{dims}]   # {_type(value)}"
     if inputs:
         yield ""
 
@@ -135,7 +171,7 @@ def _examples(paths: Iterable[str]) -> list[str]:
 def _strategies(graph: ir.Graph, paths: Mapping[ir.Node, str]) -> Iterator[str]:
     """A style for the first module or node, and for the first product with a matrix its contracted dims cut in two."""
     for path in _examples(paths.values())[:1]:
-        yield f"{_key(literal_pattern(path))}: colwise"
+        yield f"{key(literal_pattern(path))}: colwise"
     for node in graph:
         shapes = [value.shape for value in node.inputs[:2] if value is not None and value.shape is not None]
         if node.op_type not in ("MatMul", "Gemm") or len(shapes) < 2 or len(shapes[0]) < 2 or len(shapes[1]) != 2:
@@ -144,7 +180,7 @@ def _strategies(graph: ir.Graph, paths: Mapping[ir.Node, str]) -> Iterator[str]:
         left = left[::-1] if node.attributes.get_int("transA", 0) else left
         right = [1, 2] if node.attributes.get_int("transB", 0) else [2, 1]
         cuts = [str(left), str(right), *["null"] * (len(node.inputs) - 2)]
-        yield f"{_key(literal_pattern(paths[node]))}: {{in: [{', '.join(cuts)}]}}"
+        yield f"{key(literal_pattern(paths[node]))}: {{in: [{', '.join(cuts)}]}}"
         return
 
 
@@ -175,15 +211,15 @@ def _tree(graph: ir.Graph, paths: Mapping[ir.Node, str], total: int) -> Iterator
         yield from _loose(loose, total)
     unused = len(graph.initializers) - len(used)
     if unused:
-        yield f"# No node uses {_count(unused, 'parameter')} of the model, not listed here."
+        yield f"# No node uses {counted(unused, 'parameter')} of the model, not listed here."
 
 
 def _module(part: _Part, depth: int, total: int) -> Iterator[str]:
-    yield _line("  " * depth + _key(literal_pattern(part.path)), part, total)
+    yield _line("  " * depth + key(literal_pattern(part.path)), part, total)
     listed = [value for value in part.parameters if not _is_arithmetic(value)]
     for value in listed:
         label = (value.name or "").removeprefix(part.path + ".")
-        yield f"#   {'  ' * depth}  . {_shown(label)}  {_type(value)}  {_size(_bytes(value))}"
+        yield f"#   {'  ' * depth}  . {_shown(label)}  {_type(value)}  {shown_size(_bytes(value))}"
     for inner in part.inside.values():
         yield from _module(inner, depth + 1, total)
 
@@ -196,14 +232,16 @@ def _loose(nodes: list[tuple[str, ir.Node, list[ir.Value]]], total: int) -> Iter
     yield "#"
     for start in range(0, len(nodes), length):
         run = nodes[start : start + length]
-        ends = [_key(literal_pattern(path)) for path, _, _ in (run[0], run[-1])]
+        ends = [key(literal_pattern(path)) for path, _, _ in (run[0], run[-1])]
         part = _Part(ends[0] if len(run) == 1 else " .. ".join(ends))
         for _, node, parameters in run:
             part.add(node, parameters)
             part.parameters += [value for value in parameters if not _is_arithmetic(value)]
         yield _line(part.label, part, total, alone=len(run) == 1)
         if length == 1:
-            yield from (f"#       . {_shown(v.name or '')}  {_type(v)}  {_size(_bytes(v))}" for v in part.parameters)
+            yield from (
+                f"#       . {_shown(v.name or '')}  {_type(v)}  {shown_size(_bytes(v))}" for v in part.parameters
+            )
     yield "#"
 
 
@@ -211,8 +249,8 @@ def _line(label: str, part: _Part, total: int, alone: bool = False) -> str:
     kinds = [f"{op} {n}" if n > 1 else op for op, n in part.ops.most_common(4)]
     more = f", and {len(part.ops) - 4} more" if len(part.ops) > 4 else ""
     share = f"{100 * part.bytes / total:5.1f} %" if total and part.bytes else " " * 7
-    nodes = "" if alone else _count(part.nodes, "node")
-    weights = _size(part.bytes) if part.bytes else ""
+    nodes = "" if alone else counted(part.nodes, "node")
+    weights = shown_size(part.bytes) if part.bytes else ""
     return f"#   {label:<{WIDEST}} {nodes:>11} {weights:>10} {share}  {', '.join(kinds)}{more}"
 
 
@@ -268,10 +306,10 @@ def _name(dim: int | ir.SymbolicDim) -> int | str | None:
 
 def _dim(dim: int | ir.SymbolicDim) -> str:
     name = _name(dim)
-    return str(name) if isinstance(name, int) else _key(name) if name is not None and is_dim_name(name) else "null"
+    return str(name) if isinstance(name, int) else key(name) if name is not None and is_dim_name(name) else "null"
 
 
-def _key(text: str) -> str:
+def key(text: str) -> str:
     """The text as YAML, with quotes where it needs them."""
     if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
         return text
@@ -287,7 +325,7 @@ def _escaped(found: re.Match[str]) -> str:
     return f"\\U{ord(found[0]):08x}"
 
 
-def _size(count: int) -> str:
+def shown_size(count: int) -> str:
     """Bytes for people; 1 KB is 1000 bytes."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if count >= factor:
@@ -295,5 +333,5 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
-def _count(count: int, what: str) -> str:
+def counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"

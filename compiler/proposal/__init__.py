@@ -1,0 +1,1 @@
+"""A plan that partc proposes for what it recognizes of a model: cuts, stages, and the reasons."""

@@ -1,0 +1,168 @@
+"""Which dims of a model are cut together: those that rules of the op table give one letter, from node to node.
+
+The columns of an up projection, the hidden units that an activation has of them, and the rows of the down projection are one set of
+linked dims: a cut of one is a cut of all. A set can be cut if no node needs one of its dims whole, and if nothing but products
+with weights sums over it.
+
+    up [192, 768]   h [batch, seq, 768]   gelu(h) [batch, seq, 768]   down [768, 192]      768 is made by up, summed over by down
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+from partc.compiler import ops  # noqa: F401  (registers the table)
+from partc.compiler.dims.facts import facts_of
+from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.ops.table import rule_of
+from partc.compiler.program import Program
+
+Place = tuple[ir.Value, int]
+
+
+@dataclass
+class Linked:
+    """Dims that are cut together, and the nodes that have to do with them.
+
+    `made`: products whose weight brings the dim, in order; `summed`: those that sum over it. `obstacles`: in words, why it cannot be
+    cut into any number of pieces. `units`: numbers besides the dims themselves that the pieces must divide.
+    """
+
+    places: list[Place] = field(default_factory=list)
+    made: list[ir.Node] = field(default_factory=list)
+    summed: list[ir.Node] = field(default_factory=list)
+    nodes: dict[ir.Node, str] = field(default_factory=dict)
+    units: set[int] = field(default_factory=set)
+    obstacles: list[str] = field(default_factory=list)
+
+    @property
+    def weights(self) -> list[ir.Value]:
+        """The weights that have such a dim, each once."""
+        return list(dict.fromkeys(value for value, _ in self.places if value.is_initializer()))
+
+    def bytes(self, program: Program) -> int:
+        """The bytes of these weights."""
+        return sum(value.const_value.nbytes for value in self.weights if value.const_value is not None)
+
+    def size(self, program: Program) -> int | str:
+        """The size of the dim that the first product has, else of any."""
+        value, dim = next((place for place in self.places if place[0].is_initializer()), self.places[0])
+        shape = program.values[value].shape
+        return shape[dim] if shape is not None else "?"
+
+    def indivisible(self, program: Program, pieces: int) -> str:
+        """In words, what cannot be cut into equal pieces; "" where all can."""
+        known = {name: info.facts for name, info in program.symbols.items()}
+        for value, dim in self.places:
+            shape = program.values[value].shape
+            size = shape[dim] if shape is not None else None
+            if size is None or not facts_of(size, known).divisible_by(pieces):
+                return (
+                    f"dim {dim} of '{value.name}' ({'unknown' if size is None else size}) is not divisible by {pieces}"
+                )
+        wrong = next((unit for unit in sorted(self.units) if unit % pieces), None)
+        return "" if wrong is None else f"{wrong} heads or groups are not divisible by {pieces}"
+
+
+def linked_dims(program: Program) -> list[Linked]:
+    """All sets of linked dims that a weight is part of, in the order of the graph."""
+    work = _Links(program)
+    for node in program.model.graph:
+        work.add(node)
+    return work.found()
+
+
+class _Links:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.parent: dict[Place, Place] = {}
+        self.constants: set[ir.Value] = set(program.model.graph.initializers.values())
+        self.uses: list[tuple[Place, ir.Node, str, Rule]] = []
+        self.obstacles: list[tuple[Place, str]] = []
+
+    def root(self, place: Place) -> Place:
+        """The place that stands for a set."""
+        path = []
+        while (up := self.parent.setdefault(place, place)) != place:
+            path.append(place)
+            place = up
+        for each in path:
+            self.parent[each] = place
+        return place
+
+    def add(self, node: ir.Node) -> None:
+        """Links the dims of a node's operands."""
+        rule = rule_of(node)
+        if all(value in self.constants for value in self.program.reads[node]):
+            self.constants.update(node.outputs)
+        first: dict[str, Place] = {}
+        for place, letter in self._lettered(node, rule):
+            self.root(place)
+            if letter == WHOLE:
+                self.obstacles.append((place, f"{node.op_type} ({self.program.paths[node]}) needs it whole"))
+                continue
+            if letter in first:
+                one, other = self.root(first[letter]), self.root(place)
+                self.parent[other] = one
+            first.setdefault(letter, place)
+        for letter, place in first.items():
+            self.uses.append((place, node, letter, rule))
+        inputs = {value for value in node.inputs if value is not None}
+        for value in self.program.reads[node]:
+            if value not in inputs:
+                for dim in range(len(self.program.values[value].shape or ()) if value in self.program.values else 0):
+                    path = self.program.paths[node]
+                    self.obstacles.append(((value, dim), f"a body of {node.op_type} ({path}) reads it whole"))
+
+    def _lettered(self, node: ir.Node, rule: Rule) -> Iterator[tuple[Place, str]]:
+        """The dims of a node's operands that are larger than 1, with their letters."""
+        for letters, value in (
+            *zip(rule.inputs, node.inputs, strict=False),
+            *zip(rule.outputs, node.outputs, strict=False),
+        ):
+            shape = self.program.values[value].shape if value is not None and value in self.program.values else None
+            if value is None or letters is None or shape is None or len(shape) != len(letters):
+                continue
+            for dim, letter in enumerate(letters):
+                if shape[dim] != 1:
+                    yield (value, dim), letter
+
+    def found(self) -> list[Linked]:
+        """The sets that have a weight."""
+        sets: dict[Place, Linked] = {}
+        for place in list(self.parent):
+            sets.setdefault(self.root(place), Linked()).places.append(place)
+        for place, node, letter, rule in self.uses:
+            one = sets.setdefault(self.root(place), Linked())
+            one.nodes.setdefault(node, letter)
+            self._use(one, node, letter, rule)
+        for place, obstacle in self.obstacles:
+            if (root := self.root(place)) in sets:
+                sets[root].obstacles.append(obstacle)
+        return [one for one in sets.values() if one.weights]
+
+    def _use(self, one: Linked, node: ir.Node, letter: str, rule: Rule) -> None:
+        path = self.program.paths[node]
+        if letter not in rule.factors:
+            one.obstacles.append(f"{node.op_type} ({path}) needs it whole")
+        if unit := rule.units.get(letter, 0):
+            one.units.add(unit)
+        products = [
+            value
+            for value, letters in zip(node.inputs, rule.inputs, strict=False)
+            if value is not None and value in self.constants and letters and letter in letters and len(letters) > 1
+        ]
+        others = [
+            letters
+            for value, letters in zip(node.inputs, rule.inputs, strict=False)
+            if value is not None and value not in self.constants and letters
+        ]
+        made = any(letter in letters for letters in rule.outputs if letters)
+        if not made and not products and others:
+            one.obstacles.append(f"{node.op_type} ({path}) sums over it")
+        elif not made and products and others:
+            one.summed.append(node)
+        elif made and products and others and not any(letter in letters for letters in others):
+            one.made.append(node)

@@ -1,0 +1,222 @@
+"""A whole plan for a model: tensor parallel, data parallel and stages, alone or composed, with the reasons as comments.
+
+The mesh is `{pp: stages, dp: dp, tp: tp}`: neighbouring ranks share a layer, which they talk about most. The plan is compiled before it
+is given: what it says of communication is what the compiler made of it, and a cut that it refuses is left out and told.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+from partc.compiler.cutting.budget import largest_first
+from partc.compiler.dims.symbol import Symbol
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.load.names import node_paths
+from partc.compiler.load.source import Source
+from partc.compiler.pipeline import run_passes, start
+from partc.compiler.plan.read import parse_plan
+from partc.compiler.plan.start import Given, counted, key, starting_plan
+from partc.compiler.program import Program
+from partc.compiler.proposal.stages import Stage, balanced_stages
+from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
+from partc.compiler.shapes import shapes
+
+_ROUNDS = 8
+_FILE = "plan.yaml"
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks share a layer, how many have a part of the batch each, how many stages there are."""
+
+    tp: int = 1
+    dp: int = 1
+    stages: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.dp * self.stages
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The axes of more than one rank."""
+        axes = {"pp": self.stages, "dp": self.dp, "tp": self.tp}
+        return {name: size for name, size in axes.items() if size > 1} if self.tp * self.dp > 1 else {}
+
+
+@dataclass
+class _Batch:
+    """The dim that records are counted by: which inputs have it first, what is promised of it, names given to dims without one."""
+
+    inputs: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    symbols: dict[str, Symbol] = field(default_factory=dict)
+    names: dict[tuple[str, int], str] = field(default_factory=dict)
+    ranks: dict[str, int] = field(default_factory=dict)
+
+
+def propose(source: Source, name: str, degrees: Degrees) -> tuple[str, list[str]]:
+    """The text of a plan, and what could not be proposed. Raises CompileError where a batch cannot be cut as asked."""
+    batch = _batch(source, degrees.dp)
+    mesh = f"mesh: {{{', '.join(f'{axis}: {size}' for axis, size in degrees.mesh.items())}}}"
+    frame = f"ranks: {degrees.ranks}\n{mesh if degrees.mesh else ''}\n"
+    program = shapes(start(source, parse_plan(frame, _FILE), name))
+    cut = tensor_parallel(program, degrees.tp) if degrees.tp > 1 else None
+    stages = balanced_stages(program, degrees.stages) if degrees.stages > 1 else []
+    paths = node_paths(source.model)
+    symbols = {**source.declared.symbols, **batch.symbols}
+    for _ in range(_ROUNDS):
+        missing = list(_missing(degrees, cut, stages))
+
+        def text(head: Iterable[str], cut: TensorParallel | None = cut) -> str:
+            sections = tuple(_sections(program, degrees, batch, cut, stages))
+            given = Given(tuple(head), tuple(_ranks(degrees, mesh)), sections, batch.names)
+            return starting_plan(source.model, paths, name, symbols, given)
+
+        bare = text([])
+        try:
+            done = run_passes(start(source, parse_plan(bare, _FILE), name))
+        except CompileError as error:
+            if cut is None or (cut := _without(cut, bare, error.problems)) is None:
+                raise
+            continue
+        return text(_head(degrees, done, cut, missing)), missing
+    raise CompileError(Problem(name, "the compiler refuses what is proposed", help="give partc plan fewer ranks"))
+
+
+def _ranks(degrees: Degrees, mesh: str) -> Iterator[str]:
+    yield f"ranks: {degrees.ranks}"
+    if degrees.mesh:
+        yield f"{mesh}   # {', '.join(_AXES[axis] for axis in degrees.mesh)}; the last varies fastest"
+
+
+_AXES = {"pp": "pp: stages", "dp": "dp: parts of the batch", "tp": "tp: parts of a layer"}
+
+
+def _sections(
+    program: Program, degrees: Degrees, batch: _Batch, cut: TensorParallel | None, stages: list[Stage]
+) -> Iterator[str]:
+    if stages:
+        yield "placement:   # what has no weights joins what it reads"
+        for k, stage in enumerate(stages):
+            yield f"  # stage {k}: {stage.reason}"
+            where = f"{{pp: {k}}}" if degrees.mesh else str(k)
+            yield from (f"  {key(pattern)}: {where}" for pattern in stage.lines())
+        yield ""
+    if cut is not None and cut.groups:
+        yield "sharding:"
+        for line in cut.lines(program.paths.values()):
+            pattern, _, style = line.rpartition(": ")
+            yield f"  {line}" if line.startswith("#") else f"  {key(pattern)}: {style}"
+        yield ""
+    if degrees.dp > 1:
+        if not batch.others:
+            yield "dataset: data_parallel   # every rank of the axis dp is given its part of the first dim of each input"
+        else:
+            yield f"dataset:   # {', '.join(batch.others)} has another first dim and arrives whole"
+            for each in batch.inputs:
+                rest = ", null" * (batch.ranks[each] - 1)
+                yield f"  {key(each)}: [dp{rest}]"
+
+
+def _head(degrees: Degrees, done: Program, cut: TensorParallel | None, missing: list[str]) -> Iterator[str]:
+    """What it is, what it costs, and what it leaves out."""
+    parts = [
+        *([f"{degrees.stages} stages"] if degrees.stages > 1 else []),
+        *([f"data parallel over {degrees.dp}"] if degrees.dp > 1 else []),
+        *([f"tensor parallel over {degrees.tp}"] if degrees.tp > 1 else []),
+    ]
+    yield f"# Proposed by `partc plan`: {', '.join(parts)}."
+    counts = collections.Counter(event.op_type for event in done.events)
+    listed = ", ".join(f"{number} {op}" for op, number in sorted(counts.items()))
+    yield f"# Communication in a step: {listed or 'none'}."
+    for event in largest_first(done)[:3]:
+        yield f"#   {event.op_type} of '{event.name}', {event.bytes} bytes to a rank: {_plain(event.cause)}"
+    if cut is not None and cut.whole:
+        yield "# Not cut by tp, so that each of its ranks has all of them:"
+        yield from (f"#   {line}" for line in cut.whole)
+    for line in missing:
+        yield f"# Not recognized: {line}"
+
+
+def _plain(cause: str) -> str:
+    """A cause without the line of a plan that has none yet."""
+    return cause.partition(" (")[0]
+
+
+def _missing(degrees: Degrees, cut: TensorParallel | None, stages: list[Stage]) -> Iterator[str]:
+    if cut is not None and not cut.groups:
+        yield f"nothing that can be cut into {degrees.tp} over the axis tp; all its ranks would do the same"
+    if stages and len(stages) < degrees.stages:
+        have = counted(len(stages), "part")
+        yield f"{degrees.stages} stages: the model has {have} with weights in its order; the last ranks have nothing to do"
+
+
+def _without(cut: TensorParallel, text: str, problems: list[Problem]) -> TensorParallel | None:
+    """The cuts without the groups that the compiler refuses; None where the problems are of other lines."""
+    lines = text.splitlines()
+    named = {problem.where.rpartition(":")[2]: problem for problem in problems}
+    refused = {
+        comment: problem
+        for number, problem in named.items()
+        if number.isdigit() and (comment := _comment_above(lines, int(number) - 1))
+    }
+    groups = tuple((reason, styles) for reason, styles in cut.groups if f"# {reason}" not in refused)
+    if len(groups) == len(cut.groups):
+        return None
+    told = tuple(f"{comment[2:]}: {problem.fact}" for comment, problem in refused.items())
+    return dataclasses.replace(cut, groups=groups, whole=(*cut.whole, *told))
+
+
+def _comment_above(lines: list[str], at: int) -> str:
+    while at >= 0 and not lines[at].strip().startswith("#"):
+        at -= 1
+    return lines[at].strip() if at >= 0 else ""
+
+
+def _batch(source: Source, dp: int) -> _Batch:
+    """The batch: the first dim that most inputs have; its symbol is promised to be divisible by `dp`."""
+    found = _Batch()
+    if dp < 2:
+        return found
+    graph = source.model.graph
+    tensors = [v for v in graph.inputs if v.name not in graph.initializers and v.shape is not None and len(v.shape)]
+    if not tensors:
+        raise CompileError(Problem(graph.name or "the model", "no input has a dim that could be the batch"))
+    firsts = [_first(value) for value in tensors]
+    most = collections.Counter(firsts).most_common(1)[0][0]
+    for value, first in zip(tensors, firsts, strict=True):
+        (found.inputs if first == most else found.others).append(value.name or "")
+        found.ranks[value.name or ""] = len(value.shape or ())
+    if isinstance(most, int):
+        if most % dp:
+            fact = f"'{found.inputs[0]}' has {most} records, which is not divisible by {dp}"
+            raise CompileError(
+                Problem(found.inputs[0], fact, help="export the model with a dynamic batch, or take another --dp")
+            )
+        return found
+    if most is None:
+        most = "batch"
+        found.names = {(name, 0): most for name in found.inputs}
+    found.symbols[most] = _divided(source.declared.symbols, most, dp)
+    return found
+
+
+def _divided(symbols: Mapping[str, Symbol], name: str, dp: int) -> Symbol:
+    given = symbols.get(name, Symbol())
+    try:
+        return dataclasses.replace(given, divisor=math.lcm(given.divisor, dp), remainder=given.remainder)
+    except ValueError as error:
+        fact = f"'{name}' cannot be divisible by {dp}: {error}"
+        raise CompileError(Problem(name, fact, help="take another --dp")) from None
+
+
+def _first(value: ir.Value) -> int | str | None:
+    assert value.shape is not None
+    dim = value.shape[0]
+    return dim if isinstance(dim, int) else dim.value

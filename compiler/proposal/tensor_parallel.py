@@ -1,0 +1,178 @@
+"""Which linked dims are cut over the axis `tp`: projections by columns, those that sum over what they made by rows.
+
+The law. A set of linked dims is cut if nothing stands against it (`linked.py`) and it divides. Sets that both a product makes and
+another one sums over come first, those with more bytes of weights before others, then the earlier ones; a node is cut along one
+set only. What is left may have one side, the vocabulary of an embedding or of a head: it is cut if it begins or ends the model, and
+its weights are at least a fiftieth of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+from partc.compiler.program import Program
+from partc.compiler.proposal.linked import Linked, linked_dims
+from partc.compiler.proposal.names import among, patterns, template
+
+_LEAST_SHARE = 50
+_LISTED = 8
+
+
+@dataclass(frozen=True)
+class Style:
+    """A line of `sharding`: a module or node, and how its weight is cut."""
+
+    path: str
+    style: str
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """What is cut, in groups that are alike, with the reason of each; what stays whole; the nodes' paths for patterns."""
+
+    groups: tuple[tuple[str, tuple[Style, ...]], ...]
+    whole: tuple[str, ...]
+    styled: tuple[str, ...]
+
+    def lines(self, paths: Iterable[str]) -> Iterator[str]:
+        """The lines below `sharding:`, a comment before each group."""
+        covered: dict[str, Callable[[str], bool]] = {}
+        known = list(paths)
+        for style in ("colwise", "rowwise"):
+            covered[style] = among(known, [s.path for _, styles in self.groups for s in styles if s.style == style])
+        for reason, styles in self.groups:
+            yield f"# {reason}"
+            for style in ("colwise", "rowwise"):
+                chosen = list(dict.fromkeys(one.path for one in styles if one.style == style))
+                yield from (f"{pattern}: {style}" for pattern in patterns(chosen, covered[style]))
+
+
+def tensor_parallel(program: Program, pieces: int) -> TensorParallel:
+    """The cuts of a model in global shapes over an axis of so many ranks."""
+    total = sum(value.const_value.nbytes for value in program.model.graph.initializers.values() if value.const_value)
+    chosen, refused = _choose(program, linked_dims(program), pieces, total)
+    regions = _Regions(program)
+    alike: dict[tuple[tuple[str, str], ...], list[tuple[Linked, list[Style]]]] = {}
+    for one in chosen:
+        styles = [Style(regions.of(node), "colwise") for node in one.made]
+        styles += [Style(regions.of(node), "rowwise") for node in one.summed]
+        key = tuple(dict.fromkeys((template(style.path), style.style) for style in styles))
+        alike.setdefault(key, []).append((one, styles))
+    groups = []
+    for members in alike.values():
+        styles = [style for _, some in members for style in some]
+        groups.append((_reason(program, members[0][0], len(members), members[0][1], pieces), tuple(styles)))
+    styled = tuple(dict.fromkeys(style.path for _, some in groups for style in some))
+    return TensorParallel(tuple(groups), tuple(_whole(program, chosen, refused, total)), styled)
+
+
+def _choose(
+    program: Program, sets: Sequence[Linked], pieces: int, total: int
+) -> tuple[list[Linked], list[tuple[Linked, str]]]:
+    """The sets to cut, in the order of the graph, and the others with the reason."""
+    refused: list[tuple[Linked, str]] = []
+    open_sets = []
+    for one in sets:
+        against = one.obstacles[0] if one.obstacles else one.indivisible(program, pieces)
+        if against or not (one.made or one.summed):
+            refused.append((one, against))
+        else:
+            open_sets.append(one)
+    order = {id(one): k for k, one in enumerate(sets)}
+    ranked = sorted(open_sets, key=lambda one: (not (one.made and one.summed), -one.bytes(program), order[id(one)]))
+    cut: dict[ir.Node, Linked] = {}
+    chosen = []
+    for one in ranked:
+        other = next((cut[node] for node in one.nodes if node in cut), None)
+        if other is not None:
+            refused.append((one, "its products are cut along another dim"))
+        elif not (one.made and one.summed) and not _ends(one):
+            refused.append((one, "no product sums over what this one makes, or a node between them hides the dim"))
+        elif not (one.made and one.summed) and one.bytes(program) * _LEAST_SHARE < total:
+            refused.append((one, "too small to be worth a message"))
+        else:
+            cut.update(dict.fromkeys(one.nodes, one))
+            chosen.append(one)
+    return sorted(chosen, key=lambda one: order[id(one)]), refused
+
+
+def _ends(one: Linked) -> bool:
+    """Whether dims with one side only begin or end the model: rows that are looked up, inputs, outputs."""
+    if one.made:
+        return any(value.is_graph_output() for value, _ in one.places)
+    looked_up = all(node.op_type == "Gather" for node in one.summed)
+    return looked_up or any(value.is_graph_input() for value, _ in one.places)
+
+
+class _Regions:
+    """The shortest name of a product: its module where that holds no other weight of two dims, else the node itself."""
+
+    def __init__(self, program: Program) -> None:
+        self.paths = program.paths
+        self.inside: dict[str, int] = {}
+        constants = set(program.model.graph.initializers.values())
+        for node, path in program.paths.items():
+            several = [v for v in program.reads[node] if v in constants and v.shape is not None and len(v.shape) > 1]
+            if all(value in constants for value in program.reads[node]):
+                constants.update(node.outputs)
+                continue
+            if several:
+                for end in range(len(parts := path.split("."))):
+                    module = ".".join(parts[:end])
+                    self.inside[module] = self.inside.get(module, 0) + 1
+
+    def of(self, node: ir.Node) -> str:
+        path = self.paths[node]
+        module = path.rpartition(".")[0]
+        return module if module and self.inside.get(module, 0) == 1 else path
+
+
+def _reason(program: Program, one: Linked, times: int, styles: Sequence[Style], pieces: int) -> str:
+    size = one.size(program)
+    each = f"{size // pieces} of {size}" if isinstance(size, int) else f"1/{pieces} of {size}"
+    made = _named(style.path for style in styles if style.style == "colwise")
+    summed = _named(style.path for style in styles if style.style == "rowwise")
+    sums = len(one.summed)
+    messages = f"{sums} AllReduce{', ' + str(times) + ' times' if times > 1 else ''}"
+    if made and summed:
+        return f"each rank makes {each} columns in {made}, summed over in {summed}: {messages}"
+    if made:
+        out = any(value.is_graph_output() for value, _ in one.places)
+        return f"each rank makes {each} columns{', gathered where the output goes' if out else ''}"
+    return f"each rank has {each} rows, and what they give is summed: {messages}"
+
+
+def _named(paths: Iterable[str]) -> str:
+    found = list(dict.fromkeys(path.rpartition(".")[2] if "." in path else path for path in paths))
+    return ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+
+
+def _whole(
+    program: Program, chosen: Sequence[Linked], refused: Sequence[tuple[Linked, str]], total: int
+) -> Iterator[str]:
+    """Weights of two dims or more that no cut reaches, the largest first, with what stands against it."""
+    cut = {value for one in chosen for value in one.weights}
+    why: dict[ir.Value, str] = {}
+    for one, reason in sorted(refused, key=lambda pair: -pair[0].bytes(program)):
+        for value in (
+            one.weights
+        ):  # the dims that fewer weights have say more: of all that the residual has, a norm is in the way
+            why[value] = reason or why.get(value, "")
+    left = [value for value in why if value not in cut and value.shape is not None and len(value.shape) > 1]
+    left.sort(key=lambda value: (-_bytes(value), value.name or ""))
+    alike: dict[tuple[str, str], list[ir.Value]] = {}
+    for value in left:
+        alike.setdefault((template(value.name or ""), template(why[value])), []).append(value)
+    rows = list(alike.values())
+    for some in rows[:_LISTED]:
+        share = 100 * sum(map(_bytes, some)) / max(1, total)
+        more = f" and {len(some) - 1} like it" if len(some) > 1 else ""
+        yield f"{some[0].name}{more} ({share:.1f} % of the weights): {why[some[0]] or 'no product reads it'}"
+    if len(rows) > _LISTED:
+        yield f"and {sum(map(len, rows[_LISTED:]))} smaller ones"
+
+
+def _bytes(value: ir.Value) -> int:
+    return 0 if value.const_value is None else value.const_value.nbytes
