@@ -254,7 +254,7 @@ def test_values_of_unknown_shape_are_gathered(tmp_path: Path, lengths: tuple[int
 
 def test_values_of_unknown_shape_are_reduced(tmp_path: Path) -> None:
     graphs = [
-        f"""rank{rank} (float[m{rank}] x{rank}) => (int64[a, b] y{rank}) <int64[one, count{rank}] h>
+        f"""rank{rank} (float[m{rank}] x{rank}) => (int64[1, b] y{rank}) <int64[1, count{rank}] h, int64[1, count] k>
         {{ h = NonZero(x{rank})
            k = partc.comm.AllReduce <group = "all", tag = 0, reduce = "max"> (h)
            y{rank} = Neg(k) }}"""
@@ -291,7 +291,7 @@ def test_exchange_from_2x3_to_3x2(tmp_path: Path) -> None:
     graphs = []
     for rank in range(6):
         (give, give_boxes), (take, take_boxes) = boxes(old[rank], new), boxes(new[rank], old)
-        graphs.append(f"""rank{rank} (float[a, b] x{rank}) => (float[c, d] y{rank}) <float[6, 4] h, float[4, 6] k>
+        graphs.append(f"""rank{rank} (float[6, 4] x{rank}) => (float[4, 6] y{rank}) <float[6, 4] h, float[4, 6] k>
         {{ h = Neg(x{rank})
            k = partc.comm.Exchange <group = "all", tag = 5, rank = 2, send_peers = {give}, send_boxes = {give_boxes},
                                    recv_peers = {take}, recv_boxes = {take_boxes}> (h)

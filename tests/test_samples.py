@@ -180,7 +180,8 @@ class Command:
 
 
 def comparable(line: str, text: str) -> str:
-    """The text without what another machine or moment changes: times, and computed values in tables."""
+    """The text without what another machine or moment changes: times, progress of a slow run, and computed values in tables."""
+    text = re.sub(r"^step \d+ of \d+\n", "", text, flags=re.MULTILINE)
     if re.search(r"partc (run|verify)", line):
         text = re.sub(r"^(output|logits) .*\n", "", text, flags=re.MULTILINE)
     return re.sub(r"\d+(\.\d+)? (ms|s\b|steps/s)", "<time>", text)
