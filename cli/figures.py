@@ -9,6 +9,7 @@ values whose size only a run tells are counted apart.
 from __future__ import annotations
 
 import ast
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -108,8 +109,8 @@ def moved(transfers: Iterable[Transfer | Collective], sizes: Mapping[str, int]) 
         _term(factor, number) for factor, number in sorted(terms.items(), key=lambda term: (term[0] == "", term[0]))
     ]
     parts += [f"{unknown} unknown"] if unknown else []
-    total = sum(number * (parse(factor)(sizes) if factor else 1) for factor, number in terms.items())
-    return Moved(" + ".join(parts) or "0", total, unknown)
+    total = sum(number * (parse(factor).exact(sizes) if factor else 1) for factor, number in terms.items())
+    return Moved(" + ".join(parts) or "0", math.ceil(total), unknown)
 
 
 def _term(factor: str, number: int) -> str:

@@ -98,6 +98,9 @@ def _known_shape(shape: ir.Shape | None, known: frozenset[str], memo: dict[ir.Sy
 
 def _forget_declared_shapes(graph: ir.Graph) -> None:
     for part in graphs_of(graph):
+        if part is not graph:
+            for value in part.inputs:
+                value.shape = None
         for node in part:
             for value in node.outputs:
                 value.shape = None

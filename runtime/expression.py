@@ -68,17 +68,21 @@ class Expression:
 
     def __call__(self, bindings: Bindings) -> int:
         """The dim; ValueError where it is no whole number or cannot be computed."""
+        value = self.exact(bindings)
+        if value != int(value):
+            raise ValueError(f"'{self.text}' is {value}, not a whole number")
+        return int(value)
+
+    def exact(self, bindings: Bindings) -> Number:
+        """The number, whole or not; ValueError where it cannot be computed."""
         try:
-            value = self.term(bindings)
+            return self.term(bindings)
         except ZeroDivisionError:
             raise ValueError(f"'{self.text}' divides by 0") from None
         except (ValueError, OverflowError) as error:
             raise ValueError(f"'{self.text}' cannot be computed: {error}") from None
         except KeyError as error:
             raise ValueError(f"'{self.text}' needs {error}, which is not bound") from None
-        if value != int(value):
-            raise ValueError(f"'{self.text}' is {value}, not a whole number")
-        return int(value)
 
 
 def parse(dim: int | str, symbols: Collection[str] = ()) -> Expression:

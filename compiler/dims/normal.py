@@ -20,7 +20,7 @@ from typing import Any
 import onnx_ir as ir
 import sympy
 from partc.compiler.dims.expression import Bindings, facts_of_expression
-from partc.compiler.dims.facts import ANY_DIM, Facts
+from partc.compiler.dims.facts import ANY, Facts
 from partc.compiler.dims.reading import read, symbol
 
 LARGEST = 256
@@ -42,9 +42,9 @@ def as_dim(expression: sympy.Expr) -> int | ir.SymbolicDim:
 
 
 def normal(expression: sympy.Expr, known: Mapping[str, Facts]) -> sympy.Expr:
-    """The expression in normal form."""
+    """The expression in normal form; a name that is not known may have any value, below 0 too."""
     names = sorted(str(name) for name in expression.free_symbols)
-    return _normal_of(expression, tuple((name, known.get(name, ANY_DIM)) for name in names))
+    return _normal_of(expression, tuple((name, known.get(name, ANY)) for name in names))
 
 
 @functools.lru_cache(maxsize=8192)
@@ -74,7 +74,7 @@ def _simplified(expression: Any, known: Mapping[str, Facts]) -> sympy.Expr:
 def _floor(args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:
     value = _cancelled(args[0])
     terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(value)]
-    if not all(isinstance(number, sympy.Rational) and _is_whole(rest, known) for number, rest in terms):
+    if not all(isinstance(number, sympy.Rational) and is_whole(rest, known) for number, rest in terms):
         return sympy.floor(value)
     q = math.lcm(*(int(number.q) for number, _ in terms))
     outside, inside = sympy.Integer(0), sympy.Integer(0)
@@ -109,20 +109,21 @@ def quotient(value: sympy.Expr, by: sympy.Expr) -> sympy.Expr:
     return _cancelled(value / by)
 
 
-def _is_whole(expression: Any, known: Mapping[str, Facts]) -> bool:
-    """Whether the values are integers, told by the form."""
+def is_whole(expression: Any, known: Mapping[str, Facts]) -> bool:
+    """Whether the values are integers, told by the form and by what is known of the names."""
     match type(expression).__name__:
         case "Symbol" | "Integer" | "One" | "Zero" | "NegativeOne" | "floor" | "ceiling":
             return True
         case "Pow":
             base, exponent = expression.args
-            return isinstance(exponent, sympy.Integer) and exponent > 0 and _is_whole(base, known)
-        case "Mul" | "Max" | "Min" | "Mod":
-            return all(_is_whole(arg, known) for arg in expression.args)
-        case "Add":
-            q = math.lcm(*(int(number.q) for number, _ in map(_parts, expression.args)))
-            if not all(_is_whole(rest, known) for _, rest in map(_parts, expression.args)):
+            return isinstance(exponent, sympy.Integer) and exponent > 0 and is_whole(base, known)
+        case "Max" | "Min" | "Mod":
+            return all(is_whole(arg, known) for arg in expression.args)
+        case "Add" | "Mul":
+            terms = [_parts(term) for term in sympy.Add.make_args(expression)]
+            if not all(is_whole(factor, known) for _, rest in terms for factor in sympy.Mul.make_args(rest)):
                 return False
+            q = math.lcm(*(int(number.q) for number, _ in terms))
             return q == 1 or facts_of_expression(sympy.expand(expression * q), known).divisible_by(q)
         case _:
             return False

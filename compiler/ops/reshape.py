@@ -123,8 +123,10 @@ def _products(side: Sequence[int | str | None]) -> list[sympy.Expr]:
 
 def _expression(dim: int | str) -> Any:
     import sympy
+    from partc.compiler.dims.reading import read
 
-    return sympy.Integer(dim) if isinstance(dim, int) else ir.SymbolicDim(dim)._expr
+    found = sympy.Integer(dim) if isinstance(dim, int) else read(dim)
+    return sympy.Dummy() if found is None else found
 
 
 def _major(side: Sequence[Dim], letter: str) -> str:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext, registry
+from partc.compiler.dims.normal import normal_dim
 from partc.compiler.ops.local import Shape
 from partc.compiler.ops.operands import same
-from partc.compiler.shape_rules import BROADCASTING
+from partc.compiler.shape_extents import BROADCASTING
 
 OPSETS = {"": 21, "com.microsoft": 1}
 _SIZED_BY_A_VALUE = {"Split": 1, "Squeeze": 1}
@@ -108,6 +109,9 @@ class Scope:
         if rule is not None and (given is None or given.const_value is not None):
             with contextlib.suppress(Exception):
                 rule(self._context, node)
+        for out in node.outputs:
+            if out.shape is not None:
+                out.shape = ir.Shape([normal_dim(dim, {}) for dim in out.shape.dims])
         if self.is_doubtful(node):
             self._unsure(node)
         for out in node.outputs:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 from partc.compiler.cutting.choice import Choice, Instance
+from partc.compiler.dims.normal import normal
+from partc.compiler.dims.reading import read
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.rule import OWN
@@ -84,7 +86,8 @@ def _part(dim: int | str, pieces: int) -> int | str:
         return dim
     if isinstance(dim, int):
         return dim // pieces
-    return str((ir.SymbolicDim(dim) / pieces).value)
+    expression = read(dim)
+    return f"({dim})/{pieces}" if expression is None else str(normal(expression / pieces, {}))
 
 
 def localize(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 
 import onnx_ir as ir
+import sympy
+from partc.compiler.dims.normal import as_dim, normal
+from partc.compiler.dims.reading import read
 from partc.compiler.program import Shape, ValueInfo
 
 
@@ -13,11 +16,10 @@ def bytes_of(info: ValueInfo, shape: Shape | None) -> int | ir.SymbolicDim | Non
     if shape is None or info.item_bytes is None or not info.is_tensor:
         return None
     fixed = math.prod(dim for dim in shape if isinstance(dim, int)) * info.item_bytes
-    total: ir.SymbolicDim | None = None
-    for dim in shape:
-        if isinstance(dim, str):
-            total = ir.SymbolicDim(dim) if total is None else total * ir.SymbolicDim(dim)
-    return fixed if total is None else total * fixed
+    open_dims = [read(dim) for dim in shape if isinstance(dim, str)]
+    if any(dim is None for dim in open_dims):
+        return None
+    return as_dim(normal(sympy.Mul(fixed, *open_dims), {}))
 
 
 def whole_bytes(info: ValueInfo) -> int | ir.SymbolicDim | None:
