@@ -14,7 +14,7 @@ from dataclasses import replace
 import onnx_ir as ir
 from partc.compiler.bindings import bind_inputs
 from partc.compiler.dims.normal import normal_dim
-from partc.compiler.load.onnx_file import graphs_of
+from partc.compiler.load.onnx_file import bodies, graphs_of
 from partc.compiler.program import Program, Shape, ValueInfo
 from partc.compiler.shape_rules import tolerant_rules
 from partc.compiler.training.in_parts import part_symbols
@@ -98,12 +98,12 @@ def _known_shape(shape: ir.Shape | None, known: frozenset[str], memo: dict[ir.Sy
 
 def _forget_declared_shapes(graph: ir.Graph) -> None:
     for part in graphs_of(graph):
-        if part is not graph:
-            for value in part.inputs:
-                value.shape = None
         for node in part:
             for value in node.outputs:
                 value.shape = None
+            for body in bodies(node):
+                for value in body.inputs[2 if node.op_type == "Loop" else 0 :]:
+                    value.shape = None
 
 
 def _fill_missing_types(model: ir.Model) -> None:

@@ -18,7 +18,7 @@ from partc.compiler.ops.extents import as_int64, integer, integers, local_dims, 
 from partc.compiler.ops.gradient import Gradients, gradient
 from partc.compiler.ops.gradient_extents import shaped
 from partc.compiler.ops.local import Local
-from partc.compiler.ops.operands import LETTERS, Dim, axes_of, axis_of, constant_ints, counted, dims, opset_of
+from partc.compiler.ops.operands import LETTERS, Dim, axes_of, axis_of, constant_ints, counted, dims, operand, opset_of
 from partc.compiler.ops.rule import WHOLE, Rule
 from partc.compiler.ops.table import op
 
@@ -62,7 +62,13 @@ def squeeze(node: ir.Node) -> Rule | None:
         if made is None or len(made) != len(source) - len(axes):
             return None
     letters = "".join(WHOLE if k in axes else LETTERS[k] for k in range(len(source)))
-    return Rule((letters, *_axes_operand(node)), (letters.replace(WHOLE, ""),), linear="joint", terms=(0,))
+    local = None if node.attributes.get("axes") or operand(node, 1) else functools.partial(_named_axes, axes=axes)
+    return Rule((letters, *_axes_operand(node)), (letters.replace(WHOLE, ""),), linear="joint", terms=(0,), local=local)
+
+
+def _named_axes(local: Local, axes: Sequence[int]) -> None:
+    """The axes that the whole value loses are named, for a piece may have other dims of size 1."""
+    local.same([local.inputs[0], integers(local, "axes", axes)])
 
 
 @op("Unsqueeze")
