@@ -15,6 +15,7 @@ from onnx_shape_inference import ShapeInferenceContext, registry
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import as_dim, normal, normal_dim, quotient
 from partc.compiler.dims.reading import read
+from partc.compiler.foreign_types import foreign_types, is_foreign
 from partc.compiler.shape_bodies import if_, loop, scan
 from partc.compiler.shape_data import entries_of, follow, scalar_of
 from partc.compiler.shape_extents import (
@@ -168,7 +169,8 @@ def tolerant_rules(failed: list[ir.Node], known: Known) -> Iterator[None]:
         """A rule of this version; of an op that onnxruntime takes below its first opset, the first one."""
         name = LIKE.get((domain, op_type), (domain, op_type))
         found: Rule | None = lookup(*name, version=version if name[0] == domain else NEWEST)
-        return found or lookup(*name, version=NEWEST)
+        found = found or lookup(*name, version=NEWEST)
+        return foreign_types if found is None and is_foreign(domain, op_type) else found
 
     def get(domain: str, op_type: str, version: int = 1) -> Rule | None:
         rule = find(domain, op_type, version)

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from partc.compiler import ops  # noqa: F401  (registers the table)
 from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.cutting.joint import is_text
+from partc.compiler.cutting.lost_cuts import lost_cuts
 from partc.compiler.cutting.propagate import Given, Propagation
 from partc.compiler.cutting.region_cuts import group_mesh
 from partc.compiler.cutting.seeds import seed
@@ -21,6 +22,7 @@ from partc.compiler.cutting.uncut import uncut
 from partc.compiler.cutting.unmet import not_taken
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.lost import dim_of, how_lost
 from partc.compiler.ops.rule import Rule
 from partc.compiler.ops.table import rule_of
 from partc.compiler.placing.pattern_rules import sharding_rules
@@ -52,6 +54,7 @@ def shard(program: Program) -> Program:
         uncut(program, derived)
         unmet, told = not_taken(program, choices, given, laws.refusal)
         problems = [*unmet, *laws.violations(choices, given)]
+        told += lost_cuts(program, choices, derived)
         program = replace(program, warnings=(*program.warnings, *told, *_levels(program)))
         lines = {PurePath(rule.where).name: rule.where for rule in (*program.declared.sharding, *program.plan.sharding)}
         problems = [replace(problem, where=lines.get(problem.where, problem.where)) for problem in problems]
@@ -108,12 +111,7 @@ class _Laws:
                 continue
             for dim, each in enumerate(letters):
                 if each == letter:
-                    shape = self.program.values[value].shape
-                    yield value, dim, shape[dim] if shape is not None and dim < len(shape) else self._own(value, dim)
-
-    def _own(self, value: ir.Value, dim: int) -> int | None:
-        size = value.shape[dim] if value.shape is not None else None
-        return size if isinstance(size, int) else None
+                    yield value, dim, dim_of(self.program, value, dim)
 
     def divides_in(self, choices: dict[Instance, Choice]) -> Callable[[Instance, str, int], bool]:
         def divides(instance: Instance, letter: str, pieces: int) -> bool:
@@ -145,10 +143,9 @@ class _Laws:
         lying = [(value, group, layout, where) for (value, group), (layout, where) in given.arriving.items()]
         lying += [(i.node.outputs[k], i.group, layout, where) for (i, k), (layout, where) in given.outputs.items()]
         for value, group, layout, where in lying:
-            shape = self.program.values[value].shape
             for dim in range(len(layout.cuts)):
                 pieces = layout.pieces(dim)
-                size = shape[dim] if shape is not None else None
+                size = dim_of(self.program, value, dim)
                 if pieces > 1 and (size is None or not self.facts(size).divisible_by(pieces)):
                     yield self._indivisible(where, f"'{value.name}' on {len(group)} ranks", value, dim, size, pieces)
 
@@ -157,7 +154,7 @@ class _Laws:
     ) -> Problem:
         fact = f"{subject}: cannot cut '{value.name}' dim {dim} ({'unknown' if size is None else size}) into {pieces}"
         if size is None:
-            return Problem(where, fact, "its size is known only when it runs", "leave it whole")
+            return Problem(where, fact, *how_lost(self.program, value, dim))
         if isinstance(size, int):
             fitting = [str(n) for n in range(2, min(size, 64) + 1) if size % n == 0]
             return Problem(

@@ -128,7 +128,8 @@ def standard_ops(opset: int = 23) -> tuple[str, ...]:
 def rule_of(node: ir.Node) -> Rule:
     """The rule of a node; nothing is cut where its op has no entry or the shape of an operand is unknown."""
     entry = _TABLE.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
-    unknown = any(value is not None and value.shape is None for value in node.inputs)
+    operands = [*node.inputs, *(value for value in node.outputs if value.name)]
+    unknown = any(value is not None and value.shape is None for value in operands)
     if entry is None or (unknown and entry.domain != OWN):
         return whole_rule(node)
     return entry.rule(node) or whole_rule(node)

@@ -15,6 +15,7 @@ from partc.compiler.layouts import moves as mv
 from partc.compiler.layouts.exchange import Part, Span, span_of, within
 from partc.compiler.layouts.layout import Layout, Mesh
 from partc.compiler.layouts.reshard import lower, lower_unknown
+from partc.compiler.lost import dim_of
 from partc.compiler.parts.drafts import Drafts
 from partc.compiler.parts.localize import local_shape, local_value
 from partc.compiler.parts.rooted import broadcast, has_size, reduce_to, share_of_piece
@@ -65,11 +66,13 @@ class Writer:
             draft.types[out] = typed
 
     def _divisors(self, value: ir.Value) -> tuple[int, ...]:
-        shape = self.program.values[value].shape
-        if shape is None:
+        if value.shape is None:
             return ()
         known = {name: info.facts for name, info in self.program.symbols.items()}
-        return tuple(dim if isinstance(dim, int) else facts_of(dim, known).real_divisor() for dim in shape)
+        sizes = [dim_of(self.program, value, dim) for dim in range(len(value.shape))]
+        return tuple(
+            dim if isinstance(dim, int) else 1 if dim is None else facts_of(dim, known).real_divisor() for dim in sizes
+        )
 
     def _write(self, move: mv.Move, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
         match move:

@@ -1,0 +1,71 @@
+"""Types of what ops yield that only onnxruntime knows: it is given a model of the one node, and says what comes out.
+
+Shapes are not asked for: they stay unknown, and a message of such a value carries its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+from onnx_shape_inference import ShapeInferenceContext
+from partc.compiler.load.onnx_file import NEWEST_OPSET
+
+_STANDARD = ("", "ai.onnx")
+
+
+@functools.cache
+def _ops() -> frozenset[tuple[str, str]]:
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    return frozenset((schema.domain, schema.name) for schema in state.get_all_operator_schema())
+
+
+def is_foreign(domain: str, op_type: str) -> bool:
+    """Whether onnxruntime knows an op that the standard has not."""
+    return domain not in _STANDARD and (domain, op_type) in _ops()
+
+
+def foreign_types(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    """Sets the types of a node's outputs, where onnxruntime accepts the node."""
+    if any(value is not None and value.type is None for value in node.inputs):
+        return
+    proto = ir.to_proto(node)
+    assert isinstance(proto, onnx.NodeProto)
+    del proto.metadata_props[:]
+    proto.name = proto.doc_string = ""
+    given = {value.name: value for value in node.inputs if value is not None and value.name}
+    kinds = [value.type for value in given.values() if value.type is not None]
+    inputs = tuple(ir.serde.serialize_type(kind).SerializeToString(deterministic=True) for kind in kinds)
+    found = _types(proto.SerializeToString(deterministic=True), tuple(map(str, given)), inputs, ctx.opset)
+    for out in node.outputs:
+        kind = found.get(out.name or "")
+        if kind is not None and out.type is None:
+            out.type = ir.serde.deserialize_type_proto_for_type(onnx.TypeProto.FromString(kind))
+
+
+@functools.lru_cache(maxsize=256)
+def _types(node: bytes, names: tuple[str, ...], types: tuple[bytes, ...], opset: int) -> dict[str, bytes]:
+    import onnxruntime
+    from partc.runtime.dtypes import type_proto
+
+    proto = onnx.NodeProto.FromString(node)
+    ports = []
+    for name, kind in zip(names, types, strict=True):
+        port = onnx.ValueInfoProto(name=name)
+        port.type.ParseFromString(kind)
+        ports.append(port)
+    made = [onnx.ValueInfoProto(name=name) for name in proto.output if name]
+    graph = onnx.helper.make_graph([proto], "one", ports, made)
+    imports = [onnx.helper.make_opsetid("", min(opset, NEWEST_OPSET)), onnx.helper.make_opsetid(proto.domain, 1)]
+    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
+    options: Any = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    try:
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return {out.name: type_proto(out.type).SerializeToString(deterministic=True) for out in session.get_outputs()}
+    except Exception:
+        return {}

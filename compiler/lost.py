@@ -1,0 +1,116 @@
+"""Where the knowledge of a size was lost: the first node of the model that brings in what only a run tells, and what would help.
+
+An unknown dim has a name that is no symbol. Names run through shapes and through the entries of shape arithmetic, so the first
+node, in the order of the graph, whose outputs have the name is the one that lost it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import onnx_ir as ir
+from onnx_shape_inference import SYM_DATA_KEY
+from partc.compiler.dims.reading import read
+from partc.compiler.program import Program
+from partc.compiler.shape_extents import BROADCASTING
+
+_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "StringSplit", "Unique"})
+_BY_BODY = frozenset({"If", "Loop", "Scan", "SequenceMap"})
+
+
+def dim_of(program: Program, value: ir.Value, dim: int) -> int | str | None:
+    """A dim of a value, also where other dims of it are unknown; None where this one is."""
+    shape = program.values[value].shape if value in program.values else None
+    if shape is not None:
+        return shape[dim] if dim < len(shape) else None
+    found = value.shape[dim] if value.shape is not None and dim < len(value.shape) else None
+    if isinstance(found, int) or found is None or found.value is None:
+        return found if isinstance(found, int) else None
+    return None if _strange(program, found) else found.value
+
+
+def unknown_dims(program: Program, value: ir.Value) -> list[int]:
+    """The dims of a value that only a run tells; [] also where its rank is not known."""
+    return [k for k in range(len(value.shape or ())) if dim_of(program, value, k) is None]
+
+
+def how_lost(program: Program, value: ir.Value, dim: int | None = None) -> tuple[str, str]:
+    """Why a size is not known, and the remedy; of a value of unknown rank why that is."""
+    node = _where(program, value, dim)
+    if node is None:
+        return "its size is known only when it runs", "leave it whole"
+    subject = f"{node.op_type} ({program.paths.get(node, node.name)})"
+    if node.op_type in _BY_DATA:
+        return f"{subject} decides its size by the numbers in its operand", "leave it whole, or cut another dim"
+    if node.op_type in _BY_BODY:
+        return f"{subject} may leave it in several sizes", "leave it whole, or cut another dim"
+    if node.op_type in BROADCASTING | {"MatMul", "Expand"} and (names := _different(program, node)):
+        law = f"{subject} broadcasts {' and '.join(names)}, and either may be 1 or 0"
+        same = (
+            f"give them one name under `inputs` if they are equal; else declare `symbols: {{{names[0]}: {{min: 2}}}}`"
+        )
+        return law, same
+    giver = next((one for one in node.inputs[1:] if one is not None and _is_given(one)), None)
+    if giver is not None:
+        remedy = "make it a constant, or compute it of the inputs' shapes"
+        return f"{subject} takes it from '{giver.name}', which only a run tells", remedy
+    return f"its size is lost at {subject}", "leave it whole, or cut another dim"
+
+
+def _where(program: Program, value: ir.Value, dim: int | None) -> ir.Node | None:
+    if value.shape is None or dim is None:
+        return _first_without_rank(value)
+    found = value.shape[dim]
+    names = set() if isinstance(found, int) else _strange(program, found)
+    for node in program.model.graph:
+        if any(name in _names_in(out) for out in node.outputs for name in names):
+            return node
+    return value.producer()
+
+
+def _first_without_rank(value: ir.Value) -> ir.Node | None:
+    """The node behind which no rank is known, though it was before."""
+    producer = value.producer()
+    while producer is not None:
+        before = next(
+            (one for one in producer.inputs if one is not None and one.shape is None and one.producer()), None
+        )
+        if before is None:
+            return producer
+        producer = before.producer()
+    return None
+
+
+def _strange(program: Program, dim: ir.SymbolicDim) -> set[str]:
+    """The names in a dim that are no symbols."""
+    expression = read(str(dim.value))
+    return {str(dim.value)} if expression is None else {str(n) for n in expression.free_symbols} - set(program.symbols)
+
+
+def _names_in(value: ir.Value) -> set[str]:
+    texts = [str(dim.value) for dim in value.shape or () if isinstance(dim, ir.SymbolicDim)]
+    texts += [text for text in json.loads(value.metadata_props.get(SYM_DATA_KEY, "[]")) if isinstance(text, str)]
+    found = [(text, read(text)) for text in texts]
+    return {name for text, one in found for name in ({text} if one is None else {str(n) for n in one.free_symbols})}
+
+
+def _different(program: Program, node: ir.Node) -> list[str]:
+    """Two symbols that a node would have to broadcast."""
+    shapes = [value.shape for value in node.inputs if value is not None and value.shape is not None]
+    for place in range(1, max(map(len, shapes), default=0) + 1):
+        there = dict.fromkeys(_open(program, [shape[-place] for shape in shapes if len(shape) >= place]))
+        if len(there) > 1:
+            return list(there)[:2]
+    return []
+
+
+def _open(program: Program, dims: list[int | ir.SymbolicDim]) -> Iterator[str]:
+    for dim in dims:
+        if isinstance(dim, ir.SymbolicDim) and dim.value in program.symbols:
+            yield str(dim.value)
+
+
+def _is_given(value: ir.Value) -> bool:
+    """Whether what a value holds is not known though it is a shape, an axis or a size: an integer tensor of few entries."""
+    return value.dtype in (ir.DataType.INT64, ir.DataType.INT32) and ir.convenience.get_const_tensor(value) is None
