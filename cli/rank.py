@@ -21,7 +21,7 @@ from partc.cli.main import INTERRUPTED, described
 from partc.cli.present import count, size, timing
 from partc.cli.scratch import BOARD, write_pid
 from partc.runtime.board import VARIABLE
-from partc.runtime.errors import ArtifactError, InputError, UsageError
+from partc.runtime.errors import ArtifactError, InputError, NonFiniteError, UsageError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -48,7 +48,7 @@ def run_rank(job: Job) -> int:
         if rank == refused.rank:
             _print_failure(job, rank, refused.code, refused.text)
         return refused.code
-    except (ArtifactError, InputError) as error:
+    except (ArtifactError, InputError, NonFiniteError) as error:
         if rank == 0:
             _tell(job, rank, error)
         return error.exit_code

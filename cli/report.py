@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import click
+import numpy as np
 from partc.cli.present import count, size
 
 if TYPE_CHECKING:
@@ -88,6 +89,13 @@ class Report:
                 "records_per_second": round(progress.speed, 1),
             }
         )
+
+    def not_finite(self, step: int, outputs: Mapping[str, Any], skipped: bool) -> None:
+        """A step's loss, or a gradient, is no finite number."""
+        numbers = {name: float(np.asarray(value)) for name, value in outputs.items()}
+        what = "a gradient is no finite number; the step changes nothing" if skipped else "the loss is no finite number"
+        click.echo(f"warning: step {step}: {what}   {_shown(numbers)}", err=True)
+        self._write({"kind": "nonfinite", "step": step, "skipped": skipped})
 
     def evaluated(self, step: int, epoch: float, metrics: Metrics) -> None:
         """The model was evaluated."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .errors import ArtifactError, InputError, PartcError, RankError, UsageError
+from .errors import ArtifactError, InputError, NonFiniteError, PartcError, RankError, UsageError
 
 if TYPE_CHECKING:
     from .artifact import Artifact, open_artifact
@@ -35,6 +35,7 @@ __all__ = [
     "ArtifactError",
     "InputError",
     "LocalProgram",
+    "NonFiniteError",
     "PartcError",
     "Program",
     "RankError",

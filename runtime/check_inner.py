@@ -50,7 +50,10 @@ def check_part(manifest: Manifest, inner: Manifest, where: str) -> Iterator[Viol
         else:
             continue
         yield Violation(f"{where}/{MANIFEST}", fact, f"input '{port.name}'", help=_AGAIN)
-    outputs, wanted_outputs = ({port.name: port.ranks for port in one.outputs} for one in (inner, manifest))
+    guard = manifest.training.guard if manifest.training is not None else ""
+    outputs, wanted_outputs = (
+        {port.name: port.ranks for port in one.outputs if port.name != guard} for one in (inner, manifest)
+    )
     if outputs != wanted_outputs:
         fact = f"its outputs are {_outputs(outputs)}, and those of a step {_outputs(wanted_outputs)}"
         yield Violation(f"{where}/{MANIFEST}", fact, help=_AGAIN)

@@ -27,3 +27,7 @@ class ArtifactError(PartcError):
 
 class RankError(PartcError):
     """A rank failed while a step ran; the message names the rank, the op and its source name."""
+
+
+class NonFiniteError(PartcError):
+    """The loss of a step is no finite number, or a parameter is none; raised by all ranks alike."""

@@ -18,7 +18,7 @@ import numpy as np
 from .bindings import Bindings
 from .board import IDLE, SLOT, Board
 from .bound import as_tensor, bind_whole, check_promise, fed
-from .buffers import Life, assign
+from .buffers import assign
 from .dtypes import Bytes, dense
 from .errors import RankError
 from .message import HEADER, Value, decode, encode, payload_size
@@ -31,7 +31,7 @@ from .sessions import Runner
 from .tensor import Tensor, aligned
 from .together import Together
 from .transport import Request, Transport
-from .works import works_of
+from .works import scratch_lives, scratch_name, works_of
 
 Action: TypeAlias = Callable[[], object]
 Shape: TypeAlias = tuple[int, ...]
@@ -86,8 +86,9 @@ class Schedule:
         except Exception as error:
             raise RankError(f"rank {self.transport.rank} failed in {self.program.explain(index, error)}") from error
         write(buffer, offset, step, IDLE)
-        for kept, made in self.program.replaced:
-            np.copyto(self._tensor(kept).data, self._tensor(made).data)
+        if self._may_replace():
+            for kept, made in self.program.replaced:
+                np.copyto(self._tensor(kept).data, self._tensor(made).data)
         outputs = {name: self._delivered(name) for name in self.program.outputs}
         for name in self.transient:
             del self.cells[name]
@@ -107,7 +108,7 @@ class Schedule:
 
     def _lay_out(self) -> dict[int, list[int]]:
         """Give every value of known shape its place in the arena; by step, the sends to wait for before it."""
-        lives = [*self.program.lives(self.shapes), *self._scratch_lives()]
+        lives = [*self.program.lives(self.shapes), *scratch_lives(self.program.steps, self.works)]
         arena = assign(lives)
         memory = self.program.block(arena.bytes)
         places = {life.name: memory[arena.offsets[life.name] :] for life in lives}
@@ -117,21 +118,8 @@ class Schedule:
             begin = dtype.bytes_of((at,))
             place = places[self.program.places.get(bundle, bundle)][begin : begin + dtype.bytes_of(shape)]
             self.cells[name] = Tensor(dtype, shape, place)
-        self.scratch = {key: places[_scratch_name(*key)] for tag in self.works for key in ((tag, "in"), (tag, "out"))}
+        self.scratch = {key: places[scratch_name(*key)] for tag in self.works for key in ((tag, "in"), (tag, "out"))}
         return arena.waits
-
-    def _scratch_lives(self) -> list[Life]:
-        finishes = {step.call.tag: index for index, step in enumerate(self.program.steps) if isinstance(step, Finish)}
-        found = []
-        for index, step in enumerate(self.program.steps):
-            if isinstance(step, Begin) and step.call.tag in self.works:
-                tag, work = step.call.tag, self.works[step.call.tag]
-                end = finishes.get(tag, index)
-                leaves = isinstance(work, Redistribution) or not step.call.made
-                sends = (index,) if leaves else ()
-                found.append(Life(_scratch_name(tag, "out"), work.packed, index, index if leaves else end, sends))
-                found.append(Life(_scratch_name(tag, "in"), work.landing, index, end))
-        return found
 
     def _plan(self, waits: Mapping[int, Sequence[int]]) -> None:
         unused = self.program.last_uses()
@@ -203,7 +191,15 @@ class Schedule:
             for call in calls:
                 call()
 
-        return update
+        def guarded() -> None:
+            if self._may_replace():
+                update()
+
+        return guarded if self.program.guard else update
+
+    def _may_replace(self) -> bool:
+        """Whether a step may change what is kept."""
+        return not self.program.guard or bool(np.isfinite(self._tensor(self.program.guard).array()).all())
 
     def _run_loose(self, runner: Runner, binding: Binding, loose: frozenset[str]) -> None:
         """Run a session of which some tensors have another place and shape each time."""
@@ -391,8 +387,3 @@ class Schedule:
         value = self.cells[name]
         assert isinstance(value, Tensor), name
         return value
-
-
-def _scratch_name(tag: int, side: str) -> str:
-    """A name that no value of a program has."""
-    return f"{tag} {side}\n"

@@ -235,7 +235,8 @@ class TrainingRecord(_Record):
     the programs in the folder `accumulation`, which add to the gradients' sums. `summed`: the outputs of a batch that are sums over its
     parts, the others are means. `totals`: inputs of the parts' programs that are the same in all of them, the outputs of the programs in
     the folder `totals`, which run on the whole batch first. `symbols`: the laws of the whole batch, where those of a part differ.
-    `fixed`: inputs that hold no records, but one value for all.
+    `fixed`: inputs that hold no records, but one value for all. `guard`: an output that every rank has before it updates anything; where
+    it is no finite number the step replaces nothing of what is kept.
     """
 
     loss: str
@@ -251,6 +252,7 @@ class TrainingRecord(_Record):
     totals: list[str] = []
     symbols: dict[str, SymbolRecord] = {}
     fixed: list[str] = []
+    guard: str = ""
 
 
 class FileRecord(_Record):

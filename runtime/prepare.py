@@ -75,6 +75,8 @@ class RankProgram:
     state: State
     updates: dict[int, list[Updater]]
     memory: Bytes
+    guard: str
+    """The value without which, where it is no finite number, nothing that is kept is replaced; empty: there is none."""
     replaced: list[tuple[str, str]]
     """What a node of the program makes in place of a kept tensor: the tensor, and the value that is copied into it."""
 
@@ -239,6 +241,7 @@ def prepare(artifact: Artifact, rank: int, settings: Settings, state: State | No
         state=state,
         updates=updates,
         memory=aligned(0),
+        guard=manifest.training.guard if manifest.training is not None else "",
         replaced=copied,
     )
 

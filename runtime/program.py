@@ -162,6 +162,10 @@ class Program:
         self._schedules.clear()
         self._program.runners.clear()
 
+    def agree(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank; collective."""
+        return bool(self._transport.agree(np.array([flag], np.int64))[0])
+
     def comes(self, part: int, count: int) -> None:
         """Says which part of a batch is given next, for what is told of its records."""
         self._program.binder.part = part, count

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
+from .buffers import Life
 from .errors import RankError
 from .format import ALL_REDUCE, EXCHANGE
 from .perform import Work
 from .prepare import RankProgram
 from .redistribute import Redistribution
-from .segments import Begin
+from .segments import Begin, Finish, Step
 from .together import Together
 from .transport import Transport
 
@@ -47,3 +48,23 @@ def works_of(
         except ValueError as error:
             raise RankError(f"rank {transport.rank}: {step}: {error}") from None
     return found
+
+
+def scratch_lives(steps: Sequence[Step], works: Mapping[int, AnyWork]) -> list[Life]:
+    """The memory that collectives need besides their values, each as long as it is used."""
+    finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, Finish)}
+    found = []
+    for index, step in enumerate(steps):
+        if isinstance(step, Begin) and step.call.tag in works:
+            tag, work = step.call.tag, works[step.call.tag]
+            end = finishes.get(tag, index)
+            leaves = isinstance(work, Redistribution) or not step.call.made
+            sends = (index,) if leaves else ()
+            found.append(Life(scratch_name(tag, "out"), work.packed, index, index if leaves else end, sends))
+            found.append(Life(scratch_name(tag, "in"), work.landing, index, end))
+    return found
+
+
+def scratch_name(tag: int, side: str) -> str:
+    """A name that no value of a program has."""
+    return f"{tag} {side}\n"

@@ -33,6 +33,8 @@ class Draft:
     """By `id` of a step what stands in its place, where the backward pass asks a node for more than it gave."""
     kept: dict[str, Kept] = field(default_factory=dict)
     scalars: dict[str, None] = field(default_factory=dict)
+    outputs: dict[str, Held] = field(default_factory=dict)
+    """What a program gives besides the outputs of the model."""
     taken: set[str] = field(default_factory=set)
     """Names that `Drafts.free` has given away here."""
 
@@ -56,6 +58,7 @@ class Draft:
             dict(self.replaced),
             dict(self.kept),
             dict(self.scalars),
+            dict(self.outputs),
             set(self.taken),
         )
 

@@ -176,6 +176,7 @@ class _Held:
             for copy in self.copies.delivered.get(value, ())
             if rank in copy.group
         ]
+        outputs += [replace(one, index=one.copy.group.index(rank)) for one in draft.outputs.values()]
         key = id(draft), tuple(held.name for held in outputs)
         if key not in self.finished:
             steps = tuple(draft.program)

@@ -29,6 +29,8 @@ from partc.compiler.training.optimizers import clip_scale
 from partc.compiler.training.training import Training
 
 Kind: TypeAlias = Literal["parameter", "optimizer", "statistics", "gradient"]
+_NO_BOUND = float(np.finfo(np.float32).max)
+"""A norm that no gradient is scaled down to."""
 
 
 class Updates:
@@ -46,7 +48,7 @@ class Updates:
 
     def write(self, gradients: Sequence[Gradient]) -> None:
         """All updates. `gradients` are in the order in which they are there."""
-        clipped = self.training.clip_norm is not None and bool(gradients)
+        clipped = (self.training.clip_norm is not None or self.training.guarded) and bool(gradients)
         if clipped:
             self._clip(gradients)
         for one in gradients:
@@ -226,8 +228,18 @@ class Updates:
             value = typed(self.program, _number(self.total))[0]
             self.writer.together(move, [value], [self.squares], [self.total], 1, "norm of all gradients")
         self._types(everyone, [_number(self.scale)])
-        assert self.training.clip_norm is not None
-        self._append(everyone, [clip_scale(ir.Value(name=total), _number(self.scale), self.training.clip_norm)])
+        bound = self.training.clip_norm if self.training.clip_norm is not None else _NO_BOUND
+        self._append(everyone, [clip_scale(ir.Value(name=total), _number(self.scale), bound)])
+        if self.training.guarded:
+            self._guard(everyone, total)
+
+    def _guard(self, everyone: Group, total: str) -> None:
+        """Gives every rank the sum of all squares, which is no finite number where a gradient is none."""
+        value = typed(self.program, _number(total))[0]
+        copy = whole_on(value, everyone)
+        for draft in self.drafts.of(everyone):
+            draft.types[total] = (value, ())
+            draft.outputs[total] = Held(total, copy, 0)
 
     def _first_only(self, home: Copy, name: str) -> None:
         """1 on the first rank that holds a piece, 0 on the others."""

@@ -74,6 +74,8 @@ class TrainRules:
     bucket_bytes: int = 10 << 20
     seed: int = 0
     accumulate: int = 1
+    guarded: bool = False
+    """Whether a step whose gradients are not finite changes nothing."""
     settings: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
@@ -221,6 +223,10 @@ class TrainEntry(BaseModel):
     ] = Field({}, description="By pattern of parameters' names: frozen, weight_decay, lr (a factor). The later wins.")
     metrics: MetricsForm = Field({}, description="What is measured beside the loss: [accuracy], or names with options.")
     clip: ClipEntry | None = Field(None, description="Bounds of the gradients.")
+    on_nonfinite: Literal["stop", "warn", "skip"] = Field(
+        "stop",
+        description="Of a step whose loss, or with skip a gradient, is no finite number; skip: it changes nothing.",
+    )
     accumulate: int = Field(1, ge=1, description="Into how many parts a batch is cut, whose gradients are added up.")
     bucket_mb: float = Field(10.0, gt=0, description="The size of the messages in which gradients are reduced.")
     seed: int = Field(0, ge=0, description="Of the order of the data, and of dropout.")
@@ -238,7 +244,7 @@ class TrainEntry(BaseModel):
 
     def rules(self, where: Callable[..., str]) -> TrainRules:
         """The entry as the compiler sees it; `where` gives the place of a key, `where("train", "loss")`."""
-        loop = ("seed", "data", "test", "batch", "shuffle", "last", "deal", "epochs", "steps")
+        loop = ("on_nonfinite", "seed", "data", "test", "batch", "shuffle", "last", "deal", "epochs", "steps")
         settings: dict[str, Any] = {name: getattr(self, name) for name in (*loop, "evaluate", "log")}
         if self.checkpoint is not None:
             settings["checkpoint"] = self.checkpoint.model_dump()
@@ -261,5 +267,6 @@ class TrainEntry(BaseModel):
             bucket_bytes=round(self.bucket_mb * (1 << 20)),
             seed=self.seed,
             accumulate=self.accumulate,
+            guarded=self.on_nonfinite == "skip",
             settings={name: value for name, value in settings.items() if value is not None},
         )

@@ -64,6 +64,7 @@ def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool,
         schedule=rules.schedule,
         settings=rules.settings,
         accumulate=rules.accumulate,
+        guarded=rules.guarded,
         part=part,
     )
     if cut and part.backward:

@@ -73,6 +73,8 @@ class Training:
     settings: Mapping[str, JsonValue] = field(default_factory=dict)
     accumulate: int = 1
     """Into how many parts a batch is cut, whose gradients are added up."""
+    guarded: bool = False
+    """Whether a step whose gradients are not finite changes nothing, on any rank."""
     part: Part = Part.STEP
 
     def from_folder(self, folder: str) -> Training:

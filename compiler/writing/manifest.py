@@ -42,7 +42,7 @@ def manifest_of(
             _port(
                 program, value, [(p.rank, one) for p in program.parts for one in p.outputs if one.copy.value is value]
             )
-            for value in program.model.graph.outputs
+            for value in (*program.model.graph.outputs, *_guards(program))
         ],
         transfers=[_transfer(program, event) for event in program.events if event.op_type == fmt.SEND],
         groups={name: [list(ranks) for ranks in sets] for name, sets in program.groups.items()},
@@ -61,7 +61,15 @@ def _training(program: Program) -> fmt.TrainingRecord | None:
     if program.training is None or program.training.part is not Part.STEP:
         return None
     symbols = {name: _law(info.whole) for name, info in sorted(program.symbols.items()) if info.whole is not None}
-    return program.training.record().model_copy(update={"symbols": symbols})
+    guard = "".join(str(value.name) for value in _guards(program))
+    return program.training.record().model_copy(update={"symbols": symbols, "guard": guard})
+
+
+def _guards(program: Program) -> list[ir.Value]:
+    """What ranks give besides the outputs of the model: by what they see whether a step changes anything."""
+    outputs = {*program.model.graph.outputs}
+    given = dict.fromkeys(one.copy.value for part in program.parts for one in part.outputs)
+    return [value for value in given if value not in outputs]
 
 
 def _scalars(program: Program) -> list[fmt.Port]:

@@ -33,6 +33,7 @@ from .checkpoint_index import (
     steps,
 )
 from .checkpoint_owners import held_by
+from .finite import NONFINITE
 
 
 class Checkpoint:
@@ -181,12 +182,18 @@ def find(path: Path) -> Path:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest whole checkpoint in a folder, by its step; hidden and incomplete ones are passed over. None: there is none."""
+    """The newest whole checkpoint in a folder, by its step; hidden and incomplete ones are passed over. None: there is none.
+
+    One that holds numbers which are not finite is taken only where there is no other.
+    """
+    wrong: Path | None = None
     for _, path in reversed(steps(Path(folder))):
         try:
             index = read_index(path)
         except CheckpointError:
             continue
         if not Checkpoint(path, index).missing_files():
-            return path
-    return None
+            if not index.meta.get(NONFINITE):
+                return path
+            wrong = wrong or path
+    return wrong

@@ -33,10 +33,12 @@ from .checkpoint_index import (
     hidden_folder,
     left_behind,
     rank_tensors,
+    read_index,
     step_folder,
     steps,
 )
 from .checkpoint_owners import Owned, owners
+from .finite import NONFINITE
 
 Share: TypeAlias = Callable[[str], Sequence[str]]
 """A collective: takes this rank's text and gives the texts of all ranks, in their order."""
@@ -218,15 +220,25 @@ def _commit(scratch: Path, target: Path, index: CheckpointIndex) -> None:
 def _prune(folder: Path, target: Path, keep: int | None) -> None:
     """Removes the oldest beyond `keep`; the new one stays, also where later steps were there before. A folder is hidden first.
 
-    One that cannot be removed stays: the new checkpoint is whole all the same.
+    Those that hold numbers which are not finite go first, and such a new one takes the place of no other kind. One that cannot be removed
+    stays: the new checkpoint is whole all the same.
     """
     others = [path for _, path in steps(folder) if path != target]
     excess = 0 if keep is None else max(0, len(others) + 1 - max(1, keep))
-    for path in others[:excess]:
+    wrong = [path for path in others if _is_wrong(path)]
+    sound = [] if _is_wrong(target) else [path for path in others if path not in wrong]
+    for path in [*wrong, *sound][:excess]:
         gone = folder / hidden_folder(path.name, REMOVED)
         with contextlib.suppress(OSError):
             os.replace(path, gone)
             shutil.rmtree(gone, ignore_errors=True)
+
+
+def _is_wrong(path: Path) -> bool:
+    try:
+        return bool(read_index(path).meta.get(NONFINITE))
+    except CheckpointError:
+        return False
 
 
 def _clear(folder: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..data import Loader, Position
 from ..errors import InputError, UsageError
+from .finite import WARN, is_finite
 from .trainer import Trainer
 
 Every: TypeAlias = int | Literal["epoch"]
@@ -58,6 +59,10 @@ class Listener(Protocol):
         """Some steps are done."""
         ...
 
+    def not_finite(self, step: int, outputs: Mapping[str, Any], skipped: bool) -> None:
+        """The loss of a step, or a gradient, is no finite number; a skipped step has changed nothing."""
+        ...
+
     def evaluated(self, step: int, epoch: float, metrics: Metrics) -> None:
         """The model was evaluated."""
         ...
@@ -83,11 +88,16 @@ def run(
     total = course.total(order.batches)
     means = _Means()
     last: Metrics = {}
-    begun, records = time.perf_counter(), 0
+    begun, records, skipped = time.perf_counter(), 0, trainer.skipped
     while trainer.step < total:
         position = loader.position()
         outputs = _taken(trainer, next(loader), position)
-        means.add(outputs)
+        finite = is_finite(outputs.get(trainer.record.loss, 0.0)) and trainer.skipped == skipped
+        if finite or trainer.on_nonfinite == WARN:
+            means.add(outputs)
+        if not finite and listener:
+            listener.not_finite(trainer.step, outputs, trainer.skipped > skipped)
+        skipped = trainer.skipped
         records += order.batch
         step, now = trainer.step, loader.position()
         ended = now.epoch != position.epoch
@@ -159,6 +169,6 @@ class _Means:
             self._sums[name] = self._sums.get(name, 0.0) + np.asarray(value).item()
 
     def take(self) -> dict[str, float]:
-        found = {name: total / self._count for name, total in self._sums.items()}
+        found = {name: total / max(self._count, 1) for name, total in self._sums.items()}
         self._sums, self._count = {}, 0
         return found

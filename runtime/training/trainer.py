@@ -17,12 +17,13 @@ import numpy as np
 from pydantic import JsonValue
 
 from ..artifact import open_artifact
-from ..errors import InputError, UsageError
+from ..errors import InputError, NonFiniteError, UsageError
 from ..format import TOTALS, Manifest, Port, TrainingRecord
 from ..program import OnError, Outputs, Program, load
 from .checkpoint import Checkpoint
 from .checkpoint_match import OPTIMIZER, initial, meet, meet_weights
 from .checkpoint_save import save
+from .finite import NONFINITE, SKIPPED, STOP, first_in_batch, is_finite, no_checkpoint, not_finite, told
 from .schedule import Rate, scalars, schedule
 from .state import SUM
 
@@ -55,6 +56,9 @@ class Trainer:
         self.rate = rate
         self.step = 0
         """The number of steps taken so far."""
+        self.skipped = 0
+        """How many of them changed nothing, since a gradient was no finite number."""
+        self.on_nonfinite = str(record.settings.get("on_nonfinite", STOP))
         self._evaluation, self._accumulation, self._totals = evaluation, accumulation, totals
         self._kept = [one for one in program.manifest.state if one.kind != SUM]
         self._numbers = [name for name in record.scalars if name not in _COUNTS]
@@ -87,15 +91,31 @@ class Trainer:
 
     def train(self, batch: Mapping[str, object]) -> Outputs:
         """One step on this rank's pieces of a batch; the loss and the metrics, on rank 0, before the update."""
-        for name, value in scalars(self._numbers, self.step, {**self._hyper, "lr": self.rate(self.step)}).items():
+        hyper = {**self._hyper, "lr": self.rate(self.step)}
+        for name, value in scalars(self._numbers, self.step - self.skipped, hyper).items():
             if name in self._scalars:
                 self._scalars[name][...] = value
         if STEP in self._scalars:
             self._scalars[STEP][...] = self.step
         if self._accumulation is not None:
-            return self._train_in_parts(batch, self._accumulation)
-        outputs = self.program({**batch, **self._scalars})
+            outputs = self._train_in_parts(batch, self._accumulation)
+        else:
+            outputs = self.program({**batch, **self._scalars})
         self.step += 1
+        return self._judged(batch, outputs)
+
+    def _judged(self, batch: Mapping[str, object], outputs: Outputs) -> Outputs:
+        """The outputs of a step; NonFiniteError on all ranks where the loss is no finite number and training is to stop."""
+        if self.record.guard and not is_finite(outputs.pop(self.record.guard)):
+            self.skipped += 1
+        if self.on_nonfinite == STOP:
+            loss = outputs.get(self.record.loss)
+            bad = loss is not None and not is_finite(loss)
+            if self.program.agree(bad) if self.manifest.ranks > 1 else bad:
+                ports = [port for port in self.inputs if port.name in batch]
+                causes = self.program.share(first_in_batch(batch, ports, self.rank))
+                shown = next(text for text in self.program.share(str(loss) if bad else "") if text)
+                raise NonFiniteError(told(self.step, self.record.loss, shown, causes))
         return outputs
 
     def _train_in_parts(self, batch: Mapping[str, object], accumulation: Program) -> Outputs:
@@ -106,6 +126,9 @@ class Trainer:
         cut = {name: _parts(name, value, count) for name, value in batch.items() if name in own}
         totals = {} if self._totals is None else self._made_before(self._totals, batch, cut)
         found: list[Outputs] = []
+        kept = self.program.state.arrays() if self.record.guard else []
+        statistics = [array for record, array in kept if record.kind == "statistics"]
+        begun = [array.copy() for array in statistics]
         try:
             for part in range(count):
                 if PART in self._scalars:
@@ -117,8 +140,12 @@ class Trainer:
         finally:
             for array in self.program.state.sums():
                 array.fill(0)
-        self.step += 1
-        return {name: self._of_batch(name, [np.asarray(one[name]) for one in found]) for name in found[0]}
+        guard = self.record.guard
+        if guard and not is_finite(found[-1][guard]):
+            for array, before in zip(statistics, begun, strict=True):
+                array[...] = before
+        made: Outputs = {name: self._of_batch(name, [np.asarray(one[name]) for one in found]) for name in found[0]}
+        return {**made, guard: found[-1][guard]} if guard else made
 
     def _made_before(
         self, program: Program, batch: Mapping[str, object], cut: Mapping[str, Sequence[np.ndarray[Any, Any]]]
@@ -154,6 +181,16 @@ class Trainer:
     def save(self, folder: str | Path, meta: Mapping[str, JsonValue] | None = None, keep: int | None = None) -> Path:
         """Writes a checkpoint of this step into `folder`, which all ranks share; its path."""
         known: dict[str, JsonValue] = {OPTIMIZER: self.record.optimizer.get("type", ""), **(meta or {})}
+        wrong = not_finite(self.program.state.arrays())
+        if self.program.agree(bool(wrong)):
+            if self.on_nonfinite == STOP:
+                names = dict.fromkeys(
+                    name for text in self.program.share("\n".join(wrong)) for name in text.split("\n")
+                )
+                raise NonFiniteError(no_checkpoint(self.step, [name for name in names if name]))
+            known[NONFINITE] = True
+        if self.skipped:
+            known[SKIPPED] = self.skipped
         state, share = self.program.state, self.program.share
         return save(Path(folder), self.step, self.rank, state.arrays(), self._kept, known, share, keep)
 
@@ -163,6 +200,8 @@ class Trainer:
         self._together(lambda: meet(checkpoint, self._kept, str(self.record.optimizer.get("type", ""))))
         self._together(lambda: self._fill(checkpoint, {record.tensor for record in self._kept}))
         self.step = checkpoint.index.step
+        skipped = checkpoint.index.meta.get(SKIPPED, 0)
+        self.skipped = skipped if isinstance(skipped, int) else 0
         return checkpoint.index.meta
 
     def begin(self, path: str | Path, strict: bool = True) -> frozenset[str]:

@@ -1,0 +1,71 @@
+"""Whether numbers are finite: what a step gives, what it was given, and what is kept.
+
+A loss that is no finite number is told in the step in which it comes, on all ranks alike, with what each rank was given that is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..dtypes import Array
+from ..format import Port, StateRecord
+
+STOP, WARN, SKIP = "stop", "warn", "skip"
+"""What is done about a loss that is no finite number: training ends; it is told; and the step changes nothing."""
+NONFINITE = "nonfinite"
+"""Key of a checkpoint's meta: it holds numbers that are not finite."""
+SKIPPED = "skipped"
+"""Key of a checkpoint's meta: how many steps changed nothing."""
+
+
+def is_finite(value: object) -> bool:
+    """Whether all numbers of a value are finite; what is no number with a fraction is."""
+    array = np.asarray(value)
+    if array.dtype.kind not in "fc":
+        return array.dtype.kind != "V" or bool(np.isfinite(array.astype(np.float32)).all())
+    return bool(np.isfinite(array).all())
+
+
+def first_in_batch(batch: Mapping[str, object], ports: Iterable[Port], rank: int) -> str:
+    """The first input of a rank that is not finite, with its record; empty where all are."""
+    for port in ports:
+        if port.name not in batch or is_finite(batch[port.name]):
+            continue
+        array = np.asarray(batch[port.name])
+        place = tuple(int(one) for one in np.argwhere(~np.isfinite(array))[0])
+        box = port.box(rank)
+        begin = len(array) * box[0][0] // (box[0][1] - box[0][0]) if place and box else 0
+        where = f"record {begin + place[0]} of the batch" if place else "it"
+        return f"rank {rank}: input '{port.name}': {where} holds {array[place]}"
+    return ""
+
+
+def not_finite(arrays: Iterable[tuple[StateRecord, Array]]) -> list[str]:
+    """The tensors that hold a number which is not finite."""
+    return [record.tensor for record, array in arrays if not is_finite(array)]
+
+
+def told(step: int, name: str, loss: Any, causes: Iterable[str]) -> str:
+    """What is said of a loss that is not finite."""
+    found = [f"  {cause}" for cause in causes if cause]
+    why = found or ["  the inputs of all ranks are finite: a gradient or a parameter has become too large"]
+    return "\n".join(
+        [
+            f"step {step}: the {name} is {loss}",
+            *why,
+            "  help: go on from the last checkpoint with other data, a smaller rate or `clip: {norm: 1}`; "
+            "`on_nonfinite: skip` leaves such steps out",
+        ]
+    )
+
+
+def no_checkpoint(step: int, names: list[str]) -> str:
+    """What is said of tensors that are not saved."""
+    more = f" and {len(names) - 1} more hold" if len(names) > 1 else " holds"
+    return (
+        f"step {step}: '{names[0]}'{more} numbers that are not finite, and no checkpoint of that is written\n"
+        "  help: go on from the last checkpoint with a smaller rate or `clip: {norm: 1}`"
+    )
