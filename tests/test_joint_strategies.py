@@ -26,6 +26,7 @@ class Net(nn.Module):
         super().__init__()
         self.w = nn.Parameter([24, 24], init=nn.init.normal(0.1))
         self.layer = Product()
+        self.matmul = nn.Op("MatMul")
         SETUP
 
     def forward(self, op, x):
@@ -40,12 +41,14 @@ FORMS = {
     "function": "shard(product, in_strategy=CUTS)(op, x, self.w)",
     "lambda": "shard(lambda op, a, b: op.MatMul(a, b), CUTS)(op, x, self.w)",
     "method": "self.layer(op, x, self.w)",
+    "op as a module": "self.matmul(op, x, self.w)",
     "several ops": "shard(wider, in_strategy=CUTS)(op, x, self.w)",
 }
 
 
 def net(form: str, cuts: object) -> str:
-    setup = f"self.layer.shard(in_strategy={cuts})" if form == "method" else "pass"
+    called = {"method": "layer", "op as a module": "matmul"}
+    setup = f"self.{called[form]}.shard(in_strategy={cuts})" if form in called else "pass"
     return PRODUCT.replace("SETUP", setup).replace("CALL", FORMS[form].replace("CUTS", str(cuts)))
 
 
@@ -79,11 +82,25 @@ def test_one_device_matrix_for_both_operands(
     assert all(set(sets) == want for sets in reductions)
 
 
+def test_a_module_that_is_an_op(tmp_path: Path) -> None:
+    text = net("op as a module", "None")
+    said = said_by_compile(tmp_path, text.replace('nn.Op("MatMul")', 'nn.Op("Matmul")'), "ranks: 2\n")
+    where = f"model.py:{line(tmp_path, 'Matmul')}"
+    assert said.startswith(f"{where}: ValueError: ONNX has no op 'Matmul'; the nearest are 'MatMul'")
+    said = said_by_compile(tmp_path, text, "ranks: 2\n")
+    assert "shard is given no strategy" in said
+    text = text.replace("in_strategy=None", "out_strategy=((2, 1),)").replace("self.matmul(", "op.Softmax(self.matmul(")
+    program = same_on_all_ranks(
+        tmp_path, text.replace("self.w))", "self.w), axis=1))"), "ranks: 2\n", {"x": X}, rtol=1e-4, atol=1e-5
+    )
+    assert strategy_of(program, "MatMul") == "((2, 1), (1, 1))"
+
+
 @pytest.mark.parametrize("ranks", [6, 8, 12])
 def test_every_pair_of_cuts_that_fits(tmp_path: Path, ranks: int) -> None:
     fitting = [n for n in range(1, ranks + 1) if ranks % n == 0]
     triples = [(m, k, n) for m in fitting for k in fitting for n in fitting if ranks % math.prod((m, k, n)) == 0]
-    for m, k, n in triples[::5]:
+    for m, k, n in triples[::9]:
         text = net("several ops", ((m, k), (k, n)))
         program = same_on_all_ranks(tmp_path, text, f"ranks: {ranks}\noutputs: cut\n", {"x": X}, rtol=1e-4, atol=1e-5)
         assert strategy_of(program, "MatMul") == f"(({m}, {k}), ({k}, {n}))"
@@ -165,6 +182,26 @@ inputs = {"x": [48, 24]}
     program = same_on_all_ranks(tmp_path, text, "ranks: 8\noutputs: cut\n", {"x": X}, rtol=1e-4, atol=1e-5)
     assert strategy_of(program, "MatMul") == "((2, 1), (1, 4))"
     assert not program.events
+
+
+def test_a_parameter_that_cannot_lie_as_its_rule_says_is_told(tmp_path: Path) -> None:
+    text = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(24, 16)
+        self.fc.shard(((2, 4),), parameter_plan={"weight": (1, 8)})
+
+    def forward(self, op, x):
+        return self.fc(op, x)
+
+model = Net()
+inputs = {"x": [48, 24]}
+"""
+    program = same_on_all_ranks(tmp_path, text, "ranks: 8\n", {"x": X}, rtol=1e-4, atol=1e-5)
+    where = f"model.py:{line(tmp_path, 'self.fc.shard')}"
+    told = f"{where}: 'fc.weight' is not cut [1, 8]: Gemm (fc.Gemm) takes it [1, 4], as its other cuts want"
+    assert program.warnings == (told,)
 
 
 UNLIKE = """

@@ -213,8 +213,8 @@ def test_the_feedforward_network_over_mpi(samples: Path, ffn: Report, digits: Ma
             "matmul.py",
             (16, 128),
             [
-                ("ReduceScatter", "MatMul"),
-                ("AllReduce", "MatMul"),
+                ("ReduceScatter", "matmul1.MatMul"),
+                ("AllReduce", "matmul1.MatMul"),
                 ("Exchange", "relu1.Relu"),
                 ("ReduceScatter", "output"),
                 ("Exchange", "output"),

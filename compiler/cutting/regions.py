@@ -31,7 +31,7 @@ class ShardCall(TracedCall):
     """One call of `shard`: the module, function or op, and its cuts."""
 
     verb: ClassVar[str] = "shard"
-    inputs: tuple[Cut | None, ...]
+    inputs: tuple[Cut | None, ...] | None
     outputs: tuple[Cut | None, ...] | None
     parameters: Mapping[str, Cut]
     level: int
@@ -39,10 +39,13 @@ class ShardCall(TracedCall):
     def check(self, region: Region) -> None:
         """Raises CompileError where strategies have not one entry for each tensor, and one for each dim of it."""
         problems: list[Problem] = []
-        sides = [("in", "is called with", self.inputs, region.arguments)]
-        if self.outputs is not None:
-            sides.append(("out", "gives back", self.outputs, region.results))
+        sides = [
+            ("in", "is called with", self.inputs, region.arguments),
+            ("out", "gives back", self.outputs, region.results),
+        ]
         for side, verb, cuts, values in sides:
+            if cuts is None:
+                continue
             if len(cuts) != len(values):
                 fact = f"{side}_strategy is for {_count(len(cuts), 'tensor')}, but '{self.name}' {verb} {len(values)}"
                 problems.append(Problem(self.where, fact, help="write None for one to derive"))
@@ -59,7 +62,7 @@ class ShardCall(TracedCall):
 
 def shard(
     fn_or_module: Target,
-    in_strategy: Sequence[Sequence[Any] | None],
+    in_strategy: Sequence[Sequence[Any] | None] | None = None,
     out_strategy: Sequence[Sequence[Any] | None] | None = None,
     parameter_plan: Mapping[str, Sequence[Any]] | None = None,
     device: str | None = None,
@@ -78,17 +81,19 @@ def shard(
         *_wrong_options(device, level, where),
     ]
     read = _Reading(where, problems)
-    inputs = read.strategy("in_strategy", "input", in_strategy)
+    inputs = None if in_strategy is None else read.strategy("in_strategy", "input", in_strategy)
     outputs = None if out_strategy is None else read.strategy("out_strategy", "output", out_strategy)
     plan = parameter_plan if isinstance(parameter_plan, Mapping) else {}
     parameters = [read.cut(f"parameter_plan['{name}']", entry) for name, entry in plan.items()]
-    cuts = iter(read.one_spelling([*inputs, *(outputs or ()), *parameters]))
+    if inputs is None and outputs is None and not parameters:
+        read.problem("shard is given no strategy", _STRATEGY, "give in_strategy, out_strategy or parameter_plan")
+    cuts = iter(read.one_spelling([*(inputs or ()), *(outputs or ()), *parameters]))
     if problems:
         raise CompileError(problems)
     call = ShardCall(
         fn_or_module,
         where,
-        tuple(next(cuts) for _ in inputs),
+        None if inputs is None else tuple(next(cuts) for _ in inputs),
         None if outputs is None else tuple(next(cuts) for _ in outputs),
         {name: cut for name, cut in zip(plan, cuts, strict=True) if cut is not None},
         level,

@@ -33,6 +33,7 @@ from partc.compiler.nn.flatten import Flatten
 from partc.compiler.nn.linear import Embedding, Linear
 from partc.compiler.nn.module import Module, ModuleList, Sequential
 from partc.compiler.nn.norm import BatchNorm2d, GroupNorm, InstanceNorm2d, LayerNorm, RMSNorm
+from partc.compiler.nn.op import Op
 from partc.compiler.nn.parameter import Parameter, seed
 from partc.compiler.nn.pool import AdaptiveAvgPool2d, AvgPool2d, GlobalAvgPool2d, MaxPool2d
 
@@ -58,6 +59,7 @@ __all__ = [
     "MaxPool2d",
     "Module",
     "ModuleList",
+    "Op",
     "Parameter",
     "RMSNorm",
     "ReLU",

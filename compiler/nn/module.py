@@ -47,7 +47,7 @@ class Switch(Base):
 
     def shard(
         self: Self,
-        in_strategy: Sequence[Sequence[Any] | None],
+        in_strategy: Sequence[Sequence[Any] | None] | None = None,
         out_strategy: Sequence[Sequence[Any] | None] | None = None,
         parameter_plan: Mapping[str, Sequence[Any]] | None = None,
         device: str | None = None,
