@@ -127,6 +127,10 @@ class Comm:
 Step = Op | Comm
 
 
+Way = tuple[tuple[Group, "Layout"], tuple[Group, "Layout"]]
+"""A group and a layout on it, before and after."""
+
+
 @dataclass(frozen=True)
 class Event:
     """A message or collective as all its ranks see it: `ranks` are source and target of a message, or the sets of a collective.
@@ -144,6 +148,8 @@ class Event:
     bytes: str
     cause: str
     derived: bool = False
+    way: Way | None = None
+    """How the value lies before and after a collective."""
 
 
 @dataclass(frozen=True)

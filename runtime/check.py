@@ -5,6 +5,7 @@ graphs    onnx.checker, each value made once and before its use, known ops, weig
 types     what the nodes of a file make, inferred anew, is what it declares
 order     every Send has its Recv and every collective all its ranks, all agree with the manifest, and the common order ends
           without a deadlock
+layouts   each collective makes of how its value lies before how it lies after
 state     what ranks keep from step to step is in their files, and together all of each tensor; updates in place are safe, and copies
           of a piece stay equal; gradients of the parts of a batch are all added up
 inside    the evaluation of an artifact that trains, and the program of a part of a batch, are artifacts of their own, checked as such

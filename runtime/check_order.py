@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from onnx import ModelProto, TypeProto, helper
 from partc.runtime.check_collectives import CallNode, call_nodes, check_collectives, local_shape, same_dims
 from partc.runtime.check_graph import node_title
+from partc.runtime.check_layouts import check_layouts
 from partc.runtime.dtypes import type_text
 from partc.runtime.format import (
     COLLECTIVES,
@@ -108,6 +109,8 @@ def check_order(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Vi
     unmatched = [*_check_matching(manifest, programs), *check_collectives(manifest, calls)]
     if found or unmatched or len(models) < manifest.ranks:
         return [*dict.fromkeys([*found, *unmatched])]
+    if found := [*check_layouts(manifest, calls)]:
+        return found
     events = {rank: _events(rank, models[rank], programs[rank], calls) for rank in models}
     return [*_check_sequence(manifest, programs), *_check_rendezvous(events, manifest)]
 

@@ -101,13 +101,27 @@ def weights_file(rank: int) -> str:
 
 def ranks_text(ranks: Iterable[int]) -> str:
     """Ranks as a rank file names them: `0-3,8`."""
+    return order_text(sorted(ranks))
+
+
+def order_text(ranks: Iterable[int]) -> str:
+    """Ranks in their order: `3,0-2`."""
     spans: list[tuple[int, int]] = []
-    for rank in sorted(ranks):
+    for rank in ranks:
         if spans and spans[-1][1] == rank - 1:
             spans[-1] = (spans[-1][0], rank)
         else:
             spans.append((rank, rank))
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def ranks_of(text: str) -> list[int]:
+    """The ranks that `order_text` wrote; ValueError where it is none such."""
+    found: list[int] = []
+    for span in filter(None, text.split(",")):
+        first, _, last = span.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
 
 
 def stays_inside(path: str) -> bool:
@@ -180,10 +194,22 @@ class Transfer(_Record):
     cause: str
 
 
+class LayoutRecord(_Record):
+    """How a value lies on ranks (`0-3,8`, in order): they are a grid of the sizes `mesh`, row-major, the last axis fastest.
+
+    `cuts`: by dim the axes that cut it, the first is the major one. `partial`: axes along which ranks have terms, with what reduces them.
+    """
+
+    ranks: str
+    mesh: list[int]
+    cuts: list[list[int]]
+    partial: list[tuple[int, str]] = []
+
+
 class Collective(_Record):
     """One collective: `value` is its output's name, `type` and `shape` those of one rank's input, as large on all of them.
 
-    `bytes`, an expression or 'unknown', is what a rank sends.
+    `bytes`, an expression or 'unknown', is what a rank sends. `given` and `made`: how the value lies before and after.
     """
 
     tag: int
@@ -194,6 +220,8 @@ class Collective(_Record):
     shape: Shape
     bytes: str
     cause: str
+    given: LayoutRecord | None = None
+    made: LayoutRecord | None = None
 
 
 class StateRecord(_Record):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -171,3 +172,40 @@ def test_numbers_of_another_rank_inside_the_file_are_refused(cut: Path) -> None:
 def test_a_number_of_ranks_that_no_one_has_is_told_at_once(cut: Path) -> None:
     change_manifest(cut, lambda data: data.__setitem__("ranks", 10**12))
     assert "it lists no file rank_0003.onnx for rank 3 of 1000000000000" in texts(cut)
+
+
+def attribute(node: onnx.NodeProto, name: str) -> onnx.AttributeProto:
+    return next(one for one in node.attribute if one.name == name)
+
+
+def every_file(folder: Path, change: Callable[[ModelProto], None]) -> None:
+    for file in sorted(folder.glob("rank_*.onnx")):
+        change_file(folder, file.name, change)
+
+
+def test_a_reduction_that_terms_do_not_await_is_refused_on_all_ranks(cut: Path) -> None:
+    def change(model: ModelProto) -> None:
+        attribute(next(node for node in model.graph.node if node.op_type == "Reduce"), "reduce").s = b"max"
+
+    every_file(cut, change)
+    expected = "Reduce of 'y', does not make the second layout of the first: its max is not what its terms await, sum"
+    assert expected in texts(cut)
+
+
+def test_boxes_of_one_size_that_change_places_are_refused(exchanged: Path) -> None:
+    def change(model: ModelProto) -> None:
+        peers = attribute(next(node for node in model.graph.node if node.op_type == "Exchange"), "recv_boxes")
+        peers.ints[:] = [*peers.ints[6:], *peers.ints[:6]]
+
+    change_file(exchanged, "rank_0000.onnx", change)
+    expected = "rank 0 gives [0 to 1/2, 0 to 1] of the value, and rank 0 takes it as [1/2 to 1, 0 to 1]"
+    assert expected in texts(exchanged)
+
+
+def test_a_list_of_ranks_in_another_order_is_refused(tmp_path: Path) -> None:
+    text = """<ir_version: 10, opset_import: ["": 21]> g (float[8, 4] x) => (float[8, 4] z) {
+    [relu] y = Relu(x)  [softmax] z = Softmax <axis = 0> (y) }"""
+    plan = "ranks: 4\nsharding:\n  relu: {in: [[4, 1]]}\n  softmax: {in: [[1, 1]]}\n"
+    folder = made(tmp_path / "build", model(text), plan)
+    change_manifest(folder, lambda data: next(iter(data["groups"].values()))[0].reverse())
+    assert "does not follow" in texts(folder)

@@ -108,7 +108,8 @@ class Writer:
         sets, group = self.circles(move.after.mesh, axes, move.group)
         amount = self.amount(after.value, mv.received(move)[0])
         shape = local_shape(self.program, before)
-        event = Event(len(self.events), op_type, after.value, out, sets, group, shape, amount, cause, self.derived)
+        way = (before.group, before.layout), (after.group, after.layout)
+        event = Event(len(self.events), op_type, after.value, out, sets, group, shape, amount, cause, self.derived, way)
         self.events.append(event)
         step = Comm(op_type, (name,), (out,), {fmt.GROUP: group, **attributes}, event.tag, after.value, cause, amount)
         self.append(move.group, step)
@@ -144,7 +145,8 @@ class Writer:
         shape: Shape | None = (elements,)
         if len(terms) == 1:
             shape = self.drafts.of(move.group)[0].types[terms[0]][1]
-        event = Event(len(self.events), op_type, values[0], made[0], sets, group, shape, amount, cause)
+        way = (move.group, _before(move)), (move.group, move.after)
+        event = Event(len(self.events), op_type, values[0], made[0], sets, group, shape, amount, cause, way=way)
         self.events.append(event)
         step = Comm(op_type, tuple(terms), tuple(made), attributes, event.tag, values[0], cause, amount)
         self.append(move.group, step)
@@ -213,6 +215,7 @@ class Writer:
             amount,
             cause,
             self.derived,
+            ((before.group, before.layout), (after.group, after.layout)),
         )
         self.events.append(event)
         leaving, coming = _grouped(parts, lambda p: p.source), _grouped(parts, lambda p: p.target)
@@ -351,6 +354,20 @@ class Writer:
         )
         self.append(ranks, Op(node, source or node))
         return out
+
+
+def _before(move: mv.AllReduce | mv.ReduceScatter | mv.AllGather) -> Layout:
+    """The layout that a collective of several values begins with."""
+    mesh, cuts, partial = move.after.mesh, list(move.after.cuts), dict(move.after.partial)
+    match move:
+        case mv.AllGather(dim=dim, axes=axes):
+            cuts[dim] = (*cuts[dim], *axes)
+        case mv.ReduceScatter(dim=dim, axes=axes, reduce=reduce):
+            cuts[dim] = cuts[dim][: len(cuts[dim]) - len(axes)]
+            partial |= dict.fromkeys(axes, reduce)
+        case mv.AllReduce(axes=axes, reduce=reduce):
+            partial |= dict.fromkeys(axes, reduce)
+    return Layout(mesh, tuple(cuts), tuple(sorted(partial.items())))
 
 
 def _grouped(parts: Sequence[Part], end: Callable[[Part], int]) -> dict[int, list[Part]]:

@@ -22,7 +22,9 @@ def reduce_to(writer: Writer, move: mv.Reduce, before: Copy, after: Copy, name: 
     sets, group = writer.circles(move.before.mesh, move.axes, move.source_group)
     amount, shape = writer.amount(after.value, share_of_piece(after.layout)), local_shape(writer.program, before)
     tag = len(writer.events)
-    writer.events.append(Event(tag, fmt.REDUCE_TO, after.value, out, sets, group, shape, amount, cause, writer.derived))
+    way = (before.group, before.layout), (after.group, after.layout)
+    event = Event(tag, fmt.REDUCE_TO, after.value, out, sets, group, shape, amount, cause, writer.derived, way)
+    writer.events.append(event)
     said: dict[str, int | str | tuple[int, ...]] = {fmt.GROUP: group, fmt.ROOT: move.root, fmt.REDUCE: move.reduce}
     others = tuple(rank for rank in move.source_group if rank not in move.group)
     for ranks, made in ((others, ()), (move.group, (out,))):
@@ -34,9 +36,9 @@ def broadcast(writer: Writer, ranks: Group, before: Copy, after: Copy, name: str
     group, shape = writer.group((ranks,)), local_shape(writer.program, before)
     amount = writer.amount(after.value, share_of_piece(before.layout))
     tag = len(writer.events)
-    writer.events.append(
-        Event(tag, fmt.BROADCAST, after.value, out, (ranks,), group, shape, amount, cause, writer.derived)
-    )
+    way = (before.group, before.layout), (after.group, after.layout)
+    event = Event(tag, fmt.BROADCAST, after.value, out, (ranks,), group, shape, amount, cause, writer.derived, way)
+    writer.events.append(event)
     said: dict[str, int | str | tuple[int, ...]] = {fmt.GROUP: group, fmt.ROOT: 0}
     for some, given, made in ((ranks[:1], (name,), ()), (ranks[1:], (), (out,))):
         writer.append(some, Comm(fmt.BROADCAST, given, made, said, tag, after.value, cause, amount))

@@ -8,7 +8,8 @@ from importlib.metadata import version
 
 import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
-from partc.compiler.program import Event, Held, Kept, Program, Shape
+from partc.compiler.layouts.layout import Layout
+from partc.compiler.program import Event, Group, Held, Kept, Program, Shape
 from partc.compiler.training.training import Part
 from partc.runtime import format as fmt
 
@@ -157,6 +158,7 @@ def _transfer(program: Program, event: Event) -> fmt.Transfer:
 
 
 def _collective(program: Program, event: Event) -> fmt.Collective:
+    given, made = event.way or (None, None)
     return fmt.Collective(
         tag=event.tag,
         op=event.op_type,
@@ -166,6 +168,20 @@ def _collective(program: Program, event: Event) -> fmt.Collective:
         shape=_shape(event.shape),
         bytes=event.bytes,
         cause=event.cause,
+        given=_layout(given),
+        made=_layout(made),
+    )
+
+
+def _layout(lying: tuple[Group, Layout] | None) -> fmt.LayoutRecord | None:
+    if lying is None:
+        return None
+    group, layout = lying
+    return fmt.LayoutRecord(
+        ranks=fmt.order_text(group),
+        mesh=list(layout.mesh),
+        cuts=[list(axes) for axes in layout.cuts],
+        partial=list(layout.partial),
     )
 
 
