@@ -19,14 +19,18 @@ TABLES: list[tuple[Options | str | None, list[float]]] = [
     ("constant", [8, 8, 8, 8, 8, 8]),
     ({"type": "constant", "warmup": 4}, [2, 4, 6, 8, 8, 8]),
     ({"type": "step", "every": 2, "factor": 0.5}, [8, 8, 4, 4, 2, 2]),
-    ({"type": "step", "every": 2, "factor": 0.5, "warmup": 2}, [4, 8, 8, 8, 4, 4]),
+    ({"type": "step", "every": 2, "factor": 0.5, "warmup": 2}, [4, 8, 4, 4, 2, 2]),
+    ({"type": "step", "every": 2, "factor": 0.5, "warmup": 2, "after_warmup": True}, [4, 8, 8, 8, 4, 4]),
+    ({"type": "multistep", "at": [1, 4], "factor": 0.25, "warmup": 2}, [4, 2, 2, 2, 0.5, 0.5]),
     ({"type": "multistep", "at": [1, 4], "factor": 0.25}, [8, 2, 2, 2, 0.5, 0.5]),
     ({"type": "linear", "steps": 4}, [8, 6, 4, 2, 0, 0]),
     ({"type": "linear", "steps": 4, "minimum": 4}, [8, 7, 6, 5, 4, 4]),
     ({"type": "polynomial", "steps": 4, "power": 2}, [8, 4.5, 2, 0.5, 0, 0]),
     ({"type": "polynomial", "steps": 2}, [8, 4, 0, 0, 0, 0]),
     ({"type": "cosine", "steps": 4}, [8, 4 + 4 * math.sqrt(0.5), 4, 4 - 4 * math.sqrt(0.5), 0, 0]),
-    ({"type": "cosine", "steps": 2, "minimum": 2, "warmup": 1}, [8, 8, 5, 2, 2, 2]),
+    ({"type": "cosine", "steps": 3, "minimum": 2, "warmup": 1}, [8, 8, 5, 2, 2, 2]),
+    ({"type": "cosine", "steps": 2, "minimum": 2, "warmup": 1, "after_warmup": True}, [8, 8, 5, 2, 2, 2]),
+    ({"type": "linear", "steps": 5, "warmup": 1}, [8, 8, 6, 4, 2, 0]),
 ]
 
 
@@ -62,8 +66,37 @@ def test_rates_are_torchs(options: Options, name: str, given: dict[str, Any]) ->
         wanted.step()
 
 
-def test_a_warmed_schedule_begins_after_its_warmup() -> None:
-    cold, warmed = (schedule({"type": "cosine", "steps": 10, "warmup": steps}, 0.1) for steps in (0, 3))
+def transformers(kind: str, step: int, warmup: int, steps: int, power: float, last: float) -> float:
+    """The factors of get_{linear,cosine,polynomial_decay}_schedule_with_warmup, from the end of the warmup on, with a last factor."""
+    progress = (step - warmup) / max(1, steps - warmup)
+    if kind == "linear":
+        return max(0.0, (steps - step) / max(1, steps - warmup))
+    if kind == "cosine":
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * 0.5 * 2.0 * progress))) if progress <= 1 else 0.0
+    return last if step > steps else (1 - last) * (1 - progress) ** power + last
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "polynomial"])
+def test_steps_hold_the_warmup_as_in_hugging_faces_schedules(kind: str) -> None:
+    steps, warmup, base = 37, 9, 3e-4
+    more = {"power": 1.5, "minimum": base / 10} if kind == "polynomial" else {}
+    rate = schedule({"type": kind, "steps": steps, "warmup": warmup, **more}, base)
+    wanted = [base * transformers(kind, step, warmup, steps, 1.5, 0.1) for step in range(warmup, 45)]
+    assert [rate(step) for step in range(warmup, 45)] == pytest.approx(wanted, rel=1e-9, abs=1e-15)
+    assert [rate(step) for step in range(warmup)] == pytest.approx([base * (k + 1) / warmup for k in range(warmup)])
+
+
+def test_a_warmup_that_leaves_nothing_is_refused() -> None:
+    with pytest.raises(
+        UsageError, match=r"'warmup' 5 leaves nothing of 'steps' 5, which holds it\n  help: raise 'steps', or say"
+    ):
+        schedule({"type": "cosine", "steps": 5, "warmup": 5}, 0.1)
+    schedule({"type": "cosine", "steps": 5, "warmup": 5, "after_warmup": True}, 0.1)
+
+
+def test_a_warmed_schedule_begins_after_its_warmup_where_it_says_so() -> None:
+    given = {"type": "cosine", "steps": 10, "after_warmup": True}
+    cold, warmed = (schedule({**given, "warmup": steps}, 0.1) for steps in (0, 3))
     assert [warmed(step + 3) for step in range(12)] == [cold(step) for step in range(12)]
 
 
@@ -85,7 +118,7 @@ def test_a_users_function(tmp_path: Path) -> None:
     plain = schedule("lr.py:rate", 0.1, folder=tmp_path)
     assert [plain(step) for step in range(3)] == [2, 1, 2 / 3]
     warmed = schedule({"type": "python", "function": "lr.py:rate", "warmup": 2}, 0.1, folder=tmp_path)
-    assert [warmed(step) for step in range(4)] == [1, 2, 2, 1]
+    assert [warmed(step) for step in range(4)] == [1, 1, 2 / 3, 1 / 2]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +160,7 @@ def test_a_users_function_that_fails(tmp_path: Path, text: str, message: str) ->
         (
             {"type": "cosine", "step": 10, "minimum": -1, "warmup": 1.5, "zoom": 1},
             "schedule: cosine: unknown option 'step'\n  help: the nearest is 'steps'\n"
-            "schedule: cosine: unknown option 'zoom'\n  help: the options of cosine are steps, minimum, warmup\n"
+            "schedule: cosine: unknown option 'zoom'\n  help: the options of cosine are steps, minimum, warmup, after_warmup\n"
             "schedule: cosine: 'steps' is missing\n  help: it is a number of steps, at least 1\n"
             "schedule: cosine: expected a rate, at least 0, as 'minimum', but got -1\n"
             "schedule: cosine: expected a number of steps, at least 0, as 'warmup', but got 1.5",

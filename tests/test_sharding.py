@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cut_models import BLOCK_STYLES, block, mlp, with_weights
+from onnx import TensorProto, helper
 from partc.compiler.errors import CompileError
 from partc.compiler.program import Program
 from whole import compiled, same_as_whole
@@ -305,3 +306,34 @@ def test_bodies_capture_values_that_are_cut() -> None:
     steps = [{"x": normal(4, 6), "c": np.array(flag)} for flag in (True, False)]
     program = same_as_whole(with_weights(text, {"w": (6, 12)}), plan, *steps, rtol=1e-5, atol=1e-6)
     assert kinds(program)["AllGather"] == 2
+
+
+@pytest.mark.parametrize(
+    ("dataset", "arriving"),
+    [
+        ('{"past.*.key": [3, 1]}', {"past.0.key", "past.1.key"}),
+        ('{past: [3, 1], "past.1": [1, 1]}', {"past.0.key", "past.0.value"}),
+        ('{"past.*.{key,value}": [3, 1], "x[0]": [3, 1]}', {"past.0.key", "past.0.value", "past.1.key", "x[0]"}),
+    ],
+)
+def test_inputs_of_the_dataset_are_named_by_patterns(dataset: str, arriving: set[str]) -> None:
+    """The later wins; a name that is an input's is that input, whatever characters it has."""
+    names = ["x[0]", "past.0.key", "past.0.value", "past.1.key"]
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in names]
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 4])
+    proto = helper.make_model(
+        helper.make_graph([helper.make_node("Sum", names, ["y"], "sum")], "g", inputs, [out]),
+        opset_imports=[helper.make_opsetid("", 21)],
+        ir_version=10,
+    )
+    draw = np.random.default_rng(0)
+    feeds = {name: draw.standard_normal((6, 4), dtype=np.float32) for name in names}
+    plan = f"ranks: 3\nsymbols: {{batch: {{divisor: 3}}}}\ndataset: {dataset}\n"
+    program = same_as_whole(proto, plan, feeds, rtol=1e-6, atol=1e-6)
+    held = program.parts[1].inputs
+    assert {one.copy.value.name for one in held if not one.copy.layout.is_whole} == arriving
+
+
+def test_a_pattern_of_the_dataset_that_names_no_input_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match=r"plan.yaml:2: the model has no input 'q\*'"):
+        compiled(mlp(), 'ranks: 2\ndataset: {"q*": [2, 1]}\n', tmp_path / "build")

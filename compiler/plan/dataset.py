@@ -1,7 +1,7 @@
 """How inputs arrive on their ranks, as a plan or a `model.py` says it.
 
     dataset: data_parallel                  full_batch: every rank is fed the whole batch; data_parallel: dim 0 in as many pieces as ranks
-    dataset: {x: [8, 1, 1, 1]}              the cut of each dim, by input
+    dataset: {x: [8, 1, 1, 1]}              the cut of each dim, by input, or by a pattern of inputs: "past.*.key"; the later wins
     dataset: [[8, 1, 1, 1], [8]]            the same by the inputs' order, the loss's labels last; null: whole
 
 `dataset_strategy` is MindSpore's name of it, `full_batch: true` and `false` are its older words for full_batch and data_parallel.
@@ -17,6 +17,7 @@ from typing import Annotated, Literal, TypeAlias
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.cut import Cut, Piece, one_spelling, piece_of
 from partc.compiler.plan.groups import Frame
+from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import DATA_PARALLEL, FULL_BATCH, Dataset, DatasetCut
 from partc.compiler.plan.sharding import CutEntry, DimCut
 from partc.compiler.plan.violation import Violation, shown
@@ -76,12 +77,12 @@ def said_twice(said: Sequence[str], lines: Mapping[str, str]) -> list[Problem]:
 
 
 def in_order(dataset: Dataset, names: Sequence[str], own: int) -> Dataset:
-    """The cuts that stand in the order of the inputs, by their names. CompileError where there are not as many.
+    """The cuts by the inputs' names, where they stand in their order or by patterns. CompileError where there are not as many.
 
-    `names`: the model's `own` inputs, and what the loss adds.
+    `names`: the model's `own` inputs, and what the loss adds. What matches no input stays, and is told where the inputs are cut.
     """
     if not dataset.order:
-        return dataset
+        return replace(dataset, cuts=_by_name(dataset.cuts, names))
     if len(dataset.order) not in (own, len(names)):
         count = len(dataset.order)
         fact = f"the dataset has {count} entr{'y' if count == 1 else 'ies'}, but the inputs are {', '.join(names)}"
@@ -92,6 +93,21 @@ def in_order(dataset: Dataset, names: Sequence[str], own: int) -> Dataset:
         name: DatasetCut(cut, dataset.where) for name, cut in zip(names, dataset.order, strict=False) if cut is not None
     }
     return replace(dataset, cuts=cuts, order=())
+
+
+def _by_name(cuts: Mapping[str, DatasetCut], names: Sequence[str]) -> dict[str, DatasetCut]:
+    found: dict[str, DatasetCut] = {}
+    for pattern, cut in cuts.items():
+        hit = [name for name in names if name == pattern] or [name for name in names if _matches(pattern, name)]
+        found.update(dict.fromkeys(hit or [pattern], cut))
+    return found
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return compile_pattern(pattern).matches(name)
+    except ValueError:  # names of inputs have any characters
+        return False
 
 
 def _declared(key: str, value: object, where: str) -> Dataset:

@@ -5,13 +5,15 @@ A schedule gives the rate of a step, counted from 0. `base` is the optimizer's r
     constant                            base
     step        every, factor           base * factor^(step // every)
     multistep   at, factor              base * factor^(number of steps in `at` that are reached)
-    linear      steps, minimum          from base at step 0 to last at step `steps` on a line
-    polynomial  steps, power, minimum   last + (base - last) * (1 - step/steps)^power
-    cosine      steps, minimum          last + (base - last) * (1 + cos(pi * step/steps)) / 2
+    linear      steps, minimum          last + (base - last) * left
+    polynomial  steps, power, minimum   last + (base - last) * left^power
+    cosine      steps, minimum          last + (base - last) * (1 + cos(pi * (1 - left))) / 2
     python      function                what `file.py:function` returns for the step
 
-Beyond `steps` the rate stays. With `warmup: w` the first w steps have (step + 1)/w of the rate that the schedule begins with, and the
-schedule's own step 0 comes after them.
+All types count the steps of the training, those of a warmup among them: with `warmup: w`, which is 0 by default, `left` goes from 1 at
+step w to 0 at step `steps`, as in Hugging Face's schedules, and stays there. The first w steps have (step + 1)/w of what the schedule
+gives (Hugging Face: step/w, whose first step learns nothing). With `after_warmup: true` the schedule counts from the warmup's end
+instead, so that it ends w steps later, and the warmup leads to the rate of its step 0.
 
     rate = schedule({"type": "cosine", "steps": 1000, "warmup": 10}, 0.1)
     scalars(("lr", "bias1", "bias2"), 12, {"lr": rate(12), "beta1": 0.9, "beta2": 0.999})
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Rate: TypeAlias = Callable[[int], float]
-Option: TypeAlias = float | int | tuple[int, ...] | str
+Option: TypeAlias = float | int | bool | tuple[int, ...] | str
 
 SCALARS: Mapping[str, Callable[[int, Mapping[str, float]], float]] = {
     "lr": lambda step, hyper: hyper["lr"],
@@ -97,7 +99,10 @@ def _reference(value: object) -> str | None:
 _STEPS = {"steps": Law("a number of steps, at least 1,", _whole(1))}
 _FACTOR = {"factor": Law("a number above 0", _positive)}
 _MINIMUM = {"minimum": Law("a rate, at least 0,", _number, 0.0)}
-_WARMUP = {"warmup": Law("a number of steps, at least 0,", _whole(0), 0)}
+_WARMUP = {
+    "warmup": Law("a number of steps, at least 0,", _whole(0), 0),
+    "after_warmup": Law("true or false", lambda value: value if isinstance(value, bool) else None, False),
+}
 
 SCHEDULES: Mapping[str, Mapping[str, Law]] = {
     "constant": _WARMUP,
@@ -146,19 +151,25 @@ def schedule(
     minimum = taken.get("minimum")
     if isinstance(minimum, float) and minimum > base:
         problems.append(f"{where}: {kind}: 'minimum' {minimum:g} is above the optimizer's rate {base:g}")
+    warmup, apart = taken.get("warmup", 0), taken.get("after_warmup", False)
+    if "steps" in taken and warmup >= taken["steps"] and not apart:
+        fact = f"'warmup' {warmup} leaves nothing of 'steps' {taken['steps']}, which holds it"
+        problems.append(f"{where}: {kind}: {fact}\n  help: raise 'steps', or say 'after_warmup: true'")
     if problems:
         raise UsageError("\n".join(problems))
-    return _warmed(_after_warmup(kind, taken, base, where, folder), taken["warmup"])
+    rate = _unwarmed(kind, taken, 0 if apart else warmup, base, where, folder)
+    return _warmed_apart(rate, warmup) if apart else _warmed(rate, warmup)
 
 
-def _after_warmup(kind: str, taken: Mapping[str, Any], base: float, where: str, folder: Path) -> Rate:
+def _unwarmed(kind: str, taken: Mapping[str, Any], begin: int, base: float, where: str, folder: Path) -> Rate:
+    """The rate without its warmup; what decays does so from the step `begin` on."""
     if kind == "python":
         return _python(taken["function"], where, folder)
     last: float = taken.get("minimum", 0.0)
 
     def left(step: int) -> float:
         steps: int = taken["steps"]
-        return 1 - min(step / steps, 1.0)
+        return 1 - min(max(step - begin, 0) / (steps - begin), 1.0)
 
     shapes: dict[str, Rate] = {
         "constant": lambda step: base,
@@ -172,6 +183,10 @@ def _after_warmup(kind: str, taken: Mapping[str, Any], base: float, where: str, 
 
 
 def _warmed(rate: Rate, steps: int) -> Rate:
+    return (lambda step: rate(step) * min(1.0, (step + 1) / steps)) if steps else rate
+
+
+def _warmed_apart(rate: Rate, steps: int) -> Rate:
     if not steps:
         return rate
     return lambda step: rate(0) * (step + 1) / steps if step < steps else rate(step - steps)
