@@ -41,15 +41,28 @@ def foreign_types(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     inputs = tuple(ir.serde.serialize_type(kind).SerializeToString(deterministic=True) for kind in kinds)
     found = _types(proto.SerializeToString(deterministic=True), tuple(map(str, given)), inputs, ctx.opset)
     for out in node.outputs:
-        kind = found.get(out.name or "")
-        if kind is not None and out.type is None:
-            out.type = ir.serde.deserialize_type_proto_for_type(onnx.TypeProto.FromString(kind))
+        if out.type is None:
+            out.type = _named(found.get(out.name or "", ""))
+
+
+def _named(text: str) -> ir.TypeProtocol | None:
+    """The type of a text such as `seq(tensor(float))`; None where it is of another kind."""
+    head, _, rest = text.partition("(")
+    inner = rest.removesuffix(")")
+    match head:
+        case "tensor":
+            name = {"float": "FLOAT", "double": "DOUBLE"}.get(inner, inner.upper())
+            return ir.TensorType(ir.DataType[name]) if name in ir.DataType.__members__ else None
+        case "seq" | "optional":
+            element = _named(inner)
+            return None if element is None else (ir.SequenceType if head == "seq" else ir.OptionalType)(element)
+        case _:
+            return None
 
 
 @functools.lru_cache(maxsize=256)
-def _types(node: bytes, names: tuple[str, ...], types: tuple[bytes, ...], opset: int) -> dict[str, bytes]:
+def _types(node: bytes, names: tuple[str, ...], types: tuple[bytes, ...], opset: int) -> dict[str, str]:
     import onnxruntime
-    from partc.runtime.dtypes import type_proto
 
     proto = onnx.NodeProto.FromString(node)
     ports = []
@@ -66,6 +79,6 @@ def _types(node: bytes, names: tuple[str, ...], types: tuple[bytes, ...], opset:
     options.intra_op_num_threads = 1
     try:
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        return {out.name: type_proto(out.type).SerializeToString(deterministic=True) for out in session.get_outputs()}
+        return {out.name: out.type for out in session.get_outputs()}
     except Exception:
         return {}

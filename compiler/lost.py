@@ -16,6 +16,14 @@ from partc.compiler.program import Program
 from partc.compiler.shape_extents import BROADCASTING
 
 _BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "StringSplit", "Unique"})
+_SIZES = {
+    **dict.fromkeys(
+        ("CenterCropPad", "Expand", "Pad", "Reshape", "Split", "Squeeze", "Tile", "TopK", "Unsqueeze"), (1,)
+    ),
+    **dict.fromkeys(("AffineGrid", "Col2Im", "OneHot"), (1,)),
+    **dict.fromkeys(("ConstantOfShape", "Range", "Resize", "Slice"), (0, 1, 2, 3, 4)),
+}
+"""By op the operands that give sizes."""
 _BY_BODY = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 
 
@@ -46,12 +54,12 @@ def how_lost(program: Program, value: ir.Value, dim: int | None = None) -> tuple
     if node.op_type in _BY_BODY:
         return f"{subject} may leave it in several sizes", "leave it whole, or cut another dim"
     if node.op_type in BROADCASTING | {"MatMul", "Expand"} and (names := _different(program, node)):
+        symbols = sorted({str(name) for text in names if (one := read(text)) is not None for name in one.free_symbols})
         law = f"{subject} broadcasts {' and '.join(names)}, and either may be 1 or 0"
-        same = (
-            f"give them one name under `inputs` if they are equal; else declare `symbols: {{{names[0]}: {{min: 2}}}}`"
-        )
-        return law, same
-    giver = next((one for one in node.inputs[1:] if one is not None and _is_given(one)), None)
+        same = "give them one name under `inputs` if they are equal; else " if symbols == sorted(names) else ""
+        return law, f"{same}declare `symbols: {{{symbols[0]}: {{min: 2}}}}`"
+    given = [node.inputs[k] for k in _SIZES.get(node.op_type, ()) if k < len(node.inputs)]
+    giver = next((one for one in given if one is not None and _is_given(one)), None)
     if giver is not None:
         remedy = "make it a constant, or compute it of the inputs' shapes"
         return f"{subject} takes it from '{giver.name}', which only a run tells", remedy
@@ -107,8 +115,8 @@ def _different(program: Program, node: ir.Node) -> list[str]:
 
 def _open(program: Program, dims: list[int | ir.SymbolicDim]) -> Iterator[str]:
     for dim in dims:
-        if isinstance(dim, ir.SymbolicDim) and dim.value in program.symbols:
-            yield str(dim.value)
+        if isinstance(dim, ir.SymbolicDim) and dim.value is not None and not _strange(program, dim):
+            yield dim.value
 
 
 def _is_given(value: ir.Value) -> bool:

@@ -143,16 +143,16 @@ def _each(rule: Callable[[_Node, list[Any]], Entry]) -> Callable[[_Node], Entrie
 
 
 def _divide(at: _Node, row: list[Any]) -> Entry:
-    """Of integers the quotient rounded to 0; of floats only what is exact."""
+    """Of integers the quotient rounded to 0, where it has one; of floats only what is exact."""
     above, below = row
     if at.node.outputs[0].dtype in _INTEGERS:
-        return sympy.floor(above / below) if at.facts(above).low >= 0 and at.facts(below).low > 0 else None
+        return sympy.floor(above / below) if at.facts(above).low >= 0 and at.facts(below).low >= 0 else None
     return above / below if isinstance(below, sympy.Integer) and abs(int(below)).bit_count() == 1 else None
 
 
 def _modulo(at: _Node, row: list[Any]) -> Entry:
     value, modulus = row
-    fine = at.facts(modulus).low > 0 and (at.facts(value).low >= 0 or not at.node.attributes.get_int("fmod", 0))
+    fine = at.facts(modulus).low >= 0 and (at.facts(value).low >= 0 or not at.node.attributes.get_int("fmod", 0))
     return sympy.Mod(value, modulus) if fine else None
 
 

@@ -6,6 +6,7 @@ unknown. With n any size:
     x[a:b:c]       Max(0, ceil((end - start)/c)), both ends brought within the dim
     Range(a, b, c) Max(0, ceil((b - a)/c))
     p and q        the one that is at least 2; Max(p, q) where neither can be 0; otherwise unknown
+    p and Min(p, 512)   p, for only equal sizes are legal: of one that is 1 so is the other
 """
 
 from __future__ import annotations
@@ -85,10 +86,20 @@ def _together(ctx: ShapeInferenceContext, dims: Sequence[int | ir.SymbolicDim], 
     if larger:
         return larger[0]
     expressions = [read(str(dim)) for dim in different]
+    bounded = [one for one in expressions if not any(_is_bound(other, one, known) for other in expressions)]
+    if len(bounded) == 1 and bounded[0] is not None:
+        return as_dim(bounded[0])
     if min(least.values()) < 1 or None in expressions:
         unknown: ir.SymbolicDim = ctx.new_symbolic_dim()
         return unknown
     return as_dim(normal(sympy.Max(*expressions), known))
+
+
+def _is_bound(of: sympy.Expr | None, least: sympy.Expr | None, known: Known) -> bool:
+    """Whether `least` is the smaller of `of` and sizes of at least 2."""
+    if of is None or not isinstance(least, sympy.Min) or of not in least.args:
+        return False
+    return all(one == of or facts_of(one, known).low >= 2 for one in least.args)
 
 
 def concat(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
