@@ -11,11 +11,14 @@ from __future__ import annotations
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 import numpy as np
+from partc.runtime.bindings import smallest
+from partc.runtime.data.constants import as_input
+from partc.runtime.data.spec import literal
 from partc.runtime.dtypes import BY_NAME, Array, Dtype
 from partc.runtime.errors import UsageError
 from partc.runtime.format import Manifest, Port, SymbolRecord
@@ -34,12 +37,15 @@ class Feed:
     members: Mapping[str, tuple[Path, str | None]]
     seed: int | None
     sizes: Mapping[str, int]
+    literals: Mapping[str, Array] = field(default_factory=dict)
 
     def read(self, names: Iterable[str]) -> dict[str, Value]:
         """The values of these inputs, as the model's types want them."""
         return {name: self._value(self.ports[name]) for name in names}
 
     def _value(self, port: Port) -> Value:
+        if port.name in self.literals:
+            return self.literals[port.name]
         if port.name in self.members:
             return _fit(self._load(port.name), port)
         items = [_fit(self._load(item), port) for item in self._items(port.name)]
@@ -78,9 +84,13 @@ def open_feed(manifest: Manifest, specs: Sequence[str], seed: int | None, sizes:
     """The sources of all inputs of the model; UsageError with everything that is wrong with what was given."""
     ports = {port.name: port for port in manifest.inputs}
     members: dict[str, tuple[Path, str | None]] = {}
+    literals: dict[str, Array] = {}
     problems: list[str] = []
     for spec in specs:
         try:
+            if (said := _said(spec, ports)) is not None:
+                literals |= said
+                continue
             found = _members(spec, ports)
         except ValueError as error:
             problems.append(str(error))
@@ -97,7 +107,7 @@ def open_feed(manifest: Manifest, specs: Sequence[str], seed: int | None, sizes:
         problems.extend(wrong)
     elif sizes:
         problems.append("--set gives sizes to random inputs, and there is no --random SEED")
-    given = {name for name in ports if name in members or f"{name}.0" in members}
+    given = {name for name in ports if name in members or name in literals or f"{name}.0" in members}
     for name in (name for name in ports if name not in given):
         port = ports[name]
         if port.type.startswith(("optional(", "seq(")):
@@ -109,7 +119,19 @@ def open_feed(manifest: Manifest, specs: Sequence[str], seed: int | None, sizes:
     if problems:
         help = "help: give every input by --input x.npz or --input name=file.npy, or all by --random SEED"
         raise UsageError("\n".join([*problems, help]))
-    return Feed(ports, members, seed, chosen)
+    return Feed(ports, members, seed, chosen, literals)
+
+
+def _said(spec: str, ports: Mapping[str, Port]) -> dict[str, Array] | None:
+    """The value that `name=0.5` gives an input; None where a file is meant. ValueError where it does not fit."""
+    name, equals, text = spec.partition("=")
+    number = literal(text) if equals and name in ports and not Path(spec).exists() and not Path(text).exists() else None
+    if number is None:
+        return None
+    try:
+        return {name: as_input(ports[name], number)}
+    except ValueError as error:
+        raise ValueError(f"input '{name}': {error}") from None
 
 
 def _members(spec: str, ports: Mapping[str, Port]) -> dict[str, tuple[Path, str | None]]:
@@ -144,12 +166,6 @@ def _choice(names: Iterable[str]) -> str:
 def describe(port: Port) -> str:
     """A port as messages write it: `tensor(float) [batch, 10]`."""
     return port.type if port.shape is None else f"{port.type} [{', '.join(map(str, port.shape))}]"
-
-
-def smallest(symbol: SymbolRecord) -> int:
-    """The smallest legal size of a symbol that is not zero."""
-    least = max(symbol.min, symbol.divisor + symbol.remainder if symbol.divisor > 1 else 1)
-    return least + (symbol.remainder - least) % symbol.divisor
 
 
 def choose_sizes(symbols: Mapping[str, SymbolRecord], given: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:

@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from partc.cli.feed import smallest
 from partc.cli.figures_training import kept_bytes
 from partc.runtime.artifact import Artifact
+from partc.runtime.bindings import smallest
 from partc.runtime.dtypes import BY_CODE
 from partc.runtime.expression import parse
 from partc.runtime.format import ALL_REDUCE, BYTES, DOMAIN, TAG, Collective, Manifest, Transfer

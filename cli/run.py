@@ -91,7 +91,7 @@ def parse_sizes(ctx: click.Context, parameter: click.Parameter, given: Sequence[
 @click.command(cls=WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
 @click.option(
-    "--input", "inputs", multiple=True, metavar="X.NPZ|NAME=X.NPY", help="Inputs; may be given several times."
+    "--input", "inputs", multiple=True, metavar="X.NPZ|NAME=X.NPY|NAME=0.5", help="Inputs; may be given several times."
 )
 @click.option("--random", type=int, metavar="SEED", help="Random values for the inputs that no --input gives.")
 @click.option(
@@ -132,7 +132,11 @@ def command(
 
 def _absolute(spec: str) -> str:
     """An --input with an absolute path, since ranks may start in another folder."""
+    from partc.runtime.data.spec import literal
+
     name, equals, file = spec.partition("=")
+    if equals and not Path(file).exists() and literal(file) is not None:
+        return spec
     return f"{name}={Path(file).absolute()}" if equals and not Path(spec).exists() else str(Path(spec).absolute())
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -138,11 +140,13 @@ def check_batch(batch: int, manifest: Manifest) -> None:
         raise UsageError(f"a batch of {batch} cannot be cut into {parts} parts\n  help: give a multiple of {parts}")
     size = batch // parts
     problems: dict[str, str] = {}
-    for port in manifest.inputs:
+    own = {*manifest.training.fixed, *manifest.training.totals, *manifest.training.scalars}
+    laws = {**manifest.symbols, **manifest.training.symbols}
+    for port in (port for port in manifest.inputs if port.name not in own):
         dim = port.shape[0] if port.shape else ""
-        law = manifest.symbols.get(dim) if isinstance(dim, str) else None
-        if law is not None and not is_legal(size, law):
-            problems.setdefault(str(dim), refusal(f"the batch, '{dim}' of input '{port.name}',", size, str(dim), law))
+        law = laws.get(dim) if isinstance(dim, str) else None
+        if law is not None and not is_legal(batch, law):
+            problems.setdefault(str(dim), refusal(f"the batch, '{dim}' of input '{port.name}',", batch, str(dim), law))
         elif isinstance(dim, int) and dim != size:
             problems[port.name] = f"the batch is {size}, and input '{port.name}' was compiled for {dim}"
     if problems:
@@ -193,10 +197,14 @@ class Settings:
     def _spec(self, words: tuple[str, ...], name: str) -> Spec | None:
         from partc.runtime.data import Spec
 
-        if words:
-            return Spec.of_words(words, Path(self.told.base), f"--{name}")
         said = self.planned.get(name)
-        return None if said is None else Spec.parse(said, self.base, f"train: {name}")
+        planned = None if said is None else Spec.parse(said, self.base, f"train: {name}")
+        found = Spec.of_words(words, Path(self.told.base), f"--{name}") if words else planned
+        if found is None:
+            return None
+        others = [planned, self.data if name == "test" else None]
+        values = {name: value for one in reversed(others) if one is not None for name, value in one.values.items()}
+        return replace(found, values={**values, **found.values})
 
     @property
     def course(self) -> Course:
@@ -248,6 +256,7 @@ class Settings:
             shuffle=self.planned.get("shuffle", True) and "deal" not in self.planned,
             last=self.planned.get("last", "drop"),
             deal=self.planned.get("deal", 1),
+            fixed=self.record.fixed,
         )
 
     def batches(self, trainer: Trainer) -> Iterator[tuple[dict[str, Any], int]]:
@@ -267,10 +276,13 @@ class Settings:
 
         data = self.test
         assert data is not None
+        opened = partial(
+            open_loader, data, trainer.ports, trainer.rank, self.batch, shuffle=False, epochs=1, fixed=self.record.fixed
+        )
         try:
-            return open_loader(data, trainer.ports, trainer.rank, self.batch, shuffle=False, last="keep", epochs=1)
+            return opened(last="keep")
         except UsageError:
-            loader = open_loader(data, trainer.ports, trainer.rank, self.batch, shuffle=False, last="drop", epochs=1)
+            loader = opened(last="drop")
         rest = loader.order.places - loader.order.batches * self.batch
         if trainer.rank == 0:
             click.echo(

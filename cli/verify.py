@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--plan", type=click.Path(path_type=Path), help="The plan; without it all runs on one rank.")
 @click.option(
-    "--input", "inputs", multiple=True, metavar="X.NPZ|NAME=X.NPY", help="Inputs; may be given several times."
+    "--input", "inputs", multiple=True, metavar="X.NPZ|NAME=X.NPY|NAME=0.5", help="Inputs; may be given several times."
 )
 @click.option("--random", type=int, metavar="SEED", help="Random values for the other inputs; 0 where none is given.")
 @click.option("--set", "sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="A symbol's size.")
@@ -56,11 +56,12 @@ def command(
     """
     from partc.cli.feed import open_feed
     from partc.compiler.pipeline import compile_model
+    from partc.runtime.training.batch import of_batch
 
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as scratch:
         report = compile_model(model, plan, Path(scratch) / "build")
         seed = random if random is not None or inputs else 0
-        asked = _without_scalars(report.manifest)
+        asked = of_batch(report.manifest)
         values = open_feed(asked, inputs, seed, sizes).read(port.name for port in asked.inputs)
         case = Case(model, report, values, Path(scratch), mpi)
         if report.program.plan.train is not None:
@@ -68,12 +69,6 @@ def command(
 
             return _told(model, report.manifest, verdict(case, rtol, atol), mpi, "tensor")
         return _told(model, report.manifest, _verdict(case, rtol, atol), mpi, "output")
-
-
-def _without_scalars(manifest: Manifest) -> Manifest:
-    """The manifest without the inputs that a plan's optimizer and schedule give."""
-    scalars = manifest.training.scalars if manifest.training is not None else []
-    return manifest.model_copy(update={"inputs": [port for port in manifest.inputs if port.name not in scalars]})
 
 
 @dataclass(frozen=True)

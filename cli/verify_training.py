@@ -8,7 +8,7 @@ of `partc train`, through data, checkpoint and metrics in files.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from partc.runtime.artifact import open_artifact
 from partc.runtime.dtypes import Array
 from partc.runtime.errors import UsageError
 from partc.runtime.training.schedule import scalars
-from partc.runtime.training.trainer import STEP
+from partc.runtime.training.trainer import PART, STEP
 
 if TYPE_CHECKING:
     from partc.cli.feed import Value
@@ -112,20 +112,28 @@ def _one_step(manifest: Manifest, records: Mapping[str, Any]) -> dict[str, Any]:
     assert training is not None
     size = len(next(iter(records.values()))) // training.accumulate
     hyper = {name: float(value) for name, value in training.optimizer.items() if isinstance(value, int | float)}
-    numbers = scalars([name for name in training.scalars if name != STEP], 0, hyper)
-    given = {name: array[:size] for name, array in records.items()} | {name: np.array(x) for name, x in numbers.items()}
-    return given | {STEP: np.array(0, np.int64)}
+    numbers = scalars([name for name in training.scalars if name not in (STEP, PART)], 0, hyper)
+    given = _part(records, training.fixed, size) | {name: np.array(x) for name, x in numbers.items()}
+    ports = {port.name: port for port in manifest.inputs}
+    totals = {name: np.ones([int(dim) for dim in ports[name].shape or ()], np.float32) for name in training.totals}
+    return given | totals | {STEP: np.array(0, np.int64), PART: np.array(0, np.int64)}
+
+
+def _part(records: Mapping[str, Any], fixed: Sequence[str], size: int) -> dict[str, Any]:
+    """The first records of a batch, with what has one value for all."""
+    return {name: array if name in fixed else array[:size] for name, array in records.items()}
 
 
 def _records(manifest: Manifest, values: Mapping[str, Value]) -> dict[str, Any]:
     """The inputs of a step as records; UsageError where they are not all of one batch."""
     assert manifest.training is not None
     found = {name: np.asarray(value) for name, value in values.items() if name not in manifest.training.scalars}
-    sizes = {name: array.shape[0] if array.ndim else None for name, array in found.items()}
+    records = {name: array for name, array in found.items() if name not in manifest.training.fixed}
+    sizes = {name: array.shape[0] if array.ndim else None for name, array in records.items()}
     if len(set(sizes.values())) != 1 or None in sizes.values():
         told = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
         raise UsageError(f"the inputs are not records of one batch: their first dims are {told}")
-    return found
+    return {**records, **found}
 
 
 def _trained(folder: Path, data: Path, batch: int, out: Path, mpi: bool) -> dict[str, Array]:

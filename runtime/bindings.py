@@ -279,6 +279,12 @@ def check_labels(port: Port, law: LabelRecord, value: Value, rank: int, part: tu
     )
 
 
+def smallest(symbol: SymbolRecord) -> int:
+    """The smallest legal size of a symbol that is not zero."""
+    least = max(symbol.min, symbol.divisor + symbol.remainder if symbol.divisor > 1 else 1)
+    return least + (symbol.remainder - least) % symbol.divisor
+
+
 def is_legal(size: int, law: SymbolRecord) -> bool:
     """Whether a dim may have a size."""
     least = law.divisor + law.remainder if law.divisor > 1 else law.remainder

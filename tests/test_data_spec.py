@@ -44,7 +44,7 @@ def test_all_that_is_wrong_is_told() -> None:
         "buckets": [4, 4],
         "window": True,
         "length": "",
-        "x": 3,
+        "x": None,
     }
     with pytest.raises(UsageError) as caught:
         Spec.parse(said, BASE, "plan.yaml:3")

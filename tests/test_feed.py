@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from partc.cli.feed import choose_sizes, open_feed, smallest
+from partc.cli.feed import choose_sizes, open_feed
 from partc.cli.figures import typical_sizes
 from partc.cli.results import flatten, write
+from partc.runtime.bindings import smallest
 from partc.runtime.errors import UsageError
 from partc.runtime.format import Manifest, Port, SymbolRecord
 
@@ -115,3 +116,25 @@ def test_feed_refuses_python_objects(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match="it holds Python objects"):
         feed.read(["x"])
+
+
+def test_a_number_is_given_as_it_is(tmp_path: Path) -> None:
+    ports = [
+        Port(name="t", type="tensor(float)", shape=[], ranks=[0]),
+        Port(name="trips", type="tensor(int64)", shape=[1], ranks=[0]),
+        Port(name="go", type="tensor(bool)", shape=[], ranks=[0]),
+        Port(name="size", type="tensor(int32)", shape=["n"], ranks=[0]),
+    ]
+    manifest = small_manifest(ports)
+    feed = open_feed(manifest, ["t=0.5", "trips=3", "go=true", "size=[4, 5]"], None, {})
+    found = {name: np.asarray(value) for name, value in feed.read(["t", "trips", "go", "size"]).items()}
+    assert {name: (str(one.dtype), one.tolist()) for name, one in found.items()} == {
+        "t": ("float32", 0.5),
+        "trips": ("int64", [3]),
+        "go": ("bool", True),
+        "size": ("int32", [4, 5]),
+    }
+    with pytest.raises(
+        UsageError, match=r"input 'trips': float64 \[\] is given|input 'trips': 0.5 is given|input 'trips': \[0.5\]"
+    ):
+        open_feed(manifest, ["t=1", "trips=0.5", "go=false", "size=[1]"], None, {})

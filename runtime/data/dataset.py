@@ -6,7 +6,7 @@ Every field has the same number of records. Of a ragged field `ids` the true len
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -109,8 +109,9 @@ class Dataset:
         return found
 
 
-def open_data(spec: Spec) -> Dataset:
-    """The records that a spec names; UsageError with all that is wrong with it, before any record is used."""
+def open_data(spec: Spec, apart: Collection[str] = ()) -> Dataset:
+    """The records that a spec names, those of the fields `apart` left out; UsageError with all that is wrong, before any is used."""
+    spec = replace(spec, files={name: path for name, path in spec.files.items() if name not in apart})
     code, problems = Code(), list[str]()
     sources: list[Source] = []
     counts: dict[str, int] = {}
@@ -121,7 +122,7 @@ def open_data(spec: Spec) -> Dataset:
             counts |= {name: len(found) for name in found.fields} or {"source": len(found)}
             sources.append(found)
         elif spec.source is not None:
-            columns = FileSource(open_fields(spec.source))
+            columns = FileSource(open_fields(spec.source, apart))
             counts |= columns.counts()
             sources.append(columns)
     except UsageError as error:

@@ -17,7 +17,7 @@ import math
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -36,10 +36,10 @@ _GZIP = b"\x1f\x8b"
 _MEMBER_HEADER = 30
 
 
-def open_fields(path: Path) -> dict[str, Column]:
-    """All fields of an .npz or of a folder."""
+def open_fields(path: Path, apart: Collection[str] = ()) -> dict[str, Column]:
+    """All fields of an .npz or of a folder, but for the arrays in `apart`, which hold no records."""
     if path.is_dir():
-        return _columns(path, _folder(path))
+        return _columns(path, {name: one for name, one in _folder(path).items() if name not in apart})
     _must_exist(path)
     if path.suffix != ".npz":
         raise UsageError(
@@ -47,7 +47,17 @@ def open_fields(path: Path) -> dict[str, Column]:
             f"or say which input it is: {{x: {path.name}}}"
         )
     with _told(path):
-        return _columns(path, {name: [array] for name, array in _archive(path).items()})
+        return _columns(path, {name: [array] for name, array in _archive(path).items() if name not in apart})
+
+
+def open_value(path: Path, name: str) -> Array | None:
+    """The array of a name in an .npz or a folder, or that of an .npy file, whole; None where there is none."""
+    with _told(path):
+        if path.is_dir():
+            file = path / f"{name}.npy"
+            return _npy(file) if file.is_file() else None
+        _must_exist(path)
+        return _archive(path).get(name) if path.suffix == ".npz" else _npy(path)
 
 
 def open_field(name: str, path: Path, offsets: Path | None = None) -> Column:

@@ -9,13 +9,14 @@ with loader:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
 
 from ..errors import UsageError
 from ..format import Port
 from .ahead import Ahead
 from .code import Batch
+from .constants import constants
 from .dataset import open_data
 from .order import Last, Order, Position
 from .reader import Reader
@@ -27,13 +28,16 @@ DEPTH = 2
 class Loader:
     """An iterator over batches. `depth` of them are read ahead by a thread; 0: each is read when it is asked for."""
 
-    def __init__(self, reader: Reader, order: Order, depth: int = DEPTH, epochs: int | None = None) -> None:
+    def __init__(
+        self, reader: Reader, order: Order, depth: int = DEPTH, epochs: int | None = None, fixed: Batch | None = None
+    ) -> None:
         if depth < 0:
             raise UsageError(f"{depth} batches cannot be read ahead\n  help: take 0 or more")
         self.order = order
         self._reader = reader
         self._depth = depth
         self._epochs = epochs
+        self._fixed = fixed or {}
         self._position = Position()
         self._ahead: Ahead[Batch] | None = None
         self._direct: Iterator[Batch] | None = None
@@ -65,7 +69,7 @@ class Loader:
             self.close()
             raise
         self._position = self.order.after(self._position)
-        return batch
+        return {**batch, **self._fixed}
 
     def __enter__(self) -> Loader:
         return self
@@ -108,11 +112,15 @@ def open_loader(
     deal: int = 1,
     depth: int = DEPTH,
     epochs: int | None = None,
+    fixed: Collection[str] = (),
 ) -> Loader:
     """The loader of a rank: `ports` are the model's inputs, `batch` the records of all ranks together in one step.
 
-    Every rank opens the same spec with the same numbers. UsageError, the same on all ranks, with all that does not go together.
+    Inputs that are `fixed` hold no records, and have one value in every batch. Every rank opens the same spec with the same numbers.
+    UsageError, the same on all ranks, with all that does not go together.
     """
-    data = open_data(spec)
+    data = open_data(spec, fixed)
+    own = constants(spec, ports, fixed, rank)
+    ports = [port for port in ports if port.name not in fixed]
     order = Order(data.records, batch, seed, shuffle, last, deal, data.buckets())
-    return Loader(Reader(data, ports, rank, order), order, depth, epochs)
+    return Loader(Reader(data, ports, rank, order), order, depth, epochs, own)

@@ -7,6 +7,10 @@
       label: train-labels-idx1-ubyte.gz
       transform: resize.py:to_32          a function of a dict of batch arrays that returns one
 
+    data:                                 an input that holds no records has one value for all of them
+      source: digits.npz
+      temperature: 0.5
+
     data:
       source: corpus/                     a path, where there are options; also with further `input: file`
       length: ids                         batches of records whose ids have similar lengths
@@ -21,6 +25,7 @@ comes from a source.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -39,6 +44,8 @@ class Spec:
 
     source: Path | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
+    values: Mapping[str, object] = field(default_factory=dict)
+    """By input one value for all records."""
     transform: str = ""
     """`file.py:function`; empty: none."""
     length: str = ""
@@ -62,7 +69,8 @@ class Spec:
         options = {name: said[name] for name in ("length", "multiple", "window") if name in said}
         return Spec(
             source=base / said["source"] if "source" in said else None,
-            files={str(name): base / path for name, path in said.items() if name not in _LAWS},
+            files={str(name): base / path for name, path in said.items() if name not in _LAWS and _is_text(path)},
+            values={str(name): value for name, value in said.items() if name not in _LAWS and not _is_text(value)},
             transform=str(base / said["transform"]) if "transform" in said else "",
             pad=dict(said.get("pad", {})),
             buckets=tuple(said.get("buckets", ())),
@@ -78,6 +86,10 @@ class Spec:
             name, equals, value = word.partition("=")
             if not equals or (base / word).exists():
                 name, value = "source", word
+            number = None if name in _LAWS or (base / value).exists() else literal(value)
+            if number is not None:
+                said[name] = number
+                continue
             if name in said and name != "pad":
                 raise UsageError(f"{where}: '{name}' is given twice: {said[name]} and {value}")
             said[name] = _value(name, value, said.get(name))
@@ -129,6 +141,22 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str | Path) and bool(value)
 
 
+def _is_value(value: object) -> bool:
+    """Whether it is a number, a bool, or a list of such."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return bool(value) and all(map(_is_value, value))
+    return isinstance(value, bool | int | float)
+
+
+def literal(text: str) -> object:
+    """The number, bool or list of such that a text says; None where it says none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if _is_value(found) else None
+
+
 _LAWS = {
     "source": (_is_text, "a path"),
     "transform": (_is_function, "file.py:function"),
@@ -146,9 +174,12 @@ def _problems(said: Mapping[object, object]) -> Iterator[str]:
             holds, law = _LAWS[name]
             if not holds(value):
                 yield f"{name} is {value!r}\n  help: write {law}"
-        elif not isinstance(name, str) or not _is_text(value):
-            yield f"{name} is {value!r}\n  help: write {{input: path}}; the options are {', '.join(_LAWS)}"
-    if all(name in _LAWS and name != "source" for name in said):
+        elif not isinstance(name, str) or not (_is_text(value) or _is_value(value)):
+            yield (
+                f"{name} is {value!r}\n  help: write {{input: path}}, or for one that holds no records {{input: 0.5}}; "
+                f"the options are {', '.join(_LAWS)}"
+            )
+    if all((name in _LAWS and name != "source") or _is_value(value) for name, value in said.items()):
         yield "it names no data\n  help: write source: path, or {input: path}"
     if "length" not in said and ("buckets" in said or "window" in said):
         yield "`buckets` and `window` say how `length` makes batches, and there is no `length`\n  help: write length: field"

@@ -20,6 +20,7 @@ from ..artifact import open_artifact
 from ..errors import InputError, NonFiniteError, UsageError
 from ..format import TOTALS, Manifest, Port, TrainingRecord
 from ..program import OnError, Outputs, Program, load
+from .batch import of_batch
 from .checkpoint import Checkpoint
 from .checkpoint_match import OPTIMIZER, initial, meet, meet_weights
 from .checkpoint_save import save
@@ -60,6 +61,7 @@ class Trainer:
         """How many of them changed nothing, since a gradient was no finite number."""
         self.on_nonfinite = str(record.settings.get("on_nonfinite", STOP))
         self._evaluation, self._accumulation, self._totals = evaluation, accumulation, totals
+        self._ports = of_batch(program.manifest).inputs
         self._kept = [one for one in program.manifest.state if one.kind != SUM]
         self._numbers = [name for name in record.scalars if name not in _COUNTS]
         self._hyper = {name: float(value) for name, value in record.optimizer.items() if isinstance(value, int | float)}
@@ -86,8 +88,7 @@ class Trainer:
     @property
     def ports(self) -> list[Port]:
         """The inputs of the model, of all ranks, for a whole batch."""
-        own = {*self.record.scalars, *self.record.totals}
-        return [_of_batch(port, self.record) for port in self.manifest.inputs if port.name not in own]
+        return self._ports
 
     def train(self, batch: Mapping[str, object]) -> Outputs:
         """One step on this rank's pieces of a batch; the loss and the metrics, on rank 0, before the update."""
@@ -299,13 +300,6 @@ def _known(program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """What a program takes of some inputs."""
     names = {port.name for port in program.manifest.inputs}
     return {name: value for name, value in inputs.items() if name in names}
-
-
-def _of_batch(port: Port, record: TrainingRecord) -> Port:
-    """An input as it is given for a whole batch, where the program has the size of a part."""
-    if record.accumulate == 1 or port.name in record.fixed or not port.shape or not isinstance(port.shape[0], int):
-        return port
-    return port.model_copy(update={"shape": [port.shape[0] * record.accumulate, *port.shape[1:]]})
 
 
 def base_folder(folder: Path, record: TrainingRecord) -> Path:

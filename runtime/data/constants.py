@@ -1,0 +1,73 @@
+"""Inputs that hold no records: one value for all of them, given as a number, a list of numbers, or a file.
+
+data: {x: images.npy, label: labels.npy, temperature: 0.5}       --data records.npz --data temperature=0.5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from ..dtypes import Array, dense
+from ..errors import UsageError
+from ..format import Port
+from .files import open_value
+from .fit import described
+from .spec import Spec
+
+
+def constants(spec: Spec, ports: Iterable[Port], fixed: Collection[str], rank: int) -> dict[str, Array]:
+    """By input the value that a rank reads in every batch; UsageError, the same on all ranks, with all that is wrong."""
+    found: dict[str, Array] = {}
+    problems = []
+    for port in ports:
+        if port.name not in fixed or not port.ranks:
+            continue
+        try:
+            value = as_input(port, _given(spec, port.name))
+        except ValueError as error:
+            problems.append(f"input '{port.name}': {error}")
+            continue
+        if rank in port.ranks:
+            found[port.name] = value
+    for name in spec.values:
+        if name not in fixed:
+            known = ", ".join(f"'{one}'" for one in fixed) or "none"
+            problems.append(f"'{name}' is no input with one value for all records; they are {known}")
+    if problems:
+        raise UsageError("\n".join(f"{spec.where}: {problem}" for problem in problems))
+    return found
+
+
+def as_input(port: Port, given: object) -> Array:
+    """A value in the type and shape of an input; ValueError where it does not fit."""
+    dtype = dense(port.type)
+    array = np.asarray(given)
+    dims = port.shape or []
+    if array.size == 1 and all(dim == 1 for dim in dims):
+        array = array.reshape([1] * len(dims))
+    fits = len(dims) == array.ndim and all(
+        not isinstance(a, int) or a == b for a, b in zip(dims, array.shape, strict=False)
+    )
+    if dtype is None or array.dtype.kind not in "biuf" or not fits:
+        raise ValueError(f"{array.dtype} {list(array.shape)} is given, and the model takes {described(port)}")
+    made: Array = array.astype(dtype.numpy)
+    if array.dtype.kind == "f" and made.dtype.kind in "biu" and not (made == array).all():
+        raise ValueError(f"{array.tolist()} is given, and the model takes {described(port)}")
+    return np.ascontiguousarray(made).reshape(array.shape)
+
+
+def _given(spec: Spec, name: str) -> object:
+    values: Mapping[str, object] = spec.values
+    if name in values:
+        return values[name]
+    places: list[Path] = [path for path in (spec.files.get(name), spec.source) if path is not None]
+    for path in places:
+        if path.suffix != ".py" and (found := open_value(path, name)) is not None:
+            return found
+    raise ValueError(
+        f"it holds no records but one value for all, and none is given\n  help: write data: {{{name}: 0.5}}, "
+        f"or --data {name}=0.5"
+    )
