@@ -17,6 +17,7 @@ from partc.compiler.annotations.read import read
 from partc.compiler.annotations.write import write_annotated
 from partc.compiler.cutting.budget import check_budget
 from partc.compiler.cutting.normalize import TARGET, cuts, normalize
+from partc.compiler.cutting.packed import unpack
 from partc.compiler.cutting.sharding import shard
 from partc.compiler.cutting.straighten import straighten
 from partc.compiler.errors import CompileError, Problem
@@ -38,7 +39,17 @@ from partc.compiler.writing.emit import emit
 from partc.runtime.format import Manifest, SourceRecord
 
 Pass = Callable[[Program], Program]
-PASSES: tuple[Pass, ...] = (shapes, straighten, follow_annotations, in_parts, place, only_totals, shard, partition)
+PASSES: tuple[Pass, ...] = (
+    shapes,
+    straighten,
+    unpack,
+    follow_annotations,
+    in_parts,
+    place,
+    only_totals,
+    shard,
+    partition,
+)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -199,6 +199,24 @@ class Part:
         """Equal for parts of one program whose files are the same: what ranks have in common is one object in their parts."""
         names = tuple(tuple(held.name for held in some) for some in (self.inputs, self.outputs))
         return id(self.steps), id(self.weights), id(self.types), names
+
+
+@dataclass(frozen=True)
+class PartOf:
+    """Where a weight lies in a packed one: the name and shape of that, and per dim begin and end."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    box: tuple[tuple[int, int], ...]
+
+    def within(self, dim: int, begin: int, size: int) -> PartOf:
+        """A part of the part."""
+        start = self.box[dim][0] + begin
+        return replace(self, box=(*self.box[:dim], (start, start + size), *self.box[dim + 1 :]))
+
+
+PART = "partc.part_of"
+"""Key of `ir.Value.meta`: the `PartOf` of a weight that is part of a packed one."""
 
 
 @dataclass(frozen=True)

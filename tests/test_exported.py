@@ -14,7 +14,10 @@ ATTENTION = "sharding: {'{q,k,v}_proj': colwise, o_proj: rowwise}\n"
 
 
 def counted(program: Program) -> dict[str, int]:
-    return dict(Counter(event.op_type for event in program.events))
+    """The collectives; a reduction for one rank that reads the result counts like one for all."""
+    return dict(
+        Counter(event.op_type.replace("AllReduce", "Reduce").replace("Reduce", "AllReduce") for event in program.events)
+    )
 
 
 def attention(heads: int, key_heads: int, flat: bool, opset: int = 21) -> onnx.ModelProto:
@@ -60,3 +63,45 @@ def test_a_turned_matrix_with_constant_targets(target: list[int], made: list[str
     plan = "ranks: 2\nsharding: {up: colwise}\n"
     program = same_as_whole(g.model(24, "y", made), plan, *steps(24, (2, 5)), rtol=1e-6, atol=1e-6)
     assert ("merged" not in program.paths.values()) is straight
+
+
+@pytest.mark.parametrize(
+    ("words", "collectives"),
+    [
+        ({"up": "colwise", "down": "rowwise"}, {"AllReduce": 1}),
+        ({"up": "colwise_gather_output"}, {"AllGather": 1}),
+        ({"up": "colwise_rep"}, {"AllGather": 1}),
+        ({"up": "local_colwise", "down": "rowwise_split_input"}, {"AllReduce": 1}),
+        ({"down": "rowwise_rep", "up": "replicated"}, {"AllReduce": 1}),
+        ({"embed": "embedding_rowwise"}, {"AllReduce": 1}),
+        ({"embed": "embedding_colwise", "up": "rowwise"}, {"AllReduce": 1}),
+        ({"up": "colwise", "scale": "replicated_with_grad_allreduce", "down": "rowwise"}, {"AllReduce": 1}),
+    ],
+)
+def test_the_words_of_a_tp_plan(words: dict[str, str], collectives: dict[str, int]) -> None:
+    g = Exported()
+    ids = g.add("ArgMax", ["x"], "ids", axis=2, keepdims=0)
+    y = g.linear(g.add("Gather", [g.weight("table", 24, 18), ids], "embed"), 18, 12, "up", bias=True)
+    y = g.add("Mul", [g.add("Relu", [y], "relu"), g.weight("scale.weight", 12)], "scale")
+    g.linear(y, 12, 24, "down", bias=True)
+    sharding = ", ".join(f"{name}: {word}" for name, word in words.items())
+    program = same_as_whole(
+        g.model(24, "down.add"), f"ranks: 2\nsharding: {{{sharding}}}\n", *steps(24), rtol=1e-5, atol=1e-6
+    )
+    assert counted(program) == collectives
+
+
+def test_a_dim_that_is_a_quotient_of_dims() -> None:
+    """GPT-2's positions: as many as there are elements of the mask in a record."""
+    g = Exported()
+    b, s = (g.add("Squeeze", [g.dim("x", k)], name) for k, name in ((0, "b"), (1, "s")))
+    length = g.add("Div", [g.add("Mul", [b, s], "count"), b], "length")
+    length = g.add("Unsqueeze", [length, g.ints(0)], "length1")
+    mask = g.add("Expand", [g.weight("one", 1, 1), g.add("Concat", [length, g.ints(1)], "shape", axis=0)], "mask")
+    y = g.linear(g.add("Mul", ["x", mask], "masked"), 24, 12, "up")
+    g.linear(y, 12, 24, "down")
+    plan = "ranks: 2\nsharding: {up: colwise, down: rowwise}\n"
+    program = same_as_whole(g.model(24, "down"), plan, *steps(24), rtol=1e-5, atol=1e-6)
+    assert [
+        program.values[out].shape for node in program.model.graph for out in node.outputs if out.name == "mask"
+    ] == [("seq", 1)]

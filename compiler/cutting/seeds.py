@@ -17,8 +17,9 @@ from partc.compiler.cutting.joint import cut_layout, is_text
 from partc.compiler.cutting.propagate import Given
 from partc.compiler.cutting.region_cuts import Region, RegionCuts, line_of
 from partc.compiler.cutting.strategy import refined
+from partc.compiler.cutting.styles import parameter_factor
 from partc.compiler.errors import Problem
-from partc.compiler.layouts.layout import primes
+from partc.compiler.layouts.layout import Layout, primes
 from partc.compiler.placing.pattern_rules import sharding_rules
 from partc.compiler.placing.settle import spelled
 from partc.compiler.plan.cut import Cut
@@ -85,6 +86,8 @@ class _Seeds:
                     self.choices[instance].open = False
             case "colwise" | "rowwise":
                 self._style(region, region.rule.style)
+        if region.rule.gathers:
+            self._gather(region)
         self.cuts.cut(region)
 
     def _style(self, region: Region, style: str) -> None:
@@ -93,9 +96,10 @@ class _Seeds:
             if instance.node in self.constants:
                 continue  # what makes a parameter is cut as its reader is
             choice = self.choices[instance]
-            letter = self._parameter_factor(instance, choice, style)
-            if letter is None:
+            found = parameter_factor(choice.rule, instance.node, style, self.cuts.is_constant)
+            if found is None:
                 continue
+            letter = found[1]
             axes = self._style_axes(region, instance.group)
             if axes is None:
                 return
@@ -110,27 +114,15 @@ class _Seeds:
                 help="name the linear, convolution or embedding itself",
             )
 
-    def _parameter_factor(self, instance: Instance, choice: Choice, style: str) -> str | None:
-        rule, node = choice.rule, instance.node
-        for k, value in enumerate(node.inputs):
-            letters = rule.inputs[k] if k < len(rule.inputs) else None
-            if value is None or not letters or len(letters) < 2 or not self.cuts.is_constant(value):
-                continue
-            others = {
-                letter
-                for other, operand in enumerate(node.inputs)
-                if other != k and operand is not None and not self.cuts.is_constant(operand)
-                for letter in (rule.inputs[other] or "")
-            }
-            made = rule.outputs[0] or ""
-            if style == "colwise":
-                fitting = [letter for letter in letters if letter in made and letter not in others]
-            else:
-                fitting = [letter for letter in letters if letter not in made and rule.reduce.get(letter)]
-            fitting = [letter for letter in fitting if letter in rule.factors]
-            if fitting:
-                return fitting[-1] if style == "colwise" else fitting[0]
-        return None
+    def _gather(self, region: Region) -> None:
+        """What leaves the region is whole on every rank of its group."""
+        inside = set(region.nodes)
+        for instance in self.instances(region.nodes):
+            for k, out in enumerate(instance.node.outputs):
+                leaves = out.is_graph_output() or any(use.node not in inside for use in out.uses())
+                if leaves and out.shape is not None and instance.node not in self.constants:
+                    whole = Layout.whole(self.choices[instance].mesh, len(out.shape))
+                    self.given.outputs[instance, k] = (whole, region.rule.where)
 
     def _style_axes(self, region: Region, group: Group) -> tuple[int, ...] | None:
         axes = self.program.plan.axes_of(group)

@@ -11,25 +11,23 @@ Nothing else changes: the elements move alike. A plan that cuts nothing leaves t
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
 import onnx_ir as ir
 from partc.compiler.cutting.normalize import cuts
+from partc.compiler.cutting.rewriting import Rewriting
 from partc.compiler.ops.gradient_extents import inverse
 from partc.compiler.ops.operands import constant_ints, counted, same
-from partc.compiler.program import Program, ValueInfo
+from partc.compiler.program import Program
 
 
 def straighten(program: Program) -> Program:
     """The program with every such detour taken out of its model; `paths` and `values` follow."""
     if not cuts(program.plan, program.declared):
         return program
-    paths, values = dict(program.paths), dict(program.values)
-    for node in list(program.model.graph):
+    work = Rewriting(program)
+    for node in list(work.graph):
         if node.op_type == "Reshape" and (found := _detour(node)):
-            _straight(program.model.graph, *found, paths, values)
-    return replace(program, paths=paths, values=values)
+            _straight(work, *found)
+    return work.done()
 
 
 def _detour(last: ir.Node) -> tuple[ir.Node, ir.Node, ir.Node] | None:
@@ -72,69 +70,30 @@ def _copies_a_dim(node: ir.Node) -> bool:
     return joined is None or any(0 in (constant_ints(joined, k) or ()) for k in range(len(joined.inputs)))
 
 
-def _straight(
-    graph: ir.Graph,
-    first: ir.Node,
-    turn: ir.Node,
-    last: ir.Node,
-    paths: dict[ir.Node, str],
-    values: dict[ir.Value, ValueInfo],
-) -> None:
-    """Reshapes to the dims of the end at once, and transposes there; the last value stays, others get what was theirs."""
-    end = last.outputs[0]
-    made, merged = end.shape, first.outputs[0].shape
-    assert made is not None
+def _straight(work: Rewriting, first: ir.Node, turn: ir.Node, last: ir.Node) -> None:
+    """Reshapes to the dims of the end at once, and transposes there."""
+    end, merged = last.outputs[0], first.outputs[0].shape
+    assert end.shape is not None
     assert merged is not None
-    lead = len(made) - len(merged) + 1
+    lead = len(end.shape) - len(merged) + 1
     perm = [*range(lead), *(axis - 1 + lead for axis in _order(turn, len(merged))[1:])]
     back = inverse(perm)
-    target = _target(graph, last, back, paths, values)
-    regrouped = ir.Value(name=turn.outputs[0].name, type=end.type, shape=ir.Shape([made[axis] for axis in back]))
-    shape = values[end].shape
-    values[regrouped] = replace(values[end], shape=None if shape is None else tuple(shape[axis] for axis in back))
-    kept = {name: attribute for name, attribute in last.attributes.items() if name == "allowzero"}
-    one = ir.Node("", "Reshape", [first.inputs[0], target], list(kept.values()), outputs=[regrouped], name=turn.name)
-    other = ir.node("Transpose", [regrouped], {"perm": perm}, name=last.name)
-    for new, old in ((one, turn), (other, last)):
-        new.metadata_props.update(old.metadata_props)
-        new.meta.update(old.meta)
-        paths[new] = paths.pop(old)
-    graph.insert_before(last, [one, other])
-    turned = other.outputs[0]
-    turned.type, turned.shape, turned.name = end.type, end.shape, end.name
-    values[turned] = values.pop(end)
+    regrouped = work.turned(end, str(turn.outputs[0].name), back)
+    turned = work.like(end, str(end.name))
+    kept = [attribute for name, attribute in last.attributes.items() if name == "allowzero"]
+    work.put(last, "Reshape", [first.inputs[0], _target(work, last, back)], [regrouped], ".regrouped", kept)
+    work.put(last, "Transpose", [regrouped], [turned], perm=perm)
     end.replace_all_uses_with(turned, replace_graph_outputs=True)
-    for old in (last, turn, first):
-        if not any(out.uses() or out.is_graph_output() for out in old.outputs):
-            for out in old.outputs:
-                values.pop(out, None)
-            paths.pop(old, None)
-            graph.remove(old, safe=True)
+    work.drop([first, turn, last])
 
 
-def _target(
-    graph: ir.Graph, last: ir.Node, back: list[int], paths: dict[ir.Node, str], values: dict[ir.Value, ValueInfo]
-) -> ir.Value:
+def _target(work: Rewriting, last: ir.Node, back: list[int]) -> ir.Value:
     """The target of `last` with its entries in the order that the dims have before they are transposed."""
     given = last.inputs[1]
     assert given is not None
-    numbers = constant_ints(last, 1)
+    numbers, path = constant_ints(last, 1), work.paths[last]
     if numbers is not None:
-        return _constant(graph, f"{paths[last]}.target", [numbers[axis] for axis in back], values)
-    order = _constant(graph, f"{paths[last]}.order", back, values)
-    node = ir.node("Gather", [given, order], {"axis": 0}, name=f"{paths[last]}.target")
-    out = node.outputs[0]
-    out.name, out.type, out.shape = f"{paths[last]}.target", given.type, given.shape
-    node.metadata_props.update(last.metadata_props)
-    paths[node] = f"{paths[last]}.target"
-    values[out] = values[given]
-    graph.insert_before(last, node)
-    return out
-
-
-def _constant(graph: ir.Graph, name: str, numbers: list[int], values: dict[ir.Value, ValueInfo]) -> ir.Value:
-    tensor = ir.Tensor(np.array(numbers, np.int64), name=name)
-    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape([len(numbers)]), const_value=tensor)
-    graph.register_initializer(value)
-    values[value] = ValueInfo("tensor(int64)", (len(numbers),), 8)
-    return value
+        return work.constant(f"{path}.regrouped_to", [numbers[axis] for axis in back])
+    made = work.like(given, f"{path}.regrouped_to")
+    work.put(last, "Gather", [given, work.constant(f"{path}.regrouped_order", back)], [made], ".regrouped_to", axis=0)
+    return made

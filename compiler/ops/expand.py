@@ -82,7 +82,7 @@ def _local_shape(local: Local) -> None:
     wanted = [1 if letter == here != WHOLE else dim for letter, here, dim in zip(made, kept, known, strict=True)]
     numbers = [dim for dim in wanted if isinstance(dim, int)]
     if len(numbers) == len(wanted):
-        local.same([local.inputs[0], integers(local, "shape", numbers)])
+        local.same([local.inputs[0], integers(local, "local_shape", numbers)])
         return
     ones = integers(local, "ones", [1] * len(made))
     longer = local.emit("Concat", [ones, as_int64(local, 1)], "longer", axis=0)
@@ -112,6 +112,6 @@ def _local_extents(local: Local) -> None:
     known = local_dims(local, local.outputs[0]) or (None,)
     numbers = [dim for dim in known if isinstance(dim, int)]
     if len(numbers) == len(known):
-        local.same([integers(local, "shape", numbers)])
+        local.same([integers(local, "local_shape", numbers)])
     else:
         local.same([divided(local, as_int64(local, 0), pieces_of(local, local.rule.outputs[0]))])

@@ -183,7 +183,7 @@ def _divided_target(local: Local, pieces: Sequence[int], zero_copies: bool) -> s
     here, there = _paired(local)
     shared = min(len(here), len(there))
     if zero_copies and here[:shared] != there[:shared]:
-        shape = local.emit("Shape", [local.inputs[0]], "shape")
+        shape = local.emit("Shape", [local.inputs[0]], "given_shape")
         extents = local.emit("Mul", [shape, integers(local, "given", here)], "whole")
         room = local.emit("Concat", [extents, integers(local, "room", [1] * len(there))], "extended", axis=0)
         copied = local.emit("Gather", [room, integers(local, "places", range(len(there)))], "copied")

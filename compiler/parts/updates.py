@@ -24,7 +24,7 @@ from partc.compiler.parts.drafts import Drafts
 from partc.compiler.parts.duals import typed
 from partc.compiler.parts.gradients import Gradient, Sum
 from partc.compiler.parts.localize import local_shape
-from partc.compiler.program import Copy, Group, Held, Kept, Op, Program
+from partc.compiler.program import PART, Copy, Group, Held, Kept, Op, PartOf, Program
 from partc.compiler.training.optimizers import clip_scale
 from partc.compiler.training.training import Training
 
@@ -58,7 +58,7 @@ class Updates:
         for value in self.training.parameters:
             for home in self.copies.homes.get(value, ()):
                 if (value, home) not in updated:
-                    self._keep(home, self.writer.names[home], "", value.name or "", "parameter")
+                    self._keep(home, self.writer.names[home], "", _tensor(value), "parameter")
         for value, following in self.training.statistics.items():
             for home in self.copies.homes.get(value, ()):
                 made = "" if following is None else self._replacing(home, following)
@@ -67,12 +67,12 @@ class Updates:
     def keep_sums(self, sums: Sequence[Sum]) -> None:
         """Lists the sums of gradients over the parts of a batch."""
         for one in sums:
-            parameter = one.parameter.name or ""
+            parameter = _tensor(one.parameter)
             self._keep(one.copy, one.name, one.next, one.name, "gradient", parameter)
 
     def _update(self, one: Gradient, clipped: bool) -> None:
         optimizer, learned = self.training.optimizer, self.training.parameters[one.parameter]
-        name, group, tensor = self.writer.names[one.home], one.home.group, one.parameter.name or ""
+        name, group, tensor = self.writer.names[one.home], one.home.group, _tensor(one.parameter)
         shared = one.share != one.home
         shape = ir.Shape(local_shape(self.program, one.share) or ())
         piece = self._share(one, name) if shared else name
@@ -266,6 +266,12 @@ class Updates:
             for draft in self.drafts.of(ranks):
                 if value.name not in draft.types:
                     draft.types[str(value.name)] = typed(self.program, value)
+
+
+def _tensor(parameter: ir.Value) -> str:
+    """The name under which a parameter is kept: of a part of a packed one that of the whole."""
+    part: PartOf | None = parameter.meta.get(PART)
+    return parameter.name or "" if part is None else part.tensor
 
 
 def _number(name: str) -> ir.Value:

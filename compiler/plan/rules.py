@@ -60,7 +60,8 @@ class ShardingRule:
 
     `inputs`, `outputs`: one entry for each tensor, None for one that is derived; None: nothing is said. They speak of a
     node's operands; of a module they speak of what it is given, per call as `calls` has it, or without calls the values that
-    enter it in the order in which its nodes first read them. `parameters`: cuts by the path below the module.
+    enter it in the order in which its nodes first read them. `parameters`: cuts by the path below the module. `packed`: of a
+    colwise weight how many equal parts it has, or their sizes. `gathers`: what leaves the module is whole on every rank.
     """
 
     pattern: str
@@ -71,6 +72,8 @@ class ShardingRule:
     where: str
     level: int = 0
     calls: tuple[RegionCall, ...] = ()
+    packed: int | tuple[int, ...] | None = None
+    gathers: bool = False
 
 
 @dataclass(frozen=True)

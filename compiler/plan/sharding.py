@@ -6,12 +6,13 @@ Every dim's entry is checked where it stands, and a rule as a whole for its one 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias
 
 from partc.compiler.plan.cut import Cut, Piece, one_spelling, piece_of
 from partc.compiler.plan.groups import Frame
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import ShardingRule
+from partc.compiler.plan.styles import MEANINGS, PLAIN, STYLES, Style
 from partc.compiler.plan.violation import Violation, is_integer, shown
 from pydantic import (
     AfterValidator,
@@ -20,13 +21,9 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
-    PrivateAttr,
     ValidationInfo,
     model_validator,
 )
-
-Style: TypeAlias = Literal["colwise", "rowwise", "replicate"]
-STYLES: tuple[str, ...] = get_args(Style)
 
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B", re.ASCII)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -68,6 +65,31 @@ def _or_nothing(value: object) -> object:
     return {} if value is None else value
 
 
+_PACKED = "a packed weight is cut in each of its parts"
+
+
+def _style_name(value: object) -> object:
+    if not isinstance(value, str) or value in STYLES:
+        return value
+    near = nearest(value, STYLES, 1)
+    help = f"the nearest is '{near[0]}'" if near else f"choose from {', '.join(PLAIN)}"
+    raise Violation(f"'{value}' is no style", "a rule is a style, or a strategy such as {in: [[2, 4], null]}", help)
+
+
+def _packed(value: object) -> object:
+    numbers = value if isinstance(value, list) else [value]
+    if (
+        not all(isinstance(n, int) and is_integer(n) and n > 0 for n in numbers)
+        or len(numbers) < isinstance(value, list) * 2
+        or value == 1
+    ):
+        fact = f"expected a number of parts, or the size of each, but got {shown(value)}"
+        raise Violation(fact, _PACKED, "write packed: 3, or packed: [64, 16, 16]")
+    return value
+
+
+StyleName: TypeAlias = Annotated[Style, BeforeValidator(_style_name, json_schema_input_type=Style)]
+PackedParts: TypeAlias = Annotated[int | list[int], BeforeValidator(_packed, json_schema_input_type=int | list[int])]
 DimCut: TypeAlias = Annotated[int, Field(ge=1)] | str | list[str] | None
 PieceEntry: TypeAlias = Annotated[Piece | None, PlainValidator(_piece, json_schema_input_type=DimCut)]
 CutEntry: TypeAlias = Annotated[list[PieceEntry], BeforeValidator(_one_cut), AfterValidator(_spelled_once)]
@@ -95,21 +117,24 @@ class ShardingEntry(BaseModel):
     level: Literal[0, 1, 2] = Field(
         0, description="What to prefer where much is left to derive: 0 less communication, 1 less memory, 2 speed."
     )
-    _style: str | None = PrivateAttr(None)
+    style: StyleName | None = Field(None, description="The cut of the parameters inside: {style: colwise, packed: 3}.")
+    packed: PackedParts | None = Field(
+        None,
+        description="Of a colwise weight that is several in one, how many equal ones, or their sizes: 3, [64, 16, 16]. "
+        "Where a Split behind it says so it may be left out.",
+    )
 
     @model_validator(mode="after")
     def _says_something_once(self) -> ShardingEntry:
-        if self._style is None and self.inputs is None and self.outputs is None and not self.parameters:
+        if self.style is None and self.inputs is None and self.outputs is None and not self.parameters:
             raise _nothing()
+        if self.style is not None and (self.inputs is not None or self.outputs is not None):
+            fact = "a style beside 'in' or 'out'"
+            raise Violation(fact, "a style cuts parameters, and all else is derived", "keep one of them")
+        if self.packed is not None and (self.style is None or MEANINGS[self.style].cut != "colwise"):
+            raise Violation("'packed' without a colwise style", _PACKED, "write {style: colwise, packed: 3}")
         self.cuts()
         return self
-
-    @staticmethod
-    def styled(style: str) -> ShardingEntry:
-        """The entry that is no strategy but a style."""
-        entry = ShardingEntry.model_construct()
-        entry._style = style
-        return entry
 
     def cuts(self) -> list[Cut | None]:
         """The cuts of inputs, outputs and parameters, in this order, in their one spelling."""
@@ -121,13 +146,25 @@ class ShardingEntry(BaseModel):
         inputs = None if self.inputs is None else tuple(next(cuts) for _ in self.inputs)
         outputs = None if self.outputs is None else tuple(next(cuts) for _ in self.outputs)
         parameters = {name: cut for name, cut in zip(self.parameters, cuts, strict=True) if cut is not None}
-        return ShardingRule(pattern, self._style, inputs, outputs, parameters, where, self.level)
+        meaning = None if self.style is None else MEANINGS[self.style]
+        packed = tuple(self.packed) if isinstance(self.packed, list) else self.packed
+        return ShardingRule(
+            pattern,
+            None if meaning is None else meaning.cut,
+            inputs,
+            outputs,
+            parameters,
+            where,
+            self.level,
+            packed=packed,
+            gathers=meaning is not None and meaning.gathers,
+        )
 
 
 def _nothing() -> Violation:
     return Violation(
         "this says nothing",
-        f"a rule is {', '.join(STYLES[:-1])} or {STYLES[-1]}, or has 'in', 'out' or 'parameters'",
+        f"a rule is {', '.join(PLAIN[:-1])} or {PLAIN[-1]}, or has 'in', 'out' or 'parameters'",
         "write {in: [[2, 4], null]}, or take the line away",
     )
 
@@ -137,11 +174,7 @@ def _styled(value: object) -> object:
         raise _nothing()
     if not isinstance(value, str):
         return value
-    if value in STYLES:
-        return ShardingEntry.styled(value)
-    near = nearest(value, STYLES, 1)
-    help = f"the nearest is '{near[0]}'" if near else f"choose from {', '.join(STYLES)}"
-    raise Violation(f"'{value}' is no style", "a rule is a style, or a strategy such as {in: [[2, 4], null]}", help)
+    return {"style": _style_name(value)}
 
 
 def _bytes(value: object) -> int | None:

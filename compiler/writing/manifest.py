@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -9,7 +10,7 @@ from importlib.metadata import version
 import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
 from partc.compiler.layouts.layout import Layout
-from partc.compiler.program import Event, Group, Held, Kept, Program, Shape
+from partc.compiler.program import PART, Event, Group, Held, Kept, PartOf, Program, Shape
 from partc.compiler.training.training import Part
 from partc.runtime import format as fmt
 
@@ -96,16 +97,19 @@ def _kept(
 ) -> fmt.StateRecord:
     first = held[0][1]
     info = program.values[first.held.copy.value]
-    whole = all(one.held.copy.layout.is_whole for _, one in held)
+    part: PartOf | None = None if first.kind == "gradient" else first.held.copy.value.meta.get(PART)
+    whole = part is None and all(one.held.copy.layout.is_whole for _, one in held)
+    boxes = [] if whole else [_box(replace(one.held, index=one.held.copy.group.index(rank))) for rank, one in held]
+    shape = info.shape if part is None else part.shape
     return fmt.StateRecord(
         value=name,
         next=following,
         tensor=tensor,
         kind=first.kind,
         type=info.type,
-        shape=[dim for dim in info.shape or () if isinstance(dim, int)],
+        shape=[dim for dim in shape or () if isinstance(dim, int)],
         ranks=[rank for rank, _ in held],
-        boxes=None if whole else [_box(replace(one.held, index=one.held.copy.group.index(r))) for r, one in held],
+        boxes=None if whole else [box if part is None else _within(part, box) for box in boxes],
         parameter=first.parameter,
         initial=first.initial,
     )
@@ -141,6 +145,16 @@ def _port(program: Program, value: ir.Value, held: Sequence[tuple[int, Held]]) -
 def _box(held: Held) -> list[list[int]]:
     layout = held.copy.layout
     return [[number, number + 1, layout.pieces(dim)] for dim, number in enumerate(layout.piece(held.index))]
+
+
+def _within(part: PartOf, box: list[list[int]]) -> list[list[int]]:
+    """A box of a part, as one of the packed whole."""
+    found = []
+    for (start, stop), size, (begin, end, pieces) in zip(part.box, part.shape, box, strict=True):
+        edges = [start * pieces + (stop - start) * edge for edge in (begin, end)]
+        shared = math.gcd(*edges, size * pieces)
+        found.append([*(edge // shared for edge in edges), size * pieces // shared])
+    return found
 
 
 def _transfer(program: Program, event: Event) -> fmt.Transfer:

@@ -12,7 +12,9 @@ import argparse
 import collections
 import contextlib
 import io
+import json
 import logging
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +34,9 @@ def export(name: str, opset: int, dynamic: bool, cache: Path) -> tuple[Path, Cas
     torch.manual_seed(0)
     case = ZOO[name]()
     case.module.eval()
+    with torch.no_grad():
+        for parameter in case.module.parameters():  # exporters merge weights that are equal: zero biases, scales of one
+            parameter += 0.02 * torch.randn(parameter.shape)
     path = cache / f"{name}-{opset}-{'dynamic' if dynamic else 'static'}.onnx"
     if not path.exists():
         with _quiet():
@@ -97,19 +102,24 @@ train:
 
 def train_and_compare(path: Path, case: Case, dynamic: bool) -> str:
     """Two steps from the file against two of torch: the largest difference of losses and of parameters."""
-    from partc.compiler import compile_model
-    from partc.runtime import load_local_trainer
+    from partc.runtime.training.checkpoint import Checkpoint
 
     logits = case.module(**case.inputs)
     labels = torch.randint(0, logits.shape[-1], logits.shape[:-1], generator=torch.Generator().manual_seed(2))
+    names = parameters_in(path, case.module)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "plan.yaml").write_text(plan_of(case, dynamic, _TRAIN.format(logits=case.outputs[0])))
-        report = compile_model(path, folder / "plan.yaml", folder / "build")
         batch = {key: value.numpy() for key, value in case.inputs.items()} | {"labels": labels.numpy()}
-        with load_local_trainer(report.out) as trainer:
-            have = [float(trainer.train(batch)["loss"]) for _ in range(2)]
-            trained = trainer.state()
+        np.savez(folder / "data.npz", **batch)
+        _partc("compile", path, "--plan", folder / "plan.yaml", "-o", folder / "build")
+        told = ("--metrics", folder / "told.jsonl", "--log", 1, "--checkpoint", folder / "kept", "--save", 2)
+        size = ("--batch", len(labels), "--steps", 2)
+        _partc("train", folder / "build", "--data", folder / "data.npz", *size, *told, "--in-process")
+        rows = [json.loads(line) for line in (folder / "told.jsonl").read_text().splitlines()]
+        have = [row["loss"] for row in rows if "loss" in row]
+        checkpoint = Checkpoint.open(folder / "kept")
+        trained = {name: checkpoint.read(name) for name in checkpoint.index.tensors}
     optimizer = torch.optim.SGD(case.module.parameters(), lr=0.1)
     want = []
     for _ in range(2):
@@ -119,11 +129,38 @@ def train_and_compare(path: Path, case: Case, dynamic: bool) -> str:
         loss.backward()
         optimizer.step()
         want.append(float(loss))
-    parameters = {key: value.detach().numpy() for key, value in case.module.named_parameters()}
-    common = [key for key in parameters if key in trained and trained[key].shape == parameters[key].shape]
-    worst = max((float(np.abs(trained[key] - parameters[key]).max()) for key in common), default=float("nan"))
+    parameters = dict(case.module.named_parameters())
+    worst, held = 0.0, 0
+    for name, (own, turned) in names.items():
+        if name in trained:
+            tensor = parameters[own].detach().numpy()
+            worst = max(worst, float(np.abs(trained[name] - (tensor.T if turned else tensor)).max()))
+            held += 1
     losses = max(abs(one - other) for one, other in zip(have, want, strict=True))
-    return f"loss {losses:.1e}, {len(common)} of {len(parameters)} parameters {worst:.1e}"
+    return f"loss {losses:.1e}, {held} of {len(parameters)} parameters {worst:.1e}"
+
+
+def parameters_in(path: Path, module: torch.nn.Module) -> dict[str, tuple[str, bool]]:
+    """By weight of the file the parameter that it is, and whether it is transposed; by its name, else by its numbers."""
+    import onnx
+    from onnx import numpy_helper
+
+    parameters = {name: tensor.detach().numpy() for name, tensor in module.named_parameters()}
+    found: dict[str, tuple[str, bool]] = {}
+    for weight in onnx.load(path).graph.initializer:
+        array = numpy_helper.to_array(weight)
+        for name, tensor in parameters.items():
+            if weight.name == name and array.shape == tensor.shape:
+                found[weight.name] = (name, False)
+            elif weight.name not in parameters and array.ndim == 2 and np.array_equal(array, tensor.T):
+                found[weight.name] = (name, True)
+    return found
+
+
+def _partc(*words: object) -> None:
+    done = subprocess.run([sys.executable, "-m", "partc.cli", *map(str, words)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip() or done.stdout.strip())
 
 
 def main() -> None:

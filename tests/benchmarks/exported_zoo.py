@@ -1,5 +1,6 @@
 """Small models of Hugging Face's `transformers` with random weights, and the tensor-parallel plan of each.
 
+Embeddings and heads are not tied: the exporter writes the transposed head as a weight of its own, and so they are not tied in the file.
 A case has a module whose forward takes and gives tensors alone, inputs, the names of dims that may be dynamic, the rules that a
 user would write, and how many AllReduce these must cost: two a layer and attention, as Megatron-LM counts.
 """
@@ -128,6 +129,7 @@ def gpt2() -> Case:
     """GPT-2: queries, keys and values in one weight."""
     config = transformers.GPT2Config(vocab_size=96, n_positions=64, n_embd=48, n_layer=LAYERS, n_head=6)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    config.tie_word_embeddings = False
     sharding = '  "**.{c_attn,c_fc}": colwise\n  "**.c_proj": rowwise\n'
     hf = transformers.GPT2LMHeadModel(config)
     return _text(hf, lambda result: result.logits, sharding, 2 * LAYERS, symbols="seq: {max: 64}", **_CAUSAL)
@@ -149,6 +151,7 @@ def bert() -> Case:
     config = transformers.BertConfig(
         vocab_size=96, hidden_size=48, num_hidden_layers=LAYERS, num_attention_heads=6, intermediate_size=80,
         max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        tie_word_embeddings=False,
     )  # fmt: skip
     sharding = '  "**.{query,key,value}": colwise\n  "**.output.dense": rowwise\n  "**.intermediate.dense": colwise\n'
     hf = transformers.BertForMaskedLM(config)
@@ -160,11 +163,14 @@ def t5() -> Case:
     config = transformers.T5Config(
         vocab_size=96, d_model=48, d_kv=8, d_ff=80, num_layers=LAYERS, num_decoder_layers=LAYERS, num_heads=6,
         dropout_rate=0.0, decoder_start_token_id=0, attn_implementation="eager",
+        tie_word_embeddings=False,
     )  # fmt: skip
     sharding = '  "**.[qkv]": colwise\n  "**.o": rowwise\n  "**.wi": colwise\n  "**.wo": rowwise\n'
     inputs = {"input_ids": _tokens(96, 2, 12), "decoder_input_ids": _tokens(96, 2, 7)}
     dynamic = {"input_ids": SEQUENCE, "decoder_input_ids": {0: "batch", 1: "target"}}
-    module = Translation(transformers.T5ForConditionalGeneration(config), lambda result: result.logits, use_cache=False)
+    hf = transformers.T5ForConditionalGeneration(config)
+    hf.lm_head.weight = torch.nn.Parameter(hf.lm_head.weight.detach().clone())
+    module = Translation(hf, lambda result: result.logits, use_cache=False)
     return Case(module, inputs, dynamic, sharding, 2 * LAYERS + 3 * LAYERS)
 
 
