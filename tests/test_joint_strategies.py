@@ -57,15 +57,16 @@ def strategy_of(program: Program, op_type: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("form", FORMS)
+EIGHTS, TWELFTHS = (8, ((2, 4), (4, 1))), (12, ((2, 3), (3, 2)))
+
+
 @pytest.mark.parametrize(
-    ("ranks", "cuts"),
+    ("form", "ranks", "cuts"),
     [
-        (8, ((2, 4), (4, 1))),
-        (8, ((1, 8), (8, 1))),
-        (12, ((2, 3), (3, 2))),
-        (6, ((1, 2), (2, 3))),
-        (6, ((3, 1), (1, 1))),
+        *((form, *one) for form in FORMS for one in (EIGHTS, TWELFTHS)),
+        ("op", 6, ((3, 1), (1, 1))),
+        ("several ops", 6, ((1, 2), (2, 3))),
+        ("several ops", 8, ((1, 8), (8, 1))),
     ],
 )
 def test_one_device_matrix_for_both_operands(
