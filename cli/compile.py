@@ -33,6 +33,7 @@ _NAMED = 4
 @click.option(
     "--configuration", metavar="NAME", help="The model's device configuration to follow; 'none' follows none."
 )
+@click.option("--no-check", is_flag=True, help="Do not open what was written with the checker and onnxruntime.")
 @click.option("--dump-ir", is_flag=True, help="Write the text after each pass too, ir/1_shapes.ir and on.")
 def command(
     model: Path,
@@ -41,6 +42,7 @@ def command(
     strict: bool,
     annotated: Path | None,
     configuration: str | None,
+    no_check: bool,
     dump_ir: bool,
 ) -> int:
     """Compile MODEL (.onnx or .py) by a plan into one ONNX program per rank.
@@ -56,7 +58,7 @@ def command(
     from partc.runtime.format import BEGIN_IR, END_IR
 
     begin = time.perf_counter()
-    report = compile_model(model, plan, out, dump_ir, strict, annotated, configuration)
+    report = compile_model(model, plan, out, dump_ir, strict, annotated, configuration, not no_check)
     spent = time.perf_counter() - begin
     ranks_table(out).show()
     if report.manifest.collectives:

@@ -36,6 +36,7 @@ from partc.compiler.training.in_parts import in_parts, only_totals
 from partc.compiler.training.training import Part
 from partc.compiler.writing.dump import begin_text
 from partc.compiler.writing.emit import emit
+from partc.compiler.writing.prove import prove
 from partc.runtime.format import Manifest, SourceRecord
 
 Pass = Callable[[Program], Program]
@@ -149,11 +150,13 @@ def compile_model(
     strict: bool = False,
     annotated: Path | None = None,
     configuration: str | None = None,
+    check: bool = True,
 ) -> Report:
     """Compiles `model` by `plan` into the folder `out`; with `dump_ir` also the text after each pass, `ir/1_shapes.ir` and on.
 
     `strict` refuses changes of layout that nobody asked for. `annotated`: where the whole model is written with the choices
-    made, in the standard's annotations; `configuration`: which of the model's own are followed.
+    made, in the standard's annotations; `configuration`: which of the model's own are followed. `check`: whether what was
+    written is opened.
 
     Raises CompileError; then `out` is as it was.
     """
@@ -169,7 +172,13 @@ def compile_model(
     check_budget(program, strict)
     inner = _inner(program, source, chosen, model.name, configuration)
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
-    manifest = emit(program, out, sources, texts, inner)
+    warnings: list[str] = []
+
+    def checked(folder: Path) -> None:
+        warnings.extend(prove(folder, source.model, model.name) if check else ())
+
+    manifest = emit(program, out, sources, texts, inner, checked)
+    program = replace(program, warnings=(*program.warnings, *warnings))
     if annotated is not None:
         write_annotated(program, annotated)
     return Report(program, manifest, out)
@@ -181,7 +190,13 @@ def compile_source(source: Source, plan: Plan | None, out: Path, name: str = "mo
     check_budget(program)
     record = SourceRecord(name=name, sha256=hashlib.sha256(begin_text(program).encode()).hexdigest())
     inner = _inner(program, source, plan, name)
-    return Report(program, emit(program, out, {"model": record, "plan": None}, None, inner), out)
+    warnings: list[str] = []
+
+    def checked(folder: Path) -> None:
+        warnings.extend(prove(folder, source.model, name))
+
+    manifest = emit(program, out, {"model": record, "plan": None}, None, inner, checked)
+    return Report(replace(program, warnings=(*program.warnings, *warnings)), manifest, out)
 
 
 def _record(path: Path) -> SourceRecord:

@@ -331,6 +331,9 @@ def numbers(shape: Shape, manifest: Manifest, sizes: Bindings) -> list[int | Non
     """The dims at these sizes; None for those that the symbols do not tell."""
     found: list[int | None] = []
     for dim in shape or []:
+        if isinstance(dim, int):
+            found.append(dim)
+            continue
         try:
             found.append(expression.parse(dim, manifest.symbols)(sizes))
         except ValueError:

@@ -7,6 +7,7 @@ plain ops: it neither communicates nor calls another one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -70,17 +71,15 @@ def _check_nodes(
     """`made` are the values that are there before the nodes, `results` those that must be there after them."""
     later = {name for node in nodes for name in node.output if name}
     for node in nodes:
-        title, path = node_title(node), path_of(node)
         for name in dict.fromkeys(node.input):
             if name and name not in made and name not in outer:
-                yield Violation(
-                    file, f"its input '{name}' {'is made after it' if name in later else lost}", title, path
-                )
+                fact = f"its input '{name}' {'is made after it' if name in later else lost}"
+                yield Violation(file, fact, node_title(node), path_of(node))
         for body in graph_bodies(node):
             yield from _check_scope(file, body, made | outer)
         for name in node.output:
             if name and name in made:
-                yield Violation(file, f"its output '{name}' is made twice", title, path)
+                yield Violation(file, f"its output '{name}' is made twice", node_title(node), path_of(node))
             if name:
                 made.add(name)
     for name in results:
@@ -97,21 +96,20 @@ def _check_ops(file: str, model: ModelProto) -> Iterator[Violation]:
         )
     for node in all_nodes(model.graph.node):
         domain = node.domain or "ai.onnx"
-        title, path = node_title(node), path_of(node)
         if domain not in imported:
-            yield Violation(file, f"its domain {domain} has no opset_import", title, path)
+            yield Violation(file, f"its domain {domain} has no opset_import", node_title(node), path_of(node))
         if (domain, node.op_type) not in known:
             fact = (
                 f"neither ONNX nor onnxruntime knows {domain}.{node.op_type}, and no function of the file is called so"
             )
-            yield Violation(file, fact, title, path)
+            yield Violation(file, fact, node_title(node), path_of(node))
     yield from check_calls(file, model)
 
 
 def check_calls(file: str, model: ModelProto) -> Iterator[Violation]:
     """Calls of the model's functions with other inputs, outputs or attributes than they have."""
     functions = {(function.domain, function.name): function for function in model.functions}
-    for node in all_nodes(model.graph.node):
+    for node in all_nodes(model.graph.node) if functions else ():
         if (key := (node.domain, node.op_type)) in functions:
             for fact in _wrong_call(node, functions[key]):
                 yield Violation(file, fact, node_title(node), path_of(node), "compile the model again")
@@ -164,6 +162,7 @@ def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
             yield from all_nodes(body.node)
 
 
+@functools.cache
 def _known_ops() -> set[tuple[str, str]]:
     from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime
 

@@ -26,11 +26,14 @@ _OPAQUE = ("If", "Loop", "Scan", "Optional", "OptionalGetElement", "SequenceAt",
 """Ops whose shapes onnx tells more surely than they are known."""
 
 
-def check_types(file: str, model: ModelProto, manifest: Manifest) -> list[Violation]:
-    """The first node that makes another type or shape than the file declares; the file is a sound graph."""
+def check_types(file: str, model: ModelProto, manifest: Manifest, count: int = _SIZES) -> list[Violation]:
+    """The first node that makes another type or shape than the file declares; the file is a sound graph.
+
+    Held against each other at so many sizes of the symbols.
+    """
     declared = {port.name: port.type for port in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
     makers = {name: node for node in model.graph.node for name in node.output if name}
-    for sizes in samples(manifest)[: _SIZES if manifest.symbols else 1]:
+    for sizes in samples(manifest)[: count if manifest.symbols else 1]:
         try:
             made = _inferred(model, manifest, sizes)
         except onnx.shape_inference.InferenceError as error:
@@ -48,7 +51,7 @@ def as_plain_onnx(model: ModelProto) -> ModelProto:
     What the checker says of external data is checked elsewhere; of an output that has no shape it demands one, though the standard
     has values of unknown rank.
     """
-    plain = _light(model)
+    plain = without_weights(model)
     opset = next((entry.version for entry in plain.opset_import if not entry.domain), 1)
     for node in all_nodes(plain.graph.node):
         if not node.domain and not onnx.defs.has(node.op_type, max_inclusive_version=opset):
@@ -61,7 +64,7 @@ def as_plain_onnx(model: ModelProto) -> ModelProto:
     return plain
 
 
-def _light(model: ModelProto) -> ModelProto:
+def without_weights(model: ModelProto) -> ModelProto:
     """A copy whose external weights are graph inputs."""
     light = ModelProto()
     light.CopyFrom(model)
@@ -77,7 +80,7 @@ def _light(model: ModelProto) -> ModelProto:
 
 def _inferred(model: ModelProto, manifest: Manifest, sizes: Mapping[str, int]) -> dict[str, TypeProto]:
     """By name the types of what nodes make, with dims in numbers where the sizes of the symbols tell them."""
-    light = _light(model)
+    light = without_weights(model)
     graph = light.graph
     known = {schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain}
     given = {name for node in graph.node if _is_given(node, known, light) for name in node.output}
@@ -133,7 +136,7 @@ def _differs(
     if declared[0] and made[0] and declared[0] != made[0]:
         yield f"it makes '{name}' a {made[0]}, and the file declares a {declared[0]}"
         return
-    if declared[1] is None or made[1] is None:
+    if declared[1] is None or made[1] is None or declared[1] == made[1]:
         return
     wanted, have = (numbers(shape, manifest, dict(sizes)) for shape in (declared[1], made[1]))
     if len(wanted) != len(have) or any(None not in (a, b) and a != b for a, b in zip(wanted, have, strict=True)):

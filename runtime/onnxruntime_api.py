@@ -90,6 +90,26 @@ def new_session(
     return cast(Session, session)
 
 
+def can_load(model: bytes, folder: str, *, optimized: bool) -> str:
+    """Why onnxruntime does not load a model, "" where it does; external weights lie in `folder`. Nothing is run."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    levels = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    if folder:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    try:
+        if model:
+            onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        return str(error)
+    return ""
+
+
 def new_value(shape: tuple[int, ...], code: int) -> OrtValue:
     """A tensor in onnxruntime's memory, not cleared."""
     import onnxruntime

@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOR_THE_COMPILER = ("partc.runtime.format", "partc.runtime.training.schedule", "partc.runtime.errors")
-"""What the compiler knows of the runtime: the format, and what a plan may say that only the runtime follows."""
+FOR_THE_COMPILER = (
+    "partc.runtime.format",
+    "partc.runtime.training.schedule",
+    "partc.runtime.errors",
+    "partc.runtime.check_written",
+    "partc.runtime.violation",
+    "partc.runtime.onnxruntime_api",
+)
+"""What the compiler knows of the runtime: the format, what only the runtime follows of a plan, and the checker of what was written."""
 SUBSYSTEMS = ("compiler", "runtime", "cli")
 
 

@@ -14,7 +14,7 @@ from partc.compiler.ops.decompose import decompose
 from partc.compiler.plan.rules import FULL_BATCH, Plan
 
 OLDEST, TARGET = 18, 21
-"""Rules emit ops in forms of opset 18 and later; older models are converted to TARGET."""
+"""Rules emit ops in forms of opset 18 and later, gradients in those of TARGET; older models are converted to these, and no further."""
 
 
 def cuts(plan: Plan, declared: Declared) -> bool:
@@ -39,12 +39,12 @@ def normalize(model: ir.Model, name: str, oldest: int = OLDEST) -> ir.Model:
         own = model.opset_imports[""]
         logging.getLogger("onnxscript.version_converter").setLevel(logging.ERROR)  # it tells which way it goes
         try:
-            onnxscript.version_converter.convert_version(model, TARGET, fallback=True)
+            onnxscript.version_converter.convert_version(model, oldest, fallback=True)
         except Exception as error:
             raise CompileError(
                 Problem(
                     name,
-                    f"opset {own} cannot be converted to {TARGET}: {error}",
+                    f"opset {own} cannot be converted to {oldest}: {error}",
                     help=f"export it with opset {oldest} or later",
                 )
             ) from error

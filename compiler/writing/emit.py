@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -39,11 +39,13 @@ def emit(
     sources: Mapping[str, fmt.SourceRecord | None],
     texts: Mapping[str, str] | None = None,
     inner: Sequence[Program] = (),
+    prove: Callable[[Path], None] = lambda folder: None,
 ) -> fmt.Manifest:
     """Writes `program` to the folder `out` and gives the manifest; `sources` are the records of `model` and `plan`, `texts` more files.
 
     `inner`, the other programs of one that trains, become artifacts inside of it, whose files the outer manifest lists too. The
-    same program gives the same bytes. `out` is replaced only if it is an artifact or empty, and only by a whole one.
+    same program gives the same bytes. `out` is replaced only if it is an artifact or empty, and only by a whole one, at which
+    `prove` has looked.
     """
     with _new_folder(out) as folder:
         files: dict[str, fmt.FileRecord] = {}
@@ -54,7 +56,9 @@ def emit(
             made = _write_all(other, folder / name, sources, {}, {})
             record = _record(folder / name / fmt.MANIFEST)
             files |= {f"{name}/{file}": one for file, one in {**made.files, fmt.MANIFEST: record}.items()}
-        return _write_all(program, folder, sources, texts or {}, files)
+        manifest = _write_all(program, folder, sources, texts or {}, files)
+        prove(folder)
+        return manifest
 
 
 def _write_all(
