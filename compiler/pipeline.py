@@ -86,6 +86,8 @@ def start(
     cut = cuts(plan, declared)
     if plan.train is None:
         model = normalize(source.model, name) if cut else source.model
+        if found and cut:  # a converter makes nodes anew
+            declared = replace(declared, annotations=read(model, name, configuration))
         return Program(name=name, model=model, plan=plan, declared=declared, paths=node_paths(model))
     axes = [axis for axis, _ in plan.mesh]
     if isinstance(plan.train.shard, str) and plan.train.shard not in axes:

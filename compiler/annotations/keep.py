@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
+from partc.compiler.annotations import keys
 from partc.compiler.errors import CompileError, Problem
 
 
@@ -45,6 +46,39 @@ def kept(model: ir.Model, where: str) -> Iterator[None]:
         )
     if problems:
         raise CompileError(problems)
+
+
+@contextmanager
+def carried(model: ir.Model) -> Iterator[None]:
+    """Afterwards the model's annotations are as before, though a converter has made its nodes anew: a node is known by what it makes."""
+    declared, metadata = model.device_configurations, dict(model.metadata_props)
+    nodes = {node.outputs[0].name: node for node in model.graph if node.device_configurations or _own(node)}
+    ports = {value.name: _own(value) for value in (*model.graph.inputs, *model.graph.outputs) if _own(value)}
+    yield
+    model.device_configurations = declared
+    model.metadata_props.update(metadata)
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.metadata_props.update(ports.get(value.name, {}))
+    for node in model.graph:
+        old = nodes.get(node.outputs[0].name)
+        if old is None or old is node or old.op_type != node.op_type:
+            continue
+        operands = {value.name: value for value in (*node.inputs, *node.outputs) if value is not None}
+        node.metadata_props.update(_own(old))
+        node.device_configurations = tuple(
+            replace(
+                entry,
+                sharding_specs=tuple(
+                    replace(spec, value=operands.get(spec.value.name, spec.value) if spec.value is not None else None)
+                    for spec in entry.sharding_specs
+                ),
+            )
+            for entry in old.device_configurations
+        )
+
+
+def _own(of: ir.Node | ir.Value) -> dict[str, str]:
+    return {key: text for key, text in of.metadata_props.items() if key.startswith(keys.PREFIX)}
 
 
 def _held(node: ir.Node) -> _Held:

@@ -130,7 +130,10 @@ def settle_outputs(instance: Instance, choice: Choice, followed: Followed, given
         if wanted is None:
             continue
         reduced = Layout(made.mesh, made.cuts)
-        if normal(wanted) != normal(reduced) or (made.partial and instance.node.outputs[k].name in followed.reduced):
+        both_whole = wanted.is_whole and reduced.is_whole  # also where the spec alone tells how many dims there are
+        if (normal(wanted) != normal(reduced) and not both_whole) or (
+            made.partial and instance.node.outputs[k].name in followed.reduced
+        ):
             given.outputs[instance, k] = (wanted, followed.where)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 
 import onnx_ir as ir
+from partc.compiler.annotations.keep import carried
 from partc.compiler.declare import Declared
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ops.decompose import decompose
@@ -39,7 +40,8 @@ def normalize(model: ir.Model, name: str, oldest: int = OLDEST) -> ir.Model:
         own = model.opset_imports[""]
         logging.getLogger("onnxscript.version_converter").setLevel(logging.ERROR)  # it tells which way it goes
         try:
-            onnxscript.version_converter.convert_version(model, oldest, fallback=True)
+            with carried(model):
+                onnxscript.version_converter.convert_version(model, oldest, fallback=True)
         except Exception as error:
             raise CompileError(
                 Problem(

@@ -45,13 +45,20 @@ def whole_on(value: ir.Value, group: Group) -> Copy:
     return Copy(value, group, normal(Layout.whole((len(group),), rank)))
 
 
+def laid_out(value: ir.Value, group: Group, layout: Layout | None) -> Copy:
+    """A value in a layout; whole without one, and where nobody knows how many dims the value has."""
+    if layout is None or (value.shape is None and layout.is_whole):
+        return whole_on(value, group)
+    return Copy(value, group, normal(layout))
+
+
 def read_as(program: Program, instance: Instance, k: int) -> Copy:
     """The copy that operand `k` of a node on a group must be."""
     value = instance.node.inputs[k]
     assert value is not None
     choice = program.choices.get(instance)
     layout = choice.input(k) if choice else None
-    return whole_on(value, instance.group) if layout is None else Copy(value, instance.group, normal(layout))
+    return laid_out(value, instance.group, layout)
 
 
 def made_as(program: Program, instance: Instance, k: int) -> Copy:
@@ -59,7 +66,7 @@ def made_as(program: Program, instance: Instance, k: int) -> Copy:
     value = instance.node.outputs[k]
     choice = program.choices.get(instance)
     layout = choice.output(k) if choice else None
-    return whole_on(value, instance.group) if layout is None else Copy(value, instance.group, normal(layout))
+    return laid_out(value, instance.group, layout)
 
 
 def is_derived(program: Program, instance: Instance) -> bool:

@@ -200,7 +200,8 @@ class _Settler:
                 continue
             wanted = {group for out in node.outputs for group in needs.get(out, ())}
             if not wanted and any(out in self.delivered for out in node.outputs):
-                wanted = {self.default}
+                followed = self.program.followed.get(node)
+                wanted = {followed.group if followed and followed.group else self.default}
             groups = self._where_readable(node, wanted, needs)
             result.groups[node] = groups
             for value in self.program.reads[node]:

@@ -33,9 +33,10 @@ def prove(folder: Path, model: ir.Model, name: str) -> list[str]:
     if not violations and not refused:
         return []
     whole = _unsharded(model)
+    told = _violated(violations, whole, name) if violations else []
     if refused:
         raise CompileError(_refused(refused, whole, name))
-    return _violated(violations, whole, name)
+    return told
 
 
 def _refused(refused: Sequence[tuple[Written, str]], whole: onnx.ModelProto, name: str) -> list[Problem]:
