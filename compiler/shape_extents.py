@@ -26,6 +26,8 @@ Known = Mapping[str, Facts]
 """What is promised of the dims that the inputs name."""
 
 _FAR = 2**31 - 1
+_OPEN_ENDS = (_FAR, 2**63 - 1)
+"""Ends that mean the last in the direction of a slice."""
 BROADCASTING = frozenset(
     {
         *("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Mean", "Where", "PRelu"),
@@ -189,6 +191,8 @@ def _sliced(dim: int | ir.SymbolicDim, start: Any, end: Any, step: Any, known: K
         return None
     forward = step > 0
     lowest, highest = (sympy.Integer(0), size) if forward else (sympy.Integer(-1), size - 1)
+    if not forward and end in _OPEN_ENDS:
+        end = sympy.Integer(-_FAR)
     first, last = (_within(bound, size, lowest, highest, known) for bound in (start, end))
     if first is None or last is None:
         return None

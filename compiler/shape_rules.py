@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import onnx_ir as ir
 import sympy
 from onnx_shape_inference import ShapeInferenceContext, registry
-from partc.compiler.dims.facts import Facts
+from partc.compiler.dims.facts import Facts, facts_of, meet
 from partc.compiler.dims.normal import as_dim, normal, normal_dim, quotient
 from partc.compiler.dims.reading import read
 from partc.compiler.foreign_types import foreign_types, is_foreign
@@ -59,8 +59,9 @@ def unique(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Known) 
 def reshape(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Known) -> None:
     """An entry of -1 is the exact quotient, for other sizes are refused where the node runs; the engine rounds it down.
 
-    An entry that a dim gives is that dim. (Where it is 0, onnxruntime copies the input's dim, if that makes as many elements; a
-    step with such sizes is stopped by the sender, who holds every value against its promise.)
+    An entry of 0 copies the input's dim, so one that is computed and may be 0 is not known. Dims of inputs, and their products, are
+    taken not to be 0 here, or all would be lost; a step with such sizes is stopped by the sender, who holds every value against
+    its promise.
     """
     rule(ctx, node)
     data, target, out = node.inputs[0], node.inputs[1], node.outputs[0]
@@ -70,6 +71,11 @@ def reshape(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Known)
         return
     place = flat.index(-1)
     dims = list(out.shape.dims)
+    if not node.attributes.get_int("allowzero", 0):
+        some = {name: facts if facts.low >= 1 else meet(facts, Facts(min=1)) for name, facts in known.items()}
+        for k, entry in enumerate(flat):
+            if entry is not None and entry.free_symbols and facts_of(entry, some).contains(0):
+                dims[k] = ctx.new_symbolic_dim()
     total, others = _product(data.shape.dims), _product(dims[:place] + dims[place + 1 :])
     if total is not None and others:
         dims[place] = as_dim(normal(quotient(total, others), known))
