@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from partc.cli import say
 from partc.cli.present import count
 
 
@@ -23,6 +24,9 @@ def command(folder: Path) -> int:
     from partc.runtime.check import check
 
     checked = check(folder)
+    counts = {key: getattr(checked, key) for key in ("ranks", "files", "nodes", "transfers", "collectives")}
+    found = [str(violation) for violation in checked.violations]
+    say.result({"ok": not found, "folder": str(folder), "violations": found, **counts})
     for violation in checked.violations:
         click.echo(str(violation), err=True)
     if checked.violations:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from partc.cli import say
 from partc.cli.present import Table, count, seconds, size
 
 if TYPE_CHECKING:
@@ -54,12 +55,19 @@ def command(
     """
     import time
 
+    from partc.cli.watch import CompileWatch
     from partc.compiler.pipeline import compile_model
     from partc.runtime.format import BEGIN_IR, END_IR
 
     begin = time.perf_counter()
-    report = compile_model(model, plan, out, dump_ir, strict, annotated, configuration, not no_check)
+    with CompileWatch() as watch:
+        report = compile_model(model, plan, out, dump_ir, strict, annotated, configuration, not no_check, watch)
     spent = time.perf_counter() - begin
+    if say.as_json():
+        for warning in report.warnings:
+            click.echo(f"warning: {warning}", err=True)
+        say.result(document(report, spent))
+        return 0
     ranks_table(out).show()
     if report.manifest.collectives:
         click.echo()
@@ -77,6 +85,34 @@ def command(
             warn_of_merged(report)
     click.echo(f"to read: {out / BEGIN_IR}, {out / END_IR}")
     return 0
+
+
+def document(report: Report, spent: float) -> dict[str, object]:
+    """What `--json` prints of a compile; byte counts that vary with the sizes are expressions in the symbols."""
+    from partc.cli.figures import rank_figures, typical_sizes
+    from partc.compiler.cutting.budget import largest_first
+    from partc.runtime.artifact import open_artifact
+
+    artifact = open_artifact(report.out, trust=True)
+    sizes = typical_sizes(artifact.manifest)
+    ranks = []
+    for rank in range(artifact.manifest.ranks):
+        one = rank_figures(artifact, rank, sizes)
+        figures = {"nodes": one.nodes, "weights": one.weights, "received": one.received.text, "sent": one.sent.text}
+        ranks.append({"rank": rank, **figures})
+    return {
+        "folder": str(report.out),
+        "ranks": ranks,
+        "transfers": len(report.manifest.transfers),
+        "collectives": len(report.manifest.collectives),
+        "communication": [
+            {"op": e.op_type, "value": e.name, "ranks": e.ranks, "bytes": e.bytes, "cause": e.cause}
+            for e in largest_first(report.program)
+        ],
+        "trains": report.program.training is not None,
+        "warnings": list(report.warnings),
+        "seconds": round(spent, 4),
+    }
 
 
 def communication_table(report: Report) -> Table:

@@ -7,7 +7,7 @@ always variables.
 from __future__ import annotations
 
 import dataclasses
-import json
+import json as text_of
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +48,7 @@ class Job:
 
     `inputs` holds `x.npz` or `name=file.npy`; `sizes` the symbols' values for random inputs. `scratch` is the launching
     process's folder with the status board and the process ids, None where the user's own launcher started the ranks. A `quiet`
-    run tells nothing but failures.
+    run tells nothing but failures; with `json` rank 0 gives one document.
     """
 
     folder: str
@@ -62,16 +62,17 @@ class Job:
     trust: bool = False
     scratch: str | None = None
     quiet: bool = False
+    json: bool = False
     training: TrainingJob | None = None
 
     def dumps(self) -> str:
         """The job as one line of JSON."""
-        return json.dumps(dataclasses.asdict(self))
+        return text_of.dumps(dataclasses.asdict(self))
 
     @staticmethod
     def loads(text: str) -> Job:
         """The job that `dumps` wrote."""
-        fields = json.loads(text)
+        fields = text_of.loads(text)
         training = fields["training"]
         told = (
             None

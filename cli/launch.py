@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from partc.cli import say
 from partc.cli.job import Job
 from partc.cli.launcher import Hosts, command_line, find_launcher, launch_environment
 from partc.cli.progress import Progress, TrainingBar
@@ -28,6 +30,7 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
             given = dataclasses.replace(given, training=dataclasses.replace(job.training, bar=sys.stderr.isatty()))
         program = [sys.executable, "-m", "partc.cli.rank", given.dumps()]
         command = command_line(launcher, manifest.ranks, hosts, extra, program)
+        say.detail(shlex.join(command))
 
         def tick() -> None:
             if job.training is not None:

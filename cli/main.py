@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 
 import click
+from partc.cli import say
+from partc.cli.say import add_options
 
 INTERRUPTED = 130
 _NO_READER = 141
@@ -46,6 +48,7 @@ class LazyGroup(click.Group):
         module = importlib.import_module(f"partc.cli.{_HOMES.get(cmd_name, cmd_name)}")
         command = getattr(module, cmd_name if cmd_name in _HOMES else "command")
         assert isinstance(command, click.Command)
+        add_options(command, cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -83,11 +86,19 @@ def main() -> None:
 
 def invoke(arguments: Sequence[str]) -> int:
     """The exit code of `partc ARGUMENTS`; whatever is to be said of an error is printed."""
+    say.begin(arguments)
+    code = _invoke(arguments)
+    say.end(code)
+    return code
+
+
+def _invoke(arguments: Sequence[str]) -> int:
     try:
         code = partc.main(list(arguments), prog_name="partc", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
+        say.failed(error.format_message())
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
@@ -102,7 +113,11 @@ def invoke(arguments: Sequence[str]) -> int:
 def report(error: Exception) -> int:
     """Prints an error to stderr as its kind asks for; the exit code that goes with it."""
     code, text = described(error)
-    click.echo(text, err=True)
+    if say.verbose() and "Traceback" not in text:
+        import traceback
+
+        click.echo("".join(traceback.format_exception(error)), err=True)
+    say.failure(text)
     return code
 
 

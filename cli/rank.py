@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import click
+from partc.cli import say
 from partc.cli.job import Job
 from partc.cli.main import INTERRUPTED, described
 from partc.cli.present import count, size, timing
@@ -165,11 +166,14 @@ def wrong_ranks(folder: str, right: int, given: int) -> str:
 
 def finish(job: Job, arrays: dict[str, Array], loaded: float, times: list[float]) -> None:
     """Writes the outputs or tells them, then the timing."""
-    from partc.cli.results import summary, write
+    from partc.cli.results import OUTPUT_KEYS, figures, summary, write
 
     if job.output is not None:
         path = Path(job.output)
         write(path, job.partial, arrays)
+    if job.json:
+        rows = [dict(zip(OUTPUT_KEYS, row, strict=True)) for row in figures(arrays)]
+        give(job, {"outputs": rows, "file": job.output, "loaded": loaded, "steps": times})
     if job.quiet:
         return
     if job.output is None:
@@ -180,6 +184,15 @@ def finish(job: Job, arrays: dict[str, Array], loaded: float, times: list[float]
     sys.stdout.flush()
 
 
+def give(job: Job, document: dict[str, object]) -> None:
+    """Hands the command's document over: to the launching process, where there is one."""
+    if job.scratch is None:
+        say.result(document)
+    else:
+        click.echo(say.DOCUMENT + json.dumps(say.plain(document)))
+        sys.stdout.flush()
+
+
 def _tell(job: Job, rank: int, error: Exception) -> None:
     _print_failure(job, rank, *described(error))
 
@@ -187,6 +200,8 @@ def _tell(job: Job, rank: int, error: Exception) -> None:
 def _print_failure(job: Job, rank: int, code: int, text: str) -> None:
     """Says a failure to the user, or to the launching process, which prints the first one that it hears of."""
     sys.stdout.flush()
+    if job.scratch is None:
+        say.result({"error": text})
     line = text if job.scratch is None else FRAME + json.dumps({"rank": rank, "code": code, "text": text})
     os.write(sys.stderr.fileno(), f"{line}\n".encode())
 

@@ -126,6 +126,21 @@ def summary(arrays: Arrays) -> Table:
     return table
 
 
+OUTPUT_KEYS = ("name", "dtype", "shape", "min", "mean", "max")
+
+
+def figures(arrays: Arrays) -> list[tuple[Any, ...]]:
+    """Per output its `OUTPUT_KEYS`: numbers of an array that has some, else None."""
+    found = []
+    for name, array in arrays.items():
+        numbers: tuple[float | None, ...] = (None, None, None)
+        if array.size and array.dtype.kind in "biuf":
+            wide = array.astype(np.float64)
+            numbers = (float(wide.min()), float(wide.mean()), float(wide.max()))
+        found.append((name, array.dtype.name, array.shape, *numbers))
+    return found
+
+
 def _shape(array: Array) -> str:
     return f"[{', '.join(map(str, array.shape))}]"
 

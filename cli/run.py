@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from partc.cli import say
 from partc.cli.job import Job
 from partc.cli.launcher import Hosts, Place, surrounding_job
 
@@ -57,7 +58,14 @@ def place_options(command: Command) -> Command:
 
 def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) -> int:
     """Runs a job where the `place_options` and the surroundings say; the exit code."""
-    job = dataclasses.replace(job, threads=given["threads"], stall=given["stall"], trust=given["trust"])
+    job = dataclasses.replace(
+        job,
+        threads=given["threads"],
+        stall=given["stall"],
+        trust=given["trust"],
+        quiet=job.quiet or say.is_quiet(),
+        json=say.as_json(),
+    )
     ranks, in_process = given["ranks"], given["in_process"]
     place = surrounding_job(os.environ)
     if place is not None and not in_process:
@@ -66,7 +74,7 @@ def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) 
 
     manifest = prepare(job)
     if ranks not in (None, manifest.ranks):
-        click.echo(wrong_ranks(str(folder), manifest.ranks, ranks or 0), err=True)
+        say.failure(wrong_ranks(str(folder), manifest.ranks, ranks or 0))
         return 2
     if in_process or manifest.ranks == 1:
         from partc.cli.launch import run_here
@@ -148,11 +156,19 @@ def _as_rank(job: Job, place: Place) -> int:
     try:
         manifest = prepare(job)
         if place.size not in (None, manifest.ranks):
-            click.echo(wrong_ranks(job.folder, manifest.ranks, place.size or 0), err=True) if place.rank == 0 else None
-            return 2
+            return _refused(wrong_ranks(job.folder, manifest.ranks, place.size or 0), 2, place)
     except PartcError as error:
-        if place.rank == 0:
-            click.echo(str(error), err=True)
-        return error.exit_code
+        return _refused(str(error), error.exit_code, place)
     sys.stdout.flush()
-    return run_rank(job)
+    code = run_rank(job)
+    say.leave_to_ranks()
+    return code
+
+
+def _refused(text: str, code: int, place: Place) -> int:
+    """What every rank finds alike is told by rank 0."""
+    if place.rank == 0:
+        say.failure(text)
+    else:
+        say.leave_to_ranks()
+    return code

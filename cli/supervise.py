@@ -23,6 +23,7 @@ from types import FrameType
 from typing import IO
 
 import click
+from partc.cli import say
 from partc.cli.noise import Ended, Noise
 from partc.cli.rank import FRAME
 from partc.cli.scratch import Scratch
@@ -152,6 +153,10 @@ def _pass_through(stream: IO[bytes], heard: _Heard, before_output: Callable[[], 
         if heard.on_stdout.hold(line.decode(errors="replace")):
             continue
         before_output()
+        _, given, document = line.partition(say.DOCUMENT.encode())
+        if given:
+            say.result(json.loads(document))
+            continue
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.buffer.write(line)
             sys.stdout.flush()
@@ -204,21 +209,21 @@ def _watch(process: subprocess.Popen[bytes], scratch: Scratch, heard: _Heard) ->
 
 def _verdict(code: int, heard: _Heard, scratch: Scratch, where: Callable[[int, int], str]) -> int:
     if heard.failure is not None:
-        click.echo(heard.failure.text, err=True)
+        say.failure(heard.failure.text)
         return heard.failure.code
     if code == 0 and heard.failed_at is None:
         heard.show_noise()
         return 0
     ended = heard.ended() or _by_exit_code(code)
     if code < 0 and ended.rank is None:
-        click.echo(f"the launcher was killed by signal {-code}{_name(-code)}, and its ranks with it", err=True)
+        say.failure(f"the launcher was killed by signal {-code}{_name(-code)}, and its ranks with it")
         return 1
     rank = ended.rank if ended.rank is not None else heard.first_dead
     if rank is None or not 0 <= rank < scratch.ranks:
         heard.show_noise()
-        click.echo(f"the launcher ended with exit code {code}, and no rank said why", err=True)
+        say.failure(f"the launcher ended with exit code {code}, and no rank said why")
         return 1
-    click.echo(f"rank {rank} {_manner(ended)} {_position(rank, scratch, where)}{_advice(ended)}", err=True)
+    say.failure(f"rank {rank} {_manner(ended)} {_position(rank, scratch, where)}{_advice(ended)}")
     return 1
 
 

@@ -45,7 +45,7 @@ def run_training(job: Job, comm: MPI.Intracomm | Transport | None, watch: Watch 
         if told.init is not None:
             trainer.begin(told.init)
         if told.only_test:
-            return _evaluate(trainer, settings, report)
+            return _evaluate(job, trainer, settings, report)
         loader = settings.loader(trainer)
         with loader:
             path = settings.resumed()
@@ -68,7 +68,7 @@ def _watch(job: Job) -> Watch | None:
     return watched_through(Path(job.scratch) / TOLD) if job.scratch is not None and job.training.bar else None
 
 
-def _evaluate(trainer: Trainer, settings: Settings, report: Report | None) -> int:
+def _evaluate(job: Job, trainer: Trainer, settings: Settings, report: Report | None) -> int:
     path = settings.resumed()
     if path is not None:
         trainer.load(path)
@@ -76,6 +76,11 @@ def _evaluate(trainer: Trainer, settings: Settings, report: Report | None) -> in
     if report:
         report.evaluated(trainer.step, 0.0, metrics)
         report.close()
+        if job.json:
+            from partc.cli.rank import give
+
+            numbers = {name: float(value) for name, value in metrics.items()}
+            give(job, {"step": trainer.step, "checkpoint": None if path is None else str(path), "metrics": numbers})
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from partc.cli import say
 from partc.cli.present import Table, count
 from partc.cli.run import parse_sizes
 from partc.runtime.dtypes import Array
@@ -55,11 +57,13 @@ def command(
     partc verify model.py --plan plan.yaml --input x.npz --mpi
     """
     from partc.cli.feed import open_feed
+    from partc.cli.watch import CompileWatch
     from partc.compiler.pipeline import compile_model
     from partc.runtime.training.batch import of_batch
 
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as scratch:
-        report = compile_model(model, plan, Path(scratch) / "build")
+        with CompileWatch() as watch:
+            report = compile_model(model, plan, Path(scratch) / "build", watch=watch)
         seed = random if random is not None or inputs else 0
         asked = of_batch(report.manifest)
         values = open_feed(asked, inputs, seed, sizes).read(port.name for port in asked.inputs)
@@ -153,6 +157,9 @@ def _told(model: Path, manifest: Manifest, verdict: Verdict, mpi: bool, what: st
         ["output", "dtype", "shape", ">largest |error|", "at", ">largest relative", "at", "tolerance", "result"]
     )
     rows = verdict.rows
+    shown = [{**dataclasses.asdict(row), "equal": row.passed} for row in rows]
+    head = {"equal": verdict.passed, "model": str(model), "ranks": manifest.ranks, "mpi": mpi}
+    say.result({**head, "compared": shown, "notes": list(verdict.notes)})
     for row in rows:
         table.add(*row.cells())
     table.show()

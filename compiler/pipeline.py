@@ -40,6 +40,8 @@ from partc.compiler.writing.prove import prove
 from partc.runtime.format import Manifest, SourceRecord
 
 Pass = Callable[[Program], Program]
+Watch = Callable[[str], None]
+"""Is told the name of what begins."""
 PASSES: tuple[Pass, ...] = (
     shapes,
     straighten,
@@ -110,12 +112,15 @@ def _arriving(source: Source, plan: Plan) -> Dataset:
     return in_order(said, [*own, *labels], len(own))
 
 
-def run_passes(program: Program, after: Callable[[str, Program], None] | None = None) -> Program:
-    """The program after all passes; `after` is told each pass's name and result.
+def run_passes(
+    program: Program, after: Callable[[str, Program], None] | None = None, watch: Watch = lambda name: None
+) -> Program:
+    """The program after all passes; `after` is told each pass's name and result, `watch` its name when it begins.
 
     Raises CompileError with all violations that the failing pass found.
     """
     for step in PASSES:
+        watch(step.__name__)
         program = step(program)
         if after:
             after(step.__name__, program)
@@ -134,14 +139,23 @@ def analyse(
 
 
 def _inner(
-    program: Program, source: Source, plan: Plan | None, name: str, configuration: str | None = None
+    program: Program,
+    source: Source,
+    plan: Plan | None,
+    name: str,
+    configuration: str | None = None,
+    watch: Watch = lambda name: None,
 ) -> list[Program]:
     """The other programs of a plan that trains, over the same parameters; `program` is the step's."""
     if plan is None or plan.train is None or program.training is None:
         return []
     parts = [Part.EVALUATION, *([Part.ACCUMULATION] if plan.train.accumulate > 1 else [])]
     parts += [Part.TOTALS] if program.training.totals else []
-    return [run_passes(start(source, plan, name, configuration, part=part)) for part in parts]
+    found = []
+    for part in parts:
+        watch(part.name.lower())
+        found.append(run_passes(start(source, plan, name, configuration, part=part)))
+    return found
 
 
 def compile_model(
@@ -153,12 +167,14 @@ def compile_model(
     annotated: Path | None = None,
     configuration: str | None = None,
     check: bool = True,
+    watch: Watch = lambda name: None,
 ) -> Report:
     """Compiles `model` by `plan` into the folder `out`; with `dump_ir` also the text after each pass, `ir/1_shapes.ir` and on.
 
     `strict` refuses changes of layout that nobody asked for. `annotated`: where the whole model is written with the choices
     made, in the standard's annotations; `configuration`: which of the model's own are followed. `check`: whether what was
-    written is opened.
+    written is opened. `watch` is told what begins. The plan is read first: what is wrong in it by itself is told before a module is
+    exported, which may take long.
 
     Raises CompileError; then `out` is as it was.
     """
@@ -167,16 +183,21 @@ def compile_model(
     def keep(name: str, program: Program) -> None:
         texts[f"ir/{len(texts) + 1}_{name}.ir"] = begin_text(program, name)
 
-    source, chosen = load(model), read_plan(plan) if plan is not None else None
-    program = run_passes(start(source, chosen, model.name, configuration), keep if dump_ir else None)
+    chosen = read_plan(plan) if plan is not None else None
+    watch("load")
+    source = load(model)
+    watch("start")
+    program = run_passes(start(source, chosen, model.name, configuration), keep if dump_ir else None, watch)
     if program.training is not None and plan is not None:
         program = replace(program, training=program.training.from_folder(os.path.relpath(plan.parent, out)))
     check_budget(program, strict)
-    inner = _inner(program, source, chosen, model.name, configuration)
+    inner = _inner(program, source, chosen, model.name, configuration, watch)
+    watch("emit")
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
     warnings: list[str] = []
 
     def checked(folder: Path) -> None:
+        watch("check")
         warnings.extend(prove(folder, source.model, model.name) if check else ())
 
     manifest = emit(program, out, sources, texts, inner, checked)

@@ -1,0 +1,171 @@
+"""What every command says and where: text for people, one JSON document with `--json`, less with `-q`, more with `-v`.
+
+Commands print as they like. With `--json` and `-q` what they print to stdout goes nowhere, and with `--json` the document that they hand
+over is all that stdout gets; where a command fails it is `{"error": text}`, and the text stands on stderr as ever. Exit codes are the
+same in all forms. Numbers that JSON has no word for (nan, inf) are texts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+import click
+
+DOCUMENT = "partc-document: "
+"""What a line of rank 0 begins with that holds a document, on its way to the launching process."""
+
+WITH_JSON = ("compile", "verify", "check", "run", "eval")
+_SHOWS_NOTHING_ELSE = ("plan", "schema", "ops", "inspect", "checkpoint")
+
+
+@dataclass
+class _Mode:
+    json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+    stdout: IO[str] | None = None
+    told: bool = False
+    error: str = ""
+
+
+_mode = _Mode()
+
+
+def as_json() -> bool:
+    """Whether the command's result is one JSON document."""
+    return _mode.json
+
+
+def verbose() -> bool:
+    """Whether details are wanted."""
+    return _mode.verbose
+
+
+def is_quiet() -> bool:
+    """Whether only failures and warnings are wanted."""
+    return _mode.quiet or _mode.json
+
+
+def detail(text: str) -> None:
+    """Says something that only `-v` asks for."""
+    if _mode.verbose:
+        click.echo(text, err=True)
+
+
+def failure(text: str) -> None:
+    """Says on stderr why the command fails; with `--json` it is the document, too."""
+    click.echo(text, err=True)
+    failed(text)
+
+
+def failed(text: str) -> None:
+    """Notes why the command fails, where that is on stderr already."""
+    _mode.error = _mode.error or text
+
+
+def result(document: Mapping[str, Any]) -> None:
+    """Prints the command's document with `--json`, and nothing otherwise."""
+    if not _mode.json or _mode.told:
+        return
+    _mode.told = True
+    stream = _mode.stdout or sys.stdout
+    stream.write(json.dumps(plain(document), indent=1, ensure_ascii=False) + "\n")
+    stream.flush()
+
+
+def leave_to_ranks() -> None:
+    """This process is one of several ranks: one of them gives the document, the others none."""
+    _mode.json = False
+
+
+def plain(value: Any) -> Any:
+    """The value with what JSON has: numbers that are not finite as texts, tuples as lists."""
+    match value:
+        case Mapping():
+            return {str(key): plain(item) for key, item in value.items()}
+        case str() | bool() | None:
+            return value
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case int():
+            return value
+        case Sequence():
+            return [plain(item) for item in value]
+        case _:
+            item = getattr(value, "item", None)
+            return plain(item()) if callable(item) else str(value)
+
+
+def end(code: int) -> None:
+    """Ends a command: the document of an error where none was given, and stdout as it was."""
+    if _mode.json and not _mode.told and code:
+        result({"error": _mode.error or f"exit code {code}"})
+    if _mode.stdout is not None:
+        sys.stdout.close()
+        sys.stdout = _mode.stdout
+    for name, value in vars(_Mode()).items():
+        setattr(_mode, name, value)
+
+
+def begin(arguments: Sequence[str]) -> None:
+    """Reads what must be known before the arguments are parsed: whether an error is to be a document."""
+    own = arguments[: list(arguments).index("--")] if "--" in arguments else arguments
+    if "--json" in own and own and own[0] in WITH_JSON:
+        _json(True)
+
+
+def options_of(name: str) -> list[click.Option]:
+    """The options that every command has, and `--json` for those that have a document."""
+    found = [
+        _option(("-q", "--quiet"), lambda on: _quiet(on, name), "Say nothing but warnings and errors."),
+        _option(("-v", "--verbose"), _verbose, "Say more, on stderr: passes, the launcher's command, tracebacks."),
+    ]
+    if name in WITH_JSON:
+        found.append(_option(("--json",), _json, "Print the result, or the error, as one JSON document."))
+    return found
+
+
+def add_options(command: click.Command, name: str) -> None:
+    """Gives a command, and the commands inside of it, the options that it does not have."""
+    if isinstance(command, click.Group):
+        for inner in command.commands.values():
+            add_options(inner, name)
+        return
+    taken = {word for parameter in command.params for word in (*parameter.opts, *parameter.secondary_opts)}
+    command.params.extend(option for option in options_of(name) if taken.isdisjoint(option.opts))
+
+
+def _option(names: Sequence[str], act: Callable[[bool], None], text: str) -> click.Option:
+    def called(ctx: click.Context, parameter: click.Parameter, on: bool) -> None:
+        if on and not ctx.resilient_parsing:
+            act(on)
+
+    return click.Option(names, is_flag=True, expose_value=False, is_eager=True, callback=called, help=text)
+
+
+def _quiet(on: bool, name: str) -> None:
+    _mode.quiet = on
+    if name not in _SHOWS_NOTHING_ELSE:
+        _silence()
+
+
+def _verbose(on: bool) -> None:
+    _mode.verbose = on
+
+
+def _json(on: bool) -> None:
+    _mode.json = on
+    _silence()
+
+
+def _silence() -> None:
+    """What goes to stdout from here on goes nowhere."""
+    if _mode.stdout is None:
+        _mode.stdout = sys.stdout
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (closed by `end`)
