@@ -26,8 +26,10 @@ def export_model(checkpoint: Checkpoint, model: Path, path: Path, inline_bytes: 
     from onnx_ir.passes.common import RemoveUnusedNodesPass
     from partc.compiler.load import load
     from partc.compiler.training.modes import to_evaluation
+    from partc.compiler.training.shared import split_as
 
     program = load(model).model
+    split_as(program, checkpoint.index.tensors)
     replaced = _replace(program, checkpoint, model)
     to_evaluation(program)
     RemoveUnusedNodesPass()(program)

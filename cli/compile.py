@@ -81,8 +81,8 @@ def command(
     click.echo(f"\n{out}: {count(ranks, 'rank')}, {moves}, in {seconds(spent)}")
     if report.program.training is not None:
         click.echo(learned_line(report))
-        if model.suffix == ".onnx":
-            warn_of_merged(report)
+        for line in shared_lines(report):
+            click.echo(line)
     click.echo(f"to read: {out / BEGIN_IR}, {out / END_IR}")
     return 0
 
@@ -149,21 +149,12 @@ def learned_line(report: Report) -> str:
     return "; ".join(parts)
 
 
-def warn_of_merged(report: Report) -> None:
-    """Says which weights of a file are learned as one by several normalizations, since hardly anybody means that."""
-    from partc.compiler.training.learned import merged
-
-    found = merged(report.program.model)
-    if found:
-        name, number = next(iter(found.items()))
-        one = f"'{name}' is one tensor that {number} normalizations learn together"
-        several = f"'{name}' and {count(len(found) - 1, 'other')} are each one tensor for several normalizations"
-        click.echo(
-            f"warning: {one if len(found) == 1 else several}\n"
-            "  exporters merge tensors that are equal when they export\n"
-            "  help: export without optimization, torch.onnx.export(..., optimize=False), or give partc the model.py",
-            err=True,
-        )
+def shared_lines(report: Report) -> list[str]:
+    """What is said of weights that several modules read, a line each; of many the first ones."""
+    found = report.program.training.shared if report.program.training is not None else ()
+    more = [f"and {len(found) - _NAMED} more weights that several modules read"] if len(found) > _NAMED else []
+    help_ = "  by `train: parameters: {name: {shared: true}}` they train one parameter, by `shared: false` each its own"
+    return [*found[:_NAMED], *more, *([help_] if found else [])]
 
 
 def _counted(values: Sequence[ir.Value]) -> str:

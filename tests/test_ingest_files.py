@@ -142,15 +142,6 @@ def test_the_command_tells_what_is_learned(tmp_path: Path) -> None:
     assert line in said.splitlines()
 
 
-def test_weights_that_an_exporter_merged_are_told(tmp_path: Path) -> None:
-    norms = "g = LayerNormalization(f, bias)\n    y = LayerNormalization(g, bias)"
-    onnx.save(small(text=SMALL.replace("y = Add(f, bias)", norms)), tmp_path / "model.onnx")
-    (tmp_path / "plan.yaml").write_text(ONE + TRAIN)
-    paths = [str(tmp_path / name) for name in ("model.onnx", "plan.yaml", "build")]
-    said = CliRunner().invoke(command, [paths[0], "--plan", paths[1], "-o", paths[2]]).stderr
-    assert said.startswith("warning: 'bias' is one tensor that 2 normalizations learn together\n")
-
-
 PARTS = """r = Mul(p, q)
     y = Concat<axis = 1>(r, p)"""
 SEQUENCE = """s = SplitToSequence<axis = 1>(f, SIZE)

@@ -89,7 +89,7 @@ def starting_plan(
         *(f"#   {key(literal_pattern(value.name or ''))}: 0   # {_type(value)}" for value in graph.outputs),
         "",
         "# train:   # with this the plan compiles to training; `partc train --data x.npz` then needs x and label",
-        *(f"#   {line}" for line in _training(graph)),
+        *(f"#   {line}" for line in (*_training(graph), *_shared(model, paths))),
         "",
         *_tree(graph, paths, sum(sizes)),
     ]
@@ -127,6 +127,17 @@ def _training(graph: ir.Graph) -> Iterator[str]:
         yield f"loss: {{type: softmax_cross_entropy, logits: {name}, labels: label}}"
     yield "optimizer: {type: adamw, lr: 0.001}"
     yield "batch: 32"
+
+
+def _shared(model: ir.Model, paths: Mapping[ir.Node, str]) -> Iterator[str]:
+    """Weights that several modules read, with what becomes of them; the entries are the opposite."""
+    from partc.compiler.training.learned import learned_names
+    from partc.compiler.training.shared import shared_weights
+
+    found = shared_weights(model, learned_names(model), paths)
+    yield from ["parameters:"] if found else []
+    for one in found:
+        yield f"  {key(one.name)}: {{shared: {str(one.repeats).lower()}}}   # {one.text(one.repeats)}"
 
 
 def _inputs(graph: ir.Graph, symbols: Mapping[str, Symbol], given: Mapping[tuple[str, int], str]) -> Iterator[str]:

@@ -50,6 +50,7 @@ class ParameterRule:
     frozen: bool | None = None
     weight_decay: float | None = None
     lr: float | None = None
+    shared: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,9 @@ class ParameterEntry(BaseModel):
     )
     weight_decay: float | None = Field(None, ge=0, description="Instead of the optimizer's.")
     lr: float | None = Field(None, ge=0, description="What the learning rate is multiplied with.")
+    shared: bool | None = Field(
+        None, description="Of a weight that several modules read: one parameter, or with false each module's own."
+    )
 
 
 class ClipEntry(BaseModel):
@@ -258,7 +262,9 @@ class TrainEntry(BaseModel):
             per_rank_mean=self.loss.per_rank_mean,
             schedule=self.schedule or {},
             parameters=tuple(
-                ParameterRule(pattern, where("train", "parameters", pattern), one.frozen, one.weight_decay, one.lr)
+                ParameterRule(
+                    pattern, where("train", "parameters", pattern), one.frozen, one.weight_decay, one.lr, one.shared
+                )
                 for pattern, one in self.parameters.items()
             ),
             metrics=self.metrics,

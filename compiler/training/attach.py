@@ -6,6 +6,8 @@ evaluation of a model is the same with its nodes as they are, and without a back
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.pattern import compile_pattern, nearest
@@ -16,6 +18,7 @@ from partc.compiler.training.losses import add_loss
 from partc.compiler.training.metrics import add_metric
 from partc.compiler.training.modes import STEP, to_evaluation, to_training
 from partc.compiler.training.sequences import split_sequences
+from partc.compiler.training.shared import give_own
 from partc.compiler.training.training import Learned, Part, Training
 from partc.compiler.training.uneven_means import split_uneven_means
 
@@ -30,6 +33,7 @@ def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool,
     graph = model.graph
     split_sequences(model)
     split_uneven_means(model)
+    learned, shared = give_own(model, learned, _shared_by(rules))
     others = [str(value.name) for value in candidates(model) if value.name not in learned]
     how = _learned(rules, learned, others)
     statistics: dict[ir.Value, ir.Value | None] = {}
@@ -65,11 +69,24 @@ def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool,
         settings=rules.settings,
         accumulate=rules.accumulate,
         guarded=rules.guarded,
+        shared=tuple(one.text(own) for one, own in shared),
         part=part,
     )
     if cut and part.backward:
         in_parts(model, training)
     return training
+
+
+def _shared_by(rules: TrainRules) -> Callable[[str], bool | None]:
+    """Whether the plan wants a weight that several modules read to stay one: the last rule that says so counts; a frozen one does."""
+    patterns = [(rule, compile_pattern(rule.pattern)) for rule in rules.parameters]
+
+    def said(name: str) -> bool | None:
+        hit = [rule for rule, pattern in patterns if pattern.matches(name)]
+        frozen = next((rule.frozen for rule in reversed(hit) if rule.frozen is not None), False)
+        return next((rule.shared for rule in reversed(hit) if rule.shared is not None), True if frozen else None)
+
+    return said
 
 
 def _learned(rules: TrainRules, names: list[str], others: list[str]) -> dict[str, Learned]:

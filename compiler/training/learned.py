@@ -71,16 +71,6 @@ def running_statistics(graph: ir.Graph) -> list[ir.Value]:
     return list(dict.fromkeys(value for value in read if value is not None and value.is_initializer()))
 
 
-def merged(model: ir.Model) -> dict[str, int]:
-    """Weights that several normalizations read, with how many: exporters make one tensor of those that are equal at first."""
-    found = {}
-    for value in candidates(model):
-        readers = {use.node for use in value.uses() if use.node.op_type.endswith("Normalization")}
-        if len(readers) > 1:
-            found[str(value.name)] = len(readers)
-    return found
-
-
 def _is_told(value: ir.Value) -> bool:
     known = value.meta.get(LEARNED)
     return (

@@ -75,6 +75,8 @@ class Training:
     """Into how many parts a batch is cut, whose gradients are added up."""
     guarded: bool = False
     """Whether a step whose gradients are not finite changes nothing, on any rank."""
+    shared: tuple[str, ...] = ()
+    """What is to be said of weights that several modules read."""
     part: Part = Part.STEP
 
     def from_folder(self, folder: str) -> Training:

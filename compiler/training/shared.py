@@ -1,0 +1,130 @@
+"""Weights that several modules read: which of them are one parameter, and which become each module's own.
+
+Exporters make one initializer of weights that are equal when they export: the scales of all norms, which begin as ones. As one tensor
+they would be trained as one. So of a file, a weight that repeats a single number and is read by several modules becomes each module's own;
+any other stays what ONNX says it is, one tensor. The plan has the last word: `parameters: {"wte.weight": {shared: false}}`.
+
+    ones    read by layers.0.norm, layers.1.norm    ->    ones, layers.1.ones
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript import nn
+from partc.compiler.load.names import node_paths
+from partc.compiler.training.learned import LEARNED
+
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A weight with the modules that read it, in the graph's order, and the names that it has in them where each has its own."""
+
+    name: str
+    modules: tuple[str, ...]
+    names: tuple[str, ...]
+    repeats: bool
+    """Whether it is one number over and over, and a file's."""
+
+    def text(self, own: bool) -> str:
+        """What is said of it: `own` where each module has its own."""
+        modules = ", ".join(self.modules[:_NAMED])
+        more = f" and {len(self.modules) - _NAMED} more" if len(self.modules) > _NAMED else ""
+        read = f"'{self.name}' is read by {modules}{more}"
+        if own:
+            return f"{read}, and repeats one number: each trains its own"
+        return f"{read}: they train one parameter"
+
+
+def shared_weights(model: ir.Model, names: Iterable[str], paths: Mapping[ir.Node, str] | None = None) -> list[Shared]:
+    """Those of the named weights that nodes of several modules read."""
+    paths = paths if paths is not None else node_paths(model)
+    weights = model.graph.initializers
+    of_file = not any(isinstance(value, nn.Parameter) or LEARNED in value.meta for value in weights.values())
+    taken = {*weights, *(value.name or "" for value in model.graph.inputs)}
+    taken |= {value.name or "" for node in model.graph for value in node.outputs}
+    found = []
+    for name in names:
+        readers = _readers(weights[name], paths) if name in weights else {}
+        if len(readers) < 2:
+            continue
+        own = [name]
+        for module in list(readers)[1:]:
+            own.append(_free(f"{module}.{name.rpartition('.')[2]}", f"{name}.{module}", taken))
+        found.append(Shared(name, tuple(readers), tuple(own), of_file and _repeats(weights[name])))
+    return found
+
+
+def give_own(
+    model: ir.Model, learned: list[str], said: Callable[[str], bool | None]
+) -> tuple[list[str], list[tuple[Shared, bool]]]:
+    """Gives modules weights of their own where they are to have them; the weights that are learned then, and what was done.
+
+    `said`: whether the plan wants a weight shared; None where it says nothing.
+    """
+    paths = node_paths(model)
+    done: list[tuple[Shared, bool]] = []
+    names = list(learned)
+    for one in shared_weights(model, learned, paths):
+        keep = said(one.name)
+        own = one.repeats if keep is None else not keep
+        done.append((one, own))
+        if own:
+            split(model, one, paths)
+            names[names.index(one.name) + 1 : names.index(one.name) + 1] = one.names[1:]
+    return names, done
+
+
+def split(model: ir.Model, one: Shared, paths: Mapping[ir.Node, str]) -> None:
+    """Gives every module but the first a copy of a weight."""
+    value = model.graph.initializers[one.name]
+    readers = _readers(value, paths)
+    for module, name in zip(one.modules[1:], one.names[1:], strict=True):
+        copy = ir.Value(name=name, type=value.type, shape=value.shape, const_value=value.const_value)
+        copy.meta.update(value.meta)
+        model.graph.register_initializer(copy)
+        for node, k in readers[module]:
+            node.replace_input_with(k, copy)
+
+
+def split_as(model: ir.Model, names: Iterable[str]) -> None:
+    """Gives modules weights of their own where all of these have the names in `names`."""
+    wanted, paths = {*names}, node_paths(model)
+    for one in shared_weights(model, list(model.graph.initializers), paths):
+        if wanted.issuperset(one.names):
+            split(model, one, paths)
+
+
+def _readers(value: ir.Value, paths: Mapping[ir.Node, str]) -> dict[str, list[tuple[ir.Node, int]]]:
+    """By module the nodes that read a weight, with the operand; none where a body reads it. A node outside of modules is its own."""
+    order = {node: place for place, node in enumerate(paths)}
+    uses = [(use.node, use.idx) for use in value.uses()]
+    if any(node not in order for node, _ in uses):
+        return {}
+    found: dict[str, list[tuple[ir.Node, int]]] = {}
+    for node, k in sorted(uses, key=lambda use: (order[use[0]], use[1])):
+        found.setdefault(paths[node].rpartition(".")[0] or paths[node], []).append((node, k))
+    return found
+
+
+def _repeats(value: ir.Value) -> bool:
+    if value.const_value is None or not value.const_value.size:
+        return False
+    flat = value.const_value.numpy().reshape(-1)
+    return bool(
+        (flat[:64] == flat[0]).all() and (flat == flat[0]).all() and np.isfinite(flat[:1].astype(np.float64)).all()
+    )
+
+
+def _free(wanted: str, other: str, taken: set[str]) -> str:
+    name, count = wanted if wanted not in taken else other, 1
+    while name in taken:
+        count += 1
+        name = f"{other}.{count}"
+    taken.add(name)
+    return name
