@@ -25,6 +25,7 @@ from partc.compiler.load import load
 from partc.compiler.load.names import node_paths
 from partc.compiler.load.source import Source
 from partc.compiler.parts.partition import partition
+from partc.compiler.placing.pattern_rules import own_name
 from partc.compiler.placing.placement import place
 from partc.compiler.plan.dataset import in_order
 from partc.compiler.plan.read import Plan, read_plan
@@ -98,9 +99,10 @@ def start(
         raise CompileError(Problem(plan.train.where, fact, help=help_))
     learned = learned_names(source.model)
     model = normalize(source.model.clone(), name, TARGET)
+    whole = frozenset(each for node, path in node_paths(model).items() for each in (path, own_name(node)))
     training = attach(model, plan.train, learned, cut=cut, part=part)
-    plan = replace(plan, outputs=())
-    return Program(name=name, model=model, plan=plan, declared=declared, paths=node_paths(model), training=training)
+    plan, paths = replace(plan, outputs=()), node_paths(model)
+    return Program(name=name, model=model, plan=plan, declared=declared, paths=paths, training=training, whole=whole)
 
 
 def _arriving(source: Source, plan: Plan) -> Dataset:

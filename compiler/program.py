@@ -221,7 +221,10 @@ PART = "partc.part_of"
 
 @dataclass(frozen=True)
 class Program:
-    """A model on its way to ranks; `name` is its file's, `paths` gives every node of the main graph its dotted path."""
+    """A model on its way to ranks; `name` is its file's, `paths` gives every node of the main graph its dotted path.
+
+    `whole` has the names of the model's nodes where the program is a part of it: what training needs.
+    """
 
     name: str
     model: ir.Model
@@ -241,6 +244,7 @@ class Program:
     names: Mapping[Copy, str] = field(default_factory=dict)
     """What every copy of a value is called on the ranks of its group, for those who look inside."""
     warnings: tuple[str, ...] = ()
+    whole: frozenset[str] = frozenset()
 
     @cached_property
     def derived_paths(self) -> frozenset[str]:

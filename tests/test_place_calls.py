@@ -186,3 +186,22 @@ def test_a_level_has_no_effect_yet_which_is_told(tmp_path: Path) -> None:
     report = compiled(tmp_path, net(), "ranks: 2\nsharding:\n  fc1: {in: [[2, 1]], level: 1}\n")
     assert report.warnings == ("plan.yaml:3: level 1 has no effect yet; what is not given follows its neighbours",)
     assert load(tmp_path, net()).declared.placements == ()
+
+
+def test_a_head_that_training_does_not_need_may_be_placed(tmp_path: Path) -> None:
+    text = net("self.aux = nn.Linear(8, 3).place(1)", '{"y": op.MatMul(x, self.w), "z": self.aux(op, x)}')
+    train = "train: {loss: {type: mean_squared, prediction: y, target: t}, optimizer: {type: sgd, lr: 0.1}}\n"
+    plan = "ranks: 2\nplacement: {MatMul: 0, aux: 1}\nsharding: {aux: {in: [[1, 1]]}}\n"
+    assert ranks_of(compiled(tmp_path, text, plan.replace("sharding", "#")).program)["aux.Gemm"] == (1,)
+    assert "aux.Gemm" not in ranks_of(compiled(tmp_path, text, plan + train).program)
+    said = said_by_compile(tmp_path, text, plan.replace("aux: 1", "auks: 1") + train)
+    assert said.startswith("plan.yaml:2: 'auks' matches no module or node of the model")
+
+
+def test_a_region_with_what_nobody_reads_is_no_fault(tmp_path: Path) -> None:
+    both = "shard(lambda op: (op.ReduceMax(self.w, [0]), op.Neg(self.w))[1], out_strategy=(None,))(op)"
+    text = net("self.fc1.place(0); self.fc2.place(0)", f"place(op.MatMul, 1)(x, {both})")
+    said = said_by_compile(tmp_path, text, "ranks: 2\n")
+    assert said.startswith(f"model.py:{line(tmp_path, both)}: sharding of 'function': runs on rank 1 alone (constant)")
+    text = net("pass", f"op.MatMul(x, {both})")
+    same_on_all_ranks(tmp_path, text, "ranks: 2\n", {"x": X}, rtol=1e-5, atol=1e-6)

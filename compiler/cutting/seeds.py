@@ -71,8 +71,8 @@ class _Seeds:
         alone = [node for node in region.nodes if not any(self.instances([node])) and node not in self.constants]
         if region.rule.outputs is not None:
             alone = alone or region.nodes
-        if alone and not any(self.instances(region.nodes)):
-            placed = self.program.placement[alone[0]]
+        placed = next((placed for node in alone if (placed := self.program.placement[node]).groups), None)
+        if placed is not None and not any(self.instances(region.nodes)):
             self.problem(
                 region,
                 f"runs on {spelled(placed.groups[0])} alone ({placed.rule})",

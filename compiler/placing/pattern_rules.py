@@ -59,7 +59,7 @@ def placement_rules(program: Program) -> tuple[dict[ir.Node, Rule], list[Problem
             continue
         hit = matched_nodes(program, rule.pattern)
         decided.update(dict.fromkeys(hit, rule))
-        if not hit:
+        if not hit and not _of_the_whole(program, rule.pattern):
             problems.append(
                 _nothing(
                     rule.pattern,
@@ -75,7 +75,17 @@ def matched_nodes(program: Program, pattern: str) -> list[ir.Node]:
     """The nodes whose paths the pattern matches; where there are none, those whose own ONNX names, as Netron shows them, it does."""
     matches = compile_pattern(pattern).matches
     hit = [node for node, path in program.paths.items() if matches(path)]
-    return hit or [node for node in program.paths if matches(str(node.meta.get(OWN_NAME) or node.name or ""))]
+    return hit or [node for node in program.paths if matches(own_name(node))]
+
+
+def own_name(node: ir.Node) -> str:
+    """A node's own ONNX name, as Netron shows it."""
+    return str(node.meta.get(OWN_NAME) or node.name or "")
+
+
+def _of_the_whole(program: Program, pattern: str) -> bool:
+    """Whether a pattern speaks of what the model has and training does not need, such as a second head."""
+    return any(map(compile_pattern(pattern).matches, program.whole))
 
 
 def _declared(program: Program, problems: list[Problem]) -> list[Rule]:
@@ -119,7 +129,7 @@ def sharding_rules(program: Program) -> tuple[dict[ir.Node, ShardingRule], list[
     for rule in (*program.declared.sharding, *program.plan.sharding):
         hit = matched_nodes(program, rule.pattern)
         decided.update(dict.fromkeys(hit, rule))
-        if not hit:
+        if not hit and not _of_the_whole(program, rule.pattern):
             names = [*modules_of(program.paths.values()), *program.paths.values()]
             problems.append(_nothing(rule.pattern, rule.where, names, "module or node"))
     return decided, problems
