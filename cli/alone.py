@@ -23,6 +23,7 @@ DRAWS = 4
 
 def compile_alone(model: Path, plan: Plan, out: Path) -> Compiled:
     """The model by a plan with all that speaks of ranks left out."""
+    from partc.compiler.cutting.unrolled import unrolled
     from partc.compiler.load import load
     from partc.compiler.load.source import Source
     from partc.compiler.pipeline import compile_source
@@ -40,7 +41,7 @@ def compile_alone(model: Path, plan: Plan, out: Path) -> Compiled:
         train=None if plan.train is None else replace(plan.train, shard=None),
     )
     declared = replace(source.declared, placements=(), sharding=(), annotations=None, dataset=None)
-    report = compile_source(Source(source.model, declared), alone, out)
+    report = compile_source(Source(unrolled(source.model, dict(plan.mesh)), declared), alone, out)
     return Compiled(report.program, out)
 
 

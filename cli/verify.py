@@ -197,9 +197,11 @@ def _whole_model(model: Path, report: Report, scratch: Path) -> Path:
     if model.suffix == ".onnx":
         return model
     import onnx_ir as ir
+    from partc.compiler.cutting.unrolled import unrolled
 
     path = scratch / "whole.onnx"
-    ir.save(report.program.model, path, external_data="whole.data")
+    whole = unrolled(report.program.model, dict(report.program.plan.mesh))
+    ir.save(whole, path, external_data="whole.data")
     return path
 
 

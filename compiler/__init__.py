@@ -1,6 +1,6 @@
 """From one single-device model and a plan to one ONNX program per rank.
 
-What a `model.py` needs: `from partc.compiler import Symbol, nn, place, shard`.
+What a `model.py` needs: `from partc.compiler import Symbol, nn, place, shard`; communication of its own: `partc.compiler.collectives`.
 """
 
 from __future__ import annotations

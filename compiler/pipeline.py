@@ -16,6 +16,7 @@ from partc.compiler.annotations.check import follow_annotations
 from partc.compiler.annotations.read import read
 from partc.compiler.annotations.write import write_annotated
 from partc.compiler.cutting.budget import check_budget
+from partc.compiler.cutting.local_maps import with_sizes
 from partc.compiler.cutting.normalize import TARGET, cuts, normalize
 from partc.compiler.cutting.packed import unpack
 from partc.compiler.cutting.sharding import shard
@@ -24,6 +25,7 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load import load
 from partc.compiler.load.names import node_paths
 from partc.compiler.load.source import Source
+from partc.compiler.ops.local_map import is_inside
 from partc.compiler.parts.partition import partition
 from partc.compiler.placing.pattern_rules import own_name
 from partc.compiler.placing.placement import place
@@ -87,6 +89,7 @@ def start(
         plan = replace(plan, outputs=(*found.outputs, *plan.outputs))
     plan = replace(plan, dataset=_arriving(source, plan))
     cut = cuts(plan, declared)
+    with_sizes(source.model, plan)
     if plan.train is None:
         model = normalize(source.model, name) if cut else source.model
         if found and cut:  # a converter makes nodes anew
@@ -190,6 +193,9 @@ def compile_model(
     source = load(model)
     watch("start")
     program = run_passes(start(source, chosen, model.name, configuration), keep if dump_ir else None, watch)
+    if annotated is not None and any(is_inside(node) for node in program.model.graph):
+        fact = "the model has local maps, for which the standard's annotations have no word"
+        raise CompileError(Problem(str(annotated), fact, help="leave out --annotated"))
     if program.training is not None and plan is not None:
         program = replace(program, training=program.training.from_folder(os.path.relpath(plan.parent, out)))
     check_budget(program, strict)

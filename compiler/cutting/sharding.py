@@ -14,6 +14,7 @@ import onnx_ir as ir
 from partc.compiler import ops  # noqa: F401  (registers the table)
 from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.cutting.joint import is_text
+from partc.compiler.cutting.local_maps import seed_local_maps
 from partc.compiler.cutting.lost_cuts import lost_cuts
 from partc.compiler.cutting.propagate import Given, Propagation
 from partc.compiler.cutting.region_cuts import group_mesh
@@ -38,6 +39,8 @@ def shard(program: Program) -> Program:
     rules, _ = sharding_rules(program)
     together = any(len(group) > 1 for placed in program.placement.values() for group in placed.groups)
     if program.plan.ranks == 1 or not (together or rules):
+        if wrong := seed_local_maps(program, {}):
+            raise CompileError(wrong)
         return program
     instances = [
         Instance(node, group)
@@ -48,6 +51,7 @@ def shard(program: Program) -> Program:
     choices = {instance: Choice(_rule(instance.node), group_mesh(program, instance.group)) for instance in instances}
     laws = _Laws(program)
     given, problems = seed(program, choices)
+    problems += seed_local_maps(program, choices)
     if not problems:
         derived = Propagation(instances, choices, given, program.paths, laws.bytes_of, laws.divides_in(choices))
         derived.run()

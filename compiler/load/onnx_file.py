@@ -119,11 +119,13 @@ def _known_ops() -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
 
 
 def _unknown_ops(model: ir.Model, where: str) -> list[Problem]:
+    from partc.compiler.ops.local_map import is_inside
+
     known, domains = _known_ops()
     count: dict[tuple[str, str], list[str]] = {}
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         key = ("" if node.domain == "ai.onnx" else node.domain, node.op_type)
-        if key not in known:
+        if key not in known and not is_inside(node):
             count.setdefault(key, []).append(node.name or "unnamed")
     problems = []
     for (domain, op_type), names in sorted(count.items()):

@@ -31,6 +31,7 @@ class Rule:
     `linear`: inputs that may be Partial(sum), with the outputs Partial then: "" none, "each" any one of `terms` while the others
     are whole (a product), "joint" all of them together (a sum). `terms`: of which inputs it speaks; None: of all tensors.
     `units`: per factor a number that its pieces must divide besides the dims themselves: heads, groups, blocks.
+    `apart`: inputs of which every rank has one of its own, and so of their cotangents.
     `local`: rewrites the node for a rank where the plain node on local pieces would be wrong; None where it is right.
     """
 
@@ -42,6 +43,7 @@ class Rule:
     terms: tuple[int, ...] | None = None
     local: Callable[[Local], None] | None = None
     units: Mapping[str, int] = field(default_factory=dict)
+    apart: frozenset[int] = frozenset()
 
     @property
     def factors(self) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ from partc.compiler.parts.drafts import Drafts, derived
 from partc.compiler.parts.duals import Passing, dual, typed
 from partc.compiler.parts.gradients import GradientSums
 from partc.compiler.parts.localize import Localized, local_shape, renamed, with_names
+from partc.compiler.parts.written import is_written, write_backward
 from partc.compiler.program import Copy, Group, Op, Program, Shape
 from partc.compiler.training.flow import learned_from, stops
 
@@ -154,6 +155,9 @@ class Backward:
                 dys[self.writer.names[home]] = self.sums.gathered(given, target)
         if not dys or stops(node):
             return
+        if is_written(node):
+            self._written(instance, dys)
+            return
         around = {value: whole_on(value, instance.group) for value in inner}
         read = {k: read_as(self.program, instance, k) for k, flow in enumerate(flows) if flow}
         names = {k: self.writer.names[copy] for k, copy in read.items()}
@@ -178,6 +182,15 @@ class Backward:
                 given_as = Copy(self.cotangents[value], copy.group, copy.layout)
                 self._shaped(dx, given_as)
                 self.terms.setdefault(copy, {}).setdefault(given_as, []).append(dx)
+
+    def _written(self, instance: Instance, dys: Mapping[str, str]) -> None:
+        """The dual of a collective of the model."""
+        copy, made = read_as(self.program, instance, 0), made_as(self.program, instance, 0)
+        cotangent = self.cotangents[copy.value]
+        dx = self.drafts.free(instance.group, f"{self.writer.names[made]}.grad.{instance.node.op_type}")
+        names, values = (dys[self.writer.names[made]], dx), (self.cotangents[made.value], cotangent)
+        write_backward(self.writer, instance, names, values)
+        self.terms.setdefault(copy, {}).setdefault(Copy(cotangent, copy.group, copy.layout), []).append(dx)
 
     def _local(self, instance: Instance, local: Localized, dys: Mapping[str, str], wanted: set[str]) -> Found:
         """The gradient of a node's local form."""
@@ -329,6 +342,8 @@ class Backward:
             value = instance.node.inputs[k]
             assert value is not None
             return whole_on(value, instance.group).layout
+        if k in choice.rule.apart:
+            return layout
         return dual(choice, layout.cuts, set())
 
     def _refuse(self, node: ir.Node, why: str, remedy: str = "") -> None:

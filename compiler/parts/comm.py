@@ -268,7 +268,7 @@ class Writer:
 
     def _identity(self, rank: int, name: str, out: str) -> None:
         if name != out:
-            self._emit((rank,), "Identity", [name], out, None)
+            self.emit((rank,), "Identity", [name], out, None)
 
     def _slice(
         self, move: mv.Slice, before: Copy, after: Copy, name: str, out: str, dim: int, axes: Sequence[int]
@@ -279,20 +279,20 @@ class Writer:
         pieces = math.prod(move.after.mesh[axis] for axis in axes)
         for (number,), indices in Layout(move.after.mesh, (tuple(axes),)).holders.items():
             ranks = tuple(move.group[index] for index in indices)
-            axis = self._constant(ranks, out, "axis", [dim])
+            axis = self.constant(ranks, out, "axis", [dim])
             if isinstance(size, int):
                 length = size // pieces
-                begin = self._constant(ranks, out, "begin", [number * length])
-                end = self._constant(ranks, out, "end", [(number + 1) * length])
+                begin = self.constant(ranks, out, "begin", [number * length])
+                end = self.constant(ranks, out, "end", [(number + 1) * length])
             else:
-                extent = self._beside(ranks, "Shape", [name], f"{out}.shape")
-                extent = self._beside(ranks, "Gather", [extent, axis], f"{out}.extent")
-                count = self._constant(ranks, out, "pieces", [pieces])
-                step = self._beside(ranks, "Div", [extent, count], f"{out}.length")
-                piece = self._constant(ranks, out, "piece", [number])
-                begin = self._beside(ranks, "Mul", [step, piece], f"{out}.begin")
-                end = self._beside(ranks, "Add", [begin, step], f"{out}.end")
-            self._emit(ranks, "Slice", [name, begin, end, axis], out, after.value.producer())
+                extent = self.beside(ranks, "Shape", [name], f"{out}.shape")
+                extent = self.beside(ranks, "Gather", [extent, axis], f"{out}.extent")
+                count = self.constant(ranks, out, "pieces", [pieces])
+                step = self.beside(ranks, "Div", [extent, count], f"{out}.length")
+                piece = self.constant(ranks, out, "piece", [number])
+                begin = self.beside(ranks, "Mul", [step, piece], f"{out}.begin")
+                end = self.beside(ranks, "Add", [begin, step], f"{out}.end")
+            self.emit(ranks, "Slice", [name, begin, end, axis], out, after.value.producer())
 
     def _keep(self, move: mv.Keep, name: str, out: str, axes: Sequence[int]) -> None:
         """Terms of a sum of what all ranks have: it on the first along the axes, zeros on the others."""
@@ -301,8 +301,8 @@ class Writer:
             return
         for (number,), indices in Layout(move.after.mesh, (tuple(axes),)).holders.items():
             ranks = tuple(move.group[index] for index in indices)
-            once = self._constant(ranks, out, "once", np.array(number == 0, self._numbers_of(ranks, name)))
-            self._emit(ranks, "Mul", [name, once], out, None)
+            once = self.constant(ranks, out, "once", np.array(number == 0, self._numbers_of(ranks, name)))
+            self.emit(ranks, "Mul", [name, once], out, None)
 
     def _pad(self, move: mv.Pad, before: Copy, name: str, out: str, dim: int, axes: Sequence[int]) -> None:
         """Terms of a sum of what is cut: the own piece at its place among zeros; fixed ones where the size is fixed."""
@@ -311,15 +311,15 @@ class Writer:
         pieces = math.prod(move.after.mesh[axis] for axis in axes)
         for (number,), indices in Layout(move.after.mesh, (tuple(axes),)).holders.items():
             ranks = tuple(move.group[index] for index in indices)
-            axis, after = self._constant(ranks, out, "axis", [dim]), pieces - 1 - number
+            axis, after = self.constant(ranks, out, "axis", [dim]), pieces - 1 - number
             if isinstance(size, int):
-                pads = self._constant(ranks, out, "pads", [number * size, after * size])
+                pads = self.constant(ranks, out, "pads", [number * size, after * size])
             else:
-                extent = self._beside(ranks, "Shape", [name], f"{out}.shape")
-                extent = self._beside(ranks, "Gather", [extent, axis], f"{out}.extent")
-                pieces_around = self._constant(ranks, out, "around", [number, after])
-                pads = self._beside(ranks, "Mul", [extent, pieces_around], f"{out}.pads")
-            self._emit(ranks, "Pad", [name, pads, "", axis], out, None)
+                extent = self.beside(ranks, "Shape", [name], f"{out}.shape")
+                extent = self.beside(ranks, "Gather", [extent, axis], f"{out}.extent")
+                pieces_around = self.constant(ranks, out, "around", [number, after])
+                pads = self.beside(ranks, "Mul", [extent, pieces_around], f"{out}.pads")
+            self.emit(ranks, "Pad", [name, pads, "", axis], out, None)
 
     def _numbers_of(self, ranks: Group, name: str) -> np.dtype[Any]:
         (draft, *_) = self.drafts.of(ranks)
@@ -331,18 +331,18 @@ class Writer:
         for rank in ranks if name != out else ():
             self._identity(rank, name, out)
 
-    def _constant(self, ranks: Group, out: str, word: str, numbers: list[int] | np.ndarray) -> str:
+    def constant(self, ranks: Group, out: str, word: str, numbers: list[int] | np.ndarray) -> str:
         name = self.drafts.free(ranks, f"{out}.{word}")
         for draft in self.drafts.of(ranks):
             draft.constants[name] = np.array(numbers, np.int64) if isinstance(numbers, list) else numbers
         return name
 
-    def _beside(self, ranks: Group, op_type: str, inputs: Sequence[str], wanted: str, **attributes: int) -> str:
+    def beside(self, ranks: Group, op_type: str, inputs: Sequence[str], wanted: str, **attributes: int) -> str:
         """A node that makes what is no copy of a value, under a name that is free."""
-        return self._emit(ranks, op_type, inputs, self.drafts.free(ranks, wanted), None, **attributes)
+        return self.emit(ranks, op_type, inputs, self.drafts.free(ranks, wanted), None, **attributes)
 
-    def _emit(
-        self, ranks: Group, op_type: str, inputs: Sequence[str], out: str, source: ir.Node | None, **attributes: int
+    def emit(
+        self, ranks: Group, op_type: str, inputs: Sequence[str], out: str, source: ir.Node | None, **attributes: Any
     ) -> str:
         node = ir.Node(
             "",

@@ -25,6 +25,7 @@ from partc.compiler.parts.gradients import Gradient, GradientSums
 from partc.compiler.parts.lean_steps import lean_steps
 from partc.compiler.parts.localize import Localized, local_shape, local_value, localize
 from partc.compiler.parts.updates import Updates
+from partc.compiler.parts.written import is_written, write_forward
 from partc.compiler.placing.pattern_rules import output_ranks
 from partc.compiler.program import Comm, Copy, Group, Held, Part, Program, Step, captured
 from partc.compiler.training.training import Part as TrainingPart
@@ -46,6 +47,10 @@ def partition(program: Program) -> Program:
     for node in program.model.graph:
         for group in program.placement[node].groups:
             instance = Instance(node, group)
+            if is_written(node):
+                emitted[instance] = []
+                write_forward(writer, instance)
+                continue
             locals_ = localize(program, copies, instance, lambda copy: writer.names[copy])
             emitted[instance] = [(_put(drafts, node, local, ranks), ranks) for local, ranks in locals_]
         for value in node.outputs:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import onnx_ir as ir
+from partc.compiler.cutting.local_maps import enter_parameters, refuse_modes
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.load.names import node_paths
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.training import ParameterRule, TrainRules
 from partc.compiler.training.extremes import in_parts
@@ -42,6 +44,7 @@ def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool,
         to_evaluation(model)
         statistics.update(dict.fromkeys(running_statistics(graph)))
     else:
+        refuse_modes(model, node_paths(model))
         modes = to_training(model, cut=cut, seed=rules.seed, frozen=lambda name: name in how and how[name].frozen)
         statistics.update(dict.fromkeys(running_statistics(graph)))
         statistics.update(modes.statistics)
@@ -74,6 +77,7 @@ def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool,
     )
     if cut and part.backward:
         in_parts(model, training)
+        enter_parameters(model, {value: one for value, one in kept.items() if not one.frozen})
     return training
 
 

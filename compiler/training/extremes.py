@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.load.names import node_paths
 from partc.compiler.ops.extreme import EXTREME
+from partc.compiler.ops.local_map import SPREAD, is_collective
 from partc.compiler.ops.operands import constant_ints, operand
 from partc.compiler.ops.rule import OWN
 from partc.compiler.program import reads_of
@@ -27,6 +28,7 @@ _POOL = "GlobalMaxPool"
 
 def in_parts(model: ir.Model, training: Training) -> None:
     """Replaces every extreme through which a gradient flows, and whose axes are known, by its parts."""
+    _collectives_in_parts(model, training)
     flows = flowing(reads_of(model.graph), training)
     nodes = [node for node in model.graph if node in flows and _is_extreme(node)]
     known = ranked(model, nodes)
@@ -38,6 +40,46 @@ def in_parts(model: ir.Model, training: Training) -> None:
     module = modules(model)
     for node in nodes:
         _put_in_parts(node, known[node], module(str(node.name)))
+
+
+def _collectives_in_parts(model: ir.Model, training: Training) -> None:
+    """The same for an all_reduce of a local map by max or min: each rank has one element, and every rank reads the result."""
+    flows = flowing(reads_of(model.graph), training)
+    nodes = [
+        node
+        for node in model.graph
+        if node in flows and is_collective(node) and node.attributes.get_string("reduce", "sum") != "sum"
+    ]
+    known = ranked(model, nodes)
+    for node in nodes if nodes else ():
+        x, old = node.inputs[0], node.outputs[0]
+        assert x is not None
+        name, path = str(old.name), str(node.name or old.name)
+        y = ir.Value(name=name, type=old.type, shape=old.shape)
+        ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
+        old.name, old.shape = f"{name}.top", None
+        same, ones, count, whole = (ir.Value(name=f"{name}.{word}") for word in ("same", "ones", "count", "whole"))
+        axis, size = node.attributes.get_string("axis", ""), node.attributes.get_int("size", 1)
+        along: dict[str, int | str] = {"axis": axis, "size": size}
+        dtype = (known[node].dtype or ir.DataType.FLOAT).value
+        made = [
+            _node("", "Equal", [x, old], {}, same),
+            _node("", "Cast", [same], {"to": dtype}, ones),
+            _node(OWN, "AllReduce", [ones], {**along, "reduce": "sum"}, count),
+            _node(OWN, EXTREME, [x, old, same, count], {}, whole),
+            _node(OWN, SPREAD, [whole], along, y),
+        ]
+        for one, word in zip(made, ("same", "ones", "count", "whole", "spread"), strict=True):
+            one.name = f"{path}.{word}"
+            one.metadata_props.update(node.metadata_props)
+        model.graph.insert_after(node, made)
+
+
+def _node(
+    domain: str, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, int | str], made: ir.Value
+) -> ir.Node:
+    given = ir.convenience.convert_attributes(dict(attributes))
+    return ir.Node(domain, op_type, inputs, given, outputs=[made], version=1 if domain else None)
 
 
 def _is_extreme(node: ir.Node) -> bool:

@@ -1,0 +1,341 @@
+"""Collectives in a `model.py`: a function that speaks of one rank's shards, and what ranks do together inside of it.
+
+    from partc.compiler.collectives import all_reduce, local_map
+
+    def normalized(op, x):                                # x is the shard of one rank
+        total = all_reduce(op.ReduceSum(x), axis="dp")
+        return op.Div(x, total)
+
+    y = local_map(normalized, in_specs=(("dp", None),), out_specs=("dp", None))(op, x)
+
+Axes are those of the plan's mesh. A spec says of a tensor, per dim, which axis cuts it, as the cuts of `shard` do; None for the
+whole tensor: every rank has all of it. The meaning is that of the function run once for each coordinate of the axes, on its
+shards, and of the results joined as `out_specs` says; on one rank an axis has one coordinate. A result that a spec leaves uncut
+along an axis must be the same along it, which is proven: it is made of whole values and of results of all_reduce, all_gather
+and broadcast.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import onnx_ir as ir
+from onnxscript import OpBuilder
+from partc.compiler.declare import calling_line
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ops.local_map import AXIS_INDEX, COLLECTIVES, ENTER, INSIDE, LEAVE, LINE
+from partc.compiler.ops.rule import OWN
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "axis_index",
+    "broadcast",
+    "gather",
+    "local_map",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send_recv",
+]
+
+Axis: TypeAlias = str
+Spec: TypeAlias = Sequence[Any] | None
+_LAW = 'a spec has one entry for each dim: a mesh axis, a tuple of axes, or None; ("dp", None)'
+
+
+@dataclass
+class _Map:
+    """A local map whose function is being called: its axes, and by value inside the axes along which ranks differ."""
+
+    op: OpBuilder
+    axes: tuple[str, ...]
+    where: str
+    key: str
+    varying: dict[ir.Value, frozenset[str]] = field(default_factory=dict)
+
+
+_open: ContextVar[_Map | None] = ContextVar("partc_local_map", default=None)
+
+
+def local_map(
+    fn: Callable[..., Any] | None = None, *, in_specs: Sequence[Spec], out_specs: Any, axes: Sequence[str] = ()
+) -> Callable[..., Any]:
+    """The function as one of global values: called with `op` first, it runs `fn` on each rank's shards.
+
+    `in_specs` has one spec for each tensor, `out_specs` one, or a list of one for each result. `axes` names further axes that
+    `fn` uses. Without `fn` a decorator. Raises CompileError, all violations at once.
+    """
+    where = calling_line(sys._getframe(1))
+    if fn is None:
+        return functools.partial(local_map, in_specs=in_specs, out_specs=out_specs, axes=axes)
+    several = isinstance(out_specs, list)
+    problems: list[Problem] = []
+    given = [_spec(one, f"in_specs[{k}]", where, problems) for k, one in enumerate(in_specs)]
+    made = [
+        _spec(one, f"out_specs[{k}]", where, problems) for k, one in enumerate(out_specs if several else [out_specs])
+    ]
+    named = tuple(dict.fromkeys(axis for spec in (*given, *made) for dim in spec or () for axis in dim)) + tuple(axes)
+    if not named:
+        problems.append(
+            Problem(where, "local_map names no mesh axis", _LAW, 'cut a tensor by one, or write axes=["dp"]')
+        )
+    if problems:
+        raise CompileError(problems)
+    used = tuple(dict.fromkeys(named))
+
+    @functools.wraps(fn)
+    def mapped(op: OpBuilder, *arguments: Any) -> Any:
+        _check_call(op, arguments, given, where)
+        graph = op.builder.graph
+        scope = ".".join(part for part in op.builder._scope_names()[1:] if part)
+        one = _Map(op, used, where, f"{where}|{scope}|{graph.num_nodes()}|{','.join(used)}")
+        before = graph.num_nodes()
+        with _calling(one), _scope(op, getattr(fn, "__name__", "local_map")):
+            shards = [_border(one, ENTER, x, spec) for x, spec in zip(arguments, given, strict=True)]
+            results = fn(op, *shards)
+            values = list(results) if isinstance(results, list | tuple) else [results]
+            _follow(one, list(graph)[before:], problems)
+            problems.extend(_wrong_results(one, values, made, graph))
+            if problems:
+                raise CompileError(problems)
+            left = [_border(one, LEAVE, y, spec) for y, spec in zip(values, made, strict=True)]
+        for node in list(graph)[before:]:
+            node.metadata_props[INSIDE] = one.key
+        return left[0] if not isinstance(results, list | tuple) else type(results)(left)
+
+    return mapped
+
+
+def all_reduce(x: ir.Value, axis: Axis, reduce: str = "sum") -> ir.Value:
+    """On every rank the element-wise sum, max or min of what the ranks along the axis have."""
+    if reduce not in ("sum", "max", "min"):
+        line = calling_line(sys._getframe(1))
+        raise CompileError(Problem(line, f"the reduction is {reduce!r}", help="it is one of 'sum', 'max', 'min'"))
+    return _emit("AllReduce", x, axis, reduce=reduce)
+
+
+def all_gather(x: ir.Value, axis: Axis, dim: int = 0) -> ir.Value:
+    """On every rank what all ranks along the axis have, joined along `dim`."""
+    return _emit("AllGather", x, axis, dim=dim)
+
+
+def reduce_scatter(x: ir.Value, axis: Axis, dim: int = 0) -> ir.Value:
+    """The sum of what the ranks have, of which each gets its piece along `dim`."""
+    return _emit("ReduceScatter", x, axis, dim=dim)
+
+
+def all_to_all(x: ir.Value, axis: Axis, split_dim: int, concat_dim: int) -> ir.Value:
+    """A piece along `split_dim` to each rank, in order; what comes is joined along `concat_dim`."""
+    return _emit("AllToAll", x, axis, dim=split_dim, to=concat_dim)
+
+
+def broadcast(x: ir.Value, axis: Axis, root: int = 0) -> ir.Value:
+    """On every rank what the `root`-th along the axis has."""
+    return _emit("Broadcast", x, axis, root=root)
+
+
+def reduce(x: ir.Value, axis: Axis, root: int = 0) -> ir.Value:
+    """On the `root`-th rank the sum of what all have; zeros on the others."""
+    return _emit("Reduce", x, axis, root=root)
+
+
+def gather(x: ir.Value, axis: Axis, dim: int = 0, root: int = 0) -> ir.Value:
+    """On the `root`-th rank what all have, joined along `dim`; zeros of that shape on the others."""
+    return _emit("Gather", x, axis, dim=dim, root=root)
+
+
+def scatter(x: ir.Value, axis: Axis, dim: int = 0, root: int = 0) -> ir.Value:
+    """On each rank its piece, along `dim`, of what the `root`-th has."""
+    return _emit("Scatter", x, axis, dim=dim, root=root)
+
+
+def send_recv(x: ir.Value, axis: Axis, pairs: Sequence[tuple[int, int]]) -> ir.Value:
+    """What the first of a pair has, on the second; zeros where nothing comes. No rank sends, or gets, twice."""
+    line = calling_line(sys._getframe(1))
+    for who, places in (("sends", [a for a, _ in pairs]), ("gets a value", [b for _, b in pairs])):
+        if twice := [place for k, place in enumerate(places) if place in places[:k]]:
+            law = "a rank sends one value and gets one"
+            raise CompileError(
+                Problem(line, f"send_recv: place {twice[0]} {who} twice", law, "send again in a call of its own")
+            )
+    return _emit("SendRecv", x, axis, sources=[a for a, _ in pairs], targets=[b for _, b in pairs])
+
+
+def axis_index(axis: Axis) -> ir.Value:
+    """The rank's place along the axis, a number of int64."""
+    return _emit(AXIS_INDEX, None, axis)
+
+
+def _emit(op_type: str, x: ir.Value | None, axis: str, **attributes: Any) -> ir.Value:
+    one, line = _open.get(), calling_line(sys._getframe(2))
+    name = sys._getframe(1).f_code.co_name
+    if one is None:
+        fact, law = f"{name} is called outside of a local map", "a collective speaks of the shards that ranks have"
+        raise CompileError(Problem(line, fact, law, "call it in a function that `local_map` runs"))
+    if axis not in one.axes:
+        law = f"the local map at {one.where} has {', '.join(repr(known) for known in one.axes)}"
+        raise CompileError(
+            Problem(line, f"{name}: no axis '{axis}' here", law, f'write axes=["{axis}"] there, or another axis here')
+        )
+    if x is not None and not isinstance(x, ir.Value):
+        raise CompileError(Problem(line, f"{name} takes a tensor, but got {x!r}"))
+    attributes = {key: value for key, value in attributes.items() if value != []}
+    given = [] if x is None else [x]
+    made: ir.Value = getattr(one.op, op_type)(*given, _domain=OWN, _version=1, axis=axis, size=1, **attributes)
+    node = made.producer()
+    assert node is not None
+    node.metadata_props[LINE] = line
+    return made
+
+
+def _border(one: _Map, op_type: str, x: ir.Value, spec: tuple[tuple[str, ...], ...] | None) -> ir.Value:
+    said = {"spec": [",".join(dim) for dim in spec]} if spec else {}
+    made: ir.Value = getattr(one.op, op_type)(x, _domain=OWN, _version=1, axes=list(one.axes), **said)
+    node = made.producer()
+    assert node is not None
+    node.metadata_props[LINE] = one.where
+    rank = len(spec) if spec is not None else len(x.shape) if x.shape is not None else None
+    made.type, made.shape = x.type, None if rank is None else ir.Shape([None] * rank)
+    if op_type == ENTER:
+        one.varying[made] = frozenset(axis for dim in spec or () for axis in dim)
+    return made
+
+
+def _follow(one: _Map, nodes: Sequence[ir.Node], problems: list[Problem]) -> None:
+    """Along which axes ranks differ in what nodes make; what they read from outside enters as an argument."""
+    inside = {out for node in nodes for out in node.outputs}
+    told: set[ir.Value] = set()
+    for node in nodes:
+        found: frozenset[str] = frozenset()
+        for value in node.inputs:
+            if value is None:
+                continue
+            maker = value.producer()
+            outside = value.is_graph_input() or (
+                value not in inside and maker is not None and maker.op_type != "Constant"
+            )
+            if outside and node.op_type != ENTER and value not in told:
+                told.add(value)
+                fact = f"{node.op_type} reads '{value.name}', which is made outside of the local map"
+                law, help = "inside, a value is one rank's", "hand it in as an argument, with a spec"
+                problems.append(Problem(one.where, fact, law, help))
+            found |= one.varying.get(value, frozenset())
+        if any(attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attr in node.attributes.values()):
+            problems.append(
+                Problem(
+                    one.where, f"{node.op_type} is called in a local map", "its ops have no bodies", "call it outside"
+                )
+            )
+        axis = node.attributes.get_string("axis", "") if node.domain == OWN else ""
+        if node.domain == OWN and node.op_type in COLLECTIVES:
+            found = found - {axis} if COLLECTIVES[node.op_type].same else found | {axis}
+        elif node.domain == OWN and node.op_type == AXIS_INDEX:
+            found |= {axis}
+        elif node.op_type.startswith("Random") or node.op_type in ("Bernoulli", "Multinomial"):
+            found = frozenset(one.axes)
+        for out in node.outputs:
+            one.varying.setdefault(out, found)
+
+
+def _wrong_results(
+    one: _Map, values: Sequence[Any], made: Sequence[tuple[tuple[str, ...], ...] | None], graph: ir.Graph
+) -> Iterator[Problem]:
+    if len(values) != len(made):
+        yield Problem(one.where, f"out_specs has {len(made)} specs, and the function gives {len(values)} results")
+        return
+    for k, (value, spec) in enumerate(zip(values, made, strict=True)):
+        if not isinstance(value, ir.Value):
+            yield Problem(one.where, f"result {k} is {value!r}, which is no value of the graph")
+            continue
+        if spec is not None and value.shape is not None and len(value.shape) != len(spec):
+            yield Problem(
+                one.where, f"out_specs[{k}] has {len(spec)} entries, and the result {len(value.shape)} dims", _LAW
+            )
+        cut = {axis for dim in spec or () for axis in dim}
+        if missing := sorted(one.varying.get(value, frozenset()) - cut):
+            fact = f"result {k} may differ along '{missing[0]}', and its spec does not cut it by '{missing[0]}'"
+            law = "a result that is not cut along an axis is the same there"
+            yield Problem(
+                one.where, fact, law, f"all_reduce, all_gather or broadcast it, or name '{missing[0]}' in its spec"
+            )
+
+
+def _check_call(
+    op: object, arguments: Sequence[object], given: Sequence[tuple[tuple[str, ...], ...] | None], where: str
+) -> None:
+    problems = []
+    if not isinstance(op, OpBuilder):
+        law = "what it runs is traced: its first argument is the op builder of forward"
+        problems.append(Problem(where, "a local map is called without the op builder", law, "call it with op first"))
+    elif op.builder.parent is not None:
+        problems.append(Problem(where, "a local map is called in a body of If, Loop or Scan", help="call it outside"))
+    if _open.get() is not None:
+        problems.append(
+            Problem(where, "a local map is called within another", "local maps do not nest", "call the function itself")
+        )
+    if len(arguments) != len(given):
+        fact = f"in_specs has {len(given)} specs, and the call gives {len(arguments)} tensors"
+        problems.append(Problem(where, fact, help="write one for each, None for a whole one"))
+    for k, x in enumerate(arguments):
+        spec = given[k] if k < len(given) else None
+        if not isinstance(x, ir.Value):
+            problems.append(Problem(where, f"argument {k} is {x!r}, which is no value of the graph"))
+        elif spec is not None and x.shape is not None and len(x.shape) != len(spec):
+            fact = f"in_specs[{k}] has {len(spec)} entries, and the tensor {len(x.shape)} dims"
+            problems.append(Problem(where, fact, _LAW))
+    if problems:
+        raise CompileError(problems)
+
+
+def _spec(spec: Spec, name: str, where: str, problems: list[Problem]) -> tuple[tuple[str, ...], ...] | None:
+    if spec is None:
+        return None
+    found: list[tuple[str, ...]] = []
+    wrong = isinstance(spec, str | Mapping) or not isinstance(spec, Sequence)
+    for entry in () if wrong else spec:
+        names = (
+            ()
+            if entry is None
+            else (entry,)
+            if isinstance(entry, str)
+            else tuple(entry)
+            if isinstance(entry, tuple)
+            else (0,)
+        )
+        wrong = wrong or not all(isinstance(one, str) and one.isidentifier() for one in names)
+        found.append(names)
+    flat = [axis for dim in found for axis in dim]
+    if wrong or len(set(flat)) < len(flat):
+        problems.append(Problem(where, f"{name} is {spec!r}", _LAW, "name an axis once in a spec"))
+    return tuple(found)
+
+
+@contextmanager
+def _scope(op: OpBuilder, name: str) -> Iterator[None]:
+    """Within, nodes get a scope of the function's name."""
+    rootless = not op.builder._scope_names()
+    scopes = ([""] if rootless else []) + [name if name.isidentifier() else "local_map"]
+    for scope in scopes:
+        op.builder.push_module(scope)
+    try:
+        yield
+    finally:
+        for _ in scopes:
+            op.builder.pop_module()
+
+
+@contextmanager
+def _calling(one: _Map) -> Iterator[None]:
+    token = _open.set(one)
+    try:
+        yield
+    finally:
+        _open.reset(token)
