@@ -19,6 +19,7 @@ from partc.compiler.cutting.budget import check_budget
 from partc.compiler.cutting.local_maps import with_sizes
 from partc.compiler.cutting.normalize import TARGET, cuts, normalize
 from partc.compiler.cutting.packed import unpack
+from partc.compiler.cutting.rotary import repeat_tables
 from partc.compiler.cutting.sharding import shard
 from partc.compiler.cutting.straighten import straighten
 from partc.compiler.errors import CompileError, Problem
@@ -47,6 +48,7 @@ Watch = Callable[[str], None]
 """Is told the name of what begins."""
 PASSES: tuple[Pass, ...] = (
     shapes,
+    repeat_tables,
     straighten,
     unpack,
     follow_annotations,

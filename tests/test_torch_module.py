@@ -207,3 +207,46 @@ def test_mistakes(tmp_path: Path) -> None:
     assert "\n  if x.sum() > 0:\n" in message
     message = refused(NET + INPUTS + 'dynamic_shapes = {"y": {0: "batch"}}\nmodel = Net()\n')
     assert "dynamic_shapes is" in message
+
+
+ATTENTION = """
+import torch
+from torch import nn
+from torch.nn import functional
+from partc.compiler import Input
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+torch.manual_seed(3)
+model = Attention().eval()
+inputs = {"x": Input(["batch", "seq", 16])}
+"""
+
+
+def test_attention_is_cut_without_a_message_but_one(tmp_path: Path) -> None:
+    """Exported at the opset whose ops are all cut: packed queries, keys and values by colwise alone, and torch's fused attention."""
+    from partc.compiler.pipeline import compile_model
+    from partc.runtime import load_local
+
+    (tmp_path / "model.py").write_text(ATTENTION)
+    (tmp_path / "plan.yaml").write_text("ranks: 2\nsharding: {qkv: colwise, out: rowwise}\n")
+    report = compile_model(tmp_path / "model.py", tmp_path / "plan.yaml", tmp_path / "build")
+    assert report.program.model.opset_imports[""] == 21
+    assert len(report.program.events) == 1
+    assert report.program.events[0].op_type in ("AllReduce", "Reduce")
+    scope: dict[str, object] = {}
+    exec(ATTENTION, scope)
+    module = scope["model"]
+    with load_local(report.out) as ranks:
+        for batch, length in ((2, 5), (3, 9)):
+            x = torch.randn(batch, length, 16)
+            have = ranks({"x": x.numpy()})["output"]
+            np.testing.assert_allclose(have, module(x).detach().numpy(), rtol=1e-4, atol=1e-5)

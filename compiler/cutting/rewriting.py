@@ -50,6 +50,12 @@ class Rewriting:
         self.values[value] = ValueInfo("tensor(int64)", shape, 8)
         return value
 
+    def vector(self, name: str, size: int) -> ir.Value:
+        """A new vector of int64 that a node makes."""
+        value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([size]))
+        self.values[value] = ValueInfo("tensor(int64)", (size,), 8)
+        return value
+
     def put(
         self,
         before: ir.Node,

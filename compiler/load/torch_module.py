@@ -27,6 +27,10 @@ from partc.compiler.load.user_code import own_frames
 if TYPE_CHECKING:
     import torch
 
+OPSET = 21
+"""What rules are written for and training converts to. From 23 on torch writes attention and rotary embeddings as single ops, of
+which onnxruntime refuses what the standard's broadcasting allows: tables of one record for a dynamic batch."""
+
 _BATCH_NORM_IN_TRAINING = "_native_batch_norm_legit_functional"
 _QUOTED = re.compile(r"'([^']*)'")
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
@@ -61,7 +65,8 @@ def export(
     arguments = _exported_with(tensors, dims, sequential)
     try:
         with _quiet():
-            program: Any = torch.onnx.export(module, **arguments, dynamo=True, optimize=False, verbose=False)
+            options: dict[str, Any] = {"dynamo": True, "optimize": False, "verbose": False, "opset_version": OPSET}
+            program: Any = torch.onnx.export(module, **arguments, **options)
     except Exception as error:
         raise _refusal(error, where, collector) from error
     if program is None:
