@@ -9,6 +9,7 @@ import onnx
 import pytest
 import small_training
 from onnx import numpy_helper
+from partc.compiler.cutting.budget import check_budget
 from partc.compiler.errors import CompileError
 from partc.compiler.program import Comm, Op, Program
 from partc.runtime.check import check_artifact
@@ -233,3 +234,22 @@ def test_statistics_are_replaced_on_a_group_in_another_order(tmp_path: Path) -> 
         plan = f"ranks: 2\nsymbols: {{batch: {{divisor: 2}}}}\nplacement: {{head: {place}}}\n{cut}{train}"
         small_training.compiled(tmp_path / "build", text, "", plan)
         assert check_artifact(tmp_path / "build") == []
+
+
+def test_an_op_inside_a_styled_module_that_needs_a_dim_whole_is_told() -> None:
+    proto = model(
+        f"""{HEAD} m (float[4, 6] x, float[6, 6] w) => (float[4, 6] y) {{
+            ["block.up"] h = MatMul (x, w)
+            ["block.soft"] s = Softmax <axis = -1> (h)
+            ["block.turn"] y = Neg (s)
+        }}"""
+    )
+    proto.graph.initializer.append(numpy_helper.from_array(np.tile(X[:1] / 3, (6, 1)), "w"))
+    del proto.graph.input[1]
+    program = same_as_whole(proto, "ranks: 2\nsharding: {block: colwise}\n", {"x": X}, rtol=0, atol=1e-5)
+    (told,) = program.warnings
+    assert (
+        told == "plan.yaml:2: 'h' is cut [1, 2], but Softmax (block.soft) needs dim 1 of it whole: it is gathered there"
+    )
+    with pytest.raises(CompileError, match=r"read by block\.soft"):
+        check_budget(program, strict=True)

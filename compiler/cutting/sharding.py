@@ -20,7 +20,7 @@ from partc.compiler.cutting.propagate import Given, Propagation
 from partc.compiler.cutting.region_cuts import group_mesh
 from partc.compiler.cutting.seeds import seed
 from partc.compiler.cutting.uncut import uncut
-from partc.compiler.cutting.unmet import not_taken
+from partc.compiler.cutting.unmet import gathered_inside, not_taken
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.lost import dim_of, how_lost
@@ -58,6 +58,7 @@ def shard(program: Program) -> Program:
         uncut(program, derived)
         unmet, told = not_taken(program, choices, given, laws.refusal)
         problems = [*unmet, *laws.violations(choices, given)]
+        told += gathered_inside(program, choices)
         told += lost_cuts(program, choices, derived)
         program = replace(program, warnings=(*program.warnings, *told, *_levels(program)))
         lines = {PurePath(rule.where).name: rule.where for rule in (*program.declared.sharding, *program.plan.sharding)}

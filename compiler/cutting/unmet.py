@@ -16,6 +16,9 @@ from partc.compiler.errors import Problem
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.mesh import normal
 from partc.compiler.ops.rule import WHOLE
+from partc.compiler.placing.pattern_rules import sharding_rules
+from partc.compiler.plan.pattern import compile_pattern
+from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.program import Program
 
 Refusal = Callable[[Instance, Choice, str, int, str], Problem | None]
@@ -73,3 +76,27 @@ def _needs_whole(program: Program, choice: Choice, instance: Instance, k: int, l
         return ""
     dims = f"dim {whole[0]}" if len(whole) == 1 else f"dims {', '.join(map(str, whole))}"
     return f"{where}: '{value.name}' enters cut {layout}, but {op} needs {dims} of it whole: it is gathered there"
+
+
+def gathered_inside(program: Program, choices: Mapping[Instance, Choice]) -> Iterator[str]:
+    """Warnings of ops inside a module with a strategy or a style that need whole what another op inside gives them cut."""
+    rules, _ = sharding_rules(program)
+    for instance, choice in choices.items():
+        rule = rules.get(instance.node)
+        if rule is None or rule.style == "replicate" or not _is_inside(rule, program.paths[instance.node]):
+            continue
+        for k, value in enumerate(instance.node.inputs):
+            producer = value.producer() if value is not None else None
+            maker = choices.get(Instance(producer, instance.group)) if producer is not None else None
+            if value is None or producer is None or maker is None or rules.get(producer) is not rule:
+                continue
+            made = maker.output(producer.outputs.index(value))
+            text = _needs_whole(program, choice, instance, k, made, rule.where) if made is not None else ""
+            if text:
+                yield text.replace(" enters cut ", " is cut ")
+
+
+def _is_inside(rule: ShardingRule, path: str) -> bool:
+    """Whether a rule speaks of a module around the node, not of the node itself."""
+    matches, parts = compile_pattern(rule.pattern).matches, path.split(".")
+    return any(matches(".".join(parts[:end])) for end in range(1, len(parts)))
