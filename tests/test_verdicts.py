@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from mutated import change_file
+from mutations import KINDS
 from onnx import ModelProto, numpy_helper
+from partc.cli.alone import compile_alone
 from partc.cli.main import invoke
+from partc.cli.trace import Compiled, first_difference
+from partc.compiler.pipeline import compile_model
 
 Fault = Callable[[ModelProto], None]
 
@@ -147,8 +152,8 @@ def verdict(
     (folder / "plan.yaml").write_text(case.plan)
     compile_model = pipeline.compile_model
 
-    def faulty(*arguments: object) -> pipeline.Report:
-        report = compile_model(*arguments)  # type: ignore[arg-type]
+    def faulty(*arguments: Any, **options: Any) -> pipeline.Report:
+        report = compile_model(*arguments, **options)
         for pattern, change in faults:
             for file in sorted(report.out.glob(pattern)):
                 change_file(report.out, file.name, change)
@@ -215,3 +220,21 @@ def test_a_fault_is_told_with_the_first_value_that_differs(
     assert code == 1, told
     assert "NOT EQUAL" in told
     assert first in told
+
+
+@pytest.mark.parametrize("name", ["placed", "two groups", "tensor parallel training"])
+def test_nothing_inside_of_a_sound_artifact_differs(name: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    random = np.random.default_rng(5)
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 21]> {kind.text}')
+    for weight, shape in kind.weights.items():
+        proto.graph.initializer.append(numpy_helper.from_array(random.normal(size=shape).astype(np.float32), weight))
+    model, plan = tmp_path / "model.onnx", tmp_path / "plan.yaml"
+    onnx.save(proto, model)
+    plan.write_text(kind.plan)
+    report = compile_model(model, plan, tmp_path / "build")
+    alone = compile_alone(model, report.program.plan, tmp_path / "alone")
+    inputs: dict[str, Any] = {word: random.normal(size=shape).astype(np.float32) for word, shape in kind.inputs.items()}
+    inputs |= {word: random.integers(0, count, 4) for word, count in kind.classes.items()}
+    inputs |= {word: np.array(0.1, np.float32) for word in ("lr", "bias1", "bias2")}
+    assert first_difference(alone, Compiled(report.program, report.out), inputs, tmp_path) == ""
