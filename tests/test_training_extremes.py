@@ -25,6 +25,8 @@ FORMS = {
     "columns, no dim kept": """axes = Constant <value_ints = [-1]> () low = ReduceMin <keepdims = 0> (h, axes)
         wide = Unsqueeze (low, axes) share = Mul (h, wide)""",
     "everything": "top = ReduceMax <keepdims = 0> (h) share = Sub (h, top)",
+    "one of another": """axes = Constant <value_ints = [1]> () row = ReduceMax <keepdims = 1> (h, axes)
+        top = ReduceMin <keepdims = 0> (row) share = Sub (h, top)""",
     "positions": """parts = Constant <value_ints = [0, 3, 2, 2]> () image = Reshape (h, parts) top = GlobalMaxPool (image)
         flat = Constant <value_ints = [0, 12]> () less = Sub (image, top) share = Reshape (less, flat)""",
     "a softmax by hand": """axes = Constant <value_ints = [1]> () top = ReduceMax <keepdims = 1> (h, axes) less = Sub (h, top)
@@ -59,6 +61,14 @@ def test_an_extreme_along_a_cut_dim_trains(form: str, plan: str, tmp_path: Path)
     random = np.random.default_rng(5)
     steps = [{"x": random.integers(-1, 2, (rows, 6)).astype(np.float32)} for rows in (4, 8)]
     same_training(lambda: source, PLANS[plan] + TRAIN, tmp_path, steps, rtol=1e-5, atol=1e-4)
+
+
+def test_an_extreme_of_an_extreme_whose_shape_the_model_tells(tmp_path: Path) -> None:
+    source = from_text(MODEL.replace("NODES", FORMS["one of another"]), {"w": (6, 12), "v": (12, 4)})
+    (row,) = [node.outputs[0] for node in source.model.graph if node.op_type == "ReduceMax"]
+    row.type, row.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(["B", 1])
+    steps = [{"x": np.random.default_rng(2).standard_normal((4, 6)).astype(np.float32)}]
+    same_training(lambda: source, PLANS["columns over 2"] + TRAIN, tmp_path, steps, rtol=1e-5, atol=1e-4)
 
 
 def test_ranks_reduce_the_extreme_and_the_number_of_equal_elements(tmp_path: Path) -> None:

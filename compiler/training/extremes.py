@@ -35,11 +35,12 @@ def in_parts(model: ir.Model, training: Training) -> None:
     nodes = [node for node in nodes if known[node].shape is not None and _axes(node, known[node]) != ()]
     if not nodes:
         return
+    whole = {node: (_axes(node, known[node]), known[node].dtype) for node in nodes}  # an extreme may read another
     for node, path in node_paths(model).items():
         node.name = path
     module = modules(model)
     for node in nodes:
-        _put_in_parts(node, known[node], module(str(node.name)))
+        _put_in_parts(node, *whole[node], module(str(node.name)))
 
 
 def _collectives_in_parts(model: ir.Model, training: Training) -> None:
@@ -98,12 +99,13 @@ def _axes(node: ir.Node, x: ir.Value) -> tuple[int, ...]:
     return tuple(sorted(axis % rank for axis in axes)) if axes else tuple(range(rank))
 
 
-def _put_in_parts(node: ir.Node, like: ir.Value, metadata: Mapping[str, str]) -> None:
+def _put_in_parts(
+    node: ir.Node, axes: tuple[int, ...], kind_of_x: ir.DataType | None, metadata: Mapping[str, str]
+) -> None:
     """Keeps the node, as the first of the parts; the others belong to the module of its path."""
     graph, x, old = node.graph, node.inputs[0], node.outputs[0]
     assert isinstance(graph, ir.Graph)
     assert x is not None
-    axes = _axes(node, like)
     keeps = node.op_type == _POOL or bool(node.attributes.get_int("keepdims", 1))
     path, name = str(node.name), str(old.name)
     over = node.inputs[1] if len(node.inputs) > 1 and constant_ints(node, 1) else None
@@ -129,7 +131,7 @@ def _put_in_parts(node: ir.Node, like: ir.Value, metadata: Mapping[str, str]) ->
         return made
 
     same = add("Equal", [x, old], "same", ir.Value(name=f"{name}.same"))
-    dtype = (like.dtype or ir.DataType.FLOAT).value
+    dtype = (kind_of_x or ir.DataType.FLOAT).value
     ones = add("Cast", [same], "ones", ir.Value(name=f"{name}.ones"), to=dtype)
     count = add("ReduceSum", [ones, over], "count", ir.Value(name=f"{name}.count"), keepdims=1)
     whole = y if keeps else ir.Value(name=f"{name}.kept")
