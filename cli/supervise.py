@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -33,6 +34,7 @@ _PATIENCE = 4.0
 _LAST_PATIENCE = 2.0
 _POLL = 0.05
 _PR_SET_PDEATHSIG = 1
+_REMEMBERED = 40
 
 
 class Stopped(Exception):
@@ -61,10 +63,15 @@ class _Heard:
     first_dead: int | None = None
     on_stdout: Noise = field(default_factory=Noise)
     on_stderr: Noise = field(default_factory=Noise)
+    passed: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     def ended(self) -> Ended | None:
         """How a rank ended, by the launcher's words."""
         return self.on_stderr.ended() or self.on_stdout.ended()
+
+    def words(self) -> list[str]:
+        """All that was held back, and what passed last."""
+        return [*self.on_stdout.lines, *self.on_stderr.lines, *self.passed]
 
     def show_noise(self) -> None:
         """Prints what was held back."""
@@ -169,6 +176,7 @@ def _listen(stream: IO[bytes], heard: _Heard) -> None:
         if framed:
             heard.fail(_failure(text))
         elif not heard.on_stderr.hold(line):
+            heard.passed.append(line)
             sys.stderr.write(line)
             sys.stderr.flush()
         elif heard.on_stderr.ended() is not None:
@@ -221,10 +229,19 @@ def _verdict(code: int, heard: _Heard, scratch: Scratch, where: Callable[[int, i
     rank = ended.rank if ended.rank is not None else heard.first_dead
     if rank is None or not 0 <= rank < scratch.ranks:
         heard.show_noise()
-        say.failure(f"the launcher ended with exit code {code}, and no rank said why")
+        say.failure(f"the launcher ended with exit code {code}, and no rank said why{_as_root(heard)}")
         return 1
     say.failure(f"rank {rank} {_manner(ended)} {_position(rank, scratch, where)}{_advice(ended)}")
     return 1
+
+
+def _as_root(heard: _Heard) -> str:
+    """The remedy where Open MPI does not want to work for root; `partc run` allows it, but a launcher may not be told so."""
+    if not any("run as root" in line or "allow-run-as-root" in line for line in heard.words()):
+        return ""
+    return (
+        "\n  help: Open MPI refuses root: give it its option, partc run -- --allow-run-as-root, or run as another user"
+    )
 
 
 def _by_exit_code(code: int) -> Ended:

@@ -15,6 +15,8 @@ import pytest
 from handmade import chain, chain_reference
 from partc.cli.launcher import Hosts, Kind, Launcher, Place, command_line, find_launcher, surrounding_job
 from partc.cli.noise import Ended, Noise
+from partc.cli.scratch import Scratch
+from partc.cli.supervise import supervise
 from partc.runtime.errors import UsageError
 
 WITHIN = 10.0
@@ -257,3 +259,12 @@ def test_the_end_of_one_process_is_the_end_of_all(
     assert err.count("rank") == expected.count("rank") or " step " in err
     assert "Traceback" not in err
     assert not any(running(pid) for pid in pids)
+
+
+def test_a_launcher_that_refuses_root_is_told_with_the_remedy(capfd: pytest.CaptureFixture[str]) -> None:
+    words = "prterun has detected an attempt to run as root.\\n\\nYou can override this by adding the --allow-run-as-root\\n"
+    with Scratch(2) as scratch:
+        command = ["sh", "-c", f"printf '%b' '{words}' >&2; exit 1"]
+        code = supervise(command, os.environ, scratch, lambda rank, action: "", lambda: None, lambda: None)
+    assert code == 1
+    assert "help: Open MPI refuses root: give it its option, partc run -- --allow-run-as-root" in capfd.readouterr().err

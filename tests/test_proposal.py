@@ -50,15 +50,27 @@ class _Graph:
         return self.node(f"{name}.Norm", "LayerNormalization", x, self.weight(f"{name}.weight", WIDTH))
 
 
-def transformer(layers: int = 3, batch: int | str = "batch") -> onnx.ModelProto:
+def projections(g: _Graph, layer: str, h: str, packed: bool) -> list[str]:
+    """Queries, keys and values; `packed` of one product."""
+    if not packed:
+        return [g.linear(f"{layer}.attn.{name}", h, WIDTH, WIDTH) for name in "qkv"]
+    made = [f"{layer}.attn.{name}.out" for name in "qkv"]
+    both = g.linear(f"{layer}.attn.qkv", h, WIDTH, 3 * WIDTH)
+    g.nodes.append(helper.make_node("Split", [both], made, f"{layer}.attn.split", axis=2, num_outputs=3))
+    return made
+
+
+def transformer(layers: int = 3, batch: int | str = "batch", packed: bool = False) -> onnx.ModelProto:
     g = _Graph()
     split, joined = g.integers("split", 0, 0, HEADS, WIDTH // HEADS), g.integers("joined", 0, 0, WIDTH)
     x = g.node("embed.Gather", "Gather", g.weight("embed.weight", WORDS, WIDTH), "ids")
     for layer in (f"layers.{k}" for k in range(layers)):
         h = g.norm(f"{layer}.norm1", x)
         heads = []
-        for name, order in (("q", (0, 2, 1, 3)), ("k", (0, 2, 3, 1)), ("v", (0, 2, 1, 3))):
-            one = g.node(f"{layer}.{name}_split", "Reshape", g.linear(f"{layer}.attn.{name}", h, WIDTH, WIDTH), split)
+        for name, order, made in zip(
+            "qkv", ((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3)), projections(g, layer, h, packed), strict=True
+        ):
+            one = g.node(f"{layer}.{name}_split", "Reshape", made, split)
             heads.append(g.node(f"{layer}.{name}_heads", "Transpose", one, perm=order))
         scores = g.node(f"{layer}.attn.scores", "Softmax", g.node(f"{layer}.attn.qk", "MatMul", *heads[:2]))
         mixed = g.node(f"{layer}.attn.mix", "MatMul", scores, heads[2])
@@ -123,6 +135,15 @@ def test_cuts_are_lines_with_reasons() -> None:
     }
     assert "# each rank makes 15 of 30 columns in up, summed over in down: 1 AllReduce, 3 times" in text
     assert "# Communication in a step: 7 AllReduce, 1 Exchange." in text
+
+
+def test_packed_projections_are_recognized_by_their_split() -> None:
+    proto = transformer(2, packed=True)
+    text, _ = propose(source(proto), "model.onnx", Degrees(tp=2))
+    rules = {rule.pattern: rule.style for rule in parse_plan(text, "plan.yaml").sharding}
+    assert (rules["layers.*.attn.qkv"], rules["layers.*.attn.out"]) == ("colwise", "rowwise")
+    program = same_as_whole(proto, text, ids(2, 5), rtol=1e-4, atol=1e-5)
+    assert sum(event.op_type == "AllReduce" for event in program.events) == 5
 
 
 def test_what_cannot_be_cut_is_said_and_left_whole() -> None:

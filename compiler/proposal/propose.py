@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 from partc.compiler.cutting.budget import largest_first
+from partc.compiler.cutting.packed import unpack
+from partc.compiler.cutting.straighten import straighten
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.names import node_paths
@@ -65,8 +67,12 @@ def propose(source: Source, name: str, degrees: Degrees) -> tuple[str, list[str]
     batch = _batch(source, degrees.dp)
     mesh = f"mesh: {{{', '.join(f'{axis}: {size}' for axis, size in degrees.mesh.items())}}}"
     frame = f"ranks: {degrees.ranks}\n{mesh if degrees.mesh else ''}\n"
-    program = shapes(start(source, parse_plan(frame, _FILE), name))
-    cut = tensor_parallel(program, degrees.tp) if degrees.tp > 1 else None
+    program = shapes(_started(source, frame, name))
+    cut = (
+        tensor_parallel(_taken_apart(source, frame, name), program.paths.values(), degrees.tp)
+        if degrees.tp > 1
+        else None
+    )
     stages = balanced_stages(program, degrees.stages) if degrees.stages > 1 else []
     paths = node_paths(source.model)
     symbols = {**source.declared.symbols, **batch.symbols}
@@ -80,13 +86,27 @@ def propose(source: Source, name: str, degrees: Degrees) -> tuple[str, list[str]
 
         bare = text([])
         try:
-            done = run_passes(start(source, parse_plan(bare, _FILE), name))
+            done = run_passes(_started(source, bare, name))
         except CompileError as error:
             if cut is None or (cut := _without(cut, bare, error.problems)) is None:
                 raise
             continue
         return text(_head(degrees, done, cut, missing)), missing
     raise CompileError(Problem(name, "the compiler refuses what is proposed", help="give partc plan fewer ranks"))
+
+
+def _started(source: Source, text: str, name: str) -> Program:
+    """The program before any pass by the text of a plan; passes may rewrite its model, so it is one of its own."""
+    return start(dataclasses.replace(source, model=source.model.clone()), parse_plan(text, _FILE), name)
+
+
+def _taken_apart(source: Source, frame: str, name: str) -> Program:
+    """The program with packed weights taken apart, as `colwise` does, so that each part is linked by itself."""
+    program = straighten(shapes(_started(source, f'{frame}sharding: {{"**": colwise}}\n', name)))
+    try:
+        return unpack(program)
+    except CompileError:
+        return straighten(shapes(_started(source, frame, name)))
 
 
 def _ranks(degrees: Degrees, mesh: str) -> Iterator[str]:

@@ -49,11 +49,14 @@ class TensorParallel:
                 yield from (f"{pattern}: {style}" for pattern in patterns(chosen, covered[style]))
 
 
-def tensor_parallel(program: Program, pieces: int) -> TensorParallel:
-    """The cuts of a model in global shapes over an axis of so many ranks."""
+def tensor_parallel(program: Program, paths: Iterable[str], pieces: int) -> TensorParallel:
+    """The cuts of a model in global shapes over an axis of so many ranks.
+
+    `paths` are those of the model's own nodes: a node that is not among them stands for a part of one that is.
+    """
     total = sum(value.const_value.nbytes for value in program.model.graph.initializers.values() if value.const_value)
     chosen, refused = _choose(program, linked_dims(program), pieces, total)
-    regions = _Regions(program)
+    regions = _Regions(program, frozenset(paths))
     alike: dict[tuple[tuple[str, str], ...], list[tuple[Linked, list[Style]]]] = {}
     for one in chosen:
         styles = [Style(regions.of(node), "colwise") for node in one.made]
@@ -109,11 +112,11 @@ def _ends(one: Linked) -> bool:
 class _Regions:
     """The shortest name of a product: its module where that holds no other weight of two dims, else the node itself."""
 
-    def __init__(self, program: Program) -> None:
-        self.paths = program.paths
-        self.inside: dict[str, int] = {}
+    def __init__(self, program: Program, own: frozenset[str]) -> None:
+        self.paths = {node: path if path in own else path.rpartition(".")[0] for node, path in program.paths.items()}
+        inside: dict[str, set[str]] = {}
         constants = set(program.model.graph.initializers.values())
-        for node, path in program.paths.items():
+        for node, path in self.paths.items():
             several = [v for v in program.reads[node] if v in constants and v.shape is not None and len(v.shape) > 1]
             if all(value in constants for value in program.reads[node]):
                 constants.update(node.outputs)
@@ -121,7 +124,8 @@ class _Regions:
             if several:
                 for end in range(len(parts := path.split("."))):
                     module = ".".join(parts[:end])
-                    self.inside[module] = self.inside.get(module, 0) + 1
+                    inside.setdefault(module, set()).add(path)
+        self.inside = {module: len(paths) for module, paths in inside.items()}
 
     def of(self, node: ir.Node) -> str:
         path = self.paths[node]
