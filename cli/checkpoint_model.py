@@ -25,10 +25,14 @@ def export_model(checkpoint: Checkpoint, model: Path, path: Path, inline_bytes: 
     """
     from onnx_ir.passes.common import RemoveUnusedNodesPass
     from partc.compiler.load import load
+    from partc.compiler.ops.local_map import is_inside
     from partc.compiler.training.modes import to_evaluation
     from partc.compiler.training.shared import split_as
 
     program = load(model).model
+    if any(is_inside(node) for node in program.graph):
+        fact = f"{model}: it has local maps, whose meaning is that of the mesh of a plan"
+        raise CheckpointError(f"{fact}\n  help: evaluate it by the plan, with `partc eval`")
     split_as(program, checkpoint.index.tensors)
     replaced = _replace(program, checkpoint, model)
     to_evaluation(program)

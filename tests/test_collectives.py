@@ -131,6 +131,45 @@ def test_each_collective(name: str, tmp_path: Path) -> None:
     same_training(lambda: load(model), TWO + TRAIN, tmp_path, steps, rtol=1e-5, atol=2e-4, whole=unsharded)
 
 
+MEANINGS: dict[str, tuple[str, Callable[[list[np.ndarray]], np.ndarray]]] = {
+    "all_reduce(x, 'dp')": (ROWS, lambda x: np.tile(sum(x), (3, 1))),
+    "all_reduce(x, 'dp', 'max')": (EVERYWHERE, lambda x: np.maximum.reduce(x)),
+    "all_gather(x, 'dp', dim=1)": (EVERYWHERE, lambda x: np.concatenate(x, 1)),
+    "reduce_scatter(x, 'dp', dim=1)": ('(None, "dp")', lambda x: sum(x)),
+    "all_to_all(x, 'dp', 1, 0)": ('(None, "dp")', lambda x: np.concatenate(x)),
+    "broadcast(x, 'dp', root=2)": (EVERYWHERE, lambda x: x[2]),
+    "reduce(x, 'dp', root=1)": (ROWS, lambda x: np.concatenate([0 * x[0], sum(x), 0 * x[0]])),
+    "gather(x, 'dp', root=2)": (ROWS, lambda x: np.concatenate([0 * np.concatenate(x)] * 2 + x)),
+    "scatter(x, 'dp', dim=1, root=1)": ('(None, "dp")', lambda x: x[1]),
+    "send_recv(x, 'dp', [(2, 0), (0, 1)])": (ROWS, lambda x: np.concatenate([x[2], x[0], 0 * x[0]])),
+}
+
+
+@pytest.mark.parametrize("call", MEANINGS)
+def test_what_each_means(call: str, tmp_path: Path) -> None:
+    """On 3 ranks, by the shards of `x` in numpy; the checker knows the artifact."""
+    out, numpy = MEANINGS[call]
+    (tmp_path / "model.py").write_text(
+        f"""
+from partc.compiler import Input, nn
+from partc.compiler.collectives import *
+
+class Net(nn.Module):
+    def forward(self, op, x):
+        return local_map(lambda op, x: {call}, in_specs=[("dp", None)], out_specs={out})(op, x)
+
+model, inputs, outputs = Net(), {{"x": Input(["batch", 6], "float32")}}, ["y"]
+"""
+    )
+    plan = parse_plan("ranks: 3\nmesh: {dp: 3}\nsymbols: {batch: {divisor: 3}}\n", "plan.yaml")
+    compile_source(load(tmp_path / "model.py"), plan, tmp_path / "build")
+    assert check_artifact(tmp_path / "build") == []
+    x = numbers(18)["x"]
+    with load_local(tmp_path / "build") as ranks:
+        found = ranks(x=x)["y"]
+    np.testing.assert_allclose(found, numpy(np.split(x, 3)), rtol=1e-6, atol=1e-6)
+
+
 def test_along_one_axis_of_a_mesh(tmp_path: Path) -> None:
     """Shards by both axes, a sum along the one and then the other, as one program for all ranks."""
     body = """p = cc.reduce_scatter(h, axis="tp", dim=1)

@@ -137,7 +137,7 @@ class _Work:
             fmt.ALL_GATHER: Fraction(count - 1),
             fmt.REDUCE_SCATTER: Fraction(count - 1, count),
             fmt.ALL_TO_ALL: Fraction(count - 1, count),
-        }.get(op_type, Fraction(1))
+        }.get(op_type, Fraction(count - 1, count) if self.one.op_type == "Scatter" else Fraction(1))
         amount = self.writer.amount(self.values[0], sent)
         tag = len(self.writer.events)
         self.writer.events.append(
