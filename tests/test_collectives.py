@@ -187,6 +187,47 @@ def test_along_one_axis_of_a_mesh(tmp_path: Path) -> None:
     assert kinds == {"ReduceScatter": 1, "AllReduce": 2, "AllGather": 1}
 
 
+MODULES = """
+from partc.compiler import Input, nn
+from partc.compiler import collectives as cc
+
+nn.seed(3)
+
+@cc.local_map(in_specs=[("dp", None), None], out_specs=[("dp", None), None])
+def stats(op, x, b):
+    h = op.Add(x, b)
+    return h, cc.all_reduce(op.ReduceMean(op.Mul(h, h), op.Constant(value_ints=[0]), keepdims=1), axis="dp")
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.out = nn.Linear(6, 12), nn.Linear(12, 3)
+        self.b = nn.Parameter([12], "float32", init=nn.init.uniform())
+
+    def forward(self, op, x):
+        h = cc.local_map(lambda op, x: self.fc(op, x), in_specs=[("dp", None)], out_specs=("dp", None))(op, x)
+        h, s = stats(op, h, self.b)
+        h, t = stats(op, op.Div(h, op.Sqrt(s)), self.b)
+        return self.out(op, op.Sub(op.Relu(h), t))
+
+model, inputs, outputs = Net(), {"x": Input(["batch", 6], "float32")}, ["y"]
+"""
+
+
+def test_modules_inside_several_results_and_an_optimizer_that_is_shared_out(tmp_path: Path) -> None:
+    """One function mapped twice over `dp`, beside a layer that `tp` cuts."""
+    model = tmp_path / "model.py"
+    model.write_text(MODULES)
+    plan = "ranks: 4\nmesh: {dp: 2, tp: 2}\nsymbols: {batch: {divisor: 4}}\ndataset: data_parallel\n"
+    plan += "sharding: {out: rowwise}\n" + TRAIN.replace("lr: 0.05", "lr: 0.05, shard: dp")
+    steps = [{**numbers(12, k), "t": numbers(12, 9)["x"][:, :3]} for k in range(2)]
+    alone = train_whole(plan).replace(", shard: dp", "")
+    unsharded = run(whole(model, {"dp": 2, "tp": 2})(), alone, tmp_path / "one", steps)
+    program = same_training(lambda: load(model), plan, tmp_path, steps, rtol=1e-5, atol=5e-4, whole=unsharded)
+    found = [event.op_type for event in program.events if event.cause.startswith("written")]
+    assert found == ["AllReduce", "AllReduce"]
+
+
 def test_on_a_group_of_ranks(tmp_path: Path) -> None:
     model = written(tmp_path, *BODIES["all_reduce"])
     program = same_as_unrolled(model, PLACED, {"dp": 2}, tmp_path / "build")
