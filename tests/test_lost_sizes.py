@@ -117,7 +117,11 @@ def test_an_output_of_unknown_size_that_should_stay_cut_is_whole() -> None:
     proto = model("""<ir_version: 10, opset_import: ["" : 21]>
     main (float[4, 3] x, bool[3] e) => (float[4, k] y) { [co] y = Compress <axis = 1> (x, e) }""")
     step = {"x": np.ones((4, 3), np.float32), "e": np.array([True, False, True])}
-    same_as_whole(proto, "ranks: 2\ndataset: {x: [2, 1]}\noutputs: cut\n", step, rtol=0, atol=0)
+    program = same_as_whole(proto, "ranks: 2\ndataset: {x: [2, 1]}\noutputs: cut\n", step, rtol=0, atol=0)
+    (warning,) = program.warnings
+    assert (
+        "output 'y' is delivered whole, for only what has a known shape can stay cut: Compress (co) decides" in warning
+    )
 
 
 def test_bytes_that_are_a_fraction_are_rounded_up() -> None:

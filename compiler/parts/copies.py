@@ -16,6 +16,7 @@ from partc.compiler.cutting.choice import Instance
 from partc.compiler.layouts.exchange import span_of
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.mesh import normal
+from partc.compiler.lost import how_lost, unknown_dims
 from partc.compiler.parts.drafts import derived
 from partc.compiler.program import Copy, Group, Program
 
@@ -182,6 +183,19 @@ def _settle(program: Program, copies: Copies, value: ir.Value, home: Copy) -> No
     ]
     if len(served) != 1:
         copies.settled[home] = Copy(value, home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
+
+
+def made_whole(program: Program, copies: Copies, outputs: list[ir.Value]) -> list[str]:
+    """What is told of outputs that should stay cut, and cannot, since their shapes are not known."""
+    told = []
+    for value in outputs:
+        home = next(iter(copies.homes.get(value, ())), None)
+        if program.values[value].shape is None and home is not None and any(home.layout.cuts):
+            law, remedy = how_lost(program, value, next(iter(unknown_dims(program, value)), None))
+            told.append(
+                f"output '{value.name}' is delivered whole, for only what has a known shape can stay cut: {law}; {remedy}"
+            )
+    return told
 
 
 def can_share(one: Copy, other: Copy) -> bool:

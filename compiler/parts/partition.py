@@ -19,7 +19,7 @@ from partc.compiler.cutting.choice import Instance
 from partc.compiler.load.onnx_file import bodies
 from partc.compiler.parts.backward import Backward, with_cotangents
 from partc.compiler.parts.comm import Writer
-from partc.compiler.parts.copies import Copies, can_share, find_copies
+from partc.compiler.parts.copies import Copies, can_share, find_copies, made_whole
 from partc.compiler.parts.drafts import Draft, Drafts
 from partc.compiler.parts.gradients import Gradient, GradientSums
 from partc.compiler.parts.lean_steps import lean_steps
@@ -71,14 +71,15 @@ def partition(program: Program) -> Program:
         totals = {**(sums.totals if sums else {}), **named}
     parts = tuple(held.part(rank, draft) for rank, draft in enumerate(drafts))
     idle = [part.rank for part in parts if not part.steps and not part.outputs]
-    warnings = (f"{_ranks(idle)} nothing to do; place nodes there, or lower `ranks`",) if idle else ()
+    warnings = [f"{_ranks(idle)} nothing to do; place nodes there, or lower `ranks`"] if idle else []
+    warnings += made_whole(program, copies, [value for value, (_, cut) in delivered.items() if cut])
     return replace(
         program,
         parts=parts,
         events=tuple(writer.events),
         groups=dict(writer.groups),
         names={**totals, **writer.names},
-        warnings=program.warnings + warnings,
+        warnings=(*program.warnings, *warnings),
     )
 
 

@@ -23,6 +23,7 @@ from partc.compiler.load.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES, node_path
 from partc.compiler.load.onnx_file import bodies
 from partc.compiler.ops.rule import OWN
 from partc.compiler.ops.seeded_dropout import DROPOUT
+from partc.compiler.shape_rules import tolerant_rules
 from partc.compiler.training.batch_norm import decompose, infer_in_place, train_in_place
 
 STEP = "step"
@@ -119,7 +120,7 @@ def ranked(model: ir.Model, nodes: list[ir.Node]) -> dict[ir.Node, ir.Value]:
     if all(value.shape is not None and value.dtype is not None for value in inputs.values()):
         return inputs
     copy = model.clone()
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception), tolerant_rules([], {}):
         onnx_shape_inference.infer_symbolic_shapes(copy, warn_on_missing=False, adopt_declared_symbols=False)
     found = {out.name: out for node in copy.graph for out in node.outputs}
     return {node: found.get(value.name, value) for node, value in inputs.items()}
