@@ -98,6 +98,11 @@ class Risky(Builder):
                 names[0] = self.nodes[-1].output[0] = name
         return names
 
+    @property
+    def dims(self) -> dict[str, int]:
+        """How many dims operands have, of those of which it is known here."""
+        return {name: 2 for name, _ in self.values} | {tensor.name: len(tensor.dims) for tensor in self.weights}
+
     def floats(self, *shape: int) -> str:
         """A weight, of earlier ones now and then."""
         known = [tensor.name for tensor in self.weights if list(tensor.dims) == [*shape] and tensor.data_type == FLOAT]
@@ -222,16 +227,20 @@ def cases(draw: st.DrawFn) -> Case:
 
 def _plan(draw: st.DrawFn, graph: Risky) -> list[str]:
     ranks = draw(st.sampled_from([2, 3, 4, 6]))
-    pieces = [n for n in range(1, ranks + 1) if ranks % n == 0]
     lines = [f"ranks: {ranks}", "symbols: {batch: {divisor: 6}}"]
     lines.append(
         f"dataset: {draw(st.sampled_from(['full_batch', 'data_parallel', 'data_parallel', *(['{x: [2, 1]}'] if ranks % 2 == 0 else [])]))}"
     )
     outputs = ["", "outputs: cut", "outputs: producer", f"outputs: {ranks - 1}", f"outputs: [{ranks - 1}, 0]"]
     lines.append(draw(st.sampled_from(outputs)))
-    placed = [f"  {node.name}: {_group(draw, ranks)}" for node in graph.nodes if draw(st.integers(0, 3)) == 0]
-    lines += ["placement:", *placed] if placed else []
-    cut = [f"  {node.name}: {_cut(draw, node, pieces)}" for node in graph.nodes if draw(st.integers(0, 8)) == 0]
+    groups = {node.name: _group(draw, ranks) for node in graph.nodes if draw(st.integers(0, 3)) == 0}
+    lines += ["placement:", *(f"  {name}: {group}" for name, group in groups.items())] if groups else []
+    cut = []
+    for node in graph.nodes:
+        size = len(groups.get(node.name, range(ranks)))
+        if size > 1 and draw(st.integers(0, 4)) == 0:
+            pieces = [n for n in range(1, size + 1) if size % n == 0]
+            cut.append(f"  {node.name}: {_cut(draw, node, pieces, graph.dims)}")
     return [*lines, *(["sharding:", *cut] if cut else [])]
 
 
@@ -240,15 +249,16 @@ def _group(draw: st.DrawFn, ranks: int) -> list[int]:
     return list(order[: draw(st.integers(1, ranks))])
 
 
-def _cut(draw: st.DrawFn, node: onnx.NodeProto, pieces: list[int]) -> str:
-    if draw(st.integers(0, 3)) == 0:
-        return draw(st.sampled_from(["replicate", "colwise", "rowwise", "{out: [[2, 1]]}"]))
+def _cut(draw: st.DrawFn, node: onnx.NodeProto, pieces: list[int], dims: dict[str, int]) -> str:
     operands = [name for name in node.input if name]
-    cuts = ["null"] * len(operands)
-    if cuts:
-        cuts[draw(st.integers(0, len(cuts) - 1))] = str(
-            [draw(st.sampled_from(pieces)), draw(st.sampled_from([1, 1, *pieces]))]
-        )
+    known = [k for k, name in enumerate(operands) if name in dims]
+    if not known or draw(st.integers(0, 7)) == 0:
+        return draw(st.sampled_from(["replicate", "replicate", "{out: [[2, 1]]}", "colwise"]))
+    cuts, k = ["null"] * len(operands), draw(st.sampled_from(known))
+    numbers = [1] * dims[operands[k]]
+    if numbers:
+        numbers[draw(st.integers(0, len(numbers) - 1))] = draw(st.sampled_from(pieces))
+    cuts[k] = str(numbers)
     return f"{{in: [{', '.join(cuts)}]}}"
 
 

@@ -11,6 +11,9 @@ import small_training
 from onnx import numpy_helper
 from partc.compiler.cutting.budget import check_budget
 from partc.compiler.errors import CompileError
+from partc.compiler.load.source import Source
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
 from partc.compiler.program import Comm, Op, Program
 from partc.runtime.check import check_artifact
 from small_training import NORMALIZED
@@ -137,12 +140,21 @@ ALIKE = {
     "shape": "h.shape",
     "i": "h.grad",
     "j": "lr.momentum",
-    "k": "h.grad.Mul",
+    "k": "lr.squares",
     "w": "lr",
     "b": "lr.next",
     "g": "lr.grad",
 }
 TRAIN = "train: {loss: {type: mean_squared, prediction: y, target: t}, optimizer: {type: momentum, lr: 0.1}, clip: {norm: 1.5}}\n"
+
+
+def source_alike(shapes: dict[str, tuple[int, ...]]) -> Source:
+    """The model of CHAIN under the names of ALIKE."""
+    source = from_text(CHAIN, shapes)
+    graph = source.model.graph
+    for value in {*graph.initializers.values(), *(out for node in graph for out in node.outputs)}:
+        value.name = ALIKE.get(str(value.name), value.name)
+    return source
 
 
 @pytest.mark.parametrize(
@@ -154,17 +166,16 @@ def test_training_beside_names_that_partc_derives(plan: str, tmp_path: Path) -> 
     steps = [{name: random.standard_normal((4, 6)).astype(np.float32) for name in "xt"} for _ in range(2)]
     shapes = {"w": (6, 6), "b": (6,), "g": (6,)}
     want, after, _ = trained(from_text(CHAIN, shapes), f"ranks: 1\n{TRAIN}", tmp_path / "whole", steps)
-    source = from_text(CHAIN, shapes)
-    for value in {
-        *source.model.graph.initializers.values(),
-        *(out for node in source.model.graph for out in node.outputs),
-    }:
-        value.name = ALIKE.get(str(value.name), value.name)
     out = tmp_path / "build"
-    have, tensors, _ = trained(source, f"ranks: 2\nsymbols: {{B: {{divisor: 2}}}}\n{plan}\n{TRAIN}", out, steps)
+    have, tensors, _ = trained(
+        source_alike(shapes), f"ranks: 2\nsymbols: {{B: {{divisor: 2}}}}\n{plan}\n{TRAIN}", out, steps
+    )
     assert check_artifact(out) == []
     for one, other in zip(have, want, strict=True):
         np.testing.assert_allclose(one["loss"], other["loss"], rtol=1e-5)
+    lamb = f"ranks: 2\n{plan}\nsymbols: {{B: {{divisor: 2}}}}\n{TRAIN.replace('momentum', 'lamb')}"
+    compile_source(source_alike(shapes), parse_plan(lamb, "plan.yaml"), tmp_path / "lamb")
+    assert check_artifact(tmp_path / "lamb") == []
     for name in shapes:
         np.testing.assert_allclose(tensors[ALIKE[name]], after[name], rtol=1e-5, atol=1e-6)
 

@@ -102,6 +102,9 @@ class Updates:
             clip_value=self.training.clip_value or 0.0,
             reduced=reduced,
         )
+        for out in (out for node in (*update.before, *update.after) for out in node.outputs):
+            if out not in made and out is not reduced:
+                out.name = self.drafts.derived(str(out.name))
         if reduced is not None and first is not None:
             # Another order of a sum would be another number, and copies must stay equal bit by bit.
             self._append(group, update.before[:1])
@@ -200,13 +203,14 @@ class Updates:
             if one.parameter in seen:
                 continue
             seen.add(one.parameter)
-            name, group = f"{one.name}.squares", one.home.group
+            name, group = self.drafts.derived(f"{one.name}.squares"), one.home.group
             self._emit(group, "ReduceSumSquare", [one.name], name, keepdims=0)
             counted = name
             if len(one.share.layout.holders) < len(group):
-                counted = f"{name}.counted"
-                self._first_only(one.share, f"{name}.counts")
-                self._emit(group, "Mul", [name, f"{name}.counts"], counted)
+                counted = self.drafts.derived(f"{name}.counted")
+                counts = self.drafts.derived(f"{name}.counts")
+                self._first_only(one.share, counts)
+                self._emit(group, "Mul", [name, counts], counted)
             for rank in group:
                 terms.setdefault(rank, []).append(counted)
         everyone: Group = tuple(range(self.program.plan.ranks))
