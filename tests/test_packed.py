@@ -100,8 +100,11 @@ def test_a_gate_beside_an_up_projection_and_an_output_that_is_a_part() -> None:
     assert counted(program) == {"AllReduce": 1}
 
 
-def test_rows_of_a_packed_weight_that_are_looked_up() -> None:
-    """The experts of a mixture: their matrices are rows of one weight, and each is packed."""
+@pytest.mark.parametrize(
+    "rules", ["first: colwise, second: rowwise", "gate_up: packed_colwise, down: rowwise, router: replicated"]
+)
+def test_rows_of_a_packed_weight_that_are_looked_up(rules: str) -> None:
+    """The experts of a mixture: their matrices are rows of one weight, and each is packed; by the products or the weights."""
     g = Exported()
     rows = g.add("Reshape", ["x", g.ints(-1, 24)], "rows")
     chosen = g.add("ArgMax", [g.linear(rows, 24, 3, "router")], "chosen", axis=1, keepdims=0)
@@ -111,7 +114,7 @@ def test_rows_of_a_packed_weight_that_are_looked_up() -> None:
     m = g.add("Unsqueeze", [g.add("Mul", [g.add("Sigmoid", [gate], "s"), up], "m"), g.ints(-1)], "m_column")
     y = g.add("MatMul", [g.add("Gather", [g.weight("down", 3, 24, 20), chosen], "down_of"), m], "second")
     g.reshape(g.add("Squeeze", [y, g.ints(-1)], "done"), [g.dim("x", 0), g.dim("x", 1), 24], "y")
-    plan = "ranks: 2\nsharding: {first: colwise, second: rowwise}\n"
+    plan = f"ranks: 2\nsharding: {{{rules}}}\n"
     program = same_as_whole(g.model(24, "y"), plan, *steps(24), rtol=1e-5, atol=1e-6)
     assert counted(program) == {"AllReduce": 1}
 
@@ -136,7 +139,7 @@ def source() -> Source:
     [
         ("ranks: 2\n", ""),
         ("ranks: 2\n", "  clip: {norm: 0.1}\n"),
-        ("ranks: 4\nmesh: {dp: 2, tp: 2}\nsymbols: {batch: {divisor: 2}}\ndataset: {x: [dp, null, null], target: [dp, null, null]}\n",
+        ("ranks: 4\nmesh: {dp: 2, tp: 2}\nsymbols: {batch: {divisor: 2}}\ndataset: data_parallel\n",
          "zero"),
     ],
 )  # fmt: skip

@@ -24,7 +24,7 @@ import onnx_ir as ir
 from partc.compiler.cutting.asked import Outlet, asked_parts, outlets, through
 from partc.compiler.cutting.rewriting import Rewriting
 from partc.compiler.cutting.seeds import TENSOR_PARALLEL
-from partc.compiler.cutting.styles import parameter_factor, source_of
+from partc.compiler.cutting.styles import parameter_factor, source_of, styled
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ops.operands import constant_ints
 from partc.compiler.ops.rule import WHOLE
@@ -88,7 +88,7 @@ class _Unpacking(Rewriting):
 
     def node(self, node: ir.Node, rule: ShardingRule) -> None:
         """Takes the weight of one node apart, if the rule or the graph says into what."""
-        said, subject = rule.packed, f"sharding of '{self.paths[node]}'"
+        said, subject, node = rule.packed, f"sharding of '{self.paths[node]}'", styled(node)
         factor = parameter_factor(rule_of(node), node, "colwise", self.known.__contains__)
         if factor is None:
             return

@@ -17,7 +17,7 @@ from partc.compiler.cutting.joint import cut_layout, is_text
 from partc.compiler.cutting.propagate import Given
 from partc.compiler.cutting.region_cuts import Region, RegionCuts, line_of
 from partc.compiler.cutting.strategy import refined
-from partc.compiler.cutting.styles import parameter_factor
+from partc.compiler.cutting.styles import parameter_factor, styled
 from partc.compiler.errors import Problem
 from partc.compiler.layouts.layout import Layout, primes
 from partc.compiler.placing.pattern_rules import sharding_rules
@@ -95,6 +95,8 @@ class _Seeds:
         for instance in self.instances(region.nodes):
             if instance.node in self.constants:
                 continue  # what makes a parameter is cut as its reader is
+            meant = Instance(styled(instance.node), instance.group)
+            instance = meant if meant in self.choices else instance
             choice = self.choices[instance]
             found = parameter_factor(choice.rule, instance.node, style, self.cuts.is_constant)
             if found is None:

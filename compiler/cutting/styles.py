@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import onnx_ir as ir
+from partc.compiler.ops.operands import rank_of
 from partc.compiler.ops.rule import Rule
 from partc.compiler.ops.table import rule_of
 
@@ -25,6 +26,20 @@ def parameter_factor(rule: Rule, node: ir.Node, style: str, is_constant: IsConst
     if found is None and node.op_type in _PRODUCTS:
         found = _factor(rule, node, style, lambda value: _looked_up(value, is_constant))
     return found
+
+
+def styled(node: ir.Node) -> ir.Node:
+    """The node that a style of `node` speaks of: where matrices are looked up, the product that they are for."""
+    data = node.inputs[0] if node.inputs else None
+    if node.op_type not in _LOOKUPS or data is None or (rank_of(data) or 0) < 3:
+        return node
+    reached = node
+    while reached.op_type not in _PRODUCTS:
+        readers = list(reached.outputs[0].uses())
+        if len(readers) != 1 or readers[0].node.op_type not in (*_MOVES, *_PRODUCTS):
+            return node
+        reached = readers[0].node
+    return reached
 
 
 def source_of(value: ir.Value, dim: int, is_constant: IsConstant) -> tuple[ir.Value, int] | None:

@@ -105,6 +105,24 @@ def _declared(program: Program, problems: list[Problem]) -> list[Rule]:
     return found
 
 
+def _readers(program: Program, pattern: str) -> list[ir.Node]:
+    """The nodes that compute with a weight whose name the pattern matches, as it is or transposed, cast and the like."""
+    matches = compile_pattern(pattern).matches
+    graph = program.model.graph
+    named = {value for name, value in graph.initializers.items() if matches(name)}
+    constant = set(graph.initializers.values())
+    found = []
+    for node in graph if named else ():
+        reads = program.reads[node]
+        of_weights = any(value in named for value in reads)
+        if all(value in constant for value in reads):
+            constant.update(node.outputs)
+            named.update(node.outputs if of_weights else ())
+        elif of_weights:
+            found.append(node)
+    return found
+
+
 def _annotated(program: Program) -> dict[ir.Node, Rule]:
     """What the model's own annotations place; every rule is weaker."""
     return {
@@ -127,7 +145,7 @@ def sharding_rules(program: Program) -> tuple[dict[ir.Node, ShardingRule], list[
     problems: list[Problem] = []
     decided: dict[ir.Node, ShardingRule] = {}
     for rule in (*program.declared.sharding, *program.plan.sharding):
-        hit = matched_nodes(program, rule.pattern)
+        hit = matched_nodes(program, rule.pattern) or (_readers(program, rule.pattern) if rule.style else [])
         decided.update(dict.fromkeys(hit, rule))
         if not hit and not _of_the_whole(program, rule.pattern):
             names = [*modules_of(program.paths.values()), *program.paths.values()]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.dims.facts import Facts
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES
 from partc.compiler.load.onnx_file import graphs_of
@@ -159,7 +160,8 @@ class Append:
         for node in copy.graph:
             for out in node.outputs:
                 out.shape = None
-        with tolerant_rules([], {}):
+        known = {name: Facts(min=1) for name in self._named_dims()}  # a 0 in a Reshape's target would be another dim
+        with tolerant_rules([], known):
             onnx_shape_inference.infer_symbolic_shapes(copy, warn_on_missing=False, adopt_declared_symbols=False)
         found = next(out for out in copy.graph.outputs if out.name == value.name)
         shape = found.shape if found.shape is not None else value.shape
