@@ -86,6 +86,18 @@ class _Map:
     def split(self, value: ir.Value, dim: int, count: int) -> list[ir.Value]:
         return [value] if count == 1 else self.add("Split", [value], count, axis=dim, num_outputs=count)
 
+    def pieces(self, value: ir.Value, dim: int, count: int, rank: int) -> list[ir.Value]:
+        """As `split`, by a Reshape, of which the sizes are known to be equal also where nobody knows what divides the dim."""
+        if count == 1:
+            return [value]
+        there = [*(k for k in range(rank) if k != dim), dim]
+        (last,) = self.add("Transpose", [value], perm=there)
+        shape = self.constant(np.array([0] * (rank - 1) + [count, -1], np.int64))
+        (apart,) = self.add("Reshape", [last, shape])
+        axis = self.constant(np.array([rank - 1], np.int64))
+        parts = [self.add("Squeeze", [part, axis])[0] for part in self.split(apart, rank - 1, count)]
+        return [self.add("Transpose", [part], perm=[there.index(k) for k in range(rank)])[0] for part in parts]
+
     def joined(self, values: Sequence[ir.Value], dim: int) -> ir.Value:
         return values[0] if len(values) == 1 else self.add("Concat", values, axis=dim)[0]
 
@@ -110,7 +122,9 @@ class _Map:
         counts = [math.prod(self.sizes[axis] for axis in dim) for dim in specs(node)]
         for dim, count in enumerate(counts):
             pieces = {
-                (*at, k): part for at, one in pieces.items() for k, part in enumerate(self.split(one, dim, count))
+                (*at, k): part
+                for at, one in pieces.items()
+                for k, part in enumerate(self.pieces(one, dim, count, len(counts)))
             }
         for place in self.places:
             (self.made[node.outputs[0], place],) = self.add("Identity", [pieces[self._piece(node, place)]])
