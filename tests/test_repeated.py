@@ -1,9 +1,11 @@
 """Masks and tables made of inputs are computed where they are read: what is sent, what is not, and that results stay the same."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
+from trained import from_text, same_training
 from whole import model, same_as_whole
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\nmain '
@@ -124,3 +126,24 @@ def test_a_table_of_a_weight_is_repeated_where_the_weight_is_smaller() -> None:
     program = same_as_whole(model(text), STAGES, inputs, rtol=1e-5, atol=1e-5)
     assert moved(program) == ["ay", "by", "y"]
     assert [len(part.weights) for part in program.parts] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("frozen", "sent"), [("true", False), ("false", True)])
+@pytest.mark.parametrize("plan", [STAGES, GROUPS + "dataset: data_parallel\n"], ids=["stages", "data parallel"])
+def test_training_repeats_what_nothing_is_learned_of(plan: str, frozen: str, sent: bool, tmp_path: Path) -> None:
+    """A mask with a learned shift is made once, since its gradient is one: it is sent, and its gradients come back."""
+    text = PADDING.replace("mask = Add(row, column)", "base = Add(row, column)\n    [k_shift] mask = Add(base, shift)")
+    for name, read in (("a", "x"), ("b", "ay"), ("c", "by")):
+        text = text.replace(f"[{name}_t]", f"[{name}_w] {name}w = MatMul({read}, {name}v)\n    [{name}_t]")
+        text = text.replace(f"perm = [0, 2, 1]> ({read})", f"perm = [0, 2, 1]> ({name}w)")
+    train = f"""train:
+  loss: {{type: mean_squared, prediction: y, target: t}}
+  optimizer: {{type: sgd, lr: 0.1}}
+  parameters: {{shift: {{frozen: {frozen}}}}}
+"""
+    weights = {"shift": (1, 1, 3), "av": (6, 6), "bv": (6, 6), "cv": (6, 6)}
+    draw = np.random.default_rng(5).standard_normal
+    steps = [{**padded(4, 3), "t": draw((4, 3, 6), np.float32)} for _ in range(2)]
+    fixed = plan.replace("ranks:", "inputs: {x: [batch, 3, 6], keep: [batch, 3]}\nranks:", 1)
+    program = same_training(lambda: from_text(text, weights), fixed + train, tmp_path, steps, rtol=1e-4, atol=1e-3)
+    assert ("mask" in moved(program)) == sent
