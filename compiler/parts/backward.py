@@ -35,7 +35,7 @@ from partc.compiler.parts.copies import Copies, made_as, read_as, whole_on
 from partc.compiler.parts.drafts import Drafts, derived
 from partc.compiler.parts.duals import Passing, dual, typed
 from partc.compiler.parts.gradients import GradientSums
-from partc.compiler.parts.localize import Localized, local_shape, renamed, with_names
+from partc.compiler.parts.localize import Localized, local_shape, local_value, renamed, with_names
 from partc.compiler.parts.written import is_written, write_backward
 from partc.compiler.program import Copy, Group, Op, Program, Shape
 from partc.compiler.training.flow import learned_from, stops
@@ -208,7 +208,7 @@ class Backward:
             tensor = ir.convenience.get_const_tensor(value) if value not in changing else None
             constant = tensor if copy.layout.is_whole else None
             shape = local_shape(self.program, copy)
-            rank = shape if shape is not None else value.shape if copy.layout.is_whole else None
+            rank = shape if shape is not None else local_value(self.program, copy).shape
             values.append(
                 ir.Value(
                     name=name, type=value.type, shape=None if rank is None else ir.Shape(rank), const_value=constant

@@ -71,8 +71,10 @@ def local_value(program: Program, copy: Copy) -> ir.Value:
     if program.values[value].shape is not None or value.shape is None or copy.layout.is_whole:
         return value
     dims = [
-        dim if copy.layout.pieces(k) == 1 else dim // copy.layout.pieces(k) if isinstance(dim, int) else None
-        for k, dim in enumerate(value.shape.dims)
+        dim
+        if not isinstance(dim, int) and dim.value is None
+        else _part(dim if isinstance(dim, int) else str(dim), pieces)
+        for dim, pieces in zip(value.shape.dims, map(copy.layout.pieces, range(len(value.shape))), strict=True)
     ]
     piece = ir.Value(name=value.name, type=value.type, shape=ir.Shape(dims))
     assert isinstance(program.values, dict)
