@@ -32,7 +32,7 @@ from partc.compiler.placing.pattern_rules import own_name
 from partc.compiler.placing.placement import place
 from partc.compiler.plan.dataset import in_order
 from partc.compiler.plan.read import Plan, read_plan
-from partc.compiler.plan.rules import Dataset
+from partc.compiler.plan.rules import Dataset, batch_pieces
 from partc.compiler.program import Program
 from partc.compiler.shapes import shapes
 from partc.compiler.training.attach import attach, learned_names
@@ -102,10 +102,15 @@ def start(
         fact = f"the optimizer is shared out over '{plan.train.shard}', and the mesh has no such axis"
         help_ = f"its axes are {', '.join(axes)}" if axes else "give the plan a mesh, {dp: 4}, or write shard: true"
         raise CompileError(Problem(plan.train.where, fact, help=help_))
+    rules = plan.train
+    if rules.per_rank_mean:
+        loss = replace(rules.loss, pieces=max(rules.loss.pieces, batch_pieces(plan, rules.loss.labels)))
+        rules = replace(rules, loss=loss)
+        plan = replace(plan, train=rules)
     learned = learned_names(source.model)
     model = normalize(source.model.clone(), name, TARGET)
     whole = frozenset(each for node, path in node_paths(model).items() for each in (path, own_name(node)))
-    training = attach(model, plan.train, learned, cut=cut, part=part)
+    training = attach(model, rules, learned, cut=cut, part=part)
     plan, paths = replace(plan, outputs=()), node_paths(model)
     return Program(name=name, model=model, plan=plan, declared=declared, paths=paths, training=training, whole=whole)
 

@@ -297,3 +297,22 @@ def test_a_batch_that_parts_refuse_leaves_no_gradient_behind(tmp_path: Path) -> 
         with pytest.raises(InputError, match="record 12 of the batch has the label 7"):
             trainer.train(bad)
         assert all(not array.any() for array in trainer.program.state.sums())
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_sum_over_ranks_is_of_the_mean_of_each(ranks: int, parts: int, tmp_path: Path) -> None:
+    given = numbers(LOSSES["ignored"])
+    given["label"][:4] = [1, -1, 0, 3]
+    loss = LOSSES["both, smoothed"]
+    plan = PLANS[ranks].replace("DATA", "label: [dp]")
+    summed = loss.replace("}", ", reduction: sum_over_ranks}")
+    have = trained(tmp_path / "cut", from_text(NET, WEIGHTS), plan + train(summed, parts), [given])
+    start, change, means = start_of(), dict.fromkeys(WEIGHTS, np.zeros(())), []
+    for half in (slice(0, 8), slice(8, 16)):
+        one = {name: array[half] for name, array in given.items()}
+        folder = tmp_path / f"{half.start}"
+        told, tensors = trained(folder, from_text(NET, WEIGHTS), PLANS[1] + train(loss, 1), [one])
+        means.append(told[0]["loss"])
+        change = {name: change[name] + tensors[name] - start[name] for name in WEIGHTS}
+    close(have, ([{"loss": float(np.mean(means))}], {name: start[name] + change[name] for name in WEIGHTS}), start)

@@ -25,10 +25,10 @@ from partc.compiler.placing.settle import spelled
 from partc.compiler.plan.cut import Cut
 from partc.compiler.plan.groups import shown_mesh
 from partc.compiler.plan.pattern import compile_pattern
-from partc.compiler.plan.rules import DATA_PARALLEL
+from partc.compiler.plan.rules import DATA_AXIS, DATA_PARALLEL
 from partc.compiler.program import Group, Program
 
-TENSOR_PARALLEL, DATA_AXIS = "tp", "dp"
+TENSOR_PARALLEL = "tp"
 
 
 def seed(program: Program, choices: Mapping[Instance, Choice]) -> tuple[Given, list[Problem]]:

@@ -6,6 +6,7 @@ the later wins.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from partc.compiler.plan.training import TrainRules
 
 FULL_BATCH, DATA_PARALLEL = "full_batch", "data_parallel"
+DATA_AXIS = "dp"
+"""The mesh axis over which records are dealt out, where there is one of this name."""
 
 
 @dataclass(frozen=True)
@@ -138,3 +141,15 @@ class Plan:
     def axes_of(self, group: tuple[int, ...]) -> Axes:
         """The mesh axes within a group of ranks, in order; none where the mesh says nothing of the group."""
         return axes_of(self.mesh, self.ranks, group)
+
+
+def batch_pieces(plan: Plan, name: str) -> int:
+    """Into how many pieces the records of an input are dealt out."""
+    sizes = dict(plan.mesh)
+    given = plan.dataset.cuts.get(name)
+    if given is not None:
+        first = given.cut[0] if given.cut else 1
+        return first if isinstance(first, int) else math.prod(sizes[axis] for axis in first)
+    if plan.dataset.style != DATA_PARALLEL:
+        return 1
+    return sizes.get(DATA_AXIS, plan.ranks) if plan.mesh else plan.ranks

@@ -26,6 +26,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.training.append import FLOATS, INTEGERS, Append, Dims
 from partc.compiler.training.options import Check, read
+from partc.compiler.training.records import OF_PIECES
 
 TYPES: Mapping[str, Mapping[str, Check]] = {
     "softmax_cross_entropy": {
@@ -57,8 +58,8 @@ class Loss:
 
     `weights`: one number a class (`pos_weight`: what a label of 1 counts, one number or one a column). `axis`: that of the classes;
     None: the last of up to three dims, else 1. `probabilities`: labels are shares of all classes. Positions with the label `ignore_index`
-    do not count: neither in the sum nor in what a mean divides by. `reduction`: a sum over ranks of their means is a mean here; what makes
-    it a sum is a factor of the cotangents.
+    do not count: neither in the sum nor in what a mean divides by. `reduction`: a sum over ranks of their means is a mean of the means of
+    the `pieces` that they have of a batch; what makes it a sum is a factor of the cotangents.
     """
 
     type: str
@@ -71,6 +72,7 @@ class Loss:
     weights: tuple[float, ...] | None = None
     pos_weight: tuple[float, ...] | None = None
     probabilities: bool = False
+    pieces: int = 1
 
 
 def loss(options: Mapping[str, Any] | str, where: str = "train.loss", folder: Path | None = None) -> Loss:
@@ -229,8 +231,20 @@ def _reduced(to: Append, loss: Loss, losses: ir.Value, weights: ir.Value | None,
         return to.scalar("ReduceSum", losses, dtype=dtype, keepdims=0)
     if weights is None:
         return to.scalar("ReduceMean", losses, dtype=dtype, keepdims=0)
+    if loss.pieces > 1:
+        means = to.op("means", "Div", _by_piece(to, loss, losses, "sum"), _by_piece(to, loss, weights, "weight_sum"))
+        return to.scalar("ReduceMean", means, dtype=dtype, keepdims=0)
     sums = to.op("sum", "ReduceSum", losses, keepdims=0)
     return to.scalar("Div", sums, to.op("weight_sum", "ReduceSum", weights, keepdims=0), dtype=dtype)
+
+
+def _by_piece(to: Append, loss: Loss, x: ir.Value, word: str) -> ir.Value:
+    """The sums of x over the records of each piece of the batch."""
+    pieces = to.op(f"{word}.pieces", "Reshape", x, to.constant(f"{word}.by_rank", [loss.pieces, -1]))
+    node = pieces.producer()
+    assert node is not None
+    node.meta[OF_PIECES] = True
+    return to.op(word, "ReduceSum", pieces, to.constant(f"{word}.records", [1]), keepdims=0)
 
 
 @dataclass(frozen=True)

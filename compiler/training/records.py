@@ -10,6 +10,9 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
+OF_PIECES = "partc.of_pieces"
+"""Key of `ir.Node.meta`: the Reshape gives each piece of a batch a row of its own, with its records in it."""
+
 
 def records_of(graph: ir.Graph, labels: str = "") -> dict[ir.Value, None]:
     """The inputs that hold records."""

@@ -27,7 +27,7 @@ from partc.compiler.ops.rule import OWN as OWN_OPS
 from partc.compiler.ops.rule import WHOLE, Rule
 from partc.compiler.ops.table import rule_of
 from partc.compiler.program import Program
-from partc.compiler.training.records import batch_symbols
+from partc.compiler.training.records import OF_PIECES, batch_symbols
 
 _LIGHT_ELEMENTS = 1 << 16
 """The largest weight of which something may be made twice: once before the parts."""
@@ -157,6 +157,9 @@ class _Walk(Spread):
         if not at and not around:
             own = any(self.state(value) is OWN for value in self.program.reads[node])
             self._guess(node, OWN if own else EVERY)
+            return
+        if node.meta.get(OF_PIECES):
+            self.states[node.outputs[0]] = Rows(1)
             return
         letters = {_letter(rule.inputs[k], dim) for k, dim in at}
         letter = letters.pop() if len(letters) == 1 and not around else WHOLE
