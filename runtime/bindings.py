@@ -8,6 +8,7 @@ the whole value: a rank that has a piece of an input knows them from its box.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -36,8 +37,8 @@ class Binder:
     manifest: Manifest
     rank: int
     read: frozenset[str]
-    part: tuple[int, int] = (0, 1)
-    """Which part of a batch comes next, and of how many, where records are told by their number."""
+    part: tuple[int, int, int] = (0, 1, 1)
+    """Which part of a batch comes next, of how many, and into how many pieces the batch is dealt out: a part has a share of each."""
     bound: frozenset[str] = field(init=False)
     """The symbols that the inputs of a step bind; the others are known to no rank beforehand."""
 
@@ -255,7 +256,7 @@ def _element(array: Array, dtype: Dtype | None, text: str) -> Array:
     return array if dtype else array.astype(object)
 
 
-def check_labels(port: Port, law: LabelRecord, value: Value, rank: int, part: tuple[int, int] = (0, 1)) -> None:
+def check_labels(port: Port, law: LabelRecord, value: Value, rank: int, part: tuple[int, int, int]) -> None:
     """ValueError for the first label of a rank's piece, of one part of a batch, that is neither a class nor ignored."""
     if not isinstance(value, Tensor) or not value.array().size:
         return
@@ -268,15 +269,23 @@ def check_labels(port: Port, law: LabelRecord, value: Value, rank: int, part: tu
         return
     first = tuple(int(one) for one in np.argwhere(wrong)[0])
     box = port.box(rank)
-    before = part[1] * box[0][0] // (box[0][1] - box[0][0]) if box and first else 0
-    begin = len(labels) * (before + part[0]) if first else 0
-    place = f"record {begin + first[0]} of the batch" + (f" at {[*first[1:]]}" if first[1:] else "") if first else "it"
+    record = _record(first[0], len(labels), box[0] if box else [0, 1, 1], part) if first else 0
+    place = f"record {record} of the batch" + (f" at {[*first[1:]]}" if first[1:] else "") if first else "it"
     classes = f"labels are 0 to {law.classes - 1}" if law.classes else "labels are 0 or more"
     ignored = f", or {', '.join(map(str, law.ignored))}, which does not count" if law.ignored else ""
     raise ValueError(
         f"{place} has the label {labels[first]}\n  {classes}{ignored}\n"
         "  help: mend the data, or say by `ignore_index` of the loss which label does not count"
     )
+
+
+def _record(at: int, size: int, box: Sequence[int], part: tuple[int, int, int]) -> int:
+    """The number in the whole batch of a rank's record `at`, of `size` in this part."""
+    which, count, dealt = part
+    pieces = math.lcm(dealt, box[2])
+    mine = pieces * (box[1] - box[0]) // box[2]
+    share = size // mine
+    return ((pieces * box[0] // box[2] + at // share) * count + which) * share + at % share
 
 
 def smallest(symbol: SymbolRecord) -> int:

@@ -264,7 +264,8 @@ class TrainingRecord(_Record):
     parts, the others are means. `totals`: inputs of the parts' programs that are the same in all of them, the outputs of the programs in
     the folder `totals`, which run on the whole batch first. `symbols`: the laws of the whole batch, where those of a part differ.
     `fixed`: inputs that hold no records, but one value for all. `guard`: an output that every rank has before it updates anything; where
-    it is no finite number the step replaces nothing of what is kept.
+    it is no finite number the step replaces nothing of what is kept. `pieces`: how many of a batch have means
+    of their own, of each of which a part has a share.
     """
 
     loss: str
@@ -281,6 +282,7 @@ class TrainingRecord(_Record):
     symbols: dict[str, SymbolRecord] = {}
     fixed: list[str] = []
     guard: str = ""
+    pieces: int = Field(1, ge=1)
 
 
 class FileRecord(_Record):

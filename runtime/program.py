@@ -166,9 +166,9 @@ class Program:
         """Whether the flag is set on any rank; collective."""
         return bool(self._transport.agree(np.array([flag], np.int64))[0])
 
-    def comes(self, part: int, count: int) -> None:
-        """Says which part of a batch is given next, for what is told of its records."""
-        self._program.binder.part = part, count
+    def comes(self, part: int, count: int, pieces: int) -> None:
+        """Says which part of a batch of so many pieces is given next, for what is told of its records."""
+        self._program.binder.part = part, count, pieces
 
     def describe(self, action: int) -> str:
         """The text of an action that the status board shows."""

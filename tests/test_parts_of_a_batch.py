@@ -316,3 +316,19 @@ def test_a_sum_over_ranks_is_of_the_mean_of_each(ranks: int, parts: int, tmp_pat
         means.append(told[0]["loss"])
         change = {name: change[name] + tensors[name] - start[name] for name in WEIGHTS}
     close(have, ([{"loss": float(np.mean(means))}], {name: start[name] + change[name] for name in WEIGHTS}), start)
+
+
+@pytest.mark.parametrize("labels", ["label: [dp]", "label: [null]"])
+def test_parts_have_the_same_records_wherever_these_are(labels: str, tmp_path: Path) -> None:
+    loss, given = LOSSES["both, smoothed"], numbers(LOSSES["ignored"])
+    plan = "ranks: 3\nmesh: {dp: 3}\nsymbols: {batch: {divisor: 12}}\ndataset: {x: [dp, null], LABELS}\n"
+    given = {name: array[:12] for name, array in given.items()}
+    want = trained(tmp_path / "whole", from_text(NET, WEIGHTS), PLANS[1] + train(loss, 1), [given])
+    have = trained(tmp_path / "a", from_text(NET, WEIGHTS), plan.replace("LABELS", labels) + train(loss, 4), [given])
+    close(have, want, start_of())
+    plan = "ranks: 3\nplacement: {up: [0, 1], bend: [0, 1], down: 2, add: 2}\ndataset: data_parallel\nsymbols: {batch: {divisor: 4}}\n"
+    have = trained(tmp_path / "b", from_text(NET, WEIGHTS), plan + train(loss, 2), [given])
+    close(have, want, start_of())
+    given["label"][7] = 5
+    with pytest.raises(InputError, match="record 7 of the batch has the label 5"):
+        trained(tmp_path / "c", from_text(NET, WEIGHTS), plan + train(loss, 2), [given])

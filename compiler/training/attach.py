@@ -72,6 +72,7 @@ def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool,
         settings=rules.settings,
         accumulate=rules.accumulate,
         guarded=rules.guarded,
+        pieces=rules.loss.pieces,
         shared=tuple(one.text(own) for one, own in shared),
         part=part,
     )

@@ -75,6 +75,8 @@ class Training:
     """Into how many parts a batch is cut, whose gradients are added up."""
     guarded: bool = False
     """Whether a step whose gradients are not finite changes nothing, on any rank."""
+    pieces: int = 1
+    """Into how many pieces a batch is dealt out that have means of their own."""
     shared: tuple[str, ...] = ()
     """What is to be said of weights that several modules read."""
     part: Part = Part.STEP
@@ -98,4 +100,5 @@ class Training:
             summed=sorted(self.summed),
             totals=list(self.totals),
             fixed=list(self.fixed),
+            pieces=self.pieces,
         )

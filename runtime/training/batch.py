@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
 from ..bindings import smallest
+from ..cuts import divisor
+from ..errors import InputError
 from ..format import Manifest, Port, TrainingRecord
 
 
@@ -28,3 +36,38 @@ def _of_batch(port: Port, record: TrainingRecord) -> Port:
     if record.accumulate == 1 or port.name in record.fixed or not port.shape or not isinstance(port.shape[0], int):
         return port
     return port.model_copy(update={"shape": [port.shape[0] * record.accumulate, *port.shape[1:]]})
+
+
+def pieces_of(manifest: Manifest) -> int:
+    """Into how many pieces the records of a batch are dealt out: every rank has some of them whole, of every input the same ones."""
+    record = manifest.training
+    assert record is not None
+    own = {*record.scalars, *record.totals, *record.fixed}
+    ports = [port for port in manifest.inputs if port.ranks and port.shape and port.name not in own]
+    return math.lcm(record.pieces, *(divisor(port.boxes or [], 0) for port in ports))
+
+
+def parts(
+    batch: Mapping[str, object], ports: Mapping[str, Port], rank: int, count: int, pieces: int
+) -> list[dict[str, Any]]:
+    """The `count` equal parts of what a rank has of a batch.
+
+    A part has its share of every piece, so that it has the same records on all ranks, also where one has a single piece and another
+    all of them. InputError for a number of records that has no such parts.
+    """
+    found: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, value in batch.items():
+        array = np.asarray(value)
+        box = ports[name].box(rank)
+        mine = pieces if box is None else pieces * (box[0][1] - box[0][0]) // box[0][2]
+        if not array.ndim or len(array) % (count * mine):
+            records = f"{len(array)} records" if array.ndim else "a number"
+            raise InputError(
+                f"input '{name}': {records} cannot be cut into {count} parts, as `accumulate` of the plan says\n"
+                f"  help: give every rank a multiple of {count * mine}"
+            )
+        size = len(array) // (count * mine)
+        shares = array.reshape(mine, count, size, *array.shape[1:])
+        for part, one in enumerate(found):
+            one[name] = shares[0, part] if mine == 1 else shares[:, part].reshape(mine * size, *array.shape[1:])
+    return found

@@ -17,10 +17,10 @@ import numpy as np
 from pydantic import JsonValue
 
 from ..artifact import open_artifact
-from ..errors import InputError, NonFiniteError, UsageError
+from ..errors import NonFiniteError, UsageError
 from ..format import TOTALS, Manifest, Port, TrainingRecord
 from ..program import OnError, Outputs, Program, load
-from .batch import of_batch
+from .batch import of_batch, parts, pieces_of
 from .checkpoint import Checkpoint
 from .checkpoint_match import OPTIMIZER, initial, meet, meet_weights
 from .checkpoint_save import save
@@ -62,6 +62,7 @@ class Trainer:
         self.on_nonfinite = str(record.settings.get("on_nonfinite", STOP))
         self._evaluation, self._accumulation, self._totals = evaluation, accumulation, totals
         self._ports = of_batch(program.manifest).inputs
+        self._pieces = pieces_of(program.manifest)
         self._kept = [one for one in program.manifest.state if one.kind != SUM]
         self._numbers = [name for name in record.scalars if name not in _COUNTS]
         self._hyper = {name: float(value) for name, value in record.optimizer.items() if isinstance(value, int | float)}
@@ -124,7 +125,8 @@ class Trainer:
         count, fixed = self.record.accumulate, {*self.record.fixed}
         own = {port.name for port in self.inputs} - fixed
         given = {name: value for name, value in batch.items() if name not in own}
-        cut = {name: _parts(name, value, count) for name, value in batch.items() if name in own}
+        known = {port.name: port for port in self.inputs}
+        cut = parts({n: v for n, v in batch.items() if n in own}, known, self.rank, count, self._pieces)
         totals = {} if self._totals is None else self._made_before(self._totals, batch, cut)
         found: list[Outputs] = []
         kept = self.program.state.arrays() if self.record.guard else []
@@ -135,8 +137,8 @@ class Trainer:
                 if PART in self._scalars:
                     self._scalars[PART][...] = part
                 program = accumulation if part < count - 1 else self.program
-                program.comes(part, count)
-                inputs = {**given, **{name: parts[part] for name, parts in cut.items()}}
+                program.comes(part, count, self._pieces)
+                inputs = {**given, **cut[part]}
                 found.append(program({**inputs, **_known(program, {**self._scalars, **totals})}))
         finally:
             for array in self.program.state.sums():
@@ -148,15 +150,12 @@ class Trainer:
         made: Outputs = {name: self._of_batch(name, [np.asarray(one[name]) for one in found]) for name in found[0]}
         return {**made, guard: found[-1][guard]} if guard else made
 
-    def _made_before(
-        self, program: Program, batch: Mapping[str, object], cut: Mapping[str, Sequence[np.ndarray[Any, Any]]]
-    ) -> Outputs:
+    def _made_before(self, program: Program, batch: Mapping[str, object], cut: Sequence[Mapping[str, Any]]) -> Outputs:
         """What the parts are given of the whole batch; a program of one size makes it of one part after the other."""
         sizes = [port.shape[0] for port in program.manifest.inputs if port.shape and port.name not in self.record.fixed]
         if not any(isinstance(size, int) for size in sizes):
             return program(_known(program, batch))
-        whole = [{name: parts[part] for name, parts in cut.items()} for part in range(self.record.accumulate)]
-        found = [program(_known(program, {**batch, **inputs})) for inputs in whole]
+        found = [program(_known(program, {**batch, **inputs})) for inputs in cut]
         return {name: self._of_batch(name, [np.asarray(one[name]) for one in found]) for name in found[0]}
 
     def _of_batch(self, name: str, parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
@@ -281,19 +280,6 @@ def load_trainer(
     accumulation = program.beside(place / record.accumulation, trust) if record.accumulation else None
     totals = program.beside(place / TOTALS, trust) if record.totals else None
     return Trainer(program, evaluation, rate, accumulation, totals)
-
-
-def _parts(name: str, value: object, count: int) -> list[np.ndarray[Any, Any]]:
-    """The `count` equal parts of what a rank reads of an input."""
-    array = np.asarray(value)
-    if not array.ndim or len(array) % count:
-        found = f"{len(array)} records" if array.ndim else "a number"
-        raise InputError(
-            f"input '{name}': {found} cannot be cut into {count} parts, as `accumulate` of the plan says\n"
-            f"  help: give every rank a multiple of {count}"
-        )
-    size = len(array) // count
-    return [array[part * size : (part + 1) * size] for part in range(count)]
 
 
 def _known(program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
