@@ -84,10 +84,11 @@ def _says_so(program: Program, node: ir.Node) -> bool:
 
 @dataclass(frozen=True)
 class _Way:
-    """How a value comes about on a group that repeats it: from what, and by which nodes."""
+    """How a value comes about on a group that repeats it: from what, and by which nodes; `spent`: these are more than the bound allows."""
 
     roots: frozenset[ir.Value]
     nodes: frozenset[ir.Node] = frozenset()
+    spent: bool = False
 
 
 class _Weighed:
@@ -103,6 +104,7 @@ class _Weighed:
                 for value in program.reads[node]:
                     self.present.setdefault(value, set()).update(settled.groups[node])
         self.ways: dict[ir.Value, _Way] = {}
+        self.work: dict[ir.Node, int] = {}
 
     def repeats(self, node: ir.Node) -> bool:
         """Whether a node is repeated; its producers have been asked before."""
@@ -112,16 +114,17 @@ class _Weighed:
         nodes = frozenset({node}).union(*(way.nodes for way in ways))
         result = sum(self.sizes.bytes_of(out) for out in node.outputs)
         elements = sum(self.sizes.elements(out) for out in node.outputs)
-        work = sum(_work(self.sizes, each) for each in nodes)
+        self.work[node] = _work(self.sizes, node)
+        work = sum(self.work[each] for each in nodes)
         new = sum(
             self._bytes(root) for root in roots for group in groups[1:] if group not in self.present.get(root, ())
         )
         apart = len({rank for group in groups for rank in group}) == sum(map(len, groups))
-        cheap = work <= MOST_WORK * max(1, elements)
-        worth = apart and cheap and new <= result * (len(groups) - 1)
+        spent = work > MOST_WORK * max(1, elements) or any(way.spent for way in ways)
+        worth = apart and not spent and new <= result * (len(groups) - 1)
         for out in node.outputs:
             # work that is too much counts on: the value behind it is sent, not one half way
-            self.ways[out] = _Way(roots if worth else frozenset({out}), nodes if worth or not cheap else frozenset())
+            self.ways[out] = _Way(roots, nodes) if worth else _Way(frozenset({out}), spent=spent)
         return worth and len(groups) > 1
 
     def _way_of(self, value: ir.Value) -> _Way:
