@@ -21,6 +21,7 @@ from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.program import Program
 from partc.runtime import load_local
+from partc.runtime.check import check_artifact
 from partc.runtime.cuts import local
 from partc.runtime.local_program import LocalProgram
 from partc.runtime.training.schedule import scalars, schedule
@@ -146,13 +147,16 @@ def same_training(
     atol: float,
     whole: Run | None = None,
 ) -> Program:
-    """Trains whole and cut; losses and all tensors are compared. `source()` gives the model anew. Gives the compiled program.
+    """Trains whole and cut; losses and all tensors are compared, and the checker accepts the artifact. `source()` gives the model anew.
+
+    Gives the compiled program.
 
     `atol` of a tensor is of the largest change that the steps made of it, so that a small learning rate hides no wrong gradient.
     `whole` is the run on one rank, where it is there already.
     """
     want = whole or run(source(), train_whole(plan), folder / "whole", steps)
     have = run(source(), plan, folder / "cut", steps)
+    assert check_artifact(folder / "cut") == []
     for k, (one, other) in enumerate(zip(have.outputs, want.outputs, strict=True)):
         assert one.keys() == other.keys()
         for name, value in other.items():

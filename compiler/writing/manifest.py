@@ -84,12 +84,14 @@ def _scalars(program: Program) -> list[fmt.Port]:
 
 
 def _state(program: Program) -> list[fmt.StateRecord]:
-    """What ranks keep, one record for each name in rank files and what it holds."""
-    found: dict[tuple[str, str, str], list[tuple[int, Kept]]] = {}
+    """What ranks keep, one record for each name in rank files, what it holds, and into which pieces it is cut."""
+    found: dict[tuple[str, str, str, tuple[int, ...]], list[tuple[int, Kept]]] = {}
     for part in program.parts:
         for one in part.kept:
-            found.setdefault((one.held.name, one.tensor, one.next), []).append((part.rank, one))
-    return [_kept(program, name, tensor, following, held) for (name, tensor, following), held in found.items()]
+            layout = one.held.copy.layout
+            cut = tuple(layout.pieces(dim) for dim in range(len(layout.cuts)))
+            found.setdefault((one.held.name, one.tensor, one.next, cut), []).append((part.rank, one))
+    return [_kept(program, name, tensor, following, held) for (name, tensor, following, _), held in found.items()]
 
 
 def _kept(
