@@ -75,6 +75,16 @@ def test_what_is_learned_of_a_file_follows_a_law() -> None:
     assert learned_names(model) == [name for name, (_, _, learned) in TENSORS.items() if learned]
 
 
+def test_what_torch_marks_as_a_buffer_is_not_learned() -> None:
+    """Rotary frequencies look like a table that is learned; the exporter says what is."""
+    proto = by_hand()
+    for name, kind in (("mean", "BUFFER"), ("weight", "BUFFER"), ("kernel", "PARAMETER")):
+        info = proto.graph.value_info.add(name=name, type=onnx.helper.make_tensor_type_proto(1, TENSORS[name][0]))
+        info.metadata_props.add(key="pkg.torch.export.graph_signature.InputSpec.kind", value=kind)
+    found = learned_names(from_proto(proto, Path("model.onnx")))
+    assert found == [name for name, (_, _, learned) in TENSORS.items() if learned and name not in ("mean", "weight")]
+
+
 SMALL = """<ir_version: 8, opset_import: ["" : 18]>
 main (float[batch, 4] x) => (float[batch, 3] y)
 <float[4, 4] shared = {1, 0, -1, 2, 0, 1, 2, 1, -2, 0, 1, 0, 1, 3, 0, 1}, float[4, 4] mask = {MASK},

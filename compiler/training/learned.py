@@ -8,8 +8,9 @@ of the initializers of floats, learned are
 
 and not learned are the others: numbers by themselves (`[]`, and `[1]` but for a layer's bias), what only sets an op up, as Resize's
 scales and a loss's weights of classes, and masks, which are tables of just two numbers or hold one of 1e4 or more. Constant nodes,
-integers, and what a branch or a loop has for itself never are. The plan has the last word: `parameters: {mask: {frozen: true}}` keeps
-a tensor, and `{mask: {frozen: false}}`, with its whole name, has it learned.
+integers, what a branch or a loop has for itself, and what torch's exporter marks as a buffer, such as rotary frequencies, never are.
+The plan has the last word: `parameters: {mask: {frozen: true}}` keeps a tensor, and `{mask: {frozen: false}}`, with its whole name,
+has it learned.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from partc.compiler.ops.gradient import stops_gradient
 
 LEARNED = "partc.learned"
 """Key of `ir.Value.meta`: whether a loader knows that a weight is learned, or that it is not."""
+_TORCH_KIND, _PARAMETER = "pkg.torch.export.graph_signature.InputSpec.kind", "PARAMETER"
 
 _PRODUCTS = ("Conv", "ConvTranspose", "Einsum", "FusedMatMul", "Gemm", "MatMul")
 _LAYERS: dict[str, range] = {
@@ -82,6 +84,8 @@ def _is_likely(value: ir.Value) -> bool:
     """Whether a file's tensor is taken for a parameter."""
     shape = tuple(value.shape.numpy()) if value.shape is not None and value.shape.is_static() else ()
     uses = [(use.node, use.idx) for use in value.uses()]
+    if value.metadata_props.get(_TORCH_KIND, _PARAMETER) != _PARAMETER:
+        return False
     if not shape or not any(_lets_through(node, k) for node, k in uses):
         return False
     if any(_is_of_layer(node, k) for node, k in uses):

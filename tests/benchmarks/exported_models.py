@@ -140,7 +140,7 @@ def train_and_compare(path: Path, case: Case, dynamic: bool) -> str:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        want.append(float(loss))
+        want.append(loss.item())
     parameters = dict(case.module.named_parameters())
     worst, held = 0.0, 0
     for name, (own, turned) in names.items():
