@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from partc.compiler.analysis.shapes import shapes
 from partc.compiler.annotations.check import follow_annotations
 from partc.compiler.annotations.read import read
 from partc.compiler.annotations.write import write_annotated
@@ -34,7 +35,6 @@ from partc.compiler.plan.dataset import in_order
 from partc.compiler.plan.read import Plan, read_plan
 from partc.compiler.plan.rules import Dataset, batch_pieces
 from partc.compiler.program import Program
-from partc.compiler.shapes import shapes
 from partc.compiler.training.attach import attach, learned_names
 from partc.compiler.training.in_parts import in_parts, only_totals
 from partc.compiler.training.training import Part

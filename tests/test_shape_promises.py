@@ -12,11 +12,11 @@ import onnx
 import onnxruntime
 import pytest
 from onnx.backend.test.case.test_case import TestCase
+from partc.compiler.analysis.shapes import shapes
 from partc.compiler.load.onnx_file import from_proto
 from partc.compiler.load.source import Source
 from partc.compiler.pipeline import start
 from partc.compiler.program import ValueInfo
-from partc.compiler.shapes import shapes
 from partc.runtime.expression import parse
 from test_onnx_nodes import cases, quiet
 

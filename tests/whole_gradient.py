@@ -15,13 +15,13 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import partc.compiler.ops  # noqa: F401
+from partc.compiler.analysis.shapes import shapes
 from partc.compiler.declare import Declared
 from partc.compiler.load.names import node_paths
 from partc.compiler.load.trace import trace
 from partc.compiler.ops.gradient import differentiate_nodes
 from partc.compiler.plan.rules import Plan
 from partc.compiler.program import Program
-from partc.compiler.shapes import shapes
 from training_models import Feeds, Model
 
 OPSET = 23

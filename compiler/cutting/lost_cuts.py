@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import onnx_ir as ir
+from partc.compiler.analysis.lost import dim_of, how_lost, unknown_dims
 from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.cutting.propagate import Propagation
-from partc.compiler.lost import dim_of, how_lost, unknown_dims
 from partc.compiler.ops.rule import WHOLE
 from partc.compiler.program import Program
 

@@ -12,6 +12,7 @@ from pathlib import PurePath
 
 import onnx_ir as ir
 from partc.compiler import ops  # noqa: F401  (registers the table)
+from partc.compiler.analysis.lost import dim_of, how_lost
 from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.cutting.joint import is_text
 from partc.compiler.cutting.local_maps import seed_local_maps
@@ -23,7 +24,6 @@ from partc.compiler.cutting.uncut import uncut
 from partc.compiler.cutting.unmet import gathered_inside, not_taken
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.lost import dim_of, how_lost
 from partc.compiler.ops.rule import Rule
 from partc.compiler.ops.table import rule_of
 from partc.compiler.placing.pattern_rules import sharding_rules

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext, registry
+from partc.compiler.analysis.shape_extents import BROADCASTING
 from partc.compiler.dims.normal import normal_dim
 from partc.compiler.ops.local import Shape
 from partc.compiler.ops.operands import same
-from partc.compiler.shape_extents import BROADCASTING
 
 OPSETS = {"": 21, "com.microsoft": 1}
 _SIZED_BY_A_VALUE = {"Split": 1, "Squeeze": 1}

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.analysis.lost import dim_of
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.layouts import moves as mv
 from partc.compiler.layouts.exchange import Part, Span, span_of, within
 from partc.compiler.layouts.layout import Layout, Mesh
 from partc.compiler.layouts.reshard import lower, lower_unknown
-from partc.compiler.lost import dim_of
 from partc.compiler.parts.drafts import Drafts
 from partc.compiler.parts.localize import local_shape, local_value
 from partc.compiler.parts.rooted import broadcast, has_size, reduce_to, share_of_piece

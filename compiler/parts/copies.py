@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
+from partc.compiler.analysis.lost import how_lost, unknown_dims
 from partc.compiler.cutting.choice import Instance
 from partc.compiler.layouts.exchange import span_of
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.mesh import normal
-from partc.compiler.lost import how_lost, unknown_dims
 from partc.compiler.parts.drafts import derived
 from partc.compiler.program import Copy, Group, Program
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
+from partc.compiler.analysis.shapes import shapes
 from partc.compiler.cutting.budget import largest_first
 from partc.compiler.cutting.packed import unpack
 from partc.compiler.cutting.straighten import straighten
@@ -26,7 +27,6 @@ from partc.compiler.plan.start import Given, counted, key, starting_plan
 from partc.compiler.program import Program
 from partc.compiler.proposal.stages import Stage, balanced_stages
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
-from partc.compiler.shapes import shapes
 
 _ROUNDS = 8
 _FILE = "plan.yaml"

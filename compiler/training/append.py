@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.analysis.shape_rules import tolerant_rules
 from partc.compiler.dims.facts import Facts
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES
 from partc.compiler.load.onnx_file import graphs_of
 from partc.compiler.plan.pattern import nearest
-from partc.compiler.shape_rules import tolerant_rules
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 INTEGERS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.INT16, ir.DataType.INT8, ir.DataType.UINT8)

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 import onnx_shape_inference
+from partc.compiler.analysis.shape_rules import tolerant_rules
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES, node_paths
 from partc.compiler.load.onnx_file import bodies
 from partc.compiler.ops.rule import OWN
 from partc.compiler.ops.seeded_dropout import DROPOUT
-from partc.compiler.shape_rules import tolerant_rules
 from partc.compiler.training.batch_norm import decompose, infer_in_place, train_in_place
 
 STEP = "step"

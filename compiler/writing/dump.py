@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.analysis.shapes import type_text
 from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.program import Array, Comm, Event, Held, Op, Part, Program, Shape
-from partc.compiler.shapes import type_text
 from partc.compiler.writing.helper_types import helper_types
 from partc.compiler.writing.transfer_bytes import bytes_text
 from partc.runtime.format import SEND

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 
 import onnx
 import onnx_ir as ir
+from partc.compiler.analysis.shapes import type_text
 from partc.compiler.program import Op, Part, Program, Shape
-from partc.compiler.shapes import type_text
 
 
 def helper_types(program: Program, part: Part) -> dict[str, str]:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 from onnx_shape_inference import SYM_DATA_KEY
+from partc.compiler.analysis.shape_extents import BROADCASTING
 from partc.compiler.dims.reading import read
 from partc.compiler.program import Program
-from partc.compiler.shape_extents import BROADCASTING
 
 _BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "StringSplit", "Unique"})
 _SIZES = {

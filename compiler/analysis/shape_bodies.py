@@ -13,9 +13,9 @@ from typing import Any
 import onnx_ir as ir
 import sympy
 from onnx_shape_inference import ShapeInferenceContext
+from partc.compiler.analysis.shape_data import scalar_of
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import as_dim, normal
-from partc.compiler.shape_data import scalar_of
 
 Known = Mapping[str, Facts]
 

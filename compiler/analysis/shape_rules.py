@@ -12,13 +12,10 @@ from contextlib import contextmanager
 import onnx_ir as ir
 import sympy
 from onnx_shape_inference import ShapeInferenceContext, registry
-from partc.compiler.dims.facts import Facts, facts_of, meet
-from partc.compiler.dims.normal import as_dim, normal, normal_dim, quotient
-from partc.compiler.dims.reading import read
-from partc.compiler.foreign_types import foreign_types, is_foreign
-from partc.compiler.shape_bodies import if_, loop, scan
-from partc.compiler.shape_data import entries_of, follow, scalar_of
-from partc.compiler.shape_extents import (
+from partc.compiler.analysis.foreign_types import foreign_types, is_foreign
+from partc.compiler.analysis.shape_bodies import if_, loop, scan
+from partc.compiler.analysis.shape_data import entries_of, follow, scalar_of
+from partc.compiler.analysis.shape_extents import (
     BROADCASTING,
     broadcast,
     concat,
@@ -30,7 +27,10 @@ from partc.compiler.shape_extents import (
     split,
     squeeze,
 )
-from partc.compiler.shape_windows import conv_transpose, pool, resize
+from partc.compiler.analysis.shape_windows import conv_transpose, pool, resize
+from partc.compiler.dims.facts import Facts, facts_of, meet
+from partc.compiler.dims.normal import as_dim, normal, normal_dim, quotient
+from partc.compiler.dims.reading import read
 
 Rule = Callable[[ShapeInferenceContext, ir.Node], None]
 Known = Mapping[str, Facts]

@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import onnx_ir as ir
-from partc.compiler.bindings import bind_inputs
+from partc.compiler.analysis.bindings import bind_inputs
+from partc.compiler.analysis.shape_rules import tolerant_rules
 from partc.compiler.dims.normal import normal_dim
 from partc.compiler.load.onnx_file import bodies, graphs_of
 from partc.compiler.program import Program, Shape, ValueInfo
-from partc.compiler.shape_rules import tolerant_rules
 from partc.compiler.training.in_parts import part_symbols
 
 _SCALAR_TYPE = {
