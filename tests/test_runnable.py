@@ -224,6 +224,38 @@ def test_a_value_of_unknown_shape_is_gathered_before_it_leaves_its_group() -> No
         same_as_whole(proto, f"{plan}{more}\n", {"x": X}, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("more", ["outputs: 2", "outputs: [2, 0]"])
+def test_a_value_of_unknown_shape_is_gathered_on_more_ranks_than_read_it(more: str) -> None:
+    """All ranks take part in the AllGather, and the file of each says what it makes."""
+    proto = model(
+        f"""{HEAD} m (float[4, 6] x) => (int64[2, K] z) {{
+            [nz] a = NonZero (x)
+            [ng] z = Neg (a)
+        }}"""
+    )
+    plan = f"ranks: 4\n{more}\nsharding: {{nz: {{out: [[2, 1]]}}}}\n"
+    program = same_as_whole(proto, plan, {"x": X}, rtol=0, atol=0)
+    for part in program.parts:
+        made = {name for step in part.steps if isinstance(step, Comm) for name in step.outputs}
+        assert made <= part.types.keys()
+
+
+def test_what_a_rank_makes_alone_has_another_name_than_what_it_gathers() -> None:
+    """Groups that overlap make `h` of shape arithmetic each; as an output it is gathered on ranks of which one has it already."""
+    proto = model(
+        f"""{HEAD} m (float[B, 3] x) => (float[B, 3] a, float[B, 3] h, float[B, 3] c) <float[1, 3] w = {{1, 2, 3}}> {{
+            [n] s = Shape (x)
+            [e] h = Expand (w, s)
+            [one] a = Add (h, x)
+            [all] c = Mul (h, x)
+        }}"""
+    )
+    plan = (
+        "ranks: 3\nsymbols: {B: {divisor: 3}}\ndataset: data_parallel\noutputs: producer\nplacement: {n: 2, one: 2}\n"
+    )
+    same_as_whole(proto, plan, {"x": X[:3, :3]}, {"x": X.reshape(6, 4)[:, :3]}, rtol=0, atol=0)
+
+
 def test_check_knows_the_ops_that_only_onnxruntime_has(tmp_path: Path) -> None:
     proto = onnx.parser.parse_model(
         f"""{HEAD} m (float[4, 6] x) => (float[4, 6] y) <float[6] w = {{1, 2, 3, 4, 5, 6}}> {{

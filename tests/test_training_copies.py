@@ -120,3 +120,21 @@ def test_the_shape_of_a_piece_is_not_that_of_what_it_is_cut_from(node: str, tmp_
     cuts = f"{node}: {{in: [[2, 1, 1], null]}}, first: {{in: [[1, 1, 1], [1, 1]]}}"
     plan = f"ranks: 2\nsymbols: {{batch: {{divisor: 2}}}}\nsharding: {{{cuts}}}\n"
     same_training(lambda: source, plan + SGD, tmp_path, [numbers((4, 6), 4, 6)], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("cut", ["[[3, 1], null]", "[null, [3, 1]]", "[[1, 3], null]", "[null, [1, 3]]"])
+@pytest.mark.parametrize("ops", ["MatMul(w, w)", "MatMul(w, v)", "Gemm<transA = 1>(w, v, w)"])
+def test_terms_of_a_gradient_are_summed_before_a_product_of_weights_is_cut(ops: str, cut: str, tmp_path: Path) -> None:
+    """Data parallel gradients of what is made of parameters alone are terms of a sum; a node that sums along their axis needs the sum."""
+    text = f"""<ir_version: 10, opset_import: ["" : 21]>
+main (float[batch, 6] x) => (float[batch, 6] y) {{
+    [product] p = {ops}
+    [act] a = Tanh(p)
+    [last] y = MatMul(x, a)
+}}"""
+    source = from_text(text, {"w": (6, 6), "v": (6, 6)})
+    more = ", null" if "Gemm" in ops else ""
+    plan = f"ranks: 3\nsymbols: {{batch: {{divisor: 3}}}}\ndataset: data_parallel\nsharding: {{product: {{in: {cut[:-1]}{more}]}}}}\n"
+    random = np.random.default_rng(2)
+    steps = [{"x": random.standard_normal((6, 6)).astype(np.float32), "labels": random.integers(0, 6, 6)}] * 2
+    same_training(lambda: source, plan + SGD, tmp_path, steps, rtol=1e-5, atol=1e-4)

@@ -306,7 +306,8 @@ class Backward:
         """The layout in which the cotangent of an output is wanted.
 
         What a node makes of parameters alone (a transposed weight) takes terms of a sum and gives such, since the parameter's
-        gradient is reduced in any case, together with others.
+        gradient is reduced in any case, together with others. Not along an axis over which the node sums up: there each rank needs
+        the whole sum for its own addends.
         """
         wanted = self._dual_made(instance, k)
         if not self.program.placement[instance.node].follows or len(given) != 1 or len(instance.node.outputs) != 1:
@@ -316,6 +317,10 @@ class Backward:
         if common is None or common[0].cuts != common[1].cuts or not {*common[0].partial} <= {*common[1].partial}:
             return wanted, None
         terms = tuple(term for term in common[1].partial if term not in common[0].partial)
+        choice = self.program.choices.get(instance)
+        made = on_common_mesh(layout, common[1]) if choice and (layout := choice.output(k)) else None
+        if made and {axis for axis, _ in terms} & {axis for axis, _ in made[0].partial}:
+            return wanted, None
         return common[1], Passing(common[1], terms)
 
     def _dual_made(self, instance: Instance, k: int) -> Layout:

@@ -50,20 +50,30 @@ class Writer:
             return
         at = source
         for k, move in enumerate(steps):
-            last = k == len(steps) - 1
+            last = k == len(steps) - 1 and move.group == target.group
             after = target if last else Copy(source.value, move.group, move.after)
             ranks = tuple(dict.fromkeys((*source.group, *move.group)))
             out = final if last else self.drafts.free(ranks, f"{final}.{type(move).__name__.lower()}")
             self._write(move, at, after, name, out, cause)
             name, at = out, after
+        if name != final:  # more ranks have it than the target's
+            self._rename(target, name, final)
 
     def alike(self, there: Copy, wanted: Copy) -> None:
         """Gives what ranks hold already, as part of a larger copy, its own name."""
         name, out = self.names[there], self.names[wanted]
-        self._identity_on(wanted.group, name, out)
-        typed = local_value(self.program, wanted), local_shape(self.program, wanted)
-        for draft in self.drafts.of(wanted.group) if name != out else ():
-            draft.types[out] = typed
+        if name != out:
+            self._rename(wanted, name, out)
+
+    def _rename(self, copy: Copy, name: str, out: str) -> None:
+        """Gives what the ranks of a copy have by another name its own."""
+        self._identity_on(copy.group, name, out)
+        self._type(copy, out)
+
+    def _type(self, copy: Copy, name: str) -> None:
+        typed = local_value(self.program, copy), local_shape(self.program, copy)
+        for draft in self.drafts.of(copy.group):
+            draft.types[name] = typed
 
     def _divisors(self, value: ir.Value) -> tuple[int, ...]:
         if value.shape is None:
@@ -88,9 +98,7 @@ class Writer:
                 self._keep(move, name, out, axes)
             case _:
                 self._collective(move, before, after, name, out, cause)
-        typed = local_value(self.program, after), local_shape(self.program, after)
-        for draft in self.drafts.of(after.group):
-            draft.types[out] = typed
+        self._type(after, out)
 
     def _collective(self, move: mv.Move, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
         attributes: dict[str, int | str | tuple[int, ...]]

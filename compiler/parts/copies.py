@@ -210,6 +210,17 @@ def can_share(one: Copy, other: Copy) -> bool:
     )
 
 
+def _made_apart(copies: Copies, one: Copy, other: Copy) -> bool:
+    """Whether a rank makes both of two copies: one is a home, and the other comes, on more ranks, from another home."""
+    homes = copies.homes.get(one.value, [])
+    made = {*homes, *(copies.settled[home] for home in homes if home in copies.settled)}
+    if (one in made) == (other in made):
+        return False
+    home, derived = (one, other) if one in made else (other, one)
+    here, there = set(home.group), set(derived.group)
+    return bool(here & there) and not there <= here and copies.home_for(derived) != home
+
+
 def _name(copies: Copies, value: ir.Value, own: frozenset[str], fed: Collection[str]) -> None:
     """Names the copies of a value: none as another value of the model (`own`), or as what a step of a training is `fed` with."""
     name = value.name or ""
@@ -237,7 +248,8 @@ def _name(copies: Copies, value: ir.Value, own: frozenset[str], fed: Collection[
         wanted = [name, f"{name}.terms"] if copy.layout.partial else [name, f"{name}@{copy.layout}"]
         if copy.layout.partial:
             wanted = wanted[1:]
-        taken = {copies.names[one] for one in order if one in copies.names and not can_share(one, copy)}
+        known = [one for one in order if one in copies.names]
+        taken = {copies.names[one] for one in known if not can_share(one, copy) or _made_apart(copies, one, copy)}
         spelled = "-".join(map(str, copy.group))
         wanted += [f"{wanted[-1]}@{spelled}"]
         free = (one for one in wanted if one not in taken and (one == allowed or (one not in own and one not in fed)))
