@@ -244,12 +244,8 @@ class Backward:
         outputs = {out.name or "" for _, _, one in found for node in one.nodes for out in node.outputs} - early
         constants = {name for local, _, one in found for name in one.constants if name not in local.constants}
         new = {name: self.drafts.derived(f"{name}.primal") for name in sorted(early & self.unlisted)}
-        for name in sorted(outputs | constants):
-            if not self.drafts.is_free(everywhere, name):
-                other = f"{name}.{self.program.paths[instance.node]}"
-                if not self.drafts.is_free(everywhere, other):
-                    other = f"{other}@{'-'.join(map(str, instance.group))}"
-                new[name] = self.drafts.free(everywhere, other)
+        new |= self._renamed(instance, everywhere, sorted(outputs | constants))
+        listed = early | outputs | constants
         made: dict[str, str] = {}
         for local, ranks, one in found:
             forward = [
@@ -260,25 +256,27 @@ class Backward:
             types = {
                 new.get(name, name): typed(self.program, value)
                 for name, value in one.scope.values.items()
-                if name in outputs or name in early or name in constants or name in _added(local, forward)
+                if name in listed or name in _added(local, forward)
             }
             for draft in self.drafts.of(ranks):
-                own = [with_names(node, new) for node in one.early]
-                tail = [
-                    Op(node, instance.node)
-                    for node in own
-                    if all((out.name or "") not in draft.types for out in node.outputs)
-                ]
-                for k, (old, final) in enumerate(zip(local.ops, forward, strict=True)):
-                    behind = tail if k == len(local.ops) - 1 else []
-                    if final is not old or behind:
-                        draft.replaced[id(old)] = (final, *behind)
+                draft.replace(local.ops, forward, [Op(with_names(node, new), instance.node) for node in one.early])
                 draft.steps += nodes
                 draft.constants |= {new.get(n, n): a for n, a in one.constants.items() if n in constants}
                 draft.types |= {name: typed for name, typed in types.items() if name not in draft.types}
             for name, dx in one.gradients.items():
                 made[name] = new.get(dx, dx)
         return made
+
+    def _renamed(self, instance: Instance, ranks: Group, names: Sequence[str]) -> dict[str, str]:
+        """New names for those that some rank has already: with the node's path, and where that is taken with its group."""
+        found: dict[str, str] = {}
+        for name in names:
+            if not self.drafts.is_free(ranks, name):
+                other = f"{name}.{self.program.paths[instance.node]}"
+                if not self.drafts.is_free(ranks, other):
+                    other = f"{other}@{'-'.join(map(str, instance.group))}"
+                found[name] = self.drafts.free(ranks, other)
+        return found
 
     def _shaped(self, name: str, copy: Copy) -> None:
         """A cotangent has the shape of its primal's piece, also where inference could not tell."""

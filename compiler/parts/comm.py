@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.analysis.lost import dim_of
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.layouts import moves as mv
-from partc.compiler.layouts.exchange import Part, Span, span_of, within
+from partc.compiler.layouts.exchange import Part, Routes, Span, span_of, within
 from partc.compiler.layouts.layout import Layout, Mesh
 from partc.compiler.layouts.reshard import lower, lower_unknown
 from partc.compiler.parts.drafts import Drafts
@@ -22,6 +22,9 @@ from partc.compiler.parts.rooted import broadcast, has_size, reduce_to, share_of
 from partc.compiler.program import Comm, Copy, Event, Group, Op, Program, Shape, Step
 from partc.compiler.writing.transfer_bytes import whole_bytes
 from partc.runtime import format as fmt
+
+Sent: TypeAlias = "tuple[int, Span]"
+"""The rank at the other end, and the box in the own piece."""
 
 
 @dataclass
@@ -189,56 +192,50 @@ class Writer:
     def _exchange(
         self, move: mv.Exchange | mv.Transfer, before: Copy, after: Copy, name: str, out: str, cause: str
     ) -> None:
-        routes = move.routes
-        parts = routes.parts()
+        """Messages where all that is moved are pieces as ranks have them, else one Exchange."""
+        parts = move.routes.parts()
+        given, got = _boxes(move.routes, len(before.layout.cuts))
         full = tuple((Fraction(0), Fraction(1)) for _ in before.layout.cuts)
-        source_span = {rank: span_of(routes.before, k) for k, rank in enumerate(routes.source_group)}
-        target_span = {rank: span_of(routes.after, k) for k, rank in enumerate(routes.target_group)}
-        given = {id(p): within(p.span[: len(full)], source_span[p.source]) for p in parts}
-        got = {id(p): within(p.span[: len(full)], target_span[p.target]) for p in parts}
-        if all(given[id(p)] == full and got[id(p)] == full for p in parts) and isinstance(move, mv.Transfer):
-            apart = [part for part in parts if part.source != part.target]
-            if len(apart) > 1 and len({part.source for part in apart}) == 1 and has_size(self.program, after.value):
-                self._identity_on(tuple(part.source for part in parts if part.source == part.target), name, out)
-                broadcast(self, (apart[0].source, *(part.target for part in apart)), before, after, name, out, cause)
-                return
-            for part in parts:
-                if part.source == part.target:
-                    self._identity(part.source, name, out)
-                else:
-                    self._message(part.source, part.target, before, after, name, out, cause)
+        if isinstance(move, mv.Transfer) and all(box == full for box in (*given, *got)):
+            self._messages(parts, before, after, name, out, cause)
             return
         ranks = tuple(sorted({p.source for p in parts} | {p.target for p in parts}))
         group = self.group((ranks,))
-        most = max(mv.received(move), default=Fraction(0))
-        amount = self.amount(after.value, most)
+        amount = self.amount(after.value, max(mv.received(move), default=Fraction(0)))
+        shape = local_shape(self.program, before)
+        way = (before.group, before.layout), (after.group, after.layout)
+        sets = (ranks,)
         event = Event(
-            len(self.events),
-            fmt.EXCHANGE,
-            after.value,
-            out,
-            (ranks,),
-            group,
-            local_shape(self.program, before),
-            amount,
-            cause,
-            self.derived,
-            ((before.group, before.layout), (after.group, after.layout)),
+            len(self.events), fmt.EXCHANGE, after.value, out, sets, group, shape, amount, cause, self.derived, way
         )
         self.events.append(event)
-        leaving, coming = _grouped(parts, lambda p: p.source), _grouped(parts, lambda p: p.target)
+        leaving = _grouped((p.source, (p.target, box)) for p, box in zip(parts, given, strict=True))
+        coming = _grouped((p.target, (p.source, box)) for p, box in zip(parts, got, strict=True))
         for rank in ranks:
             sends, receives = leaving.get(rank, []), coming.get(rank, [])
             attributes: dict[str, int | str | tuple[int, ...]] = {
                 fmt.GROUP: group,
-                fmt.SEND_PEERS: tuple(p.target for p in sends),
-                fmt.SEND_BOXES: _numbers([given[id(p)] for p in sends]),
-                fmt.RECV_PEERS: tuple(p.source for p in receives),
-                fmt.RECV_BOXES: _numbers([got[id(p)] for p in receives]),
+                fmt.SEND_PEERS: tuple(peer for peer, _ in sends),
+                fmt.SEND_BOXES: _numbers([box for _, box in sends]),
+                fmt.RECV_PEERS: tuple(peer for peer, _ in receives),
+                fmt.RECV_BOXES: _numbers([box for _, box in receives]),
                 fmt.RANK: len(full),
             }
             inputs, outputs = ((name,) if sends else ()), ((out,) if receives else ())
             self.append((rank,), Comm(fmt.EXCHANGE, inputs, outputs, attributes, event.tag, after.value, cause, amount))
+
+    def _messages(self, parts: Sequence[Part], before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
+        """A rank's piece to others as it is: a Broadcast of one rank to several, else messages."""
+        apart = [part for part in parts if part.source != part.target]
+        if len(apart) > 1 and len({part.source for part in apart}) == 1 and has_size(self.program, after.value):
+            self._identity_on(tuple(part.source for part in parts if part.source == part.target), name, out)
+            broadcast(self, (apart[0].source, *(part.target for part in apart)), before, after, name, out, cause)
+            return
+        for part in parts:
+            if part.source == part.target:
+                self._identity(part.source, name, out)
+            else:
+                self._message(part.source, part.target, before, after, name, out, cause)
 
     def _message(self, source: int, target: int, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
         """One message; both ends name the value alike, so where they cannot, it gets its last name behind the receive."""
@@ -378,10 +375,19 @@ def _before(move: mv.AllReduce | mv.ReduceScatter | mv.AllGather) -> Layout:
     return Layout(mesh, tuple(cuts), tuple(sorted(partial.items())))
 
 
-def _grouped(parts: Sequence[Part], end: Callable[[Part], int]) -> dict[int, list[Part]]:
-    found: dict[int, list[Part]] = {}
-    for part in parts:
-        found.setdefault(end(part), []).append(part)
+def _boxes(routes: Routes, dims: int) -> tuple[list[Span], list[Span]]:
+    """Of each part that is moved its box in the piece of the rank that gives it, and in that of the rank that takes it."""
+    source_span = {rank: span_of(routes.before, k) for k, rank in enumerate(routes.source_group)}
+    target_span = {rank: span_of(routes.after, k) for k, rank in enumerate(routes.target_group)}
+    parts = routes.parts()
+    given = [within(part.span[:dims], source_span[part.source]) for part in parts]
+    return given, [within(part.span[:dims], target_span[part.target]) for part in parts]
+
+
+def _grouped(pairs: Iterable[tuple[int, Sent]]) -> dict[int, list[Sent]]:
+    found: dict[int, list[Sent]] = {}
+    for rank, sent in pairs:
+        found.setdefault(rank, []).append(sent)
     return found
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-from partc.compiler.program import Array, Held, Kept, Shape, Step
+from partc.compiler.program import Array, Held, Kept, Op, Shape, Step
 
 
 @dataclass
@@ -35,6 +35,15 @@ class Draft:
     scalars: dict[str, None] = field(default_factory=dict)
     outputs: dict[str, Held] = field(default_factory=dict)
     """What a program gives besides the outputs of the model."""
+
+    def replace(self, old: Sequence[Op], new: Sequence[Op], behind: Sequence[Op]) -> None:
+        """Puts each new op in the place of an old one, and `behind` after the last, but for ops whose values are here already."""
+        tail = [op for op in behind if all((out.name or "") not in self.types for out in op.node.outputs)]
+        for k, (before, after) in enumerate(zip(old, new, strict=True)):
+            rest = tail if k == len(old) - 1 else []
+            if after is not before or rest:
+                self.replaced[id(before)] = (after, *rest)
+
     taken: set[str] = field(default_factory=set)
     """Names that `Drafts.free` has given away here."""
 

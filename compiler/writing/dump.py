@@ -152,49 +152,53 @@ def cut_text(program: Program, node: ir.Node, rank: int | None = None) -> Iterat
 
 
 def _part_lines(program: Program, part: Part) -> Iterator[str]:
+    kinds = _kinds(program, part)
+    yield f"program @rank_{part.rank:04d}({', '.join(f'%{held.name}' for held in part.inputs)}) {{"
+    for held in part.weights:
+        value, shape = part.types[held.name]
+        size = f"{bytes_text(program.values[value], shape)} bytes"
+        yield f"  # Parameter: %{held.name} : {_type_text(program, value, shape)}   {size}{_part_of(program, held)}"
+    for one in part.kept:
+        after = f"   next: %{one.next}" if one.next else ""
+        kind = _type_text(program, *part.types[one.held.name])
+        yield f"  # State: %{one.held.name} : {kind}{_part_of(program, one.held)}{after}"
+    if part.scalars:
+        yield f"  # Scalars: {', '.join(f'%{name}' for name in part.scalars)}"
+    for step in part.steps:
+        yield from _op_lines(program, part, step, kinds) if isinstance(step, Op) else _comm_lines(program, step, kinds)
+    names = [held.name for held in part.outputs]
+    yield f"  Return({', '.join(f'%{name}' for name in names)})"
+    yield f"      : {kinds(names)}"
+    yield "}"
+
+
+def _kinds(program: Program, part: Part) -> Callable[[Sequence[str]], str]:
+    """The types of a rank's values, by their names, as a text: `(<tensor(float), (batch, 8)>, <>)`."""
     helpers = helper_types(program, part)
 
     def kind(name: str) -> str:
         if name in part.scalars:
             return "<tensor(float), ()>"
-        if name not in part.types:
-            return f"<{_array(part.constants[name])}>" if name in part.constants else helpers.get(name, "<>")
-        value, shape = part.types[name]
-        return _type_text(program, value, shape)
+        if name in part.types:
+            return _type_text(program, *part.types[name])
+        return f"<{_array(part.constants[name])}>" if name in part.constants else helpers.get(name, "<>")
 
-    def kinds(names: Sequence[str]) -> str:
-        return f"({', '.join(kind(name) if name else '<>' for name in names)})"
+    return lambda names: f"({', '.join(kind(name) if name else '<>' for name in names)})"
 
-    yield f"program @rank_{part.rank:04d}({', '.join(f'%{held.name}' for held in part.inputs)}) {{"
-    for held in part.weights:
-        value, shape = part.types[held.name]
-        size = f"{bytes_text(program.values[value], shape)} bytes"
-        yield f"  # Parameter: %{held.name} : {kind(held.name)}   {size}{_part_of(program, held)}"
-    for one in part.kept:
-        after = f"   next: %{one.next}" if one.next else ""
-        yield f"  # State: %{one.held.name} : {kind(one.held.name)}{_part_of(program, one.held)}{after}"
-    if part.scalars:
-        yield f"  # Scalars: {', '.join(f'%{name}' for name in part.scalars)}"
-    for step in part.steps:
-        if isinstance(step, Op):
-            outs, ins = [v.name or "" for v in step.node.outputs], [v.name or "" if v else "" for v in step.node.inputs]
-            made = {part.types[name][0] for name in outs if name in part.types}
-            itself = not made.isdisjoint(step.source.outputs)
-            yield f"  {_call(step.node, '  ')}" + "".join(
-                _strategies(program, step.source, part.rank) if itself else ()
-            )
-            yield f"      : {kinds(ins)} -> {kinds(outs)}"
-            placed = program.placement.get(step.source)
-            path = program.paths.get(step.source, step.node.name or "")
-            yield f"      # Scope: {path}" + (f"   Rule: {placed.rule}" if placed else "")
-            if itself:
-                yield from (f"      # Cut: {text}" for text in cut_text(program, step.source, part.rank))
-        else:
-            yield from _comm_lines(program, step, kinds)
-    names = [held.name for held in part.outputs]
-    yield f"  Return({', '.join(f'%{name}' for name in names)})"
-    yield f"      : {kinds(names)}"
-    yield "}"
+
+def _op_lines(program: Program, part: Part, step: Op, kinds: Callable[[Sequence[str]], str]) -> Iterator[str]:
+    """A node of a rank; strategy and cuts stand at the one that makes the outputs of the model's own node."""
+    node, source = step.node, step.source
+    outs, ins = [v.name or "" for v in node.outputs], [v.name or "" if v else "" for v in node.inputs]
+    made = {part.types[name][0] for name in outs if name in part.types}
+    itself = not made.isdisjoint(source.outputs)
+    yield f"  {_call(node, '  ')}" + "".join(_strategies(program, source, part.rank) if itself else ())
+    yield f"      : {kinds(ins)} -> {kinds(outs)}"
+    placed = program.placement.get(source)
+    path = program.paths.get(source, node.name or "")
+    yield f"      # Scope: {path}" + (f"   Rule: {placed.rule}" if placed else "")
+    if itself:
+        yield from (f"      # Cut: {text}" for text in cut_text(program, source, part.rank))
 
 
 def _part_of(program: Program, held: Held) -> str:
