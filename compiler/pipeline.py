@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from partc.compiler.analysis.bindings import promised
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.annotations.check import follow_annotations
 from partc.compiler.annotations.read import read
@@ -36,7 +37,7 @@ from partc.compiler.plan.read import Plan, read_plan
 from partc.compiler.plan.rules import Dataset, batch_pieces
 from partc.compiler.program import Program
 from partc.compiler.training.attach import attach, learned_names
-from partc.compiler.training.in_parts import in_parts, only_totals
+from partc.compiler.training.in_parts import in_parts, only_totals, part_facts
 from partc.compiler.training.training import Part
 from partc.compiler.writing.dump import begin_text
 from partc.compiler.writing.emit import emit
@@ -110,7 +111,9 @@ def start(
     learned = learned_names(source.model)
     model = normalize(source.model.clone(), name, TARGET)
     whole = frozenset(each for node, path in node_paths(model).items() for each in (path, own_name(node)))
-    training = attach(model, rules, learned, cut=cut, part=part)
+    before = Program(name=name, model=model, plan=plan, declared=declared, paths={})
+    known = part_facts(model.graph, rules, part, promised(before))
+    training = attach(model, rules, learned, cut=cut, part=part, known=known)
     plan, paths = replace(plan, outputs=()), node_paths(model)
     return Program(name=name, model=model, plan=plan, declared=declared, paths=paths, training=training, whole=whole)
 

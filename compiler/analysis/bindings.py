@@ -43,6 +43,29 @@ def bind_inputs(program: Program) -> dict[str, SymbolInfo]:
     return names.bound
 
 
+def promised(program: Program) -> dict[str, Facts]:
+    """What is promised of the inputs' dims before they are bound, by the names that the model gives them, or `x_dim_1` without one."""
+    graph, plan = program.model.graph, program.plan
+    promises, clean, found = _promises(program), _clean_names(graph), dict[str, Facts]()
+    for value in graph.inputs:
+        dims = value.shape.dims if value.shape is not None else ()
+        rule = plan.inputs.get(value.name or "")
+        asked = rule.dims if rule and len(rule.dims) == len(dims) else (None,) * len(dims)
+        for axis, (dim, said) in enumerate(zip(dims, asked, strict=True)):
+            if isinstance(dim, int):
+                continue
+            own = unnamed(value, axis) if dim.value is None else str(dim.value)
+            promise = None if isinstance(said, int) else promises.get(said or clean.get(own) or _identifier(own))
+            facts = Facts.constant(said) if isinstance(said, int) else promise.facts if promise else _FREE
+            found.setdefault(own, facts)
+    return found
+
+
+def unnamed(value: ir.Value, axis: int) -> str:
+    """The name of a dim to which the model gives none."""
+    return f"{value.name}_dim_{axis}"
+
+
 def _unused_symbols(plan: Plan, names: _Names, graph: ir.Graph) -> list[Problem]:
     have = sorted(names.bound)
     problems = []
@@ -78,7 +101,7 @@ class _Names:
         own = str(dim.value) if dim.value is not None else None
         key = own if own is not None else f"[{place}]"
         if key not in self._given:
-            self._given[key] = self._choose(own, asked, place, f"{value.name}_dim_{axis}")
+            self._given[key] = self._choose(own, asked, place, unnamed(value, axis))
         name = self._given[key]
         if isinstance(name, str) and name not in self.bound:
             self.bound[name] = self.promises.get(name) or SymbolInfo(_FREE, f"input '{value.name}'")

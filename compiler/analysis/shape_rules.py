@@ -7,7 +7,7 @@ replaced here, and a rule that raises leaves its node's outputs unknown.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import onnx_ir as ir
 import sympy
@@ -164,8 +164,8 @@ LIKE: dict[tuple[str, str], tuple[str, str]] = {
 
 
 @contextmanager
-def tolerant_rules(failed: list[ir.Node], known: Known) -> Iterator[None]:
-    """Within, the engine's rules are corrected, and a node whose rule raises is appended to `failed` and left unknown.
+def tolerant_rules(known: Known) -> Iterator[None]:
+    """Within, the engine's rules are corrected, and a node whose rule raises is left unknown.
 
     The engine looks rules up through `registry.get` and has no hook for either; so the registry's lookup is wrapped here.
     """
@@ -185,7 +185,7 @@ def tolerant_rules(failed: list[ir.Node], known: Known) -> Iterator[None]:
         correction = CORRECTIONS.get((domain, op_type))
 
         def guarded(ctx: ShapeInferenceContext, node: ir.Node) -> None:
-            try:
+            with suppress(Exception):
                 held = [out.const_value for out in node.outputs]
                 if correction:
                     correction(ctx, node, rule, known)
@@ -195,8 +195,6 @@ def tolerant_rules(failed: list[ir.Node], known: Known) -> Iterator[None]:
                 for out, value in zip(node.outputs, held, strict=True):
                     out.const_value = value
                 follow(ctx, node, known)
-            except Exception:
-                failed.append(node)
 
         return guarded
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from partc.compiler.analysis.shapes import type_text
+from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.cutting.choice import Choice
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.mesh import on_common_mesh

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.analysis.shape_rules import tolerant_rules
-from partc.compiler.dims.facts import Facts
+from partc.compiler.analysis.bindings import unnamed
+from partc.compiler.analysis.infer_shapes import infer_shapes
+from partc.compiler.analysis.shape_rules import Known
+from partc.compiler.dims.facts import ANY_DIM
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES
 from partc.compiler.load.onnx_file import graphs_of
@@ -26,10 +28,10 @@ Dims = tuple[int | ir.SymbolicDim, ...]
 
 
 class Append:
-    """Appends nodes below `path` to a model; `where` stands in errors."""
+    """Appends nodes below `path` to a model; `where` stands in errors, and `known` is what is promised of the inputs' dims."""
 
-    def __init__(self, model: ir.Model, path: str, where: str) -> None:
-        self.model, self.graph, self.path, self.where = model, model.graph, path, where
+    def __init__(self, model: ir.Model, path: str, where: str, known: Known) -> None:
+        self.model, self.graph, self.path, self.where, self.known = model, model.graph, path, where, known
         self._names = {value.name for part in graphs_of(self.graph) for value in _values(part)}
         self._scopes = {
             key for node in self.graph for key in (TORCH_SCOPES, ONNXSCRIPT_SCOPES) if key in node.metadata_props
@@ -145,24 +147,17 @@ class Append:
 
     def _inferred(self, value: ir.Value) -> tuple[Dims | None, ir.DataType | None]:
         """A value's dims and type by shape inference on a copy; input dims without a name get one, so that others can share it."""
-        import onnx_shape_inference
-
         for one in self.graph.inputs:
             if one.shape is not None:
                 dims = list(one.shape.dims)
                 one.shape = ir.Shape(
                     [
-                        f"{one.name}_dim_{axis}" if isinstance(dim, ir.SymbolicDim) and dim.value is None else dim
+                        unnamed(one, axis) if isinstance(dim, ir.SymbolicDim) and dim.value is None else dim
                         for axis, dim in enumerate(dims)
                     ]
                 )
         copy = self.model.clone()
-        for node in copy.graph:
-            for out in node.outputs:
-                out.shape = None
-        known = {name: Facts(min=1) for name in self._named_dims()}  # a 0 in a Reshape's target would be another dim
-        with tolerant_rules([], known):
-            onnx_shape_inference.infer_symbolic_shapes(copy, warn_on_missing=False, adopt_declared_symbols=False)
+        infer_shapes(copy, {name: self.known.get(name, ANY_DIM) for name in self._named_dims()})
         found = next(out for out in copy.graph.outputs if out.name == value.name)
         shape = found.shape if found.shape is not None else value.shape
         return None if shape is None else tuple(shape.dims), found.dtype or value.dtype

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import onnx_ir as ir
+from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.cutting.local_maps import enter_parameters, refuse_modes
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.names import node_paths
@@ -27,10 +28,11 @@ from partc.compiler.training.uneven_means import split_uneven_means
 __all__ = ["attach", "learned_names"]
 
 
-def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool, part: Part) -> Training:
+def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool, part: Part, known: Known) -> Training:
     """Changes `model` to give the loss and the metrics; what is said of its training.
 
-    `learned`: the weights that may be; `cut`: whether operators run on several ranks. CompileError for patterns that match nothing.
+    `learned`: the weights that may be; `cut`: whether operators run on several ranks; `known`: what is promised of the inputs' dims.
+    CompileError for patterns that match nothing.
     """
     graph = model.graph
     split_sequences(model)
@@ -45,13 +47,16 @@ def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool,
         statistics.update(dict.fromkeys(running_statistics(graph)))
     else:
         refuse_modes(model, node_paths(model))
-        modes = to_training(model, cut=cut, seed=rules.seed, frozen=lambda name: name in how and how[name].frozen)
+        modes = to_training(
+            model, cut=cut, seed=rules.seed, frozen=lambda name: name in how and how[name].frozen, known=known
+        )
         statistics.update(dict.fromkeys(running_statistics(graph)))
         statistics.update(modes.statistics)
         scalars += [STEP] if modes.needs_step else []
-    loss = add_loss(model, rules.loss, rules.where_loss)
+    loss = add_loss(model, rules.loss, rules.where_loss, known)
     metrics = [
-        add_metric(model, name, metric, rules.where_metrics, rules.loss) for name, metric in rules.metrics.items()
+        add_metric(model, name, metric, rules.where_metrics, rules.loss, known)
+        for name, metric in rules.metrics.items()
     ]
     graph.outputs[:] = list(dict.fromkeys([loss, *metrics]))
     _drop_unread(graph, {value for value in statistics.values() if value is not None})
@@ -77,7 +82,7 @@ def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool,
         part=part,
     )
     if cut and part.backward:
-        in_parts(model, training)
+        in_parts(model, training, known)
         enter_parameters(model, {value: one for value, one in kept.items() if not one.frozen})
     return training
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.load.names import node_paths
 from partc.compiler.ops.extreme import EXTREME
 from partc.compiler.ops.local_map import SPREAD, is_collective
@@ -26,16 +27,16 @@ _REDUCTIONS = ("ReduceMax", "ReduceMin")
 _POOL = "GlobalMaxPool"
 
 
-def in_parts(model: ir.Model, training: Training) -> None:
-    """Replaces every extreme through which a gradient flows, and whose axes are known, by its parts."""
-    _collectives_in_parts(model, training)
+def in_parts(model: ir.Model, training: Training, known: Known) -> None:
+    """Replaces every extreme through which a gradient flows, and whose axes are known, by its parts; `known`: what is promised of dims."""
+    _collectives_in_parts(model, training, known)
     flows = flowing(reads_of(model.graph), training)
     nodes = [node for node in model.graph if node in flows and _is_extreme(node)]
-    known = ranked(model, nodes)
-    nodes = [node for node in nodes if known[node].shape is not None and _axes(node, known[node]) != ()]
+    shaped = ranked(model, nodes, known)
+    nodes = [node for node in nodes if shaped[node].shape is not None and _axes(node, shaped[node]) != ()]
     if not nodes:
         return
-    whole = {node: (_axes(node, known[node]), known[node].dtype) for node in nodes}  # an extreme may read another
+    whole = {node: (_axes(node, shaped[node]), shaped[node].dtype) for node in nodes}  # an extreme may read another
     for node, path in node_paths(model).items():
         node.name = path
     module = modules(model)
@@ -43,7 +44,7 @@ def in_parts(model: ir.Model, training: Training) -> None:
         _put_in_parts(node, *whole[node], module(str(node.name)))
 
 
-def _collectives_in_parts(model: ir.Model, training: Training) -> None:
+def _collectives_in_parts(model: ir.Model, training: Training, known: Known) -> None:
     """The same for an all_reduce of a local map by max or min: each rank has one element, and every rank reads the result."""
     flows = flowing(reads_of(model.graph), training)
     nodes = [
@@ -51,8 +52,8 @@ def _collectives_in_parts(model: ir.Model, training: Training) -> None:
         for node in model.graph
         if node in flows and is_collective(node) and node.attributes.get_string("reduce", "sum") != "sum"
     ]
-    known = ranked(model, nodes)
-    for node in nodes if nodes else ():
+    shaped = ranked(model, nodes, known)
+    for node in nodes:
         x, old = node.inputs[0], node.outputs[0]
         assert x is not None
         name, path = str(old.name), str(node.name or old.name)
@@ -62,7 +63,7 @@ def _collectives_in_parts(model: ir.Model, training: Training) -> None:
         same, ones, count, whole = (ir.Value(name=f"{name}.{word}") for word in ("same", "ones", "count", "whole"))
         axis, size = node.attributes.get_string("axis", ""), node.attributes.get_int("size", 1)
         along: dict[str, int | str] = {"axis": axis, "size": size}
-        dtype = (known[node].dtype or ir.DataType.FLOAT).value
+        dtype = (shaped[node].dtype or ir.DataType.FLOAT).value
         made = [
             _node("", "Equal", [x, old], {}, same),
             _node("", "Cast", [same], {"to": dtype}, ones),

@@ -18,11 +18,12 @@ from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.dims.facts import Facts
+from partc.compiler.dims.facts import ANY_DIM, Facts
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ops.rule import OWN as OWN_OPS
 from partc.compiler.ops.seeded_dropout import DROPOUT, PARTS, RECORDS_DIM
 from partc.compiler.plan.rules import FULL_BATCH, Dataset, DatasetCut, OutputRule
+from partc.compiler.plan.training import TrainRules
 from partc.compiler.program import Program, SymbolInfo, ValueInfo
 from partc.compiler.training.labels import labels_of
 from partc.compiler.training.records import batch_symbols, records_of
@@ -109,6 +110,17 @@ def part_symbols(program: Program, symbols: Mapping[str, SymbolInfo]) -> dict[st
     if problems:
         raise CompileError(problems)
     return found
+
+
+def part_facts(graph: ir.Graph, rules: TrainRules, part: Part, known: Mapping[str, Facts]) -> dict[str, Facts]:
+    """As `part_symbols`, before there is a training to speak of, by the names that the model gives its dims."""
+    if rules.accumulate == 1 or not part.backward:
+        return dict(known)
+    batch = batch_symbols(records_of(graph, rules.loss.labels))
+    return {
+        name: (quotient(facts, rules.accumulate) or ANY_DIM) if name in batch else facts
+        for name, facts in known.items()
+    }
 
 
 def quotient(facts: Facts, count: int) -> Facts | None:

@@ -20,10 +20,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.training.append import FLOATS, INTEGERS, Append, Dims
 from partc.compiler.training.options import Check, read
 from partc.compiler.training.records import OF_PIECES
@@ -87,12 +89,12 @@ def loss(options: Mapping[str, Any] | str, where: str = "train.loss", folder: Pa
     return Loss(**{words.get(key, key): value for key, value in found.items()})
 
 
-def add_loss(model: ir.Model, loss: Loss, where: str = "train.loss") -> ir.Value:
+def add_loss(model: ir.Model, loss: Loss, where: str = "train.loss", known: Known = MappingProxyType({})) -> ir.Value:
     """The scalar that the loss is, in float32: an output `loss` appended to the graph, or the model's own output.
 
-    Raises CompileError where the model has not what the loss speaks of.
+    `known` is what is promised of the inputs' dims. Raises CompileError where the model has not what the loss speaks of.
     """
-    to = Append(model, "loss", where)
+    to = Append(model, "loss", where, known)
     match loss.type:
         case "softmax_cross_entropy":
             return _cross_entropy(to, loss)

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import onnx_ir as ir
+from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.training.append import FLOATS, INTEGERS, Append
 from partc.compiler.training.losses import Loss, class_axis, distance, own_scalar
 from partc.compiler.training.options import Check, read
@@ -68,13 +70,19 @@ def metric(name: str, options: Mapping[str, Any], where: str = "train.metrics") 
 
 
 def add_metric(
-    model: ir.Model, name: str, metric: Metric, where: str = "train.metrics", of: Loss | str | None = None
+    model: ir.Model,
+    name: str,
+    metric: Metric,
+    where: str = "train.metrics",
+    of: Loss | str | None = None,
+    known: Known = MappingProxyType({}),
 ) -> ir.Value:
     """The scalar that the metric is, in float32: an output `name` appended to the graph, or the model's own output.
 
-    What the metric does not say is as in the loss `of`. Raises CompileError where the model has not what the metric speaks of.
+    What the metric does not say is as in the loss `of`; `known` is what is promised of the inputs' dims. Raises CompileError where the
+    model has not what the metric speaks of.
     """
-    to = Append(model, name, where)
+    to = Append(model, name, where, known)
     if isinstance(of, Loss) and of.type != "output":
         metric = _filled(metric, of)
     if metric.type == "output":

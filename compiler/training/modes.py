@@ -11,14 +11,14 @@ several is the module of these.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import onnx_ir as ir
-import onnx_shape_inference
-from partc.compiler.analysis.shape_rules import tolerant_rules
+from partc.compiler.analysis.infer_shapes import infer_shapes
+from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES, node_paths
 from partc.compiler.load.onnx_file import bodies
@@ -49,11 +49,13 @@ class Modes:
         return self.step is not None
 
 
-def to_training(model: ir.Model, *, cut: bool, seed: int, frozen: Callable[[str], bool]) -> Modes:
+def to_training(
+    model: ir.Model, *, cut: bool, seed: int, frozen: Callable[[str], bool], known: Known = MappingProxyType({})
+) -> Modes:
     """Changes `model`, of opset 21 or later, to what it is in training.
 
     `cut`: whether any operator may run on several ranks. `seed`: of all masks. `frozen` says of a weight, by name, whether it stays as it
-    is: a normalization whose statistics do, or both its scale and bias, stays in inference form.
+    is: a normalization whose statistics do, or both its scale and bias, stays in inference form. `known`: what is promised of dims.
 
     Raises CompileError, all violations at once, where randomness or statistics are asked for in a way that cannot be followed.
     """
@@ -63,13 +65,13 @@ def to_training(model: ir.Model, *, cut: bool, seed: int, frozen: Callable[[str]
     training = [node for node in norms if _has_state(node) and not _is_frozen(node, frozen)]
     dropouts = [node for node in graph if _is(node, DROPOUT)]
     drawing = {node: ratio for node in dropouts if (ratio := _ratio(node)) != 0}
-    known = ranked(model, training) if cut else {}
+    shaped = ranked(model, training, known) if cut else {}
     problems = [
         *_attributes(model, paths),
         *_inside(graph, paths, frozen),
         *_ratios(drawing, paths),
         *(_taken(graph) if drawing else ()),
-        *(_unranked(node, paths) for node in training if cut and known[node].shape is None),
+        *(_unranked(node, paths) for node in training if cut and shaped[node].shape is None),
     ]
     if problems:
         raise CompileError(problems)
@@ -81,7 +83,7 @@ def to_training(model: ir.Model, *, cut: bool, seed: int, frozen: Callable[[str]
         infer_in_place(node)
     for node in {*dropouts} - {*drawing}:
         _undropped(node)
-    statistics = _trained(model, training, known)
+    statistics = _trained(model, training, shaped)
     step = _step(graph) if drawing else None
     for node, ratio in drawing.items():
         assert step is not None
@@ -114,15 +116,14 @@ def _is_frozen(node: ir.Node, frozen: Callable[[str], bool]) -> bool:
     return any(statistics) or (scale and bias)
 
 
-def ranked(model: ir.Model, nodes: list[ir.Node]) -> dict[ir.Node, ir.Value]:
-    """By node a value with the shape and type of its input, inferred where the model does not say them."""
+def ranked(model: ir.Model, nodes: list[ir.Node], known: Known) -> dict[ir.Node, ir.Value]:
+    """By node a value with the shape and type of its input: as they are inferred, else as the model says."""
     inputs = {node: value for node in nodes if (value := node.inputs[0]) is not None}
-    if all(value.shape is not None and value.dtype is not None for value in inputs.values()):
-        return inputs
+    if not inputs:
+        return {}
     copy = model.clone()
-    with contextlib.suppress(Exception), tolerant_rules([], {}):
-        onnx_shape_inference.infer_symbolic_shapes(copy, warn_on_missing=False, adopt_declared_symbols=False)
-    found = {out.name: out for node in copy.graph for out in node.outputs}
+    infer_shapes(copy, known)
+    found = {out.name: out for node in copy.graph for out in node.outputs if out.shape is not None}
     return {node: found.get(value.name, value) for node, value in inputs.items()}
 
 

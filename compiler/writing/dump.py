@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.analysis.shapes import type_text
+from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.program import Array, Comm, Event, Held, Op, Part, Program, Shape

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import onnx
 import onnx_ir as ir
-from partc.compiler.analysis.shapes import type_text
+from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.program import Op, Part, Program, Shape
 
 

@@ -1,0 +1,99 @@
+"""Shape inference, in one way for all of the compiler: by the engine's rules as `shape_rules.py` corrects them, and with what is promised.
+
+What is promised of the dims decides besides what is found also how long it takes: where a Split of a dim is known to be exact, the sizes
+of its parts are products and no nested roundings. Shapes that a model says of its own values are not trusted, since nothing checks them.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from partc.compiler.analysis.shape_rules import Known, tolerant_rules
+from partc.compiler.dims.normal import normal_dim
+from partc.compiler.load.onnx_file import bodies, graphs_of
+
+_SCALAR_TYPE = {
+    ir.DataType.FLOAT: "float",
+    ir.DataType.DOUBLE: "double",
+    ir.DataType.FLOAT16: "float16",
+    ir.DataType.BFLOAT16: "bfloat16",
+    ir.DataType.STRING: "string",
+    ir.DataType.BOOL: "bool",
+    ir.DataType.COMPLEX64: "complex64",
+    ir.DataType.COMPLEX128: "complex128",
+}
+
+
+def infer_shapes(model: ir.Model, known: Known) -> None:
+    """Gives every value of a model the type and the shape that follow from its inputs', with what is `known` of these inputs' dims.
+
+    Shapes that cannot be told are None, and dims that cannot are without a name.
+    """
+    _forget_declared_shapes(model.graph)
+    for value in model.graph.inputs:
+        if value.shape is not None:
+            value.shape = ir.Shape([normal_dim(dim, known) for dim in value.shape.dims])
+    import onnx_shape_inference
+
+    with tolerant_rules(known):
+        onnx_shape_inference.infer_symbolic_shapes(model, warn_on_missing=False, adopt_declared_symbols=False)
+    _fill_missing_types(model)
+
+
+def type_text(kind: ir.TypeProtocol | None) -> str:
+    """A type as onnxruntime writes it: `tensor(float)`, `seq(tensor(int64))`; `unknown` where nothing says."""
+    match kind:
+        case ir.TensorType(dtype=dtype):
+            return f"tensor({_SCALAR_TYPE.get(dtype, dtype.name.lower())})"
+        case ir.SparseTensorType(dtype=dtype):
+            return f"sparse_tensor({_SCALAR_TYPE.get(dtype, dtype.name.lower())})"
+        case ir.SequenceType(elem_type=inner):
+            return f"seq({type_text(inner)})"
+        case ir.OptionalType(elem_type=inner):
+            return f"optional({type_text(inner)})"
+        case _:
+            return "unknown"
+
+
+def _forget_declared_shapes(graph: ir.Graph) -> None:
+    for part in graphs_of(graph):
+        for node in part:
+            for value in node.outputs:
+                value.shape = None
+            for body in bodies(node):
+                for value in body.inputs[2 if node.op_type == "Loop" else 0 :]:
+                    value.shape = None
+
+
+def _fill_missing_types(model: ir.Model) -> None:
+    """Types that the symbolic engine leaves open are taken from onnx's own inference, which knows every standard op."""
+    missing = {
+        value.name: value
+        for node in model.graph
+        for value in node.outputs
+        if value.name and type_text(value.type).count("unknown")
+    }
+    if not missing:
+        return
+    import onnx
+
+    light = ir.to_proto(_without_weights(model))
+    try:
+        inferred = onnx.shape_inference.infer_shapes(light)
+    except Exception:
+        return
+    for info in [*inferred.graph.value_info, *inferred.graph.output]:
+        if info.name in missing and info.HasField("type"):
+            missing[info.name].type = ir.serde.deserialize_type_proto_for_type(info.type)
+
+
+def _without_weights(model: ir.Model) -> ir.Model:
+    """A copy whose large weights are inputs, so that it can become one proto whatever their size."""
+    copy = model.clone()
+    for name, value in list(copy.graph.initializers.items()):
+        if value.const_value is not None and value.const_value.nbytes > 1024:
+            value.type = value.type or ir.TensorType(value.const_value.dtype)
+            value.shape = ir.Shape(value.const_value.shape.numpy())
+            del copy.graph.initializers[name]
+            value.const_value = None
+            copy.graph.inputs.append(value)
+    return copy
