@@ -79,10 +79,8 @@ class Writer:
             draft.types[name] = typed
 
     def _divisors(self, value: ir.Value) -> tuple[int, ...]:
-        if value.shape is None:
-            return ()
         known = {name: info.facts for name, info in self.program.symbols.items()}
-        sizes = [dim_of(self.program, value, dim) for dim in range(len(value.shape))]
+        sizes = [dim_of(self.program, value, dim) for dim in range(len(value.shape or ()))]
         return tuple(
             dim if isinstance(dim, int) else 1 if dim is None else facts_of(dim, known).real_divisor() for dim in sizes
         )
