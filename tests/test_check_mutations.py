@@ -6,7 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from mutations import KINDS, MUTATIONS, NOT_IN_THE_FILES, build, judge, run, told
+from mutation_kinds import KINDS, build, run
+from mutations import MUTATIONS, NOT_IN_THE_FILES, judge, told
 
 A_KIND = 3
 
