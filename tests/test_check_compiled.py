@@ -61,6 +61,12 @@ def test_an_output_of_unknown_rank_is_accepted(tmp_path: Path) -> None:
     made(tmp_path / "build", model(f'<ir_version: 10, opset_import: ["": 21]> {text}'), "ranks: 1")
 
 
+def test_a_split_of_a_dim_that_may_be_smaller_than_its_outputs_is_accepted(tmp_path: Path) -> None:
+    proto = model("""<ir_version: 10, opset_import: ["": 21]> g (float[4, n, 6] x) => (float[4, m, 6] a, float[4, l, 6] c) {
+        [split] a, b, c = Split <axis = 1, num_outputs = 3> (x) }""")
+    made(tmp_path, proto, "ranks: 2\nsharding:\n  split: {in: [[1, 1, 2]]}\n")
+
+
 def test_an_op_that_only_onnxruntime_has_is_accepted(tmp_path: Path) -> None:
     text = """g (float[4, 6] x) => (float[4, 6] y) <float[6] w = {1, 2, 3, 4, 5, 6}> {
     y = SimplifiedLayerNormalization <axis = -1, epsilon = 0.00001> (x, w) }"""
