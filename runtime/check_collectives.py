@@ -165,6 +165,9 @@ def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: t
             f"{MANIFEST} has {record.op} of '{record.value}' in group '{record.group}' as {record.tag}"
         )
         return
+    if record.sources and call.given and [*call.given] != record.sources:
+        have, want = (", ".join(f"'{name}'" for name in names) for names in (call.given, record.sources))
+        yield node.violation(f"it gives {have}; {MANIFEST} says {want}")
     if dtype is None:
         yield node.violation(f"a {record.type} cannot take part in a collective")
     elif call.reduce and not reducible(dtype, call.reduce):

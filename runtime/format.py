@@ -209,7 +209,8 @@ class LayoutRecord(_Record):
 class Collective(_Record):
     """One collective: `value` is its output's name, `type` and `shape` those of one rank's input, as large on all of them.
 
-    `bytes`, an expression or 'unknown', is what a rank sends. `given` and `made`: how the value lies before and after.
+    `bytes`, an expression or 'unknown', is what a rank sends. `given` and `made`: how the value lies before and after. `sources`: the
+    names of what a rank gives, empty where ranks have several for one.
     """
 
     tag: int
@@ -220,6 +221,7 @@ class Collective(_Record):
     shape: Shape
     bytes: str
     cause: str
+    sources: list[str] = []
     given: LayoutRecord | None = None
     made: LayoutRecord | None = None
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 from by_text import write
+from mutated import change_file
+from onnx import numpy_helper
 from partc.runtime.check import check_artifact
+from whole import compiled
 
 SHARED = """rank (float[4, 6] x) => (float[8, 2] y) <float[4, 6] h, float[8, 6] k, float[8, 2] p>
 { h = Neg(x)
@@ -93,3 +98,28 @@ def test_the_checker_finds_boxes_that_do_not_fit(tmp_path: Path) -> None:
         ]
         folder = write(tmp_path / str(rows), graphs, groups={"all": [[0, 1]]})
         assert fact in "\n".join(str(one) for one in check_artifact(folder))
+
+
+def test_the_checker_finds_another_value_of_the_same_type(tmp_path: Path) -> None:
+    """The ranks of one file do the same wrong thing, and one that gives only names nothing that it gets."""
+    text = (
+        """g (float[n, 6] x) => (float[n, 5] y) { [up] h = MatMul(x, v)  [act] t = Tanh(h)  [down] y = MatMul(t, w) }"""
+    )
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 21]> {text}')
+    for name, shape in (("v", (6, 12)), ("w", (12, 5))):
+        proto.graph.initializer.append(numpy_helper.from_array(np.ones(shape, np.float32), name))
+    plan = """symbols: {n: {divisor: 2}}
+ranks: 4
+placement: {up: [0, 1], act: [0, 1], down: [2, 3]}
+sharding: {up: colwise, down: {in: [[2, 1], [1, 1]]}}
+"""
+    compiled(proto, plan, tmp_path)
+    assert check_artifact(tmp_path) == []
+
+    def rewire(model: onnx.ModelProto) -> None:
+        given = next(node for node in model.graph.node if node.op_type == "Exchange" and node.input)
+        given.input[0] = "h"
+
+    change_file(tmp_path, "rank_0000.onnx", rewire)
+    found = "\n".join(str(one) for one in check_artifact(tmp_path))
+    assert "on rank 0: it gives 'h'; manifest.json says 't'" in found

@@ -10,7 +10,7 @@ from importlib.metadata import version
 import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
 from partc.compiler.layouts.layout import Layout
-from partc.compiler.program import PART, Event, Group, Held, Kept, PartOf, Program, Shape
+from partc.compiler.program import PART, Comm, Event, Group, Held, Kept, PartOf, Program, Shape
 from partc.compiler.training.training import Part
 from partc.runtime import format as fmt
 
@@ -24,6 +24,7 @@ def manifest_of(
     """The index of the artifact whose files are these; `programs` are the ranks' files."""
     model = sources["model"]
     assert model is not None
+    given = _given(program)
     return fmt.Manifest(
         format=1,
         partc=version("partc"),
@@ -48,7 +49,7 @@ def manifest_of(
         ],
         transfers=[_transfer(program, event) for event in program.events if event.op_type == fmt.SEND],
         groups={name: [list(ranks) for ranks in sets] for name, sets in program.groups.items()},
-        collectives=[_collective(program, event) for event in program.events if event.op_type != fmt.SEND],
+        collectives=[_collective(program, event, given) for event in program.events if event.op_type != fmt.SEND],
         programs=list(programs) if len(set(programs)) < len(programs) else [],
         state=_state(program),
         training=_training(program),
@@ -173,7 +174,17 @@ def _transfer(program: Program, event: Event) -> fmt.Transfer:
     )
 
 
-def _collective(program: Program, event: Event) -> fmt.Collective:
+def _given(program: Program) -> dict[int, list[str]]:
+    """By tag the names of what ranks give in a collective, where all of them call it alike."""
+    found: dict[int, set[tuple[str, ...]]] = {}
+    for steps in {id(part.steps): part.steps for part in program.parts}.values():
+        for step in steps:
+            if isinstance(step, Comm) and step.inputs:
+                found.setdefault(step.tag, set()).add(step.inputs)
+    return {tag: [*names.pop()] for tag, names in found.items() if len(names) == 1}
+
+
+def _collective(program: Program, event: Event, sources: Mapping[int, list[str]]) -> fmt.Collective:
     given, made = event.way or (None, None)
     return fmt.Collective(
         tag=event.tag,
@@ -184,6 +195,7 @@ def _collective(program: Program, event: Event) -> fmt.Collective:
         shape=_shape(event.shape),
         bytes=event.bytes,
         cause=event.cause,
+        sources=sources.get(event.tag, []),
         given=_layout(given),
         made=_layout(made),
     )
