@@ -180,7 +180,7 @@ def _differs(one: _Seen, whole: Array, have: Array | None, noise: Array | None) 
     want = whole[at]
     part = f"its part [{', '.join(f'{cut.start}:{cut.stop}' for cut in at)}]" if want.shape != whole.shape else "it"
     if have.shape != want.shape:
-        return f"{part} is of {list(have.shape)} and should be of {list(want.shape)}"
+        return f"{part} has the shape {list(have.shape)} instead of {list(want.shape)}"
     share = _SHARE.get(want.dtype.name, 1e-4)
     finite = np.abs(whole[np.isfinite(whole)]) if whole.dtype.kind in "fc" else np.zeros(0)
     close = share * float(finite.max(initial=0.0)) if want.dtype.kind in "fc" else None

@@ -143,11 +143,11 @@ def measured(
     moved = {new.name: float(noise[new.name].max()) for old, new in pairs if new.passed and not old.passed}
     if not moved:
         return []
-    names = ", ".join(f"'{name}' {most:.3g}" for name, most in list(moved.items())[:3])
+    names = ", ".join(f"'{name}' by {most:.3g}" for name, most in list(moved.items())[:3])
     more = f" and {len(moved) - 3} more" if len(moved) > 3 else ""
-    text = f"rounding alone carries the whole model's {names}{more}: {DRAWS} runs with operands changed by units in the last place"
+    text = f"rounding alone changes the whole model's {names}{more}, in {DRAWS} runs with operands changed by units in the last place"
     if is_quantized(alone.folder, open_artifact(alone.folder, trust=True).manifest):
-        text += "; it is quantized, and a value near the middle of two steps takes either"
+        text += "; it is quantized, and rounding decides where a value halfway between two steps goes"
     return [text]
 
 

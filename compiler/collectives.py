@@ -178,7 +178,7 @@ def _emit(op_type: str, x: ir.Value | None, axis: str, **attributes: Any) -> ir.
     one, line = _open.get(), calling_line(sys._getframe(2))
     name = sys._getframe(1).f_code.co_name
     if one is None:
-        fact, law = f"{name} is called outside of a local map", "a collective speaks of the shards that ranks have"
+        fact, law = f"{name} is called outside of a local map", "a collective takes the shards of ranks"
         raise CompileError(Problem(line, fact, law, "call it in a function that `local_map` runs"))
     if axis not in one.axes:
         law = f"the local map at {one.where} has {', '.join(repr(known) for known in one.axes)}"

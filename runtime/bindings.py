@@ -275,7 +275,7 @@ def check_labels(port: Port, law: LabelRecord, value: Value, rank: int, part: tu
     ignored = f", or {', '.join(map(str, law.ignored))}, which does not count" if law.ignored else ""
     raise ValueError(
         f"{place} has the label {labels[first]}\n  {classes}{ignored}\n"
-        "  help: mend the data, or say by `ignore_index` of the loss which label does not count"
+        "  help: correct the data, or give the loss an `ignore_index`, the label that does not count"
     )
 
 

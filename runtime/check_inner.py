@@ -66,7 +66,7 @@ def check_totals(manifest: Manifest, inner: Manifest, where: str) -> Iterator[Vi
     given = {port.name: port for port in manifest.inputs}
     for port in inner.inputs:
         if port.name not in given or not _is_within(port, given[port.name]):
-            fact = f"it is {_port(port)}, and a step is not given that"
+            fact = f"it is {_port(port)}, which the step does not read"
             yield Violation(f"{where}/{MANIFEST}", fact, f"input '{port.name}'", help=_AGAIN)
     made = {port.name: port for port in inner.outputs}
     for name in manifest.training.totals:

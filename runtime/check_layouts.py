@@ -81,7 +81,7 @@ def check_layouts(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -
             for ranks in lists:
                 _check_list(record, ranks, nodes[record.tag], given, made)
         except (ValueError, KeyError, IndexError) as error:
-            fact = f"collective {record.tag}, {record.op} of '{record.value}', does not make the second layout of the first: {_text(error)}"
+            fact = f"collective {record.tag}, {record.op} of '{record.value}', does not make its second layout of its first: {_text(error)}"
             yield Violation("manifest.json", fact, help=_AGAIN)
 
 
@@ -170,10 +170,10 @@ def _check_terms(call: Call, ranks: Sequence[int], before: Sequence[_Held], give
         and not (given.reductions - made.reductions) <= {call.reduce}
     ):
         raise ValueError(
-            f"its {call.reduce} is not what its terms await, {' and '.join(sorted(given.reductions)) or 'nothing'}"
+            f"its {call.reduce} is not the reduction of its terms, {' and '.join(sorted(given.reductions)) or 'none'}"
         )
     if len(ranks) > 1 and call.reduce not in given.reductions:
-        raise ValueError(f"its {call.reduce} reduces terms that are none")
+        raise ValueError(f"its {call.reduce} reduces a value that is not in terms")
     if len({one.term for one in before}) != len(ranks) or len(ranks) * made.terms != given.terms:
         raise ValueError(
             f"ranks {', '.join(map(str, ranks))} reduce terms {[one.term for one in before]} of {given.terms}"

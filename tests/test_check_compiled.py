@@ -189,12 +189,14 @@ def every_file(folder: Path, change: Callable[[ModelProto], None]) -> None:
         change_file(folder, file.name, change)
 
 
-def test_a_reduction_that_terms_do_not_await_is_refused_on_all_ranks(cut: Path) -> None:
+def test_a_reduction_that_its_terms_do_not_have_is_refused_on_all_ranks(cut: Path) -> None:
     def change(model: ModelProto) -> None:
         attribute(next(node for node in model.graph.node if node.op_type == "Reduce"), "reduce").s = b"max"
 
     every_file(cut, change)
-    expected = "Reduce of 'y', does not make the second layout of the first: its max is not what its terms await, sum"
+    expected = (
+        "Reduce of 'y', does not make its second layout of its first: its max is not the reduction of its terms, sum"
+    )
     assert expected in texts(cut)
 
 

@@ -126,7 +126,7 @@ def test_a_parameter_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
         if "v" in arrays:
             arrays["v"][0, 0] = np.inf
         trainer.train(fed(trainer, batch(0))) if trainer.on_nonfinite != "stop" else None
-        with pytest.raises(NonFiniteError, match="'v' holds numbers that are not finite, and no checkpoint"):
+        with pytest.raises(NonFiniteError, match="'v' holds numbers that are not finite, so no checkpoint"):
             trainer.save(tmp_path / "runs", keep=1)
 
     on_all(folder, ranks, act)

@@ -169,10 +169,10 @@ def test_state_of_a_packed_weight_is_the_whole_s(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ("{style: colwise, packed: 5}", "'c_attn.weight' dim 1 (48) is not packed of 5 equal parts"),
+        ("{style: colwise, packed: 5}", "'c_attn.weight' dim 1 (48) cannot be packed as 5 equal parts"),
         (
             "{style: colwise, packed: [24, 12]}",
-            "'c_attn.weight' dim 1 (48) is not packed of 24, 12\n  they sum up to 36",
+            "'c_attn.weight' dim 1 (48) cannot be packed as 24, 12\n  they add up to 36",
         ),
         ("{style: rowwise, packed: 3}", "'packed' without a colwise style"),
         ("{style: colwise, packed: 1}", "expected a number of parts, or the size of each, but got the number 1"),

@@ -130,7 +130,7 @@ def test_empty_sections_and_the_whole_model() -> None:
         ("ranks: !!set 1", "plan.yaml:1: the tag '!!set' is not used in plans\n  help: take it away"),
         (
             "ranks: 1\nplacement: &p\n  a: *p\n",
-            "plan.yaml:3: an alias stands inside of what it is an alias of\n  help: write it out",
+            "plan.yaml:3: an alias is inside of the value that it stands for\n  help: write it out",
         ),
         ("ranks: 1\n<<: {a: 1}\n", "plan.yaml:2: '<<' is not used in plans\n  help: write the keys out"),
         (

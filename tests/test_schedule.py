@@ -88,7 +88,7 @@ def test_steps_hold_the_warmup_as_in_hugging_faces_schedules(kind: str) -> None:
 
 def test_a_warmup_that_leaves_nothing_is_refused() -> None:
     with pytest.raises(
-        UsageError, match=r"'warmup' 5 leaves nothing of 'steps' 5, which holds it\n  help: raise 'steps', or say"
+        UsageError, match=r"'steps' 5 include 'warmup' 5, and none are left after it\n  help: raise 'steps', or say"
     ):
         schedule({"type": "cosine", "steps": 5, "warmup": 5}, 0.1)
     schedule({"type": "cosine", "steps": 5, "warmup": 5, "after_warmup": True}, 0.1)

@@ -26,7 +26,7 @@ from shard_models import INPUTS, NET, line, refused
         ),
         (
             "model.block1.shard(((0, 1.5),), level=3, device=1)",
-            "device is 1\n  what there is to run on is CPU\n  help: write 'CPU', or leave it out\n"
+            "device is 1\n  supported devices: CPU\n  help: write 'CPU', or leave it out\n"
             "model.py:N: level is 3\n  a level is 0, 1 or 2\n"
             "model.py:N: in_strategy[0], dim 0: expected at least 1 piece, but got 0\n"
             "  help: write 1 for a dim that stays whole\n"
@@ -35,7 +35,7 @@ from shard_models import INPUTS, NET, line, refused
         ),
         (
             'model.block1.shard(((8, 1),), device="Banana")',
-            "device is 'Banana'\n  what there is to run on is CPU\n  help: write 'CPU', or leave it out",
+            "device is 'Banana'\n  supported devices: CPU\n  help: write 'CPU', or leave it out",
         ),
         (
             'model.block1.shard((("dp", 2),))',

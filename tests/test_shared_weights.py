@@ -84,9 +84,9 @@ def test_both_are_told(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("ranks: 1\n" + TRAIN)
     paths = [str(tmp_path / name) for name in ("model.onnx", "plan.yaml", "build")]
     said = CliRunner().invoke(compile_command, [paths[0], "--plan", paths[1], "-o", paths[2]]).output
-    assert "'tied' is read by layers.0.linear, layers.1.linear: they train one parameter\n" in said
+    assert "'tied' is read by layers.0.linear, layers.1.linear: they share one parameter\n" in said
     norms = "layers.0.norm, layers.1.norm, layers.2.norm"
-    assert f"'ones' is read by {norms}, and repeats one number: each trains its own\n" in said
+    assert f"'ones' is read by {norms}, and repeats one number: each has a parameter of its own\n" in said
     plan = CliRunner().invoke(plan_command, [paths[0]]).output
     assert "#     tied: {shared: false}   # 'tied' is read by layers.0.linear" in plan
     assert "#     ones: {shared: true}   # 'ones' is read by layers.0.norm" in plan

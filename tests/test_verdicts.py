@@ -43,7 +43,7 @@ HALF = Case(
     {"v": normal(40, 96).astype(np.float16), "w": normal(96, 12, seed=4).astype(np.float16)},
     "ranks: 3\nsharding:\n  up: colwise\n  down: rowwise\n",
     "n=5",
-    "rounding alone carries the whole model's 'y'",
+    "rounding alone changes the whole model's 'y' by ",
 )
 STEPS = Case(
     """g (float[n, 24] x) => (float[n, 96] y) {
@@ -51,7 +51,7 @@ STEPS = Case(
     {"v": normal(24, 96), "step": np.float32(2.0**-10), "zero": np.int16(0)},
     "ranks: 2\nsharding:\n  up: rowwise\n",
     "n=64",
-    "it is quantized, and a value near the middle of two steps takes either",
+    "it is quantized, and rounding decides where a value halfway between two steps goes",
 )
 DEAD_BIAS = Case(
     """g (float[n, 2, 6, 6] x) => (float[n, 4] y) {

@@ -52,7 +52,7 @@ def how_lost(program: Program, value: ir.Value, dim: int | None = None) -> tuple
     if node.op_type in _BY_DATA:
         return f"{subject} decides its size by the numbers in its operand", "leave it whole, or cut another dim"
     if node.op_type in _BY_BODY:
-        return f"{subject} may leave it in several sizes", "leave it whole, or cut another dim"
+        return f"{subject} gives it a size that only a run tells", "leave it whole, or cut another dim"
     if node.op_type in BROADCASTING | {"MatMul", "Expand"} and (names := _different(program, node)):
         symbols = sorted({str(name) for text in names if (one := read(text)) is not None for name in one.free_symbols})
         law = f"{subject} broadcasts {' and '.join(names)}, and either may be 1 or 0"

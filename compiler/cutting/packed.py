@@ -116,14 +116,14 @@ class _Unpacking(Rewriting):
                 return self._whole_norms(list(said), rule, subject)
             shown = ", ".join(map(str, said))
             self.problems.append(
-                Problem(rule.where, f"{named} is not packed of {shown}", f"they sum up to {sum(said)}")
+                Problem(rule.where, f"{named} cannot be packed as {shown}", f"they add up to {sum(said)}")
             )
             return []
         if said:
             if size % said == 0:
                 return self._whole_norms([size // said] * said, rule, subject)
             help_ = "write the sizes of the parts: packed: [64, 16, 16]"
-            self.problems.append(Problem(rule.where, f"{named} is not packed of {said} equal parts", help=help_))
+            self.problems.append(Problem(rule.where, f"{named} cannot be packed as {said} equal parts", help=help_))
             return []
         ends = asked_parts(weight, dim)
         sizes = [int((end - begin) * size) for begin, end in itertools.pairwise(ends)]

@@ -171,7 +171,7 @@ def _wrong_target(target: object, parameter_plan: object, where: str) -> Iterato
 
 def _wrong_options(device: object, level: object, where: str) -> Iterator[Problem]:
     if device is not None and (not isinstance(device, str) or device.upper() not in DEVICES):
-        law = f"what there is to run on is {', '.join(DEVICES)}"
+        law = f"supported devices: {', '.join(DEVICES)}"
         yield Problem(where, f"device is {device!r}", law, f"write '{DEVICES[0]}', or leave it out")
     if isinstance(level, bool) or level not in (0, 1, 2):
         yield Problem(where, f"level is {level!r}", "a level is 0, 1 or 2")

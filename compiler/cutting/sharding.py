@@ -29,8 +29,6 @@ from partc.compiler.ops.table import rule_of
 from partc.compiler.placing.pattern_rules import sharding_rules
 from partc.compiler.program import Program
 
-_UNKNOWN_BYTES = 1.0
-
 
 def shard(program: Program) -> Program:
     """Fills `choices` and `given`. Raises CompileError, all violations at once: strategies that an op cannot have, and dims

@@ -118,7 +118,9 @@ class _Taking:
         elif isinstance(node, ScalarNode):
             return _scalar(str(node.value), kind)
         elif id(node) in self.open:
-            self.problem(self.document.lines[steps], "an alias stands inside of what it is an alias of", "write it out")
+            self.problem(
+                self.document.lines[steps], "an alias is inside of the value that it stands for", "write it out"
+            )
         elif not self.too_many(node, self.document.lines[steps]):
             self.taken.add(id(node))
             self.open.add(id(node))

@@ -37,8 +37,8 @@ class Shared:
         more = f" and {len(self.modules) - _NAMED} more" if len(self.modules) > _NAMED else ""
         read = f"'{self.name}' is read by {modules}{more}"
         if own:
-            return f"{read}, and repeats one number: each trains its own"
-        return f"{read}: they train one parameter"
+            return f"{read}, and repeats one number: each has a parameter of its own"
+        return f"{read}: they share one parameter"
 
 
 def shared_weights(model: ir.Model, names: Iterable[str], paths: Mapping[ir.Node, str] | None = None) -> list[Shared]:

@@ -66,6 +66,6 @@ def no_checkpoint(step: int, names: list[str]) -> str:
     """What is said of tensors that are not saved."""
     more = f" and {len(names) - 1} more hold" if len(names) > 1 else " holds"
     return (
-        f"step {step}: '{names[0]}'{more} numbers that are not finite, and no checkpoint of that is written\n"
+        f"step {step}: '{names[0]}'{more} numbers that are not finite, so no checkpoint is written\n"
         "  help: go on from the last checkpoint with a smaller rate or `clip: {norm: 1}`"
     )

@@ -153,7 +153,7 @@ def schedule(
         problems.append(f"{where}: {kind}: 'minimum' {minimum:g} is above the optimizer's rate {base:g}")
     warmup, apart = taken.get("warmup", 0), taken.get("after_warmup", False)
     if "steps" in taken and warmup >= taken["steps"] and not apart:
-        fact = f"'warmup' {warmup} leaves nothing of 'steps' {taken['steps']}, which holds it"
+        fact = f"'steps' {taken['steps']} include 'warmup' {warmup}, and none are left after it"
         problems.append(f"{where}: {kind}: {fact}\n  help: raise 'steps', or say 'after_warmup: true'")
     if problems:
         raise UsageError("\n".join(problems))
