@@ -61,7 +61,7 @@ def outlets(node: ir.Node, k: int, dim: int) -> list[Outlet] | None:
 
 
 def asked_parts(value: ir.Value, dim: int) -> list[Fraction]:
-    """The ends of all parts that are asked for, rising, from 0 to 1; [0, 1] where nobody takes the dim apart."""
+    """The ends of all parts that are asked for, rising, from 0 to 1; [0, 1] where no reader takes the dim apart."""
     return sorted({Fraction(0), Fraction(1), *_ends(value, dim)})
 
 

@@ -133,7 +133,7 @@ class _Unpacking(Rewriting):
         return self._whole_norms(sizes, rule, "") if len(sizes) > 1 else sizes
 
     def _whole_norms(self, sizes: list[int], rule: ShardingRule, subject: str) -> list[int]:
-        """The sizes; none for an optimizer that asks for norms of whole parameters, which is told of a rule that says `packed`."""
+        """The sizes; none for an optimizer that takes norms of whole parameters, an error where a rule says `packed`."""
         training = self.before.training
         if training is None or training.optimizer.is_elementwise:
             return sizes
@@ -265,17 +265,14 @@ class _Unpacking(Rewriting):
 
     def _target(self, node: ir.Node, after: int, size: int, k: int) -> ir.Value:
         """A Reshape's target with the extent of a part."""
-        given, name, path = node.inputs[1], f"{node.outputs[0].name}.{k}", self.paths[node]
+        given, name = node.inputs[1], f"{node.outputs[0].name}.{k}"
         assert given is not None
         numbers = constant_ints(node, 1)
         if numbers is not None:
             return self.constant(f"{name}.part_target", [size if at == after else n for at, n in enumerate(numbers)])
         places = self.constant(f"{name}.part_place", [after])
-        made = self.like(given, f"{name}.part_target")
-        self.put(
-            node, "ScatterElements", [given, places, self.constant(f"{name}.part_size", [size])], [made], f".target.{k}"
-        )
-        self.paths[made.producer()] = f"{path}.target.{k}"  # type: ignore[index]
+        sizes, made = self.constant(f"{name}.part_size", [size]), self.like(given, f"{name}.part_target")
+        self.put(node, "ScatterElements", [given, places, sizes], [made], f".target.{k}")
         return made
 
     def _whole(self, node: ir.Node, value: ir.Value | None) -> ir.Value:

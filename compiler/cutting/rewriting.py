@@ -88,7 +88,7 @@ class Rewriting:
         old.replace_all_uses_with(new)
 
     def drop(self, nodes: Sequence[ir.Node]) -> None:
-        """Takes out those of the nodes, given in the graph's order, that nobody reads any more."""
+        """Takes out those of the nodes, given in the graph's order, that are read no more."""
         for node in reversed(nodes):
             if any(out.uses() or out.is_graph_output() for out in node.outputs):
                 continue

@@ -16,17 +16,11 @@ def labels_of(program: Program) -> dict[str, LabelRecord]:
         return {}
     graph = program.model.graph
     values = {value.name: value for value in (*graph.inputs, *(out for node in graph for out in node.outputs))}
+    inputs = {value.name for value in graph.inputs}
     found: dict[str, LabelRecord] = {}
 
     def add(labels: str, scores: ir.Value | None, axis: int | None, ignored: int | None) -> None:
-        dims = None if scores is None or scores.shape is None else scores.shape.dims
-        size: object = 0
-        if dims:
-            size = dims[axis if axis is not None else 1 if len(dims) > 3 else -1]
-        known = found.get(labels, LabelRecord(classes=0))
-        more = [] if ignored is None or ignored in known.ignored else [ignored]
-        classes = max(known.classes, size) if isinstance(size, int) else 0
-        found[labels] = LabelRecord(classes=classes, ignored=[*known.ignored, *more])
+        found[labels] = _joined(found.get(labels, LabelRecord(classes=0)), _classes(scores, axis), ignored)
 
     loss = train.loss
     if loss.type == "softmax_cross_entropy" and not loss.probabilities:
@@ -39,4 +33,17 @@ def labels_of(program: Program) -> dict[str, LabelRecord]:
     for metric in train.metrics.values():
         if metric.type in ("accuracy", "top_k") and not metric.probabilities and metric.labels not in (None, *found):
             add(str(metric.labels), values.get(metric.output), metric.axis, metric.ignore_index)
-    return {name: one for name, one in found.items() if name in {value.name for value in graph.inputs}}
+    return {name: one for name, one in found.items() if name in inputs}
+
+
+def _classes(scores: ir.Value | None, axis: int | None) -> int | None:
+    """How many classes some scores have: along the axis, else the last dim, of images the channels; None where only a run tells."""
+    dims = scores.shape.dims if scores is not None and scores.shape is not None else ()
+    size = dims[axis if axis is not None else 1 if len(dims) > 3 else -1] if dims else 0
+    return size if isinstance(size, int) else None
+
+
+def _joined(known: LabelRecord, classes: int | None, ignored: int | None) -> LabelRecord:
+    """What two readers of one input say of its labels."""
+    more = [] if ignored is None or ignored in known.ignored else [ignored]
+    return LabelRecord(classes=0 if classes is None else max(known.classes, classes), ignored=[*known.ignored, *more])
