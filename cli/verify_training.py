@@ -115,7 +115,11 @@ def _one_step(manifest: Manifest, records: Mapping[str, Any]) -> dict[str, Any]:
     numbers = scalars([name for name in training.scalars if name not in (STEP, PART)], 0, hyper)
     given = _part(records, training.fixed, size) | {name: np.array(x) for name, x in numbers.items()}
     ports = {port.name: port for port in manifest.inputs}
-    totals = {name: np.ones([int(dim) for dim in ports[name].shape or ()], np.float32) for name in training.totals}
+    totals = {
+        name: np.ones([int(dim) for dim in ports[name].shape or ()], np.float32)
+        for name in training.totals
+        if name in ports
+    }
     return given | totals | {STEP: np.array(0, np.int64), PART: np.array(0, np.int64)}
 
 

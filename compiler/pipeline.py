@@ -169,7 +169,8 @@ def _inner(
     found = []
     for part in parts:
         watch(part.name.lower())
-        found.append(run_passes(start(source, plan, name, configuration, part=part)))
+        begun = replace(start(source, plan, name, configuration, part=part), begun=program)
+        found.append(run_passes(begun))
     return found
 
 

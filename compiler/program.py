@@ -223,7 +223,8 @@ PART = "partc.part_of"
 class Program:
     """A model on its way to ranks; `name` is its file's, `paths` gives every node of the main graph its dotted path.
 
-    `whole` has the names of the model's nodes where the program is a part of it: what training needs.
+    `whole` has the names of the model's nodes where the program is a part of it: what training needs. `begun` is the program of the
+    training step, of which this one is a part or the evaluation.
     """
 
     name: str
@@ -245,6 +246,7 @@ class Program:
     """What every copy of a value is called on the ranks of its group, for those who look inside."""
     warnings: tuple[str, ...] = ()
     whole: frozenset[str] = frozenset()
+    begun: Program | None = None
 
     @cached_property
     def derived_paths(self) -> frozenset[str]:
@@ -266,6 +268,16 @@ class Program:
             node: tuple(dict.fromkeys(value for body in bodies(node) for value in captured(body)))
             for node in self.model.graph
         }
+
+    @cached_property
+    def lying(self) -> dict[str, dict[tuple[Group, Layout], str]]:
+        """Per input and parameter the groups and layouts in which ranks get it, each with its name there."""
+        found: dict[str, dict[tuple[Group, Layout], str]] = {}
+        for part in self.parts:
+            kept = [one.held for one in part.kept if one.kind in ("parameter", "statistics")]
+            for held in (*part.inputs, *kept):
+                found.setdefault(held.copy.value.name or "", {})[held.copy.group, held.copy.layout] = held.name
+        return found
 
     @cached_property
     def own_names(self) -> frozenset[str]:

@@ -1,10 +1,11 @@
 """Random graphs of what is risky with random plans: inputs that are outputs, weights used in several ways, strings, sequences, dims of 0,
-functions, loops, captured values, unknown shapes, names as partc derives them; groups that overlap, and ranks in any order.
+functions, loops, captured values, unknown shapes, names as partc derives them; groups that overlap, and ranks in any order. A quarter
+of the plans train (`random_losses.py`).
 
     python tests/random_cases.py --cases 3000 --seed 1 --save failures/
 
-Prints how many cases are equal to the unsharded model, refused by the compile (and why), and wrong: refused by the runtime or by
-`partc check`, different, or a traceback. A wrong case is saved as a folder with its model, plan and inputs.
+Prints how many cases are equal to the unsharded model, or learn as it does, refused by the compile (and why), and wrong: refused by
+the runtime or by `partc check`, different, or a traceback. A wrong case is saved as a folder with its model, plan and inputs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 import tempfile
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from partc.compiler.errors import CompileError
 from partc.runtime import load_local
 from partc.runtime.check import check_artifact
 from partc.runtime.errors import PartcError
+from random_losses import LOSS, train, with_loss
 from test_random_placement import Builder
 from whole import compiled, same, whole_outputs
 
@@ -58,7 +61,8 @@ KINDS = (
     "text",
     *["plain"] * 8,
 )
-FLOAT, WIDE = TensorProto.FLOAT, 6
+CALLING = ("If", "Loop", "Twice")
+FLOAT, WIDE, RECORDS = TensorProto.FLOAT, 6, 12
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Case:
         """Numbers, and texts, for the inputs."""
         random = np.random.default_rng(3)
         steps = []
-        for b in (6, 12):
+        for b in (RECORDS, 2 * RECORDS):
             step: dict[str, Any] = {
                 name: random.standard_normal((b, w), dtype=np.float32) for name, w in (("x", 3), ("z", 5))
             }
@@ -99,9 +103,10 @@ class Risky(Builder):
         return names
 
     @property
-    def dims(self) -> dict[str, int]:
-        """How many dims operands have, of those of which it is known here."""
-        return {name: 2 for name, _ in self.values} | {tensor.name: len(tensor.dims) for tensor in self.weights}
+    def shapes(self) -> dict[str, list[int]]:
+        """The sizes that dims of operands are multiples of, of those of which it is known here."""
+        known = {name: [RECORDS, width] for name, width in self.values}
+        return known | {tensor.name: list(tensor.dims) for tensor in self.weights}
 
     def floats(self, *shape: int) -> str:
         """A weight, of earlier ones now and then."""
@@ -212,6 +217,11 @@ def cases(draw: st.DrawFn) -> Case:
     kept += [value for value in graph.values[:2] if draw(st.integers(0, 5)) == 0] or ([] if kept else graph.values[:1])
     outputs = {name: (FLOAT, ["batch", width]) for name, width in kept}
     outputs |= {name: (kind, None) for name, kind in graph.outputs}
+    learning = []
+    if draw(st.integers(0, 3)) == 0:
+        ends = [name for name, (kind, _) in outputs.items() if kind == FLOAT]
+        learning = with_loss(draw, graph, ends)
+        outputs[LOSS] = (FLOAT, [])
     inputs = [helper.make_tensor_value_info(name, FLOAT, ["batch", width]) for name, width in (("x", 3), ("z", 5))]
     if graph.text:
         inputs.append(helper.make_tensor_value_info("words", TensorProto.STRING, ["batch"]))
@@ -222,12 +232,12 @@ def cases(draw: st.DrawFn) -> Case:
         opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("own", 1)],
         functions=[_twice()] if graph.called else [],
     )
-    return Case(proto, "\n".join([*_plan(draw, graph), ""]))
+    return Case(proto, "\n".join([*_plan(draw, graph), *learning, ""]))
 
 
 def _plan(draw: st.DrawFn, graph: Risky) -> list[str]:
     ranks = draw(st.sampled_from([2, 3, 4, 6]))
-    lines = [f"ranks: {ranks}", "symbols: {batch: {divisor: 6}}"]
+    lines = [f"ranks: {ranks}", f"symbols: {{batch: {{divisor: {RECORDS}}}}}"]
     lines.append(
         f"dataset: {draw(st.sampled_from(['full_batch', 'data_parallel', 'data_parallel', *(['{x: [2, 1]}'] if ranks % 2 == 0 else [])]))}"
     )
@@ -240,7 +250,7 @@ def _plan(draw: st.DrawFn, graph: Risky) -> list[str]:
         size = len(groups.get(node.name, range(ranks)))
         if size > 1 and draw(st.integers(0, 4)) == 0:
             pieces = [n for n in range(1, size + 1) if size % n == 0]
-            cut.append(f"  {node.name}: {_cut(draw, node, pieces, graph.dims)}")
+            cut.append(f"  {node.name}: {_cut(draw, node, pieces, graph.shapes)}")
     return [*lines, *(["sharding:", *cut] if cut else [])]
 
 
@@ -249,15 +259,19 @@ def _group(draw: st.DrawFn, ranks: int) -> list[int]:
     return list(order[: draw(st.integers(1, ranks))])
 
 
-def _cut(draw: st.DrawFn, node: onnx.NodeProto, pieces: list[int], dims: dict[str, int]) -> str:
+def _cut(draw: st.DrawFn, node: onnx.NodeProto, pieces: list[int], shapes: dict[str, list[int]]) -> str:
+    """A strategy: mostly one that the node can take, of records or by numbers that divide a size."""
     operands = [name for name in node.input if name]
-    known = [k for k, name in enumerate(operands) if name in dims]
-    if not known or draw(st.integers(0, 7)) == 0:
-        return draw(st.sampled_from(["replicate", "replicate", "{out: [[2, 1]]}", "colwise"]))
+    known = [k for k, name in enumerate(operands) if shapes.get(name)]
+    if not known or node.op_type in CALLING or draw(st.integers(0, 7)) == 0:
+        styles = ["colwise"] if node.op_type == "MatMul" else []
+        return draw(st.sampled_from(["replicate", "replicate", "{out: [[2, 1]]}", *styles]))
     cuts, k = ["null"] * len(operands), draw(st.sampled_from(known))
-    numbers = [1] * dims[operands[k]]
-    if numbers:
-        numbers[draw(st.integers(0, len(numbers) - 1))] = draw(st.sampled_from(pieces))
+    sizes = shapes[operands[k]]
+    numbers = [1] * len(sizes)
+    dim = draw(st.sampled_from([0, 0, *range(len(sizes))]))
+    fitting = [n for n in pieces if sizes[dim] % n == 0]
+    numbers[dim] = draw(st.sampled_from(fitting if draw(st.integers(0, 9)) else pieces))
     cuts[k] = str(numbers)
     return f"{{in: [{', '.join(cuts)}]}}"
 
@@ -268,31 +282,46 @@ def outcome(case: Case) -> tuple[str, str]:
         wanted = [whole_outputs(case.model, step) for step in case.steps()]
     except Exception as error:
         return "not run by onnxruntime", str(error)
+    if "\ntrain:" in case.plan:
+        return _tried(lambda: train(case))
+    return _tried(lambda: _run(case, wanted))
+
+
+def _tried(run: Callable[[], None]) -> tuple[str, str]:
+    """What comes of a run, and the reason."""
+    try:
+        run()
+    except CompileError as error:
+        own = "a fault of partc itself" in str(error)
+        return "the compile's own fault" if own else REFUSED, str(error)
+    except Refused as error:
+        return "refused by check", str(error)
+    except PartcError as error:
+        return "refused by the runtime", str(error)
+    except AssertionError as error:
+        return "different", str(error)
+    except Exception:
+        return "traceback", traceback.format_exc()
+    return EQUAL, ""
+
+
+class Refused(Exception):
+    """The checker does not accept what was written."""
+
+
+def _run(case: Case, wanted: list[dict[str, Any]]) -> None:
+    """Compiles and runs on all ranks, and compares with the outputs of the unsharded model."""
     with tempfile.TemporaryDirectory() as name:
         build = Path(name) / "build"
-        try:
-            compiled(case.model, case.plan, build)
-        except CompileError as error:
-            own = "a fault of partc itself" in str(error)
-            return "the compile's own fault" if own else REFUSED, str(error)
-        except Exception:
-            return "traceback", traceback.format_exc()
+        compiled(case.model, case.plan, build)
         if found := check_artifact(build):
-            return "refused by check", "\n".join(map(str, found))
-        try:
-            with load_local(build) as ranks:
-                for step, want in zip(case.steps(), wanted, strict=True):
-                    have = ranks(step)
-                    assert set(have) == set(want), f"outputs {sorted(have)}"
-                    for output, value in want.items():
-                        same(have[output], value, output, 1e-5, 1e-5)
-        except PartcError as error:
-            return "refused by the runtime", str(error)
-        except AssertionError as error:
-            return "different", str(error)
-        except Exception:
-            return "traceback", traceback.format_exc()
-    return EQUAL, ""
+            raise Refused("\n".join(map(str, found)))
+        with load_local(build) as ranks:
+            for step, want in zip(case.steps(), wanted, strict=True):
+                have = ranks(step)
+                assert set(have) == set(want), f"outputs {sorted(have)}"
+                for output, value in want.items():
+                    same(have[output], value, output, 1e-5, 1e-5)
 
 
 def reason(text: str) -> str:

@@ -206,7 +206,7 @@ def cases(draw: st.DrawFn) -> Case:
         f"symbols: {{batch: {{divisor: {divisor}}}}}",
         f"dataset: {draw(st.sampled_from(['full_batch', 'data_parallel']))}",
         *_rules(draw, ranks, learner.ops, loss),
-        *_training(draw, loss, learned),
+        *training(draw, loss, learned),
     ]
     fed = (*(one.name for one in inputs), *(name for name in ("t", "labels") if f": {name}}}" in loss))
     return Case(model, "\n".join([*lines, ""]), (12, 24) if divisor == 12 else (5, 12), fed)
@@ -278,7 +278,8 @@ def _rules(draw: st.DrawFn, ranks: int, ops: Sequence[tuple[str, list[int]]], lo
     return lines
 
 
-def _training(draw: st.DrawFn, loss: str, weights: Sequence[str]) -> list[str]:
+def training(draw: st.DrawFn, loss: str, weights: Sequence[str]) -> list[str]:
+    """The plan's lines that train by a loss."""
     optimizer = draw(
         st.sampled_from(
             [

@@ -106,8 +106,13 @@ def fed(ranks: LocalProgram, step: int) -> dict[str, np.ndarray]:
     names = [name for name in record.scalars if name != "step"]
     found = {name: np.array(value) for name, value in scalars(names, step, {**hyper, "lr": rate(step)}).items()}
     found["step"] = np.array(step, np.int64)
-    known = {port.name for port in ranks.inputs}
-    return {name: value for name, value in found.items() if name in known}
+    ports = {port.name: port for port in ranks.inputs}
+    found |= {
+        name: np.ones([int(dim) for dim in ports[name].shape or ()], np.float32)
+        for name in record.totals
+        if name in ports
+    }
+    return {name: value for name, value in found.items() if name in ports}
 
 
 def tensors(ranks: LocalProgram) -> Tensors:

@@ -165,6 +165,19 @@ def bodies(node: ir.Node) -> list[ir.Graph]:
     return found
 
 
+def take_out(graph: ir.Graph, node: ir.Node) -> None:
+    """Removes a node of which nobody reads anything; what its bodies read has a reader less, too."""
+    graph.remove(node, safe=True)
+    _forget_reads(node)
+
+
+def _forget_reads(node: ir.Node) -> None:
+    for body in bodies(node):
+        for inner in body:
+            inner.resize_inputs(0)
+            _forget_reads(inner)
+
+
 def _structure_problems(graph: ir.Graph, where: str, outer: frozenset[ir.Value] = frozenset()) -> list[Problem]:
     problems = []
     defined = set(outer) | set(graph.inputs) | set(graph.initializers.values())

@@ -38,9 +38,10 @@ class Body:
 
         An input that is a constant becomes a node. Raises NoGradient where doing the body again would not give the same.
         """
-        scope, around, own = Scope(), dict[str, ir.Value](), dict[str, ir.Value]()
+        around, own = dict[str, ir.Value](), dict[str, ir.Value]()
         while any(name.startswith(prefix) for name in g.scope.reserved):
             prefix = f"{prefix[:-1]}'."
+        scope = Scope(reserved=frozenset(_named(prefix, name) for name in _names(graph)))
 
         def outer(value: ir.Value) -> ir.Value:
             name = names.get(value.name or "", value.name or "")
@@ -65,22 +66,23 @@ class Body:
         made = []
         for k, value in enumerate(graph.outputs):
             source = own.get(value.name or "") or outer(value)
-            out = ir.Value(name=f"{prefix}output{k}", type=source.type)
+            out = ir.Value(name=scope.derived(f"{prefix}output{k}"), type=source.type)
             nodes.append(ir.Node("", "Identity", [source], outputs=[out], name=out.name))
             made.append(str(out.name))
         return Body(g, prefix, nodes, taken, made, scope)
 
     def fresh(self, name: str, like: ir.Value) -> str:
         """A further input of the body, with the type and shape of a value."""
-        name = self.prefix + name
+        name = self.scope.derived(self.prefix + name)
         self.scope.know([ir.Value(name=name, type=like.type, shape=like.shape)])
         return name
 
     def add(self, op_type: str, operands: Sequence[str], name: str) -> str:
         """A further node of the body."""
-        self.scope.add(self.scope.node(op_type, operands, [self.prefix + name]))
+        name = self.scope.derived(self.prefix + name)
+        self.scope.add(self.scope.node(op_type, operands, [name]))
         self.nodes.append(self.scope.nodes[-1])
-        return self.prefix + name
+        return name
 
     def first(self, op_type: str, operands: Sequence[str], name: str) -> str:
         """A node before all others of the body, but behind those that were put first already; `name` is that of a value."""
@@ -97,7 +99,7 @@ class Body:
         zeros = Gradients(self.scope, self.owner.node, [])
         made = {}
         for k, name in enumerate(wanted):
-            made[name] = f"{self.prefix}grad{k}"
+            made[name] = self.scope.derived(f"{self.prefix}grad{k}")
             dx = found.gradients.get(name) or zeros.zeros(name)
             self.scope.add(self.scope.node("Identity", [dx], [made[name]]))
             self.scope.value(made[name]).shape = self.scope.value(name).shape
@@ -136,6 +138,17 @@ def _copies(graph: ir.Graph, prefix: str, own: dict[str, ir.Value], outer: Outer
         constants.append(_constant(_named(prefix, name), value.const_value.numpy()))
         own[name] = constants[-1].outputs[0]
     return constants + _linked(graph, prefix, own, outer)
+
+
+def _names(graph: ir.Graph) -> Iterable[str]:
+    """All names that a body gives, those of bodies in it among them."""
+    nodes = [*_every(graph)]
+    inner = [
+        attr.as_graph() for node in nodes for attr in node.attributes.values() if attr.type == ir.AttributeType.GRAPH
+    ]
+    for part in (graph, *inner):
+        yield from (str(value.name) for value in (*part.inputs, *part.initializers.values()))
+    yield from (str(value.name) for node in nodes for value in node.outputs)
 
 
 def _linked(nodes: Iterable[ir.Node], prefix: str, own: dict[str, ir.Value], outer: Outer) -> list[ir.Node]:

@@ -178,7 +178,7 @@ class _Turns:
         turn = body.fresh("turn", number)
         going = body.fresh("going", ir.Value(type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([])))
         body.scope.know([g.scope.value(name) for name in (last, *(name for name, _ in slices.values()))])
-        at = body.first("Sub", [last, turn], f"{body.prefix}at")
+        at = body.first("Sub", [last, turn], body.scope.derived(f"{body.prefix}at"))
         for name, (source, _) in slices.items():
             body.first("Gather", [source, at], name)
         graph = body.graph("body", [turn, going, *ports], [body.add("Identity", [going], "going.next"), *results])

@@ -19,6 +19,7 @@ from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.mesh import normal
 from partc.compiler.parts.drafts import derived
 from partc.compiler.program import Copy, Group, Program
+from partc.compiler.training.training import Part
 
 
 @dataclass
@@ -102,6 +103,7 @@ def find_copies(program: Program, delivered: dict[ir.Value, tuple[tuple[int, ...
                     copies.derived.discard(copy)
                 known.setdefault(copy, cause)
     _arrivals(program, copies, delivered)
+    _as_begun(program, copies)
     for value, (ranks, cut) in delivered.items():
         _deliver(copies, value, ranks, cut and program.values[value].shape is not None)
     for value, homes in copies.homes.items():
@@ -137,6 +139,18 @@ def _arrivals(
         copies.homes[value] = apart or whole
     for value in graph.initializers.values():
         copies.homes[value] = list(copies.needs.get(value, ()))
+
+
+def _as_begun(program: Program, copies: Copies) -> None:
+    """Has parameters lie, and inputs of a part of a batch arrive, as in the step of the training that this program belongs to."""
+    graph, lying = program.model.graph, program.begun.lying if program.begun else {}
+    inputs = graph.inputs if program.training and program.training.part is not Part.EVALUATION else ()
+    for value in (*inputs, *graph.initializers.values()):
+        there = {Copy(value, *key): name for key, name in lying.get(value.name or "", {}).items()}
+        if there and copies.needs.get(value):
+            homes = [home for home in copies.homes[value] if home in there]
+            copies.homes[value] = homes if len(homes) == len(copies.homes[value]) else [*there]
+            copies.names |= {home: there[home] for home in copies.homes[value]}
 
 
 def _deliver(copies: Copies, value: ir.Value, ranks: tuple[int, ...] | None, cut: bool) -> None:

@@ -43,6 +43,8 @@ def partition(program: Program) -> Program:
     for value in (*program.model.graph.inputs,):
         held.inputs(value)
         _derive(copies, writer, value, done)
+    for value in program.model.graph.initializers.values():
+        _derive(copies, writer, value, done)
     emitted: dict[Instance, list[tuple[Localized, Group]]] = {}
     for node in program.model.graph:
         for group in program.placement[node].groups:

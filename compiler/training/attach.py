@@ -13,6 +13,7 @@ from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.cutting.local_maps import enter_parameters, refuse_modes
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.names import node_paths
+from partc.compiler.load.onnx_file import take_out
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.training import ParameterRule, TrainRules
 from partc.compiler.training.extremes import in_parts
@@ -138,6 +139,6 @@ def _drop_unread(graph: ir.Graph, used: set[ir.Value]) -> None:
     used = {*graph.outputs, *used}
     for node in reversed(list(graph)):
         if not any(out in used or out.uses() for out in node.outputs):
-            graph.remove(node, safe=True)
+            take_out(graph, node)
     for value in [value for value in graph.inputs if not value.uses() and value not in used]:
         graph.inputs.remove(value)

@@ -20,6 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.dims.facts import ANY_DIM, Facts
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.load.onnx_file import take_out
 from partc.compiler.ops.rule import OWN as OWN_OPS
 from partc.compiler.ops.seeded_dropout import DROPOUT, PARTS, RECORDS_DIM
 from partc.compiler.plan.rules import FULL_BATCH, Dataset, DatasetCut, OutputRule
@@ -60,6 +61,8 @@ def in_parts(program: Program) -> Program:
         training = replace(training, scalars=(*training.scalars, PART))
     used = [value for value in training.statistics.values() if value is not None]
     _drop_unread(program.model.graph, used)
+    there = {*program.model.graph}
+    paths = {node: path for node, path in paths.items() if node in there}
     program = _arriving_whole(program, training.totals)
     warnings = program.warnings if training.part is Part.ACCUMULATION else (*program.warnings, *_told(program, found))
     return replace(program, training=training, paths=paths, values=values, warnings=warnings)
@@ -76,7 +79,7 @@ def only_totals(program: Program) -> Program:
     needed = {*needed_for(outputs, program)}
     graph.outputs[:] = outputs
     for node in reversed([node for node in graph if node not in needed]):
-        graph.remove(node, safe=True)
+        take_out(graph, node)
     _drop_unread(graph, ())
     everyone = tuple(range(program.plan.ranks))
     plan = replace(program.plan, sharding=(), outputs=(OutputRule("**", everyone, training.loss.name or ""),))
@@ -216,7 +219,7 @@ def _drop_unread(graph: ir.Graph, used: Iterable[ir.Value]) -> None:
     kept = {*graph.outputs, *used}
     for node in reversed(list(graph)):
         if not any(out in kept or out.uses() for out in node.outputs):
-            graph.remove(node, safe=True)
+            take_out(graph, node)
     for value in [value for value in graph.inputs if not value.uses() and value not in kept]:
         graph.inputs.remove(value)
 
