@@ -22,7 +22,7 @@ DRAWS = 4
 
 
 def compile_alone(model: Path, plan: Plan, out: Path) -> Compiled:
-    """The model by a plan with all that speaks of ranks left out."""
+    """Compiles the model on one rank: by the plan without placement, cuts and mesh."""
     from partc.compiler.cutting.unrolled import unrolled
     from partc.compiler.load import load
     from partc.compiler.load.source import Source
@@ -56,7 +56,7 @@ def perturbed(folder: Path, out: Path, seed: int) -> Path:
 
 
 def scaled_seed(folder: Path, out: Path, number: int) -> Path:
-    """A copy of an artifact that trains, whose gradients are so many times as large: those of a sum over as many ranks."""
+    """A copy of an artifact that trains, with gradients `number` times as large: those of a sum over as many ranks."""
 
     def change(rank: int, model: ModelProto, manifest: Manifest) -> Manifest:
         for tensor in model.graph.initializer:
@@ -83,13 +83,13 @@ def first_values(folder: Path, manifest: Manifest) -> dict[str, Array]:
 
 
 def batch_pieces(manifest: Manifest) -> int:
-    """Into how many pieces the batch arrives: over so many ranks a sum over ranks goes."""
+    """The number of pieces in which the batch arrives, which is the number of ranks of a sum over ranks."""
     cuts = ({tuple(box[0]) for box in port.boxes if box} for port in manifest.inputs if port.boxes is not None)
     return max((len(cut) for cut in cuts), default=1)
 
 
 def is_quantized(folder: Path, manifest: Manifest) -> bool:
-    """Whether a model has steps: values that are rounded to few whole numbers."""
+    """Whether a model is quantized: some of its values are rounded to few whole numbers."""
     import onnx
 
     model = onnx.load(folder / manifest.program(0), load_external_data=False)

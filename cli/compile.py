@@ -150,7 +150,7 @@ def learned_line(report: Report) -> str:
 
 
 def shared_lines(report: Report) -> list[str]:
-    """What is said of weights that several modules read, a line each; of many the first ones."""
+    """Lines about weights that several modules read, of many the first ones."""
     found = report.program.training.shared if report.program.training is not None else ()
     more = [f"and {len(found) - _NAMED} more weights that several modules read"] if len(found) > _NAMED else []
     help_ = "  help: `train: parameters: {name: {shared: true}}` makes it one parameter, `shared: false` one per module"

@@ -100,7 +100,7 @@ _LOW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def perturb(model: ModelProto, seed: int) -> int:
-    """Changes the operands of a model by a few units in the last place, otherwise for each seed; how many values that are.
+    """Changes the operands of a model by a few units in the last place, differently for each seed; returns the number of these operands.
 
     Types are those that the model declares; of a value that it declares nothing of, nothing is changed.
     """

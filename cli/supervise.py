@@ -236,7 +236,7 @@ def _verdict(code: int, heard: _Heard, scratch: Scratch, where: Callable[[int, i
 
 
 def _as_root(heard: _Heard) -> str:
-    """The remedy where Open MPI does not want to work for root; `partc run` allows it, but a launcher may not be told so."""
+    """The remedy where Open MPI refuses to run as root although `partc run` asks it to allow that."""
     if not any("run as root" in line or "allow-run-as-root" in line for line in heard.words()):
         return ""
     return (

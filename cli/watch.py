@@ -18,7 +18,7 @@ _QUIET = 1.0
 
 
 class CompileWatch:
-    """Called with the name of each thing that begins; as a context it takes away what it shows."""
+    """Called with the name of each pass as it begins; as a context manager it clears what it shows."""
 
     def __init__(self) -> None:
         self._name, self._since = "", time.perf_counter()
@@ -43,7 +43,7 @@ class CompileWatch:
             self._status.stop()
 
     def __call__(self, name: str) -> None:
-        """Something begins, and what was before has ended."""
+        """A pass begins, and the one before has ended."""
         now = time.perf_counter()
         if self._name:
             detail(f"{self._name}: {seconds(now - self._since)}")

@@ -36,7 +36,7 @@ def check_folder(folder: Path, manifest: Manifest) -> list[Violation]:
 
 
 def missing_programs(manifest: Manifest) -> Iterator[Violation]:
-    """The first rank without a program; there may be any number of such, and nothing can be said of them."""
+    """A violation for the first rank without a program; the others without one are not listed."""
     if manifest.programs and len(manifest.programs) != manifest.ranks:
         yield Violation(MANIFEST, f"it names {len(manifest.programs)} programs for {manifest.ranks} ranks")
         return

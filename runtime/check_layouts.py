@@ -62,7 +62,7 @@ class _Layout:
 
 
 def check_layouts(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -> Iterator[Violation]:
-    """Collectives that do not make of the first layout the second; their nodes are sound in themselves and fit together."""
+    """Violations for collectives that do not lead from the layout before to the layout after; their nodes are sound and fit together."""
     known: dict[str, _Layout] = {}
     nodes: dict[int, dict[int, CallNode]] = {}
     for rank, there in calls.items():

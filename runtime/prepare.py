@@ -76,7 +76,7 @@ class RankProgram:
     updates: dict[int, list[Updater]]
     memory: Bytes
     guard: str
-    """The value without which, where it is no finite number, nothing that is kept is replaced; empty: there is none."""
+    """The output that must be finite for a step to replace what is kept; empty where there is none."""
     replaced: list[tuple[str, str]]
     """What a node of the program makes in place of a kept tensor: the tensor, and the value that is copied into it."""
 

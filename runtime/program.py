@@ -167,7 +167,7 @@ class Program:
         return bool(self._transport.agree(np.array([flag], np.int64))[0])
 
     def comes(self, part: int, count: int, pieces: int) -> None:
-        """Says which part of a batch of so many pieces is given next, for what is told of its records."""
+        """Says which of `count` parts of a batch is given next, so that errors name its records."""
         self._program.binder.part = part, count, pieces
 
     def describe(self, action: int) -> str:

@@ -1,4 +1,4 @@
-"""Shape inference, in one way for all of the compiler: by the engine's rules as `shape_rules.py` corrects them, and with what is promised.
+"""Shape inference, the same for all of the compiler: the rules of `shape_rules.py`, with what the plan promises of dims.
 
 What is promised of the dims decides besides what is found also how long it takes: where a Split of a dim is known to be exact, the sizes
 of its parts are products and no nested roundings. Shapes that a model says of its own values are not trusted, since nothing checks them.

@@ -23,7 +23,7 @@ _SIZES = {
     **dict.fromkeys(("AffineGrid", "Col2Im", "OneHot"), (1,)),
     **dict.fromkeys(("ConstantOfShape", "Range", "Resize", "Slice"), (0, 1, 2, 3, 4)),
 }
-"""By op the operands that give sizes."""
+"""By op the operands that determine sizes of the output."""
 _BY_BODY = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 
 
@@ -44,7 +44,7 @@ def unknown_dims(program: Program, value: ir.Value) -> list[int]:
 
 
 def how_lost(program: Program, value: ir.Value, dim: int | None = None) -> tuple[str, str]:
-    """Why a size is not known, and the remedy; of a value of unknown rank why that is."""
+    """Why the size of a dim is not known, or without `dim` why the rank is not, and the remedy."""
     node = _where(program, value, dim)
     if node is None:
         return "its size is known only when it runs", "leave it whole"

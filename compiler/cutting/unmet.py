@@ -45,7 +45,7 @@ def not_taken(
 
 
 def _parameters(program: Program, choices: Mapping[Instance, Choice], given: Given) -> Iterator[str]:
-    """Warnings of parameters that no op takes as a rule lays them out: what enters was heard first."""
+    """Warnings of parameters that no op takes as a rule lays them out, since other cuts of these ops came first."""
     for (value, group), (layout, where) in given.arriving.items():
         if not value.is_initializer():
             continue

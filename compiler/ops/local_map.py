@@ -160,7 +160,7 @@ def _collective_shapes(ctx: ShapeInferenceContext, node: ir.Node) -> None:
 
 
 def scaled(dim: int | ir.SymbolicDim, times: int, by: int) -> int | ir.SymbolicDim:
-    """A dim so many times, in so many pieces."""
+    """The dim multiplied by `times` and divided by `by`."""
     if times == by:
         return dim
     if isinstance(dim, int):

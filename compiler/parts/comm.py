@@ -69,7 +69,7 @@ class Writer:
             self._rename(wanted, name, out)
 
     def _rename(self, copy: Copy, name: str, out: str) -> None:
-        """Gives what the ranks of a copy have by another name its own."""
+        """Gives a copy that its ranks have as `name` the name `out`."""
         self._identity_on(copy.group, name, out)
         self._type(copy, out)
 

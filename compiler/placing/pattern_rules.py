@@ -84,7 +84,7 @@ def own_name(node: ir.Node) -> str:
 
 
 def _of_the_whole(program: Program, pattern: str) -> bool:
-    """Whether a pattern speaks of what the model has and training does not need, such as a second head."""
+    """Whether a pattern names what the model has and training does not need, such as a second head."""
     return any(map(compile_pattern(pattern).matches, program.whole))
 
 

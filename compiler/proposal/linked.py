@@ -1,4 +1,4 @@
-"""Which dims of a model are cut together: those that rules of the op table give one letter, from node to node.
+"""Which dims of a model are cut together: those with the same letter in rules of the op table, from node to node.
 
 The columns of an up projection, the hidden units that an activation has of them, and the rows of the down projection are one set of
 linked dims: a cut of one is a cut of all. A set can be cut if no node needs one of its dims whole, and if nothing but products
@@ -24,7 +24,7 @@ Place = tuple[ir.Value, int]
 
 @dataclass
 class Linked:
-    """Dims that are cut together, and the nodes that have to do with them.
+    """Dims that are cut together, and the nodes that read or make them.
 
     `made`: products whose weight brings the dim, in order; `summed`: those that sum over it. `obstacles`: in words, why it cannot be
     cut into any number of pieces. `units`: numbers besides the dims themselves that the pieces must divide.

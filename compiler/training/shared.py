@@ -29,7 +29,7 @@ class Shared:
     modules: tuple[str, ...]
     names: tuple[str, ...]
     repeats: bool
-    """Whether it is one number over and over, and a file's."""
+    """Whether it is a weight of a file and all its elements are equal."""
 
     def text(self, own: bool) -> str:
         """What is said of it: `own` where each module has its own."""

@@ -34,7 +34,7 @@ _LIGHT_ELEMENTS = 1 << 16
 
 
 class Lies(enum.Enum):
-    """How a value of a part stands to the whole batch's."""
+    """How a value in one part of a batch relates to the value of the whole batch."""
 
     EVERY = "every"
     SUM = "sum"

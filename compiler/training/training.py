@@ -23,7 +23,7 @@ class Part(Enum):
     EVALUATION = "evaluation"
     """The loss and the metrics alone."""
     TOTALS = "totals"
-    """What the parts of a batch are told of the whole one."""
+    """What the parts of a batch are given of the whole batch."""
 
     @property
     def backward(self) -> bool:
@@ -63,7 +63,7 @@ class Training:
     totals: tuple[str, ...] = ()
     """What the parts are given of the whole batch, which another program makes of the inputs alone."""
     fixed: tuple[str, ...] = ()
-    """Inputs that hold no records, but one value for all of them."""
+    """Inputs that hold one value for all records."""
     labels: Mapping[str, LabelRecord] = field(default_factory=dict)
     """By input the labels that there may be."""
     shard: str | Literal[True] | None = None
@@ -78,7 +78,7 @@ class Training:
     pieces: int = 1
     """Into how many pieces a batch is dealt out that have means of their own."""
     shared: tuple[str, ...] = ()
-    """What is to be said of weights that several modules read."""
+    """Lines for the user about weights that several modules read."""
     part: Part = Part.STEP
 
     def from_folder(self, folder: str) -> Training:

@@ -1,4 +1,4 @@
-"""Types of what helper nodes make in a rank's program: bounds of slices, masks, sums of gradients, and the like.
+"""Types of the values that no pass has typed in a rank's program: bounds of slices, masks, sums of gradients, and the like.
 
 The passes type the values of the model. What stands between them is typed here, for the dumps, by each op's own shape inference from
 what it reads; where that says nothing of an output, it has no type.

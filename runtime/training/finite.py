@@ -14,15 +14,15 @@ from ..dtypes import Array
 from ..format import Port, StateRecord
 
 STOP, WARN, SKIP = "stop", "warn", "skip"
-"""What is done about a loss that is no finite number: training ends; it is told; and the step changes nothing."""
+"""What is done where a loss is not finite: training ends; a warning is printed; or the step changes nothing."""
 NONFINITE = "nonfinite"
 """Key of a checkpoint's meta: it holds numbers that are not finite."""
 SKIPPED = "skipped"
-"""Key of a checkpoint's meta: how many steps changed nothing."""
+"""Key of a checkpoint's meta: how many steps were skipped."""
 
 
 def is_finite(value: object) -> bool:
-    """Whether all numbers of a value are finite; what is no number with a fraction is."""
+    """Whether all numbers of a value are finite; integers, bools and texts are."""
     array = np.asarray(value)
     if array.dtype.kind not in "fc":
         return array.dtype.kind != "V" or bool(np.isfinite(array.astype(np.float32)).all())

@@ -132,7 +132,7 @@ def run(
 
 
 def _taken(trainer: Trainer, batch: Mapping[str, Any], position: Position) -> Mapping[str, Any]:
-    """What a step gives; a batch that is refused is told with its place in the data."""
+    """The outputs of a step; the error of a refused batch names its place in the data."""
     try:
         return trainer.train(batch)
     except InputError as error:

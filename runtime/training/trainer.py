@@ -58,7 +58,7 @@ class Trainer:
         self.step = 0
         """The number of steps taken so far."""
         self.skipped = 0
-        """How many of them changed nothing, since a gradient was no finite number."""
+        """How many of them changed nothing, since a gradient was not finite."""
         self.on_nonfinite = str(record.settings.get("on_nonfinite", STOP))
         self._evaluation, self._accumulation, self._totals = evaluation, accumulation, totals
         self._ports = of_batch(program.manifest).inputs
