@@ -259,12 +259,15 @@ def _name(copies: Copies, value: ir.Value, own: frozenset[str], fed: Collection[
     for copy in order:
         if copy in copies.names:
             continue
-        wanted = [name, f"{name}.terms"] if copy.layout.partial else [name, f"{name}@{copy.layout}"]
-        if copy.layout.partial:
-            wanted = wanted[1:]
+        wanted = _spellings(name, copy)
         known = [one for one in order if one in copies.names]
         taken = {copies.names[one] for one in known if not can_share(one, copy) or _made_apart(copies, one, copy)}
-        spelled = "-".join(map(str, copy.group))
-        wanted += [f"{wanted[-1]}@{spelled}"]
         free = (one for one in wanted if one not in taken and (one == allowed or (one not in own and one not in fed)))
         copies.names[copy] = next(free, None) or derived(wanted[-1], own | taken)
+
+
+def _spellings(name: str, copy: Copy) -> list[str]:
+    """The names that a copy of a value may have, the plainest first: `h`, `h@[2, 1]`, `h@[2, 1]@0-1`; of terms `h.terms` and on."""
+    apart = f"{name}.terms" if copy.layout.partial else f"{name}@{copy.layout}"
+    plain = [] if copy.layout.partial else [name]
+    return [*plain, apart, f"{apart}@{'-'.join(map(str, copy.group))}"]

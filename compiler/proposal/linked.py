@@ -149,16 +149,9 @@ class _Links:
             one.obstacles.append(f"{node.op_type} ({path}) needs it whole")
         if unit := rule.units.get(letter, 0):
             one.units.add(unit)
-        products = [
-            value
-            for value, letters in zip(node.inputs, rule.inputs, strict=False)
-            if value is not None and value in self.constants and letters and letter in letters and len(letters) > 1
-        ]
-        others = [
-            letters
-            for value, letters in zip(node.inputs, rule.inputs, strict=False)
-            if value is not None and value not in self.constants and letters
-        ]
+        operands = [(v, own) for v, own in zip(node.inputs, rule.inputs, strict=False) if v is not None and own]
+        products = [v for v, own in operands if v in self.constants and letter in own and len(own) > 1]
+        others = [own for v, own in operands if v not in self.constants]
         made = any(letter in letters for letters in rule.outputs if letters)
         if not made and not products and others:
             one.obstacles.append(f"{node.op_type} ({path}) sums over it")
