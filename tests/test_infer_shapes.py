@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from partc.compiler.analysis.bindings import promised
 from partc.compiler.dims.facts import Facts
 from partc.compiler.load.onnx_file import from_proto
 from partc.compiler.load.source import Source
+from partc.compiler.ops.scope import Scope
 from partc.compiler.pipeline import start
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.program import Program
@@ -105,3 +107,12 @@ def test_long_chains_of_splits_train() -> None:
     target = next(value for value in program.model.graph.inputs if value.name == "t")
     assert target.shape is not None
     assert len(target.shape) == 2
+
+
+def test_a_gradient_takes_the_same_rules() -> None:
+    """Sizes that only a fitting batch has are exact quotients in the backward pass, too, and not rounded ones."""
+    scope = Scope()
+    scope.know([ir.Value(name="dy", shape=ir.Shape(["n", 6]), type=ir.TensorType(ir.DataType.FLOAT))])
+    rows = scope.constant("rows", np.array([-1, 4], np.int64))
+    scope.add(scope.node("Reshape", ["dy", rows], ["dx"]))
+    assert str(scope.value("dx").shape) == "[3*n/2,4]"

@@ -13,12 +13,15 @@ import numpy as np
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext, registry
 from partc.compiler.analysis.shape_extents import BROADCASTING
+from partc.compiler.analysis.shape_rules import tolerant_rules
 from partc.compiler.dims.normal import normal_dim
 from partc.compiler.ops.local import Shape
 from partc.compiler.ops.operands import same
 
 OPSETS = {"": 21, "com.microsoft": 1}
 _SIZED_BY_A_VALUE = {"Split": 1, "Squeeze": 1}
+_WITH_BODIES = ("If", "Loop", "Scan")
+"""What is in these was inferred as it was made; corrected rules would do it again, and values around a body have only names there."""
 
 
 @dataclass
@@ -105,7 +108,8 @@ class Scope:
         sizes = _SIZED_BY_A_VALUE.get(node.op_type)
         given = node.inputs[sizes] if sizes is not None and sizes < len(node.inputs) else None
         registry.collect()
-        rule = registry.get(node.domain, node.op_type, OPSETS.get(node.domain, 1))
+        with contextlib.nullcontext() if node.op_type in _WITH_BODIES else tolerant_rules({}):
+            rule = registry.get(node.domain, node.op_type, OPSETS.get(node.domain, 1))
         if rule is not None and (given is None or given.const_value is not None):
             with contextlib.suppress(Exception):
                 rule(self._context, node)
