@@ -76,3 +76,21 @@ def test_a_body_may_have_the_names_of_its_gradient(more: str, tmp_path: Path) ->
 }"""
     plan = f"ranks: 2\nsymbols: {{batch: {{divisor: 2}}}}\ndataset: data_parallel\n{more}{TRAIN}"
     same(f"{HEAD} <int64 two = {{2}}> {body}", plan, tmp_path)
+
+
+def test_an_input_that_overlapping_groups_read_whole_arrives_so_in_the_parts_too(tmp_path: Path) -> None:
+    """`x` is whole on [2, 0, 1] and on [0, 1, 2], which is one value on each rank, and cut for one of its readers."""
+    text = f"""{HEAD} {{
+        [doubled] two = Concat <axis = 1> (x, x)
+        [squares] q = Mul (two, two)
+        [mean0] m0 = ReduceMean <keepdims = 0> (q)
+        [first] h = MatMul (x, w)
+        [act] t = Tanh (h)
+        [mean1] m1 = ReduceMean <keepdims = 0> (t)
+        [sum] y = Add (m0, m1)
+    }}"""
+    plan = (
+        "ranks: 3\nsymbols: {batch: {divisor: 6}}\nplacement: {doubled: [2, 0, 1]}\n"
+        "sharding: {act: {out: [[3, 1]]}, doubled: {in: [[1, 1], [1, 1]]}}\n"
+    )
+    same(text, plan + TRAIN.replace("}}", "}, accumulate: 2}"), tmp_path)

@@ -148,9 +148,19 @@ def _as_begun(program: Program, copies: Copies) -> None:
     for value in (*inputs, *graph.initializers.values()):
         there = {Copy(value, *key): name for key, name in lying.get(value.name or "", {}).items()}
         if there and copies.needs.get(value):
-            homes = [home for home in copies.homes[value] if home in there]
-            copies.homes[value] = homes if len(homes) == len(copies.homes[value]) else [*there]
-            copies.names |= {home: there[home] for home in copies.homes[value]}
+            names = {home: name for home in copies.homes[value] if (name := _name_there(home, there))}
+            chosen = names if len(names) == len(copies.homes[value]) else there
+            copies.homes[value] = [*chosen]
+            copies.names |= chosen
+
+
+def _name_there(home: Copy, there: Mapping[Copy, str]) -> str | None:
+    """The name under which the ranks of `home` have it. What overlapping groups have whole is one value, listed for one of them."""
+    if home in there or not home.layout.is_whole:
+        return there.get(home)
+    whole = {rank: name for copy, name in there.items() if copy.layout.is_whole for rank in copy.group}
+    names = {whole.get(rank) for rank in home.group}
+    return names.pop() if len(names) == 1 else None
 
 
 def _deliver(copies: Copies, value: ir.Value, ranks: tuple[int, ...] | None, cut: bool) -> None:
