@@ -28,7 +28,8 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
         bar = TrainingBar()
         if job.training is not None:
             given = dataclasses.replace(given, training=dataclasses.replace(job.training, bar=sys.stderr.isatty()))
-        program = [sys.executable, "-m", "partc.cli.rank", given.dumps()]
+        # -P: modules are never looked for in the folder where the job is started, which may be anybody's
+        program = [sys.executable, "-P", "-m", "partc.cli.rank", given.dumps()]
         command = command_line(launcher, manifest.ranks, hosts, extra, program)
         say.detail(shlex.join(command))
 

@@ -1,6 +1,6 @@
 """What one rank of `partc run` does: reads its inputs, loads its program, steps, and brings the outputs to rank 0.
 
-Started as `python -m partc.cli.rank JOB` by the launcher, or called directly where the user's own launcher is around.
+Started as `python -P -m partc.cli.rank JOB` by the launcher, or called directly where the user's own launcher is around.
 A failure is told once: what all ranks find alike by rank 0 alone, what one rank finds by that rank, which then ends
 all.
 """
