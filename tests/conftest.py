@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 
 Golden: TypeAlias = Callable[[str, str], None]
+_SHOWN = 40
+"""Lines of a difference that a failure shows."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,13 +23,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def golden(request: pytest.FixtureRequest) -> Golden:
     """The comparison of a text with the golden one of a name."""
     update = bool(request.config.getoption("--update-golden"))
+    accept = f"where this is meant, accept it: pytest {request.node.nodeid} --update-golden; then read the diff"
 
     def compare(name: str, text: str) -> None:
         path = Path(__file__).parent / "golden" / name
         if update:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
-        assert path.exists(), f"there is no {path}; pytest --update-golden writes it"
-        assert text.splitlines() == path.read_text().splitlines(), "pytest --update-golden accepts what is new"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        if not path.exists():
+            pytest.fail(f"there is no golden text {path}\n{accept}", pytrace=False)
+        held = path.read_text(encoding="utf-8").splitlines()
+        if text.splitlines() != held:
+            changed = difflib.unified_diff(held, text.splitlines(), f"golden/{name}", "now", lineterm="", n=2)
+            pytest.fail("\n".join([*islice(changed, _SHOWN), "...", accept]), pytrace=False)
 
     return compare
