@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 import onnx_ir as ir
 from partc.compiler.cutting.choice import Axes, Choice, Instance
@@ -84,9 +85,12 @@ class Propagation:
                 changed |= self._hear(instance, self._from_outputs)
 
     def layout_of(self, value: ir.Value, group: Group) -> tuple[Layout, str] | None:
-        """How a value lies on the group that makes it, or that it arrives on, or on one of as many ranks; None where that is open."""
+        """How a value lies on the group that makes it, or that it arrives on, or on one of as many ranks; None where that is open.
+
+        Beside it what decided so: a line without its folder, which differs by machine, or a neighbour's path.
+        """
         if arriving := self.given.arriving.get((value, group)):
-            return arriving
+            return arriving[0], PurePath(arriving[1]).name
         producer = value.producer()
         if producer is None:
             return None
@@ -98,7 +102,7 @@ class Propagation:
         if choice is None:
             return None
         if wanted := self.given.outputs.get((instance, k)):
-            return wanted
+            return wanted[0], PurePath(wanted[1]).name
         layout = choice.output(k)
         return None if layout is None else (Layout(layout.mesh, layout.cuts), self.paths[producer])
 

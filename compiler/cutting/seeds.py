@@ -9,7 +9,6 @@ all of the group.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import PurePath
 
 import onnx_ir as ir
 from partc.compiler.annotations.seed import seed_annotations
@@ -162,10 +161,7 @@ class _Seeds:
                 cut = given.cut if given else self._batch_cut(value, group)
                 where = given.where if given else plan.dataset.where
                 try:
-                    self.given.arriving[value, group] = (
-                        cut_layout(self.program, cut, value, group),
-                        PurePath(where).name,
-                    )
+                    self.given.arriving[value, group] = (cut_layout(self.program, cut, value, group), where)
                     fits = True
                 except ValueError as error:
                     wrong.append(Problem(where, f"dataset of '{value.name}': {error}"))

@@ -59,7 +59,9 @@ def shard(program: Program) -> Program:
         told += gathered_inside(program, choices)
         told += lost_cuts(program, choices, derived)
         program = replace(program, warnings=(*program.warnings, *told, *_levels(program)))
-        lines = {PurePath(rule.where).name: rule.where for rule in (*program.declared.sharding, *program.plan.sharding)}
+        wheres = [rule.where for rule in (*program.declared.sharding, *program.plan.sharding)]
+        wheres += [where for _, where in (*given.arriving.values(), *given.outputs.values())]
+        lines = {PurePath(where).name: where for where in wheres}
         problems = [replace(problem, where=lines.get(problem.where, problem.where)) for problem in problems]
     if problems:
         raise CompileError(problems)
