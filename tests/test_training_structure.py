@@ -12,7 +12,7 @@ from partc.compiler.load.onnx_file import from_proto
 from partc.compiler.load.source import Source
 from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.program import Comm, Event, Program
+from partc.compiler.program import Comm, Event, Op, Program
 
 TRAIN = """train:
   loss: {type: mean_squared, prediction: y, target: t}
@@ -49,6 +49,26 @@ def chain(layers: int) -> onnx.ModelProto:
     body = "\n".join(nodes)
     text = f'<ir_version: 10, opset_import: ["" : 21]>\nmain (float[batch, 6] x) => (float[batch, 6] y) {{\n{body}\n}}'
     return with_weights(text, {f"w{k}": (6, 6) for k in range(layers)})
+
+
+@pytest.mark.parametrize("broadcast", ["s = ReduceMean(h, one)", "s = ReduceSum(h, one)", "s = Expand(h, shape)"])
+def test_the_gradient_of_a_cut_dynamic_batch_finds_no_broadcast_dims_when_it_runs(broadcast: str) -> None:
+    """A piece of a batch has `batch/2` rows by one way of inferring and `floor(batch/2)` by another; as the plan promises they are equal."""
+    proto = with_weights(
+        f"""<ir_version: 10, opset_import: ["" : 21]>
+main (float[batch, 6] x) => (float[batch, 6] y) <int64[1] one = {{1}}> {{
+  h = MatMul(x, w)
+  shape = Shape(h)
+  {broadcast}
+  y = Sub(h, s)
+}}""",
+        {"w": (6, 6)},
+    )
+    plan = f"ranks: 2\nsymbols: {{batch: {{divisor: 2}}}}\ndataset: data_parallel\n{TRAIN}"
+    steps = [step for part in compiled(proto, plan).parts for step in part.steps]
+    ops = {step.node.op_type for step in steps if isinstance(step, Op)}
+    assert {"MatMul", "Sub"} < ops
+    assert not ops & {"NonZero", "Equal"}
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

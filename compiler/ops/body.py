@@ -41,7 +41,7 @@ class Body:
         around, own = dict[str, ir.Value](), dict[str, ir.Value]()
         while any(name.startswith(prefix) for name in g.scope.reserved):
             prefix = f"{prefix[:-1]}'."
-        scope = Scope(reserved=frozenset(_named(prefix, name) for name in _names(graph)))
+        scope = Scope(reserved=frozenset(_named(prefix, name) for name in _names(graph)), known=g.scope.known)
 
         def outer(value: ir.Value) -> ir.Value:
             name = names.get(value.name or "", value.name or "")

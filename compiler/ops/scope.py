@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext, registry
 from partc.compiler.analysis.shape_extents import BROADCASTING
 from partc.compiler.analysis.shape_rules import tolerant_rules
+from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import normal_dim
 from partc.compiler.ops.local import Shape
 from partc.compiler.ops.operands import same
@@ -29,7 +30,7 @@ class Scope:
     """Values known by name, the nodes emitted for the backward pass, those that go with the forward pass, and constants.
 
     `early` nodes read primals and are run where these are made: the `Shape` of a primal, kept in its place. `reserved`: names of other
-    values, which nothing new gets.
+    values, which nothing new gets. `known`: what is promised of symbols; with it the extent of a half, `floor(batch/2)`, is `batch/2`.
     """
 
     values: dict[str, ir.Value] = field(default_factory=dict)
@@ -37,6 +38,7 @@ class Scope:
     early: list[ir.Node] = field(default_factory=list)
     constants: dict[str, np.ndarray] = field(default_factory=dict)
     reserved: Collection[str] = frozenset()
+    known: Mapping[str, Facts] = field(default_factory=dict)
     _context: ShapeInferenceContext = field(default_factory=lambda: ShapeInferenceContext(OPSETS))
 
     def know(
@@ -52,6 +54,7 @@ class Scope:
                 continue
             shape = (shapes or {}).get(name)
             copied = value.shape if shape is None else ir.Shape(shape)
+            copied = copied and ir.Shape([normal_dim(dim, self.known) for dim in copied.dims])
             tensor = ir.convenience.get_const_tensor(value)
             copy = ir.Value(name=name, type=value.type, const_value=tensor)
             if copied is not None:
@@ -108,14 +111,14 @@ class Scope:
         sizes = _SIZED_BY_A_VALUE.get(node.op_type)
         given = node.inputs[sizes] if sizes is not None and sizes < len(node.inputs) else None
         registry.collect()
-        with contextlib.nullcontext() if node.op_type in _WITH_BODIES else tolerant_rules({}):
+        with contextlib.nullcontext() if node.op_type in _WITH_BODIES else tolerant_rules(self.known):
             rule = registry.get(node.domain, node.op_type, OPSETS.get(node.domain, 1))
         if rule is not None and (given is None or given.const_value is not None):
             with contextlib.suppress(Exception):
                 rule(self._context, node)
         for out in node.outputs:
             if out.shape is not None:
-                out.shape = ir.Shape([normal_dim(dim, {}) for dim in out.shape.dims])
+                out.shape = ir.Shape([normal_dim(dim, self.known) for dim in out.shape.dims])
         if self.is_doubtful(node):
             self._unsure(node)
         for out in node.outputs:

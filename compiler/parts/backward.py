@@ -76,6 +76,7 @@ class Backward:
         self.cotangents, self.sums = cotangents, sums
         assert program.training is not None
         self.needed = learned_from(program.reads, program.training)
+        self.known = {name: info.facts for name, info in program.symbols.items()}
         self.terms: dict[Copy, dict[Copy, list[str]]] = {}
         """Per copy that is read, what its readers gave, by the layout in which it lies."""
         self.unlisted = _unlisted(drafts)
@@ -220,7 +221,7 @@ class Backward:
             values.append(ir.Value(name=name, type=value.type, shape=known))
             shapes[name] = shape
         around = {old: new for op in local.ops for old, new in op.captured.items()}
-        forward, scope = [op.node for op in local.ops], Scope(reserved=self.drafts.reserved)
+        forward, scope = [op.node for op in local.ops], Scope(reserved=self.drafts.reserved, known=self.known)
         if node.domain == OWN and is_differentiable(OWN, node.op_type):
             names = [self.writer.names[read_as(self.program, instance, k)] for k in range(len(node.inputs))]
             made = [self.writer.names[made_as(self.program, instance, k)] for k in range(len(node.outputs))]
