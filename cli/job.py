@@ -10,7 +10,6 @@ import dataclasses
 import json as text_of
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,3 @@ class Job:
             else TrainingJob(**{**training, "data": tuple(training["data"]), "test": tuple(training["test"])})
         )
         return Job(**{**fields, "inputs": tuple(fields["inputs"]), "training": told})
-
-    @property
-    def partial(self) -> Path:
-        """Where the output is written before it gets its name."""
-        assert self.output is not None
-        path = Path(self.output)
-        return path.with_name(f".{path.name}.partial")
