@@ -24,6 +24,23 @@ class Check(Enum):
     NUMBERS = "a number, a list of numbers, or the name of an .npy file"
     BOOL = "true or false"
 
+    @property
+    def form(self) -> dict[str, Any]:
+        """The value as a JSON schema."""
+        return _FORMS[self]
+
+
+_FORMS: dict[Check, dict[str, Any]] = {
+    Check.NAME: {"type": "string", "minLength": 1},
+    Check.REDUCTION: {"enum": ["mean", "sum", "sum_over_ranks"]},
+    Check.INTEGER: {"type": "integer"},
+    Check.COUNT: {"type": "integer", "minimum": 1},
+    Check.SHARE: {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+    Check.NUMBERS: {
+        "anyOf": [{"type": "number"}, {"type": "string"}, {"type": "array", "items": {"type": "number"}, "minItems": 1}]
+    },
+    Check.BOOL: {"type": "boolean"},
+}
 
 ALIASES = {
     **dict.fromkeys(("mse", "mean_squared_error", "mean_squared"), ("mean_squared", "mse")),
