@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 class TrainingJob:
     """What a training, or with `only_test` an evaluation, is told on the command line; None and empty: as the plan says.
 
-    Paths are absolute but for those of `data` and `test`, which are relative to `base`.
+    Paths are absolute but for those of `data` and `test`, which are relative to `base`. `plan` is the plan that says what the artifact
+    names; without it, and unless `trust_code`, the artifact may name nothing outside of itself, and no code.
     """
 
     base: str
@@ -34,6 +35,8 @@ class TrainingJob:
     resume: str | None = None
     init: str | None = None
     metrics: str | None = None
+    plan: str | None = None
+    trust_code: bool = False
     only_test: bool = False
     only_train: bool = False
     """Whether nothing is evaluated in between."""
