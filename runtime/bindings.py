@@ -58,9 +58,14 @@ class Binder:
             for axis in range(len(port.shape or ()))
         ]
 
-    def bind(self, inputs: Mapping[str, object], transport: Transport) -> tuple[Bindings, dict[str, Value]]:
-        """The bindings of this step and the inputs that this rank reads, as values; InputError on all ranks alike."""
-        values, problems = self._read(inputs)
+    def bind(
+        self, inputs: Mapping[str, object], transport: Transport, problem: str = ""
+    ) -> tuple[Bindings, dict[str, Value]]:
+        """The bindings of this step and the inputs that this rank reads, as values; InputError on all ranks alike.
+
+        A `problem` is what this rank knows already to be wrong with its inputs.
+        """
+        values, problems = ({}, [problem]) if problem else self._read(inputs)
         vector = self._vector(values, bool(problems))
         agreed = transport.agree(vector)
         texts = transport.share(_BETWEEN.join(problems)) if agreed[0] else []

@@ -170,6 +170,10 @@ class Program:
         """Says which of `count` parts of a batch is given next, so that errors name its records."""
         self._program.binder.part = part, count, pieces
 
+    def refuse(self, problem: str) -> None:
+        """Take part in a step that this rank's inputs make impossible: all ranks raise the InputError with the problem."""
+        self._program.binder.bind({}, self._transport, problem)
+
     def describe(self, action: int) -> str:
         """The text of an action that the status board shows."""
         return describe(self._program.steps, action)

@@ -299,6 +299,40 @@ def test_a_batch_that_parts_refuse_leaves_no_gradient_behind(tmp_path: Path) -> 
         assert all(not array.any() for array in trainer.program.state.sums())
 
 
+def test_all_ranks_refuse_what_one_cannot_cut_and_statistics_stay(tmp_path: Path) -> None:
+    text = (
+        HEAD
+        + """m (float[batch, 6] x) => (float[batch, 6] y) <float[6, 6] w, float[6] a, float[6] b, float[6] c, float[6] d> {
+        [up] h = MatMul (x, w) [bn] y = BatchNormalization (h, a, b, c, d) }"""
+    )
+    source = from_text(text, {"w": (6, 6), **dict.fromkeys("abcd", (6,))})
+    plan = parse_plan(PLANS[2] + train(LOSSES["mean"], 2), "plan.yaml")
+    compile_source(source, plan, tmp_path)
+    given = {"x": np.ones((8, 6), np.float32), "label": np.zeros(8, np.int64)}
+    world = LocalWorld(2, stall=2)
+
+    def act(rank: int) -> tuple[str, bytes, bytes]:
+        def kept() -> bytes:
+            return b"".join(array.tobytes() for _, array in trainer.program.state.arrays())
+
+        with load_trainer(tmp_path, world.transport(rank), threads=1) as trainer:
+            before, bad = kept(), given["label"].copy()
+            with pytest.raises(InputError) as found:
+                trainer.train({name: array[rank:] for name, array in given.items()})
+            bad[-1] = 9 * rank
+            with pytest.raises(InputError, match="has the label 9"):
+                trainer.train({**given, "label": bad})
+            after = kept()
+            trainer.train(given)
+            return str(found.value), before, after
+
+    with ThreadPoolExecutor(2) as threads:
+        (text, before, after), (other, *_) = threads.map(act, (0, 1))
+    assert text == other
+    assert "7 records cannot be cut into 2 parts" in text
+    assert before == after
+
+
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_sum_over_ranks_is_of_the_mean_of_each(ranks: int, parts: int, tmp_path: Path) -> None:

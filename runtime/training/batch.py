@@ -53,11 +53,14 @@ def parts(
     """The `count` equal parts of what a rank has of a batch.
 
     A part has its share of every piece, so that it has the same records on all ranks, also where one has a single piece and another
-    all of them. InputError for a number of records that has no such parts.
+    all of them. InputError for a number of records that has no such parts, and for what is no array.
     """
     found: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, value in batch.items():
-        array = np.asarray(value)
+        try:
+            array = np.asarray(value)
+        except Exception as error:
+            raise InputError(f"input '{name}': a {type(value).__name__} is no array: {error}") from None
         box = ports[name].box(rank)
         mine = pieces if box is None else pieces * (box[0][1] - box[0][0]) // box[0][2]
         if not array.ndim or len(array) % (count * mine):

@@ -17,15 +17,14 @@ import numpy as np
 from pydantic import JsonValue
 
 from ..artifact import open_artifact
-from ..errors import ArtifactError, NonFiniteError, UsageError
-from ..format import TOTALS, Manifest, Port, TrainingRecord, stays_inside
+from ..errors import InputError, NonFiniteError, UsageError
+from ..format import TOTALS, Manifest, Port, TrainingRecord
 from ..program import OnError, Outputs, Program, load
 from .batch import of_batch, parts, pieces_of
 from .checkpoint import Checkpoint
 from .checkpoint_match import OPTIMIZER, initial, meet, meet_weights
 from .checkpoint_save import save
 from .finite import NONFINITE, SKIPPED, STOP, first_in_batch, is_finite, no_checkpoint, not_finite, told
-from .named import SCHEDULE, base_folder, outside, refusal
 from .schedule import Rate, scalars, schedule
 from .state import SUM
 
@@ -127,11 +126,15 @@ class Trainer:
         own = {port.name for port in self.inputs} - fixed
         given = {name: value for name, value in batch.items() if name not in own}
         known = {port.name: port for port in self.inputs}
-        cut = parts({n: v for n, v in batch.items() if n in own}, known, self.rank, count, self._pieces)
+        try:
+            cut = parts({n: v for n, v in batch.items() if n in own}, known, self.rank, count, self._pieces)
+        except InputError as error:
+            # The others may have what can be cut: they refuse the step with this rank, and do not begin it alone.
+            (self._totals or accumulation).refuse(str(error))
+            raise
         totals = {} if self._totals is None else self._made_before(self._totals, batch, cut)
         found: list[Outputs] = []
-        kept = self.program.state.arrays() if self.record.guard else []
-        statistics = [array for record, array in kept if record.kind == "statistics"]
+        statistics = [array for record, array in self.program.state.arrays() if record.kind == "statistics"]
         begun = [array.copy() for array in statistics]
         try:
             for part in range(count):
@@ -141,13 +144,15 @@ class Trainer:
                 program.comes(part, count, self._pieces)
                 inputs = {**given, **cut[part]}
                 found.append(program({**inputs, **_known(program, {**self._scalars, **totals})}))
+        except InputError:
+            _restore(statistics, begun)
+            raise
         finally:
             for array in self.program.state.sums():
                 array.fill(0)
         guard = self.record.guard
         if guard and not is_finite(found[-1][guard]):
-            for array, before in zip(statistics, begun, strict=True):
-                array[...] = before
+            _restore(statistics, begun)
         made: Outputs = {name: self._of_batch(name, [np.asarray(one[name]) for one in found]) for name in found[0]}
         return {**made, guard: found[-1][guard]} if guard else made
 
@@ -259,7 +264,6 @@ def load_trainer(
     comm: MPI.Intracomm | Transport | None = None,
     *,
     rate: Rate | None = None,
-    trust_code: bool = False,
     threads: int | None = None,
     trust: bool = False,
     stall: float = 30.0,
@@ -268,22 +272,15 @@ def load_trainer(
 ) -> Trainer:
     """This rank's trainer of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
 
-    `rate` gives the learning rate of a step, counted from 0, in place of the plan's schedule. `trust_code`: a schedule that is Python,
-    a file that the artifact names, may run. UsageError for an artifact that does not train, or has such a schedule without either.
+    `rate` gives the learning rate of a step, counted from 0, in place of the plan's schedule. UsageError for an artifact that does not
+    train.
     """
     place = Path(folder)
-    manifest = open_artifact(place, trust=True).manifest
-    record = manifest.training
+    record = open_artifact(place, trust=True).manifest.training
     if record is None:
         raise UsageError(f"{place}: it was compiled to run, not to train\n  help: compile it by a plan with `train:`")
-    if away := [name for name in (record.evaluation, record.accumulation) if name and not stays_inside(name)]:
-        raise ArtifactError(
-            f"{place}: its programs lie at '{away[0]}', out of the folder\n  help: compile the model again"
-        )
     if rate is None:
-        if not trust_code and (found := outside(place, record, (SCHEDULE,))):
-            raise refusal(place, manifest, found, "give `rate`, or `trust_code=True` where the artifact is yours")
-        rate = planned_rate(record, base_folder(place, record))
+        rate = schedule(record.schedule or None, _base(record), "schedule", base_folder(place, record))
     program = load(place, comm, threads=threads, trust=trust, stall=stall, on_error=on_error, providers=providers)
     evaluation = program.beside(place / record.evaluation, trust) if record.evaluation else None
     accumulation = program.beside(place / record.accumulation, trust) if record.accumulation else None
@@ -297,7 +294,17 @@ def _known(program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name in names}
 
 
-def planned_rate(record: TrainingRecord, base: Path) -> Rate:
-    """The rate by step of a plan's schedule; a file of Python, looked for in `base`, runs now."""
+def _restore(arrays: Sequence[np.ndarray[Any, Any]], before: Sequence[np.ndarray[Any, Any]]) -> None:
+    for array, old in zip(arrays, before, strict=True):
+        array[...] = old
+
+
+def base_folder(folder: Path, record: TrainingRecord) -> Path:
+    """Where the files are that a plan names: beside the plan; the current folder where that is not known."""
+    told = record.settings.get("folder")
+    return folder / told if isinstance(told, str) and (folder / told).is_dir() else Path()
+
+
+def _base(record: TrainingRecord) -> float:
     lr = record.optimizer.get("lr")
-    return schedule(record.schedule or None, float(lr) if isinstance(lr, int | float) else 0.0, "schedule", base)
+    return float(lr) if isinstance(lr, int | float) else 0.0

@@ -1,0 +1,84 @@
+"""What is under way between simulated ranks: both ends of a message, a rank's part in a collective, and where the parts meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from partc.runtime.dtypes import Bytes
+from partc.runtime.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, REDUCE_TO
+from partc.runtime.transport import GATHER, Movement
+
+Key = tuple[int, int, int]
+
+
+class Transfer:
+    """One end of a message."""
+
+    __slots__ = ("buffer", "data", "done", "key", "sends")
+
+    def __init__(self, key: Key, buffer: Bytes, sends: bool) -> None:
+        self.key, self.buffer, self.sends, self.done = key, buffer, sends, False
+        self.data: Bytes | None = buffer.copy() if sends else None
+
+    def ready(self) -> bool:
+        """Whether it is complete."""
+        return self.done
+
+
+class Joining:
+    """A rank's part in a collective: `given` is what it brings, `found` what it gets."""
+
+    __slots__ = ("arrived", "done", "given", "in_place", "meeting", "movement", "rank")
+
+    def __init__(self, rank: int, movement: Movement) -> None:
+        self.rank, self.movement = rank, movement
+        self.done = self.arrived = False
+        self.given = movement.source.copy()
+        self.in_place = bool(movement.target.size) and np.may_share_memory(movement.source, movement.target)
+        self.meeting: Meeting | None = None
+
+    def ready(self) -> bool:
+        """Whether it is complete on this rank."""
+        return self.done
+
+
+@dataclass
+class Meeting:
+    """One collective: what must be alike on all ranks, and what each brings."""
+
+    signature: tuple[Any, ...]
+    brought: dict[int, Any] = field(default_factory=dict)
+    joinings: list[Joining] = field(default_factory=list)
+    complete: bool = False
+
+    def ready(self) -> bool:
+        """Whether all have come."""
+        return self.complete
+
+
+def result(movement: Movement, rank: int, brought: Sequence[Bytes]) -> Bytes:
+    """What a rank gets of what all have brought: the definitions of `transport.py`, in the order of the list."""
+    place, count = movement.ranks.index(rank), len(movement.ranks)
+    if movement.op in (ALL_GATHER, GATHER):
+        return np.concatenate(brought)
+    if movement.op == ALL_TO_ALL:
+        return np.concatenate([one.reshape(count, -1)[place] for one in brought])
+    if movement.op == BROADCAST:
+        return brought[movement.root]
+    assert movement.op in (ALL_REDUCE, REDUCE_SCATTER, REDUCE_TO), movement.op
+    ufunc = {"sum": np.add, "max": np.maximum, "min": np.minimum}[movement.reduce]
+    total = brought[0].view(movement.dtype.numpy).copy()
+    for one in brought[1:]:
+        ufunc(total, one.view(movement.dtype.numpy), out=total)
+    found = total.view(np.uint8)
+    return found.reshape(count, -1)[place] if movement.op == REDUCE_SCATTER else found
+
+
+def named(request: Transfer | Joining) -> str:
+    if isinstance(request, Joining):
+        return f"{request.movement.op} of tag {request.movement.tag}"
+    source, target, tag = request.key
+    return f"a message of {request.buffer.size} bytes from rank {source} to rank {target}, tag {tag}"

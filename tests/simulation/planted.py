@@ -1,0 +1,153 @@
+"""Faults planted in the runtime, one at a time, each of which some seed must find: what the simulation is worth.
+
+Several of them give right results on ranks as threads, whose sends are copies: ordinary tests do not see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from partc.runtime import Program, buffers, execute
+from partc.runtime.bindings import Binder
+from partc.runtime.execute import Schedule
+from partc.runtime.perform import nothing
+from partc.runtime.segments import Begin, Send, Wait
+
+from .session import Session
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault: the sample that meets it, words of the problem that it makes, and what plants it."""
+
+    name: str
+    sample: str
+    words: str
+    plant: Callable[[Session, pytest.MonkeyPatch], None]
+
+
+def _no_wait_for_a_receive(session: Session, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Schedule, "_receive", lambda self, step: nothing)
+
+
+def _no_wait_for_a_collective(session: Session, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Schedule, "_finish", lambda self, step: nothing)
+
+
+def _no_wait_for_a_send(session: Session, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Schedule, "_complete", lambda self, index: nothing)
+
+
+def _memory_of_sends_is_shared(session: Session, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(buffers._Plan, "in_flight", lambda self, life: [])
+
+
+def _memory_of_receives_is_shared(session: Session, patch: pytest.MonkeyPatch) -> None:
+    """Between its posting and its wait, the memory of a receive counts as free."""
+    lives = buffers.assign
+
+    def late(given: list[buffers.Life]) -> buffers.Arena:
+        return lives([buffers.Life(one.name, one.bytes, max(one.born, one.died - 1), one.died) for one in given])
+
+    patch.setattr(execute, "assign", late)
+
+
+def _tags_are_swapped(session: Session, patch: pytest.MonkeyPatch) -> None:
+    """On rank 0 the first two tags of what goes to one peer."""
+    begin = Schedule.__init__
+
+    def swapped(
+        self: Schedule, program: Any, bindings: Any, transport: Any, wire: Mapping[int, int], *rest: Any
+    ) -> None:
+        a, b = sorted(
+            one.tag for one in session.programs[0][0].manifest.transfers if (one.source, one.target) == (0, 1)
+        )[:2]
+        table = {**wire, a: wire[b], b: wire[a]} if transport.rank == 0 else wire
+        begin(self, program, bindings, transport, table, *rest)
+
+    patch.setattr(Schedule, "__init__", swapped)
+
+
+def _collectives_are_swapped(session: Session, patch: pytest.MonkeyPatch) -> None:
+    """On rank 1 the first two collectives begin in the other order."""
+    plan = Schedule._plan
+
+    def swapped(self: Schedule, waits: Any) -> None:
+        plan(self, waits)
+        if self.transport.rank == 1:
+            steps = self.program.steps
+            a, b = [at for at, (index, _) in enumerate(self.actions) if index >= 0 and isinstance(steps[index], Begin)][
+                :2
+            ]
+            self.actions[a], self.actions[b] = self.actions[b], self.actions[a]
+
+    patch.setattr(Schedule, "_plan", swapped)
+
+
+def _a_rank_waits_before_it_sends(session: Session, patch: pytest.MonkeyPatch) -> None:
+    """On rank 0 the first send comes after the wait that follows it."""
+    plan = Schedule._plan
+
+    def later(self: Schedule, waits: Any) -> None:
+        plan(self, waits)
+        if self.transport.rank == 0:
+            kinds = [type(self.program.steps[index]) for index, _ in self.actions]
+            first = kinds.index(Send)
+            self.actions.insert(kinds.index(Wait, first), self.actions.pop(first))
+
+    patch.setattr(Schedule, "_plan", later)
+
+
+def _failures_are_not_told(session: Session, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Program, "_fail", lambda self, error: None)
+
+
+def _no_agreement_on_one_rank(session: Session, patch: pytest.MonkeyPatch) -> None:
+    bind = Binder.bind
+
+    def alone(self: Binder, inputs: Any, transport: Any, *rest: Any) -> Any:
+        if self.rank != 1:
+            return bind(self, inputs, transport, *rest)
+        bindings: dict[str, int] = {}
+        values, _ = self._read(inputs)
+        list(self._violations(self._vector(values, False), bindings))
+        return {"B": 3, **bindings}, values
+
+    patch.setattr(Binder, "bind", alone)
+
+
+def _state_is_not_what_it_was(session: Session, patch: pytest.MonkeyPatch) -> None:
+    """A rank changes a parameter by the last bit after an update."""
+    update = Schedule._update
+
+    def wrong(self: Schedule, index: int) -> Callable[[], object]:
+        act = update(self, index)
+
+        def more() -> None:
+            act()
+            if self.transport.rank == 1:
+                array = self.program.state.arrays()[0][1].reshape(-1)
+                array[0] = np.nextafter(array[0], np.float32(9))
+
+        return more
+
+    patch.setattr(Schedule, "_update", wrong)
+
+
+PLANTED = (
+    Planted("no wait for a receive", "placed", "", _no_wait_for_a_receive),
+    Planted("no wait for a collective", "data parallel", "", _no_wait_for_a_collective),
+    Planted("no wait for a send", "placed", "never waited for", _no_wait_for_a_send),
+    Planted("memory of sends is shared", "placed", "before its send was complete", _memory_of_sends_is_shared),
+    Planted("memory of receives is shared", "placed", "", _memory_of_receives_is_shared),
+    Planted("tags are swapped", "few tags", "", _tags_are_swapped),
+    Planted("collectives are swapped", "data parallel", "different collectives", _collectives_are_swapped),
+    Planted("a rank waits before it sends", "few tags", "no rank can go on", _a_rank_waits_before_it_sends),
+    Planted("failures are not told", "pipeline", "no rank can go on", _failures_are_not_told),
+    Planted("no agreement on one rank", "placed", "", _no_agreement_on_one_rank),
+    Planted("state is not what it was", "sharded state", "differ", _state_is_not_what_it_was),
+)

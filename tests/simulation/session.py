@@ -1,0 +1,302 @@
+"""A sample made ready once, and run by many seeds: each run must end equal to the undisturbed one, or refused with the right rank named.
+
+A seed decides the weather, the interleaving, and whether something goes wrong: a rank that dies, sleeps or raises at any of its actions or
+calls of the transport, or is given what no step can take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from partc.runtime import InputError, Program, RankError, Trainer, Whole, load, load_trainer
+from partc.runtime.cuts import local
+from partc.runtime.execute import Schedule
+from partc.runtime.local import LocalWorld
+from trained import put, same_tensors, tensors
+from whole import same
+
+from .faults import (
+    DIES,
+    DIMS,
+    DISK,
+    KINDS,
+    LABEL,
+    MISSING,
+    NONE,
+    RAISES,
+    REFUSED,
+    SLEEPS,
+    WORDS,
+    Fault,
+    Results,
+    spoiled,
+)
+from .samples import Sample
+from .scheduler import Choices
+from .transport import SimulatedTransport
+from .verdict import judged
+from .world import CALM, SimulatedWorld, Weather
+
+
+@dataclass(frozen=True)
+class Found:
+    """How a run went: its problems, none where all is well."""
+
+    sample: str
+    seed: int
+    weather: Weather
+    fault: Fault
+    hit: bool
+    decisions: int
+    problems: list[str]
+    trace: list[tuple[float, int, str]] | None
+
+
+class Session:
+    """A sample with its ranks loaded and its undisturbed run known."""
+
+    def __init__(self, sample: Sample, folder: Path) -> None:
+        self.sample, self.folder = sample, folder
+        self.artifact = folder / "build"
+        if not self.artifact.exists():
+            sample.compile(self.artifact)
+        self.steps = sample.steps(np.random.default_rng(7))
+        self.world = SimulatedWorld(sample.ranks)
+        self.transports = [
+            SimulatedTransport(self.world, rank, sample.native, sample.spins, sample.tags)
+            for rank in range(sample.ranks)
+        ]
+        self.ends: list[Program | Trainer] = self._loaded()
+        self.programs = [_programs(end) for end in self.ends]
+        self.start = [[(array, array.copy()) for _, array in row[0].state.arrays()] for row in self.programs]
+        self.before = self.tensors()
+        self.fault, self.hit = Fault(NONE), False
+        self.counts = [0] * sample.ranks
+        self.at: list[tuple[Program, int] | None] = [None] * sample.ranks
+        self.run_count = 0
+        for rank, row in enumerate(self.programs):
+            for program in row:
+                self._watch_schedules(rank, program)
+        self.world.watch = self._happen
+        self.reference = self._reference()
+        self.after = self.tensors()
+        self.lengths = list(self.counts)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.world.close()
+
+    def renew(self) -> None:
+        """Forgets how steps are run, so that the next run prepares them anew."""
+        for row in self.programs:
+            for program in row:
+                program._schedules.clear()
+
+    def seeded(self, seed: int, limit: int | None = None, traced: bool = False) -> Found:
+        """The run of a seed; only its first `limit` decisions disturb it."""
+        random = Random(seed)
+        weather = Weather.of(random)
+        fault = self._fault(random)
+        choices = Choices(Random(random.getrandbits(64)), limit)
+        self.world.trace = [] if traced else None
+        outcomes = self._run(weather, choices, fault)
+        problems = judged(self, outcomes)
+        trace, self.world.trace = self.world.trace, None
+        return Found(self.sample.name, seed, weather, fault, self.hit, choices.made, problems, trace)
+
+    def _fault(self, random: Random) -> Fault:
+        kind = random.choice((*KINDS, *[DISK] * 4) if self.sample.saves else KINDS)
+        rank = random.randrange(self.sample.ranks)
+        if kind in (REFUSED, DISK):
+            readers = [end.rank for end in self.ends if end.inputs]
+            at = random.choice(readers) if kind == REFUSED else rank
+            labelled = any(port.labels for port in self.ends[at].inputs)
+            way = random.choice((DIMS, MISSING, LABEL) if labelled else (DIMS, MISSING))
+            return Fault(kind, at, random.randrange(len(self.steps)), way)
+        return Fault(kind, rank, random.randrange(1, self.lengths[rank] + 1))
+
+    def _loaded(self) -> list[Any]:
+        make = load_trainer if self.sample.trains else load
+
+        def job(rank: int) -> Callable[[], Any]:
+            return lambda: make(self.artifact, self.transports[rank], threads=1)
+
+        self.world.forget(CALM, Choices(Random(0)))
+        outcomes = self.world.run([job(rank) for rank in range(self.sample.ranks)])
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+        return [outcome.value for outcome in outcomes]
+
+    def _reference(self) -> list[Results]:
+        """The undisturbed run, held against the whole model."""
+        outcomes = self._run(CALM, Choices(Random(0)), Fault(NONE))
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+        if problems := [*self.world.misuses, *self.world.leftovers()]:
+            raise AssertionError(f"{self.sample.name}, undisturbed: {problems}")
+        found: list[Results] = [outcome.value for outcome in outcomes]
+        sample, folder = self.sample, self.sample.compile(self.folder / "whole", whole=True)
+        end = (load_trainer if sample.trains else load)(folder, LocalWorld(1).transport(0), threads=1)
+        program = _programs(end)[0]
+        put(SimpleNamespace(ranks=[program]), self.before)  # type: ignore[arg-type]
+        want = _whole_steps(end, self.steps)
+        for k, outputs in enumerate(want):
+            for name, value in outputs.items():
+                have = self._assembled(name, [one.outputs[k] for one in found])
+                same(have, value, f"{sample.name}, step {k}: {name}", sample.tolerance, sample.tolerance)
+        if sample.trains:
+            whole = tensors(SimpleNamespace(ranks=[program]))  # type: ignore[arg-type]
+            same_tensors(self.tensors(), whole, self.before, 1e-3)
+        return found
+
+    def _assembled(self, name: str, outputs: list[Mapping[str, Any]]) -> Any:
+        port = next(port for port in self.programs[0][0].manifest.outputs if port.name == name)
+        if port.boxes is None:
+            return outputs[port.ranks[0]][name]
+        raise NotImplementedError("samples deliver outputs whole")
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        return tensors(SimpleNamespace(ranks=[row[0] for row in self.programs])) if self.sample.trains else {}  # type: ignore[arg-type]
+
+    def _watch_schedules(self, rank: int, program: Program) -> None:
+        made = program._schedule
+
+        def schedule(bindings: dict[str, int]) -> Schedule:
+            known = [*program._schedules.values()]
+            found = made(bindings)
+            if found not in known:
+                self._watch_actions(rank, program, found)
+            return found
+
+        program._schedule = schedule  # type: ignore[method-assign]
+
+    def _watch_actions(self, rank: int, program: Program, schedule: Schedule) -> None:
+        def watched(index: int, action: Callable[[], object]) -> Callable[[], object]:
+            def act() -> object:
+                self.at[rank] = program, index
+                self.world.step(rank, lambda: program.describe(index))
+                self.at[rank] = None
+                return action()
+
+            return act
+
+        schedule.actions = [(index, watched(index, action)) for index, action in schedule.actions]
+
+    def _happen(self, rank: int, _: str) -> None:
+        """Counts what a rank does, and lets the fault happen when its time has come."""
+        self.counts[rank] += 1
+        fault = self.fault
+        if fault.rank != rank or self.counts[rank] != fault.at or fault.kind not in (DIES, SLEEPS, RAISES):
+            return
+        self.hit = True
+        if fault.kind == DIES:
+            self.world.die(rank)
+        elif fault.kind == SLEEPS:
+            self.world.sleep(rank, 2.5 * self.world.stall)
+        else:
+            raise ValueError(WORDS)
+
+    def _run(self, weather: Weather, choices: Choices, fault: Fault) -> list[Any]:
+        self.fault, self.hit = fault, False
+        self.counts, self.at = [0] * self.sample.ranks, [None] * self.sample.ranks
+        self.run_count += 1
+        self.kept = self.folder / f"kept {self.run_count}"
+        self.world.forget(weather, choices)
+        for row, arrays in zip(self.programs, self.start, strict=True):
+            for array, start in arrays:
+                array[...] = start
+            for program in row:
+                program.recover()
+                for array in program.state.sums():
+                    array.fill(0)
+        for end in self.ends:
+            if isinstance(end, Trainer):
+                end.step = end.skipped = 0
+        return self.world.run([self._job(rank) for rank in range(self.sample.ranks)])
+
+    def _job(self, rank: int) -> Callable[[], Results]:
+        def job() -> Results:
+            results = Results([], [])
+            try:
+                self._take(rank, results)
+            except (RankError, InputError):
+                raise
+            except Exception as error:
+                # What whoever runs a rank does: a rank that ends by an error ends the job.
+                self.transports[rank].fail(f"rank {rank} failed: {type(error).__name__}: {error}")
+                raise
+            return results
+
+        return job
+
+    def _take(self, rank: int, results: Results) -> None:
+        end, fault = self.ends[rank], self.fault
+        for number, step in enumerate(self.steps):
+            given = _given(end, step)
+            if fault.kind == REFUSED and fault.at == number:
+                self.hit = True
+                self._refuse(end, spoiled(end, given, fault.way) if fault.rank == rank else given, results)
+            results.outputs.append(_step(end, given))
+            if self.sample.saves and isinstance(end, Trainer):
+                self._save(rank, end, number)
+        if isinstance(end, Trainer):
+            batch = {port.name: piece(self.steps[0][port.name], port.box(rank)) for port in end.inputs}
+            results.outputs.append(end.evaluate([(batch, 1), (batch, 1)]))
+
+    def _save(self, rank: int, end: Trainer, number: int) -> None:
+        if (self.fault.kind, self.fault.rank, self.fault.at) != (DISK, rank, number):
+            end.save(self.kept, keep=1)
+            return
+        self.hit = True
+        program, state = end.program, end.program.state
+        broken = [(record, array.reshape(-1)[:0]) for record, array in state.arrays()]
+        program._program.state = SimpleNamespace(arrays=lambda: broken, sums=state.sums, records=state.records)  # type: ignore[assignment]
+        try:
+            end.save(self.kept, keep=1)
+        finally:
+            program._program.state = state
+
+    def _refuse(self, end: Program | Trainer, given: Mapping[str, Any], results: Results) -> None:
+        try:
+            results.outputs.append(_step(end, given))
+        except InputError as error:
+            results.refused.append(str(error))
+
+
+def piece(array: np.ndarray, box: Any) -> np.ndarray:
+    """What a rank has of an input."""
+    return array if box is None else array[local(box, array.shape)]
+
+
+def _programs(end: Program | Trainer) -> list[Program]:
+    if isinstance(end, Program):
+        return [end]
+    others = (end._evaluation, end._accumulation, end._totals)
+    return [end.program, *(one for one in others if one is not None)]
+
+
+def _given(end: Program | Trainer, step: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(end, Trainer):
+        return {port.name: piece(step[port.name], port.box(end.rank)) for port in end.inputs}
+    return {port.name: step[port.name] if port.boxes is None else Whole(step[port.name]) for port in end.inputs}
+
+
+def _step(end: Program | Trainer, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    return end.train(given) if isinstance(end, Trainer) else end(given)
+
+
+def _whole_steps(end: Program | Trainer, steps: Any) -> list[Mapping[str, Any]]:
+    """The steps on one rank, and an evaluation."""
+    found = [_step(end, _given(end, step)) for step in steps]
+    if isinstance(end, Trainer):
+        batch = _given(end, steps[0])
+        found.append(end.evaluate([(batch, 1), (batch, 1)]))
+    return found
