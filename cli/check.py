@@ -15,8 +15,8 @@ def command(folder: Path) -> int:
     """Prove an artifact sound from its files alone; nothing is run.
 
     Hashes and sizes, schemas, external data, the matching and the order of all communication over the ranks, values
-    that nobody makes; of training, that updates in place are safe and copies of a tensor stay equal. Exit code 1 where
-    anything is wrong.
+    that nobody makes; of training, that updates in place are safe and copies of a tensor stay equal. What a training names outside
+    of the folder is listed. Exit code 1 where anything is wrong.
 
     \b
     partc check build/
@@ -26,7 +26,8 @@ def command(folder: Path) -> int:
     checked = check(folder)
     counts = {key: getattr(checked, key) for key in ("ranks", "files", "nodes", "transfers", "collectives")}
     found = [str(violation) for violation in checked.violations]
-    say.result({"ok": not found, "folder": str(folder), "violations": found, **counts})
+    named = [str(one) for one in checked.named]
+    say.result({"ok": not found, "folder": str(folder), "violations": found, **counts, "named": named})
     for violation in checked.violations:
         click.echo(str(violation), err=True)
     if checked.violations:
@@ -41,6 +42,8 @@ def command(folder: Path) -> int:
     if checked.collectives:
         parts.append(count(checked.collectives, "collective"))
     click.echo(f"{folder}: ok, {', '.join(parts)}")
+    for one in checked.named:
+        click.echo(f"used only with --plan or --trust-code: {one}")
     if checked.in_place + checked.copied:
         safe = f"{count(checked.in_place, 'tensor')} safely updated in place"
         copied = f", {checked.copied:,} copied when a step ends" if checked.copied else ""

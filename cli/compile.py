@@ -48,7 +48,7 @@ def command(
 ) -> int:
     """Compile MODEL (.onnx or .py) by a plan into one ONNX program per rank.
 
-    The folder is replaced only if it is an artifact or empty, and only when the new one is whole.
+    The folder is replaced only if it is an artifact with nothing else in it, or empty, and only when the new one is whole.
 
     \b
     partc compile model.py --plan plan.yaml -o build/

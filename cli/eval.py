@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 from partc.cli.job import Job, TrainingJob
-from partc.cli.run import WithLauncherOptions, place_options, start
+from partc.cli.run import WithLauncherOptions, origin_options, place_options, start
 
 
 @click.command(cls=WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
@@ -23,6 +23,7 @@ from partc.cli.run import WithLauncherOptions, place_options, start
 @click.option(
     "--metrics", type=click.Path(dir_okay=False, path_type=Path), help="Append the numbers to this file, as JSON lines."
 )
+@origin_options
 @place_options
 @click.pass_context
 def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
@@ -42,6 +43,8 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
         resume=absolute("checkpoint"),
         init=absolute("init"),
         metrics=absolute("metrics"),
+        plan=absolute("plan"),
+        trust_code=given["trust_code"],
         only_test=True,
     )
     return start(ctx, folder, Job(folder=str(folder.absolute()), training=training), given)

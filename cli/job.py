@@ -10,14 +10,14 @@ import dataclasses
 import json as text_of
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 
 @dataclass(frozen=True)
 class TrainingJob:
     """What a training, or with `only_test` an evaluation, is told on the command line; None and empty: as the plan says.
 
-    Paths are absolute but for those of `data` and `test`, which are relative to `base`.
+    Paths are absolute but for those of `data` and `test`, which are relative to `base`. `plan` is the plan that says what the artifact
+    names; without it, and unless `trust_code`, the artifact may name nothing outside of itself, and no code.
     """
 
     base: str
@@ -35,6 +35,8 @@ class TrainingJob:
     resume: str | None = None
     init: str | None = None
     metrics: str | None = None
+    plan: str | None = None
+    trust_code: bool = False
     only_test: bool = False
     only_train: bool = False
     """Whether nothing is evaluated in between."""
@@ -80,10 +82,3 @@ class Job:
             else TrainingJob(**{**training, "data": tuple(training["data"]), "test": tuple(training["test"])})
         )
         return Job(**{**fields, "inputs": tuple(fields["inputs"]), "training": told})
-
-    @property
-    def partial(self) -> Path:
-        """Where the output is written before it gets its name."""
-        assert self.output is not None
-        path = Path(self.output)
-        return path.with_name(f".{path.name}.partial")

@@ -18,6 +18,7 @@ from partc.cli.scratch import Scratch
 from partc.cli.supervise import Stopped, supervise
 from partc.cli.training import TOLD
 from partc.runtime.format import Manifest
+from partc.runtime.replace import remove_left, remove_made
 
 
 def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> int:
@@ -53,7 +54,7 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
         finally:
             bar.close()
             if job.output is not None:
-                job.partial.unlink(missing_ok=True)
+                remove_left(Path(job.output), remove_made)
 
 
 def run_here(job: Job, manifest: Manifest) -> int:

@@ -27,6 +27,7 @@ def command(model: Path, out: Path | None, tp: int, dp: int, stages: int) -> int
     from partc.compiler.plan.start import starting_plan
     from partc.compiler.proposal.propose import Degrees, propose
     from partc.runtime.errors import UsageError
+    from partc.runtime.replace import write_text
 
     if out is not None and out.exists():
         raise UsageError(f"{out}: there is such a file already\n  help: give another name with -o, or remove it")
@@ -41,7 +42,7 @@ def command(model: Path, out: Path | None, tp: int, dp: int, stages: int) -> int
     if out is None:
         click.echo(text, nl=False)
         return 0
-    out.write_text(text, encoding="utf-8")
+    write_text(out, text)
     click.echo(f"wrote {out}")
     return 0
 

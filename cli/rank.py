@@ -23,6 +23,7 @@ from partc.cli.present import count, size, timing
 from partc.cli.scratch import BOARD, write_pid
 from partc.runtime.board import VARIABLE
 from partc.runtime.errors import ArtifactError, InputError, NonFiniteError, UsageError
+from partc.runtime.replace import refuse_other
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -147,8 +148,10 @@ def prepare(job: Job) -> Manifest:
         check(job, manifest)
         return manifest
     open_job_feed(job, manifest)
-    if job.output is not None and not Path(job.output).parent.is_dir():
-        raise UsageError(f"{job.output}: there is no folder {Path(job.output).parent} to write it to")
+    if job.output is not None:
+        refuse_other(Path(job.output))
+        if not Path(job.output).parent.is_dir():
+            raise UsageError(f"{job.output}: there is no folder {Path(job.output).parent} to write it to")
     return manifest
 
 
@@ -170,7 +173,7 @@ def finish(job: Job, arrays: dict[str, Array], loaded: float, times: list[float]
 
     if job.output is not None:
         path = Path(job.output)
-        write(path, job.partial, arrays)
+        write(path, arrays)
     if job.json:
         rows = [dict(zip(OUTPUT_KEYS, row, strict=True)) for row in figures(arrays)]
         give(job, {"outputs": rows, "file": job.output, "loaded": loaded, "steps": times})

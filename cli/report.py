@@ -6,6 +6,7 @@ step 100 of 18750   epoch 0.05   loss 0.4312   accuracy 0.8719   lr 0.01   24100
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 import click
 import numpy as np
 from partc.cli.present import count, size
+from partc.runtime.replace import write_text
 
 if TYPE_CHECKING:
     from partc.runtime.data import Loader
@@ -28,9 +30,7 @@ def watched_through(file: Path) -> Watch:
     """Leaves what is told in a file, for the launching process, which has the terminal (see `seen`)."""
 
     def watch(step: int, total: int, numbers: str) -> None:
-        beside = file.with_name(f"{file.name}.next")
-        beside.write_text(json.dumps([step, total, numbers]), encoding="utf-8")
-        beside.replace(file)
+        write_text(file, json.dumps([step, total, numbers]), settle=False)
 
     return watch
 
@@ -44,6 +44,13 @@ def seen(file: Path) -> tuple[int, int, str] | None:
     return step, total, numbers
 
 
+def _at_once(path: str, flags: int) -> int:
+    """Opens a file that is appended to; a pipe only where somebody reads it, rather than to wait for that."""
+    handle = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(handle, True)
+    return handle
+
+
 class Report:
     """The listener of rank 0. `metrics` is the file of numbers, to which is appended.
 
@@ -55,7 +62,7 @@ class Report:
         self.unit, self.watch, self.quiet = unit, watch, quiet
         self._file: IO[str] | None = None
         if metrics:
-            self._file = open(metrics, "a", encoding="utf-8")  # noqa: SIM115, it is open as long as training goes on
+            self._file = open(metrics, "a", encoding="utf-8", opener=_at_once)  # noqa: SIM115, open as long as training goes on
 
     def begins(self, trainer: Trainer, loader: Loader, total: int) -> None:
         """Says what is about to be done."""

@@ -1,13 +1,11 @@
 """A run's outputs: brought to rank 0, written as one .npz at once, or told in a line each.
 
-The file appears whole or not at all: it is written beside under another name, then renamed, and its bytes depend on the
-values alone. A sequence `s` becomes the members `s.0`, `s.1` and so on, an absent optional becomes none, and types that
-numpy has no file form for become float32, int8 or uint8, which hold them exactly.
+The file appears whole or not at all, and its bytes depend on the values alone. A sequence `s` becomes the members `s.0`, `s.1` and so
+on, an absent optional becomes none, and types that numpy has no file form for become float32, int8 or uint8, which hold them exactly.
 """
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +16,7 @@ from partc.cli.present import Table
 from partc.runtime.cuts import distinct, merge
 from partc.runtime.dtypes import Array, by_numpy
 from partc.runtime.format import Manifest, Port
+from partc.runtime.replace import replacing
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -104,18 +103,13 @@ def _bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)
 
 
-def write(path: Path, partial: Path, arrays: Arrays) -> None:
+def write(path: Path, arrays: Arrays) -> None:
     """Writes the .npz; `path` is there whole or unchanged, whatever happens."""
-    try:
-        with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-            for name, array in arrays.items():
-                entry = zipfile.ZipInfo(f"{name}.npy", _FIRST_DAY)
-                with archive.open(entry, "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, array, allow_pickle=False)
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with replacing(path) as out, zipfile.ZipFile(out, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for name, array in arrays.items():
+            entry = zipfile.ZipInfo(f"{name}.npy", _FIRST_DAY)
+            with archive.open(entry, "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
 
 
 def summary(arrays: Arrays) -> Table:

@@ -40,6 +40,20 @@ _PLACE_OPTIONS = (
 )
 
 
+_ORIGIN_OPTIONS = (
+    click.option(
+        "--plan",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="The plan that the artifact was compiled from: the files and the code that it names are beside it.",
+    ),
+    click.option(
+        "--trust-code",
+        is_flag=True,
+        help="Run the code, and use the files and folders, that the artifact names, whoever made it.",
+    ),
+)
+
+
 class WithLauncherOptions(click.Command):
     """A command that leaves everything after `--` to the launcher."""
 
@@ -52,6 +66,13 @@ class WithLauncherOptions(click.Command):
 def place_options(command: Command) -> Command:
     """The options that say where ranks come from and how they run."""
     for option in reversed(_PLACE_OPTIONS):
+        command = option(command)
+    return command
+
+
+def origin_options(command: Command) -> Command:
+    """The options that say whether what an artifact names is the user's own."""
+    for option in reversed(_ORIGIN_OPTIONS):
         command = option(command)
     return command
 

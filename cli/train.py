@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 from partc.cli.job import Job, TrainingJob
-from partc.cli.run import WithLauncherOptions, place_options, start
+from partc.cli.run import WithLauncherOptions, origin_options, place_options, start
 
 
 @click.command(cls=WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
@@ -40,12 +40,17 @@ from partc.cli.run import WithLauncherOptions, place_options, start
     type=click.Path(exists=True, path_type=Path),
     help="Begin with the weights of a .safetensors file or a checkpoint.",
 )
+@origin_options
 @place_options
 @click.pass_context
 def command(ctx: click.Context, /, folder: Path, resume: str | None, **given: Any) -> int:
     """Train the artifact in FOLDER (by default build) on its ranks.
 
+    By itself an artifact may name no code, and no file or folder outside of it: data, test, checkpoint and schedule of its plan count
+    with --plan.
+
     \b
+    partc train --plan train.yaml
     partc train --data digits.npz --batch 32 --epochs 10
     partc train build/ --checkpoint runs/a --resume
     mpiexec -n 5 partc train build/                     # under your own launcher
@@ -66,6 +71,8 @@ def command(ctx: click.Context, /, folder: Path, resume: str | None, **given: An
         resume=resume if not resume else str(Path(resume).absolute()),
         init=_absolute(given["init"]),
         metrics=_absolute(given["metrics"]),
+        plan=_absolute(given["plan"]),
+        trust_code=given["trust_code"],
     )
     return start(ctx, folder, Job(folder=str(folder.absolute()), training=training), given)
 

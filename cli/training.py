@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from partc.cli.job import Job, TrainingJob
+from partc.cli.origin import base_of, check_plan
 from partc.cli.progress import TrainingBar
 from partc.cli.report import Report, Watch, watched_through
 from partc.runtime.errors import UsageError
-from partc.runtime.format import Manifest, TrainingRecord
+from partc.runtime.format import Manifest
 
 if TYPE_CHECKING:
     from mpi4py import MPI
     from partc.runtime.data import Loader, Spec
     from partc.runtime.training.loop import Course
+    from partc.runtime.training.schedule import Rate
     from partc.runtime.training.trainer import Trainer
     from partc.runtime.transport import Transport
 
@@ -31,16 +33,17 @@ TOLD = "told"
 
 def run_training(job: Job, comm: MPI.Intracomm | Transport | None, watch: Watch | None = None) -> int:
     """Trains, or evaluates, to the end; the exit code. `watch` shows how far it is."""
+    from partc.runtime.artifact import open_artifact
     from partc.runtime.training.loop import resume, run
     from partc.runtime.training.trainer import load_trainer
 
     told = job.training
     assert told is not None
     abort: Literal["raise", "abort"] = "abort" if comm is not None and job.scratch is None else "raise"
+    settings = Settings(told, open_artifact(job.folder, trust=True).manifest, Path(job.folder))
     with load_trainer(
-        job.folder, comm, threads=job.threads, trust=job.trust, stall=job.stall, on_error=abort
+        job.folder, comm, rate=settings.rate, threads=job.threads, trust=job.trust, stall=job.stall, on_error=abort
     ) as trainer:
-        settings = Settings(told, trainer.record, Path(job.folder))
         report = Report(told.metrics, settings.unit, watch or _watch(job), job.quiet) if trainer.rank == 0 else None
         if told.init is not None:
             trainer.begin(told.init)
@@ -123,7 +126,9 @@ def check(job: Job, manifest: Manifest) -> None:
         raise UsageError(
             f"{job.folder}: it was compiled to run, not to train\n  help: compile it by a plan with `train:`"
         )
-    settings = Settings(told, manifest.training, Path(job.folder))
+    if told.plan is not None:
+        check_plan(Path(told.plan), Path(job.folder), manifest.training)
+    settings = Settings(told, manifest, Path(job.folder))
     _ = settings.course
     settings.resumed()
     if told.only_test:
@@ -161,11 +166,11 @@ def check_batch(batch: int, manifest: Manifest) -> None:
 class Settings:
     """What the command line says, and where it says nothing the plan."""
 
-    def __init__(self, told: TrainingJob, record: TrainingRecord, folder: Path) -> None:
-        from partc.runtime.training.trainer import base_folder
-
+    def __init__(self, told: TrainingJob, manifest: Manifest, folder: Path) -> None:
+        record = manifest.training
+        assert record is not None
         self.told, self.record = told, record
-        self.base = base_folder(folder, record)
+        self.base = base_of(told, folder, manifest)
         self.planned: dict[str, Any] = dict(record.settings)
         self._measured: Loader | None = None
 
@@ -183,6 +188,13 @@ class Settings:
                 "the size of a batch is not known\n  help: give --batch, or `batch:` in the plan's `train:`"
             )
         return int(batch)
+
+    @property
+    def rate(self) -> Rate:
+        """The learning rate by step; where nothing is trained no code is run for it."""
+        from partc.runtime.training.trainer import planned_rate
+
+        return (lambda step: 0.0) if self.told.only_test else planned_rate(self.record, self.base)
 
     @property
     def unit(self) -> str:

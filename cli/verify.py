@@ -67,7 +67,7 @@ def command(
         seed = random if random is not None or inputs else 0
         asked = of_batch(report.manifest)
         values = open_feed(asked, inputs, seed, sizes).read(port.name for port in asked.inputs)
-        case = Case(model, report, values, Path(scratch), mpi)
+        case = Case(model, plan, report, values, Path(scratch), mpi)
         if report.program.plan.train is not None:
             from partc.cli.verify_training import verdict
 
@@ -80,6 +80,7 @@ class Case:
     """A model that was compiled, and the inputs on which it is compared."""
 
     model: Path
+    plan: Path | None
     report: Report
     values: Mapping[str, Value]
     scratch: Path

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,9 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     if plan.train.per_rank_mean:
         times = batch_pieces(report.manifest)
         alone = Compiled(alone.program, scaled_seed(alone.folder, scratch / "summed", times))
-    whole = _trained(alone.folder, data, batch, scratch / "of_whole", False)
-    compiled = _trained(report.out, data, batch, scratch / "of_compiled", case.mpi)
+    trained = partial(_trained, case.plan, data=data, batch=batch)
+    whole = trained(alone.folder, out=scratch / "of_whole", mpi=False)
+    compiled = trained(report.out, out=scratch / "of_compiled", mpi=case.mpi)
     ours = Compiled(report.program, report.out)
     given = _one_step(manifest, records)
     of_whole, of_compiled = gradients(alone, ours, given, scratch)
@@ -66,7 +68,7 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
         draws, steps = [], []
         for draw in range(DRAWS):
             folder = perturbed(alone.folder, scratch / "perturbed", draw + 1)
-            draws.append(_trained(folder, data, batch, scratch / f"of_perturbed_{draw}", False))
+            draws.append(trained(folder, out=scratch / f"of_perturbed_{draw}", mpi=False))
             steps.append(gradients(Compiled(alone.program, folder), ours, given, scratch)[0])
         noise = {**spread(whole, draws), **spread(of_whole, steps)}
     steep = compared(of_whole, of_compiled, _zeros(of_whole), rtol, atol, noise)
@@ -140,8 +142,8 @@ def _records(manifest: Manifest, values: Mapping[str, Value]) -> dict[str, Any]:
     return {**records, **found}
 
 
-def _trained(folder: Path, data: Path, batch: int, out: Path, mpi: bool) -> dict[str, Array]:
-    """What an artifact tells of its steps, and its tensors after the last."""
+def _trained(plan: Path | None, folder: Path, data: Path, batch: int, out: Path, mpi: bool) -> dict[str, Array]:
+    """What an artifact, compiled from the user's plan, tells of its steps, and its tensors after the last."""
     import click
     from partc.cli.launch import launch, run_here
     from partc.cli.launcher import Hosts
@@ -158,6 +160,7 @@ def _trained(folder: Path, data: Path, batch: int, out: Path, mpi: bool) -> dict
         checkpoint=str(out / "kept"),
         save=str(STEPS),
         metrics=str(told),
+        plan=None if plan is None else str(plan.absolute()),
         only_train=True,
     )
     job = Job(folder=str(folder), training=training, quiet=True, trust=True)

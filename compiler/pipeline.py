@@ -40,7 +40,7 @@ from partc.compiler.training.attach import attach, learned_names
 from partc.compiler.training.in_parts import in_parts, only_totals, part_facts
 from partc.compiler.training.training import Part
 from partc.compiler.writing.dump import begin_text
-from partc.compiler.writing.emit import emit
+from partc.compiler.writing.emit import emit, refuse_to_replace
 from partc.compiler.writing.prove import prove
 from partc.runtime.format import Manifest, SourceRecord
 
@@ -200,6 +200,7 @@ def compile_model(
         texts[f"ir/{len(texts) + 1}_{name}.ir"] = begin_text(program, name)
 
     chosen = read_plan(plan) if plan is not None else None
+    refuse_to_replace(out)
     watch("load")
     source = load(model)
     watch("start")

@@ -8,12 +8,14 @@ order     every Send has its Recv and every collective all its ranks, all agree 
 layouts   each collective makes of how its value lies before how it lies after
 state     what ranks keep from step to step is in their files, and together all of each tensor; updates in place are safe, and copies
           of a piece stay equal; gradients of the parts of a batch are all added up
+named     what a training names beside its programs is no code inside of the artifact
 inside    the evaluation of an artifact that trains, and the program of a part of a batch, are artifacts of their own, checked as such
           and beside it
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -24,6 +26,7 @@ from partc.runtime.violation import Violation
 
 if TYPE_CHECKING:
     from onnx import ModelProto
+    from partc.runtime.training.named import Named
 
 __all__ = ["Checked", "Violation", "check", "check_artifact"]
 
@@ -33,7 +36,7 @@ class Checked:
     """What was looked at, and what was found.
 
     Of the tensors that ranks keep, so many are replaced in place, and so many by a copy when a step ends; `copies` counts the pieces
-    that several ranks hold.
+    that several ranks hold. `named` is what a training names outside of the folder, which only the user can say is wanted.
     """
 
     violations: list[Violation]
@@ -45,6 +48,7 @@ class Checked:
     in_place: int = 0
     copied: int = 0
     copies: int = 0
+    named: Sequence[Named] = ()
 
 
 def check_artifact(folder: str | Path) -> list[Violation]:
@@ -54,7 +58,14 @@ def check_artifact(folder: str | Path) -> list[Violation]:
 
 def check(folder: str | Path) -> Checked:
     """The violations together with counts of what was checked."""
-    return _check(Path(folder))[0]
+    from partc.runtime.training.named import carried_code, outside
+
+    checked, manifest, _ = _check(Path(folder))
+    if manifest is None or manifest.training is None:
+        return checked
+    carried = carried_code(Path(folder), manifest)
+    named = [] if carried else outside(Path(folder), manifest.training)
+    return replace(checked, violations=[*checked.violations, *carried], named=named)
 
 
 def _check(folder: Path) -> tuple[Checked, Manifest | None, dict[int, ModelProto]]:

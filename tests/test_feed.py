@@ -82,7 +82,7 @@ def test_what_numpy_has_no_file_form_for_goes_out_and_comes_in_again(tmp_path: P
         "absent": None,
         "file": np.array(7),
     }
-    write(tmp_path / "o.npz", tmp_path / ".o.npz.partial", flatten(outputs))
+    write(tmp_path / "o.npz", flatten(outputs))
     with np.load(tmp_path / "o.npz") as found:
         assert sorted(found) == ["file", "half", "several.0", "several.1", "words"]
         assert found["half"].dtype == np.float32
@@ -100,11 +100,11 @@ def test_what_numpy_has_no_file_form_for_goes_out_and_comes_in_again(tmp_path: P
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
-    path, partial = tmp_path / "o.npz", tmp_path / ".o.npz.partial"
-    write(path, partial, {"a": np.arange(3)})
+    path = tmp_path / "o.npz"
+    write(path, {"a": np.arange(3)})
     before = path.read_bytes()
     with pytest.raises(ValueError, match="Object arrays"):
-        write(path, partial, {"a": np.arange(4), "b": np.array([{}], dtype=object)})
+        write(path, {"a": np.arange(4), "b": np.array([{}], dtype=object)})
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["o.npz"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from partc.compiler.dims.symbol import Symbol
@@ -12,6 +13,9 @@ from partc.compiler.errors import CompileError
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.read import InputRule, OutputRule, PlacementRule, Plan, SymbolRule, parse_plan, read_plan
 from partc.compiler.plan.schema import plan_schema
+from partc.compiler.training.losses import TYPES as LOSSES
+from partc.compiler.training.optimizers import OPTIMIZERS
+from partc.runtime.training.schedule import SCHEDULES
 
 WHOLE = """\
 ranks: 5
@@ -297,3 +301,35 @@ def test_the_schema_is_one_for_editors() -> None:
     for properties in (schema["properties"], *inside):
         assert all(entry["description"].endswith(".") for entry in properties.values())
     assert {"type": "null"} in schema["properties"]["placement"]["anyOf"]
+
+
+def test_the_schema_knows_the_options_of_every_loss_optimizer_schedule_and_metric() -> None:
+    properties = plan_schema()["$defs"]["TrainEntry"]["properties"]
+
+    def types(key: str) -> dict[str, dict[str, Any]]:
+        return {
+            name: one
+            for one in properties[key]["anyOf"]
+            if "properties" in one
+            for name in one["properties"]["type"]["enum"]
+        }
+
+    taken = {
+        "loss": LOSSES,
+        "optimizer": {name: kind.options for name, kind in OPTIMIZERS.items()},
+        "schedule": SCHEDULES,
+    }
+    for key, tables in taken.items():
+        found = types(key)
+        assert tables.keys() <= found.keys()
+        for name, options in tables.items():
+            assert found[name]["properties"].keys() - {"type", "shard"} == options.keys()
+            assert found[name]["additionalProperties"] is False
+    assert types("loss")["cross_entropy"]["required"] == ["type", "logits", "labels"]
+    assert types("optimizer")["adam"]["required"] == ["type", "lr"]
+    assert types("optimizer")["adam"]["properties"]["betas"]["default"] == [0.9, 0.999]
+    assert types("schedule")["cosine"]["required"] == ["type", "steps"]
+    named = properties["metrics"]["anyOf"][2]["additionalProperties"]["anyOf"]
+    assert {
+        name for one in named if "properties" in one for name in one["properties"].get("type", {}).get("enum", ())
+    } >= {"accuracy", "mse"}

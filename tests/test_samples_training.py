@@ -63,6 +63,8 @@ def train(folder: Path, plan: str, out: Path, *options: str, mpi: bool = False) 
     command = [
         "train",
         str(out / "build"),
+        "--plan",
+        str(folder / plan),
         "--threads",
         "1",
         "--checkpoint",

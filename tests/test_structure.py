@@ -16,8 +16,11 @@ FOR_THE_COMPILER = (
     "partc.runtime.check_written",
     "partc.runtime.violation",
     "partc.runtime.onnxruntime_api",
+    "partc.runtime.regular",
+    "partc.runtime.replace",
 )
-"""What the compiler knows of the runtime: the format, what only the runtime follows of a plan, and the checker of what was written."""
+"""What the compiler knows of the runtime: the format, what only the runtime follows of a plan, the checker of what was written, and how
+files are opened and replaced."""
 SUBSYSTEMS = ("compiler", "runtime", "cli")
 
 

@@ -79,9 +79,26 @@ def tensors(folder: Path) -> dict[str, bytes]:
 def test_killed_at_any_moment_it_goes_on_as_if_it_never_was(folder: Path) -> None:
     build = str(built(folder, PLACED))
     whole = folder / "whole"
-    assert invoke(["train", build, "--in-process", "--threads", "1", "--checkpoint", str(whole), "--save", "1"]) == 0
+    assert (
+        invoke(
+            [
+                "train",
+                build,
+                "--plan",
+                f"{build}.yaml",
+                "--in-process",
+                "--threads",
+                "1",
+                "--checkpoint",
+                str(whole),
+                "--save",
+                "1",
+            ]
+        )
+        == 0
+    )
     kept = folder / "kept"
-    words = [build, "--threads", "1", "--checkpoint", str(kept), "--save", "1"]
+    words = [build, "--plan", f"{build}.yaml", "--threads", "1", "--checkpoint", str(kept), "--save", "1"]
     for delay in (0.0, 0.02, 0.05):
         resume = ["--resume"] if latest(kept) else []
         process = subprocess.Popen(
@@ -113,12 +130,30 @@ def test_killed_at_any_moment_it_goes_on_as_if_it_never_was(folder: Path) -> Non
 def test_a_checkpoint_goes_on_under_any_plan(folder: Path) -> None:
     kept = folder / "kept"
     one = str(built(folder, ONE, "one"))
-    assert invoke(["train", one, "--threads", "1", "--checkpoint", str(folder / "whole"), "--save", "10"]) == 0
+    assert (
+        invoke(
+            [
+                "train",
+                one,
+                "--plan",
+                "one.yaml",
+                "--threads",
+                "1",
+                "--checkpoint",
+                str(folder / "whole"),
+                "--save",
+                "10",
+            ]
+        )
+        == 0
+    )
     for plan, name, steps in ((PARALLEL, "parallel", 10), (PLACED, "placed", 15), (ONE, "last", 20)):
         build = str(built(folder, plan, name))
         resume = ["--resume"] if kept.exists() else []
         words = [
             "train",
+            "--plan",
+            f"{build}.yaml",
             build,
             "--in-process",
             "--threads",
@@ -139,7 +174,20 @@ def test_equal_seeds_are_equal_runs_bit_by_bit(folder: Path) -> None:
     build = str(built(folder, PARALLEL))
     for name, options in (("a", []), ("b", []), ("c", ["--seed", "5"])):
         assert (
-            invoke(["train", build, "--in-process", "--threads", "1", "--checkpoint", str(folder / name), *options])
+            invoke(
+                [
+                    "train",
+                    build,
+                    "--plan",
+                    f"{build}.yaml",
+                    "--in-process",
+                    "--threads",
+                    "1",
+                    "--checkpoint",
+                    str(folder / name),
+                    *options,
+                ]
+            )
             == 0
         )
     assert tensors(folder / "a") == tensors(folder / "b") != tensors(folder / "c")
@@ -152,7 +200,10 @@ def test_sharing_out_and_accumulating_change_nothing_but_the_last_bits(folder: P
     for name, plan in (("one", ONE), ("many", text)):
         build = str(built(folder, plan, name))
         kept = str(folder / f"{name}.kept")
-        assert invoke(["train", build, "--in-process", "--threads", "1", "--checkpoint", kept]) == 0
+        assert (
+            invoke(["train", build, "--plan", f"{build}.yaml", "--in-process", "--threads", "1", "--checkpoint", kept])
+            == 0
+        )
     have, want = (Checkpoint.open(folder / f"{name}.kept" / "step_00000020") for name in ("many", "one"))
     assert len(have.index.tensors["a.weight.exp_avg"].pieces) == 2
     assert have.index.tensors.keys() == want.index.tensors.keys()
@@ -174,7 +225,19 @@ def test_shares_over_mpi_are_those_of_the_whole(folder: Path, capsys: pytest.Cap
 def test_it_learns_is_measured_and_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build = str(built(folder, PLACED))
     told, kept = str(folder / "told.jsonl"), str(folder / "kept")
-    words = ["train", build, "--in-process", "--epochs", "60", "--test", "data.npz", "--evaluate", "100"]
+    words = [
+        "train",
+        build,
+        "--plan",
+        f"{build}.yaml",
+        "--in-process",
+        "--epochs",
+        "60",
+        "--test",
+        "data.npz",
+        "--evaluate",
+        "100",
+    ]
     assert invoke([*words, "--metrics", told, "--checkpoint", kept, "--save", "100"]) == 0
     rows = [json.loads(line) for line in Path(told).read_text().splitlines()]
     tests = [row for row in rows if row["kind"] == "test"]
@@ -185,7 +248,22 @@ def test_it_learns_is_measured_and_exported(folder: Path, capsys: pytest.Capture
     assert f"accuracy {tests[-1]['accuracy']:.4f}" in capsys.readouterr().out
     assert invoke(["checkpoint", "export", kept, "-o", str(folder / "w.safetensors")]) == 0
     assert invoke(["checkpoint", "export", kept, "--model", "model.py", "-o", str(folder / "trained.onnx")]) == 0
-    assert invoke(["train", build, "--in-process", "--steps", "1", "--init", str(folder / "w.safetensors")]) == 0
+    assert (
+        invoke(
+            [
+                "train",
+                build,
+                "--plan",
+                f"{build}.yaml",
+                "--in-process",
+                "--steps",
+                "1",
+                "--init",
+                str(folder / "w.safetensors"),
+            ]
+        )
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert float(lines[-1].split("loss ")[1].split()[0]) < rows[0]["loss"] / 2
 
@@ -204,7 +282,7 @@ def test_it_learns_is_measured_and_exported(folder: Path, capsys: pytest.Capture
 def test_what_is_wrong_is_said_in_a_line(
     folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
 ) -> None:
-    assert invoke(["train", str(built(folder, ONE)), *words]) in (1, 2)
+    assert invoke(["train", str(built(folder, ONE)), "--plan", "build.yaml", *words]) in (1, 2)
     error = capsys.readouterr().err
     assert told in error
     assert "Traceback" not in error
@@ -218,7 +296,11 @@ def test_an_artifact_that_runs_does_not_train(folder: Path, capsys: pytest.Captu
 def test_a_batch_that_ranks_cannot_share_is_refused_by_all(folder: Path) -> None:
     build = built(folder, PARALLEL)
     done = subprocess.run(
-        command(str(build), "--batch", "9"), capture_output=True, text=True, env={**os.environ, **AS_ROOT}, timeout=60
+        command(str(build), "--plan", "build.yaml", "--batch", "9"),
+        capture_output=True,
+        text=True,
+        env={**os.environ, **AS_ROOT},
+        timeout=60,
     )
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
@@ -253,7 +335,9 @@ def test_an_evaluation_says_what_it_leaves_out(folder: Path, capsys: pytest.Capt
     rng = np.random.default_rng(2)
     np.savez(folder / "odd.npz", x=rng.standard_normal((31, 12)).astype(np.float32), label=rng.integers(0, 6, 31))
     build = str(built(folder, PARALLEL))
-    assert invoke(["train", build, "--in-process", "--steps", "10", "--test", "odd.npz"]) == 0
+    assert (
+        invoke(["train", build, "--plan", f"{build}.yaml", "--in-process", "--steps", "10", "--test", "odd.npz"]) == 0
+    )
     told = capsys.readouterr().out
     assert told.count("the last 7 of 31 records of evaluation make no batch that ranks can share") == 1
     assert told.count("evaluated after step") == 2
@@ -272,7 +356,22 @@ def test_weights_of_classes_lie_beside_the_plan(folder: Path, monkeypatch: pytes
         kept.append(folder / f"{name}.kept")
         data = str(folder / "data.npz")
         assert (
-            invoke(["train", build, "--data", data, "--steps", "3", "--threads", "1", "--checkpoint", str(kept[-1])])
+            invoke(
+                [
+                    "train",
+                    build,
+                    "--plan",
+                    f"{build}.yaml",
+                    "--data",
+                    data,
+                    "--steps",
+                    "3",
+                    "--threads",
+                    "1",
+                    "--checkpoint",
+                    str(kept[-1]),
+                ]
+            )
             == 0
         )
     assert tensors(kept[0]) == tensors(kept[1])

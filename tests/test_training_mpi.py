@@ -49,7 +49,7 @@ def test_ranks_learn_what_one_learns(name: str, plan: str, tmp_path: Path) -> No
     compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / "build")
     steps = [{key: array[k * BATCH : (k + 1) * BATCH] for key, array in records.items()} for k in range(STEPS)]
     whole = run(source, f"ranks: 1\n{TRAIN}", tmp_path / "whole", steps)
-    words = ["train", "build", "--threads", "1", "--checkpoint", "kept", "--save", str(STEPS)]
+    words = ["train", "build", "--plan", "plan.yaml", "--threads", "1", "--checkpoint", "kept", "--save", str(STEPS)]
     subprocess.run(
         [sys.executable, "-m", "partc.cli", *words],
         cwd=tmp_path,

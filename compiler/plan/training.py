@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from partc.compiler.errors import CompileError
 from partc.compiler.plan.groups import Frame
 from partc.compiler.plan.pattern import checked_pattern
+from partc.compiler.plan.training_forms import loss_form, metrics_form, optimizer_form, schedule_form
 from partc.compiler.plan.violation import Violation, shown
 from partc.compiler.training.losses import Loss, loss
 from partc.compiler.training.metrics import Metric, metric
@@ -36,6 +37,7 @@ from pydantic import (
     JsonValue,
     PlainValidator,
     ValidationInfo,
+    WithJsonSchema,
 )
 
 SUM_OVER_RANKS = "sum_over_ranks"
@@ -166,11 +168,10 @@ def _or_empty(value: object) -> object:
 _KEY = "key "
 _LOSS_HELP = "write {type: softmax_cross_entropy, logits: logits, labels: label}"
 Json: TypeAlias = dict[str, JsonValue]
-LossForm: TypeAlias = Annotated[LossChoice, PlainValidator(_loss, json_schema_input_type=str | Json)]
-OptimizerForm: TypeAlias = Annotated[OptimizerChoice, PlainValidator(_optimizer, json_schema_input_type=str | Json)]
-MetricsForm: TypeAlias = Annotated[
-    dict[str, Metric], PlainValidator(_metrics, json_schema_input_type=str | list[str] | dict[str, Json | None] | None)
-]
+LossForm: TypeAlias = Annotated[LossChoice, PlainValidator(_loss), WithJsonSchema(loss_form())]
+OptimizerForm: TypeAlias = Annotated[OptimizerChoice, PlainValidator(_optimizer), WithJsonSchema(optimizer_form())]
+MetricsForm: TypeAlias = Annotated[dict[str, Metric], PlainValidator(_metrics), WithJsonSchema(metrics_form())]
+ScheduleForm: TypeAlias = Annotated[Json | None, AfterValidator(_schedule), WithJsonSchema(schedule_form())]
 
 
 class ParameterEntry(BaseModel):
@@ -218,7 +219,7 @@ class TrainEntry(BaseModel):
     optimizer: OptimizerForm = Field(
         description="The type of the optimizer with its options; `lr` is the learning rate."
     )
-    schedule: Annotated[Json | None, AfterValidator(_schedule)] = Field(
+    schedule: ScheduleForm = Field(
         None, description="How the learning rate goes from step to step: {type: cosine, ...}."
     )
     parameters: Annotated[

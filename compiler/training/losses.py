@@ -52,6 +52,8 @@ TYPES: Mapping[str, Mapping[str, Check]] = {
     "output": {"output": Check.NAME},
 }
 """By type the keys that it takes."""
+REQUIRED = ("logits", "labels", "prediction", "target", "output")
+"""The keys that must be there where a type takes them."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def loss(options: Mapping[str, Any] | str, where: str = "train.loss", folder: Pa
     """
     if isinstance(options, str):
         return Loss("output", options)
-    found = read(options, TYPES, where, folder, _contradictions, ("logits", "labels", "prediction", "target", "output"))
+    found = read(options, TYPES, where, folder, _contradictions, REQUIRED)
     words = {"logits": "output", "prediction": "output", "target": "labels"}
     return Loss(**{words.get(key, key): value for key, value in found.items()})
 

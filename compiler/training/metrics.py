@@ -14,16 +14,17 @@ batch size: exact for a mean over a batch, close where the number of ignored lab
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import onnx_ir as ir
 from partc.compiler.analysis.shape_rules import Known
+from partc.compiler.plan.pattern import nearest
 from partc.compiler.training.append import FLOATS, INTEGERS, Append
 from partc.compiler.training.losses import Loss, class_axis, distance, own_scalar
-from partc.compiler.training.options import Check, read
+from partc.compiler.training.options import Check, known_type, read, usual_names
 
 _CLASSES = {
     "logits": Check.NAME,
@@ -83,6 +84,11 @@ def add_metric(
     model has not what the metric speaks of.
     """
     to = Append(model, name, where, known)
+    outputs = [value.name or "" for value in model.graph.outputs]
+    if metric.type == "output" and metric.output not in outputs:
+        if known_type(metric.output, TYPES) not in TYPES:
+            raise to.error(*_unknown(metric.output or "", outputs))
+        metric = Metric(str(known_type(metric.output, TYPES)))
     if isinstance(of, Loss) and of.type != "output":
         metric = _filled(metric, of)
     if metric.type == "output":
@@ -103,6 +109,17 @@ def add_metric(
     if metric.type in ("mse", "mae"):
         return distance(to, metric.output, metric.labels, "l1" if metric.type == "mae" else "mean_squared", "mean")
     return _hits(to, metric, metric.output, metric.labels)
+
+
+def _unknown(name: str, outputs: Sequence[str]) -> tuple[str, str, str]:
+    types = [one for one in TYPES if one != "output"]
+    close = nearest(name, [*outputs, *types, *usual_names(TYPES)])
+    law = f"the metrics are {', '.join(types)}; the model's outputs are {', '.join(map(repr, outputs))}"
+    return (
+        f"'{name}' is no metric and no output of the model",
+        law,
+        f"say '{close[0]}'" if close else "name one of them",
+    )
 
 
 def _filled(metric: Metric, of: Loss) -> Metric:

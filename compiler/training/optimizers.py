@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
@@ -42,6 +42,15 @@ class Option:
         least = "above 0" if self.positive else "at least 0"
         bound = least if math.isinf(self.below) else f"{least} and below {self.below:g}"
         return f"two numbers, each {bound}," if isinstance(self.default, tuple) else f"a number {bound}"
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """The law as a JSON schema."""
+        one: dict[str, Any] = {"type": "number", "exclusiveMinimum" if self.positive else "minimum": 0}
+        one |= {} if math.isinf(self.below) else {"exclusiveMaximum": self.below}
+        if isinstance(self.default, tuple):
+            return {"type": "array", "items": one, "minItems": 2, "maxItems": 2, "default": list(self.default)}
+        return one if self.default is None else {**one, "default": self.default}
 
     def number(self, value: object) -> Number | None:
         """The value as a number or a pair; None where the law does not hold."""

@@ -24,6 +24,32 @@ class Check(Enum):
     NUMBERS = "a number, a list of numbers, or the name of an .npy file"
     BOOL = "true or false"
 
+    @property
+    def form(self) -> dict[str, Any]:
+        """The value as a JSON schema."""
+        return _FORMS[self]
+
+
+_FORMS: dict[Check, dict[str, Any]] = {
+    Check.NAME: {"type": "string", "minLength": 1},
+    Check.REDUCTION: {"enum": ["mean", "sum", "sum_over_ranks"]},
+    Check.INTEGER: {"type": "integer"},
+    Check.COUNT: {"type": "integer", "minimum": 1},
+    Check.SHARE: {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+    Check.NUMBERS: {
+        "anyOf": [{"type": "number"}, {"type": "string"}, {"type": "array", "items": {"type": "number"}, "minItems": 1}]
+    },
+    Check.BOOL: {"type": "boolean"},
+}
+
+ALIASES = {
+    **dict.fromkeys(("mse", "mean_squared_error", "mean_squared"), ("mean_squared", "mse")),
+    **dict.fromkeys(("mae", "mean_absolute_error", "l1_loss", "l1"), ("l1", "mae")),
+    **dict.fromkeys(("cross_entropy", "sparse_softmax_cross_entropy"), ("softmax_cross_entropy", "")),
+    **dict.fromkeys(("bce_with_logits", "binary_cross_entropy_with_logits"), ("binary_cross_entropy", "")),
+    **dict.fromkeys(("top_k_accuracy",), ("", "top_k")),
+}
+"""Usual names of losses and metrics, with what they are called here: the loss, and the metric."""
 
 Contradictions = Callable[[Mapping[str, Any]], list[tuple[str, str, str]]]
 
@@ -41,7 +67,7 @@ def read(
     `required`: keys that must be there where the type takes them. Raises CompileError with a problem for each key that
     is unknown, missing or of a wrong value.
     """
-    kind = options.get("type")
+    kind = known_type(options.get("type"), types)
     if not isinstance(kind, str) or kind not in types:
         raise CompileError(_unknown_type(kind, types, where))
     keys, given = types[kind], {key: value for key, value in options.items() if value is not None}
@@ -66,13 +92,24 @@ def read(
     return found
 
 
+def known_type(kind: object, types: Mapping[str, Any]) -> object:
+    """The type that a usual name means; the name itself where it means none of the types."""
+    usual = ALIASES.get(kind, ()) if isinstance(kind, str) and kind not in types else ()
+    return next((name for name in usual if name in types), kind)
+
+
+def usual_names(types: Mapping[str, Any]) -> list[str]:
+    """The usual names that mean one of the types."""
+    return [name for name, known in ALIASES.items() if name not in types and set(known) & types.keys()]
+
+
 def _unknown_type(kind: object, types: Mapping[str, Any], where: str) -> Problem:
     law = f"the types are {', '.join(types)}"
     if kind is None:
         return Problem(where, "no 'type' is given", law)
     if not isinstance(kind, str):
         return Problem(where, f"type: expected a name, but got {shown(kind)}", law)
-    close = nearest(kind, types)
+    close = nearest(kind, [*types, *usual_names(types)])
     return Problem(where, f"there is no type '{kind}'", law, f"say '{close[0]}'" if close else "")
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,6 +25,7 @@ from partc.compiler.writing.weights import (
     write_weights,
 )
 from partc.runtime import format as fmt
+from partc.runtime.replace_folder import obstacle, replacing_folder
 
 _OLDEST_IR, _NEWEST_IR = 11, 13
 _BODIES = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
@@ -44,10 +42,11 @@ def emit(
     """Writes `program` to the folder `out` and gives the manifest; `sources` are the records of `model` and `plan`, `texts` more files.
 
     `inner`, the other programs of one that trains, become artifacts inside of it, whose files the outer manifest lists too. The
-    same program gives the same bytes. `out` is replaced only if it is an artifact or empty, and only by a whole one, at which
-    `prove` has looked.
+    same program gives the same bytes. `out` is replaced only if it is empty or an artifact and nothing else, and only by a whole one,
+    at which `prove` has looked.
     """
-    with _new_folder(out) as folder:
+    refuse_to_replace(out)
+    with replacing_folder(out) as folder:
         files: dict[str, fmt.FileRecord] = {}
         for other in inner:
             assert other.training is not None
@@ -59,6 +58,12 @@ def emit(
         manifest = _write_all(program, folder, sources, texts or {}, files)
         prove(folder)
         return manifest
+
+
+def refuse_to_replace(out: Path) -> None:
+    """Raises CompileError where something else than an artifact, or something in one that partc did not write, is in the place."""
+    if (found := obstacle(out)) is not None:
+        raise CompileError(Problem(str(out), found.fact, help=found.help))
 
 
 def _write_all(
@@ -101,30 +106,6 @@ def _of_ranks(ranks: Sequence[int]) -> bytes:
 def _record(path: Path) -> fmt.FileRecord:
     data = path.read_bytes()
     return fmt.FileRecord(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-
-
-@contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that becomes `out` at the end, and is removed on any error."""
-    if out.exists() and not (out / fmt.MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):
-        raise CompileError(
-            Problem(
-                str(out),
-                "exists and is no artifact of partc, so it is not replaced",
-                help="choose another folder with -o, or remove it",
-            )
-        )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        folder.chmod(0o755)
-        yield folder
-        if out.exists():
-            shutil.rmtree(out)
-        folder.rename(out)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def _write(folder: Path, file: str, data: bytes) -> fmt.FileRecord:

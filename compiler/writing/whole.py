@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
+from partc.runtime.replace import replacing_together
 
 INLINE_BYTES = 256 * 1024 * 1024
 """Weights of more bytes stand in a file of their own; protobuf allows two gigabytes in all."""
@@ -28,13 +27,9 @@ def write_whole(model: ir.Model, path: Path, option: str, inline_bytes: int = IN
         if file.resolve() in read:
             fact = f"the model's weights are read from '{file.name}'"
             raise CompileError(Problem(str(file), fact, "they are not overwritten", f"give {option} another name"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
-        made = Path(scratch) / path.name
+    with replacing_together(path) as scratch:
         if large:
-            ir.save(model, made, external_data=data.name)
-            os.replace(made.with_name(data.name), data)
+            ir.save(model, scratch / path.name, external_data=data.name)
         else:
             ir.external_data.load_to_model(model)
-            ir.save(model, made)
-        os.replace(made, path)
+            ir.save(model, scratch / path.name)

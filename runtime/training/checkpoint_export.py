@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from partc.runtime.replace import replacing_together
 
 from .checkpoint import Checkpoint
 from .checkpoint_file import STORED, Stored, write_tensors
@@ -26,9 +26,6 @@ def export_tensors(checkpoint: Checkpoint, path: Path, kinds: Sequence[Kind] = W
     }
     if path.resolve().parent.is_relative_to(checkpoint.path.resolve()):
         raise CheckpointError(f"{path}: lies in the checkpoint itself\n  help: give another place with -o")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
-        made = Path(scratch) / path.name
-        write_tensors(made, tensors, checkpoint.read)
-        os.replace(made, path)
+    with replacing_together(path) as scratch:
+        write_tensors(scratch / path.name, tensors, checkpoint.read)
     return sorted(tensors)

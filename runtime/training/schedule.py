@@ -58,9 +58,10 @@ def scalars(names: Sequence[str], step: int, hyper: Mapping[str, float]) -> dict
 
 @dataclass(frozen=True)
 class Law:
-    """What an option must be, and how a value is taken: None where it is not."""
+    """What an option must be, in words and as a JSON schema, and how a value is taken: None where it is not."""
 
     text: str
+    form: Mapping[str, Any]
     take: Callable[[object], Option | None]
     default: Option | None = None
 
@@ -96,22 +97,28 @@ def _reference(value: object) -> str | None:
     return value if file.endswith(".py") and name.isidentifier() else None
 
 
-_STEPS = {"steps": Law("a number of steps, at least 1,", _whole(1))}
-_FACTOR = {"factor": Law("a number above 0", _positive)}
-_MINIMUM = {"minimum": Law("a rate, at least 0,", _number, 0.0)}
+_COUNT = {"type": "integer", "minimum": 1}
+_ABOVE_0 = {"type": "number", "exclusiveMinimum": 0}
+_STEPS = {"steps": Law("a number of steps, at least 1,", _COUNT, _whole(1))}
+_FACTOR = {"factor": Law("a number above 0", _ABOVE_0, _positive)}
+_MINIMUM = {"minimum": Law("a rate, at least 0,", {"type": "number", "minimum": 0}, _number, 0.0)}
 _WARMUP = {
-    "warmup": Law("a number of steps, at least 0,", _whole(0), 0),
-    "after_warmup": Law("true or false", lambda value: value if isinstance(value, bool) else None, False),
+    "warmup": Law("a number of steps, at least 0,", {"type": "integer", "minimum": 0}, _whole(0), 0),
+    "after_warmup": Law(
+        "true or false", {"type": "boolean"}, lambda one: one if isinstance(one, bool) else None, False
+    ),
 }
+_RISING = Law("a rising list of steps, each at least 1,", {"type": "array", "items": _COUNT, "minItems": 1}, _rising)
+_FUNCTION = Law("a text 'file.py:function'", {"type": "string", "pattern": r"\.py:\w+$"}, _reference)
 
 SCHEDULES: Mapping[str, Mapping[str, Law]] = {
     "constant": _WARMUP,
-    "step": {"every": Law("a number of steps, at least 1,", _whole(1)), **_FACTOR, **_WARMUP},
-    "multistep": {"at": Law("a rising list of steps, each at least 1,", _rising), **_FACTOR, **_WARMUP},
+    "step": {"every": _STEPS["steps"], **_FACTOR, **_WARMUP},
+    "multistep": {"at": _RISING, **_FACTOR, **_WARMUP},
     "linear": {**_STEPS, **_MINIMUM, **_WARMUP},
-    "polynomial": {**_STEPS, "power": Law("a number above 0", _positive, 1.0), **_MINIMUM, **_WARMUP},
+    "polynomial": {**_STEPS, "power": Law("a number above 0", _ABOVE_0, _positive, 1.0), **_MINIMUM, **_WARMUP},
     "cosine": {**_STEPS, **_MINIMUM, **_WARMUP},
-    "python": {"function": Law("a text 'file.py:function'", _reference), **_WARMUP},
+    "python": {"function": _FUNCTION, **_WARMUP},
 }
 
 

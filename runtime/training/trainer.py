@@ -17,14 +17,15 @@ import numpy as np
 from pydantic import JsonValue
 
 from ..artifact import open_artifact
-from ..errors import InputError, NonFiniteError, UsageError
-from ..format import TOTALS, Manifest, Port, TrainingRecord
+from ..errors import ArtifactError, InputError, NonFiniteError, UsageError
+from ..format import TOTALS, Manifest, Port, TrainingRecord, stays_inside
 from ..program import OnError, Outputs, Program, load
 from .batch import of_batch, parts, pieces_of
 from .checkpoint import Checkpoint
 from .checkpoint_match import OPTIMIZER, initial, meet, meet_weights
 from .checkpoint_save import save
 from .finite import NONFINITE, SKIPPED, STOP, first_in_batch, is_finite, no_checkpoint, not_finite, told
+from .named import SCHEDULE, base_folder, outside, refusal
 from .schedule import Rate, scalars, schedule
 from .state import SUM
 
@@ -264,6 +265,7 @@ def load_trainer(
     comm: MPI.Intracomm | Transport | None = None,
     *,
     rate: Rate | None = None,
+    trust_code: bool = False,
     threads: int | None = None,
     trust: bool = False,
     stall: float = 30.0,
@@ -272,15 +274,22 @@ def load_trainer(
 ) -> Trainer:
     """This rank's trainer of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
 
-    `rate` gives the learning rate of a step, counted from 0, in place of the plan's schedule. UsageError for an artifact that does not
-    train.
+    `rate` gives the learning rate of a step, counted from 0, in place of the plan's schedule. `trust_code`: a schedule that is Python,
+    a file that the artifact names, may run. UsageError for an artifact that does not train, or has such a schedule without either.
     """
     place = Path(folder)
-    record = open_artifact(place, trust=True).manifest.training
+    manifest = open_artifact(place, trust=True).manifest
+    record = manifest.training
     if record is None:
         raise UsageError(f"{place}: it was compiled to run, not to train\n  help: compile it by a plan with `train:`")
+    if away := [name for name in (record.evaluation, record.accumulation) if name and not stays_inside(name)]:
+        raise ArtifactError(
+            f"{place}: its programs lie at '{away[0]}', out of the folder\n  help: compile the model again"
+        )
     if rate is None:
-        rate = schedule(record.schedule or None, _base(record), "schedule", base_folder(place, record))
+        if not trust_code and (found := outside(place, record, (SCHEDULE,))):
+            raise refusal(place, manifest, found, "give `rate`, or `trust_code=True` where the artifact is yours")
+        rate = planned_rate(record, base_folder(place, record))
     program = load(place, comm, threads=threads, trust=trust, stall=stall, on_error=on_error, providers=providers)
     evaluation = program.beside(place / record.evaluation, trust) if record.evaluation else None
     accumulation = program.beside(place / record.accumulation, trust) if record.accumulation else None
@@ -299,12 +308,7 @@ def _restore(arrays: Sequence[np.ndarray[Any, Any]], before: Sequence[np.ndarray
         array[...] = old
 
 
-def base_folder(folder: Path, record: TrainingRecord) -> Path:
-    """Where the files are that a plan names: beside the plan; the current folder where that is not known."""
-    told = record.settings.get("folder")
-    return folder / told if isinstance(told, str) and (folder / told).is_dir() else Path()
-
-
-def _base(record: TrainingRecord) -> float:
+def planned_rate(record: TrainingRecord, base: Path) -> Rate:
+    """The rate by step of a plan's schedule; a file of Python, looked for in `base`, runs now."""
     lr = record.optimizer.get("lr")
-    return float(lr) if isinstance(lr, int | float) else 0.0
+    return schedule(record.schedule or None, float(lr) if isinstance(lr, int | float) else 0.0, "schedule", base)

@@ -1,0 +1,71 @@
+"""JSON schemas of losses, metrics, optimizers and schedules, made of the tables by which these are read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+from partc.compiler.training import losses, metrics
+from partc.compiler.training.optimizers import OPTIMIZERS
+from partc.compiler.training.options import known_type, usual_names
+from partc.runtime.training.schedule import SCHEDULES
+
+Json = dict[str, Any]
+TEXT: Json = {"type": "string"}
+NULL: Json = {"type": "null"}
+
+
+class Key(Protocol):
+    """What the value of a key must be; one with a `default` of None must be given."""
+
+    @property
+    def form(self) -> Mapping[str, Any]:
+        """The law as a JSON schema."""
+        ...
+
+
+def loss_form() -> Json:
+    """A loss: one of the types with its keys, or the name of an output."""
+    types = _types(losses.TYPES)
+    for one in types:
+        one["required"] += [key for key in one["properties"] if key in losses.REQUIRED]
+    return {"anyOf": [TEXT, *types]}
+
+
+def metrics_form() -> Json:
+    """Metrics: a name, names, or names with options; without a type they are the metric of their name."""
+    keys = {key: law for one in metrics.TYPES.values() for key, law in one.items()}
+    untyped = _mapping({key: dict(law.form) for key, law in keys.items()})
+    named = {"type": "object", "additionalProperties": {"anyOf": [*_types(metrics.TYPES), untyped, NULL]}}
+    return {"anyOf": [TEXT, {"type": "array", "items": TEXT}, named, NULL]}
+
+
+def optimizer_form() -> Json:
+    """An optimizer: one of the types with its options, and whether ranks share its state."""
+    kinds = {name: kind.options for name, kind in OPTIMIZERS.items()}
+    shard = {"shard": {"anyOf": [TEXT, {"type": "boolean"}, NULL]}}
+    return {"anyOf": _types(kinds, shard)}
+
+
+def schedule_form() -> Json:
+    """A schedule: one of the types with its options."""
+    return {"anyOf": [*_types(SCHEDULES), NULL]}
+
+
+def _types(types: Mapping[str, Mapping[str, Key]], more: Mapping[str, Json] | None = None) -> list[Json]:
+    """By type a mapping of its keys; a type has its usual names, too."""
+    usual: dict[object, list[str]] = {}
+    for name in usual_names(types):
+        usual.setdefault(known_type(name, types), []).append(name)
+    found = []
+    for kind, laws in types.items():
+        keys = {key: dict(law.form) for key, law in laws.items()}
+        needed = [key for key, law in laws.items() if getattr(law, "default", "") is None]
+        found.append(
+            _mapping({"type": {"enum": [kind, *usual.get(kind, ())]}, **keys, **(more or {})}, ["type", *needed])
+        )
+    return found
+
+
+def _mapping(properties: Mapping[str, Json], required: Collection[str] = ()) -> Json:
+    return {"type": "object", "properties": dict(properties), "required": list(required), "additionalProperties": False}
