@@ -43,6 +43,7 @@ from partc.compiler.writing.dump import begin_text
 from partc.compiler.writing.emit import emit, refuse_to_replace
 from partc.compiler.writing.prove import prove
 from partc.runtime.format import Manifest, SourceRecord
+from partc.runtime.regular import open_regular
 
 Pass = Callable[[Program], Program]
 Watch = Callable[[str], None]
@@ -244,5 +245,5 @@ def compile_source(source: Source, plan: Plan | None, out: Path, name: str = "mo
 
 def _record(path: Path) -> SourceRecord:
     """The hash of a source file itself; weights beside a model are covered by the hashes of the artifact's own."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return SourceRecord(name=path.name, sha256=hashlib.file_digest(file, "sha256").hexdigest())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,8 @@ from pydantic import ValidationError
 
 from . import expression
 from .errors import ArtifactError
-from .format import COLLECTIVES, FORMAT, MANIFEST, Manifest, Port, Shape, stays_inside
+from .format import COLLECTIVES, FORMAT, LARGEST_MANIFEST, MANIFEST, Manifest, Port, Shape, stays_inside
+from .regular import fault, open_regular, read_regular
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, TensorProto
@@ -41,7 +43,7 @@ class Artifact:
         name = self.manifest.program(rank)
         self._check([name])
         try:
-            model = onnx.load_model(self.folder / name, load_external_data=False)
+            model = onnx.load_model_from_string(read_regular(self.folder / name))
         except _decode_error():
             raise ArtifactError(f"{self.folder / name}: is not an ONNX model\n  {_AGAIN}") from None
         regions = [(tensor.name, *_region(tensor)) for tensor in _external(model.graph)]
@@ -69,8 +71,10 @@ class Artifact:
             yield f"{self.folder}: the path '{name}' leaves the folder\n  a file of an artifact lies inside its folder"
         elif record is None:
             yield f"{file}: is needed, but the manifest does not list it"
-        elif not file.is_file():
+        elif not os.path.lexists(file):
             yield f"{file}: is missing"
+        elif why := fault(file):
+            yield f"{file}: {why}"
         elif (size := file.stat().st_size) != record.bytes:
             yield f"{file}: has {size} bytes, the manifest says {record.bytes}"
         elif not self.trust and (found := sha256(file)) != record.sha256:
@@ -96,7 +100,7 @@ def _decode_error() -> type[Exception]:
 
 def sha256(file: Path) -> str:
     """The SHA-256 of a file's contents, in hexadecimal."""
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -104,10 +108,12 @@ def _manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST
     if not folder.is_dir():
         raise ArtifactError(f"{folder}: there is no such folder\n  help: give the folder that `partc compile` wrote")
-    if not file.is_file():
+    if not os.path.lexists(file):
         raise ArtifactError(f"{folder}: has no {MANIFEST}\n  help: give the folder that `partc compile` wrote")
     try:
-        data = json.loads(file.read_bytes())
+        data = json.loads(read_regular(file, LARGEST_MANIFEST))
+    except OSError as error:
+        raise ArtifactError(f"{file}: {error.strerror}\n  {_AGAIN}") from None
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{file}: is not JSON: {error}\n  {_AGAIN}") from None
     if isinstance(data, dict) and (version := data.get("format")) != FORMAT:

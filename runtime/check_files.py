@@ -11,6 +11,7 @@ from typing import cast
 from partc.runtime.artifact import open_artifact, sha256
 from partc.runtime.errors import ArtifactError
 from partc.runtime.format import MANIFEST, FileRecord, Manifest
+from partc.runtime.regular import fault, open_regular
 from partc.runtime.violation import Violation
 
 _COMPILE_AGAIN = "compile the model again, or copy the whole folder again"
@@ -51,6 +52,9 @@ def _check_file(folder: Path, name: str, record: FileRecord) -> Iterator[Violati
     if not path.exists():
         yield Violation(name, "the manifest lists it, and it is not there", help=_COMPILE_AGAIN)
         return
+    if why := fault(path):
+        yield Violation(name, f"it {why}", help=_COMPILE_AGAIN)
+        return
     if not path.resolve().is_relative_to(folder.resolve()):
         yield Violation(name, f"it leads out of the folder, to {path.resolve()}", help="put the file itself there")
         return
@@ -83,7 +87,7 @@ def data_region(path: Path) -> tuple[int, int]:
     The law: 8 bytes of little-endian header length, the header in JSON, then the tensors without a gap between them.
     """
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise ValueError(f"its header would end at byte {8 + length}, and the file has {size}")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 _OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _KINDS = (
@@ -47,7 +47,7 @@ def fault(path: str | Path) -> str:
     return ""
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | Path) -> BufferedReader:
     """The file, open for reading; NotRegularError, at once, where it is a pipe, a device, a socket or a folder."""
     _refuse_other(path, os.stat(path).st_mode)
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | _OPEN))  # noqa: SIM115, it is handed on

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import UsageError
-from .format import MANIFEST, stays_inside
+from .format import LARGEST_MANIFEST, MANIFEST, stays_inside
 from .regular import kind_of, read_regular
 from .replace import (
     FOLDER,
@@ -40,8 +40,6 @@ from .replace import (
     told,
 )
 
-LARGEST_MANIFEST = 1 << 29
-"""A manifest has at most so many bytes."""
 _NAMED = 8
 _HERE = -100
 _EXCHANGE = 2

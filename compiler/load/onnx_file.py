@@ -6,7 +6,8 @@ opset is kept, from 7 to 26: placement needs no particular one, and a conversion
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -16,8 +17,11 @@ from onnx_ir.passes.common import TopologicalSortPass
 from partc.compiler.annotations.keep import kept
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.functions import OWN_NAME, inline_calls
+from partc.runtime.regular import fault, read_regular
 
 OLDEST_OPSET, NEWEST_OPSET = 7, 26
+LARGEST_FILE = 1 << 31
+"""What protobuf allows of a model without the weights beside it."""
 
 
 def load_onnx(path: Path) -> ir.Model:
@@ -26,15 +30,23 @@ def load_onnx(path: Path) -> ir.Model:
     Raises CompileError for a missing or broken file, an opset outside 7..26, an op or domain that onnxruntime does not
     know, external weights that are missing, too short or outside of the model's folder, and values that nothing defines.
     """
-    if not path.is_file():
-        raise CompileError(Problem(str(path), "no such file", help="give the path of a model.py or a .onnx file"))
     try:
-        proto = onnx.load(path, load_external_data=False)
+        data = read_regular(path, LARGEST_FILE)
+    except OSError as error:
+        raise CompileError(not_read(path, error)) from None
+    try:
+        proto = onnx.load_model_from_string(data)
     except Exception as error:  # protobuf raises its own kinds, by version
         raise CompileError(
             Problem(str(path), f"is not an ONNX model: {error}", help="check that the file is whole; export it again")
         ) from error
     return from_proto(proto, path)
+
+
+def not_read(path: Path, error: OSError) -> Problem:
+    """Why a model's file cannot be read."""
+    fact = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+    return Problem(str(path), fact, help="give the path of a model.py or a .onnx file")
 
 
 def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
@@ -55,7 +67,8 @@ def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
         raise CompileError(
             Problem(where, f"is broken: {error}", help="onnx.checker.check_model says more; export it again")
         ) from error
-    ir.external_data.set_base_dir(model.graph, path.parent)
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        ir.external_data.set_base_dir(graph, path.parent)
     return checked(model, where)
 
 
@@ -73,6 +86,7 @@ def checked(model: ir.Model, where: str) -> ir.Model:
         *_external_problems(model.graph, where),
     ]
     _raise(problems)
+    _read_constants(model.graph)
     if not _is_sorted(model.graph):
         try:
             TopologicalSortPass()(model)
@@ -213,33 +227,68 @@ def _structure_problems(graph: ir.Graph, where: str, outer: frozenset[ir.Value] 
     return problems
 
 
-def _external_problems(graph: ir.Graph, where: str) -> list[Problem]:
-    problems = []
+def _external(graph: ir.Graph) -> Iterator[tuple[str, ir.ExternalTensor]]:
+    """Every tensor whose data is in another file, with what it is: weights, and attributes of nodes."""
     for part in graphs_of(graph):
         for value in part.initializers.values():
-            tensor = value.const_value
-            if not isinstance(tensor, ir.ExternalTensor):
-                continue
-            file, base = Path(tensor.path), Path(tensor.base_dir)
-            if not file.resolve().is_relative_to(base.resolve()):
-                fact, remedy = (
-                    f"the weight '{value.name}' points outside of the model's folder: {tensor.location}",
-                    "keep weights beside the model",
-                )
-            elif not file.is_file():
-                fact, remedy = (
-                    f"the weight '{value.name}' is in '{tensor.location}', which is missing",
-                    "copy the weights file beside the model",
-                )
-            elif (have := file.stat().st_size) < (need := (tensor.offset or 0) + tensor.nbytes):
-                fact, remedy = (
-                    f"'{tensor.location}' is truncated: the weight '{value.name}' ends at byte {need} of {have}",
-                    "copy the weights file again",
-                )
-            else:
-                continue
-            problems.append(Problem(where, fact, help=remedy))
+            if isinstance(value.const_value, ir.ExternalTensor):
+                yield f"the weight '{value.name}'", value.const_value
+        for node in part:
+            for attribute in node.attributes.values():
+                for tensor in _tensors_of(attribute):
+                    if isinstance(tensor, ir.ExternalTensor):
+                        yield f"'{attribute.name}' of {node.op_type} '{node.name or ''}'", tensor
+
+
+def _tensors_of(attribute: ir.Attr) -> Sequence[ir.TensorProtocol]:
+    if attribute.is_ref():
+        return ()
+    if attribute.type == ir.AttributeType.TENSOR:
+        return (attribute.as_tensor(),)
+    return attribute.as_tensors() if attribute.type == ir.AttributeType.TENSORS else ()
+
+
+def _external_problems(graph: ir.Graph, where: str) -> list[Problem]:
+    problems = []
+    for title, tensor in _external(graph):
+        file, base = Path(tensor.path), Path(tensor.base_dir)
+        offset = tensor.offset or 0
+        if not file.resolve().is_relative_to(base.resolve()):
+            fact, remedy = (
+                f"{title} points outside of the model's folder: {tensor.location}",
+                "keep weights beside the model, the files themselves and no links to them",
+            )
+        elif not os.path.lexists(file):
+            fact, remedy = (
+                f"{title} is in '{tensor.location}', which is missing",
+                "copy the weights file beside the model",
+            )
+        elif why := fault(file):
+            fact, remedy = f"{title} is in '{tensor.location}', which {why}", "give a file of its numbers"
+        elif offset < 0 or tensor.nbytes < 0 or (tensor.length is not None and tensor.length < 0):
+            fact, remedy = f"{title} lies at bytes {offset} to {offset + tensor.nbytes}", "export the model again"
+        elif (have := file.stat().st_size) < (need := offset + tensor.nbytes):
+            fact, remedy = (
+                f"'{tensor.location}' is truncated: {title} ends at byte {need} of {have}",
+                "copy the weights file again",
+            )
+        else:
+            continue
+        problems.append(Problem(where, fact, help=remedy))
     return problems
+
+
+def _read_constants(graph: ir.Graph) -> None:
+    """Brings the tensors of attributes into memory: in a rank file they have no file beside it."""
+    for part in graphs_of(graph):
+        for node in part:
+            for name, attribute in list(node.attributes.items()):
+                found = _tensors_of(attribute)
+                if not any(isinstance(tensor, ir.ExternalTensor) for tensor in found):
+                    continue
+                read = [ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name) for tensor in found]
+                value = read[0] if attribute.type == ir.AttributeType.TENSOR else read
+                node.attributes[name] = ir.Attr(name, attribute.type, value)
 
 
 def _is_sorted(graph: ir.Graph) -> bool:

@@ -46,6 +46,7 @@ from partc.compiler.load.user_code import MODEL_MODULE, UserFile, importable, to
 from partc.compiler.nn.parameter import seed_of_its_own
 from partc.compiler.plan.dataset import KEYS, declared_dataset
 from partc.compiler.plan.rules import Dataset
+from partc.runtime.regular import fault
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +59,9 @@ _INPUTS = 'write inputs = {"x": Input(["batch", 1, 28, 28], "float32")}, or retu
 
 def load_python(path: Path) -> Source:
     """The model that the file defines and what it declares. Raises CompileError with the user's own line."""
-    if not path.is_file():
-        raise CompileError(Problem(str(path), "no such file", help="give the path of a model.py or a .onnx file"))
+    if why := fault(path):
+        fact = "no such file" if not path.exists() else why
+        raise CompileError(Problem(str(path), fact, help="give the path of a model.py or a .onnx file"))
     path = path.resolve()
     with (
         collecting(path.parent) as collector,

@@ -20,6 +20,7 @@ from types import ModuleType
 
 from partc.compiler.declare import Collector
 from partc.compiler.errors import CompileError, Problem
+from partc.runtime.regular import read_regular
 
 # The name under which the file runs.
 MODEL_MODULE = "__partc_model__"
@@ -57,7 +58,7 @@ class UserFile:
     @classmethod
     def run(cls, path: Path) -> UserFile:
         """Runs the file; `__name__` is not `__main__` in it. Whatever it raises goes through."""
-        source = path.read_bytes()
+        source = read_regular(path)
         module = ModuleType(MODEL_MODULE)
         module.__file__ = str(path)
         sys.modules[MODEL_MODULE] = module

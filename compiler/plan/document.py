@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from partc.compiler.errors import CompileError, Problem
+from partc.runtime.regular import NotRegularError, read_regular
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -25,6 +26,8 @@ Steps: TypeAlias = tuple[str | int, ...]
 MOST_VALUES = 100_000
 """So many values a file has at most once its aliases are written out, its own not counted."""
 
+LARGEST_PLAN = 1 << 23
+"""A plan's file has at most so many bytes."""
 _TAG = "tag:yaml.org,2002:"
 _KINDS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp")
 
@@ -63,12 +66,15 @@ class Document:
 def read_text(path: Path) -> str:
     """The text of a plan file; CompileError where it cannot be read or is not UTF-8."""
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path, LARGEST_PLAN)
     except FileNotFoundError:
         fact, remedy = "there is no such plan file", "give the path of a YAML file"
         raise CompileError(Problem(str(path), fact, help=remedy)) from None
     except OSError as error:
-        raise CompileError(Problem(str(path), f"the plan cannot be read: {error.strerror}")) from None
+        fact, remedy = f"the plan cannot be read: it {error.strerror}", "give the path of a YAML file"
+        if not isinstance(error, NotRegularError):
+            fact, remedy = f"the plan cannot be read: {error.strerror}", ""
+        raise CompileError(Problem(str(path), fact, help=remedy)) from None
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
