@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 from partc.cli.present import Table, count, size
+from partc.runtime.errors import printable
 
 _PATH = click.Path(path_type=Path)
 
@@ -35,8 +36,9 @@ def show(path: Path, as_json: bool) -> int:
     import json
 
     from partc.runtime.training.checkpoint import Checkpoint
+    from partc.runtime.training.checkpoint_newest import take_whole
 
-    checkpoint = Checkpoint.open(path)
+    _, checkpoint = take_whole(path, Checkpoint.at, "partc checkpoint show")
     index = checkpoint.index
     if as_json:
         tensors = {
@@ -54,11 +56,11 @@ def show(path: Path, as_json: bool) -> int:
         return 0
     table = Table(["tensor", "dtype", "shape", "kind", ">pieces", ">bytes"])
     for name, one in index.tensors.items():
-        table.add(name, one.dtype, list(one.shape), one.kind, len(one.pieces), size(one.bytes))
+        table.add(printable(name), one.dtype, list(one.shape), one.kind, len(one.pieces), size(one.bytes))
     table.show()
     click.echo()
     for key, value in index.meta.items():
-        click.echo(f"{key}: {value if isinstance(value, str) else json.dumps(value)}")
+        click.echo(printable(f"{key}: {value if isinstance(value, str) else json.dumps(value)}"))
     total = sum(one.bytes for one in index.tensors.values())
     click.echo(
         f"{checkpoint.path}: step {index.step}, {count(len(index.tensors), 'tensor')}, {size(total)}, "
@@ -77,12 +79,11 @@ def verify(path: Path) -> int:
     \b
     partc checkpoint verify checkpoints/step_00000120
     """
-    from partc.runtime.training.checkpoint import find
-    from partc.runtime.training.checkpoint_index import read_index, steps
+    from partc.runtime.training.checkpoint_index import read_index
+    from partc.runtime.training.checkpoint_newest import candidates
     from partc.runtime.training.checkpoint_verify import verify as verified
 
-    there = steps(path)
-    folder = there[-1][1] if there else find(path)
+    folder = next(candidates(path))
     problems = verified(folder)
     for problem in problems:
         click.echo(problem, err=True)
@@ -115,6 +116,7 @@ def export(path: Path, out: Path, model: Path | None, everything: bool) -> int:
     from partc.runtime.errors import UsageError
     from partc.runtime.training.checkpoint import Checkpoint
     from partc.runtime.training.checkpoint_export import WEIGHTS, export_tensors
+    from partc.runtime.training.checkpoint_newest import take_whole
 
     wanted = ".safetensors" if model is None else ".onnx"
     if out.suffix != wanted:
@@ -126,13 +128,19 @@ def export(path: Path, out: Path, model: Path | None, everything: bool) -> int:
         raise UsageError(f"{out}: its name must end in {wanted}\n  help: {remedy}")
     if model is not None and everything:
         raise UsageError("--all: a model has no place for the optimizer's tensors\n  help: leave out --all, or --model")
-    checkpoint = Checkpoint.open(path)
-    if model is not None:
+    kinds = (*WEIGHTS, "optimizer") if everything else WEIGHTS
+
+    def write(place: Path) -> tuple[Checkpoint, int]:
+        checkpoint = Checkpoint.at(place)
+        if model is None:
+            return checkpoint, len(export_tensors(checkpoint, out, kinds))
         from partc.cli.checkpoint_model import export_model
 
-        replaced = export_model(checkpoint, model, out)
-        click.echo(f"{out}: {model.name} with {count(replaced, 'weight')} of step {checkpoint.index.step}")
-        return 0
-    names = export_tensors(checkpoint, out, (*WEIGHTS, "optimizer") if everything else WEIGHTS)
-    click.echo(f"{out}: {count(len(names), 'tensor')} of step {checkpoint.index.step}, {size(out.stat().st_size)}")
+        return checkpoint, export_model(checkpoint, model, out)
+
+    _, (checkpoint, number) = take_whole(path, write, "partc checkpoint export")
+    if model is not None:
+        click.echo(f"{out}: {model.name} with {count(number, 'weight')} of step {checkpoint.index.step}")
+    else:
+        click.echo(f"{out}: {count(number, 'tensor')} of step {checkpoint.index.step}, {size(out.stat().st_size)}")
     return 0

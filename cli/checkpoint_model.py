@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from partc.compiler.writing.whole import INLINE_BYTES, write_whole
+from partc.runtime.errors import CheckpointError, DamagedError
 from partc.runtime.training.checkpoint import Checkpoint
-from partc.runtime.training.checkpoint_index import CheckpointError, TensorRecord
+from partc.runtime.training.checkpoint_index import TensorRecord
+from partc.runtime.training.checkpoint_sums import Proof
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -21,7 +23,8 @@ def export_model(checkpoint: Checkpoint, model: Path, path: Path, inline_bytes: 
     """Writes the model with the checkpoint's parameters and statistics into `path`; how many of its weights were replaced.
 
     Large weights go beside it into `path` and `.data`. CheckpointError has all weights that do not fit; CompileError tells where
-    a file would be overwritten that is read.
+    a file would be overwritten that is read,
+    DamagedError where the checkpoint is not as it was written.
     """
     from onnx_ir.passes.common import RemoveUnusedNodesPass
     from partc.compiler.load import load
@@ -29,7 +32,10 @@ def export_model(checkpoint: Checkpoint, model: Path, path: Path, inline_bytes: 
     from partc.compiler.training.modes import to_evaluation
     from partc.compiler.training.shared import split_as
 
-    program = load(model).model
+    with Proof(checkpoint) as proof:
+        program = load(model).model
+        if problems := proof.problems():
+            raise DamagedError(problems)
     if any(is_inside(node) for node in program.graph):
         fact = f"{model}: it has local maps, whose meaning is that of the mesh of a plan"
         raise CheckpointError(f"{fact}\n  help: evaluate it by the plan, with `partc eval`")
@@ -46,9 +52,8 @@ def _replace(program: ir.Model, checkpoint: Checkpoint, model: Path) -> int:
     from partc.compiler.plan.pattern import nearest
 
     weights = program.graph.initializers
-    learned = {name: one for name, one in checkpoint.index.tensors.items() if one.kind != "optimizer"}
     problems = []
-    for name, tensor in learned.items():
+    for name, tensor in _learned(checkpoint).items():
         value = weights.get(name)
         if value is None or value.const_value is None:
             like = ", ".join(f"'{near}'" for near in nearest(name, weights))
@@ -60,7 +65,7 @@ def _replace(program: ir.Model, checkpoint: Checkpoint, model: Path) -> int:
     if problems:
         help = f"  help: give the model that was trained; {checkpoint.path} is of another"
         raise CheckpointError("\n".join([*problems, help]))
-    for name in learned:
+    for name in _learned(checkpoint):
         value = weights[name]
         assert value.const_value is not None
         value.const_value = ir.LazyTensor(
@@ -70,7 +75,12 @@ def _replace(program: ir.Model, checkpoint: Checkpoint, model: Path) -> int:
             name=name,
             cache=False,
         )
-    return len(learned)
+    return len(_learned(checkpoint))
+
+
+def _learned(checkpoint: Checkpoint) -> dict[str, TensorRecord]:
+    """What a checkpoint has of the model itself."""
+    return {name: one for name, one in checkpoint.index.tensors.items() if one.kind != "optimizer"}
 
 
 def _text(tensor: TensorRecord) -> str:

@@ -22,7 +22,7 @@ from partc.cli.main import INTERRUPTED, described
 from partc.cli.present import count, size, timing
 from partc.cli.scratch import BOARD, write_pid
 from partc.runtime.board import VARIABLE
-from partc.runtime.errors import ArtifactError, InputError, NonFiniteError, UsageError
+from partc.runtime.errors import ArtifactError, CheckpointError, InputError, NonFiniteError, UsageError
 from partc.runtime.replace import refuse_other
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def run_rank(job: Job) -> int:
         if rank == refused.rank:
             _print_failure(job, rank, refused.code, refused.text)
         return refused.code
-    except (ArtifactError, InputError, NonFiniteError) as error:
+    except (ArtifactError, CheckpointError, InputError, NonFiniteError) as error:
         if rank == 0:
             _tell(job, rank, error)
         return error.exit_code

@@ -46,16 +46,16 @@ def run_training(job: Job, comm: MPI.Intracomm | Transport | None, watch: Watch 
     ) as trainer:
         report = Report(told.metrics, settings.unit, watch or _watch(job), job.quiet) if trainer.rank == 0 else None
         if told.init is not None:
-            trainer.begin(told.init)
+            trainer.begin(told.init, option="--init")
         if told.only_test:
             return _evaluate(job, trainer, settings, report)
         loader = settings.loader(trainer)
         with loader:
             path = settings.resumed()
             if path is not None:
-                resume(trainer, loader, path)
-                if report:
-                    report.resumed(trainer.step, path)
+                resume(trainer, loader, path, "--resume")
+                if report and trainer.source:
+                    report.resumed(trainer.step, trainer.source)
             if report:
                 report.begins(trainer, loader, settings.course.total(loader.order.batches))
             test = None if told.only_train else settings.test
@@ -74,7 +74,7 @@ def _watch(job: Job) -> Watch | None:
 def _evaluate(job: Job, trainer: Trainer, settings: Settings, report: Report | None) -> int:
     path = settings.resumed()
     if path is not None:
-        trainer.load(path)
+        trainer.load(path, "--checkpoint")
     metrics = trainer.evaluate(settings.batches(trainer))
     if report:
         report.evaluated(trainer.step, 0.0, metrics)
@@ -83,7 +83,8 @@ def _evaluate(job: Job, trainer: Trainer, settings: Settings, report: Report | N
             from partc.cli.rank import give
 
             numbers = {name: float(value) for name, value in metrics.items()}
-            give(job, {"step": trainer.step, "checkpoint": None if path is None else str(path), "metrics": numbers})
+            source = None if path is None else str(trainer.source)
+            give(job, {"step": trainer.step, "checkpoint": source, "metrics": numbers})
     return 0
 
 
@@ -130,7 +131,7 @@ def check(job: Job, manifest: Manifest) -> None:
         check_plan(Path(told.plan), Path(job.folder), manifest.training)
     settings = Settings(told, manifest, Path(job.folder))
     _ = settings.course
-    settings.resumed()
+    check_source(settings)
     if told.only_test:
         if settings.test is None:
             raise UsageError("there is nothing to evaluate on\n  help: give --data, or `test:` in the plan's `train:`")
@@ -138,6 +139,16 @@ def check(job: Job, manifest: Manifest) -> None:
     if settings.data is None:
         raise UsageError("there are no data to train on\n  help: give --data, or `data:` in the plan's `train:`")
     check_batch(settings.batch, manifest)
+
+
+def check_source(settings: Settings) -> None:
+    """Raises UsageError where there is no checkpoint to go on from."""
+    from partc.runtime.training.checkpoint_newest import candidates
+
+    init = settings.told.init
+    for source in (settings.resumed(), Path(init) if init else None):
+        if source is not None and not source.is_file():
+            next(candidates(source))
 
 
 def check_batch(batch: int, manifest: Manifest) -> None:
@@ -244,9 +255,7 @@ class Settings:
         )
 
     def resumed(self) -> Path | None:
-        """The checkpoint to go on from."""
-        from partc.runtime.training.checkpoint import find
-
+        """The checkpoint to go on from, or the folder whose newest whole one is meant."""
         if self.told.resume is None:
             return None
         if self.told.resume == "":
@@ -255,8 +264,8 @@ class Settings:
                 raise UsageError(
                     "it is not known where the checkpoints are\n  help: give --resume PATH or --checkpoint DIR"
                 )
-            return find(folder)
-        return find(Path(self.told.resume))
+            return folder
+        return Path(self.told.resume)
 
     def loader(self, trainer: Trainer) -> Loader:
         """This rank's batches."""

@@ -14,6 +14,8 @@ from partc.runtime.format import MANIFEST, FileRecord, Manifest
 from partc.runtime.regular import fault, open_regular
 from partc.runtime.violation import Violation
 
+_HEADER_BYTES = 100_000_000
+"""The safetensors format allows no more."""
 _COMPILE_AGAIN = "compile the model again, or copy the whole folder again"
 
 
@@ -82,29 +84,39 @@ def _strangers(folder: Path, manifest: Manifest) -> Iterator[Violation]:
 
 
 def data_region(path: Path) -> tuple[int, int]:
-    """First and one-past-last byte of a safetensors file's data; ValueError where the header is not sound.
+    """First and one-past-last byte of a safetensors file's data; ValueError where the header is not sound."""
+    text, _ = sound_header(path)
+    return len(text), path.stat().st_size
+
+
+def sound_header(path: Path) -> tuple[bytes, dict[str, object]]:
+    """The bytes before a safetensors file's data, and the header that they hold; ValueError where it is not sound.
 
     The law: 8 bytes of little-endian header length, the header in JSON, then the tensors without a gap between them.
     """
     size = path.stat().st_size
     with open_regular(path) as file:
-        length = int.from_bytes(file.read(8), "little")
+        first = file.read(8)
+        length = int.from_bytes(first, "little")
         if size < 8 or length > size - 8:
             raise ValueError(f"its header would end at byte {8 + length}, and the file has {size}")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(f"its header is not JSON: {error}") from None
+        if length > _HEADER_BYTES:
+            raise ValueError(f"its header has {length} bytes; at most {_HEADER_BYTES} are read")
+        text = first + file.read(length)
+    try:
+        header = json.loads(text[8:])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise ValueError("its header holds no JSON object")
     end = 0
-    for first, last, name in sorted(_spans(header)):
-        if first != end or last < first:
-            raise ValueError(f"tensor '{name}' lies at {first} to {last}; the one before it ends at {end}")
+    for begin, last, name in sorted(_spans(header)):
+        if begin != end or last < begin:
+            raise ValueError(f"tensor {name!r} lies at {begin} to {last}; the one before it ends at {end}")
         end = last
-    if 8 + length + end != size:
-        raise ValueError(f"its tensors end at byte {8 + length + end}, and the file has {size}")
-    return 8 + length, size
+    if len(text) + end != size:
+        raise ValueError(f"its tensors end at byte {len(text) + end}, and the file has {size}")
+    return text, header
 
 
 def _spans(header: dict[str, object]) -> Iterator[tuple[int, int, str]]:
@@ -112,7 +124,7 @@ def _spans(header: dict[str, object]) -> Iterator[tuple[int, int, str]]:
         if name == "__metadata__":
             continue
         span = entry.get("data_offsets") if isinstance(entry, dict) else None
-        if not (isinstance(span, list) and len(span) == 2 and all(isinstance(end, int) for end in span)):
-            raise ValueError(f"tensor '{name}' has no data_offsets")
+        if not (isinstance(span, list) and len(span) == 2 and all(type(end) is int for end in span)):
+            raise ValueError(f"tensor {name!r} has no data_offsets")
         first, last = cast(list[int], span)
         yield first, last, name

@@ -4,6 +4,10 @@
 and what; a last line that begins with `help:` says the remedy.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class PartcError(Exception):
     """A failure with a message made for the user: no traceback is shown for it."""
@@ -31,3 +35,25 @@ class RankError(PartcError):
 
 class NonFiniteError(PartcError):
     """The loss of a step is no finite number, or a parameter is none; raised by all ranks alike."""
+
+
+class CheckpointError(PartcError):
+    """A checkpoint is not whole, or cannot be written, or does not fit; the message says all that is wrong with it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is not as it was written; `problems` are lines, each with the file and the tensor."""
+
+    def __init__(
+        self, problems: Sequence[str], help: str = "take another checkpoint, or copy the whole folder again"
+    ) -> None:
+        super().__init__("\n".join([*problems, f"  help: {help}"]))
+        self.problems = tuple(problems)
+
+
+def printable(text: str) -> str:
+    """The text with what a terminal would obey as escapes: names from files stand in messages. Line ends stay."""
+    return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)

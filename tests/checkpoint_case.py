@@ -12,6 +12,7 @@ import numpy as np
 from partc.runtime.dtypes import Array, by_numpy
 from partc.runtime.format import Box, StateRecord
 from partc.runtime.training.checkpoint import Checkpoint
+from partc.runtime.training.checkpoint_index import INDEX, sealed
 from partc.runtime.training.checkpoint_owners import held_by
 from partc.runtime.training.checkpoint_save import save
 
@@ -97,6 +98,20 @@ def held(records: Sequence[StateRecord], rank: int, whole: Mapping[str, Array]) 
             piece = tuple(slice(begin, end) for begin, end in zip(box.begin, box.end, strict=True))
             pieces.append((one, whole[one.tensor][piece].copy()))
     return pieces
+
+
+def rewrite(folder: Path, old: str, new: str) -> None:
+    """Puts other words into the index of a checkpoint, sealed as if they had been written."""
+    text = (folder / INDEX).read_text()
+    assert old in text
+    (folder / INDEX).write_text(sealed(text[: text.rindex(',\n "sha256"')].replace(old, new, 1)))
+
+
+def flip(file: Path, at: int, bit: int = 3) -> None:
+    """Turns a bit of a byte around; from the end where `at` is negative."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1 << bit
+    file.write_bytes(data)
 
 
 class Ranks:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_case import META, held, layout, load_all, record, save_all, tensors
+from checkpoint_case import META, held, layout, load_all, record, rewrite, save_all, tensors
 from partc.runtime.dtypes import Array
-from partc.runtime.errors import UsageError
-from partc.runtime.training.checkpoint import Checkpoint, latest
-from partc.runtime.training.checkpoint_box import Box, left_of, without
+from partc.runtime.errors import CheckpointError, DamagedError, UsageError
+from partc.runtime.training.checkpoint import Checkpoint
+from partc.runtime.training.checkpoint_box import Box, common, left_of, overlap, without
 from partc.runtime.training.checkpoint_export import export_tensors
-from partc.runtime.training.checkpoint_index import INDEX, CheckpointError, read_index
-from partc.runtime.training.checkpoint_match import initial, meet, meet_weights
+from partc.runtime.training.checkpoint_index import INDEX, read_index
+from partc.runtime.training.checkpoint_match import is_file_of_weights, meet, meet_weights
+from partc.runtime.training.checkpoint_newest import latest
 from partc.runtime.training.checkpoint_owners import owners
+from partc.runtime.training.checkpoint_sums import Proof
 from partc.runtime.training.checkpoint_verify import verify
 from safetensors.numpy import load_file, save_file
 
@@ -117,7 +118,7 @@ def test_any_box_is_read_alone(tmp_path: Path) -> None:
 
 
 def test_neither_save_nor_read_nor_export_holds_more_than_one_tensor(tmp_path: Path) -> None:
-    whole = {f"w{k}": np.full((64, 1 << 12), k, np.float32) for k in range(8)}
+    whole = {f"w{k}": np.full((64, 1 << 15), k, np.float32) for k in range(4)}
     records = [record(name, array, range(2), (2, 1)) for name, array in whole.items()]
     one = whole["w0"].nbytes
     ready = [held(records, rank, whole) for rank in range(2)]
@@ -137,7 +138,7 @@ def test_neither_save_nor_read_nor_export_holds_more_than_one_tensor(tmp_path: P
         assert one < tracemalloc.get_traced_memory()[1] < 1.5 * one
     finally:
         tracemalloc.stop()
-    assert (load_file(tmp_path / "all.safetensors")["w7"] == 7).all()
+    assert (load_file(tmp_path / "all.safetensors")["w3"] == 3).all()
 
 
 def test_files_are_those_of_the_library(tmp_path: Path) -> None:
@@ -160,14 +161,18 @@ def test_the_index_is_read_without_trust(tmp_path: Path) -> None:
     text = (folder / INDEX).read_text()
 
     def refusal(old: str, new: str) -> str:
-        assert old in text
-        (folder / INDEX).write_text(text.replace(old, new, 1))
+        (folder / INDEX).write_text(text)
+        rewrite(folder, old, new)
         with pytest.raises(CheckpointError) as caught:
             Checkpoint.open(folder)
         return str(caught.value)
 
     assert "is not JSON" in refusal("{", "[")
-    assert "is of format 9, this partc reads format 1" in refusal('"format": 1', '"format": 9')
+    assert "is of format 9, this partc reads formats 1 and 2" in refusal('"format": 2', '"format": 9')
+    assert "sha256: Extra inputs are not permitted" in refusal('"format": 2', '"format": 1'), "format 1 has no seal"
+    assert "\\x1b[31mfc.bias' is of type 'float61'" in refusal(
+        '"fc.bias": {"dtype": "float16"', '"\\u001b[31mfc.bias": {"dtype": "float61"'
+    )
     assert "the path '../rank_0000.safetensors' leaves the folder" in refusal('"rank_0000.', '"../rank_0000.')
     assert "'fc.bias' has a piece in rank_0009.safetensors, which is not listed" in refusal(
         '"pieces": [{"file": "rank_0005.safetensors", "key": "fc.bias"',
@@ -177,8 +182,13 @@ def test_the_index_is_read_without_trust(tmp_path: Path) -> None:
     assert "'fc.bias' of [12] has a piece [0] to [13]" in refusal('"shape": [13]', '"shape": [12]')
     assert "is of type 'text'" in refusal('"float16"', '"text"')
     assert "steps: Extra inputs" in refusal('"step": 120', '"step": 120, "steps": 1')
+    assert "'fc.bias' has a shape of 1 dims" in refusal('"shape": [13]', f'"shape": [{10**400}]')
+    assert "the folder has the name of another step: it holds step 121" in refusal('"step": 120', '"step": 121')
+    (folder / INDEX).write_text(text.replace('"step": 120', '"step": 121'))
+    with pytest.raises(DamagedError, match="was changed: its last line is not the SHA-256 of the lines before it"):
+        Checkpoint.open(folder)
     (folder / INDEX).unlink()
-    with pytest.raises(UsageError, match="is no checkpoint, and has none in it"):
+    with pytest.raises(DamagedError, match=r"checkpoint\.json: is missing"):
         Checkpoint.open(folder)
     with pytest.raises(UsageError, match="there is no such folder"):
         Checkpoint.open(tmp_path / "nowhere")
@@ -192,15 +202,31 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
         Checkpoint.open(folder)
 
 
+def proven(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1) -> list[str]:
+    """What one of some ranks finds changed."""
+    with Proof(checkpoint, rank, ranks) as proof:
+        return proof.problems()
+
+
 def test_damage_is_found(tmp_path: Path) -> None:
     checkpoint = written(tmp_path)
     file = checkpoint.path / "rank_0001.safetensors"
     sound = file.read_bytes()
     file.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
-    assert checkpoint.changed_files(0, 2) == []
-    (problem,) = checkpoint.changed_files(1, 2)
-    assert f"{file}: was changed: its SHA-256 begins with" in problem
-    assert verify(checkpoint.path) == [problem]
+    found = [problem for rank in range(3) for problem in proven(checkpoint, rank, 3)]
+    assert found == proven(checkpoint) == verify(checkpoint.path)
+    (problem,) = found
+    assert (
+        f"{file}: 'norm.mask' [1:2, 0:11] was changed: the SHA-256 of bytes {len(sound) - 11} to {len(sound)}"
+        in problem
+    )
+    with pytest.raises(DamagedError, match=r"'norm\.mask'"):
+        export_tensors(checkpoint, tmp_path / "w.safetensors")
+    assert not (tmp_path / "w.safetensors").exists()
+    file.write_bytes(sound.replace(b"{", b"[", 1))
+    assert "its header is not JSON" in verify(checkpoint.path)[0]
+    file.write_bytes(sound.replace(b"}", b"} ", 1).replace(b"} ", b"}", 1).replace(b"   ", b" \t ", 1))
+    assert "its header is not the one that was written" in proven(Checkpoint.at(checkpoint.path))[0]
     file.write_bytes(sound[:-1])
     assert latest(tmp_path / "checkpoints") is None
     with pytest.raises(CheckpointError, match=f"has {len(sound) - 1} bytes, the index says {len(sound)}"):
@@ -212,23 +238,32 @@ def test_damage_is_found(tmp_path: Path) -> None:
     assert verify(checkpoint.path) == [f"{file}: is missing", f"{checkpoint.path / 'stranger'}: is not in the index"]
 
 
-def test_verify_counts_every_element(tmp_path: Path) -> None:
+def test_the_index_has_every_element_once(tmp_path: Path) -> None:
     folder = written(tmp_path).path
-    data = json.loads((folder / INDEX).read_text())
-    pieces = data["tensors"]["fc.weight"]["pieces"]
-    pieces[0]["begin"], pieces[0]["end"] = pieces[1]["begin"], pieces[1]["end"]
-    (folder / INDEX).write_text(json.dumps(data))
-    assert verify(folder) == [
-        f"{folder / INDEX}: 'fc.weight': 48 of its 288 elements are in no piece, the first at [6:12, 16:24]",
-        f"{folder / INDEX}: 'fc.weight': 48 of its 288 elements are in more than one piece, the first at [6:12, 8:16]",
-    ]
-    with pytest.raises(CheckpointError, match=r"the pieces of 'fc.weight' have 0 of the 6 elements of"):
-        Checkpoint.open(folder).read("fc.weight", (7, 17), (9, 20))
-    pieces[0]["key"] = "fc.bias"
-    (folder / INDEX).write_text(json.dumps(data))
+    rewrite(folder, '"begin": [6, 16], "end": [12, 24]', '"begin": [6, 8], "end": [12, 16]')
+    (problem,) = verify(folder)
+    assert problem == f"{folder / INDEX}: tensor 'fc.weight' has the elements [6:12, 8:16] in two pieces"
+    with pytest.raises(DamagedError, match="in two pieces"):
+        Checkpoint.open(folder)
+    rewrite(folder, '"begin": [6, 8], "end": [12, 16]', '"begin": [6, 16], "end": [12, 24]')
+    rewrite(folder, '"key": "fc.weight[6:12, 16:24]"', '"key": "fc.bias"')
     found = "\n".join(verify(folder))
     assert "'fc.bias' of 'fc.weight': is not there" in found
     assert "'fc.weight[6:12, 16:24]' is not in the index" in found
+    with pytest.raises(DamagedError, match=r"'fc.bias' of 'fc.weight' is not there; the index says bfloat16 \[6, 8\]"):
+        Checkpoint.open(folder).read("fc.weight", (7, 17), (9, 20))
+
+
+def test_overlaps_of_many_boxes() -> None:
+    random = np.random.default_rng(5)
+    for _ in range(100):
+        begin = random.integers(0, 9, (7, 2))
+        boxes = [
+            Box(tuple(low), tuple(low + size)) for low, size in zip(begin, random.integers(1, 4, (7, 2)), strict=True)
+        ]
+        pairs = [common(one, other) for at, one in enumerate(boxes) for other in boxes[:at]]
+        assert (overlap(boxes) is None) == (not any(pairs))
+    assert overlap([Box((), ()), Box((), ())]) == Box((), ())
 
 
 def test_all_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
@@ -269,10 +304,10 @@ def test_initial_weights_come_from_anywhere(tmp_path: Path) -> None:
     checkpoint, whole = written(tmp_path), tensors()
     records = layout(whole, 6)
     names = {name for name in whole if not name.endswith("exp_avg")}
-    assert meet_weights(initial(tmp_path / "checkpoints"), records) == names
+    assert meet_weights(Checkpoint.open(tmp_path / "checkpoints"), records) == names
     file = tmp_path / "any.safetensors"
     save_file({name: whole[name] for name in ("fc.bias", "fc.weight")}, file)
-    source = initial(file)
+    source = Checkpoint.of_file(file)
     assert same(source.read("fc.weight", (1, 2), (7, 9)), whole["fc.weight"][1:7, 2:9])
     assert meet_weights(source, records, strict=False) == {"fc.bias", "fc.weight"}
     with pytest.raises(CheckpointError, match=r"any.safetensors: has no 'embed.weight' float32") as caught:
@@ -280,17 +315,17 @@ def test_initial_weights_come_from_anywhere(tmp_path: Path) -> None:
     assert "norm.count" not in str(caught.value), "statistics may be absent"
     save_file({f"model.{name}": array for name, array in whole.items()}, file)
     with pytest.raises(CheckpointError, match=r"has no 'fc.bias' float16 .*; the nearest is 'model.fc.bias'"):
-        meet_weights(initial(file), records)
+        meet_weights(Checkpoint.of_file(file), records)
     with pytest.raises(CheckpointError, match="none of its 8 tensors has the name of one of the program's"):
-        meet_weights(initial(file), records, strict=False)
+        meet_weights(Checkpoint.of_file(file), records, strict=False)
     save_file({"fc.bias": np.zeros(12, np.float16)}, file)
     with pytest.raises(CheckpointError, match=r"'fc.bias' is float16 \[12\]; the program's is float16 \[13\]"):
-        meet_weights(initial(file), records, strict=False)
+        meet_weights(Checkpoint.of_file(file), records, strict=False)
     file.write_bytes(b"nonsense, and more of it")
     with pytest.raises(CheckpointError, match="is no safetensors file: its header would end at byte"):
-        initial(file)
+        Checkpoint.of_file(file)
     with pytest.raises(UsageError, match="there is no such file"):
-        initial(tmp_path / "none.safetensors")
+        is_file_of_weights(tmp_path / "none.safetensors")
     assert read_index(checkpoint.path).step == 120
 
 

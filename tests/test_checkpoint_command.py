@@ -72,7 +72,7 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke("verify", tmp_path) == 1
     said = capsys.readouterr().err
     assert f"{file}: has " in said
-    assert said.endswith(f"{tmp_path / 'step_00000020'}: 2 problems\n")
+    assert said.endswith(f"{tmp_path / 'step_00000020'}: 1 problem\n")
     assert invoke("verify", tmp_path / "step_00000010") == 0
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoint_case import META, Ranks, held, layout, record, save_all, tensors
+from partc.runtime.errors import CheckpointError
 from partc.runtime.training import checkpoint_save
-from partc.runtime.training.checkpoint import Checkpoint, latest
-from partc.runtime.training.checkpoint_index import CheckpointError
+from partc.runtime.training.checkpoint import Checkpoint
+from partc.runtime.training.checkpoint_newest import latest
 from partc.runtime.training.checkpoint_save import save
 from partc.runtime.training.checkpoint_verify import verify
 
@@ -232,6 +233,7 @@ import os, signal, sys
 from pathlib import Path
 import numpy as np
 from checkpoint_case import META, held, layout, tensors
+from partc.runtime.errors import CheckpointError
 from partc.runtime.training import checkpoint_save
 stage, folder = sys.argv[1], Path(sys.argv[2])
 die = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)

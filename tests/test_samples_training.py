@@ -24,7 +24,7 @@ from partc.compiler.pipeline import compile_model
 from partc.compiler.plan.read import parse_plan, read_plan
 from partc.runtime.data.files import open_field
 from partc.runtime.data.order import Order
-from partc.runtime.training.checkpoint import Checkpoint, find
+from partc.runtime.training.checkpoint import Checkpoint
 from trained import train_whole
 
 SAMPLES = Path(__file__).parent.parent / "samples"
@@ -79,7 +79,7 @@ def train(folder: Path, plan: str, out: Path, *options: str, mpi: bool = False) 
     else:
         assert invoke([*command, "--in-process"]) == 0
     lines = [json.loads(line) for line in told.read_text().splitlines()]
-    checkpoint = Checkpoint.open(find(kept))
+    checkpoint = Checkpoint.open(kept)
     return Trained(
         [line for line in lines if line["kind"] == "train"],
         [line for line in lines if line["kind"] == "test"],

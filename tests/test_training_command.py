@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
-from partc.runtime.training.checkpoint import Checkpoint, latest
+from partc.runtime.training.checkpoint import Checkpoint
+from partc.runtime.training.checkpoint_newest import latest
 
 SAMPLES = Path(__file__).parent.parent / "samples"
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

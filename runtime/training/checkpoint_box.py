@@ -71,3 +71,22 @@ def left_of(boxes: Sequence[Box], taken: Iterable[Box]) -> list[Box]:
             break
         rest = [part for box in rest for part in without(box, other)]
     return rest
+
+
+def overlap(boxes: Sequence[Box]) -> Box | None:
+    """Elements that two of the boxes have in common; None where the boxes are disjoint.
+
+    Boxes are compared in the order in which they begin on the axis that tells most of them apart.
+    """
+    dims = len(boxes[0].begin) if boxes else 0
+    axis = max(range(dims), key=lambda at: len({box.begin[at] for box in boxes}), default=None)
+    if axis is None:
+        return boxes[0] if len(boxes) > 1 else None
+    open_ones: list[Box] = []
+    for box in sorted(boxes, key=lambda one: one.begin[axis]):
+        open_ones = [one for one in open_ones if one.end[axis] > box.begin[axis]]
+        for one in open_ones:
+            if (shared := common(one, box)) is not None:
+                return shared
+        open_ones.append(box)
+    return None

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from partc.runtime.replace import replacing_together
 
+from ..errors import CheckpointError, DamagedError
 from .checkpoint import Checkpoint
 from .checkpoint_file import STORED, Stored, write_tensors
-from .checkpoint_index import CheckpointError, Kind
+from .checkpoint_index import Kind
+from .checkpoint_sums import Proof
 
 WEIGHTS: tuple[Kind, ...] = ("parameter", "statistics")
 
@@ -17,7 +19,7 @@ WEIGHTS: tuple[Kind, ...] = ("parameter", "statistics")
 def export_tensors(checkpoint: Checkpoint, path: Path, kinds: Sequence[Kind] = WEIGHTS) -> list[str]:
     """Writes the whole tensors of some kinds into one file, which is there when it is whole; their names.
 
-    No more than one tensor is in memory at a time.
+    No more than one tensor is in memory at a time. DamagedError, and no file, where the checkpoint turns out not to be as it was written.
     """
     tensors = {
         name: Stored(STORED[tensor.dtype], tensor.shape)
@@ -26,6 +28,8 @@ def export_tensors(checkpoint: Checkpoint, path: Path, kinds: Sequence[Kind] = W
     }
     if path.resolve().parent.is_relative_to(checkpoint.path.resolve()):
         raise CheckpointError(f"{path}: lies in the checkpoint itself\n  help: give another place with -o")
-    with replacing_together(path) as scratch:
+    with replacing_together(path) as scratch, Proof(checkpoint) as proof:
         write_tensors(scratch / path.name, tensors, checkpoint.read)
+        if problems := proof.problems():
+            raise DamagedError(problems)
     return sorted(tensors)

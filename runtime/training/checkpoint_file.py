@@ -4,21 +4,28 @@
 
 The header stands first, so a file is written from what is known of its tensors before any of them is read: at no time is more
 than one in memory. Wider elements come before narrower ones, then names decide: every tensor is aligned to its elements.
+
+A file that is written here has hashes of its tensors in its metadata, by name the SHA-256 of each `PART` bytes. Their length is known
+before they are, so they are filled in last. The header's own hash therefore vouches for every tensor, and any part of a file can be
+checked alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
-from partc.runtime.check_files import data_region
+from partc.runtime.check_files import sound_header
 from partc.runtime.dtypes import BY_NAME, Array, Bytes, Dtype
-from partc.runtime.format import FileRecord
 
 _CODES = {
     "float64": "F64",
@@ -42,67 +49,130 @@ STORED: Mapping[str, Dtype] = {row.shown: row for row in BY_NAME.values() if row
 _DTYPES = {code: STORED[shown] for shown, code in _CODES.items()}
 _METADATA = "__metadata__"
 _ALIGNMENT = 64
-_CHUNK = 1 << 22
+_CHUNK = 1 << 20
+PART = 1 << 24
+"""Bytes that have a hash of their own, so that several threads or ranks share a large tensor."""
+_DIGITS = 64
+_DIMS = 64
+_ELEMENTS = 1 << 56
+_HEXADECIMAL = re.compile("[0-9a-f]*")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a file: its element type and shape, and the byte of the file at which it begins."""
+    """A tensor of a file: its element type and shape, the byte of the file at which it begins, and the hashes of its parts, if known."""
 
     dtype: Dtype
     shape: tuple[int, ...]
     offset: int = 0
+    sha256: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """The size of the tensor."""
+        return self.dtype.bytes_of(self.shape)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Stored], read: Callable[[str], Array]) -> FileRecord:
-    """Writes the tensors, which `read` gives by name one at a time, and waits until the disk has them; the file's record."""
+@dataclass(frozen=True)
+class Written:
+    """A file that was written: its size, and the SHA-256 of its header, which holds those of its tensors."""
+
+    bytes: int
+    header: str
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Stored], read: Callable[[str], Array]) -> Written:
+    """Writes a new file of the tensors, which `read` gives by name one at a time, and waits until the disk has it.
+
+    An OSError names the file.
+    """
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.bits, name))
-    header: dict[str, object] = {}
+    sums = {name: "0" * (_DIGITS * _parts(tensors[name].bytes)) for name in names}
+    text = _header(names, tensors, sums)
+    try:
+        with path.open("xb", buffering=0) as out:
+            _write(out, memoryview(text))
+            for name in names:
+                array = read(name)
+                assert (array.dtype, array.shape) == (tensors[name].dtype.numpy, tensors[name].shape)
+                sums[name] = _write(out, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                del array
+            size = out.tell()
+            out.seek(0)
+            text = _header(names, tensors, sums)
+            _write(out, memoryview(text))
+            os.fsync(out.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    return Written(size, hashlib.sha256(text).hexdigest())
+
+
+def _header(names: Iterable[str], tensors: Mapping[str, Stored], sums: Mapping[str, str]) -> bytes:
+    """The bytes before the tensors."""
+    header: dict[str, object] = {_METADATA: sums}
     end = 0
     for name in names:
         one = tensors[name]
-        begin, end = end, end + one.dtype.bytes_of(one.shape)
+        begin, end = end, end + one.bytes
         header[name] = {"dtype": _CODES[one.dtype.shown], "shape": list(one.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    digest = hashlib.sha256()
-    with path.open("wb", buffering=0) as out:
-
-        def write(data: memoryview) -> None:
-            while data:
-                written = out.write(data[:_CHUNK])
-                digest.update(data[:written])
-                data = data[written:]
-
-        write(memoryview(len(text).to_bytes(8, "little") + text))
-        for name in names:
-            array = read(name)
-            assert (array.dtype, array.shape) == (tensors[name].dtype.numpy, tensors[name].shape)
-            write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-            del array
-        os.fsync(out.fileno())
-    return FileRecord(bytes=8 + len(text) + end, sha256=digest.hexdigest())
+    return len(text).to_bytes(8, "little") + text
 
 
-def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of a file by name; ValueError where the file is not sound."""
-    begin, _ = data_region(path)
-    with path.open("rb") as file:
-        header = json.loads(file.read(begin)[8:])
-    found = {}
+def _parts(size: int) -> int:
+    return -(-size // PART)
+
+
+def _write(out: FileIO, data: memoryview) -> str:
+    """Writes all of the data; the hashes of its parts, one after the other."""
+    sums = []
+    for begin in range(0, len(data), PART):
+        digest, rest = hashlib.sha256(), data[begin : begin + PART]
+        while rest:
+            written = out.write(rest[:_CHUNK])
+            digest.update(rest[:written])
+            rest = rest[written:]
+        sums.append(digest.hexdigest())
+    return "".join(sums)
+
+
+def read_header(path: Path, sha256: str = "") -> dict[str, Stored]:
+    """The tensors of a file by name; ValueError where the file is not sound, or its header has another hash than the given one."""
+    text, header = sound_header(path)
+    if sha256 and (found := hashlib.sha256(text).hexdigest()) != sha256:
+        raise ValueError(
+            f"its header is not the one that was written: its SHA-256 begins with {found[:12]}, that was {sha256[:12]}"
+        )
+    metadata = header.pop(_METADATA, None)
+    sums = metadata if isinstance(metadata, dict) else {}
+    found_tensors = {}
     for name, entry in header.items():
-        if name == _METADATA:
-            continue
+        assert isinstance(entry, dict)
         shape, code, (first, last) = entry.get("shape"), entry.get("dtype"), entry["data_offsets"]
-        if code not in _DTYPES:
-            raise ValueError(f"tensor '{name}' is of type {code!r}; known are {', '.join(_DTYPES)}")
-        if not isinstance(shape, list) or any(type(dim) is not int or dim < 0 for dim in shape):
-            raise ValueError(f"tensor '{name}' has the shape {shape!r}; whole numbers are needed")
-        stored = Stored(_DTYPES[code], tuple(shape), begin + first)
-        if (needed := stored.dtype.bytes_of(stored.shape)) != last - first:
-            raise ValueError(f"tensor '{name}' has {last - first} bytes; its type and shape need {needed}")
-        found[name] = stored
-    return found
+        if not isinstance(code, str) or code not in _DTYPES:
+            raise ValueError(f"tensor {name!r} is of type {code!r}; known are {', '.join(_DTYPES)}")
+        if not is_shape(shape):
+            raise ValueError(f"tensor {name!r} has no shape of at most {_DIMS} whole numbers")
+        stored = Stored(_DTYPES[code], tuple(shape), len(text) + first, _digests(sums.get(name), last - first))
+        if (needed := stored.bytes) != last - first:
+            raise ValueError(f"tensor {name!r} has {last - first} bytes; its type and shape need {needed}")
+        found_tensors[name] = stored
+    return found_tensors
+
+
+def is_shape(shape: object) -> TypeGuard[list[int]]:
+    """Whether it is a list of sizes that a tensor may have."""
+    if not isinstance(shape, list) or len(shape) > _DIMS or any(type(dim) is not int or dim < 0 for dim in shape):
+        return False
+    return bool(math.prod(max(dim, 1) for dim in shape) < _ELEMENTS)
+
+
+def _digests(text: object, size: int) -> tuple[str, ...]:
+    """The hashes of a tensor's parts; none where the text is not that of hashes, which another tool may have written."""
+    if not isinstance(text, str) or len(text) != _DIGITS * _parts(size) or not _HEXADECIMAL.fullmatch(text):
+        return ()
+    return tuple(text[at : at + _DIGITS] for at in range(0, len(text), _DIGITS))
 
 
 def mapped(path: Path) -> Bytes:
@@ -112,5 +182,4 @@ def mapped(path: Path) -> Bytes:
 
 def tensor_in(data: Bytes, stored: Stored) -> Array:
     """A tensor in the bytes of its file, which it shares."""
-    size = stored.dtype.bytes_of(stored.shape)
-    return data[stored.offset : stored.offset + size].view(stored.dtype.numpy).reshape(stored.shape)
+    return data[stored.offset : stored.offset + stored.bytes].view(stored.dtype.numpy).reshape(stored.shape)

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from partc.runtime.dtypes import dense
-from partc.runtime.errors import UsageError
+from partc.runtime.errors import CheckpointError, UsageError
 from partc.runtime.format import StateRecord
 
 from .checkpoint import Checkpoint
-from .checkpoint_index import CheckpointError, Kind, TensorRecord
+from .checkpoint_index import Kind, TensorRecord
 
 OPTIMIZER = "optimizer"
 """The key of `meta` under which a training run gives its optimizer's name."""
@@ -47,16 +47,11 @@ def meet(checkpoint: Checkpoint, records: Sequence[StateRecord], optimizer: str 
         raise CheckpointError("\n".join([*problems, f"  help: {remedy}"]))
 
 
-def initial(path: str | Path) -> Checkpoint:
-    """The source of initial weights: a `.safetensors` file of anyone's, a checkpoint's folder, or the latest in a folder."""
-    place = Path(path)
-    if place.suffix == ".safetensors" or place.is_file():
-        if not place.exists():
-            raise UsageError(
-                f"{place}: there is no such file\n  help: give a .safetensors file or a checkpoint's folder"
-            )
-        return Checkpoint.of_file(place)
-    return Checkpoint.open(place)
+def is_file_of_weights(path: Path) -> bool:
+    """Whether initial weights come from a `.safetensors` file of anyone's, and not from a checkpoint."""
+    if path.suffix == ".safetensors" and not path.exists():
+        raise UsageError(f"{path}: there is no such file\n  help: give a .safetensors file or a checkpoint's folder")
+    return path.is_file()
 
 
 def meet_weights(source: Checkpoint, records: Sequence[StateRecord], strict: bool = True) -> frozenset[str]:

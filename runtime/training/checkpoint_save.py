@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import TypeAlias
 
 from partc.runtime.dtypes import Array, dense
-from partc.runtime.format import FileRecord, StateRecord
+from partc.runtime.format import StateRecord
 from pydantic import JsonValue
 
+from ..errors import CheckpointError
 from .checkpoint_file import Stored, write_tensors
 from .checkpoint_index import (
+    FORMAT,
     INDEX,
     OLD,
     REMOVED,
     SAVING,
-    CheckpointError,
+    CheckpointFile,
     CheckpointIndex,
     PieceRecord,
     TensorRecord,
@@ -75,7 +77,7 @@ def save(
     def write() -> str:
         scratch.mkdir(parents=True, exist_ok=True)
         record = _write(scratch / rank_tensors(rank), rank, pieces, owned)
-        return "" if record is None else record.model_dump_json()
+        return "" if record is None else record.model_dump_json(exclude={"sha256"})
 
     def commit() -> str:
         if rank == 0:
@@ -122,7 +124,7 @@ def _together(target: Path, share: Share, act: Callable[[], str]) -> list[str]:
 
 def _write(
     path: Path, rank: int, pieces: Sequence[tuple[StateRecord, Array]], owned: Mapping[str, Sequence[Owned]]
-) -> FileRecord | None:
+) -> CheckpointFile | None:
     """Writes what a rank owns, and gives the file's record; None where it owns nothing."""
     arrays = {record.value: (record, array) for record, array in pieces}
     mine: dict[str, tuple[Owned, Array]] = {}
@@ -149,7 +151,8 @@ def _write(
         return None
     types = {key: dense(arrays[one.value][0].type) for key, (one, _) in mine.items()}
     stored = {key: Stored(dtype, mine[key][0].box.shape) for key, dtype in types.items() if dtype is not None}
-    return write_tensors(path, stored, lambda key: mine[key][1][mine[key][0].box.inside(mine[key][0].held)])
+    written = write_tensors(path, stored, lambda key: mine[key][1][mine[key][0].box.inside(mine[key][0].held)])
+    return CheckpointFile(bytes=written.bytes, header=written.header)
 
 
 def _key(tensor: str, owned: Owned, shape: Sequence[int]) -> str:
@@ -184,9 +187,9 @@ def _index(
                 for one in owned[record.tensor]
             ),
         )
-    files = {rank_tensors(rank): FileRecord.model_validate_json(text) for rank, text in enumerate(said) if text}
+    files = {rank_tensors(rank): CheckpointFile.model_validate_json(text) for rank, text in enumerate(said) if text}
     return CheckpointIndex(
-        format=1, partc=version("partc"), step=step, ranks=len(said), meta=dict(meta), tensors=tensors, files=files
+        format=FORMAT, partc=version("partc"), step=step, ranks=len(said), meta=dict(meta), tensors=tensors, files=files
     )
 
 
@@ -223,7 +226,7 @@ def _prune(folder: Path, target: Path, keep: int | None) -> None:
     Those that hold numbers which are not finite go first, and such a new one takes the place of no other kind. One that cannot be removed
     stays: the new checkpoint is whole all the same.
     """
-    others = [path for _, path in steps(folder) if path != target]
+    others = [path for _, path in steps(folder) if path != target and (path / INDEX).is_file()]
     excess = 0 if keep is None else max(0, len(others) + 1 - max(1, keep))
     wrong = [path for path in others if _is_wrong(path)]
     sound = [] if _is_wrong(target) else [path for path in others if path not in wrong]

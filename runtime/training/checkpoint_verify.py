@@ -6,10 +6,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..errors import CheckpointError, printable
 from .checkpoint import Checkpoint
-from .checkpoint_box import common, left_of, whole
 from .checkpoint_file import Stored, read_header
-from .checkpoint_index import INDEX, CheckpointError, CheckpointIndex, TensorRecord, read_index
+from .checkpoint_index import INDEX, CheckpointIndex, read_index
+from .checkpoint_sums import Proof
 
 
 def verify(folder: Path) -> list[str]:
@@ -20,19 +21,17 @@ def verify(folder: Path) -> list[str]:
         return [line for line in str(error).splitlines() if not line.startswith("  help: ")]
     checkpoint = Checkpoint(folder, index)
     problems = checkpoint.missing_files()
-    if not problems:
-        problems = checkpoint.changed_files()
     headers: dict[str, dict[str, Stored]] = {}
-    for name in index.files:
-        try:
-            headers[name] = read_header(folder / name)
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError) as error:
-            problems.append(f"{folder / name}: {error}")
+    if not problems:
+        for name, record in index.files.items():
+            try:
+                headers[name] = read_header(folder / name, record.header)
+            except (OSError, ValueError) as error:
+                problems.append(f"{folder / name}: {error.strerror if isinstance(error, OSError) else error}")
+    if not problems:
+        with Proof(checkpoint) as proof:
+            problems = proof.problems()
     problems += _pieces(folder, index, headers)
-    for name, tensor in index.tensors.items():
-        problems += (f"{folder / INDEX}: '{name}': {problem}" for problem in _coverage(tensor))
     return [*problems, *_strangers(folder, index)]
 
 
@@ -56,20 +55,6 @@ def _pieces(folder: Path, index: CheckpointIndex, headers: dict[str, dict[str, S
         yield from (f"{folder / name}: '{key}' is not in the index" for key in headers[name] if key not in keys)
 
 
-def _coverage(tensor: TensorRecord) -> Iterator[str]:
-    every = whole(tensor.shape)
-    boxes = [piece.box for piece in tensor.pieces]
-    missing = left_of([every], boxes) if every.count else []
-    absent = sum(box.count for box in missing)
-    twice = sum(box.count for box in boxes) - (every.count - absent)
-    if absent:
-        yield f"{absent} of its {every.count} elements are in no piece, the first at {missing[0]}"
-    if twice:
-        pairs = ((one, other) for at, one in enumerate(boxes) for other in boxes[:at])
-        first = next(shared for one, other in pairs if (shared := common(other, one)) is not None)
-        yield f"{twice} of its {every.count} elements are in more than one piece, the first at {first}"
-
-
 def _strangers(folder: Path, index: CheckpointIndex) -> Iterator[str]:
     known = {*index.files, INDEX}
     for root, folders, files in os.walk(folder):
@@ -77,4 +62,4 @@ def _strangers(folder: Path, index: CheckpointIndex) -> Iterator[str]:
         for file in sorted(files):
             path = Path(root) / file
             if path.relative_to(folder).as_posix() not in known:
-                yield f"{path}: is not in the index"
+                yield printable(f"{path}: is not in the index")

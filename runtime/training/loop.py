@@ -141,9 +141,9 @@ def _taken(trainer: Trainer, batch: Mapping[str, Any], position: Position) -> Ma
         ) from None
 
 
-def resume(trainer: Trainer, loader: Loader, path: Path) -> None:
+def resume(trainer: Trainer, loader: Loader, path: Path, option: str = "") -> None:
     """Goes on where a checkpoint was written: tensors, the number of the step, and the place in the data."""
-    meta = trainer.load(path)
+    meta = trainer.load(path, option)
     match meta.get("position"):
         case [int(epoch), int(batch)]:
             loader.seek(Position(epoch, batch))

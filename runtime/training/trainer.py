@@ -17,13 +17,16 @@ import numpy as np
 from pydantic import JsonValue
 
 from ..artifact import open_artifact
-from ..errors import ArtifactError, InputError, NonFiniteError, UsageError
+from ..errors import ArtifactError, DamagedError, InputError, NonFiniteError, UsageError
 from ..format import TOTALS, Manifest, Port, TrainingRecord, stays_inside
 from ..program import OnError, Outputs, Program, load
+from .agree import together
 from .batch import of_batch, parts, pieces_of
 from .checkpoint import Checkpoint
-from .checkpoint_match import OPTIMIZER, initial, meet, meet_weights
+from .checkpoint_match import OPTIMIZER, is_file_of_weights, meet, meet_weights
+from .checkpoint_newest import take_whole
 from .checkpoint_save import save
+from .checkpoint_sums import Proof
 from .finite import NONFINITE, SKIPPED, STOP, first_in_batch, is_finite, no_checkpoint, not_finite, told
 from .named import SCHEDULE, base_folder, outside, refusal
 from .schedule import Rate, scalars, schedule
@@ -60,6 +63,8 @@ class Trainer:
         """The number of steps taken so far."""
         self.skipped = 0
         """How many of them changed nothing, since a gradient was not finite."""
+        self.source: Path | None = None
+        """The checkpoint of which tensors were loaded last."""
         self.on_nonfinite = str(record.settings.get("on_nonfinite", STOP))
         self._evaluation, self._accumulation, self._totals = evaluation, accumulation, totals
         self._ports = of_batch(program.manifest).inputs
@@ -201,44 +206,66 @@ class Trainer:
         state, share = self.program.state, self.program.share
         return save(Path(folder), self.step, self.rank, state.arrays(), self._kept, known, share, keep)
 
-    def load(self, path: str | Path) -> Mapping[str, JsonValue]:
-        """Goes on where a checkpoint was written, whatever plan wrote it; what was saved beside the tensors."""
-        checkpoint = self._together(lambda: Checkpoint.open(path))
-        self._together(lambda: meet(checkpoint, self._kept, str(self.record.optimizer.get("type", ""))))
-        self._together(lambda: self._fill(checkpoint, {record.tensor for record in self._kept}))
+    def load(self, path: str | Path, option: str = "") -> Mapping[str, JsonValue]:
+        """Goes on where a checkpoint was written, whatever plan wrote it; what was saved beside the tensors.
+
+        Of a folder of checkpoints the newest whole one is taken; `source` says which. Nothing is taken from one before all of it was found
+        to be as it was written: DamagedError, on all ranks alike, says what is not, and leaves everything as it was. `option` is how
+        the user gives another path, for the message.
+        """
+
+        def take(place: Path) -> Checkpoint:
+            checkpoint = self._together(lambda: Checkpoint.at(place))
+            self._together(lambda: meet(checkpoint, self._kept, str(self.record.optimizer.get("type", ""))))
+            self._read(checkpoint, {record.tensor for record in self._kept})
+            return checkpoint
+
+        self.source, checkpoint = take_whole(Path(path), take, option, self.rank, self.program.share)
         self.step = checkpoint.index.step
         skipped = checkpoint.index.meta.get(SKIPPED, 0)
         self.skipped = skipped if isinstance(skipped, int) else 0
         return checkpoint.index.meta
 
-    def begin(self, path: str | Path, strict: bool = True) -> frozenset[str]:
-        """Takes weights from a checkpoint, or from any safetensors file with the same names; the names of those taken."""
-        source = self._together(lambda: initial(path))
-        names = self._together(lambda: meet_weights(source, self._kept, strict))
-        self._together(lambda: self._fill(source, names))
+    def begin(self, path: str | Path, strict: bool = True, option: str = "") -> frozenset[str]:
+        """Takes weights from a checkpoint, or from any safetensors file with the same names; the names of those taken.
+
+        Checkpoints are chosen and proven as by `load`; so is a file that `partc checkpoint export` wrote.
+        """
+
+        def take(source: Checkpoint) -> frozenset[str]:
+            names = self._together(lambda: meet_weights(source, self._kept, strict))
+            self._read(source, names)
+            return names
+
+        def take_checkpoint(place: Path) -> frozenset[str]:
+            return take(self._together(lambda: Checkpoint.at(place)))
+
+        place = Path(path)
+        if self._together(lambda: is_file_of_weights(place)):
+            return take(self._together(lambda: Checkpoint.of_file(place)))
+        self.source, names = take_whole(place, take_checkpoint, option, self.rank, self.program.share)
         return names
 
-    def _fill(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
-        wanted = set(names)
-        for record, array in self.program.state.arrays():
-            if record.tensor in wanted:
-                checkpoint.load_into(record, self.rank, array)
+    def _read(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
+        """Fills what is kept of these tensors, once all ranks together have hashed them."""
+        wanted = frozenset(names)
+
+        def prove() -> None:
+            with Proof(checkpoint, self.rank, self.manifest.ranks) as proof:
+                if problems := proof.problems():
+                    raise DamagedError(problems)
+
+        def fill() -> None:
+            for record, array in self.program.state.arrays():
+                if record.tensor in wanted:
+                    checkpoint.load_into(record, self.rank, array)
+
+        self._together(prove)
+        self._together(fill)
 
     def _together(self, action: Callable[[], Result]) -> Result:
-        """The action's result where it succeeds on every rank; else the first rank's failure on all."""
-        failure: Exception | None = None
-        result: Result | None = None
-        try:
-            result = action()
-        except Exception as error:
-            failure = error
-        texts = self.program.share("" if failure is None else f"{type(failure).__name__}: {failure}")
-        if failure is not None:
-            raise failure
-        for rank, text in enumerate(texts):
-            if text:
-                raise UsageError(f"rank {rank}: {text}")
-        return result  # type: ignore[return-value]
+        """The action's result where it succeeds on every rank; else the same failure on all."""
+        return together(action, self.program.share)
 
     def close(self) -> None:
         """Gives back sessions and buffers; collective."""

@@ -1,0 +1,55 @@
+"""One outcome of what every rank does for itself: where it fails on any, the same error on all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ..errors import ArtifactError, CheckpointError, DamagedError, PartcError, RankError, UsageError
+
+Result = TypeVar("Result")
+_KINDS: tuple[type[PartcError], ...] = (DamagedError, CheckpointError, ArtifactError, UsageError)
+
+
+def together(action: Callable[[], Result], share: Callable[[str], Sequence[str]]) -> Result:
+    """The action's result where it succeeds on every rank; collective.
+
+    What some ranks found is one error on all: of the first kind that came up, with every line once. Where it was no error of partc's the
+    rank that had it raises it, and the others a RankError.
+    """
+    failure: Exception | None = None
+    result: Result | None = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    told = [json.loads(text) for text in share(json.dumps(_words(failure)))]
+    if not any(told):
+        return result  # type: ignore[return-value]
+    strange = [(rank, words) for rank, words in enumerate(told) if words and words[0] is None]
+    if strange:
+        if failure is not None and _words(failure)[0] is None:
+            raise failure
+        rank, words = strange[0]
+        raise RankError(f"rank {rank} failed: {words[1]}")
+    first = next(words[0] for words in told if words)
+    texts = dict.fromkeys(text for words in told if words and words[0] == first for text in words[1:])
+    if first == DamagedError.__name__:
+        raise DamagedError(list(texts))
+    kind = next(one for one in _KINDS if one.__name__ == first)
+    raise kind("\n".join(texts))
+
+
+def _words(failure: Exception | None) -> list[str | None]:
+    """An error as what ranks tell one another: its kind, none for an error that is not partc's, and its text."""
+    match failure:
+        case None:
+            return []
+        case DamagedError():
+            return [DamagedError.__name__, *failure.problems]
+        case _:
+            for kind in _KINDS:
+                if type(failure) is kind:
+                    return [kind.__name__, str(failure)]
+            return [None, f"{type(failure).__name__}: {failure}"]
