@@ -36,3 +36,7 @@ class CompileError(Exception):
     def __init__(self, problems: Problem | Iterable[Problem]) -> None:
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class OwnFaultError(CompileError):
+    """What partc itself has done wrong, as far as it can tell; where the model is not sound, it is the model's."""

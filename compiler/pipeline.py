@@ -28,6 +28,7 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load import load
 from partc.compiler.load.names import node_paths
 from partc.compiler.load.source import Source
+from partc.compiler.load.unsound import blamed
 from partc.compiler.ops.local_map import is_inside
 from partc.compiler.parts.partition import partition
 from partc.compiler.placing.pattern_rules import own_name
@@ -151,7 +152,8 @@ def analyse(
 ) -> Program:
     """Loads and runs all passes; writes nothing. `plan` and `configuration` are as `start` says."""
     chosen = read_plan(plan) if plan is not None else None
-    return run_passes(start(load(model), chosen, model.name, configuration), after)
+    with blamed(model):
+        return run_passes(start(load(model), chosen, model.name, configuration), after)
 
 
 def _inner(
@@ -195,23 +197,44 @@ def compile_model(
 
     Raises CompileError; then `out` is as it was.
     """
-    texts: dict[str, str] = {}
-
-    def keep(name: str, program: Program) -> None:
-        texts[f"ir/{len(texts) + 1}_{name}.ir"] = begin_text(program, name)
-
     chosen = read_plan(plan) if plan is not None else None
     refuse_to_replace(out)
     watch("load")
     source = load(model)
+    options = Options(dump_ir, strict, annotated, configuration, check)
+    with blamed(model):
+        return _compiled(source, model, chosen, plan, out, options, watch)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a compile is to go, as `compile_model` says."""
+
+    dump_ir: bool
+    strict: bool
+    annotated: Path | None
+    configuration: str | None
+    check: bool
+
+
+def _compiled(
+    source: Source, model: Path, chosen: Plan | None, plan: Path | None, out: Path, options: Options, watch: Watch
+) -> Report:
+    """Compiles a model that is loaded by a plan that is read."""
+    texts: dict[str, str] = {}
+    annotated, configuration = options.annotated, options.configuration
+
+    def keep(name: str, program: Program) -> None:
+        texts[f"ir/{len(texts) + 1}_{name}.ir"] = begin_text(program, name)
+
     watch("start")
-    program = run_passes(start(source, chosen, model.name, configuration), keep if dump_ir else None, watch)
+    program = run_passes(start(source, chosen, model.name, configuration), keep if options.dump_ir else None, watch)
     if annotated is not None and any(is_inside(node) for node in program.model.graph):
         fact = "the model has local maps, for which the standard's annotations have no word"
         raise CompileError(Problem(str(annotated), fact, help="leave out --annotated"))
     if program.training is not None and plan is not None:
         program = replace(program, training=program.training.from_folder(os.path.relpath(plan.parent, out)))
-    check_budget(program, strict)
+    check_budget(program, options.strict)
     inner = _inner(program, source, chosen, model.name, configuration, watch)
     watch("emit")
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
@@ -219,7 +242,7 @@ def compile_model(
 
     def checked(folder: Path) -> None:
         watch("check")
-        warnings.extend(prove(folder, source.model, model.name) if check else ())
+        warnings.extend(prove(folder, source.model, model.name) if options.check else ())
 
     manifest = emit(program, out, sources, texts, inner, checked)
     program = replace(program, warnings=(*program.warnings, *warnings))

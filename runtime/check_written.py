@@ -16,11 +16,13 @@ import onnx
 from onnx import ModelProto, NodeProto, ValueInfoProto
 from partc.runtime import comm_ops
 from partc.runtime.check_files import read_manifest
-from partc.runtime.check_graph import all_nodes, check_graph, reads
+from partc.runtime.check_graph import all_nodes, check_graph, graph_bodies, not_text, reads
 from partc.runtime.check_types import as_plain_onnx, check_types, without_weights
 from partc.runtime.format import DOMAIN, MANIFEST, Manifest
 from partc.runtime.onnxruntime_api import can_load
 from partc.runtime.violation import Violation
+
+__all__ = ["Written", "check_model", "check_written", "graph_bodies", "not_text", "refusal", "written"]
 
 _QUANTIZED = {"QuantizeLinear", "DequantizeLinear"}
 _MOVED = {"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}

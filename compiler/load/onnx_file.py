@@ -6,8 +6,10 @@ opset is kept, from 7 to 26: placement needs no particular one, and a conversion
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -17,11 +19,13 @@ from onnx_ir.passes.common import TopologicalSortPass
 from partc.compiler.annotations.keep import kept
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.functions import OWN_NAME, inline_calls
+from partc.runtime.check_written import graph_bodies, not_text
 from partc.runtime.regular import fault, read_regular
 
 OLDEST_OPSET, NEWEST_OPSET = 7, 26
 LARGEST_FILE = 1 << 31
 """What protobuf allows of a model without the weights beside it."""
+_DEEPEST, _MOST_LOOPS = 60, 6
 
 
 def load_onnx(path: Path) -> ir.Model:
@@ -61,8 +65,13 @@ def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
             )
         )
     _raise(_opset_problems(proto, where))
+    if broken := not_text(proto):
+        fact = f"has a name or a text that is not UTF-8: {broken}"
+        raise CompileError(Problem(where, fact, help="check that the file is whole; export it again"))
+    _raise(_nesting_problems(proto.graph, where))
     try:
-        model = ir.from_proto(_inlined(proto))
+        with _quiet():
+            model = ir.from_proto(_inlined(proto))
     except Exception as error:
         raise CompileError(
             Problem(where, f"is broken: {error}", help="onnx.checker.check_model says more; export it again")
@@ -78,7 +87,7 @@ def checked(model: ir.Model, where: str) -> ir.Model:
         node.meta[OWN_NAME] = node.name or ""
     if model.functions:
         with kept(model, where):
-            model = inline_calls(model)
+            model = _without_calls(model, where)
     _forget_default_inputs(model.graph)
     problems = [
         *_unknown_ops(model, where),
@@ -95,9 +104,29 @@ def checked(model: ir.Model, where: str) -> ir.Model:
     return model
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what onnx-ir logs of values that nothing defines: `checked` tells of them."""
+    log = logging.getLogger("onnx_ir")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _without_calls(model: ir.Model, where: str) -> ir.Model:
+    try:
+        return inline_calls(model)
+    except Exception as error:  # the inliner raises its own kinds for recursive calls and for calls that do not fit
+        fact = f"its functions cannot be written out where they are called: {error}"
+        raise CompileError(Problem(where, fact, help="onnx.checker.check_model says more; export it again")) from error
+
+
 def _raise(problems: list[Problem]) -> None:
     if problems:
-        raise CompileError(problems)
+        raise CompileError(dict.fromkeys(problems))
 
 
 def _inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -121,6 +150,20 @@ def _opset_problems(proto: onnx.ModelProto, where: str) -> list[Problem]:
                 Problem(where, f"opset {entry.version} is outside of {OLDEST_OPSET} to {NEWEST_OPSET}", help=remedy)
             )
     return problems
+
+
+def _nesting_problems(graph: onnx.GraphProto, where: str) -> list[Problem]:
+    """Bodies that lie deeper in each other than passes can follow: each loop is inferred several times, and so what is in it."""
+    waiting = [(graph, 0, 0)]
+    while waiting:
+        owner, depth, loops = waiting.pop()
+        if depth > _DEEPEST or loops > _MOST_LOOPS:
+            fact = f"its bodies of If, Loop and Scan lie more than {_DEEPEST} deep in each other, or {_MOST_LOOPS} loops"
+            return [Problem(where, fact, help="write the inner ones without a body, or compile a part of the model")]
+        for node in owner.node:
+            inner = loops + (node.op_type in ("Loop", "Scan"))
+            waiting += [(body, depth + 1, inner) for body in graph_bodies(node)]
+    return []
 
 
 @cache

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from partc.compiler.declare import Collector
 from partc.compiler.errors import CompileError, Problem
@@ -62,7 +62,7 @@ class UserFile:
         module = ModuleType(MODEL_MODULE)
         module.__file__ = str(path)
         sys.modules[MODEL_MODULE] = module
-        exec(compile(source, str(path), "exec"), module.__dict__)
+        exec(_code(source, path), module.__dict__)
         return cls(path, vars(module), dict(_bindings(ast.parse(source).body)))
 
     @property
@@ -74,6 +74,15 @@ class UserFile:
         """`model.py:12`, where the first of these globals that there is is bound; `model.py` where there is none."""
         found = next((self.lines[name] for name in names if name in self.lines), None)
         return f"{self.name}:{found}" if found is not None else self.name
+
+
+def _code(source: bytes, path: Path) -> CodeType:
+    try:
+        return compile(source, str(path), "exec")
+    except (SyntaxError, ValueError) as error:  # of bytes that are no text Python does not say in which file
+        if isinstance(error, SyntaxError) and error.filename:
+            raise
+        raise SyntaxError(str(error), (str(path), 1, 0, "")) from error
 
 
 def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
@@ -97,7 +106,9 @@ def told_by_line(path: Path, collector: Collector) -> Iterator[None]:
         yield
     except CompileError:
         raise
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever it is, `exit()` and GeneratorExit too, user code has raised it
         problem = _problem(error, path, collector)
         if problem is None:
             raise
@@ -129,7 +140,10 @@ def _problem(error: BaseException, path: Path, collector: Collector) -> Problem 
 def _fact(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"the file ends the program: SystemExit({error.code!r})"
-    text = str(error).strip()
+    try:
+        text = str(error).strip()
+    except Exception:  # a class of the user's, whose own text fails
+        text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
-from partc.compiler.errors import CompileError, Problem
+from partc.compiler.errors import CompileError, OwnFaultError, Problem
 from partc.runtime.check_written import Written, check_model, check_written, refusal, written
 from partc.runtime.format import Manifest
 from partc.runtime.onnxruntime_api import version
@@ -35,20 +35,20 @@ def prove(folder: Path, model: ir.Model, name: str) -> list[str]:
     whole = _unsharded(model)
     told = _violated(violations, whole, name) if violations else []
     if refused:
-        raise CompileError(_refused(refused, whole, name))
+        raise _refused(refused, whole, name)
     return told
 
 
-def _refused(refused: Sequence[tuple[Written, str]], whole: onnx.ModelProto, name: str) -> list[Problem]:
+def _refused(refused: Sequence[tuple[Written, str]], whole: onnx.ModelProto, name: str) -> CompileError:
     if text := refusal(whole):
         fact = f"onnxruntime {version()} does not load the unsharded model: {text}"
         law = "what a rank runs, onnxruntime must load"
         help = f"change the model, its types or its opset; where it runs on another onnxruntime or device, {_NO_CHECK}"
-        return [Problem(name, fact, law, help)]
-    return [
+        return CompileError(Problem(name, fact, law, help))
+    return OwnFaultError(
         Problem(one.file, f"onnxruntime {version()} does not load it: {text}", _OWN_FAULT, _NO_CHECK)
         for one, text in refused
-    ]
+    )
 
 
 def _violated(violations: Sequence[Violation], whole: onnx.ModelProto, name: str) -> list[str]:
@@ -57,7 +57,7 @@ def _violated(violations: Sequence[Violation], whole: onnx.ModelProto, name: str
     known = {one.fact.split(":")[0] for one in own}
     faults = [one for one in violations if one.fact.split(":")[0] not in known]
     if faults:
-        raise CompileError(
+        raise OwnFaultError(
             Problem(one.file, f"{one.node}: {one.fact}" if one.node else one.fact, _OWN_FAULT, _NO_CHECK)
             for one in faults
         )
