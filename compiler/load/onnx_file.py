@@ -158,7 +158,9 @@ def _nesting_problems(graph: onnx.GraphProto, where: str) -> list[Problem]:
     while waiting:
         owner, depth, loops = waiting.pop()
         if depth > _DEEPEST or loops > _MOST_LOOPS:
-            fact = f"its bodies of If, Loop and Scan lie more than {_DEEPEST} deep in each other, or {_MOST_LOOPS} loops"
+            fact = (
+                f"its bodies of If, Loop and Scan lie more than {_DEEPEST} deep in each other, or {_MOST_LOOPS} loops"
+            )
             return [Problem(where, fact, help="write the inner ones without a body, or compile a part of the model")]
         for node in owner.node:
             inner = loops + (node.op_type in ("Loop", "Scan"))

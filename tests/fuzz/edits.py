@@ -9,12 +9,71 @@ from typing import Any
 import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
 
-NAMES = ["", "x", "y", "h", "w", "n", "no such value", "\x00", "é", "../up", "a" * 3000, "x ", "%d", "h.begin", "y.terms", "\x1b[2J"]
+NAMES = [
+    "",
+    "x",
+    "y",
+    "h",
+    "w",
+    "n",
+    "no such value",
+    "\x00",
+    "é",
+    "../up",
+    "a" * 3000,
+    "x ",
+    "%d",
+    "h.begin",
+    "y.terms",
+    "\x1b[2J",
+]
 INTS = [0, 1, -1, 2, 3, 5, 6, 7, 12, 2**31 - 1, 2**31, -(2**31), 2**40, 2**62, 2**63 - 1, -(2**63)]
 FLOATS = [0.0, 1.0, -1.0, 1e38, float("inf"), float("nan"), 1e-45]
-OPS = ["Relu", "Add", "MatMul", "Gemm", "Conv", "Reshape", "Transpose", "Slice", "Split", "Concat", "If", "Loop", "Scan", "Range", "ConstantOfShape"]
-OPS += ["Expand", "Tile", "Pad", "Gather", "Resize", "Softmax", "LayerNormalization", "Dropout", "RandomNormal", "SequenceConstruct", "LSTM", "Cast"]
-OPS += ["BatchNormalization", "MaxPool", "OneHot", "EyeLike", "Constant", "QuantizeLinear", "Einsum", "NoSuchOp", "Identity", "Optional", "TopK", "NonZero"]
+OPS = [
+    "Relu",
+    "Add",
+    "MatMul",
+    "Gemm",
+    "Conv",
+    "Reshape",
+    "Transpose",
+    "Slice",
+    "Split",
+    "Concat",
+    "If",
+    "Loop",
+    "Scan",
+    "Range",
+    "ConstantOfShape",
+]
+OPS += [
+    "Expand",
+    "Tile",
+    "Pad",
+    "Gather",
+    "Resize",
+    "Softmax",
+    "LayerNormalization",
+    "Dropout",
+    "RandomNormal",
+    "SequenceConstruct",
+    "LSTM",
+    "Cast",
+]
+OPS += [
+    "BatchNormalization",
+    "MaxPool",
+    "OneHot",
+    "EyeLike",
+    "Constant",
+    "QuantizeLinear",
+    "Einsum",
+    "NoSuchOp",
+    "Identity",
+    "Optional",
+    "TopK",
+    "NonZero",
+]
 DOMAINS = ["", "ai.onnx", "com.microsoft", "ai.onnx.ml", "partc.comm", "partc.optimizer", "my.own", "ai.onnx.training"]
 
 Edit = Callable[[random.Random, ModelProto], None]
@@ -46,7 +105,11 @@ def graphs(graph: GraphProto) -> list[GraphProto]:
     found = [graph]
     for node in graph.node:
         for attribute in node.attribute:
-            for body in [attribute.g, *attribute.graphs] if attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) else ():
+            for body in (
+                [attribute.g, *attribute.graphs]
+                if attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS)
+                else ()
+            ):
                 found += graphs(body)
     return found
 
@@ -97,7 +160,22 @@ def op(chance: random.Random, model: ModelProto) -> None:
 def attributes(chance: random.Random, model: ModelProto) -> None:
     """A node has another attribute, or one of another value or type."""
     node = _node(chance, model)
-    known = ["axis", "axes", "perm", "to", "alpha", "transB", "keepdims", "value", "body", "epsilon", "kernel_shape", "seed", "dtype", "equation"]
+    known = [
+        "axis",
+        "axes",
+        "perm",
+        "to",
+        "alpha",
+        "transB",
+        "keepdims",
+        "value",
+        "body",
+        "epsilon",
+        "kernel_shape",
+        "seed",
+        "dtype",
+        "equation",
+    ]
     if node.attribute and chance.random() < 0.6:
         found = chance.choice(list(node.attribute))
         if chance.random() < 0.2:
@@ -105,7 +183,11 @@ def attributes(chance: random.Random, model: ModelProto) -> None:
             return
     else:
         found = node.attribute.add(name=chance.choice([*known, *NAMES]))
-    kind = found.type if chance.random() < 0.5 and found.type else chance.choice(list(AttributeProto.AttributeType.values()))
+    kind = (
+        found.type
+        if chance.random() < 0.5 and found.type
+        else chance.choice(list(AttributeProto.AttributeType.values()))
+    )
     found.type = kind
     match AttributeProto.AttributeType.Name(kind):
         case "INT":
@@ -152,7 +234,20 @@ def outside(chance: random.Random, tensor: TensorProto) -> None:
     """A tensor's data is said to be in a file."""
     tensor.data_location = TensorProto.EXTERNAL
     del tensor.external_data[:]
-    places = ["data.bin", "../data.bin", "/etc/passwd", "/dev/zero", "", ".", "no/such", "model.onnx", "a\x00b", "C:\\x", "~/x", "data.bin/../data.bin"]
+    places = [
+        "data.bin",
+        "../data.bin",
+        "/etc/passwd",
+        "/dev/zero",
+        "",
+        ".",
+        "no/such",
+        "model.onnx",
+        "a\x00b",
+        "C:\\x",
+        "~/x",
+        "data.bin/../data.bin",
+    ]
     numbers = ["0", "8", "-1", "", "x", "99999999999999999999", "1e3", " 4", "\u0664"]
     for key, some in (("location", places), ("offset", numbers), ("length", numbers), ("checksum", numbers)):
         if chance.random() < 0.7:
@@ -193,7 +288,9 @@ def ports(chance: random.Random, model: ModelProto) -> None:
         case 2 if dims:
             chance.choice(list(dims)).dim_value = chance.choice(INTS)
         case 3 if dims:
-            chance.choice(list(dims)).dim_param = chance.choice([*NAMES, "n+1", "n*", "2*n", "n//0", "(" * 200, "batch", "0", "9" * 400, "Max(n"])
+            chance.choice(list(dims)).dim_param = chance.choice(
+                [*NAMES, "n+1", "n*", "2*n", "n//0", "(" * 200, "batch", "0", "9" * 400, "Max(n"]
+            )
         case 4:
             port.type.CopyFrom(onnx.TypeProto())
             if chance.random() < 0.6:
@@ -237,7 +334,9 @@ def header(chance: random.Random, model: ModelProto) -> None:
         case 3:
             model.opset_import.add(domain=chance.choice(DOMAINS), version=chance.choice([1, 2, 99]))
         case 4:
-            model.metadata_props.add(key=chance.choice(["partc.ranks", "partc.path", "", "x"]), value=chance.choice(NAMES))
+            model.metadata_props.add(
+                key=chance.choice(["partc.ranks", "partc.path", "", "x"]), value=chance.choice(NAMES)
+            )
         case _:
             _node(chance, model).metadata_props.add(
                 key=chance.choice(["partc.path", "pkg.onnxscript.name_scopes", "namespace", "partc.cut"]),
@@ -248,7 +347,9 @@ def header(chance: random.Random, model: ModelProto) -> None:
 def functions(chance: random.Random, model: ModelProto) -> None:
     """A local function: recursive, without a body, of another name, with another list of inputs; or calls of one."""
     if not model.functions or chance.random() < 0.4:
-        made = model.functions.add(name=chance.choice(["f", "Relu", ""]), domain=chance.choice(["local", "", "partc.optimizer"]))
+        made = model.functions.add(
+            name=chance.choice(["f", "Relu", ""]), domain=chance.choice(["local", "", "partc.optimizer"])
+        )
         made.input.append("a")
         made.output.append("b")
         made.opset_import.add(domain="", version=21)
@@ -293,7 +394,21 @@ def nest(chance: random.Random, model: ModelProto) -> None:
     model.graph.node.insert(0, node)
 
 
-EDITS: list[Edit] = [rename, rename, operands, op, attributes, attributes, weights, ports, ports, order, header, functions, nest]
+EDITS: list[Edit] = [
+    rename,
+    rename,
+    operands,
+    op,
+    attributes,
+    attributes,
+    weights,
+    ports,
+    ports,
+    order,
+    header,
+    functions,
+    nest,
+]
 
 
 def edit(chance: random.Random, model: ModelProto) -> None:

@@ -8,6 +8,7 @@ python tests/fuzz/manifests.py --minutes 5 --seed 1
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
@@ -19,9 +20,46 @@ from edits import FLOATS, INTS, NAMES, flips
 from pool import command, main
 from small import artifact
 
-KINDS = ("placed", "sharded", "exchanged", "two groups", "data parallel", "zero", "tensor parallel training", "parts of a batch")
-TEXTS = [*NAMES, "rank_0000.onnx", "../rank_0000.onnx", "/etc/passwd", "weights", "evaluation", "manifest.json", "0-3", "0-99999999999", "0,0", "3-1", "-", "sum"]
-TEXTS += ["tensor(float)", "tensor(int64)", "tensor(", "seq(tensor(float))", "n//0", "n**n**n**n", "n**99999999", "(" * 500, "9" * 5000, "batch", "1/3", "AllReduce", "__class__"]
+KINDS = (
+    "placed",
+    "sharded",
+    "exchanged",
+    "two groups",
+    "data parallel",
+    "zero",
+    "tensor parallel training",
+    "parts of a batch",
+)
+TEXTS = [
+    *NAMES,
+    "rank_0000.onnx",
+    "../rank_0000.onnx",
+    "/etc/passwd",
+    "weights",
+    "evaluation",
+    "manifest.json",
+    "0-3",
+    "0-99999999999",
+    "0,0",
+    "3-1",
+    "-",
+    "sum",
+]
+TEXTS += [
+    "tensor(float)",
+    "tensor(int64)",
+    "tensor(",
+    "seq(tensor(float))",
+    "n//0",
+    "n**n**n**n",
+    "n**99999999",
+    "(" * 500,
+    "9" * 5000,
+    "batch",
+    "1/3",
+    "AllReduce",
+    "__class__",
+]
 
 
 def places(tree: Any) -> Iterator[tuple[Any, Any]]:
@@ -53,10 +91,20 @@ def other(chance: random.Random, old: Any, data: dict[str, Any]) -> Any:
             owner, key = chance.choice(list(places(data)))
             return owner[key] if chance.random() < 0.5 and isinstance(owner[key], str) else chance.choice(TEXTS)
         case list():
-            return chance.choice([[], old[:-1], old + old, list(reversed(old)), [old], old + [chance.choice(INTS)], [None], "x"])
+            return chance.choice(
+                [[], old[:-1], old + old, list(reversed(old)), [old], [*old, chance.choice(INTS)], [None], "x"]
+            )
         case dict():
             names = sorted(old)
-            return chance.choice([{}, {**old, "unknown": 1}, dict(list(old.items())[:-1]), {**old, chance.choice([*names, "x"]): None}, []])
+            return chance.choice(
+                [
+                    {},
+                    {**old, "unknown": 1},
+                    dict(list(old.items())[:-1]),
+                    {**old, chance.choice([*names, "x"]): None},
+                    [],
+                ]
+            )
     return chance.choice([[], {}, 0, "", [[[0, 1, 2]]], {"ranks": "0-1", "mesh": [2], "cuts": [[0]]}])
 
 
@@ -82,17 +130,19 @@ def change(chance: random.Random, folder: Path) -> None:
     if chance.random() < 0.15:
         path.write_bytes(flips(chance, path.read_bytes()))
     elif chance.random() < 0.05:
-        path.write_text(chance.choice(["", "null", "[]", "{}", "[" * 100_000, '{"format": 1}', "\ufeff{}", '{"format": NaN}', "9" * 5000]))
+        path.write_text(
+            chance.choice(
+                ["", "null", "[]", "{}", "[" * 100_000, '{"format": 1}', "\ufeff{}", '{"format": NaN}', "9" * 5000]
+            )
+        )
 
 
 def refit(folder: Path) -> None:
     """The outer manifest's hashes of the inner ones, where there are such."""
     from mutated import correct
 
-    try:
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         correct(folder)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        pass
 
 
 def run(folder: Path) -> str:

@@ -26,16 +26,27 @@ TEXTS = {
         [soft] a = Softmax <axis = -1> (m)  y = Reshape(a, shape)
         zero = Constant <value_ints = [0]> ()  two = Constant <value_ints = [2]> () }""",
     "bodies": """g (float[n, 6] x, bool flag) => (float[n, 6] y) <int64 trips = {3}, bool go = {1}, float[6, 6] w> {
-        [choice] a = If (flag) <then_branch = t () => (float[n, 6] p) { p = Relu(x) }, else_branch = e () => (float[n, 6] q) { q = Tanh(x) }>
-        y = Loop (trips, go, a) <body = b (int64 i, bool c, float[n, 6] v) => (bool d, float[n, 6] z) { d = Identity(c)  z = MatMul(v, w) }> }""",
+        [choice] a = If (flag) <then_branch = t () => (float[n, 6] p) { p = Relu(x) },
+            else_branch = e () => (float[n, 6] q) { q = Tanh(x) }>
+        y = Loop (trips, go, a) <body = b (int64 i, bool c, float[n, 6] v) => (bool d, float[n, 6] z) {
+            d = Identity(c)  z = MatMul(v, w) }> }""",
 }
 PLANS = {
-    "layers": ["ranks: 3\nplacement: {up: 0, down: 2}\n", "ranks: 2\nsymbols: {n: {divisor: 2}}\nsharding: {up: colwise, down: rowwise}\n"],
-    "pictures": ["ranks: 2\nplacement: {conv: 0, pool: 1}\n", "ranks: 2\nsymbols: {n: {divisor: 2}}\ndataset: data_parallel\n"],
+    "layers": [
+        "ranks: 3\nplacement: {up: 0, down: 2}\n",
+        "ranks: 2\nsymbols: {n: {divisor: 2}}\nsharding: {up: colwise, down: rowwise}\n",
+    ],
+    "pictures": [
+        "ranks: 2\nplacement: {conv: 0, pool: 1}\n",
+        "ranks: 2\nsymbols: {n: {divisor: 2}}\ndataset: data_parallel\n",
+    ],
     "shapes": ["ranks: 2\nplacement: {mm: 1}\n", "ranks: 2\nsharding: {mm: colwise}\n"],
     "bodies": ["ranks: 2\nplacement: {choice: 1}\n", "ranks: 1\n"],
 }
-LEARN = "ranks: 2\nsymbols: {n: {divisor: 2}}\ndataset: data_parallel\ntrain: {loss: {type: mean_squared, prediction: y, target: goal}, optimizer: {type: adam, lr: 0.1}}\n"
+LEARN = (
+    "ranks: 2\nsymbols: {n: {divisor: 2}}\ndataset: data_parallel\n"
+    "train: {loss: {type: mean_squared, prediction: y, target: goal}, optimizer: {type: adam, lr: 0.1}}\n"
+)
 
 SCRIPT = """from partc.compiler import Input, Symbol, nn
 
@@ -54,10 +65,46 @@ model = Network()
 inputs = {"x": Input([Symbol(min=1), 6], "float32")}
 outputs = ["y"]
 """
-LINES = ["raise ValueError('mine')", "raise KeyError(3)", "raise SystemExit(3)", "raise KeyboardInterrupt", "return None", "return 3", "return x, x", "return op"]
-LINES += ["1 / 0", "import no_such_module", "self.forward(op, x)", "x = x + x", "op.MatMul(x, 3)", "op.NoSuch(x)", "raise type('Odd', (Exception,), {'__str__': lambda s: 1 / 0})()"]
-LINES += ["assert False", "raise StopIteration", "raise GeneratorExit", "x = None", "return self.up(op)", "return op.Constant()", "self.up.weight = None", "raise UnicodeDecodeError('a', b'b', 0, 1, 'c')"]
-LINES += ["return [x]", "return {'y': x}", "return op.Reshape(x, x)", "raise MemoryError", "raise RecursionError", "raise Exception('a\\n' * 50)", "exit()", "raise ExceptionGroup('g', [ValueError()])", "del self.up"]
+LINES = [
+    "raise ValueError('mine')",
+    "raise KeyError(3)",
+    "raise SystemExit(3)",
+    "raise KeyboardInterrupt",
+    "return None",
+    "return 3",
+    "return x, x",
+    "return op",
+]
+LINES += [
+    "1 / 0",
+    "import no_such_module",
+    "self.forward(op, x)",
+    "x = x + x",
+    "op.MatMul(x, 3)",
+    "op.NoSuch(x)",
+    "raise type('Odd', (Exception,), {'__str__': lambda s: 1 / 0})()",
+]
+LINES += [
+    "assert False",
+    "raise StopIteration",
+    "raise GeneratorExit",
+    "x = None",
+    "return self.up(op)",
+    "return op.Constant()",
+    "self.up.weight = None",
+    "raise UnicodeDecodeError('a', b'b', 0, 1, 'c')",
+]
+LINES += [
+    "return [x]",
+    "return {'y': x}",
+    "return op.Reshape(x, x)",
+    "raise MemoryError",
+    "raise RecursionError",
+    "raise Exception('a\\n' * 50)",
+    "exit()",
+    "raise ExceptionGroup('g', [ValueError()])",
+    "del self.up",
+]
 
 
 @functools.cache
@@ -89,7 +136,10 @@ def script(chance: random.Random) -> str:
                 lines.insert(chance.randrange(len(lines)), chance.choice(LINES))
             case 2:
                 at = chance.randrange(len(lines))
-                lines[at] = lines[at].replace(chance.choice(["6", "12", "5", "Net", "x", "self", '"', "n"]), chance.choice(["", "0", "-1", "None", "1e9", "{}", "'", "7"]))
+                lines[at] = lines[at].replace(
+                    chance.choice(["6", "12", "5", "Net", "x", "self", '"', "n"]),
+                    chance.choice(["", "0", "-1", "None", "1e9", "{}", "'", "7"]),
+                )
             case _:
                 return flips(chance, text.encode()).decode("utf-8", "surrogateescape")
         text = "\n".join(lines)

@@ -56,15 +56,155 @@ PLANS: list[dict[str, Any]] = [
         "full_batch": True,
     },
 ]
-TEXTS = ["", "x", "y", "up", "down", "**", "*", "[0-", "{a,", "[9-0]", "[0-99999999999]", "{" * 60, "*" * 300, "a." * 500, "dp", "colwise"]
-TEXTS += ["data_parallel", "producer", "cut", "\0", "\x1b[31m", "\u202e", "\ud7ff", "名前", "e\u0301", "../../etc/passwd", "x" * 5000, "64MB", "-1GB"]
-TEXTS += ["1e999MB", "NaN", "n", "n+1", "__import__('os')", "%s{0}{x!r}", "adam", "mse", "file.py:function", "()", "b", "train", "null"]
-NUMBERS = [0, 1, -1, 2, 3, 7, 2**31, 2**63, 2**64, 10**30, -(10**12), 0.5, -0.0, 1e-320, 1e308, 10**400, True, False, None, 1000, 65537]
-RAW = [".inf", "-.inf", ".nan", "2026-01-01", "0o17", "0x1F", "1_000", "!!python/object/apply:os.system ['true']", "!!binary aGk=", "~", "&a [*a]"]
-RAW += ["*missing", "!!set {a, b}", "? [1, 2] : 3", "!!timestamp 9999-99-99", "!!int x", "!local 3", "|\n  text", "<<: 3", "{<<: [1]}", "!!omap [a: 1]"]
-RAW += ["!!float 1__", "12:30:45", "1e400", "0b2", "'", '"', "[", "{", "- - -", "%YAML 9.9", "---", "...", "\t", "key: : :", "!!null x", "!!bool maybe", "=", "@", "`"]
-HEADS = ["\ufeff", "%YAML 1.1\n---\n", "%TAG ! tag:x,2000:\n---\n", "---\n---\n", "\t", "\x00", "# \u2028\n", "--- !!map\n", "&root\n", "...\n"]
-KEYS = ["ranks", "mesh", "train", "loss", "type", "in", "out", "placement", "symbols", "n", "divisor", "x", "<<", "", "é", "unknown", "parameters", "accumulate"]
+TEXTS = [
+    "",
+    "x",
+    "y",
+    "up",
+    "down",
+    "**",
+    "*",
+    "[0-",
+    "{a,",
+    "[9-0]",
+    "[0-99999999999]",
+    "{" * 60,
+    "*" * 300,
+    "a." * 500,
+    "dp",
+    "colwise",
+]
+TEXTS += [
+    "data_parallel",
+    "producer",
+    "cut",
+    "\0",
+    "\x1b[31m",
+    "\u202e",
+    "\ud7ff",
+    "名前",
+    "e\u0301",
+    "../../etc/passwd",
+    "x" * 5000,
+    "64MB",
+    "-1GB",
+]
+TEXTS += [
+    "1e999MB",
+    "NaN",
+    "n",
+    "n+1",
+    "__import__('os')",
+    "%s{0}{x!r}",
+    "adam",
+    "mse",
+    "file.py:function",
+    "()",
+    "b",
+    "train",
+    "null",
+]
+NUMBERS = [
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    2**31,
+    2**63,
+    2**64,
+    10**30,
+    -(10**12),
+    0.5,
+    -0.0,
+    1e-320,
+    1e308,
+    10**400,
+    True,
+    False,
+    None,
+    1000,
+    65537,
+]
+RAW = [
+    ".inf",
+    "-.inf",
+    ".nan",
+    "2026-01-01",
+    "0o17",
+    "0x1F",
+    "1_000",
+    "!!python/object/apply:os.system ['true']",
+    "!!binary aGk=",
+    "~",
+    "&a [*a]",
+]
+RAW += [
+    "*missing",
+    "!!set {a, b}",
+    "? [1, 2] : 3",
+    "!!timestamp 9999-99-99",
+    "!!int x",
+    "!local 3",
+    "|\n  text",
+    "<<: 3",
+    "{<<: [1]}",
+    "!!omap [a: 1]",
+]
+RAW += [
+    "!!float 1__",
+    "12:30:45",
+    "1e400",
+    "0b2",
+    "'",
+    '"',
+    "[",
+    "{",
+    "- - -",
+    "%YAML 9.9",
+    "---",
+    "...",
+    "\t",
+    "key: : :",
+    "!!null x",
+    "!!bool maybe",
+    "=",
+    "@",
+    "`",
+]
+HEADS = [
+    "\ufeff",
+    "%YAML 1.1\n---\n",
+    "%TAG ! tag:x,2000:\n---\n",
+    "---\n---\n",
+    "\t",
+    "\x00",
+    "# \u2028\n",
+    "--- !!map\n",
+    "&root\n",
+    "...\n",
+]
+KEYS = [
+    "ranks",
+    "mesh",
+    "train",
+    "loss",
+    "type",
+    "in",
+    "out",
+    "placement",
+    "symbols",
+    "n",
+    "divisor",
+    "x",
+    "<<",
+    "",
+    "é",
+    "unknown",
+    "parameters",
+    "accumulate",
+]
 
 
 def places(tree: Any) -> list[Place]:
@@ -119,7 +259,37 @@ def edited(chance: random.Random) -> str:
             case 0:
                 text = text[:at] + text[min(end, at + 9) :]
             case 1:
-                text = text[:at] + chance.choice(["{", "}", "[", "]", ":", "-", "'", '"', "&", "*", "!", "#", "|", "\n", "\t", "\0", "\r", "é", "\u2028", "\ufffe", "%", "@", ","]) + text[at:]
+                text = (
+                    text[:at]
+                    + chance.choice(
+                        [
+                            "{",
+                            "}",
+                            "[",
+                            "]",
+                            ":",
+                            "-",
+                            "'",
+                            '"',
+                            "&",
+                            "*",
+                            "!",
+                            "#",
+                            "|",
+                            "\n",
+                            "\t",
+                            "\0",
+                            "\r",
+                            "é",
+                            "\u2028",
+                            "\ufffe",
+                            "%",
+                            "@",
+                            ",",
+                        ]
+                    )
+                    + text[at:]
+                )
             case 2:
                 text = text[:at] + chance.choice(RAW) + text[at:]
             case 3:
@@ -156,7 +326,9 @@ def raw(chance: random.Random) -> str:
 def grown(chance: random.Random) -> str:
     """What is deep, long or many: nesting, aliases that multiply, long lists, many keys."""
     many = chance.choice((30, 300, 3_000, 30_000))
-    place = chance.choice(["placement", "sharding", "mesh", "symbols", "inputs", "dataset", "outputs", "train", "ranks", "a"])
+    place = chance.choice(
+        ["placement", "sharding", "mesh", "symbols", "inputs", "dataset", "outputs", "train", "ranks", "a"]
+    )
     forms: list[Callable[[], str]] = [
         lambda: f"ranks: 2\n{place}: " + "[" * many + "]" * many,
         lambda: f"ranks: 2\n{place}: " + '{"a": ' * many + "1" + "}" * many,
@@ -164,15 +336,25 @@ def grown(chance: random.Random) -> str:
         lambda: f"ranks: 2\n{place}:\n" + "".join(f"  k{at}: {at}\n" for at in range(many)),
         lambda: f"ranks: 2\n{place}: [{', '.join(map(str, range(many)))}]\n",
         lambda: f"ranks: {many * 1000}\nplacement: {{up: [{', '.join(map(str, range(many)))}]}}\n",
-        lambda: "a0: &a0 [x, x]\n" + "".join(f"a{at}: &a{at} [*a{at - 1}, *a{at - 1}]\n" for at in range(1, 40)) + "ranks: 2\n",
+        lambda: (
+            "a0: &a0 [x, x]\n"
+            + "".join(f"a{at}: &a{at} [*a{at - 1}, *a{at - 1}]\n" for at in range(1, 40))
+            + "ranks: 2\n"
+        ),
         lambda: f"ranks: {'9' * many}\n",
         lambda: f"ranks: 2\nplacement: {{'{'*' * many}': 0}}\n",
         lambda: f"ranks: 2\nplacement: {{'{'*.' * min(many, 3_000)}x': 0, '{'**.' * 30}y': 1}}\n",
         lambda: f"ranks: 2\nplacement: {{'{'{a,b}' * min(many, 300)}': 0}}\n",
-        lambda: f"ranks: 2\nmesh: {{{', '.join(f'm{at}: 1' for at in range(min(many, 300)))}, dp: 2}}\nsharding: {{up: colwise}}\n",
-        lambda: f"ranks: 64\nsharding: {{up: {{in: [[{chance.choice((2, 4, 64))}, 1], [1, {chance.choice((1, 3, 12))}]]}}}}\n",
-        lambda: "ranks: 2\ntrain: {loss: {type: mse, prediction: y, target: t}, optimizer: sgd, "
-        f"accumulate: {many}, batch: {10**9}, epochs: {10**12}}}\n",
+        lambda: (
+            f"ranks: 2\nmesh: {{{', '.join(f'm{at}: 1' for at in range(min(many, 300)))}, dp: 2}}\nsharding: {{up: colwise}}\n"
+        ),
+        lambda: (
+            f"ranks: 64\nsharding: {{up: {{in: [[{chance.choice((2, 4, 64))}, 1], [1, {chance.choice((1, 3, 12))}]]}}}}\n"
+        ),
+        lambda: (
+            "ranks: 2\ntrain: {loss: {type: mse, prediction: y, target: t}, optimizer: sgd, "
+            f"accumulate: {many}, batch: {10**9}, epochs: {10**12}}}\n"
+        ),
     ]
     return chance.choice(forms)()
 

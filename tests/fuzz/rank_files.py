@@ -28,7 +28,9 @@ def calls(chance: random.Random, model: onnx.ModelProto) -> None:
             found.i = chance.choice([found.i + 1, *INTS])
         case onnx.AttributeProto.INTS:
             numbers = list(found.ints)
-            numbers[chance.randrange(len(numbers) + 1) :] = [chance.choice(INTS) for _ in range(chance.choice((0, 1, 3)))]
+            numbers[chance.randrange(len(numbers) + 1) :] = [
+                chance.choice(INTS) for _ in range(chance.choice((0, 1, 3)))
+            ]
             found.ints[:] = numbers
         case onnx.AttributeProto.FLOAT:
             found.f = chance.choice(FLOATS)
@@ -52,7 +54,21 @@ def header(chance: random.Random, path: Path) -> None:
             head[name] = chance.choice([None, [], 3, "x", {}])
         case _ if isinstance(one, dict) and one:
             key = chance.choice(sorted(one))
-            one[key] = chance.choice([None, [], [0, 10**30], ["a", "b"], [-1, 4], [True, 4], "F64", "F32", 10**400, chance.choice(INTS), NAMES[-1]])
+            one[key] = chance.choice(
+                [
+                    None,
+                    [],
+                    [0, 10**30],
+                    ["a", "b"],
+                    [-1, 4],
+                    [True, 4],
+                    "F64",
+                    "F32",
+                    10**400,
+                    chance.choice(INTS),
+                    NAMES[-1],
+                ]
+            )
         case _:
             head["__metadata__"] = chance.choice([None, [], "x", {"a": 1}])
     text = json.dumps(head).encode()

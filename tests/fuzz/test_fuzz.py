@@ -1,0 +1,21 @@
+"""A few seconds of every kind of fuzzing; any number of minutes by `python tests/fuzz/plans.py --minutes N --seed S`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = {"plans": 40, "models": 30}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_whatever_is_given_ends_well(name: str) -> None:
+    path = Path(__file__).parent / f"{name}.py"
+    asked = [sys.executable, str(path), "--cases", str(CASES[name]), "--seed", "7"]
+    ended = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(rf"{CASES[name]} cases: (\d+ ok, )?\d+ refused", ended.stdout)
