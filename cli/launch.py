@@ -15,7 +15,8 @@ from partc.cli.launcher import Hosts, command_line, find_launcher, launch_enviro
 from partc.cli.progress import Progress, TrainingBar
 from partc.cli.report import seen
 from partc.cli.scratch import Scratch
-from partc.cli.supervise import Stopped, supervise
+from partc.cli.signals import Signals
+from partc.cli.supervise import supervise
 from partc.cli.training import TOLD
 from partc.runtime.format import Manifest
 from partc.runtime.replace import remove_left, remove_made
@@ -24,7 +25,7 @@ from partc.runtime.replace import remove_left, remove_made
 def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> int:
     """Runs the job on the manifest's number of ranks; the exit code."""
     launcher = find_launcher(manifest.ranks)
-    with Scratch(manifest.ranks) as scratch, Progress(job.repeat) as progress:
+    with Signals() as signals, Scratch(manifest.ranks) as scratch, Progress(job.repeat) as progress:
         given = dataclasses.replace(job, scratch=str(scratch.folder))
         bar = TrainingBar()
         if job.training is not None:
@@ -48,9 +49,9 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
 
         try:
             before = bar.close if job.training is not None else progress.close
-            return supervise(command, launch_environment(launcher), scratch, where, tick, before)
-        except Stopped as stopped:
-            return stopped.exit_code
+            local = hosts.file is None and hosts.names is None
+            environment = launch_environment(launcher, scratch.folder if local else None, scratch.memory)
+            return supervise(command, environment, scratch, where, tick, before, signals, job.stall)
         finally:
             bar.close()
             if job.output is not None:

@@ -19,6 +19,8 @@ from pathlib import Path
 from partc.runtime.errors import UsageError
 
 _INTERACTIVE_STEP = 0xFFFFFFF0
+_SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
+"""What names the folder of Open MPI's sessions, from version 5 on and before."""
 _NO_MPI = """\
 no mpiexec, mpirun or srun is found, which would start the {ranks} ranks
   help: install one with pip install "partc[mpi]", or run all ranks in this process with --in-process"""
@@ -115,9 +117,19 @@ def command_line(
     return [*options, *extra, *program]
 
 
-def launch_environment(launcher: Launcher) -> dict[str, str]:
-    """The environment for the launcher: Open MPI refuses to work for root unless it is told twice."""
+def launch_environment(launcher: Launcher, folder: Path | None = None, memory: Path | None = None) -> dict[str, str]:
+    """The environment for the launcher: Open MPI refuses to work for root unless it is told twice.
+
+    `folder` and `memory`: where it puts its files, and what its processes share in memory, if all of them are on this machine.
+    """
     environment = dict(os.environ)
-    if launcher.kind is Kind.OPEN_MPI and hasattr(os, "geteuid") and os.geteuid() == 0:
+    if launcher.kind is not Kind.OPEN_MPI:
+        return environment
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if folder is not None and "SLURM_JOB_ID" not in environment:
+        for name in _SESSIONS:
+            environment.setdefault(name, str(folder))
+        if memory is not None:
+            environment.setdefault("OMPI_MCA_btl_sm_backing_directory", str(memory))
     return environment

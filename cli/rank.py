@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -18,11 +19,14 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import click
 from partc.cli import say
 from partc.cli.job import Job
+from partc.cli.launcher import Place, surrounding_job
 from partc.cli.main import INTERRUPTED, described
 from partc.cli.present import count, size, timing
-from partc.cli.scratch import BOARD, write_pid
-from partc.runtime.board import VARIABLE
+from partc.cli.processes import end_with_parent
+from partc.cli.scratch import BOARD
+from partc.runtime.board import VARIABLE, processes, write_pid
 from partc.runtime.errors import ArtifactError, CheckpointError, InputError, NonFiniteError, UsageError
+from partc.runtime.leaving import said
 from partc.runtime.replace import refuse_other
 
 if TYPE_CHECKING:
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
     from partc.cli.feed import Feed
     from partc.runtime.dtypes import Array
     from partc.runtime.format import Manifest
+    from partc.runtime.mpi_watch import Watch
+    from partc.runtime.transport import Transport
 
 Result = TypeVar("Result")
 
@@ -38,11 +44,24 @@ FRAME = "partc-failure: "
 
 def run_rank(job: Job) -> int:
     """Runs this process's rank of the job to its end; the exit code."""
+    place = surrounding_job(os.environ)
+    _begin(job, place)
     try:
-        comm = _join(job)
+        comm, watch = _join(job, place.rank if place is not None else 0)
     except Exception as error:
         _tell(job, 0, error)
         return described(error)[0]
+    code = _run_joined(job, comm)
+    from partc.runtime.mpi_calls import end
+
+    end(watch)
+    return code
+
+
+def _run_joined(job: Job, comm: MPI.Intracomm) -> int:
+    """The exit code of a rank that has joined the others; what one rank alone knows of ends the job."""
+    from partc.runtime.mpi_calls import abort
+
     rank = comm.Get_rank()
     try:
         return _run(job, comm)
@@ -54,26 +73,39 @@ def run_rank(job: Job) -> int:
         if rank == 0:
             _tell(job, rank, error)
         return error.exit_code
-    except KeyboardInterrupt:
-        comm.Abort(INTERRUPTED)
-        raise
     except Exception as error:
         _tell(job, rank, error)
-        comm.Abort(described(error)[0])
+        abort(comm, described(error)[0])
+        raise
+    except BaseException as error:
+        # sys.exit, or an interrupt, in the code of a user: the others would wait for ever.
+        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        _print_failure(job, rank, code, said(rank, error))
+        abort(comm, code)
         raise
 
 
-def _join(job: Job) -> MPI.Intracomm:
+def _begin(job: Job, place: Place | None) -> None:
+    """What a launching process must know of this one before MPI begins; it ends when its launcher does."""
+    end_with_parent(signal.SIGKILL)
+    if job.scratch is not None and place is not None and Path(job.scratch).is_dir():
+        os.environ[VARIABLE] = str(Path(job.scratch) / BOARD)
+        write_pid(Path(job.scratch), place.rank)
+
+
+def _join(job: Job, rank: int) -> tuple[MPI.Intracomm, Watch]:
+    """The communicator of all ranks, and who looks on where MPI blocks."""
     try:
-        from mpi4py import MPI
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from partc.runtime.mpi_calls import begin
+        from partc.runtime.mpi_watch import Watch
     except (ImportError, RuntimeError) as error:
         help = 'help: install one with pip install "partc[mpi]", or run with --in-process'
         raise UsageError(f"no MPI library can be loaded: {error}\n{help}") from None
-    comm = MPI.COMM_WORLD
-    if job.scratch is not None and Path(job.scratch).is_dir():
-        os.environ[VARIABLE] = str(Path(job.scratch) / BOARD)
-        write_pid(Path(job.scratch), comm.Get_rank())
-    return comm
+    watch = Watch(rank, job.stall, processes)
+    return begin(watch), watch
 
 
 class _Refused(Exception):
@@ -84,7 +116,7 @@ class _Refused(Exception):
         self.rank, self.code, self.text = rank, code, text
 
 
-def _together(comm: MPI.Intracomm, action: Callable[[], Result]) -> Result:
+def _together(transport: Transport, action: Callable[[], Result]) -> Result:
     """The action's result, where it succeeds on every rank; else `_Refused` on every rank alike."""
     problem: tuple[int, str] | None = None
     result: Result | None = None
@@ -92,43 +124,46 @@ def _together(comm: MPI.Intracomm, action: Callable[[], Result]) -> Result:
         result = action()
     except Exception as error:
         problem = described(error)
-    for rank, found in enumerate(comm.allgather(problem)):
+    for rank, text in enumerate(transport.share(json.dumps(problem))):
+        found = json.loads(text)
         if found is not None:
             raise _Refused(rank, *found)
     return result  # type: ignore[return-value]
 
 
 def _run(job: Job, comm: MPI.Intracomm) -> int:
+    from partc.runtime.mpi import MpiTransport
+
+    begin = time.perf_counter()
+    transport = MpiTransport(comm, job.stall)
     if job.training is not None:
         from partc.cli.training import run_training
 
-        return run_training(job, comm)
+        return run_training(job, transport)
     from partc.cli.results import gather
     from partc.runtime import load
 
-    begin = time.perf_counter()
-    rank = comm.Get_rank()
-    inputs = _together(comm, lambda: _open(job, comm))
+    inputs = _together(transport, lambda: _open(job, transport))
     on_error: Literal["raise", "abort"] = "abort" if job.scratch is None else "raise"
-    with load(job.folder, comm, threads=job.threads, trust=job.trust, stall=job.stall, on_error=on_error) as program:
+    with load(job.folder, transport, threads=job.threads, trust=job.trust, on_error=on_error) as program:
         loaded = time.perf_counter() - begin
         times = []
         for _ in range(job.repeat):
             start = time.perf_counter()
             outputs = program(inputs)
             times.append(time.perf_counter() - start)
-        arrays = gather(comm, program.manifest, outputs)
-        if rank == 0:
+        arrays = gather(transport, program.manifest, outputs)
+        if transport.rank == 0:
             finish(job, arrays, loaded, times)
-        comm.Barrier()
+        transport.share("")
     return 0
 
 
-def _open(job: Job, comm: MPI.Intracomm) -> dict[str, object]:
+def _open(job: Job, transport: Transport) -> dict[str, object]:
     """This rank's inputs, or its pieces of them, once the number of ranks is known to be right."""
     from partc.runtime.cuts import piece
 
-    rank, size = comm.Get_rank(), comm.Get_size()
+    rank, size = transport.rank, transport.size
     manifest = prepare(job)
     if manifest.ranks != size:
         raise UsageError(wrong_ranks(job.folder, manifest.ranks, size))

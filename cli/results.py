@@ -6,6 +6,7 @@ on, an absent optional becomes none, and types that numpy has no file form for b
 
 from __future__ import annotations
 
+import json
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,17 +15,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from partc.cli.present import Table
 from partc.runtime.cuts import distinct, merge
-from partc.runtime.dtypes import Array, by_numpy
+from partc.runtime.dtypes import Array, Bytes, by_numpy
 from partc.runtime.format import Manifest, Port
 from partc.runtime.replace import replacing
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from partc.runtime.transport import Transport
 
 Arrays = dict[str, Array]
 
 _TAG = 17
-_CHUNK = 1 << 30
 _FIRST_DAY = (1980, 1, 1, 0, 0, 0)
 _ROWS = 8
 
@@ -48,58 +48,44 @@ def _storable(value: Any) -> Array:
     return array.astype(element.wide) if element is not None and element.wide else array
 
 
-def gather(comm: MPI.Comm, manifest: Manifest, mine: Mapping[str, Any]) -> Arrays:
-    """All outputs on rank 0, each sent by the lowest rank that it is delivered to; on other ranks what they have.
+def gather(transport: Transport, manifest: Manifest, mine: Mapping[str, Any]) -> Arrays:
+    """All outputs on rank 0, each sent by the lowest rank that it is delivered to; on other ranks what they have. Collective.
 
     An output that is cut comes from the ranks that together have all of it.
     """
-    rank = comm.Get_rank()
-    gathered = flatten(mine)
-    for port in manifest.outputs:
-        if port.boxes is not None:
-            gathered.update(_merged(comm, port, mine))
-            continue
-        if 0 in port.ranks or not port.ranks:
-            continue
-        owner = min(port.ranks)
-        if rank == owner:
-            _send(comm, flatten({port.name: mine[port.name]}))
-        elif rank == 0:
-            gathered.update(_receive(comm, owner))
-    return gathered
+    rank = transport.rank
+    ports = [port for port in manifest.outputs if port.ranks]
+    sent = {port.name: flatten({port.name: mine[port.name]}) for port in ports if rank in _owners(port)}
+    heads = {name: [(key, one.dtype.str, one.shape) for key, one in arrays.items()] for name, arrays in sent.items()}
+    found: dict[tuple[int, str], Arrays] = {(rank, name): arrays for name, arrays in sent.items()}
+    under_way = []
+    for other, text in enumerate(transport.share(json.dumps(heads))):
+        for name, rows in json.loads(text).items() if other != 0 == rank else ():
+            found[other, name] = {key: np.empty(shape, dtype) for key, dtype, shape in rows}
+            moving = [transport.irecv(_bytes(one), other, _TAG) for one in found[other, name].values()]
+            under_way += [(one, f"the output '{name}' from rank {other}") for one in moving]
+    for name, arrays in sent.items() if rank else ():
+        for one in arrays.values():
+            request = transport.isend(_bytes(np.ascontiguousarray(one)), 0, _TAG)
+            under_way.append((request, f"the output '{name}' to rank 0"))
+    for request, what in under_way:
+        transport.wait(request, lambda what=what: what)  # type: ignore[misc]
+    whole = flatten(mine)
+    for port in ports if rank == 0 else ():
+        parts = [found[owner, port.name] for owner in _owners(port)]
+        if port.boxes is None:
+            whole |= parts[0]
+        else:
+            whole[port.name] = merge([box for _, box in distinct(port)], [part[port.name] for part in parts])
+    return whole
 
 
-def _merged(comm: MPI.Comm, port: Port, mine: Mapping[str, Any]) -> Arrays:
-    """The whole of a cut output on rank 0; nothing on other ranks."""
-    rank, chosen, pieces = comm.Get_rank(), distinct(port), []
-    for owner, _ in chosen:
-        if rank == owner != 0:
-            _send(comm, flatten({port.name: mine[port.name]}))
-        elif rank == 0:
-            found = flatten({port.name: mine[port.name]}) if owner == 0 else _receive(comm, owner)
-            pieces.append(found[port.name])
-    return {port.name: merge([box for _, box in chosen], pieces)} if rank == 0 and pieces else {}
+def _owners(port: Port) -> list[int]:
+    """The ranks that together have all of an output."""
+    return [min(port.ranks)] if port.boxes is None else [owner for owner, _ in distinct(port)]
 
 
-def _send(comm: MPI.Comm, arrays: Arrays) -> None:
-    comm.send([(name, array.dtype.str, array.shape) for name, array in arrays.items()], 0, _TAG)
-    for array in arrays.values():
-        content = _bytes(np.ascontiguousarray(array))
-        for start in range(0, len(content), _CHUNK):
-            comm.Send(content[start : start + _CHUNK], 0, _TAG)
-
-
-def _receive(comm: MPI.Comm, owner: int) -> Arrays:
-    arrays: Arrays = {}
-    for name, dtype, shape in comm.recv(source=owner, tag=_TAG):
-        arrays[name] = np.empty(shape, dtype)
-        content = _bytes(arrays[name])
-        for start in range(0, len(content), _CHUNK):
-            comm.Recv(content[start : start + _CHUNK], owner, _TAG)
-    return arrays
-
-
-def _bytes(array: Array) -> Array:
+def _bytes(array: Array) -> Bytes:
     return array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)
 
 

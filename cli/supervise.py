@@ -2,13 +2,13 @@
 
 The launcher's output passes through. A rank's own failure arrives as one framed line on stderr; a rank that was
 killed says nothing, and is told by the launcher's words, or by which process vanished first, together with the status
-board. After the first sign of a failure the launcher has some seconds to end, then its process group is killed.
+board. After the first sign of a failure the launcher has some seconds to end, then its process group is killed. Where a signal asks this
+process to end it has as long, and with a second signal no longer.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -20,29 +20,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import IO
 
 import click
 from partc.cli import say
 from partc.cli.noise import Ended, Noise
+from partc.cli.processes import end_with_parent
 from partc.cli.rank import FRAME
 from partc.cli.scratch import Scratch
+from partc.cli.signals import Signals
+from partc.cli.stopped import Stopped
 from partc.runtime.board import IDLE
 
 _PATIENCE = 4.0
 _LAST_PATIENCE = 2.0
 _POLL = 0.05
-_PR_SET_PDEATHSIG = 1
 _REMEMBERED = 40
-
-
-class Stopped(Exception):
-    """A signal asked this process to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.exit_code = 128 + number
 
 
 @dataclass(frozen=True)
@@ -90,13 +83,15 @@ def supervise(
     where: Callable[[int, int], str],
     tick: Callable[[], None],
     before_output: Callable[[], None],
+    signals: Signals,
+    stall: float = 30.0,
 ) -> int:
-    """Runs the command to its end and prints the one message of a failure; the exit code, or `Stopped` after a signal.
+    """Runs the command to its end and prints the one message of a failure; the exit code, which a signal may have asked for.
 
     `where` renders an action of a rank; `tick` is called some times a second, for progress, and `before_output`
-    before a line of the ranks is passed through.
+    before a line of the ranks is passed through. Processes that are stopped are told of after `stall` seconds.
     """
-    heard = _Heard()
+    heard, stopped = _Heard(), Stopped(stall)
     process = subprocess.Popen(
         command,
         env=dict(environment),
@@ -104,8 +99,9 @@ def supervise(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        preexec_fn=(lambda: end_with_parent(signal.SIGTERM)) if sys.platform == "linux" else None,
     )
+    scratch.tell_guard(process.pid)
     assert process.stdout is not None
     assert process.stderr is not None
     readers = [
@@ -113,46 +109,38 @@ def supervise(
         threading.Thread(target=_listen, args=(process.stderr, heard), daemon=True),
         threading.Thread(target=_watch, args=(process, scratch, heard), daemon=True),
     ]
-    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         for reader in readers:
             reader.start()
-        while process.poll() is None:
+        while process.poll() is None and not signals.noted:
             tick()
+            stopped.look(process.pid, scratch.pids())
             if heard.failed_at is not None and time.monotonic() - heard.failed_at > _PATIENCE:
                 break
             time.sleep(_POLL)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        _end(process)
+        _end(process, signals)
         scratch.end_ranks()
         for reader in readers:
             reader.join(_LAST_PATIENCE)
         if not any(reader.is_alive() for reader in readers):
             process.stdout.close()
             process.stderr.close()
-    return _verdict(process.returncode, heard, scratch, where)
+    return signals.exit_code or _verdict(process.returncode, heard, scratch, where)
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise Stopped(number)
-
-
-def _end_with_parent() -> None:
-    """In the launcher, before it begins: ask the kernel for SIGTERM should this process be killed outright."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], signals: Signals) -> None:
     """Ends the launcher: politely, so that it ends its ranks on all hosts, then by force."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    until = time.monotonic() + _LAST_PATIENCE
+    while process.poll() is None and time.monotonic() < until and not signals.again:
+        time.sleep(_POLL)
     if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_LAST_PATIENCE)
-        except subprocess.TimeoutExpired:
+        with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
 
 
 def _pass_through(stream: IO[bytes], heard: _Heard, before_output: Callable[[], None]) -> None:
@@ -164,21 +152,24 @@ def _pass_through(stream: IO[bytes], heard: _Heard, before_output: Callable[[], 
         if given:
             say.result(json.loads(document))
             continue
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
+            # Who reads them may have gone; the job goes on, and must not wait for a full pipe.
             sys.stdout.buffer.write(line)
             sys.stdout.flush()
 
 
 def _listen(stream: IO[bytes], heard: _Heard) -> None:
     for raw in stream:
-        line = raw.decode(errors="replace")
+        # Open MPI ends an empty line of its own by a zero when a job is aborted.
+        line = raw.decode(errors="replace").replace("\0", "")
         _, framed, text = line.partition(FRAME)
         if framed:
             heard.fail(_failure(text))
         elif not heard.on_stderr.hold(line):
             heard.passed.append(line)
-            sys.stderr.write(line)
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):
+                sys.stderr.write(line)
+                sys.stderr.flush()
         elif heard.on_stderr.ended() is not None:
             heard.fail(None)
 

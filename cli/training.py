@@ -19,7 +19,6 @@ from partc.runtime.errors import UsageError
 from partc.runtime.format import Manifest
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
     from partc.runtime.data import Loader, Spec
     from partc.runtime.training.loop import Course
     from partc.runtime.training.schedule import Rate
@@ -31,7 +30,7 @@ TOLD = "told"
 """The file in a job's scratch folder through which rank 0 tells how far it is."""
 
 
-def run_training(job: Job, comm: MPI.Intracomm | Transport | None, watch: Watch | None = None) -> int:
+def run_training(job: Job, transport: Transport | None, watch: Watch | None = None) -> int:
     """Trains, or evaluates, to the end; the exit code. `watch` shows how far it is."""
     from partc.runtime.artifact import open_artifact
     from partc.runtime.training.loop import resume, run
@@ -39,10 +38,10 @@ def run_training(job: Job, comm: MPI.Intracomm | Transport | None, watch: Watch 
 
     told = job.training
     assert told is not None
-    abort: Literal["raise", "abort"] = "abort" if comm is not None and job.scratch is None else "raise"
+    abort: Literal["raise", "abort"] = "abort" if transport is not None and job.scratch is None else "raise"
     settings = Settings(told, open_artifact(job.folder, trust=True).manifest, Path(job.folder))
     with load_trainer(
-        job.folder, comm, rate=settings.rate, threads=job.threads, trust=job.trust, stall=job.stall, on_error=abort
+        job.folder, transport, rate=settings.rate, threads=job.threads, trust=job.trust, stall=job.stall, on_error=abort
     ) as trainer:
         report = Report(told.metrics, settings.unit, watch or _watch(job), job.quiet) if trainer.rank == 0 else None
         if told.init is not None:

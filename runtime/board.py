@@ -2,7 +2,7 @@
 
 A file of 16 bytes a rank: the number of the step and the index of the action, as two little-endian 64-bit integers. Each rank
 maps the file into its memory and writes its own slot before each action. A launcher creates the file and names it in
-`PARTC_BOARD`.
+`PARTC_BOARD`. Beside it lies the file `pids`, 8 bytes a rank, where each rank of the machine writes its process id when it begins.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 VARIABLE = "PARTC_BOARD"
+PIDS = "pids"
 SLOT = struct.Struct("<qq")
+_PID = struct.Struct("<q")
 IDLE = -1
 AGREEING = -2
 
@@ -53,3 +56,41 @@ def open_board(rank: int) -> Board:
 def read_board(file: Path) -> list[tuple[int, int]]:
     """Step and action of every rank."""
     return [(step, action) for step, action in SLOT.iter_unpack(file.read_bytes())]
+
+
+def create_pids(folder: Path, ranks: int) -> None:
+    """The file of process ids, none of them known."""
+    (folder / PIDS).write_bytes(_PID.pack(0) * ranks)
+
+
+def read_pids(folder: Path) -> list[int]:
+    """The process ids in a run's folder, in order of ranks; 0 where it is not known."""
+    return [pid for (pid,) in _PID.iter_unpack((folder / PIDS).read_bytes())]
+
+
+def write_pid(folder: Path, rank: int) -> None:
+    """Notes that this process is the rank."""
+    with (folder / PIDS).open("r+b") as file:
+        file.seek(_PID.size * rank)
+        file.write(_PID.pack(os.getpid()))
+
+
+def processes() -> Mapping[int, int]:
+    """The process ids of the ranks that a launcher's folder knows of; none where there is no such folder."""
+    try:
+        found = read_pids(Path(os.environ[VARIABLE]).parent)
+    except (KeyError, OSError):
+        return {}
+    return {rank: pid for rank, pid in enumerate(found) if pid}
+
+
+def states(pids: Sequence[int]) -> list[str]:
+    """The letter of each process's state, as /proc tells it; empty where it has ended, `?` where the system has no /proc."""
+    return [_state(Path(f"/proc/{pid}/stat")) for pid in pids]
+
+
+def _state(file: Path) -> str:
+    try:
+        return file.read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "" if file.parent.parent.joinpath("self", "stat").exists() else "?"

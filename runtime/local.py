@@ -56,6 +56,7 @@ class LocalWorld:
         self._waiting: dict[int, tuple[Callable[[], bool], Callable[[], str]]] = {}
         self._finished: set[int] = set()
         self._failure: str | None = None
+        self._why = ""
         self._meeting = _Meeting()
 
     def transport(self, rank: int) -> Transport:
@@ -68,13 +69,14 @@ class LocalWorld:
             self._mail.clear()
             self._gatherings.clear()
             self._finished.clear()
-            self._failure = None
+            self._failure, self._why = None, ""
             self._meeting = _Meeting()
 
-    def finish(self, rank: int) -> None:
-        """A rank says that it will not communicate until the next reset."""
+    def finish(self, rank: int, why: str = "") -> None:
+        """A rank says that it will not communicate until the next reset, and where the others do not know it, why."""
         with self._changed:
             self._finished.add(rank)
+            self._why = self._why or why
             self._check_progress()
 
     def fail(self, message: str) -> None:
@@ -145,7 +147,7 @@ class LocalWorld:
         if not blocked or self._failure is not None or len(set(blocked) | self._finished) < self.size:
             return
         lines = [f"  rank {rank} waits in {self._waiting[rank][1]()}" for rank in sorted(blocked)]
-        self._failure = "\n".join(
+        self._failure = self._why or "\n".join(
             ["no rank can go on: what they wait for is never sent", *lines, "  help: compile again"]
         )
         self._changed.notify_all()
@@ -207,6 +209,9 @@ class LocalTransport:
 
     def fail(self, message: str, buffers: object = None) -> None:
         self.world.fail(message)
+
+    def leave(self, message: str) -> None:
+        self.world.finish(self.rank, message)
 
     def abort(self, message: str) -> None:
         self.world.fail(message)

@@ -24,6 +24,7 @@ from .board import AGREEING, SLOT, open_board
 from .errors import ArtifactError, InputError, PartcError, RankError, UsageError
 from .execute import Schedule
 from .format import ALL_REDUCE, EXCHANGE, Manifest, Port
+from .leaving import said
 from .local import LocalWorld
 from .message import Value
 from .prepare import describe, prepare
@@ -99,7 +100,7 @@ class Program:
             return self._schedule(bindings).run(values, self._board, self._step)
         except InputError:
             raise
-        except Exception as error:
+        except BaseException as error:
             self._fail(error)
             raise
 
@@ -197,6 +198,7 @@ class Program:
     ) -> None:
         if error is not None:
             self._broken = self._broken or "an error left its block"
+            self._transport.leave(said(self.rank, error))
         self.close()
 
     def _schedule(self, bindings: Bindings) -> Schedule:
@@ -212,10 +214,11 @@ class Program:
             self._schedules.move_to_end(key)
         return schedule
 
-    def _fail(self, error: Exception) -> None:
-        text = (
-            str(error) if isinstance(error, PartcError) else f"rank {self.rank} failed: {type(error).__name__}: {error}"
-        )
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, Exception) and not isinstance(error, PartcError):
+            text = f"rank {self.rank} failed: {type(error).__name__}: {error}"
+        else:
+            text = said(self.rank, error)
         self._broken = text
         if self._on_error == "abort":
             self._transport.abort(text)
@@ -260,7 +263,7 @@ def load(
         raise ArtifactError("\n".join(problems))
     try:
         program.connect()
-    except Exception as error:
+    except BaseException as error:
         program._fail(error)
         raise
     return program

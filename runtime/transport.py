@@ -110,6 +110,10 @@ class Transport(Protocol):
         """
         ...
 
+    def leave(self, message: str) -> None:
+        """Tell every other rank that this one takes part in nothing more: who waits for what it has not begun gets a RankError."""
+        ...
+
     def abort(self, message: str) -> None:
         """End the whole job with a message; over MPI this does not return."""
         ...

@@ -16,6 +16,7 @@ from handmade import chain, chain_reference
 from partc.cli.launcher import Hosts, Kind, Launcher, Place, command_line, find_launcher, surrounding_job
 from partc.cli.noise import Ended, Noise
 from partc.cli.scratch import Scratch
+from partc.cli.signals import Signals
 from partc.cli.supervise import supervise
 from partc.runtime.errors import UsageError
 
@@ -199,8 +200,7 @@ def test_a_truncated_file_of_one_rank_is_told_once(build: Path) -> None:
 
 def wait_for_steps(process: subprocess.Popen[str], scratch: Path) -> list[int]:
     """The ranks' process ids, once each has taken a step."""
-    from partc.cli.scratch import read_pids
-    from partc.runtime.board import read_board
+    from partc.runtime.board import read_board, read_pids
 
     until = time.monotonic() + 30
     while time.monotonic() < until:
@@ -265,6 +265,6 @@ def test_a_launcher_that_refuses_root_is_told_with_the_remedy(capfd: pytest.Capt
     words = "prterun has detected an attempt to run as root.\\n\\nYou can override this by adding the --allow-run-as-root\\n"
     with Scratch(2) as scratch:
         command = ["sh", "-c", f"printf '%b' '{words}' >&2; exit 1"]
-        code = supervise(command, os.environ, scratch, lambda rank, action: "", lambda: None, lambda: None)
+        code = supervise(command, os.environ, scratch, lambda rank, action: "", lambda: None, lambda: None, Signals())
     assert code == 1
     assert "help: Open MPI refuses root: give it its option, partc run -- --allow-run-as-root" in capfd.readouterr().err

@@ -75,3 +75,24 @@ def test_help_is_light() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+BLOCKING = {
+    *("Barrier", "Bcast", "Allreduce", "Allgather", "Alltoall", "Reduce", "Gather", "Scatter", "Reduce_scatter_block"),
+    *("barrier", "bcast", "allreduce", "allgather", "alltoall", "Dup", "Split", "Split_type", "Create_group", "Free"),
+    *("Send", "Recv", "send", "recv", "Sendrecv", "Probe", "Wait", "Waitall", "Finalize", "Init_thread", "Abort"),
+}
+
+
+def test_calls_of_mpi_that_may_block_stand_in_one_file() -> None:
+    found = {
+        str(path.relative_to(ROOT)): sorted(names)
+        for path in sources()
+        if any(name.split(".")[0] == "mpi4py" for name in imports_of(path))
+        and (
+            names := BLOCKING
+            & {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        )
+    }
+    assert list(found) == ["runtime/mpi_calls.py"]
+    assert {"Dup", "Create_group", "Free", "Allreduce", "Recv", "Abort"} <= set(found["runtime/mpi_calls.py"])

@@ -1,0 +1,63 @@
+"""A small process that outlives partc: it ends the job and removes its folders where partc itself was killed outright.
+
+Its input is a pipe whose other end only partc holds. It reads the launcher's process id and the folders, a line each, until the pipe ends.
+Where the folders are gone by then, partc has ended in order. It imports little, for it starts with every job, and is a session of its
+own, so that no signal for partc's reaches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+
+_POLITE = 1.0
+_PATIENCE = 5.0
+_POLL = 0.02
+
+
+def main() -> None:
+    """Waits for partc's end, and then for that of its job."""
+    lines = sys.stdin.read().splitlines()
+    folders = [line for line in lines if not line.isdigit()]
+    launcher = max((int(line) for line in lines if line.isdigit()), default=0)
+    if not any(map(os.path.isdir, folders)):
+        return
+    _end(launcher, signal.SIGTERM)
+    until = time.monotonic() + _POLITE
+    while time.monotonic() < until and _naming(folders):
+        time.sleep(_POLL)
+    until = time.monotonic() + _PATIENCE
+    while time.monotonic() < until and (left := _naming(folders)):
+        _end(launcher, signal.SIGKILL)
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(launcher: int, number: int) -> None:
+    """Signals the launcher's group, while there is one that names the job."""
+    if launcher:
+        with contextlib.suppress(OSError):
+            os.killpg(launcher, number)
+
+
+def _naming(folders: list[str]) -> list[int]:
+    """The processes with one of the folders in their command line."""
+    found = []
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        if name.isdigit() and int(name) != os.getpid():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/cmdline", "rb") as stream:
+                line = stream.read()
+                found += [int(name)] if any(os.fsencode(folder) in line for folder in folders) else []
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Processes of a job: one that ends with its parent, and those that name the job's folder in their command line."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Asks the kernel for the signal should this process's parent be killed outright; Linux alone has that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def naming(folder: Path) -> Iterator[int]:
+    """The processes of this machine with the folder in their command line, this one left out; none where the system does not tell."""
+    word = os.fsencode(folder)
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            pid = int(entry.parent.name)
+            if pid != os.getpid() and word in entry.read_bytes():
+                yield pid
+
+
+def kill(processes: Iterator[int]) -> None:
+    """Kills them; those that are gone already are left out."""
+    for pid in processes:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,48 @@
+"""Tells of processes of a job that are stopped, where no rank can tell it: the launcher, or all of the ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import click
+from partc.runtime.board import states
+
+_BETWEEN = 0.25
+_STOPPED = ("T", "t")
+
+
+class Stopped:
+    """What is known of a job's processes; `look` is called some times a second."""
+
+    def __init__(self, stall: float) -> None:
+        self.stall = stall
+        self._looked = 0.0
+        self._since: float | None = None
+        self._report = stall
+
+    def look(self, launcher: int, ranks: Sequence[int]) -> None:
+        """Says in one line on stderr that the job cannot go on, after `stall` seconds, and again after twice as long."""
+        now = time.monotonic()
+        if now - self._looked < _BETWEEN:
+            return
+        self._looked = now
+        what = _what(launcher, ranks)
+        if not what:
+            self._since, self._report = None, self.stall
+            return
+        self._since = now if self._since is None else self._since
+        waited = now - self._since
+        if waited >= self._report:
+            self._report = 2 * waited
+            click.echo(f"partc: the job has waited {waited:.0f} s: {what}", err=True)
+
+
+def _what(launcher: int, ranks: Sequence[int]) -> str:
+    if states([launcher]) in [[letter] for letter in _STOPPED]:
+        return f"the launcher (process {launcher}) is stopped"
+    known = [pid for pid in ranks if pid]
+    if known and all(letter in _STOPPED for letter in states(known)):
+        told = ", ".join(map(str, known))
+        return f"all ranks (processes {told}) are stopped" if len(known) > 1 else f"process {told}, a rank, is stopped"
+    return ""
