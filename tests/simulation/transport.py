@@ -176,6 +176,9 @@ class SimulatedTransport:
             if rank != mine:
                 world.scheduler.after(world.delay(), notice(rank))
 
+    def leave(self, message: str) -> None:
+        self.fail(message)
+
     def abort(self, message: str) -> None:
         self.fail(message)
 
