@@ -26,8 +26,13 @@ from .transport import Transport, Vector
 
 Bindings: TypeAlias = dict[str, int]
 
+_PROBLEM, _HALT = 1, 2
 _BETWEEN = "\x1e"
 _UNSEEN = np.iinfo(np.int64).min
+
+
+class Halted(Exception):
+    """Some rank wants no further step: raised by the agreement that begins one, on all ranks alike."""
 
 
 @dataclass
@@ -59,15 +64,17 @@ class Binder:
         ]
 
     def bind(
-        self, inputs: Mapping[str, object], transport: Transport, problem: str = ""
+        self, inputs: Mapping[str, object], transport: Transport, problem: str = "", halt: bool = False
     ) -> tuple[Bindings, dict[str, Value]]:
         """The bindings of this step and the inputs that this rank reads, as values; InputError on all ranks alike.
 
-        A `problem` is what this rank knows already to be wrong with its inputs.
+        A `problem` is what this rank knows already to be wrong with its inputs. With `halt` on any rank, all raise Halted.
         """
         values, problems = ({}, [problem]) if problem else self._read(inputs)
-        vector = self._vector(values, bool(problems))
+        vector = self._vector(values, _HALT if halt else _PROBLEM if problems else 0)
         agreed = transport.agree(vector)
+        if agreed[0] == _HALT:
+            raise Halted
         texts = transport.share(_BETWEEN.join(problems)) if agreed[0] else []
         bindings: Bindings = {}
         told = [problem for text in texts for problem in text.split(_BETWEEN) if problem]
@@ -143,8 +150,8 @@ class Binder:
         part = array[local(box, array.shape)]
         return Tensor.of(part, value.dtype) if isinstance(value, Tensor) else part
 
-    def _vector(self, values: Mapping[str, Value], flag: bool) -> Vector:
-        """The flag, then for each dim of each input itself and its negative, so that the maximum shows disagreement."""
+    def _vector(self, values: Mapping[str, Value], flag: int) -> Vector:
+        """What is wrong, of which the worst counts; for each dim of each input itself and its negative: the maximum shows disagreement."""
         vector = np.full(1 + 2 * len(self._cells), _UNSEEN, np.int64)
         vector[0] = flag
         for index, (port, axis) in enumerate(self._cells):

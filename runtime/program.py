@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 import numpy as np
 
 from .artifact import Artifact, open_artifact
-from .bindings import Bindings
+from .bindings import Bindings, Halted
 from .board import AGREEING, SLOT, open_board
 from .errors import ArtifactError, InputError, PartcError, RankError, UsageError
 from .execute import Schedule
@@ -66,6 +66,7 @@ class Program:
         self._schedules: OrderedDict[tuple[tuple[str, int], ...], Schedule] = OrderedDict()
         self._board = open_board(transport.rank)
         self._step = 0
+        self._halt = False
         self._broken: str | None = None
 
     @property
@@ -94,15 +95,21 @@ class Program:
         if self._broken is not None:
             raise RankError(f"the program has stopped: {self._broken}")
         self._step += 1
+        halt, self._halt = self._halt, False
         try:
             SLOT.pack_into(self._board.buffer, self._board.offset, self._step, AGREEING)
-            bindings, values = self._program.binder.bind({**(inputs or {}), **named}, self._transport)
+            bindings, values = self._program.binder.bind({**(inputs or {}), **named}, self._transport, halt=halt)
             return self._schedule(bindings).run(values, self._board, self._step)
-        except InputError:
+        except (InputError, Halted):
             raise
         except BaseException as error:
             self._fail(error)
             raise
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be called: no step has failed, and it was not closed."""
+        return self._broken is None
 
     def connect(self) -> None:
         """Make ready for the collectives of the artifact; all ranks call it, once, before the first step.
@@ -173,7 +180,12 @@ class Program:
 
     def refuse(self, problem: str) -> None:
         """Take part in a step that this rank's inputs make impossible: all ranks raise the InputError with the problem."""
-        self._program.binder.bind({}, self._transport, problem)
+        halt, self._halt = self._halt, False
+        self._program.binder.bind({}, self._transport, problem, halt)
+
+    def halt(self, now: bool) -> None:
+        """Says whether this rank wants no further step: the next one is then not begun, and all ranks raise Halted."""
+        self._halt = now
 
     def describe(self, action: int) -> str:
         """The text of an action that the status board shows."""

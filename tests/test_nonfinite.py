@@ -100,21 +100,83 @@ def test_a_skipped_step_changes_nothing(name: str, bad: float, tmp_path: Path) -
         assert taken == 3
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_training_stops_on_all_ranks_at_once(name: str, tmp_path: Path) -> None:
-    folder, ranks = built(tmp_path / "build", name, "stop")
+NEXT: dict[str, Callable[[Trainer, Path], Any]] = {
+    "trains": lambda trainer, _: trainer.train(fed(trainer, batch(2))),
+    "is refused": lambda trainer, _: trainer.train({}),
+    "evaluates": lambda trainer, _: trainer.evaluate([(fed(trainer, batch(2)), 8)]),
+    "saves": lambda trainer, path: trainer.save(path / "runs"),
+    "loads": lambda trainer, path: trainer.load(path / "runs"),
+    "closes": lambda trainer, _: trainer.close(),
+}
 
-    def act(trainer: Trainer) -> str:
+
+def stopped(folder: Path, ranks: int, following: Callable[[Trainer, Path], Any]) -> tuple[str, list[dict[str, bytes]]]:
+    """The text that all ranks raise alike, with what comes after the step or in it, and what each keeps then."""
+
+    def act(trainer: Trainer) -> tuple[str, dict[str, bytes]]:
+        def on() -> None:
+            trainer.train(fed(trainer, batch(1, np.nan)))
+            assert ranks > 1
+            following(trainer, folder.parent)
+
         trainer.train(fed(trainer, batch(0)))
         with pytest.raises(NonFiniteError) as found:
-            trainer.train(fed(trainer, batch(1, np.nan)))
+            on()
+        return str(found.value), kept(trainer)
+
+    found = on_all(folder, ranks, act)
+    assert len({text for text, _ in found}) == 1
+    assert not (folder.parent / "runs").exists()
+    return found[0][0], [tensors for _, tensors in found]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_training_stops_on_all_ranks_before_the_next_step(name: str, tmp_path: Path) -> None:
+    folder, ranks = built(tmp_path / "build", name, "stop")
+    text, after = stopped(folder, ranks, NEXT["trains"])
+    rank = 1 if "data_parallel" in PLANS[name][1] else 0
+    assert text.startswith("step 2: the loss is nan\n")
+    assert f"\n  rank {rank}: input 'x': record 5 of the batch holds nan\n" in text
+
+    def two_steps(trainer: Trainer) -> dict[str, bytes]:
+        for step in (batch(0), batch(1, np.nan)):
+            try:
+                trainer.train(fed(trainer, step))
+            except NonFiniteError:
+                assert ranks == 1
+        found = kept(trainer)
+        trainer._untold = None
+        return found
+
+    assert after == on_all(folder, ranks, two_steps)
+
+
+@pytest.mark.parametrize("following", NEXT)
+def test_nothing_is_done_after_a_step_whose_loss_is_not_finite(following: str, tmp_path: Path) -> None:
+    folder, ranks = built(tmp_path / "build", "in parts" if following == "is refused" else "shared", "stop")
+    text, _ = stopped(folder, ranks, NEXT[following])
+    assert text.startswith("step 2: the loss is nan\n  rank 1: input 'x': record 5 of the batch holds nan\n")
+
+
+def test_leaving_the_block_and_the_end_of_a_loop_tell_it_too(tmp_path: Path) -> None:
+    folder, ranks = built(tmp_path / "build", "placed", "stop")
+    with pytest.raises(NonFiniteError, match="step 1: the loss is nan"):
+        on_all(folder, ranks, lambda trainer: trainer.train(fed(trainer, batch(1, np.nan))))
+
+
+def test_inputs_that_were_overwritten_are_not_blamed(tmp_path: Path) -> None:
+    folder, ranks = built(tmp_path / "build", "placed", "stop")
+
+    def act(trainer: Trainer) -> str:
+        given = fed(trainer, batch(1, np.nan))
+        trainer.train(given)
+        for array in given.values():
+            array[...] = 1
+        with pytest.raises(NonFiniteError) as found:
+            trainer.train(given)
         return str(found.value)
 
-    texts = on_all(folder, ranks, act)
-    assert len({*texts}) == 1
-    rank = 1 if "data_parallel" in PLANS[name][1] else 0
-    assert texts[0].startswith("step 2: the loss is nan\n")
-    assert f"\n  rank {rank}: input 'x': record 5 of the batch holds nan\n" in texts[0]
+    assert "rank 0: its inputs were overwritten since" in on_all(folder, ranks, act)[0]
 
 
 def test_a_parameter_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """Whether numbers are finite: what a step gives, what it was given, and what is kept.
 
-A loss that is no finite number is told in the step in which it comes, on all ranks alike, with what each rank was given that is none.
+A loss that is no finite number is told on all ranks alike before anything else is done, with what each rank was given that is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,21 @@ NONFINITE = "nonfinite"
 """Key of a checkpoint's meta: it holds numbers that are not finite."""
 SKIPPED = "skipped"
 """Key of a checkpoint's meta: how many steps were skipped."""
+
+
+@dataclass(frozen=True)
+class Untold:
+    """A step of which the other ranks do not know yet whether its loss is finite, with what this rank was given."""
+
+    bad: bool
+    loss: str
+    batch: Mapping[str, object]
+
+
+def is_same(value: object, other: object) -> bool:
+    """Whether two inputs are one array, so that what was in it may have been replaced."""
+    arrays = isinstance(value, np.ndarray) and isinstance(other, np.ndarray)
+    return value is other or (arrays and bool(np.may_share_memory(value, other)))
 
 
 def is_finite(value: object) -> bool:

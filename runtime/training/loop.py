@@ -15,7 +15,7 @@ import numpy as np
 
 from ..data import Loader, Position
 from ..errors import InputError, UsageError
-from .finite import WARN, is_finite
+from .finite import STOP, WARN, is_finite
 from .trainer import Trainer
 
 Every: TypeAlias = int | Literal["epoch"]
@@ -95,7 +95,8 @@ def run(
         finite = is_finite(outputs.get(trainer.record.loss, 0.0)) and trainer.skipped == skipped
         if finite or trainer.on_nonfinite == WARN:
             means.add(outputs)
-        if not finite and listener:
+        stops = not finite and trainer.on_nonfinite == STOP
+        if not finite and listener and not stops:
             listener.not_finite(trainer.step, outputs, trainer.skipped > skipped)
         skipped = trainer.skipped
         records += order.batch
@@ -114,7 +115,7 @@ def run(
                 records / passed,
                 (total - step) * order.batch * passed / records,
             )
-            if listener:
+            if listener and not stops:
                 listener.stepped(told)
             begun, records = time.perf_counter(), 0
         evaluating = test is not None and _due(course.evaluate, step, ended, total)
@@ -128,6 +129,7 @@ def run(
                 listener.saved(step, path)
         if evaluating or course.checkpoint is not None:
             begun, records = time.perf_counter(), 0
+    trainer.settle()
     return last
 
 

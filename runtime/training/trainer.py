@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from ..artifact import open_artifact
+from ..bindings import Halted
 from ..errors import ArtifactError, DamagedError, InputError, NonFiniteError, UsageError
 from ..format import TOTALS, Manifest, Port, TrainingRecord, stays_inside
 from ..program import OnError, Outputs, Program, load
@@ -27,7 +28,18 @@ from .checkpoint_match import OPTIMIZER, is_file_of_weights, meet, meet_weights
 from .checkpoint_newest import take_whole
 from .checkpoint_save import save
 from .checkpoint_sums import Proof
-from .finite import NONFINITE, SKIPPED, STOP, first_in_batch, is_finite, no_checkpoint, not_finite, told
+from .finite import (
+    NONFINITE,
+    SKIPPED,
+    STOP,
+    Untold,
+    first_in_batch,
+    is_finite,
+    is_same,
+    no_checkpoint,
+    not_finite,
+    told,
+)
 from .named import SCHEDULE, base_folder, outside, refusal
 from .schedule import Rate, scalars, schedule
 from .state import SUM
@@ -67,6 +79,7 @@ class Trainer:
         """The checkpoint of which tensors were loaded last."""
         self.on_nonfinite = str(record.settings.get("on_nonfinite", STOP))
         self._evaluation, self._accumulation, self._totals = evaluation, accumulation, totals
+        self._untold: Untold | None = None
         self._ports = of_batch(program.manifest).inputs
         self._pieces = pieces_of(program.manifest)
         self._kept = [one for one in program.manifest.state if one.kind != SUM]
@@ -105,26 +118,51 @@ class Trainer:
                 self._scalars[name][...] = value
         if STEP in self._scalars:
             self._scalars[STEP][...] = self.step
-        if self._accumulation is not None:
-            outputs = self._train_in_parts(batch, self._accumulation)
-        else:
-            outputs = self.program({**batch, **self._scalars})
+        first = self._totals or self._accumulation or self.program
+        first.halt(self._untold is not None and self._untold.bad)
+        try:
+            if self._accumulation is not None:
+                outputs = self._train_in_parts(batch, self._accumulation)
+            else:
+                outputs = self.program({**batch, **self._scalars})
+        except Halted:
+            raise self._stopped(batch) from None
         self.step += 1
         return self._judged(batch, outputs)
 
     def _judged(self, batch: Mapping[str, object], outputs: Outputs) -> Outputs:
-        """The outputs of a step; NonFiniteError on all ranks where the loss is no finite number and training is to stop."""
+        """The outputs of a step; where training is to stop, whether the loss is a finite number is told with the next step."""
         if self.record.guard and not is_finite(outputs.pop(self.record.guard)):
             self.skipped += 1
         if self.on_nonfinite == STOP:
             loss = outputs.get(self.record.loss)
             bad = loss is not None and not is_finite(loss)
-            if self.program.agree(bad) if self.manifest.ranks > 1 else bad:
-                ports = [port for port in self.inputs if port.name in batch]
-                causes = self.program.share(first_in_batch(batch, ports, self.rank))
-                shown = next(text for text in self.program.share(str(loss) if bad else "") if text)
-                raise NonFiniteError(told(self.step, self.record.loss, shown, causes))
+            self._untold = Untold(bad, str(loss) if bad else "", batch)
+            if self.manifest.ranks == 1:
+                self.settle()
         return outputs
+
+    def settle(self) -> None:
+        """NonFiniteError on all ranks where the loss of the last step is no finite number and training is to stop; collective.
+
+        A rank that gets the loss tells the others by the agreement that begins the next step, so that no step waits for one more.
+        Every other call of the trainer asks first; so does `close`.
+        """
+        if self._untold is not None:
+            if self.program.agree(self._untold.bad) if self.manifest.ranks > 1 else self._untold.bad:
+                raise self._stopped()
+            self._untold = None
+
+    def _stopped(self, following: Mapping[str, object] | None = None) -> NonFiniteError:
+        """The error of the last step, whose batch may by now be overwritten by the `following` one; collective."""
+        untold, self._untold = self._untold, None
+        assert untold is not None
+        ports = [port for port in self.inputs if port.name in untold.batch]
+        again = any(is_same(untold.batch[port.name], (following or {}).get(port.name)) for port in ports)
+        cause = f"rank {self.rank}: its inputs were overwritten since" if again else ""
+        causes = self.program.share(cause or first_in_batch(untold.batch, ports, self.rank))
+        shown = next(text for text in self.program.share(untold.loss) if text)
+        return NonFiniteError(told(self.step, self.record.loss, shown, causes))
 
     def _train_in_parts(self, batch: Mapping[str, object], accumulation: Program) -> Outputs:
         """One step on a batch whose parts run one after the other; what comes out is that of the whole batch."""
@@ -182,6 +220,7 @@ class Trainer:
         """
         if self._evaluation is None:
             raise UsageError("the artifact has no evaluation\n  help: compile again")
+        self.settle()
         totals: dict[str, float] = {}
         records = 0
         for batch, size in batches:
@@ -192,6 +231,7 @@ class Trainer:
 
     def save(self, folder: str | Path, meta: Mapping[str, JsonValue] | None = None, keep: int | None = None) -> Path:
         """Writes a checkpoint of this step into `folder`, which all ranks share; its path."""
+        self.settle()
         known: dict[str, JsonValue] = {OPTIMIZER: self.record.optimizer.get("type", ""), **(meta or {})}
         wrong = not_finite(self.program.state.arrays())
         if self.program.agree(bool(wrong)):
@@ -220,6 +260,7 @@ class Trainer:
             self._read(checkpoint, {record.tensor for record in self._kept})
             return checkpoint
 
+        self.settle()
         self.source, checkpoint = take_whole(Path(path), take, option, self.rank, self.program.share)
         self.step = checkpoint.index.step
         skipped = checkpoint.index.meta.get(SKIPPED, 0)
@@ -240,6 +281,7 @@ class Trainer:
         def take_checkpoint(place: Path) -> frozenset[str]:
             return take(self._together(lambda: Checkpoint.at(place)))
 
+        self.settle()
         place = Path(path)
         if self._together(lambda: is_file_of_weights(place)):
             return take(self._together(lambda: Checkpoint.of_file(place)))
@@ -268,9 +310,13 @@ class Trainer:
         return together(action, self.program.share)
 
     def close(self) -> None:
-        """Gives back sessions and buffers; collective."""
-        self._release()
-        self.program.close()
+        """Gives back sessions and buffers; collective. NonFiniteError as `settle` raises it."""
+        try:
+            if self.program.usable:
+                self.settle()
+        finally:
+            self._release()
+            self.program.close()
 
     def _release(self) -> None:
         for other in (self._evaluation, self._accumulation, self._totals):
@@ -283,6 +329,9 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None:
+            self.close()
+            return
         self._release()
         self.program.__exit__(kind, error, trace)
 

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 from partc.runtime import Program, Trainer
 
-NONE, DIES, SLEEPS, RAISES, REFUSED, DISK = "none", "dies", "sleeps", "raises", "is refused", "cannot write"
+NONE, DIES, SLEEPS, RAISES, REFUSED, DISK, NONFINITE = (
+    "none",
+    "dies",
+    "sleeps",
+    "raises",
+    "is refused",
+    "cannot write",
+    "is given nan",
+)
 KINDS = (*[NONE] * 6, *[DIES] * 2, *[SLEEPS] * 2, *[RAISES] * 3, *[REFUSED] * 2)
 DIMS, MISSING, LABEL = "dims", "missing", "label"
 WORDS = "planted here"
@@ -47,3 +55,11 @@ def spoiled(end: Program | Trainer, given: Mapping[str, Any], way: str) -> dict[
     if way == DIMS:
         return {**given, name: np.zeros((1, 1, 1, 1, 1), np.int8)}
     return {key: value for key, value in given.items() if key != name}
+
+
+def without_numbers(end: Program | Trainer, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs of which one holds a NaN."""
+    name = next(port.name for port in end.inputs if port.type == "tensor(float)")
+    array = np.array(given[name])
+    array.reshape(-1)[-1] = np.nan
+    return {**given, name: array}

@@ -138,6 +138,10 @@ def _state_is_not_what_it_was(session: Session, patch: pytest.MonkeyPatch) -> No
     patch.setattr(Schedule, "_update", wrong)
 
 
+def _a_loss_is_not_told(session: Session, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Program, "halt", lambda self, now: None)
+
+
 PLANTED = (
     Planted("no wait for a receive", "placed", "", _no_wait_for_a_receive),
     Planted("no wait for a collective", "data parallel", "", _no_wait_for_a_collective),
@@ -149,5 +153,6 @@ PLANTED = (
     Planted("a rank waits before it sends", "few tags", "no rank can go on", _a_rank_waits_before_it_sends),
     Planted("failures are not told", "pipeline", "no rank can go on", _failures_are_not_told),
     Planted("no agreement on one rank", "placed", "", _no_agreement_on_one_rank),
+    Planted("a loss is not told", "pipeline", "is given nan", _a_loss_is_not_told),
     Planted("state is not what it was", "sharded state", "differ", _state_is_not_what_it_was),
 )

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from partc.runtime import InputError, Program, RankError, Trainer, Whole, load, load_trainer
+from partc.runtime import InputError, NonFiniteError, Program, RankError, Trainer, Whole, load, load_trainer
 from partc.runtime.cuts import local
 from partc.runtime.execute import Schedule
 from partc.runtime.local import LocalWorld
@@ -29,6 +29,7 @@ from .faults import (
     LABEL,
     MISSING,
     NONE,
+    NONFINITE,
     RAISES,
     REFUSED,
     SLEEPS,
@@ -36,6 +37,7 @@ from .faults import (
     Fault,
     Results,
     spoiled,
+    without_numbers,
 )
 from .samples import Sample
 from .scheduler import Choices
@@ -111,11 +113,13 @@ class Session:
         return Found(self.sample.name, seed, weather, fault, self.hit, choices.made, problems, trace)
 
     def _fault(self, random: Random) -> Fault:
-        kind = random.choice((*KINDS, *[DISK] * 4) if self.sample.saves else KINDS)
+        stops = self.sample.trains and "on_nonfinite" not in self.sample.plan
+        kind = random.choice((*KINDS, *[DISK] * 4 * self.sample.saves, *[NONFINITE] * 2 * stops))
         rank = random.randrange(self.sample.ranks)
-        if kind in (REFUSED, DISK):
-            readers = [end.rank for end in self.ends if end.inputs]
-            at = random.choice(readers) if kind == REFUSED else rank
+        if kind in (REFUSED, DISK, NONFINITE):
+            wanted = "tensor(float)" if kind == NONFINITE else "tensor("
+            readers = [end.rank for end in self.ends if any(port.type.startswith(wanted) for port in end.inputs)]
+            at = rank if kind == DISK else random.choice(readers)
             labelled = any(port.labels for port in self.ends[at].inputs)
             way = random.choice((DIMS, MISSING, LABEL) if labelled else (DIMS, MISSING))
             return Fault(kind, at, random.randrange(len(self.steps)), way)
@@ -220,6 +224,7 @@ class Session:
         for end in self.ends:
             if isinstance(end, Trainer):
                 end.step = end.skipped = 0
+                end._untold = None
         return self.world.run([self._job(rank) for rank in range(self.sample.ranks)])
 
     def _job(self, rank: int) -> Callable[[], Results]:
@@ -227,7 +232,7 @@ class Session:
             results = Results([], [])
             try:
                 self._take(rank, results)
-            except (RankError, InputError):
+            except (RankError, InputError, NonFiniteError):
                 raise
             except Exception as error:
                 # What whoever runs a rank does: a rank that ends by an error ends the job.
@@ -244,6 +249,9 @@ class Session:
             if fault.kind == REFUSED and fault.at == number:
                 self.hit = True
                 self._refuse(end, spoiled(end, given, fault.way) if fault.rank == rank else given, results)
+            if (fault.kind, fault.rank, fault.at) == (NONFINITE, rank, number):
+                given = without_numbers(end, given)
+            self.hit |= fault.kind == NONFINITE and fault.at == number
             results.outputs.append(_step(end, given))
             if self.sample.saves and isinstance(end, Trainer):
                 self._save(rank, end, number)

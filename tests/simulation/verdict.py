@@ -10,7 +10,7 @@ import numpy as np
 from partc.runtime.board import SLOT
 from partc.runtime.training.checkpoint import Checkpoint, latest
 
-from .faults import DIES, DISK, NONE, RAISES, REFUSED, SLEEPS, WORDS, Results
+from .faults import DIES, DISK, NONE, NONFINITE, RAISES, REFUSED, SLEEPS, WORDS, Results
 from .scheduler import Endless, Killed
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _judged_rank(
     if isinstance(error, Endless):
         return [str(error)]
     if error is None and value is not None:
-        if rank == fault.rank and kind in (DIES, RAISES, DISK):
+        if (rank == fault.rank or kind == NONFINITE) and kind in (DIES, RAISES, DISK, NONFINITE):
             return [f"rank {rank} ended well, though {fault}"]
         wrong = _unlike(value.outputs, session.reference[rank].outputs)
         return [f"rank {rank}: {wrong}"] if wrong else []
@@ -66,6 +66,10 @@ def _judged_rank(
     if kind == RAISES:
         text = str(error)
         right = WORDS in text and (rank == fault.rank or f"rank {fault.rank}" in text)
+        return [] if right else [f"rank {rank} raised {error!r}, though {fault}"]
+    if kind == NONFINITE:
+        text = f"step {fault.at + 1}: the loss is nan\n  rank {fault.rank}: input "
+        right = type(error).__name__ == "NonFiniteError" and str(error).startswith(text)
         return [] if right else [f"rank {rank} raised {error!r}, though {fault}"]
     if kind == DISK:
         right = f"rank {fault.rank}" in str(error) and type(error).__name__ == "CheckpointError"
