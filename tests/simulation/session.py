@@ -256,6 +256,8 @@ class Session:
             if self.sample.saves and isinstance(end, Trainer):
                 self._save(rank, end, number)
         if isinstance(end, Trainer):
+            if self.sample.saves:
+                end.load(self.kept)
             batch = {port.name: piece(self.steps[0][port.name], port.box(rank)) for port in end.inputs}
             results.outputs.append(end.evaluate([(batch, 1), (batch, 1)]))
 

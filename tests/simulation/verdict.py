@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from partc.runtime.board import SLOT
-from partc.runtime.training.checkpoint import Checkpoint, latest
+from partc.runtime.training.checkpoint import Checkpoint
+from partc.runtime.training.checkpoint_newest import latest
 
 from .faults import DIES, DISK, NONE, NONFINITE, RAISES, REFUSED, SLEEPS, WORDS, Results
 from .scheduler import Endless, Killed
@@ -98,7 +99,7 @@ def _judged_folder(session: Session, ended: bool) -> list[str]:
     problems = []
     try:
         newest = latest(session.kept) if session.kept.exists() else None
-        step = 0 if newest is None else Checkpoint.open(newest).index.step
+        step = 0 if newest is None else Checkpoint.at(newest).index.step
         if ended and step != len(session.steps):
             problems.append(f"the newest checkpoint is of step {step}")
     except Exception as error:
