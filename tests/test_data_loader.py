@@ -14,6 +14,7 @@ from partc.runtime.data import Loader, Position, Spec, open_loader
 from partc.runtime.data.order import Last
 from partc.runtime.errors import UsageError
 from partc.runtime.format import Port
+from partc.runtime.user_code import UserCodeError
 
 
 def port(
@@ -192,10 +193,14 @@ def test_reads_ahead_in_one_thread_that_ends(digits: Path) -> None:
 def test_an_error_of_the_thread_is_the_consumer_s(digits: Path, depth: int) -> None:
     ports = [port("y", "uint8", ["b", 6])]
     loader = open_loader(transformed(digits, "fails_later"), ports, 0, 10, depth=depth)
-    with pytest.raises(ZeroDivisionError, match="the fourth call") as caught:
+    with pytest.raises(UserCodeError, match="the fourth call") as caught:
         for _ in loader:
             pass
-    assert caught.value.__notes__ == ["while reading batch 2 of epoch 0"]
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    head, doing, place, *_ = str(caught.value).splitlines()
+    assert head.endswith(": ZeroDivisionError: the fourth call")
+    assert doing == "  while transforming a batch of 10 records"
+    assert place == "  in batch 2 of epoch 0 on rank 0"
     assert loader.position() == Position(0, 2)
     assert not threads()
     next(loader)
@@ -302,8 +307,9 @@ def test_transforms_that_do_not_do(digits: Path, function: str, told: str) -> No
 
 
 def test_a_transform_s_own_error_keeps_its_words(digits: Path) -> None:
-    with pytest.raises(KeyError, match="no such thing"):
+    with pytest.raises(UserCodeError, match="no such thing") as caught:
         open_loader(transformed(digits, "failing"), [port("y", "float", None)], 0, 8)
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_fields_that_differ_in_their_number(tmp_path: Path) -> None:

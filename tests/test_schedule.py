@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from partc.runtime.errors import UsageError
 from partc.runtime.training.schedule import SCHEDULES, scalars, schedule
+from partc.runtime.user_code import UserCodeError
 
 Options = Mapping[str, object]
 
@@ -125,22 +126,12 @@ def test_a_users_function(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "plan.yaml:9: lr.py has no function 'rate'\n  help: def rate(step: int) -> float"),
-        ("x =\n", "plan.yaml:9: lr.py:1: SyntaxError: invalid syntax"),
-        ("import math\nmath.sqrt(-1)\n", "plan.yaml:9: lr.py:2: ValueError: math domain error"),
-        (
-            "def rate(step):\n    return 1 / step\n",
-            "plan.yaml:9: lr.py:rate(0): lr.py:2: ZeroDivisionError: division by zero",
-        ),
         ("def rate(step):\n    return -1\n", "plan.yaml:9: lr.py:rate(0) gave -1\n  a rate is a number, at least 0"),
         (
             "def rate(step):\n    return float('nan')\n",
             "plan.yaml:9: lr.py:rate(0) gave nan\n  a rate is a number, at least 0",
         ),
         ("def rate(step):\n    return 'x'\n", "plan.yaml:9: lr.py:rate(0) gave 'x'\n  a rate is a number, at least 0"),
-        (
-            "def rate():\n    return 1\n",
-            "plan.yaml:9: lr.py:rate(0): TypeError: rate() takes 0 positional arguments but 1 was given",
-        ),
     ],
 )
 def test_a_users_function_that_fails(tmp_path: Path, text: str, message: str) -> None:
@@ -148,6 +139,42 @@ def test_a_users_function_that_fails(tmp_path: Path, text: str, message: str) ->
     with pytest.raises(UsageError) as raised:
         schedule("lr.py:rate", 0.1, "plan.yaml:9", tmp_path)(0)
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x =\n", "{0}:1: SyntaxError: invalid syntax\n  while running the file\n    x ="),
+        (
+            "import math\nmath.sqrt(-1)\n",
+            "{0}:2: ValueError: math domain error\n  while running the file\n"
+            '  File "{0}", line 2, in <module>\n    math.sqrt(-1)',
+        ),
+        (
+            "import helper\ndef rate(step):\n    return helper.part(step)\n",
+            "{1}:2: ZeroDivisionError: division by zero\n  while asking `rate` for the rate of step 0\n"
+            '  File "{0}", line 3, in rate\n    return helper.part(step)\n'
+            '  File "{1}", line 2, in part\n    return 1 / step',
+        ),
+        (
+            "import sys\ndef rate(step): sys.exit(3)",
+            "{0}:2: it ends the process: SystemExit(3)\n  while asking `rate` for the rate of step 0\n"
+            '  File "{0}", line 2, in rate\n    def rate(step): sys.exit(3)',
+        ),
+        (
+            "def rate():\n    return 1\n",
+            "{0}: TypeError: rate() takes 0 positional arguments but 1 was given\n"
+            "  while asking `rate` for the rate of step 0",
+        ),
+    ],
+)
+def test_a_users_own_error(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "lr.py").write_text(text)
+    (tmp_path / "helper.py").write_text("def part(step):\n    return 1 / step\n")
+    with pytest.raises(UserCodeError) as raised:
+        schedule("lr.py:rate", 0.1, "plan.yaml:9", tmp_path)(0)
+    assert str(raised.value) == message.format(tmp_path / "lr.py", tmp_path / "helper.py")
+    assert raised.value.__cause__ is not None
 
 
 @pytest.mark.parametrize(

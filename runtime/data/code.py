@@ -11,12 +11,13 @@ too; its records are then read one by one and put together, which costs what Pyt
 
     def to_32(batch): return {"x": resize(batch["x"]), "label": batch["label"]}
     def augmented(batch, generator): ...                 with an np.random.Generator of its own for each batch
+
+What a file or one of its functions raises is told as the user's (`user_code.py`).
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +27,13 @@ from typing import Protocol, TypeAlias, cast
 import numpy as np
 
 from ..dtypes import Array
-from ..errors import UsageError
+from ..errors import PartcError, UsageError
+from ..user_code import UserCodeError, run_file, user_code
 from .columns import Field, Index, Ragged
 
 Batch: TypeAlias = dict[str, Array]
 _BLOCK = 1024
+_NAMED = 4
 
 
 @dataclass
@@ -40,30 +43,19 @@ class Code:
     ran: dict[Path, ModuleType] = field(default_factory=dict)
 
     def value(self, path: Path, name: str) -> object:
-        """What a file binds to a name; UsageError where it binds nothing. Whatever the file raises goes through."""
+        """What a file binds to a name; UsageError where it binds nothing, UserCodeError where it fails."""
         if not path.is_file():
             raise UsageError(f"{path}: there is no such file")
         path = path.resolve()
         if path not in self.ran:
-            self.ran[path] = _run(path)
+            self.ran[path] = run_file(path)
         if not hasattr(self.ran[path], name):
             raise UsageError(f"{path}: it does not define `{name}`")
         return getattr(self.ran[path], name)
 
 
-def _run(path: Path) -> ModuleType:
-    module = ModuleType(f"__partc_data_{path.stem}__")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses and pickle look a class's module up
-    sys.path.insert(0, str(path.parent))
-    try:
-        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
-    except Exception as error:
-        error.add_note(f"while running {path} for its data")
-        raise
-    finally:
-        sys.path.remove(str(path.parent))
-    return module
+class _Unfit(PartcError):
+    """What the user's code gave is not what was asked for."""
 
 
 class _Records(Protocol):
@@ -79,14 +71,16 @@ class CodeSource:
 
     def __init__(self, found: object, where: str, ragged: Collection[str] = ()) -> None:
         made = inspect.isfunction(found) or inspect.isclass(found)
-        self._object = cast(_Records, cast("Callable[[], object]", found)() if made else found)
         self._where = where
+        with user_code(where, "making its `source`"):
+            self._object = cast(_Records, cast("Callable[[], object]", found)() if made else found)
         if not hasattr(self._object, "__len__") or not hasattr(self._object, "__getitem__"):
             raise UsageError(
                 f"{where}: its `source` is a {type(self._object).__name__} without `__len__` or `__getitem__`\n"
                 "  help: define both; `__getitem__` takes an array of indices and returns a dict of arrays"
             )
-        self._records = len(self._object)
+        with user_code(where, "asking for the number of records"):
+            self._records = len(self._object)
         self._single = False
         self.fields: dict[str, Field] = {}
         if self._records:
@@ -101,8 +95,10 @@ class CodeSource:
 
     def take(self, indices: Index, names: Collection[str]) -> dict[str, Array | Ragged]:
         """The named fields of these records."""
-        given = [self._object[int(index)] for index in indices] if self._single else self._object[indices]
-        found = self._collated(given, len(indices), names)
+        try:
+            found = self._read(indices, names)
+        except _Unfit as error:
+            raise UsageError(f"{self._where}: {error}, {_records(indices)}") from None
         for name, value in found.items():
             wanted = self.fields[name].ragged
             if isinstance(value, Ragged) and not wanted:
@@ -116,8 +112,9 @@ class CodeSource:
 
     def lengths(self, names: Sequence[str]) -> dict[str, Index]:
         """The lengths of all records, by ragged field."""
-        told = getattr(self._object, "lengths", {})
-        found = {name: np.asarray(told[name], np.int64) for name in names if name in told}
+        with user_code(self._where, "asking for the lengths of its fields"):
+            told = getattr(self._object, "lengths", {})
+            found = {name: np.asarray(told[name], np.int64) for name in names if name in told}
         left = [name for name in names if name not in found]
         blocks: dict[str, list[Index]] = {name: [] for name in left}
         for begin in range(0, self._records if left else 0, _BLOCK):
@@ -131,36 +128,54 @@ class CodeSource:
         # two, because int() and many more take an array of one element for a number
         indices = np.array([0, self._records - 1])
         try:
-            return self._collated(self._object[indices], 2, None)
-        except Exception as error:
+            return self._read(indices, None)
+        except (_Unfit, UserCodeError) as error:
+            if isinstance(error, UserCodeError) and not isinstance(error.__cause__, Exception):
+                raise
             by_array = error
         self._single = True
         try:
-            return self._collated([self._object[int(index)] for index in indices], 2, None)
-        except Exception as error:
+            return self._read(indices, None)
+        except (_Unfit, UserCodeError) as error:
             raise UsageError(
                 f"{self._where}: its `source` cannot be read\n"
                 f"  by an array of indices: {_fact(by_array)}\n  by one index: {_fact(error)}\n"
                 "  help: `__getitem__` takes an array of indices and returns a dict of arrays, one row for each"
             ) from error
 
+    def _read(self, indices: Index, names: Collection[str] | None) -> dict[str, Array | Ragged]:
+        """The fields of these records, as the object takes indices; `_Unfit` where it gives something else."""
+        if not self._single:
+            with user_code(self._where, f"reading {_records(indices)}"):
+                return self._collated(self._object[indices], len(indices), names)
+        given = []
+        for index in indices.tolist():
+            with user_code(self._where, f"reading record {index}"):
+                given.append(self._object[index])
+        with user_code(self._where, f"reading {_records(indices)}"):
+            return self._collated(given, len(indices), names)
+
     def _collated(self, given: object, count: int, names: Collection[str] | None) -> dict[str, Array | Ragged]:
         if isinstance(given, list):
             records = cast("list[Mapping[str, object]]", given)
             if not all(isinstance(record, Mapping) for record in records):
-                raise TypeError(f"a record is a {type(records[0]).__name__}, not a dict")
-            fields: Mapping[str, object] = {
-                name: [np.asarray(record[name]) for record in records] for name in names or records[0]
-            }
+                raise _Unfit(f"a record is a {type(records[0]).__name__}, not a dict")
+            missing = [name for name in names or records[0] for record in records if name not in record]
+            if not missing:
+                fields = {name: [np.asarray(record[name]) for record in records] for name in names or records[0]}
         elif isinstance(given, Mapping):
-            fields = {str(name): given[name] for name in names or given}
+            missing = [name for name in names or given if name not in given]
+            if not missing:
+                fields = {str(name): given[name] for name in names or given}
         else:
-            raise TypeError(f"it returns a {type(given).__name__}, not a dict of arrays")
+            raise _Unfit(f"it returns a {type(given).__name__}, not a dict of arrays")
+        if missing:
+            raise _Unfit(f"it returns no '{missing[0]}'")
         found = {name: _values(value) for name, value in fields.items()}
         for name, value in found.items():
             rows = len(value.lengths) if isinstance(value, Ragged) else value.shape[0] if value.ndim else 0
             if rows != count:
-                raise ValueError(f"its '{name}' has {rows} rows for {count} indices")
+                raise _Unfit(f"its '{name}' has {rows} rows for {count} indices")
         return found
 
 
@@ -183,7 +198,14 @@ def _field(value: Array | Ragged, ragged: bool) -> Field:
 
 
 def _fact(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return error.head if isinstance(error, UserCodeError) else str(error)
+
+
+def _records(indices: Index) -> str:
+    """Records by their numbers, of many the first ones."""
+    named = ", ".join(map(str, indices[:_NAMED].tolist()))
+    more = f" and {len(indices) - _NAMED} more" if len(indices) > _NAMED else ""
+    return f"record{'s' if len(indices) != 1 else ''} {named}{more}"
 
 
 @dataclass(frozen=True)
@@ -208,10 +230,13 @@ class Transform:
 
     def __call__(self, batch: Mapping[str, Array], rows: int, generator: np.random.Generator | None) -> Batch:
         """The arrays that the function makes of a batch; UsageError where they are not its rows."""
-        made = self.function(dict(batch), generator) if self.random else self.function(dict(batch))
-        if not isinstance(made, Mapping):
+        with user_code(self.where, f"transforming a batch of {rows} records"):
+            made = self.function(dict(batch), generator) if self.random else self.function(dict(batch))
+            found = (
+                {str(name): np.asarray(value) for name, value in made.items()} if isinstance(made, Mapping) else None
+            )
+        if found is None:
             raise UsageError(f"{self.where} returns a {type(made).__name__}; it must return a dict of arrays")
-        found = {str(name): np.asarray(value) for name, value in made.items()}
         problems = list(self._problems(found, rows))
         if problems:
             raise UsageError("\n".join(problems))

@@ -14,6 +14,7 @@ from types import TracebackType
 
 from ..errors import UsageError
 from ..format import Port
+from ..user_code import UserCodeError
 from .ahead import Ahead
 from .code import Batch
 from .constants import constants
@@ -94,9 +95,9 @@ class Loader:
                 epoch, indices = position.epoch, order.epoch(position.epoch)
             try:
                 batch = self._reader.read(position, indices[position.batch * order.batch :][: order.batch])
-            except Exception as error:
-                error.add_note(f"while reading batch {position.batch} of epoch {position.epoch}")
-                raise
+            except UserCodeError as error:
+                place = f"in batch {position.batch} of epoch {position.epoch} on rank {self._reader.rank}"
+                raise error.when(place) from error.__cause__
             yield batch
             position = order.after(position)
 
@@ -117,10 +118,13 @@ def open_loader(
     """The loader of a rank: `ports` are the model's inputs, `batch` the records of all ranks together in one step.
 
     Inputs that are `fixed` hold no records, and have one value in every batch. Every rank opens the same spec with the same numbers.
-    UsageError, the same on all ranks, with all that does not go together.
+    UsageError, the same on all ranks, with all that does not go together; UserCodeError where the user's own code fails.
     """
-    data = open_data(spec, fixed)
-    own = constants(spec, ports, fixed, rank)
-    ports = [port for port in ports if port.name not in fixed]
-    order = Order(data.records, batch, seed, shuffle, last, deal, data.buckets())
-    return Loader(Reader(data, ports, rank, order), order, depth, epochs, own)
+    try:
+        data = open_data(spec, fixed)
+        own = constants(spec, ports, fixed, rank)
+        ports = [port for port in ports if port.name not in fixed]
+        order = Order(data.records, batch, seed, shuffle, last, deal, data.buckets())
+        return Loader(Reader(data, ports, rank, order), order, depth, epochs, own)
+    except UserCodeError as error:
+        raise error.when(f"on rank {rank}") from error.__cause__

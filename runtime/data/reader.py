@@ -32,7 +32,7 @@ class Reader:
     def __init__(self, data: Dataset, ports: Sequence[Port], rank: int, order: Order) -> None:
         needed = [port for port in ports if port.ranks]
         problems = [*_mismatch(data, order), *_uneven(needed, order), *_unknown(data, needed)]
-        self._data, self._rank, self._order = data, rank, order
+        self._data, self.rank, self._order = data, rank, order
         self._ports = [port for port in needed if rank in port.ranks]
         self._names = (
             list(data.fields) if data.transform else [port.name for port in needed if port.name in data.fields]
@@ -51,7 +51,7 @@ class Reader:
         if not self._ports:
             return {}
         size = len(indices)
-        spans = {port.name: _rows(port, self._rank, size) for port in self._ports}
+        spans = {port.name: _rows(port, self.rank, size) for port in self._ports}
         lengths = self._lengths(indices)
         if self._data.transform is None:
             shared: dict[tuple[int, int], list[str]] = {}
@@ -60,7 +60,7 @@ class Reader:
             found: Batch = {}
             for (begin, end), names in shared.items():
                 found |= self._data.take(indices[begin:end], names, lengths)
-            return {name: self._fits[name].piece(found[name], self._rank) for name in spans}
+            return {name: self._fits[name].piece(found[name], self.rank) for name in spans}
         first, last = min(begin for begin, _ in spans.values()), max(end for _, end in spans.values())
         if self._data.transform.random:
             first, last = 0, size
@@ -69,7 +69,7 @@ class Reader:
             if name not in made:
                 raise UsageError(f"{self._data.transform.where} returns no '{name}', which it did at first")
         return {
-            name: self._fits[name].piece(made[name][begin - first : end - first], self._rank)
+            name: self._fits[name].piece(made[name][begin - first : end - first], self.rank)
             for name, (begin, end) in spans.items()
         }
 

@@ -24,8 +24,6 @@ from __future__ import annotations
 import bisect
 import difflib
 import math
-import runpy
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..errors import UsageError
+from ..user_code import run_file, user_code
 
 if TYPE_CHECKING:
     import numpy as np
@@ -128,7 +127,7 @@ def schedule(
     """The rate by step of `{"type": ..., option: ...}`; a text is a type without options, or `file.py:function`; None is constant.
 
     A file is looked for in `folder`, runs once, now, and must give every rank the same numbers. Raises UsageError with all that is
-    wrong, each at `where`; so does the rate itself, where the user's function fails or gives no number.
+    wrong, each at `where`; so does the rate itself, where the user's function gives no number; UserCodeError where it fails.
     """
     if options is None:
         options = {"type": "constant"}
@@ -200,23 +199,18 @@ def _warmed_apart(rate: Rate, steps: int) -> Rate:
 
 
 def _python(reference: str, where: str, folder: Path) -> Rate:
-    """The function that `file.py:function` names, every call of it checked; what fails is told by the user's own line."""
+    """The function that `file.py:function` names, every call of it checked; UserCodeError tells what fails by the user's own line."""
     file, _, name = reference.rpartition(":")
     path = folder / file
     if not path.is_file():
         raise UsageError(f"{where}: there is no file {file}\n  help: it is looked for in {folder}")
-    try:
-        function = runpy.run_path(str(path), run_name="__partc_schedule__").get(name)
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"{where}: {_failure(error, path)}") from error
+    function = getattr(run_file(path), name, None)
     if not callable(function):
         raise UsageError(f"{where}: {file} has no function '{name}'\n  help: def {name}(step: int) -> float")
 
     def rate(step: int) -> float:
-        try:
+        with user_code(str(path), f"asking `{name}` for the rate of step {step}"):
             given = function(step)
-        except Exception as error:
-            raise UsageError(f"{where}: {reference}({step}): {_failure(error, path)}") from error
         try:
             number = float(given)
         except (TypeError, ValueError):
@@ -226,15 +220,6 @@ def _python(reference: str, where: str, folder: Path) -> Rate:
         return number
 
     return rate
-
-
-def _failure(error: BaseException, path: Path) -> str:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    fact = str(error)
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        lines, fact = [error.lineno], error.msg
-    at = f"{path.name}:{lines[-1]}: " if lines else ""
-    return f"{at}{type(error).__name__}: {fact}"
 
 
 def _shown(value: object) -> str:

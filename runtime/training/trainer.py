@@ -21,6 +21,7 @@ from ..bindings import Halted
 from ..errors import ArtifactError, DamagedError, InputError, NonFiniteError, UsageError
 from ..format import TOTALS, Manifest, Port, TrainingRecord, stays_inside
 from ..program import OnError, Outputs, Program, load
+from ..user_code import user_code
 from .agree import together
 from .batch import of_batch, parts, pieces_of
 from .checkpoint import Checkpoint
@@ -112,7 +113,8 @@ class Trainer:
 
     def train(self, batch: Mapping[str, object]) -> Outputs:
         """One step on this rank's pieces of a batch; the loss and the metrics, on rank 0, before the update."""
-        hyper = {**self._hyper, "lr": self.rate(self.step)}
+        with user_code("the schedule", f"asking for the rate of step {self.step}"):
+            hyper = {**self._hyper, "lr": float(self.rate(self.step))}
         for name, value in scalars(self._numbers, self.step - self.skipped, hyper).items():
             if name in self._scalars:
                 self._scalars[name][...] = value

@@ -1,0 +1,139 @@
+"""The one way in which a user's own Python is called while data are read and a model trains: whatever it raises is told as the user's.
+
+    with user_code("records.py", "reading record 17"):
+        record = source[17]
+
+    records.py:6: ZeroDivisionError: division by zero
+      while reading record 17
+      in batch 3 of epoch 0 on rank 1
+      File "/home/me/records.py", line 6, in __getitem__
+        return self.x[at] / self.scale
+
+Only frames of the user's code, and of what it calls, are shown. Everything that ends a block by an exception is taken, also SystemExit
+and a KeyboardInterrupt that no signal raised, because on one rank alone either would leave the others waiting; but for GeneratorExit,
+which is how a reader is closed, and for partc's own errors, which are told already. What was raised is the `__cause__`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+from .errors import PartcError
+
+_TOP = Path(__file__).parents[1]
+_OWN = tuple(f"{_TOP / part}{os.sep}" for part in ("cli", "compiler", "runtime"))
+_LIBRARIES = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("purelib", "platlib", "stdlib"))
+_SHOWN = 12
+
+
+class UserCodeError(PartcError):
+    """Code of the user's has failed: where, what it raised, what it was called for, and its own lines; `__cause__` was raised."""
+
+    def __init__(self, head: str, circumstances: tuple[str, ...] = (), lines: tuple[str, ...] = ()) -> None:
+        super().__init__("\n".join([head, *(f"  {text}" for text in circumstances), *lines]))
+        self.head, self.circumstances, self.lines = head, circumstances, lines
+
+    def when(self, text: str) -> UserCodeError:
+        """The same error with one more circumstance."""
+        found = UserCodeError(self.head, (*self.circumstances, text), self.lines)
+        found.__cause__ = self.__cause__
+        return found
+
+
+class user_code:
+    """A block that runs code of the user's; `where` names its file where the error has no line, `doing` what it is called for."""
+
+    __slots__ = ("doing", "where")
+
+    def __init__(self, where: str, doing: str = "") -> None:
+        self.where, self.doing = where, doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, GeneratorExit | PartcError) or _interrupted(error):
+            return
+        raise told(error, self.where, self.doing) from error
+
+
+def _interrupted(error: BaseException) -> bool:
+    """Whether the user has interrupted the job: a signal comes to the main thread alone."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
+def told(error: BaseException, where: str, doing: str = "") -> UserCodeError:
+    """The user's error that an exception of their code is; its cause is still to be set."""
+    circumstances = (f"while {doing}",) if doing else ()
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        text = (error.text or "").strip()
+        head = f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+        return UserCodeError(head, circumstances, (f"    {text}",) if text else ())
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
+    last = frames[-1] if frames else None
+    inner = next((frame for frame in reversed(frames) if not _is_library(frame.filename)), last)
+    place = f"{inner.filename}:{inner.lineno}" if inner is not None else where
+    return UserCodeError(f"{place}: {fact(error)}", circumstances, (*_lines(frames), *_causes(error)))
+
+
+def fact(error: BaseException) -> str:
+    """An exception in a line."""
+    if isinstance(error, SystemExit):
+        return f"it ends the process: SystemExit({error.code!r})"
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _lines(frames: list[traceback.FrameSummary]) -> Iterator[str]:
+    left = len(frames) - _SHOWN
+    for index, frame in enumerate(frames):
+        if left > 0 and index == _SHOWN // 3:
+            yield f"  ... {left} calls more"
+        if left <= 0 or not _SHOWN // 3 <= index < _SHOWN // 3 + left:
+            yield f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}'
+            line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+            yield from [f"    {line}"] if line else []
+
+
+def _causes(error: BaseException) -> Iterator[str]:
+    """What the user's code itself raised another error from."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is None:
+        return
+    frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if not _is_ours(frame.filename)]
+    at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    yield f"  after {fact(cause)}{at}"
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(_OWN) or file.startswith("<frozen ")
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((*_LIBRARIES, "<"))
+
+
+def run_file(path: Path) -> ModuleType:
+    """The module that a user's file is, run once, now; what lies beside it can be imported while it runs."""
+    module = ModuleType(f"__partc_data_{path.stem}__")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look a class's module up
+    sys.path.insert(0, str(path.parent))
+    try:
+        with user_code(str(path), "running the file"):
+            exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(str(path.parent))
+    return module

@@ -1,0 +1,109 @@
+"""Errors of the user's own Python while data are read and a model trains: told by its file, line, records and rank, on one rank or all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from partc.cli.main import invoke
+from partc.compiler.pipeline import compile_model
+from partc.runtime.user_code import UserCodeError, user_code
+
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+MODEL = """<ir_version: 10, opset_import: ["" : 21]>
+main (float[batch, 6] x) => (float[batch, 3] y) <float[6, 3] w> { [one] y = MatMul(x, w) }"""
+PLAN = """
+ranks: 2
+symbols: {batch: {divisor: 2}}
+dataset: data_parallel
+train: {loss: {type: mean_squared, prediction: y, target: t}, optimizer: {type: sgd, lr: 0.1}, batch: 4, steps: 40}
+"""
+RECORDS = """
+import os, sys
+import numpy as np
+class source:
+    calls = 0
+    def __len__(self): return 16
+    def __getitem__(self, at):
+        source.calls += 1
+        if source.calls > 6:
+            FAIL
+        return {"x": np.ones((len(at), 6), np.float32), "t": np.ones((len(at), 3), np.float32)}
+"""
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    model = onnx.parser.parse_model(MODEL)
+    del model.graph.value_info[:]
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((6, 3), np.float32), "w"))
+    onnx.save(model, tmp_path / "model.onnx")
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / "build")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "build"
+
+
+def test_what_ends_one_rank_ends_all(build: Path) -> None:
+    fail = 'if os.environ.get("OMPI_COMM_WORLD_RANK", "1") == "1": sys.exit(3)'
+    file = build.parent / "records.py"
+    file.write_text(RECORDS.replace("FAIL", fail))
+    words = ["train", "build", "--threads", "1", "--data", "records.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "partc.cli", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **AS_ROOT},
+        timeout=60,
+    )
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0] == f"{file}:10: it ends the process: SystemExit(3)"
+    assert lines[1].startswith("  while reading records ")
+    assert lines[2].endswith(" on rank 1")
+    assert lines[3:] == [f'  File "{file}", line 10, in __getitem__', f"    {fail}"]
+
+
+@pytest.mark.parametrize(
+    ("fail", "told"),
+    [
+        ("1 / 0", "records.py:10: ZeroDivisionError: division by zero"),
+        ("raise KeyboardInterrupt", "records.py:10: KeyboardInterrupt"),
+        ("return {'x': np.ones((len(at), 6), np.float32)}", "records.py: it returns no 't', records "),
+        ("return 3", "records.py: it returns a int, not a dict of arrays, records "),
+    ],
+)
+def test_all_ranks_fail_alike(build: Path, capfd: pytest.CaptureFixture[str], fail: str, told: str) -> None:
+    (build.parent / "records.py").write_text(RECORDS.replace("FAIL", fail))
+    assert invoke(["train", "build", "--threads", "1", "--data", "records.py", "--in-process"]) in (1, 2)
+    error = capfd.readouterr().err
+    assert told in error
+    assert "Traceback" not in error
+    assert "fault of partc" not in error
+
+
+def test_long_and_chained_errors() -> None:
+    def deep(n: int) -> None:
+        if n:
+            deep(n - 1)
+        try:
+            raise KeyError("x")
+        except KeyError as error:
+            raise ValueError("no x") from error
+
+    with pytest.raises(UserCodeError) as caught, user_code("file.py", "reading record 7"):
+        deep(50)
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith("ValueError: no x")
+    assert lines[1] == "  while reading record 7"
+    assert "  ... 40 calls more" in lines
+    assert lines[-1].startswith("  after KeyError: 'x' at ")
+    assert len(lines) < 30
+    closing = GeneratorExit()
+    with pytest.raises(GeneratorExit), user_code("file.py"):
+        raise closing
