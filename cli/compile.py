@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +37,7 @@ _NAMED = 4
 )
 @click.option("--no-check", is_flag=True, help="Do not open what was written with the checker and onnxruntime.")
 @click.option("--dump-ir", is_flag=True, help="Write the text after each pass too, ir/1_shapes.ir and on.")
+@click.option("--verify-passes", is_flag=True, help="Verify the program after each pass; a fault names the pass.")
 def command(
     model: Path,
     plan: Path | None,
@@ -45,6 +47,7 @@ def command(
     configuration: str | None,
     no_check: bool,
     dump_ir: bool,
+    verify_passes: bool,
 ) -> int:
     """Compile MODEL (.onnx or .py) by a plan into one ONNX program per rank.
 
@@ -57,8 +60,11 @@ def command(
 
     from partc.cli.watch import CompileWatch
     from partc.compiler.pipeline import compile_model
+    from partc.compiler.verify import VARIABLE
     from partc.runtime.format import BEGIN_IR, END_IR
 
+    if verify_passes:
+        os.environ[VARIABLE] = "1"
     begin = time.perf_counter()
     with CompileWatch() as watch:
         report = compile_model(model, plan, out, dump_ir, strict, annotated, configuration, not no_check, watch)

@@ -40,6 +40,7 @@ from partc.compiler.program import Program
 from partc.compiler.training.attach import attach, learned_names
 from partc.compiler.training.in_parts import in_parts, only_totals, part_facts
 from partc.compiler.training.training import Part
+from partc.compiler.verify import is_asked_for, verify
 from partc.compiler.writing.dump import begin_text
 from partc.compiler.writing.emit import emit, refuse_to_replace
 from partc.compiler.writing.prove import prove
@@ -134,11 +135,15 @@ def run_passes(
 ) -> Program:
     """The program after all passes; `after` is told each pass's name and result, `watch` its name when it begins.
 
-    Raises CompileError with all violations that the failing pass found.
+    Raises CompileError with all violations that the failing pass found; where the environment asks for it (`verify.py`), InvalidProgram
+    after a pass that breaks a law.
     """
+    verified = is_asked_for()
     for step in PASSES:
         watch(step.__name__)
         program = step(program)
+        if verified:
+            verify(program, step.__name__)
         if after:
             after(step.__name__, program)
     return program

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TypeAlias
 
 import pytest
 
+os.environ.setdefault("PARTC_VERIFY_PASSES", "1")  # every compile of a test verifies after every pass
 Golden: TypeAlias = Callable[[str, str], None]
 _SHOWN = 40
 """Lines of a difference that a failure shows."""

@@ -1,0 +1,203 @@
+"""What a valid program is, after each pass: the laws that every pass relies on and none may break.
+
+    graph       a node reads what stands before it; names are distinct; every node has a path
+    shapes      every value has a type; a dim is a size or an expression over the symbols
+    place       every node that is read has groups of distinct ranks of the job
+    shard       a choice speaks of a node where it runs; its mesh has the group's ranks; an axis cuts one factor; cuts divide their dims
+    partition   a rank reads what it has, makes a name once and knows its type; every event has the same place in the order of all its ranks
+
+Laws hold from the pass on that fills the fields of which they speak. What breaks one is a fault of the pass, never of the user: the
+error names the pass, and all that is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import onnx_ir as ir
+from partc.compiler.cutting.choice import Choice, Instance
+from partc.compiler.dims.facts import Facts, facts_of
+from partc.compiler.dims.reading import read
+from partc.compiler.layouts.layout import Layout
+from partc.compiler.load.onnx_file import bodies
+from partc.compiler.parts.partition import read_names
+from partc.compiler.program import Comm, Part, Program, captured
+
+VARIABLE = "PARTC_VERIFY_PASSES"
+"""The environment variable that has every compile verify after every pass; tests set it."""
+_SHOWN = 12
+
+
+class InvalidProgram(Exception):
+    """A pass made a program that is not valid. It is no PartcError: the user can do nothing about it."""
+
+    def __init__(self, name: str, faults: list[str]) -> None:
+        more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+        lines = "\n  ".join([*faults[:_SHOWN], *more])
+        super().__init__(f"the pass '{name}' made a program that is not valid:\n  {lines}")
+
+
+def is_asked_for() -> bool:
+    """Whether the environment asks for it."""
+    return os.environ.get(VARIABLE, "") not in ("", "0")
+
+
+def verify(program: Program, name: str) -> None:
+    """Raises InvalidProgram with all laws that the program breaks; `name` is that of the pass which made it."""
+    faults = [fault for law in LAWS for fault in law(program)]
+    if faults:
+        raise InvalidProgram(name, faults)
+
+
+def _graph(program: Program) -> Iterator[str]:
+    graph = program.model.graph
+    made: set[ir.Value] = {*graph.inputs, *graph.initializers.values()}
+    names = Counter(value.name for value in made)
+    for node in graph:
+        if node not in program.paths:
+            yield f"{node.name or node.op_type}: it has no path"
+        where = program.paths.get(node, node.op_type)
+        around = [value for body in bodies(node) for value in captured(body)]
+        for value in (*(value for value in node.inputs if value is not None), *around):
+            if value not in made:
+                yield f"{where}: it reads '{value.name}', which is not made before it"
+        made.update(node.outputs)
+        names.update(value.name for value in node.outputs if value.name)
+    yield from (f"'{name}': {count} values have this name" for name, count in names.items() if count > 1)
+    yield from (f"output '{value.name}': nothing makes it" for value in graph.outputs if value not in made)
+    paths = Counter(program.paths.get(node) for node in graph)
+    yield from (f"'{path}': {count} nodes have this path" for path, count in paths.items() if count > 1)
+
+
+def _shapes(program: Program) -> Iterator[str]:
+    if not program.values:
+        return
+    graph = program.model.graph
+    values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    for value in values:
+        info = program.values.get(value)
+        if not value.name:
+            continue
+        if info is None:
+            yield f"'{value.name}': nothing is known of it"
+            continue
+        for dim in info.shape or ():
+            expression = read(dim) if isinstance(dim, str) else None
+            if isinstance(dim, int) and dim < 0:
+                yield f"'{value.name}': its dim {dim} is below 0"
+            elif isinstance(dim, str) and expression is None:
+                yield f"'{value.name}': its dim '{dim}' is no expression"
+            elif expression is not None and (
+                free := {str(one) for one in expression.free_symbols} - {*program.symbols}
+            ):
+                yield f"'{value.name}': its dim '{dim}' has {', '.join(sorted(free))}, of which nothing is known"
+
+
+def _placement(program: Program) -> Iterator[str]:
+    if not program.placement:
+        return
+    read = {*program.model.graph.outputs, *(value for values in program.reads.values() for value in values)}
+    for node in program.model.graph:
+        placed, path = program.placement.get(node), program.paths.get(node, node.op_type)
+        if placed is None or (not placed.groups and not read.isdisjoint(node.outputs)):
+            yield f"{path}: it runs nowhere"
+            continue
+        for group in placed.groups:
+            if len(set(group)) != len(group) or not all(0 <= rank < program.plan.ranks for rank in group):
+                yield f"{path}: {list(group)} are no distinct ranks of {program.plan.ranks}"
+
+
+def _choices(program: Program) -> Iterator[str]:
+    known = {name: info.facts for name, info in program.symbols.items()}
+    for instance, choice in program.choices.items():
+        node, where = instance.node, program.paths.get(instance.node, instance.node.op_type)
+        if node not in program.placement or instance.group not in program.placement[node].groups:
+            yield f"{where}: it is cut over {list(instance.group)}, where it does not run"
+        if math.prod(choice.mesh) != len(instance.group):
+            yield f"{where}: its mesh {choice.mesh} is of {math.prod(choice.mesh)} ranks, its group of {len(instance.group)}"
+        axes = [axis for one in choice.axes.values() for axis in one]
+        if len(axes) != len(set(axes)) or not all(0 <= axis < len(choice.mesh) for axis in axes):
+            yield f"{where}: its axes {choice.axes} are not axes of {choice.mesh}, each once"
+            continue
+        if unknown := [letter for letter, one in choice.axes.items() if one and letter not in choice.rule.factors]:
+            yield f"{where}: it is cut along {', '.join(unknown)}, which its rule does not let be cut"
+        for value, layout in _operands(instance, choice):
+            yield from (f"{where}: '{value.name}' {fault}" for fault in _uneven(program, value, layout, known))
+
+
+def _operands(instance: Instance, choice: Choice) -> Iterator[tuple[ir.Value, Layout]]:
+    node = instance.node
+    for values, layout_of in ((node.inputs, choice.input), (node.outputs, choice.output)):
+        for k, value in enumerate(values):
+            layout = layout_of(k)
+            if value is not None and value.name and layout is not None:
+                yield value, layout
+
+
+def _uneven(program: Program, value: ir.Value, layout: Layout, known: dict[str, Facts]) -> Iterator[str]:
+    info = program.values.get(value)
+    if info is None or info.shape is None:
+        return
+    if len(info.shape) != len(layout.cuts):
+        yield f"has {len(info.shape)} dims, and its layout {len(layout.cuts)}"
+        return
+    for k, dim in enumerate(info.shape):
+        pieces = layout.pieces(k)
+        divisor = dim if isinstance(dim, int) else facts_of(ir.SymbolicDim(dim), known).real_divisor()
+        if pieces > 1 and divisor % pieces:
+            yield f"is cut into {pieces} along dim {k}, which is {dim}"
+
+
+def _parts(program: Program) -> Iterator[str]:
+    if not program.parts:
+        return
+    if [part.rank for part in program.parts] != list(range(program.plan.ranks)):
+        yield f"there are {len(program.parts)} programs for {program.plan.ranks} ranks"
+    for part, ranks in program.alike:
+        yield from (f"rank {ranks[0]}: {fault}" for fault in _part(part))
+    yield from _events(program)
+
+
+def _part(part: Part) -> Iterator[str]:
+    held = [one.name for one in (*part.inputs, *part.weights)]
+    kept = [one.held.name for one in part.kept]
+    made = Counter([*held, *(name for name in kept if name not in held), *part.constants, *part.scalars])
+    for step in part.steps:
+        what = (
+            f"{step.op_type} of '{step.value.name}'"
+            if isinstance(step, Comm)
+            else f"{step.node.op_type} '{step.node.name}'"
+        )
+        yield from (
+            f"{what} reads '{name}', which it does not have" for name in read_names(step) if name and name not in made
+        )
+        names = step.outputs if isinstance(step, Comm) else [value.name for value in step.node.outputs]
+        made.update(name for name in names if name)
+    yield from (f"'{name}' is made {count} times" for name, count in made.items() if count > 1)
+    wanted = [*(one.name for one in part.outputs), *(one.next for one in part.kept if one.next)]
+    yield from (f"'{name}' is given back, and nothing makes it" for name in wanted if name not in made)
+
+
+def _events(program: Program) -> Iterator[str]:
+    """Every rank has its events in their one order, and each has what it takes part in."""
+    expected: dict[int, list[int]] = {}
+    for event in program.events:
+        for rank in dict.fromkeys(rank for some in event.ranks for rank in some):
+            expected.setdefault(rank, []).append(event.tag)
+    by_tag = {event.tag: event for event in program.events}
+    for part in program.parts:
+        tags = [step.tag for step in part.steps if isinstance(step, Comm)]
+        distinct = list(dict.fromkeys(tags))
+        if unknown := [tag for tag in distinct if tag not in by_tag]:
+            yield f"rank {part.rank}: it takes part in {unknown}, which are no events"
+        elif missing := [by_tag[tag] for tag in expected.get(part.rank, ()) if tag not in distinct]:
+            first = missing[0]
+            yield f"rank {part.rank}: it takes no part in the {first.op_type} of '{first.name}' of ranks {first.ranks}"
+        elif distinct != sorted(distinct):
+            yield f"rank {part.rank}: its events {distinct} are not in the order of all"
+
+
+LAWS: tuple[Callable[[Program], Iterator[str]], ...] = (_graph, _shapes, _placement, _choices, _parts)
