@@ -16,6 +16,7 @@ import click
 import numpy as np
 from partc.cli.present import count, size
 from partc.runtime.replace import write_text
+from partc.runtime.training.checkpoint_index import steps
 
 if TYPE_CHECKING:
     from partc.runtime.data import Loader
@@ -73,6 +74,15 @@ class Report:
             f"{count(manifest.ranks, 'rank')}, {count(len(parameters), 'parameter')} of {elements:,} numbers; "
             f"{order.records:,} {self.unit}, {count(order.batches, 'batch', 'batches')} of {order.batch}; {count(total, 'step')}"
         )
+
+    def begins_beside(self, folder: Path) -> None:
+        """Warns where a run that begins anew writes its checkpoints beside those of another."""
+        if there := steps(folder):
+            click.echo(
+                f"warning: {folder} has checkpoints of another run, up to step {there[-1][0]}: `keep` leaves them, --resume takes the "
+                "latest step, and equal steps are replaced; give each run a folder of its own",
+                err=True,
+            )
 
     def resumed(self, step: int, path: Path) -> None:
         """Says where training goes on."""

@@ -51,6 +51,11 @@ def run_training(job: Job, transport: Transport | None, watch: Watch | None = No
         loader = settings.loader(trainer)
         with loader:
             path = settings.resumed()
+            kept = settings.course.checkpoint
+            if kept is not None:
+                trainer.claim(kept)
+                if report and path is None:
+                    report.begins_beside(kept)
             if path is not None:
                 resume(trainer, loader, path, "--resume")
                 if report and trainer.source:

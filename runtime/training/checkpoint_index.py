@@ -146,9 +146,14 @@ def rank_tensors(rank: int) -> str:
     return f"rank_{rank:04d}.safetensors"
 
 
+def is_step_name(name: str) -> bool:
+    """Whether it is the name of a checkpoint's folder."""
+    return _STEP.fullmatch(name) is not None
+
+
 def is_step(path: Path) -> bool:
     """Whether a folder has the name of a checkpoint, or is one."""
-    return _STEP.fullmatch(path.name) is not None or os.path.lexists(path / INDEX)
+    return is_step_name(path.name) or os.path.lexists(path / INDEX)
 
 
 def steps(folder: Path) -> list[tuple[int, Path]]:

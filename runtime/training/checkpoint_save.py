@@ -9,8 +9,8 @@ all fail, with what went wrong on each.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -20,31 +20,29 @@ from partc.runtime.dtypes import Array, dense
 from partc.runtime.format import StateRecord
 from pydantic import JsonValue
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, PartcError
 from .checkpoint_file import Stored, write_tensors
 from .checkpoint_index import (
     FORMAT,
     INDEX,
     OLD,
-    REMOVED,
     SAVING,
     CheckpointFile,
     CheckpointIndex,
     PieceRecord,
     TensorRecord,
     hidden_folder,
-    left_behind,
     rank_tensors,
-    read_index,
     step_folder,
-    steps,
 )
+from .checkpoint_lock import Lock
 from .checkpoint_owners import Owned, owners
-from .finite import NONFINITE
+from .checkpoint_written import add, clear, discard, prune, strangers, written
 
 Share: TypeAlias = Callable[[str], Sequence[str]]
 """A collective: takes this rank's text and gives the texts of all ranks, in their order."""
 _DONE, _FAILED = "+", "-"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def save(
@@ -56,21 +54,27 @@ def save(
     meta: Mapping[str, JsonValue],
     share: Share,
     keep: int | None = None,
+    lock: Lock | None = None,
+    goes_on: bool = True,
 ) -> Path:
-    """Writes the checkpoint of a step into `folder`, which all ranks share, and removes the oldest beyond `keep`; its path.
+    """Writes the checkpoint of a step into `folder`, which all ranks share, and removes the run's oldest beyond `keep`; its path.
 
-    Every rank calls it, with its own `pieces` and with the same other arguments. When it returns, on any rank, the checkpoint is
-    whole. CheckpointError is raised on all ranks alike; the checkpoints that were there are then as they were.
+    Every rank calls it, with its own `pieces` and with the same other arguments. `lock` is rank 0's lock of the folder, which else is
+    taken for this save alone; `goes_on`: whether the run is the one that wrote there before. When it returns, on any rank, the
+    checkpoint is whole. CheckpointError is raised on all ranks alike; the checkpoints that were there are then as they were.
     """
     target = folder / step_folder(step)
     scratch = folder / hidden_folder(target.name, SAVING)
     owned: dict[str, list[Owned]] = {}
+    own: list[Lock] = []
 
     def begin() -> str:
         owned.update(owners(records))
         if rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            _clear(folder)
+            if lock is None:
+                own.append(Lock(folder))
+            clear(folder)
+            refuse_others(target)
             scratch.mkdir()
         return ""
 
@@ -81,9 +85,7 @@ def save(
 
     def commit() -> str:
         if rank == 0:
-            index = _index(step, records, owned, meta, said)
-            _commit(scratch, target, index)
-            _prune(folder, target, keep)
+            _commit(scratch, target, _index(step, records, owned, meta, said), goes_on, keep)
         return ""
 
     try:
@@ -91,10 +93,22 @@ def save(
         said = _together(target, share, write)
         _together(target, share, commit)
     except CheckpointError:
+        with contextlib.suppress(OSError):
+            (scratch / rank_tensors(rank)).unlink(missing_ok=True)
         if rank == 0:
-            shutil.rmtree(scratch, ignore_errors=True)
+            discard(scratch)
         raise
+    finally:
+        for one in own:
+            one.release()
     return target
+
+
+def refuse_others(target: Path) -> None:
+    """Raises ValueError where something is in the place of a checkpoint that is none, or holds what partc has not put there."""
+    if os.path.lexists(target) and (found := strangers(target)):
+        what = f"holds '{found[0]}', which partc has not written" if found != ["."] else "is no folder"
+        raise ValueError(f"{target.name} is there and {what}: move it away")
 
 
 def _together(target: Path, share: Share, act: Callable[[], str]) -> list[str]:
@@ -104,7 +118,7 @@ def _together(target: Path, share: Share, act: Callable[[], str]) -> list[str]:
         text = _DONE + act()
     except Exception as error:
         failure = error
-        text = _FAILED + (str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}")
+        text = _FAILED + _told(error)
     said = share(text)
     ranks: dict[str, list[int]] = {}
     for rank, one in enumerate(said):
@@ -120,6 +134,16 @@ def _together(target: Path, share: Share, act: Callable[[], str]) -> list[str]:
             "\n".join([*lines, "  help: the checkpoints before it are whole; mend this, and go on from the last"])
         ) from failure
     return [one.removeprefix(_DONE) for one in said]
+
+
+def _told(error: Exception) -> str:
+    match error:
+        case OSError(strerror=str(reason), filename=file) if file is not None:
+            full = "; make room on the disk" if error.errno in _FULL else ""
+            return f"{file}: {reason}{full}"
+        case OSError() | ValueError() | PartcError():
+            return str(error).replace("\n  help: ", "; ")
+    return f"{type(error).__name__}: {error}"
 
 
 def _write(
@@ -193,7 +217,8 @@ def _index(
     )
 
 
-def _commit(scratch: Path, target: Path, index: CheckpointIndex) -> None:
+def _commit(scratch: Path, target: Path, index: CheckpointIndex, goes_on: bool, keep: int | None) -> None:
+    """Gives the written folder its name, and removes the run's oldest."""
     for name, record in index.files.items():
         size = (scratch / name).stat().st_size if (scratch / name).is_file() else None
         if size != record.bytes:
@@ -202,11 +227,14 @@ def _commit(scratch: Path, target: Path, index: CheckpointIndex) -> None:
                 f"{name} was written with {record.bytes} bytes, and rank 0 sees {have}: "
                 f"{target.parent} must be on a file system that all ranks share"
             )
+    text = index.text()
     with (scratch / INDEX).open("x", encoding="utf-8") as out:
-        out.write(index.text())
+        out.write(text)
         out.flush()
         os.fsync(out.fileno())
     _settle(scratch)
+    folder = target.parent
+    listed = add(folder, written(folder) if goes_on else {}, target.name, text)
     old = target.with_name(hidden_folder(target.name, OLD))
     if target.exists():
         os.replace(target, old)
@@ -216,41 +244,10 @@ def _commit(scratch: Path, target: Path, index: CheckpointIndex) -> None:
         if old.exists():
             os.replace(old, target)
         raise
-    _settle(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _prune(folder: Path, target: Path, keep: int | None) -> None:
-    """Removes the oldest beyond `keep`; the new one stays, also where later steps were there before. A folder is hidden first.
-
-    Those that hold numbers which are not finite go first, and such a new one takes the place of no other kind. One that cannot be removed
-    stays: the new checkpoint is whole all the same.
-    """
-    others = [path for _, path in steps(folder) if path != target and (path / INDEX).is_file()]
-    excess = 0 if keep is None else max(0, len(others) + 1 - max(1, keep))
-    wrong = [path for path in others if _is_wrong(path)]
-    sound = [] if _is_wrong(target) else [path for path in others if path not in wrong]
-    for path in [*wrong, *sound][:excess]:
-        gone = folder / hidden_folder(path.name, REMOVED)
-        with contextlib.suppress(OSError):
-            os.replace(path, gone)
-            shutil.rmtree(gone, ignore_errors=True)
-
-
-def _is_wrong(path: Path) -> bool:
-    try:
-        return bool(read_index(path).meta.get(NONFINITE))
-    except CheckpointError:
-        return False
-
-
-def _clear(folder: Path) -> None:
-    """Removes what saves that did not end have left; a checkpoint that gave way to none comes back."""
-    for path, name, doing in left_behind(folder):
-        if doing == OLD and not (folder / name).exists():
-            os.replace(path, folder / name)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
+    _settle(folder)
+    discard(old)
+    if keep is not None:
+        prune(folder, target, listed, keep)
 
 
 def _settle(folder: Path) -> None:

@@ -25,6 +25,7 @@ from ..user_code import user_code
 from .agree import together
 from .batch import of_batch, parts, pieces_of
 from .checkpoint import Checkpoint
+from .checkpoint_lock import Lock
 from .checkpoint_match import OPTIMIZER, is_file_of_weights, meet, meet_weights
 from .checkpoint_newest import take_whole
 from .checkpoint_save import save
@@ -81,6 +82,9 @@ class Trainer:
         self.on_nonfinite = str(record.settings.get("on_nonfinite", STOP))
         self._evaluation, self._accumulation, self._totals = evaluation, accumulation, totals
         self._untold: Untold | None = None
+        self._claimed: set[Path] = set()
+        self._saved: set[Path] = set()
+        self._locks: dict[Path, Lock] = {}
         self._ports = of_batch(program.manifest).inputs
         self._pieces = pieces_of(program.manifest)
         self._kept = [one for one in program.manifest.state if one.kind != SUM]
@@ -245,8 +249,30 @@ class Trainer:
             known[NONFINITE] = True
         if self.skipped:
             known[SKIPPED] = self.skipped
+        place = Path(folder)
+        self.claim(place)
         state, share = self.program.state, self.program.share
-        return save(Path(folder), self.step, self.rank, state.arrays(), self._kept, known, share, keep)
+        goes_on = place in self._saved or (self.source is not None and self.source.parent.resolve() == place.resolve())
+        lock = self._locks.get(place)
+        path = save(place, self.step, self.rank, state.arrays(), self._kept, known, share, keep, lock, goes_on)
+        self._saved.add(place)
+        return path
+
+    def claim(self, folder: str | Path) -> None:
+        """Takes the lock of a folder for the checkpoints of this run, until the trainer is closed.
+
+        CheckpointError where another job has it. `save` does so where it was not done before.
+        """
+        place = Path(folder)
+        if place in self._claimed:
+            return
+
+        def take() -> None:
+            if self.rank == 0:
+                self._locks[place] = Lock(place)
+
+        self._together(take)
+        self._claimed.add(place)
 
     def load(self, path: str | Path, option: str = "") -> Mapping[str, JsonValue]:
         """Goes on where a checkpoint was written, whatever plan wrote it; what was saved beside the tensors.
@@ -321,6 +347,10 @@ class Trainer:
             self.program.close()
 
     def _release(self) -> None:
+        for lock in self._locks.values():
+            lock.release()
+        self._locks.clear()
+        self._claimed.clear()
         for other in (self._evaluation, self._accumulation, self._totals):
             if other is not None:
                 other.release()

@@ -1,0 +1,143 @@
+"""The lock of a folder of checkpoints: one job at a time writes there; who reads takes none.
+
+It is the operating system's lock (flock) on the file `.lock`, held by rank 0's process: it ends with the process, however that ends, and
+NFS carries it between hosts. The file's text says who holds it, for the message that another job gets. Whoever ends in order removes
+the file; what a killed job leaves of it is an unlocked file, which the next job takes.
+
+Where the file system has no locks, the text alone decides: a process of this host that is gone has left it behind; of another host that
+cannot be known, and the message says which file to remove.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import stat
+import weakref
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ..errors import CheckpointError, printable
+
+try:
+    import fcntl
+except ImportError:  # a system without such locks
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = ".lock"
+_OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_TEXT_BYTES = 200
+_HOLDER = re.compile(r"process (\d+) on (\S+), since .*")
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+class Lock:
+    """The lock of one folder, held until `release` or the end of the process."""
+
+    def __init__(self, folder: Path) -> None:
+        """Takes the lock; the folder is made where there is none. CheckpointError names the job that has it, or what is in the way."""
+        self.folder = folder
+        self._file = folder / LOCK
+        self._handle = self._taken()
+        _held.add(self)
+
+    def _taken(self) -> int:
+        while True:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                handle = os.open(self._file, _OPEN, 0o666)
+            except OSError as error:
+                raise self._refused(error) from None
+            try:
+                if not stat.S_ISREG(os.fstat(handle).st_mode):
+                    raise CheckpointError(f"{self._file}: is no plain file\n  help: remove it")
+                self._lock(handle)
+                # Whoever held it may have removed the file meanwhile: then another file has the name.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.stat(self._file, follow_symlinks=False), os.fstat(handle)):
+                        os.ftruncate(handle, 0)
+                        os.pwrite(handle, f"{_myself()}\n".encode(), 0)
+                        return handle
+            except OSError as error:
+                os.close(handle)
+                raise self._refused(error) from None
+            except CheckpointError:
+                os.close(handle)
+                raise
+            os.close(handle)
+
+    def _lock(self, handle: int) -> None:
+        """Locks an open file; CheckpointError where another job has it."""
+        try:
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+        except BlockingIOError:
+            raise self._busy(_text(handle)) from None
+        except OSError:
+            pass  # a file system without locks
+        text = _text(handle)
+        if (holder := _HOLDER.fullmatch(text)) and not _is_gone(int(holder[1]), holder[2]):
+            raise self._busy(text, f", or remove {self._file} if that job has ended")
+
+    def _busy(self, text: str, remedy: str = "") -> CheckpointError:
+        return CheckpointError(
+            f"{self.folder}: another job writes its checkpoints here: {text or 'it does not say which'}\n"
+            "  two jobs would replace and remove each other's checkpoints\n"
+            f"  help: wait until it has ended, or give this one another folder{remedy}"
+        )
+
+    def _refused(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{self.folder}: no checkpoint can be written here: {error.strerror}\n  help: give a folder that you may write to"
+        )
+
+    def release(self) -> None:
+        """Gives the lock back, and removes its file."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            try:
+                with contextlib.suppress(OSError):
+                    os.unlink(self._file)
+            finally:
+                os.close(handle)
+
+    def forget(self) -> None:
+        """Closes the handle that a forked process inherits: it would hold the lock after this process has ended."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+
+def _in_child() -> None:
+    for one in list(_held):
+        one.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def _myself() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _text(handle: int) -> str:
+    """Who holds the lock, by its file."""
+    text = os.pread(handle, _TEXT_BYTES, 0).decode(errors="replace")
+    return printable(text.split("\n")[0])
+
+
+def _is_gone(process: int, host: str) -> bool:
+    """Whether a process has ended, as far as this host knows."""
+    if host != socket.gethostname() or os.name != "posix":
+        return False
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        return False
+    return False
