@@ -8,7 +8,7 @@ with load_trainer("build") as trainer:                    # on every rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -18,18 +18,12 @@ from pydantic import JsonValue
 
 from ..artifact import open_artifact
 from ..bindings import Halted
-from ..errors import ArtifactError, DamagedError, InputError, NonFiniteError, UsageError
+from ..errors import ArtifactError, InputError, NonFiniteError, UsageError
 from ..format import TOTALS, Manifest, Port, TrainingRecord, stays_inside
 from ..program import OnError, Outputs, Program, load
 from ..user_code import user_code
-from .agree import together
 from .batch import of_batch, parts, pieces_of
-from .checkpoint import Checkpoint
-from .checkpoint_lock import Lock
-from .checkpoint_match import OPTIMIZER, is_file_of_weights, meet, meet_weights
-from .checkpoint_newest import take_whole
-from .checkpoint_save import save
-from .checkpoint_sums import Proof
+from .checkpoints import Checkpoints
 from .finite import (
     NONFINITE,
     SKIPPED,
@@ -44,7 +38,6 @@ from .finite import (
 )
 from .named import SCHEDULE, base_folder, outside, refusal
 from .schedule import Rate, scalars, schedule
-from .state import SUM
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -77,17 +70,12 @@ class Trainer:
         """The number of steps taken so far."""
         self.skipped = 0
         """How many of them changed nothing, since a gradient was not finite."""
-        self.source: Path | None = None
-        """The checkpoint of which tensors were loaded last."""
+        self._checkpoints = Checkpoints(program, str(record.optimizer.get("type", "")))
         self.on_nonfinite = str(record.settings.get("on_nonfinite", STOP))
         self._evaluation, self._accumulation, self._totals = evaluation, accumulation, totals
         self._untold: Untold | None = None
-        self._claimed: set[Path] = set()
-        self._saved: set[Path] = set()
-        self._locks: dict[Path, Lock] = {}
         self._ports = of_batch(program.manifest).inputs
         self._pieces = pieces_of(program.manifest)
-        self._kept = [one for one in program.manifest.state if one.kind != SUM]
         self._numbers = [name for name in record.scalars if name not in _COUNTS]
         self._hyper = {name: float(value) for name, value in record.optimizer.items() if isinstance(value, int | float)}
         known = {port.name for port in program.inputs}
@@ -99,6 +87,11 @@ class Trainer:
     def rank(self) -> int:
         """This rank."""
         return self.program.rank
+
+    @property
+    def source(self) -> Path | None:
+        """The checkpoint from which tensors were taken last."""
+        return self._checkpoints.source
 
     @property
     def manifest(self) -> Manifest:
@@ -238,7 +231,7 @@ class Trainer:
     def save(self, folder: str | Path, meta: Mapping[str, JsonValue] | None = None, keep: int | None = None) -> Path:
         """Writes a checkpoint of this step into `folder`, which all ranks share; its path."""
         self.settle()
-        known: dict[str, JsonValue] = {OPTIMIZER: self.record.optimizer.get("type", ""), **(meta or {})}
+        known: dict[str, JsonValue] = {**(meta or {})}
         wrong = not_finite(self.program.state.arrays())
         if self.program.agree(bool(wrong)):
             if self.on_nonfinite == STOP:
@@ -249,30 +242,14 @@ class Trainer:
             known[NONFINITE] = True
         if self.skipped:
             known[SKIPPED] = self.skipped
-        place = Path(folder)
-        self.claim(place)
-        state, share = self.program.state, self.program.share
-        goes_on = place in self._saved or (self.source is not None and self.source.parent.resolve() == place.resolve())
-        lock = self._locks.get(place)
-        path = save(place, self.step, self.rank, state.arrays(), self._kept, known, share, keep, lock, goes_on)
-        self._saved.add(place)
-        return path
+        return self._checkpoints.save(Path(folder), self.step, known, keep)
 
     def claim(self, folder: str | Path) -> None:
         """Takes the lock of a folder for the checkpoints of this run, until the trainer is closed.
 
         CheckpointError where another job has it. `save` does so where it was not done before.
         """
-        place = Path(folder)
-        if place in self._claimed:
-            return
-
-        def take() -> None:
-            if self.rank == 0:
-                self._locks[place] = Lock(place)
-
-        self._together(take)
-        self._claimed.add(place)
+        self._checkpoints.claim(Path(folder))
 
     def load(self, path: str | Path, option: str = "") -> Mapping[str, JsonValue]:
         """Goes on where a checkpoint was written, whatever plan wrote it; what was saved beside the tensors.
@@ -281,61 +258,20 @@ class Trainer:
         to be as it was written: DamagedError, on all ranks alike, says what is not, and leaves everything as it was. `option` is how
         the user gives another path, for the message.
         """
-
-        def take(place: Path) -> Checkpoint:
-            checkpoint = self._together(lambda: Checkpoint.at(place))
-            self._together(lambda: meet(checkpoint, self._kept, str(self.record.optimizer.get("type", ""))))
-            self._read(checkpoint, {record.tensor for record in self._kept})
-            return checkpoint
-
         self.settle()
-        self.source, checkpoint = take_whole(Path(path), take, option, self.rank, self.program.share)
-        self.step = checkpoint.index.step
-        skipped = checkpoint.index.meta.get(SKIPPED, 0)
+        index = self._checkpoints.load(Path(path), option)
+        self.step = index.step
+        skipped = index.meta.get(SKIPPED, 0)
         self.skipped = skipped if isinstance(skipped, int) else 0
-        return checkpoint.index.meta
+        return index.meta
 
     def begin(self, path: str | Path, strict: bool = True, option: str = "") -> frozenset[str]:
         """Takes weights from a checkpoint, or from any safetensors file with the same names; the names of those taken.
 
         Checkpoints are chosen and proven as by `load`; so is a file that `partc checkpoint export` wrote.
         """
-
-        def take(source: Checkpoint) -> frozenset[str]:
-            names = self._together(lambda: meet_weights(source, self._kept, strict))
-            self._read(source, names)
-            return names
-
-        def take_checkpoint(place: Path) -> frozenset[str]:
-            return take(self._together(lambda: Checkpoint.at(place)))
-
         self.settle()
-        place = Path(path)
-        if self._together(lambda: is_file_of_weights(place)):
-            return take(self._together(lambda: Checkpoint.of_file(place)))
-        self.source, names = take_whole(place, take_checkpoint, option, self.rank, self.program.share)
-        return names
-
-    def _read(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
-        """Fills what is kept of these tensors, once all ranks together have hashed them."""
-        wanted = frozenset(names)
-
-        def prove() -> None:
-            with Proof(checkpoint, self.rank, self.manifest.ranks) as proof:
-                if problems := proof.problems():
-                    raise DamagedError(problems)
-
-        def fill() -> None:
-            for record, array in self.program.state.arrays():
-                if record.tensor in wanted:
-                    checkpoint.load_into(record, self.rank, array)
-
-        self._together(prove)
-        self._together(fill)
-
-    def _together(self, action: Callable[[], Result]) -> Result:
-        """The action's result where it succeeds on every rank; else the same failure on all."""
-        return together(action, self.program.share)
+        return self._checkpoints.begin(Path(path), strict, option)
 
     def close(self) -> None:
         """Gives back sessions and buffers; collective. NonFiniteError as `settle` raises it."""
@@ -347,10 +283,7 @@ class Trainer:
             self.program.close()
 
     def _release(self) -> None:
-        for lock in self._locks.values():
-            lock.release()
-        self._locks.clear()
-        self._claimed.clear()
+        self._checkpoints.release()
         for other in (self._evaluation, self._accumulation, self._totals):
             if other is not None:
                 other.release()
