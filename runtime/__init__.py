@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .errors import ArtifactError, InputError, NonFiniteError, PartcError, RankError, UsageError
+from .errors import ArtifactError, InputError, NonFiniteError, PartcError, RankError, StepError, UsageError
 
 if TYPE_CHECKING:
     from .artifact import Artifact, open_artifact
@@ -39,6 +39,7 @@ __all__ = [
     "PartcError",
     "Program",
     "RankError",
+    "StepError",
     "Trainer",
     "UsageError",
     "Whole",

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from .dtypes import Array, Dtype
-from .errors import RankError
+from .errors import StepError
 from .message import Value
 from .onnxruntime_api import Bind, OrtValue, new_value
 from .tensor import Tensor
@@ -33,9 +33,9 @@ def as_tensor(value: Array, dtype: Dtype) -> Tensor:
 
 
 def check_promise(name: str, found: Shape, promised: Shape) -> None:
-    """A value must have the shape on which other ranks rely; RankError where it has not."""
+    """A value must have the shape on which other ranks rely; StepError where it has not."""
     if found != promised:
-        raise RankError(f"the value '{name}' was promised with shape {list(promised)} and has {list(found)}")
+        raise StepError(f"the value '{name}' was promised with shape {list(promised)} and has {list(found)}")
 
 
 def bind_whole(bind: Bind, name: str, tensor: Tensor) -> None:

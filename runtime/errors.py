@@ -33,6 +33,10 @@ class RankError(PartcError):
     """A rank failed while a step ran; the message names the rank, the op and its source name."""
 
 
+class StepError(RankError):
+    """A step of a program that recovers has failed on a rank; all have given it up alike, and the next one can run."""
+
+
 class NonFiniteError(PartcError):
     """The loss of a step is no finite number, or a parameter is none; raised by all ranks alike."""
 

@@ -66,16 +66,22 @@ class Schedule:
         """By input the bindings that read it, its type, and the name by which each does."""
         self.last: dict[str, tuple[int, Shape]] = {}
         self.actions: list[tuple[int, Action]] = []
+        self.main: set[int] = set()
+        """The places of the actions that are a step itself, and not a wait for a send or the end of a value."""
         self._plan(self._lay_out())
 
-    def run(self, inputs: Mapping[str, Value], board: Board, step: int) -> dict[str, Value]:
-        """Execute the step; what comes back are the outputs delivered to this rank, in memory of their own."""
+    def take(self, inputs: Mapping[str, Value]) -> None:
+        """Bind the inputs of a step."""
         self.cells.update(inputs)
         for name, value in inputs.items():
             if isinstance(value, Tensor) and self.last.get(name) != (value.pointer, value.shape):
                 self.last[name] = (value.pointer, value.shape)
                 for binding, code, formal in self.readers[name]:
                     binding.bind_input(formal, "cpu", 0, code, value.shape, value.pointer)
+
+    def run(self, inputs: Mapping[str, Value], board: Board, step: int) -> dict[str, Value]:
+        """Execute the step; what comes back are the outputs delivered to this rank, in memory of their own."""
+        self.take(inputs)
         write, buffer, offset, index = SLOT.pack_into, board.buffer, board.offset, IDLE
         try:
             for index, action in self.actions:
@@ -86,6 +92,10 @@ class Schedule:
         except Exception as error:
             raise RankError(f"rank {self.transport.rank} failed in {self.program.explain(index, error)}") from error
         write(buffer, offset, step, IDLE)
+        return self.give()
+
+    def give(self) -> dict[str, Value]:
+        """The outputs of a step that has run, with what it makes in place of what is kept."""
         if self._may_replace():
             for kept, made in self.program.replaced:
                 np.copyto(self._tensor(kept).data, self._tensor(made).data)
@@ -146,6 +156,7 @@ class Schedule:
                     action = self._finish(step)
                 case Update():
                     action = self._update(index)
+            self.main.add(len(self.actions))
             self.actions.append((index, action))
             self.actions += [(index, partial(self.cells.pop, name, None)) for name in unused.get(index, ())]
         self.actions += [(index, self._complete(index)) for index in sends]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -16,18 +16,18 @@ from .errors import PartcError
 from .format import Manifest, Port
 from .local import LocalWorld
 from .message import Value
-from .program import CPU, Outputs, Program, settings_for
+from .program import CPU, OnError, Outputs, Program, refuse_recovery, settings_for
 from .sessions import Settings
 
 
 class LocalProgram:
     """All ranks of an artifact as threads of this process: called with the whole model's inputs, it gives all outputs."""
 
-    def __init__(self, artifact: Artifact, settings: Settings, stall: float) -> None:
+    def __init__(self, artifact: Artifact, settings: Settings, stall: float, on_error: OnError = "raise") -> None:
         self.manifest: Manifest = artifact.manifest
         self._world = LocalWorld(artifact.manifest.ranks, stall)
         transports = [self._world.transport(rank) for rank in range(self._world.size)]
-        self._ranks = [Program(artifact, transport, settings, "raise") for transport in transports]
+        self._ranks = [Program(artifact, transport, settings, on_error) for transport in transports]
         self._threads = ThreadPoolExecutor(self._world.size, thread_name_prefix="rank")
         self._all([self._threads.submit(self._connect, program) for program in self._ranks])
 
@@ -112,9 +112,14 @@ def load_local(
     threads: int | None = None,
     trust: bool = False,
     stall: float = 30.0,
+    on_error: Literal["raise", "recover"] = "raise",
     providers: Sequence[str] = CPU,
 ) -> LocalProgram:
-    """All ranks of the artifact in `folder` as threads of this process, without MPI."""
+    """All ranks of the artifact in `folder` as threads of this process, without MPI; `on_error` as for `load`.
+
+    In one process a program can be called again after any failure; with "recover" it fails as it does over MPI.
+    """
     artifact = open_artifact(folder, trust=trust)
     settings = settings_for(LocalWorld(artifact.manifest.ranks).transport(0), threads, providers)
-    return LocalProgram(artifact, settings, stall)
+    refuse_recovery(artifact, on_error)
+    return LocalProgram(artifact, settings, stall, on_error)

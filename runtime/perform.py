@@ -7,7 +7,7 @@ bytes have left, `landing` until they are unpacked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -15,8 +15,8 @@ from typing import TypeAlias
 import numpy as np
 
 from .collective import Call, Shape, place_of, result_shape
-from .dtypes import Bytes, Dtype
-from .errors import RankError
+from .dtypes import BY_NAME, Bytes, Dtype
+from .errors import RankError, StepError
 from .format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, REDUCE_TO
 from .pieces import carried, carrier, is_front, moved_bytes, reduced, split, store
 from .tensor import Tensor, aligned
@@ -27,6 +27,8 @@ What: TypeAlias = Callable[[], str]
 
 NOTHING = np.empty(0, np.uint8)
 _DIMS = 12
+_MISSING = -1
+"""In place of a number of dims: the rank has no value."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class Work:
         joins = not is_front(self.piece, self._into) or not self.native
         takes = call.op != REDUCE_TO or transport.rank == ranks[call.root]
         self.landing = landed if not alone and takes and (narrow or joins) else 0
+
+    @property
+    def gives_shape(self) -> Shape:
+        """The shape of what each rank gives."""
+        return self.shape
 
     def bind(self, source: Tensor | None, result: Tensor | None, packed: Bytes, landing: Bytes, at_once: bool) -> Bound:
         """The collective on this memory; scratch may be longer than it needs. Without a result the rank gets nothing."""
@@ -128,7 +135,7 @@ class Work:
 
 
 def at_large(call: Call, ranks: tuple[int, ...], tag: int, source: Tensor, transport: Transport, what: What) -> Tensor:
-    """The result of a collective on values of unknown shape, whole at once; RankError where the shapes do not fit together.
+    """The result of a collective on values of unknown shape, whole at once; StepError on all ranks where the shapes do not fit together.
 
     AllReduce wants equal shapes. AllGather wants them equal but for `axis`: shorter pieces travel filled up to the longest.
     """
@@ -142,7 +149,7 @@ def at_large(call: Call, ranks: tuple[int, ...], tag: int, source: Tensor, trans
         axis, lengths, fits = 0, [0], len(set(shapes)) == 1
     if not fits:
         told = ", ".join(f"{list(shape)} on rank {rank}" for rank, shape in zip(ranks, shapes, strict=True))
-        raise RankError(f"rank {transport.rank} failed in {what()}: the shapes do not fit together: {told}")
+        raise StepError(f"rank {transport.rank} failed in {what()}: the shapes do not fit together: {told}")
     if len(set(lengths)) == 1:
         return _whole(call, ranks, tag, source, transport, what)
     longest = max(lengths)
@@ -181,11 +188,27 @@ def _shapes(
         return [source.shape]
     if len(source.shape) > _DIMS:
         raise RankError(f"{what()}: a value of unknown shape has {len(source.shape)} dims, and {_DIMS} are possible")
-    mine = np.array([len(source.shape), *source.shape, *[0] * (_DIMS - len(source.shape))], np.int64)
-    rows = np.empty((len(ranks), mine.size), np.int64)
-    movement = Movement(ALL_GATHER, ranks, tag, mine.view(np.uint8), rows.reshape(-1).view(np.uint8), source.dtype)
+    mine = [len(source.shape), *source.shape, *[0] * (_DIMS - len(source.shape))]
+    rows = _rows(mine, ranks, tag, transport, what)
+    if missing := [rank for rank, row in zip(ranks, rows, strict=True) if row[0] == _MISSING]:
+        raise StepError(f"rank {transport.rank} failed in {what()}: rank {missing[0]} has nothing to give")
+    return [tuple(row[1 : 1 + row[0]]) for row in rows]
+
+
+def give_up(call: Call, ranks: tuple[int, ...], tag: int, transport: Transport, what: What) -> None:
+    """Takes part in a collective on values of unknown shape with nothing to give: it ends for all its ranks by a StepError."""
+    if len(ranks) > 1:
+        _rows([_MISSING] * (1 + _DIMS), ranks, tag, transport, what)
+
+
+def _rows(mine: Sequence[int], ranks: tuple[int, ...], tag: int, transport: Transport, what: What) -> list[list[int]]:
+    """The numbers that each rank gives."""
+    given = np.array(mine, np.int64)
+    rows = np.empty((len(ranks), given.size), np.int64)
+    movement = Movement(ALL_GATHER, ranks, tag, given.view(np.uint8), rows.reshape(-1).view(np.uint8), BY_NAME["int64"])
     transport.wait(transport.ready(movement)(), what)
-    return [tuple(row[1 : 1 + row[0]]) for row in rows.tolist()]
+    found: list[list[int]] = rows.tolist()
+    return found
 
 
 def nothing() -> Request:

@@ -21,13 +21,14 @@ import numpy as np
 from .artifact import Artifact, open_artifact
 from .bindings import Bindings, Halted
 from .board import AGREEING, SLOT, open_board
-from .errors import ArtifactError, InputError, PartcError, RankError, UsageError
+from .errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError
 from .execute import Schedule
 from .format import ALL_REDUCE, EXCHANGE, Manifest, Port
 from .leaving import said
 from .local import LocalWorld
 from .message import Value
 from .prepare import describe, prepare
+from .recover import attempt, failed, settle
 from .segments import Finish, cut
 from .sessions import Settings
 from .training.state import State
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 Outputs: TypeAlias = dict[str, Value]
-OnError: TypeAlias = Literal["raise", "abort"]
+OnError: TypeAlias = Literal["raise", "abort", "recover"]
 
+RECOVER = "recover"
 _SCHEDULES = 8
 CPU = ("CPUExecutionProvider",)
 """The execution providers by default."""
@@ -90,7 +92,7 @@ class Program:
         Of an input that is cut a rank gives its piece (`Port.box`), or the `Whole` of it; of such an output it gets its piece.
 
         InputError is raised on all ranks alike and harms nothing. RankError says which rank failed in which op; the program
-        cannot be called again.
+        cannot be called again. Where it recovers, that is a StepError on all ranks alike, and it can.
         """
         if self._broken is not None:
             raise RankError(f"the program has stopped: {self._broken}")
@@ -99,12 +101,35 @@ class Program:
         try:
             SLOT.pack_into(self._board.buffer, self._board.offset, self._step, AGREEING)
             bindings, values = self._program.binder.bind({**(inputs or {}), **named}, self._transport, halt=halt)
+            if self._on_error == RECOVER:
+                return self._attempt(bindings, values)
             return self._schedule(bindings).run(values, self._board, self._step)
         except (InputError, Halted):
             raise
         except BaseException as error:
-            self._fail(error)
+            if not (isinstance(error, StepError) and self._on_error == RECOVER):
+                self._fail(error)
             raise
+
+    def _attempt(self, bindings: Bindings, values: Mapping[str, Value]) -> Outputs:
+        """A step that all ranks give up with a StepError where it fails on any."""
+        key = tuple(bindings.items())
+        if key not in self._schedules:
+            failure = None
+            try:
+                self._schedule(bindings)
+            except InputError:
+                raise
+            except Exception as error:
+                failure = failed(self._transport, error)
+            try:
+                settle(self._transport, failure)
+            except StepError:
+                self._schedules.pop(key, None)
+                raise
+        outputs, failure = attempt(self._schedule(bindings), values, self._board, self._step)
+        settle(self._transport, failure)
+        return outputs
 
     @property
     def usable(self) -> bool:
@@ -251,8 +276,9 @@ def load(
     """This rank's program of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
 
     `threads`: of each operator, by default the cores that belong to this rank. `trust`: do not hash the files. `stall`: seconds
-    after which a wait is reported on stderr. `on_error`: what a failure inside a step does to the job, raise a RankError
-    on every rank or end it by MPI's abort. An artifact of one rank needs no MPI.
+    after which a wait is reported on stderr. `on_error`: what a failure inside a step does to the job: "raise" a RankError on every
+    rank, "abort" it by MPI, or "recover": every rank raises a StepError and the next step runs, of a program that keeps no state. An
+    artifact of one rank needs no MPI.
     """
     artifact: Artifact | None = None
     program: Program | None = None
@@ -261,6 +287,8 @@ def load(
         artifact = open_artifact(folder, trust=trust)
     except ArtifactError as error:
         problem = str(error)
+    if artifact is not None:
+        refuse_recovery(artifact, on_error)
     transport = _transport(folder, artifact.manifest.ranks if artifact else None, comm, stall)
     if artifact is not None:
         try:
@@ -279,6 +307,15 @@ def load(
         program._fail(error)
         raise
     return program
+
+
+def refuse_recovery(artifact: Artifact, on_error: OnError) -> None:
+    """UsageError where steps change what ranks keep: some may have replaced it when another one fails."""
+    if on_error == RECOVER and artifact.manifest.state:
+        fact = "its steps change what ranks keep, so none can be given up once it has begun"
+        raise UsageError(
+            f"{artifact.folder}: {fact}\n  help: leave out on_error='recover', and go on from a checkpoint"
+        )
 
 
 def describe_action(folder: str | Path, rank: int, action: int) -> str:

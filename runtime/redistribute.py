@@ -46,6 +46,11 @@ class Redistribution:
         self.takes, self.landing = _parts(call.takes, taken, dtype, transport.rank)
         self._keeps = _pairs(self.gives, self.takes, transport.rank)
 
+    @property
+    def gives_shape(self) -> Shape:
+        """The shape of what this rank gives."""
+        return self.given or ()
+
     def begin(
         self, source: Tensor | None, result: Tensor | None, packed: Bytes, landing: Bytes
     ) -> tuple[list[Request], list[Request], Callable[[], None]]:

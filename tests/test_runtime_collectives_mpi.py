@@ -115,11 +115,10 @@ print("done", flush=True)
 """
 
 
-@pytest.fixture(scope="module")
-def one_job(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """A job that does all of it, one after the other."""
-    folder = write(
-        tmp_path_factory.mktemp("artifact"),
+def every_op(folder: Path) -> Path:
+    """An artifact of 4 ranks with every collective; its first op is a Gather, which fails where `index` is out of range."""
+    return write(
+        folder,
         [
             GRAPH.replace("float[n, 6] h", "float[i, 6] h")
             .replace("NEXT", str((rank + 1) % 4))
@@ -136,6 +135,12 @@ def one_job(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPro
         groups=GROUPS,
         shapes={"places": None, "h": ["i", 6], "wide": ["i", 12]},
     )
+
+
+@pytest.fixture(scope="module")
+def one_job(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """A job that does all of it, one after the other."""
+    folder = every_op(tmp_path_factory.mktemp("artifact"))
     command = [str(MPIEXEC), "--oversubscribe", "-n", "4", sys.executable, "-c", SCRIPT, str(folder)]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **root})
