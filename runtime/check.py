@@ -15,7 +15,7 @@ inside    the evaluation of an artifact that trains, and the program of a part o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -26,6 +26,7 @@ from partc.runtime.violation import Violation
 
 if TYPE_CHECKING:
     from onnx import ModelProto
+    from partc.runtime.check_updates import Replaced
     from partc.runtime.training.named import Named
 
 __all__ = ["Checked", "Violation", "check", "check_artifact"]
@@ -68,67 +69,123 @@ def check(folder: str | Path) -> Checked:
     return replace(checked, violations=[*checked.violations, *carried], named=named)
 
 
+class _Artifact:
+    """An artifact while it is checked: its manifest, what was found so far, and the models of the ranks whose files can be read."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.found = check_folder(folder, manifest)
+        self.wrong = frozenset(one.file for one in self.found)
+        self.models: dict[int, ModelProto] = {}
+        self.replaced: Replaced | None = None
+        self.copies = 0
+
+    def prove(self, what: str, stage: Callable[[], Iterable[Violation]]) -> bool:
+        """Adds what a stage finds; whether that is nothing. A stage that stumbles over files that are wrong has nothing to add."""
+        try:
+            found = [*dict.fromkeys(stage())]
+        except Exception as error:  # whatever bytes a file has, the user is told that the artifact is not proven sound
+            kind = f"{type(error).__name__}: {error}".splitlines()[0]
+            fact = f"{what} cannot be proven: the check itself failed with {kind}"
+            found = [] if self.found else [Violation(MANIFEST, fact, help="compile the model again, and report this")]
+            self.found += found
+            return False
+        self.found += found
+        return not found
+
+    def read(self) -> None:
+        """Reads each rank file once; one that is not the manifest's is not read."""
+        read: dict[str, ModelProto | None] = {}
+        for rank in range(self.manifest.ranks):
+            file = self.manifest.program(rank)
+            if file not in read:
+                read[file] = None
+                if file not in self.wrong:
+                    self.prove(f"{file} alone", lambda: self._read(file, read))  # noqa: B023, it is called at once
+            if (model := read[file]) is not None:
+                self.models[rank] = model
+
+    def _read(self, file: str, read: dict[str, ModelProto | None]) -> list[Violation]:
+        from partc.runtime.check_rank import check_rank, read_rank
+
+        model, found = read_rank(self.folder, file)
+        if model is None or found:
+            return found
+        read[file] = model
+        return check_rank(self.folder, file, model, self.manifest, self.wrong)
+
+    def together(self) -> None:
+        """What the rank files and the manifest say of each other."""
+        from partc.runtime.check_order import check_order
+        from partc.runtime.check_state import check_state
+        from partc.runtime.check_updates import check_updates
+
+        def updates() -> list[Violation]:
+            self.replaced, unsafe = check_updates(self.manifest, self.models)
+            return unsafe
+
+        kept = self.prove("what ranks keep", lambda: check_state(self.manifest, self.models))
+        self.prove("the order of communication", lambda: check_order(self.manifest, self.models))
+        if kept:
+            self.prove("updates in place", updates)
+
+    def equal(self, inner: Inside | None) -> None:
+        """Values that must be equal on several ranks, once all else is proven."""
+        from partc.runtime.check_numbers import Classes, Numbering
+        from partc.runtime.check_replicas import check_replicas, copies_of
+        from partc.runtime.check_sums import check_parts, classes_of
+
+        copies = copies_of(self.manifest)
+        if self.found or not (copies or inner is not None):
+            return
+
+        def numbers() -> Iterator[Violation]:
+            classes, made = classes_of(*inner) if inner is not None else (Classes(), {})
+            numbering = Numbering(self.folder, self.manifest, self.models, classes)
+            if numbering.done:
+                self.copies = len(copies)
+                yield from check_replicas(numbering, copies)
+                yield from check_parts(numbering, made)
+
+        self.prove("that copies stay equal", numbers)
+
+    def checked(self) -> Checked:
+        """All that was found."""
+        manifest, replaced = self.manifest, self.replaced
+        return Checked(
+            self.found,
+            manifest.ranks,
+            len(manifest.files) + 1,
+            sum(len(model.graph.node) for model in self.models.values()),
+            len(manifest.transfers),
+            len(manifest.collectives),
+            replaced.in_place if replaced else 0,
+            replaced.copied if replaced else 0,
+            self.copies,
+        )
+
+
 def _check(folder: Path) -> tuple[Checked, Manifest | None, dict[int, ModelProto]]:
     """What was found, the manifest if it can be read, and the models of the ranks whose files can."""
-    from partc.runtime.check_numbers import Classes, Numbering
-    from partc.runtime.check_order import check_order
-    from partc.runtime.check_replicas import check_replicas, copies_of
-    from partc.runtime.check_state import check_state
-    from partc.runtime.check_sums import check_parts, classes_of
-    from partc.runtime.check_updates import Replaced, check_updates
-
     manifest, found = read_manifest(folder)
     if manifest is None:
         return Checked(found), None, {}
-    found = check_folder(folder, manifest)
+    one = _Artifact(folder, manifest)
     if any(missing_programs(manifest)):
-        return Checked(found), manifest, {}
-    models = {}
-    nodes = 0
-    read: dict[str, ModelProto | None] = {}
-    for rank in range(manifest.ranks):
-        file = manifest.program(rank)
-        if file not in read and (folder / file).is_file():
-            read[file], problems = _check_rank(folder, file, manifest)
-            found.extend(problems)
-        model = read.get(file)
-        if model is not None:
-            models[rank] = model
-            nodes += len(model.graph.node)
-    state, order = check_state(manifest, models), check_order(manifest, models)
-    found += [*state, *order]
-    replaced = Replaced()
-    if not state:
-        replaced, unsafe = check_updates(manifest, models)
-        found += unsafe
-    inner, problems = _check_inside(folder, manifest)
-    copies = copies_of(manifest) if not found and not problems else []
-    counted = 0
-    if not found and not problems and (copies or inner is not None):
-        classes, made = classes_of(*inner) if inner is not None else (Classes(), {})
-        numbering = Numbering(folder, manifest, models, classes)
-        if numbering.done:
-            counted = len(copies)
-            found += [*check_replicas(numbering, copies), *check_parts(numbering, made)]
-    found += problems
-    checked = Checked(
-        found,
-        manifest.ranks,
-        len(manifest.files) + 1,
-        nodes,
-        len(manifest.transfers),
-        len(manifest.collectives),
-        replaced.in_place,
-        replaced.copied,
-        counted,
-    )
-    return checked, manifest, models
+        return Checked(one.found), manifest, {}
+    one.read()
+    one.together()
+    inner, problems = _check_inside(folder, manifest, one.wrong)
+    if not problems:
+        one.equal(inner)
+    one.found += problems
+    return one.checked(), manifest, one.models
 
 
 Inside: TypeAlias = "tuple[Path, Manifest, dict[int, ModelProto]]"
 
 
-def _check_inside(folder: Path, manifest: Manifest) -> tuple[Inside | None, list[Violation]]:
+def _check_inside(folder: Path, manifest: Manifest, wrong: Collection[str]) -> tuple[Inside | None, list[Violation]]:
     """The program of a part of a batch, and what is wrong with it and the evaluation, alone and beside the training."""
     from partc.runtime.check_inner import check_evaluation, check_part, check_totals
     from partc.runtime.check_sums import check_accumulation
@@ -141,44 +198,22 @@ def _check_inside(folder: Path, manifest: Manifest) -> tuple[Inside | None, list
     for kind, name in zip(kinds, folders, strict=True):
         if not name:
             continue
-        if not stays_inside(name):
-            fact = f"its {kind} lies at '{name}', out of the folder"
+        if not stays_inside(name) or f"{name}/{MANIFEST}" not in manifest.files:
+            fact = f"its {kind} lies at '{name}', where the manifest lists no other one"
             found.append(Violation(MANIFEST, fact, help="compile the model again"))
+            continue
+        if f"{name}/{MANIFEST}" in wrong:
             continue
         checked, inner, models = _check(folder / name)
         if inner is None:
             found += [replace(one, file=f"{name}/{MANIFEST}") for one in checked.violations]
             continue
         found += [replace(one, file=f"{name}/{one.file}") for one in checked.violations]
+        if inner.training is not None:
+            found.append(Violation(f"{name}/{MANIFEST}", f"it trains, and is the {kind} of another one"))
         found += kinds[kind](manifest, inner, name)
         if kind == "accumulation":
             accumulation = folder / name, inner, models
     if not training.accumulation or accumulation is not None:
         found += check_accumulation(manifest, accumulation[1] if accumulation else None)
     return accumulation, found
-
-
-def _check_rank(folder: Path, file: str, manifest: Manifest) -> tuple[ModelProto | None, list[Violation]]:
-    """The model in a rank file, None where it cannot be read, and what is wrong with it alone."""
-    import onnx
-    from google.protobuf.message import DecodeError
-    from partc.runtime.check_graph import check_graph
-    from partc.runtime.check_types import as_plain_onnx, check_types
-    from partc.runtime.check_weights import check_weights
-    from partc.runtime.comm_ops import register
-
-    try:
-        model = onnx.load(folder / file, load_external_data=False)
-    except DecodeError as error:
-        return None, [Violation(file, f"it is not an ONNX file: {error}", help="compile the model again")]
-    found = [*check_graph(file, model), *check_weights(folder, file, model, manifest)]
-    if not found:
-        register()
-        try:
-            onnx.checker.check_model(as_plain_onnx(model))
-        except onnx.checker.ValidationError as error:
-            text = " ".join(str(error).split())
-            found.append(Violation(file, f"onnx.checker refuses it: {text}"))
-        else:
-            found += check_types(file, model, manifest)
-    return model, found

@@ -31,7 +31,7 @@ def read_manifest(folder: Path) -> tuple[Manifest | None, list[Violation]]:
 
 
 def check_folder(folder: Path, manifest: Manifest) -> list[Violation]:
-    """What differs between the folder's files and the manifest's list of them."""
+    """What differs between the folder's files and the manifest's list of them; a file that is not the manifest's is not read further."""
     found = list(missing_programs(manifest))
     for name, record in sorted(manifest.files.items()):
         found.extend(_check_file(folder, name, record))
@@ -66,7 +66,7 @@ def _check_file(folder: Path, name: str, record: FileRecord) -> Iterator[Violati
     elif (digest := sha256(path)) != record.sha256:
         fact = f"its content has changed: sha256 {digest[:12]}…, the manifest says {record.sha256[:12]}…"
         yield Violation(name, fact, help=_COMPILE_AGAIN)
-    if name.endswith(".safetensors"):
+    elif name.endswith(".safetensors"):
         try:
             data_region(path)
         except ValueError as error:
@@ -109,6 +109,9 @@ def sound_header(path: Path) -> tuple[bytes, dict[str, object]]:
         raise ValueError(f"its header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise ValueError("its header holds no JSON object")
+    names = header.get("__metadata__", {})
+    if not isinstance(names, dict) or not all(isinstance(text, str) for text in names.values()):
+        raise ValueError("its '__metadata__' is no mapping of texts")
     end = 0
     for begin, last, name in sorted(_spans(header)):
         if begin != end or last < begin:

@@ -36,7 +36,7 @@ def check_types(file: str, model: ModelProto, manifest: Manifest, count: int = _
     for sizes in samples(manifest)[: count if manifest.symbols else 1]:
         try:
             made = _inferred(model, manifest, sizes)
-        except onnx.shape_inference.InferenceError as error:
+        except (onnx.shape_inference.InferenceError, MemoryError, UnicodeDecodeError) as error:
             return [Violation(file, f"its types contradict each other: {' '.join(str(error).split())}", help=_AGAIN)]
         for name, node in makers.items():
             if name in declared and name in made:

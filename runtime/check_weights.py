@@ -7,13 +7,13 @@ its name there. What stands in the rank file itself has a hash beside it. The fi
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from onnx import ModelProto, TensorProto
-from partc.runtime.check_files import data_region
+from partc.runtime.check_files import sound_header
 from partc.runtime.check_graph import all_tensors
 from partc.runtime.dtypes import BY_CODE
 from partc.runtime.format import DIGEST, OF_RANKS, PIECE, Manifest, ranks_text, stays_inside
@@ -33,16 +33,19 @@ _TYPES = {
     "F64": 11,
     "U32": 12,
 }
-_TYPES |= {"U64": 13, "BF16": 16}
+_TYPES |= {"U64": 13, "BF16": 16, "F8_E4M3": 17, "F8_E5M2": 19}
+_BYTES = "U8"
+"""As which tensors are stored whose type the format lacks."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor of a weights file: its name there, the piece that it is, its type."""
+    """A tensor of a weights file: its name there, the piece that it is, its type and shape."""
 
     name: str
     piece: str
     type: str
+    shape: object
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,13 @@ class _Weights:
     tensors: dict[tuple[int, int], list[_Stored]] | None
 
 
-def check_weights(folder: Path, file: str, model: ModelProto, manifest: Manifest) -> Iterator[Violation]:
-    """Weights whose bytes are not inside the folder and the file's data, or are another tensor's; a file that is another rank's."""
+def check_weights(
+    folder: Path, file: str, model: ModelProto, manifest: Manifest, wrong: Collection[str] = ()
+) -> Iterator[Violation]:
+    """Weights whose bytes are not inside the folder and the file's data, or are another tensor's; a file that is another rank's.
+
+    The files `wrong` are not those of the manifest, which is said elsewhere, and are not read.
+    """
     yield from _check_ranks(file, model, manifest)
     opened: dict[str, _Weights | None] = {}
     for tensor in all_tensors(model.graph):
@@ -73,6 +81,8 @@ def check_weights(folder: Path, file: str, model: ModelProto, manifest: Manifest
             continue
         if location not in manifest.files:
             yield Violation(file, f"its data lies in '{location}', which the manifest does not list", title)
+            continue
+        if location in wrong:
             continue
         if location not in opened:
             opened[location] = _open(folder / location)
@@ -114,10 +124,13 @@ def _check_region(
             yield Violation(
                 file, f"its data is that of '{named}' in {location}; it is '{piece or tensor.name}'", title, help=_AGAIN
             )
-        elif all(_TYPES.get(one.type, tensor.data_type) not in (tensor.data_type, _TYPES["U8"]) for one in there):
+        elif all(_TYPES.get(one.type) not in (tensor.data_type, _TYPES[_BYTES]) for one in there):
             fact = (
                 f"its data in {location} is {there[0].type}, and it is a {TensorProto.DataType.Name(tensor.data_type)}"
             )
+            yield Violation(file, fact, title, help=_AGAIN)
+        elif all(one.type != _BYTES and one.shape != [*tensor.dims] for one in there):
+            fact = f"its data in {location} is of shape {there[0].shape}, and it is of {[*tensor.dims]}"
             yield Violation(file, fact, title, help=_AGAIN)
 
 
@@ -130,16 +143,15 @@ def _open(path: Path) -> _Weights | None:
     try:
         if path.suffix != ".safetensors":
             return _Weights(0, path.stat().st_size, None)
-        begin, end = data_region(path)
-        with path.open("rb") as data:
-            header = json.loads(data.read(begin)[8:])
+        text, header = sound_header(path)
+        begin, end = len(text), path.stat().st_size
     except (OSError, ValueError):
         return None
-    pieces = header.pop("__metadata__", {})
+    pieces = cast(dict[str, str], header.pop("__metadata__", {}))
     tensors: dict[tuple[int, int], list[_Stored]] = {}
-    for name, entry in header.items():
+    for name, entry in cast(dict[str, dict[str, Any]], header).items():
         first, last = entry["data_offsets"]
-        one = _Stored(name, str(pieces.get(name, "")), str(entry.get("dtype", "")))
+        one = _Stored(name, pieces.get(name, ""), str(entry.get("dtype", "")), entry.get("shape"))
         tensors.setdefault((begin + first, begin + last), []).append(one)
     return _Weights(begin, end, tensors)
 

@@ -138,10 +138,10 @@ def read_call(node: NodeProto, where: str) -> Call:
         op=node.op_type,
         source=source,
         result=result,
-        group=found[GROUP].s.decode(),
+        group=found[GROUP].s.decode(errors="replace"),
         tag=number(TAG),
         path=next((item.value for item in node.metadata_props if item.key == PATH), ""),
-        reduce=found[REDUCE].s.decode() if REDUCE in found else "",
+        reduce=found[REDUCE].s.decode(errors="replace") if REDUCE in found else "",
         axis=number(SPLIT_AXIS) if node.op_type == ALL_TO_ALL else number(AXIS),
         concat_axis=number(CONCAT_AXIS),
         root=number(ROOT),
@@ -234,8 +234,10 @@ def _problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> list[str]
         problems.append(f"it has {len(sources)} inputs, and takes one")
     if len(results) > 1 or (not results and not optional and op not in ROOTED):
         problems.append(f"it has {len(results)} outputs, and makes one")
-    if REDUCE in found and found[REDUCE].s.decode() not in REDUCTIONS:
-        problems.append(f"its reduction is '{found[REDUCE].s.decode()}'; it is one of {', '.join(REDUCTIONS)}")
+    if REDUCE in found and found[REDUCE].s.decode(errors="replace") not in REDUCTIONS:
+        problems.append(
+            f"its reduction is '{found[REDUCE].s.decode(errors='replace')}'; it is one of {', '.join(REDUCTIONS)}"
+        )
     if op == EXCHANGE and not problems:
         problems += _box_problems(found, bool(sources), SEND_PEERS, SEND_BOXES, "input")
         problems += _box_problems(found, bool(results), RECV_PEERS, RECV_BOXES, "output")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from handmade import FLOAT, chain, chain_manifest, chain_models, comm, node, rank_model, value, write_artifact
+from mutated import correct
 from onnx import ModelProto
 from partc.runtime.check import check, check_artifact
 from partc.runtime.format import MANIFEST, RECV, SEND, Port, Transfer
@@ -118,6 +119,16 @@ def _bytes(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None
     return action
 
 
+def _fitting(action: Callable[[Path], object]) -> Callable[[Path], None]:
+    """The change, and hashes that fit."""
+
+    def done(folder: Path) -> None:
+        action(folder)
+        correct(folder)
+
+    return done
+
+
 def _link_outside(folder: Path) -> None:
     outside = folder.parent / "outside.onnx"
     (folder / "rank_0001.onnx").rename(outside)
@@ -131,10 +142,13 @@ WEIGHTS = "weights/rank_0001.safetensors"
     ("change", "expected"),
     [
         (_bytes(WEIGHTS, lambda data: data[:-5]), f"{WEIGHTS}: it has 159 bytes; the manifest says 164"),
-        (_bytes(WEIGHTS, lambda data: data[:-5]), "its tensors end at byte 164, and the file has 159"),
+        (_fitting(_bytes(WEIGHTS, lambda data: data[:-5])), "its tensors end at byte 164, and the file has 159"),
         (_bytes(WEIGHTS, lambda data: data[:-1] + b"\xaa"), f"{WEIGHTS}: its content has changed: sha256"),
-        (_bytes(WEIGHTS, lambda data: b"\xff" * 8 + data[8:]), "its header would end at byte 18446744073709551623"),
-        (_bytes("rank_0002.onnx", lambda data: b"nonsense"), "rank_0002.onnx: it is not an ONNX file"),
+        (
+            _fitting(_bytes(WEIGHTS, lambda data: b"\xff" * 8 + data[8:])),
+            "its header would end at byte 18446744073709551623",
+        ),
+        (_fitting(_bytes("rank_0002.onnx", lambda data: b"nonsense")), "rank_0002.onnx: it is not an ONNX file"),
         (_bytes(MANIFEST, lambda data: data.replace(b'"format": 1', b'"format": 7')), "is of format 7"),
         (_bytes(MANIFEST, lambda data: data[:40]), "is not JSON"),
         (_bytes(MANIFEST, lambda data: data.replace(b'"ranks": 3', b'"ranks": 4')), "rank_0003.onnx for rank 3 of 4"),
@@ -166,6 +180,7 @@ def test_a_weight_must_lie_inside_its_file(tmp_path: Path, key: str, text: str, 
         if entry.key == key:
             entry.value = text
     (tmp_path / "rank_0001.onnx").write_bytes(models[1].SerializeToString())
+    correct(tmp_path)
     found = texts(tmp_path)
     assert f"weight 'fc1.weight': {expected}" in found or expected in found
     assert "rank_0001.onnx" in found

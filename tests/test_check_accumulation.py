@@ -13,6 +13,7 @@ import click.testing
 import numpy as np
 import onnx
 import pytest
+from mutated import correct
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 from partc.cli.figures_training import kept_bytes, training_figures
 from partc.cli.inspect import command as inspect
@@ -210,17 +211,25 @@ def _truncated(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-9])
 
 
+def _cut_off(folder: Path) -> None:
+    _truncated(folder)
+    correct(folder)
+
+
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no folder": (lambda folder: shutil.rmtree(folder / PARTS), "accumulation/manifest.json: there is no such folder"),
+    "no folder": (
+        lambda folder: shutil.rmtree(folder / PARTS),
+        "accumulation/manifest.json: the manifest lists it, and it is not",
+    ),
     "a file less": (
         lambda folder: (folder / PARTS / "rank_0001.onnx").unlink(),
         "accumulation/rank_0001.onnx: the manifest lists it, and it is not there",
     ),
     "a file cut off": (_truncated, "accumulation/rank_0001.onnx: it has"),
-    "another file": (_truncated, "accumulation/rank_0001.onnx: it is not an ONNX file"),
+    "another file": (_cut_off, "accumulation/rank_0001.onnx: it is not an ONNX file"),
     "a folder away": (
         of_manifest("", lambda data: data["training"].update(accumulation="../away")),
-        "its accumulation lies at '../away', out of the folder",
+        "its accumulation lies at '../away', where the manifest lists no other one",
     ),
     "no folder named": (
         of_manifest("", lambda data: data["training"].update(accumulation="")),

@@ -13,6 +13,7 @@ import click.testing
 import numpy as np
 import onnx
 import pytest
+from mutated import correct
 from onnx import ModelProto, NodeProto, helper
 from partc.cli.check import command
 from partc.runtime.check import check, check_artifact
@@ -297,7 +298,7 @@ def _box(*boxes: list[list[int]]) -> dict[str, object]:
         (lambda data: data["training"].update(loss="none"), "training: the loss 'none' is no output"),
         (
             lambda data: data["training"].update(evaluation="../away"),
-            "its evaluation lies at '../away', out of the folder",
+            "its evaluation lies at '../away', where the manifest lists no other one",
         ),
     ],
 )
@@ -308,6 +309,16 @@ def test_a_changed_manifest_is_named(
     rewrite(tmp_path / "build", change)
     found = texts(tmp_path / "build")
     assert expected in found, found
+
+
+def _corrected(change: Callable[[Path], object]) -> Callable[[Path], object]:
+    """The change, and hashes that fit."""
+
+    def done(folder: Path) -> None:
+        change(folder)
+        correct(folder)
+
+    return done
 
 
 def _truncated(folder: Path) -> None:
@@ -330,15 +341,21 @@ def _that_changes(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (_truncated, "evaluation/rank_0000.onnx: it is not an ONNX file"),
+        (_corrected(_truncated), "evaluation/rank_0000.onnx: it is not an ONNX file"),
         (_truncated, "evaluation/rank_0000.onnx: it has"),
         (
-            _of_another_shape,
+            _corrected(_of_another_shape),
             "evaluation/manifest.json: state 'shift': rank 0 keeps 'shift' tensor(float) [4], and when it",
         ),
-        (_of_a_stranger, "evaluation/manifest.json: state 'stranger': rank 0 does not keep it when it trains"),
-        (_that_changes, "evaluation/manifest.json: state 'shift': 'shift.next' takes its place; an evaluation changes"),
-        (lambda folder: (folder / "evaluation" / MANIFEST).unlink(), "evaluation/manifest.json: has no manifest.json"),
+        (
+            _corrected(_of_a_stranger),
+            "evaluation/manifest.json: state 'stranger': rank 0 does not keep it when it trains",
+        ),
+        (
+            _corrected(_that_changes),
+            "evaluation/manifest.json: state 'shift': 'shift.next' takes its place; an evaluation changes",
+        ),
+        (lambda folder: (folder / "evaluation" / MANIFEST).unlink(), "evaluation/manifest.json: the manifest lists it"),
     ],
 )
 def test_a_changed_evaluation_is_named(

@@ -37,6 +37,8 @@ def is_in_place(function: FunctionProto) -> bool:
     for output in function.output:
         if not output.endswith(NEXT):
             continue
+        if output not in makers:
+            return False
         maker = makers[output]
         before: set[str] = set()
         reached = list(maker.input)

@@ -141,7 +141,7 @@ def refit(folder: Path) -> None:
     """The outer manifest's hashes of the inner ones, where there are such."""
     from mutated import correct
 
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         correct(folder)
 
 
