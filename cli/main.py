@@ -81,7 +81,15 @@ def partc() -> None:
 
 def main() -> None:
     """The console script."""
-    sys.exit(invoke(sys.argv[1:]))
+    code = invoke(sys.argv[1:])
+    if "partc.runtime.rank_threads" in sys.modules:
+        from partc.runtime.rank_threads import left_behind
+
+        if left_behind():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    sys.exit(code)
 
 
 def invoke(arguments: Sequence[str]) -> int:

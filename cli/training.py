@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 
 TOLD = "told"
 """The file in a job's scratch folder through which rank 0 tells how far it is."""
+_PATIENCE = 5.0
+"""Seconds that the other ranks of a process have to end after one has failed."""
 
 
 def run_training(job: Job, transport: Transport | None, watch: Watch | None = None) -> int:
@@ -104,23 +105,18 @@ def run_threads(job: Job, manifest: Manifest) -> int:
 
 def _run_threads(job: Job, manifest: Manifest, watch: Watch | None) -> int:
     from partc.runtime.local import LocalWorld
+    from partc.runtime.rank_threads import RankThreads
 
     if manifest.ranks == 1:
         return run_training(job, None, watch)
     world = LocalWorld(manifest.ranks, job.stall)
 
-    def rank(number: int) -> int:
-        try:
-            return run_training(job, world.transport(number), watch)
-        except Exception as error:
-            world.fail(f"rank {number} failed: {error}")
-            raise
-        finally:
-            world.finish(number)
-
-    with ThreadPoolExecutor(manifest.ranks, thread_name_prefix="rank") as threads:
-        futures = [threads.submit(rank, number) for number in range(manifest.ranks)]
-        return max(future.result() for future in futures)
+    threads = RankThreads(world)
+    jobs = [partial(run_training, job, world.transport(rank), watch) for rank in range(world.size)]
+    try:
+        return max(threads.run(jobs, _PATIENCE))
+    finally:
+        threads.close()
 
 
 def check(job: Job, manifest: Manifest) -> None:

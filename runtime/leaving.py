@@ -4,27 +4,21 @@
         program(x=images)
         serve(program)      # raises on rank 1: the next step of the others is a RankError that names it
 
-What an exception leaves unsaid (SystemExit, KeyboardInterrupt) is told with the line of the user's file that it comes from. A rank that
-leaves between two steps fails nobody's step: only who waits for what it never takes part in is told.
+What ended it is told with the line of the user's file that it comes from. A rank that leaves between two steps fails nobody's step: only
+who waits for what it never takes part in is told.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import sys
-import sysconfig
-import traceback
 import weakref
-from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
 from .errors import PartcError
-
-_OWN = tuple(str(Path(__file__).resolve().parents[1] / name) + os.sep for name in ("runtime", "cli", "compiler"))
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+from .user_code import told
 
 
 class Leaving(Protocol):
@@ -50,25 +44,7 @@ def said(rank: int, error: BaseException) -> str:
     """What the others are told of a rank that an error ends: its own words where they are made for that, else who, what and where."""
     if isinstance(error, PartcError):
         return str(error)
-    return f"rank {rank} has left the job: {described(error)}"
-
-
-def described(error: BaseException) -> str:
-    """An exception with its text and its place in the user's files.
-
-    SystemExit(3) at records.py:8
-    """
-    text = ", ".join(map(repr, error.args)) if isinstance(error, SystemExit) else str(error)
-    bare = f"({text})" if isinstance(error, SystemExit) else f": {text}" if text else ""
-    return f"{type(error).__name__}{bare}{_place(error)}"
-
-
-def _place(error: BaseException) -> str:
-    """The innermost frame outside of partc and what is installed, such as ` at records.py:8`; empty where there is none."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((*_OWN, *_INSTALLED, "<")):
-            return f" at {frame.filename}:{frame.lineno}"
-    return ""
+    return f"rank {rank} has left the job: {told(error, 'its script').head}"
 
 
 _expected: weakref.WeakSet[Leaving] = weakref.WeakSet()
@@ -82,7 +58,7 @@ def _leave_all(why: str) -> None:
 
 
 def _raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    _leave_all(described(error))
+    _leave_all(told(error, "its script").head)
     hook = _excepthooks[0]
     if callable(hook):
         hook(kind, error, trace)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 
 from .artifact import Artifact, open_artifact
 from .cuts import Whole, distinct, merge
-from .errors import PartcError
 from .format import Manifest, Port
 from .local import LocalWorld
 from .message import Value
 from .program import CPU, OnError, Outputs, Program, refuse_recovery, settings_for
+from .rank_threads import RankThreads, Result
 from .sessions import Settings
 
 
@@ -28,8 +28,8 @@ class LocalProgram:
         self._world = LocalWorld(artifact.manifest.ranks, stall)
         transports = [self._world.transport(rank) for rank in range(self._world.size)]
         self._ranks = [Program(artifact, transport, settings, on_error) for transport in transports]
-        self._threads = ThreadPoolExecutor(self._world.size, thread_name_prefix="rank")
-        self._all([self._threads.submit(self._connect, program) for program in self._ranks])
+        self._threads = RankThreads(self._world)
+        self._all([partial(self._connect, program) for program in self._ranks])
 
     @property
     def ranks(self) -> list[Program]:
@@ -52,18 +52,20 @@ class LocalProgram:
         for port in self.inputs:
             if port.boxes is not None and port.name in given and not isinstance(given[port.name], Whole):
                 given[port.name] = Whole(given[port.name])
-        futures = [self._threads.submit(self._run, program, given) for program in self._ranks]
-        self._all(futures)
-        return self._merged(futures)
+        return self._merged(self._all([partial(program, given) for program in self._ranks]))
 
-    def _all(self, futures: Sequence[Future[Any]]) -> None:
-        """Waits for all ranks; raises the failure that is not another one's consequence, with all of them callable again."""
-        errors = [error for error in (future.exception() for future in futures) if error is not None]
-        if errors:
-            self._world.reset()
-            for program in self._ranks:
-                program.recover()
-            raise next((error for error in errors if not isinstance(error, PartcError)), errors[0])
+    def _all(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
+        """What all ranks return; raises the failure that is not another one's consequence, with all of them callable again."""
+        try:
+            return self._threads.run(jobs)
+        except BaseException:
+            if self._threads.idle:
+                for program in self._ranks:
+                    program.recover()
+            raise
+        finally:
+            if self._threads.idle:
+                self._world.reset()
 
     def _connect(self, program: Program) -> None:
         try:
@@ -74,7 +76,7 @@ class LocalProgram:
 
     def close(self) -> None:
         """Give back sessions, buffers and threads."""
-        self._threads.shutdown()
+        self._threads.close()
         for program in self._ranks:
             program.close()
 
@@ -86,15 +88,7 @@ class LocalProgram:
     ) -> None:
         self.close()
 
-    def _run(self, program: Program, given: Mapping[str, object]) -> Outputs:
-        try:
-            return program(given)
-        finally:
-            self._world.finish(program.rank)
-
-    def _merged(self, futures: Sequence[Future[Outputs]]) -> Outputs:
-        self._world.reset()
-        found = [future.result() for future in futures]
+    def _merged(self, found: Sequence[Outputs]) -> Outputs:
         return {port.name: _whole(port, found) for port in self.outputs if port.ranks}
 
 

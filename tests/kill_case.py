@@ -36,8 +36,8 @@ MODES = ("run", "train", "eval", "script")
 MOMENTS = ("starting", "stepping", "saving", "ending")
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGSEGV", "SIGABRT", "SIGHUP")
 USER = {
-    "exit": ("sys.exit(3)", r"rank {rank} has left the job: SystemExit\(3\) at \S+records.py:\d+"),
-    "interrupt": ("raise KeyboardInterrupt", r"rank {rank} has left the job: KeyboardInterrupt at \S+records.py:\d+"),
+    "exit": ("sys.exit(3)", r"records.py:\d+: it ends the process: SystemExit\(3\)[\s\S]* rank {rank}"),
+    "interrupt": ("raise KeyboardInterrupt", r"records.py:\d+: KeyboardInterrupt[\s\S]* rank {rank}"),
     "os._exit": ("os._exit(0)", r"rank {rank} ended with exit code 0"),
     "abort": ("os.abort()", r"rank {rank} was killed by signal 6 \(SIGABRT\)"),
     "kill": ("os.kill(os.getpid(), 9)", r"rank {rank} was killed by signal 9 \(SIGKILL\)"),
@@ -162,7 +162,9 @@ class Running:
         data = ["--data", "records.py", "--batch", str(2 * case.ranks)]
         match case.mode:
             case "run":
-                np.savez(self.folder / "in.npz", x=np.ones((6, 6 if case.ranks == 2 else 5), np.float32), index=[0, 5])
+                two = {"x": np.ones((6, 6), np.float32)}
+                three = {"x": np.ones((6, 5), np.float32), "index": np.array([0, 5])}
+                np.savez(self.folder / "in.npz", **(two if case.ranks == 2 else three))
                 return [*partc, "--input", "in.npz", "--repeat", str(steps)]
             case "train":
                 every = "1" if case.moment == "saving" else "7"
@@ -290,7 +292,7 @@ def _judged(running: Running, stall: float, start: float) -> Verdict:
     verdict.problems += [f"still there: {_read(pid, 'cmdline')[:60]!r}" for pid in left]
     if not left:
         code = running.process.wait()
-        verdict.over = verdict.over or (code == 0 and case.moment == "ending" and not user)
+        verdict.over = code == 0 and not user and (verdict.over or case.moment == "ending")
         verdict.problems += [] if verdict.over else list(_wrong_words(case, code, running.said()))
         verdict.problems += _leftovers(running, memory)
     return verdict
@@ -301,7 +303,7 @@ def _wait_for_moment(running: Running, start: float) -> bool:
     case, over = running.case, lambda: running.process.poll() is not None
     if case.moment == "starting":
         time.sleep(case.delay * start)
-        return True
+        return _until(lambda: over() or _targets(running), 60.0)
     if case.moment == "saving":
         reached = _until(lambda: over() or any(running.folder.glob("kept/.step_*")) or running.steps() > 40, 60.0)
     else:

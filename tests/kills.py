@@ -40,6 +40,8 @@ def drawn(random: Random) -> Case:
         return Case(mode, ranks, "stepping", act, delay)
     target = random.choice(("rank", "rank", "all", "launcher", "launcher" if mode == "script" else "partc"))
     what = random.choice(WHAT[target])
+    if (mode, target, what) == ("script", "launcher", "SIGSTOP"):
+        what = "SIGKILL"
     return Case(mode, ranks, moment, Act(what, target, rank), delay)
 
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from handmade import chain
 from partc.cli.signals import Signals
-from partc.runtime.leaving import described
+from partc.runtime.errors import RankError
+from partc.runtime.local import LocalWorld
+from partc.runtime.rank_threads import RankThreads, left_behind
+from partc.runtime.transport import Transport
 from test_runtime_mpi import MPIEXEC, job
 
 pytestmark = pytest.mark.skipif(not MPIEXEC.exists(), reason="the environment has no mpiexec of its own")
@@ -31,7 +38,7 @@ except runtime.RankError as error:
     ("what", "expected"),
     [
         ("sys.exit(3)", "rank 1 has left the job: its script has ended"),
-        ("raise ValueError('bad')", "rank 1 has left the job: ValueError: bad"),
+        ("raise ValueError('bad')", "rank 1 has left the job: <string>:16: ValueError: bad"),
     ],
 )
 def test_a_script_that_ends_early_is_told_to_the_ranks_that_wait(tmp_path: Path, what: str, expected: str) -> None:
@@ -57,19 +64,7 @@ def test_ranks_that_end_after_their_last_step_harm_nobody(tmp_path: Path) -> Non
     assert (result.returncode, result.stdout.splitlines()) == (0, ["whole"] * 3), result.stderr
 
 
-def test_an_error_is_described_with_its_place_in_the_users_files(tmp_path: Path) -> None:
-    file = tmp_path / "user.py"
-    file.write_text("import sys\n\ndef leave():\n    sys.exit(3)\n")
-    scope: dict[str, object] = {}
-    exec(compile(file.read_text(), str(file), "exec"), scope)
-    with pytest.raises(SystemExit) as caught:
-        scope["leave"]()  # type: ignore[operator]
-    assert described(caught.value) == f"SystemExit(3) at {file}:4"
-
-
 def test_signals_are_noted_and_ignored_ones_stay_ignored() -> None:
-    import signal
-
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Signals() as signals:
@@ -81,3 +76,34 @@ def test_signals_are_noted_and_ignored_ones_stay_ignored() -> None:
             assert (signals.exit_code, signals.again) == (143, True)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def in_threads(second: Callable[[Transport], object]) -> list[object]:
+    world = LocalWorld(2)
+    first, other = world.transport(0), world.transport(1)
+    return RankThreads(world).run([lambda: first.share(""), lambda: second(other)], patience=1.0)
+
+
+def test_a_thread_that_wants_to_end_the_process_ends_the_other_ranks() -> None:
+    with pytest.raises(
+        RankError, match=r"^rank 1 has left the job: \S+test_leaving.py:\d+: it ends .* SystemExit\(3\)$"
+    ):
+        in_threads(lambda _: sys.exit(3))
+
+
+def test_an_interrupt_ends_ranks_that_wait_and_leaves_one_that_hangs() -> None:
+    def interrupted(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    hung = threading.Event()
+    before = signal.signal(signal.SIGALRM, interrupted)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    begun = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_threads(lambda _: hung.wait(60))
+        assert time.monotonic() - begun < 10
+        assert left_behind()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        hung.set()

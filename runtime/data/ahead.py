@@ -14,6 +14,9 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
+PATIENCE = 1.0
+"""Seconds that a thread has to end where something has failed: it may hang in code of the user's, or in a file system."""
+
 
 class Ahead(Generic[Item]):
     """The consumer's end. The thread sleeps where `depth` items wait, and ends with the items, an error or `close`."""
@@ -43,13 +46,13 @@ class Ahead(Generic[Item]):
             raise self._error
         raise StopIteration
 
-    def close(self) -> None:
-        """Ends the thread; returns when it has ended. What was made and not taken is gone."""
+    def close(self, patience: float | None = None) -> None:
+        """Ends the thread; returns when it has ended, or has not in `patience` seconds. What was made and not taken is gone."""
         with self._changed:
             self._closed = True
             self._ready.clear()
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(patience)
 
     def __enter__(self) -> Ahead[Item]:
         return self
@@ -57,7 +60,7 @@ class Ahead(Generic[Item]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(None if error is None else PATIENCE)
 
     def _work(self) -> None:
         try:

@@ -15,7 +15,7 @@ from types import TracebackType
 from ..errors import UsageError
 from ..format import Port
 from ..user_code import UserCodeError
-from .ahead import Ahead
+from .ahead import PATIENCE, Ahead
 from .code import Batch
 from .constants import constants
 from .dataset import open_data
@@ -53,10 +53,10 @@ class Loader:
         self.close()
         self._position = position
 
-    def close(self) -> None:
-        """Ends the reading ahead. Reading goes on with the next batch where one is asked for."""
+    def close(self, patience: float | None = None) -> None:
+        """Ends the reading ahead, in `patience` seconds or not at all. Reading goes on with the next batch where one is asked for."""
         if self._ahead is not None:
-            self._ahead.close()
+            self._ahead.close(patience)
         self._ahead = self._direct = None
 
     def __iter__(self) -> Loader:
@@ -67,7 +67,7 @@ class Loader:
         try:
             batch = self._next()
         except BaseException:
-            self.close()
+            self.close(PATIENCE)
             raise
         self._position = self.order.after(self._position)
         return {**batch, **self._fixed}
@@ -78,7 +78,7 @@ class Loader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(None if error is None else PATIENCE)
 
     def _next(self) -> Batch:
         if not self._depth:
