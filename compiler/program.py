@@ -9,11 +9,12 @@ names.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 from partc.compiler.load.onnx_file import bodies
@@ -177,10 +178,33 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class RankConstant:
+    """A constant that differs by rank: each item an expression over `place`, the rank's place in its list of `group`."""
+
+    group: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    items: tuple[str, ...]
+
+    @staticmethod
+    def of(group: str, items: Sequence[str], dtype: npt.DTypeLike = np.int64) -> RankConstant:
+        """A vector of these items."""
+        return RankConstant(group, np.dtype(dtype), (len(items),), tuple(items))
+
+    @staticmethod
+    def first(group: str, dtype: npt.DTypeLike) -> RankConstant:
+        """1 on the first rank of each list, 0 on the others."""
+        return RankConstant(group, np.dtype(dtype), (), ("Max(1 - place, 0)",))
+
+
+Constant: TypeAlias = Array | RankConstant
+
+
+@dataclass(frozen=True)
 class Part:
     """One rank's program: its steps in order, the inputs that it reads, its weights, the outputs delivered to it.
 
-    `constants` differ by rank and belong to no weight of the model; `types` has every value by its name there, with local shapes.
+    `constants` belong to no weight of the model, and may differ by rank; `types` has every value by its name there, with local shapes.
     `kept` and `scalars` are a training program's: what lives from step to step, and the numbers that each step is given.
     """
 
@@ -189,7 +213,7 @@ class Part:
     inputs: tuple[Held, ...]
     weights: tuple[Held, ...]
     outputs: tuple[Held, ...]
-    constants: Mapping[str, Array] = field(default_factory=dict)
+    constants: Mapping[str, Constant] = field(default_factory=dict)
     types: Mapping[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
     kept: tuple[Kept, ...] = ()
     scalars: tuple[str, ...] = ()

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from . import expression
 from .errors import ArtifactError
 from .format import COLLECTIVES, FORMAT, LARGEST_MANIFEST, MANIFEST, Manifest, Port, Shape, stays_inside
+from .rank_constants import bound
 from .regular import fault, open_regular, read_regular
 
 if TYPE_CHECKING:
@@ -37,7 +38,10 @@ class Artifact:
         self._checked: set[str] = set()
 
     def model(self, rank: int) -> ModelProto:
-        """The program of a rank, its weights left in their files; ArtifactError where any file it needs is not what it was."""
+        """The program of a rank, its weights left in their files, its constants among its initializers.
+
+        ArtifactError where any file it needs is not what it was.
+        """
         import onnx
 
         name = self.manifest.program(rank)
@@ -56,7 +60,7 @@ class Artifact:
         ]
         if problems:
             raise ArtifactError("\n".join([*problems, f"  {_AGAIN}"]))
-        return model
+        return bound(model, self.manifest.circles(rank), rank, str(self.folder / name))
 
     def _check(self, names: Iterable[str]) -> None:
         problems = [problem for name in names if name not in self._checked for problem in self._violations(name)]

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import onnx
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
-from partc.runtime.format import COLLECTIVES, DOMAIN, DOMAIN_VERSION, RECV, SEND
+from partc.runtime.format import COLLECTIVES, DOMAIN, DOMAIN_VERSION, RANK_CONSTANT, RECV, SEND
 from partc.runtime.segments import path_of
 from partc.runtime.violation import Violation
 
@@ -168,7 +168,7 @@ def _known_ops() -> set[tuple[str, str]]:
 
     schemas = [*onnx.defs.get_all_schemas(), *onnxruntime.get_all_operator_schema()]
     return {(schema.domain or "ai.onnx", schema.name) for schema in schemas} | {
-        (DOMAIN, op) for op in (SEND, RECV, *COLLECTIVES)
+        (DOMAIN, op) for op in (SEND, RECV, RANK_CONSTANT, *COLLECTIVES)
     }
 
 

@@ -5,7 +5,7 @@ A value's number is that of what made it:
     state             the tensor and the piece: equal before the step
     a gradients' sum  its class: those of one class are equal, and two classes may differ
     input             its name and the piece that the rank reads
-    weight            its bytes
+    weight            its bytes; of a constant that differs by rank those that it has there
     Recv, Identity    the number of what was sent
     Shape, Size       where the file tells the input's shape, its dims: pieces of another place, but as large, have one shape
     AllReduce, ...    the op and the numbers of what all ranks of the list gave, in its order; where each rank gets another piece,
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from onnx import ModelProto, NodeProto, TensorProto
+from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 from partc.runtime.check_collectives import numbers as dims_at
 from partc.runtime.check_collectives import samples
 from partc.runtime.check_graph import reads
@@ -42,6 +42,7 @@ from partc.runtime.format import (
     TAG,
     Manifest,
 )
+from partc.runtime.rank_constants import constant_of, group_of, is_rank_constant
 from partc.runtime.training.state import SUM
 
 Held: TypeAlias = tuple[int, str]
@@ -134,6 +135,10 @@ class Numbering:
             if _tag(node) in self.sent:
                 numbers[node.output[0]] = self.sent[_tag(node)]
             return _tag(node) in self.sent
+        if is_rank_constant(node):
+            array = constant_of(node, self.circles[rank][group_of(node)].index(rank))
+            numbers[node.output[0]] = self._number("weight", self.content(numpy_helper.from_array(array)))
+            return True
         if node.domain == DOMAIN:
             return self._visit_call(rank, node)
         if node.op_type == "Identity" and not node.domain:

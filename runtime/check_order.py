@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from onnx import ModelProto, TypeProto, helper
 from partc.runtime.check_collectives import CallNode, call_nodes, check_collectives, local_shape, same_dims
+from partc.runtime.check_constants import check_constants
 from partc.runtime.check_graph import node_title
 from partc.runtime.check_layouts import check_layouts
 from partc.runtime.dtypes import type_text
@@ -102,7 +103,7 @@ def check_order(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Vi
     """Every disagreement between the ranks, and with the manifest; `models` holds the rank files that can be read."""
     programs = {rank: comm_nodes(rank, manifest.program(rank), model) for rank, model in models.items()}
     calls: dict[int, list[CallNode]] = {}
-    found = [*_check_ports(manifest, models), *_check_nodes(manifest, programs)]
+    found = [*_check_ports(manifest, models), *_check_nodes(manifest, programs), *check_constants(manifest, models)]
     for rank, model in models.items():
         calls[rank], unread = call_nodes(rank, manifest.program(rank), model, declared_types(model))
         found.extend(unread)

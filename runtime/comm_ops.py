@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnx.defs
-from onnx import TypeProto
+from onnx import TypeProto, helper
 from onnx.defs import OpSchema
 from onnx.reference.op_run import OpRun
 
@@ -30,11 +30,14 @@ from .format import (
     CONCAT_AXIS,
     DOMAIN,
     DOMAIN_VERSION,
+    DTYPE,
     EXCHANGE,
     GROUP,
+    ITEMS,
     MAX,
     PEER,
     RANK,
+    RANK_CONSTANT,
     RECV,
     RECV_BOXES,
     RECV_PEERS,
@@ -45,15 +48,18 @@ from .format import (
     SEND,
     SEND_BOXES,
     SEND_PEERS,
+    SHAPE,
     SPLIT_AXIS,
     SUM,
     TAG,
 )
 from .message import HEADER, Value, decode, encode, payload_size
+from .rank_constants import constant_of
 from .tensor import Tensor, aligned
 from .transport import Transport
 
 _INT, _INTS, _STRING = OpSchema.AttrType.INT, OpSchema.AttrType.INTS, OpSchema.AttrType.STRING
+_STRINGS = OpSchema.AttrType.STRINGS
 _ATTRIBUTES = {
     PEER: (_INT, "The rank at the other end."),
     TAG: (_INT, "The number that all nodes of one transfer or collective carry, and no other node."),
@@ -68,8 +74,11 @@ _ATTRIBUTES = {
     SEND_BOXES: (_INTS, "For each such box and each dim of the input: begin, end and denominator."),
     RECV_PEERS: (_INTS, "The ranks that boxes of the output come from."),
     RECV_BOXES: (_INTS, "For each such box and each dim of the output: begin, end and denominator."),
+    DTYPE: (_INT, "The element type, as onnx.TensorProto numbers it."),
+    SHAPE: (_INTS, "The dims; none of a scalar."),
+    ITEMS: (_STRINGS, "The items in order: expressions over `place`, the rank's place in its list."),
 }
-_OPTIONAL = (SEND_PEERS, SEND_BOXES, RECV_PEERS, RECV_BOXES)
+_OPTIONAL = (SHAPE, SEND_PEERS, SEND_BOXES, RECV_PEERS, RECV_BOXES)
 _OPS = {
     SEND: ("Sends a value to another rank; the value stays as it is.", (PEER, TAG)),
     RECV: (
@@ -93,7 +102,11 @@ _OPS = {
     BROADCAST: ("The value of one rank, on every rank.", (GROUP, TAG, ROOT)),
     EXCHANGE: (
         "Boxes of the input go to ranks, and boxes that come from ranks make the output.",
-        (GROUP, TAG, RANK, *_OPTIONAL),
+        (GROUP, TAG, RANK, SEND_PEERS, SEND_BOXES, RECV_PEERS, RECV_BOXES),
+    ),
+    RANK_CONSTANT: (
+        "A constant that follows from the rank's place in its list of the group.",
+        (GROUP, DTYPE, SHAPE, ITEMS),
     ),
 }
 
@@ -114,6 +127,7 @@ def _schema(op: str, doc: str, attributes: Sequence[str]) -> OpSchema:
     options = {
         SEND: (OpSchema.FormalParameterOption.Single, None),
         RECV: (None, OpSchema.FormalParameterOption.Single),
+        RANK_CONSTANT: (None, OpSchema.FormalParameterOption.Single),
         REDUCE_TO: (OpSchema.FormalParameterOption.Single, OpSchema.FormalParameterOption.Optional),
         BROADCAST: (OpSchema.FormalParameterOption.Optional, OpSchema.FormalParameterOption.Optional),
         EXCHANGE: (OpSchema.FormalParameterOption.Optional, OpSchema.FormalParameterOption.Optional),
@@ -202,6 +216,17 @@ def reference_ops(transport: Transport, circles: Mapping[str, Sequence[int]] | N
         for peer in peers:
             send(x, peer, tag)
         return [x if rank == transport.rank else receive(rank, tag) for rank in ranks_of(group)]
+
+    class RankConstant(OpRun):
+        op_domain = DOMAIN
+
+        def _run(
+            self, group: str = "", dtype: int = 0, shape: Sequence[int] = (), items: Sequence[str] = ()
+        ) -> tuple[Any]:
+            node = helper.make_node(RANK_CONSTANT, [], ["Y"], group=group, dtype=dtype, items=list(items))
+            if shape:
+                node.attribute.append(helper.make_attribute(SHAPE, list(shape)))
+            return (constant_of(node, ranks_of(group).index(transport.rank)),)
 
     class Send(OpRun):
         op_domain = DOMAIN
@@ -302,7 +327,7 @@ def reference_ops(transport: Transport, circles: Mapping[str, Sequence[int]] | N
             ]
             return (_joined(arrived) if arrived else x,)
 
-    return [Send, Recv, AllReduce, AllGather, ReduceScatter, AllToAll, Reduce, Broadcast, Exchange]
+    return [RankConstant, Send, Recv, AllReduce, AllGather, ReduceScatter, AllToAll, Reduce, Broadcast, Exchange]
 
 
 def _reduced(values: Sequence[Any], reduce: str) -> Any:

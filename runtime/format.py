@@ -23,6 +23,11 @@ which do the same share one file. A collective over p ranks of a list:
                             denominator` for each of `rank` dims: fractions of the dim of X or Y as this rank has it. The k-th
                             box for a peer is the k-th that it takes from here.
 
+What differs by rank besides weights is a constant, and the file says by which law, so that it is the same on all ranks:
+
+    RankConstant() -> Y     group, dtype, shape, items
+                            a tensor of `shape`, each of its items an expression over `place`, the rank's place in its list
+
 Types are written as onnxruntime writes them: `tensor(float)`, `seq(tensor(float))`, `optional(tensor(int64))`.
 A dim is an integer or an expression over the dims named in `Manifest.symbols` (`batch`, `floor(seq/2) + 1`); None where the shape
 is known only when the step runs.
@@ -30,6 +35,7 @@ is known only when the step runs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Annotated, Literal, TypeAlias
@@ -50,6 +56,7 @@ ALL_TO_ALL = "AllToAll"
 REDUCE_TO = "Reduce"
 BROADCAST = "Broadcast"
 EXCHANGE = "Exchange"
+RANK_CONSTANT = "RankConstant"
 COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, REDUCE_TO, BROADCAST, EXCHANGE)
 
 PEER = "peer"
@@ -65,6 +72,11 @@ SEND_BOXES = "send_boxes"
 RECV_PEERS = "recv_peers"
 RECV_BOXES = "recv_boxes"
 RANK = "rank"
+DTYPE = "dtype"
+SHAPE = "shape"
+ITEMS = "items"
+PLACE = "place"
+"""What the items of a RankConstant are expressions over."""
 
 SUM = "sum"
 MAX = "max"
@@ -91,6 +103,11 @@ BEGIN_IR = "ir/step_parallel_begin.ir"
 END_IR = "ir/step_parallel_end.ir"
 
 
+_ROW = 3
+"""So many ranks with one step between them are written as a row."""
+_MOST_RANKS = 1 << 20
+
+
 def rank_file(rank: int) -> str:
     """The file name of a rank's program."""
     return f"rank_{rank:04d}.onnx"
@@ -107,22 +124,36 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def order_text(ranks: Iterable[int]) -> str:
-    """Ranks in their order: `3,0-2`."""
-    spans: list[tuple[int, int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1] = (spans[-1][0], rank)
-        else:
-            spans.append((rank, rank))
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    """Ranks in their order: `3,0-2`; from three with one step larger than 1 between them on `0-24:8`."""
+    return _order_text(tuple(ranks))
+
+
+@functools.lru_cache(maxsize=4096)
+def _order_text(ranks: tuple[int, ...]) -> str:
+    texts: list[str] = []
+    at = 0
+    while at < len(ranks):
+        end, step = at + 1, ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 0
+        while end < len(ranks) and 0 < step == ranks[end] - ranks[end - 1]:
+            end += 1
+        if step != 1 and end - at < _ROW:
+            end = at + 1
+        first, last = ranks[at], ranks[end - 1]
+        texts.append(str(first) if end == at + 1 else f"{first}-{last}" + (f":{step}" if step > 1 else ""))
+        at = end
+    return ",".join(texts)
 
 
 def ranks_of(text: str) -> list[int]:
     """The ranks that `order_text` wrote; ValueError where it is none such."""
     found: list[int] = []
     for span in filter(None, text.split(",")):
-        first, _, last = span.partition("-")
-        found += range(int(first), int(last or first) + 1)
+        ends, _, step = span.partition(":")
+        first, _, last = ends.partition("-")
+        row = range(int(first), int(last or first) + 1, int(step or 1))
+        if len(row) > _MOST_RANKS:
+            raise ValueError(f"'{span}' are {len(row)} ranks")
+        found += row
     return found
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from .collective import Call, read_call
 from .errors import ArtifactError
 from .format import DOMAIN, OPTIMIZER, PATH, PEER, RECV, SEND, TAG
+from .rank_constants import is_rank_constant, names_of
 from .training.update import is_elementwise
 
 if TYPE_CHECKING:
@@ -169,11 +170,13 @@ def cut(model: ModelProto, where: str, circles: Mapping[str, tuple[int, ...]] | 
     """
     graph = model.graph
     nodes = list(graph.node)
-    operands = [list(_operands(node)) for node in nodes]
     initializers = {tensor.name for tensor in graph.initializer} | {
         sparse.values.name for sparse in graph.sparse_initializer
     }
     initializers -= {value.name for value in graph.input}
+    initializers |= set(names_of(model))
+    nodes = [node for node in nodes if not is_rank_constant(node)]
+    operands = [list(_operands(node)) for node in nodes]
     _check(graph, nodes, operands, initializers, where)
     kept = {value.name for value in graph.output}
     updating = {function.name: is_elementwise(function) for function in model.functions}

@@ -19,12 +19,16 @@ from partc.compiler.layouts.reshard import lower, lower_unknown
 from partc.compiler.parts.drafts import Drafts
 from partc.compiler.parts.localize import local_shape, local_value
 from partc.compiler.parts.rooted import broadcast, has_size, reduce_to, share_of_piece
-from partc.compiler.program import Comm, Copy, Event, Group, Op, Program, Shape, Step
+from partc.compiler.program import Comm, Constant, Copy, Event, Group, Op, Program, RankConstant, Shape, Step
 from partc.compiler.writing.transfer_bytes import whole_bytes
 from partc.runtime import format as fmt
 
 Sent: TypeAlias = "tuple[int, Span]"
 """The rank at the other end, and the box in the own piece."""
+
+
+_NAMED = 8
+"""So many ranks of a group are named one by one."""
 
 
 @dataclass
@@ -173,8 +177,13 @@ class Writer:
         return self._known[key]
 
     def group(self, sets: tuple[tuple[int, ...], ...]) -> str:
-        """The name of disjoint sets of ranks, made from their members: `0-1-2-3`, `0-4+3` for four sets like the first."""
-        name = "-".join(map(str, sets[0])) + (f"+{len(sets) - 1}" if len(sets) > 1 else "")
+        """The name of disjoint sets of ranks, made from their members: `0-1-2-3`, `0-4+3` for four sets like the first.
+
+        Of more than eight members it is a row: `0..28:4+3`.
+        """
+        first = sets[0]
+        name = fmt.order_text(first).replace("-", "..") if len(first) > _NAMED else "-".join(map(str, first))
+        name += f"+{len(sets) - 1}" if len(sets) > 1 else ""
         while self.groups.get(name, sets) != sets:
             name += "'"
         self.groups[name] = sets
@@ -280,49 +289,47 @@ class Writer:
         shape = local_shape(self.program, before)
         size = shape[dim] if shape is not None else None
         pieces = math.prod(move.after.mesh[axis] for axis in axes)
-        for (number,), indices in Layout(move.after.mesh, (tuple(axes),)).holders.items():
-            ranks = tuple(move.group[index] for index in indices)
-            axis = self.constant(ranks, out, "axis", [dim])
-            if isinstance(size, int):
-                length = size // pieces
-                begin = self.constant(ranks, out, "begin", [number * length])
-                end = self.constant(ranks, out, "end", [(number + 1) * length])
-            else:
-                extent = self.beside(ranks, "Shape", [name], f"{out}.shape")
-                extent = self.beside(ranks, "Gather", [extent, axis], f"{out}.extent")
-                count = self.constant(ranks, out, "pieces", [pieces])
-                step = self.beside(ranks, "Div", [extent, count], f"{out}.length")
-                piece = self.constant(ranks, out, "piece", [number])
-                begin = self.beside(ranks, "Mul", [step, piece], f"{out}.begin")
-                end = self.beside(ranks, "Add", [begin, step], f"{out}.end")
-            self.emit(ranks, "Slice", [name, begin, end, axis], out, after.value.producer())
+        ranks, (_, group) = move.group, self.circles(move.after.mesh, tuple(axes), move.group)
+        axis = self.constant(ranks, out, "axis", [dim])
+        if isinstance(size, int):
+            length = size // pieces
+            begin = self.constant(ranks, out, "begin", RankConstant.of(group, [f"{length}*place"]))
+            end = self.constant(ranks, out, "end", RankConstant.of(group, [f"{length}*place + {length}"]))
+        else:
+            extent = self.beside(ranks, "Shape", [name], f"{out}.shape")
+            extent = self.beside(ranks, "Gather", [extent, axis], f"{out}.extent")
+            count = self.constant(ranks, out, "pieces", [pieces])
+            step = self.beside(ranks, "Div", [extent, count], f"{out}.length")
+            piece = self.constant(ranks, out, "piece", RankConstant.of(group, ["place"]))
+            begin = self.beside(ranks, "Mul", [step, piece], f"{out}.begin")
+            end = self.beside(ranks, "Add", [begin, step], f"{out}.end")
+        self.emit(ranks, "Slice", [name, begin, end, axis], out, after.value.producer())
 
     def _keep(self, move: mv.Keep, name: str, out: str, axes: Sequence[int]) -> None:
         """Terms of a sum of what all ranks have: it on the first along the axes, zeros on the others."""
         if move.reduce != "sum":
             self._identity_on(move.group, name, out)
             return
-        for (number,), indices in Layout(move.after.mesh, (tuple(axes),)).holders.items():
-            ranks = tuple(move.group[index] for index in indices)
-            once = self.constant(ranks, out, "once", np.array(number == 0, self._numbers_of(ranks, name)))
-            self.emit(ranks, "Mul", [name, once], out, None)
+        ranks, (_, group) = move.group, self.circles(move.after.mesh, tuple(axes), move.group)
+        once = self.constant(ranks, out, "once", RankConstant.first(group, self._numbers_of(ranks, name)))
+        self.emit(ranks, "Mul", [name, once], out, None)
 
     def _pad(self, move: mv.Pad, before: Copy, name: str, out: str, dim: int, axes: Sequence[int]) -> None:
         """Terms of a sum of what is cut: the own piece at its place among zeros; fixed ones where the size is fixed."""
         shape = local_shape(self.program, before)
         size = shape[dim] if shape is not None else None
         pieces = math.prod(move.after.mesh[axis] for axis in axes)
-        for (number,), indices in Layout(move.after.mesh, (tuple(axes),)).holders.items():
-            ranks = tuple(move.group[index] for index in indices)
-            axis, after = self.constant(ranks, out, "axis", [dim]), pieces - 1 - number
-            if isinstance(size, int):
-                pads = self.constant(ranks, out, "pads", [number * size, after * size])
-            else:
-                extent = self.beside(ranks, "Shape", [name], f"{out}.shape")
-                extent = self.beside(ranks, "Gather", [extent, axis], f"{out}.extent")
-                pieces_around = self.constant(ranks, out, "around", [number, after])
-                pads = self.beside(ranks, "Mul", [extent, pieces_around], f"{out}.pads")
-            self.emit(ranks, "Pad", [name, pads, "", axis], out, None)
+        ranks, (_, group) = move.group, self.circles(move.after.mesh, tuple(axes), move.group)
+        axis, last = self.constant(ranks, out, "axis", [dim]), pieces - 1
+        if isinstance(size, int):
+            around = [f"{size}*place", f"{size * last} - {size}*place"]
+            pads = self.constant(ranks, out, "pads", RankConstant.of(group, around))
+        else:
+            extent = self.beside(ranks, "Shape", [name], f"{out}.shape")
+            extent = self.beside(ranks, "Gather", [extent, axis], f"{out}.extent")
+            numbers = RankConstant.of(group, ["place", f"{last} - place"])
+            pads = self.beside(ranks, "Mul", [extent, self.constant(ranks, out, "around", numbers)], f"{out}.pads")
+        self.emit(ranks, "Pad", [name, pads, "", axis], out, None)
 
     def _numbers_of(self, ranks: Group, name: str) -> np.dtype[Any]:
         (draft, *_) = self.drafts.of(ranks)
@@ -334,7 +341,7 @@ class Writer:
         for rank in ranks if name != out else ():
             self._identity(rank, name, out)
 
-    def constant(self, ranks: Group, out: str, word: str, numbers: list[int] | np.ndarray) -> str:
+    def constant(self, ranks: Group, out: str, word: str, numbers: list[int] | Constant) -> str:
         name = self.drafts.free(ranks, f"{out}.{word}")
         for draft in self.drafts.of(ranks):
             draft.constants[name] = np.array(numbers, np.int64) if isinstance(numbers, list) else numbers

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-from partc.compiler.program import Array, Held, Kept, Op, Shape, Step
+from partc.compiler.program import Constant, Held, Kept, Op, Shape, Step
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Draft:
     ranks: list[int]
     steps: list[Step] = field(default_factory=list)
     weights: dict[str, Held] = field(default_factory=dict)
-    constants: dict[str, Array] = field(default_factory=dict)
+    constants: dict[str, Constant] = field(default_factory=dict)
     made: dict[ir.Node, dict[str, Mapping[str, str]]] = field(default_factory=dict)
     """By node the values that it has made here, each with the renamed ones inside: on a smaller group of these ranks it may stand again."""
     types: dict[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.dims.normal import normal
 from partc.compiler.dims.reading import read
-from partc.compiler.layouts.layout import Layout
+from partc.compiler.layouts.layout import Layout, Mesh
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.rule import OWN
 from partc.compiler.ops.table import rule_of
@@ -44,17 +44,21 @@ class Localized:
 
 
 class _Pieces(dict[str, int]):
-    """Which piece of each factor the rank has; remembers whether anybody asked."""
+    """Which piece of each factor the rank has; remembers of which ones somebody asked."""
 
-    asked = False
+    def __init__(self, numbers: Mapping[str, int]) -> None:
+        super().__init__(numbers)
+        self.asked: dict[str, int] = {}
 
     def get(self, key: str, default: int = 0) -> int:  # type: ignore[override]
-        self.asked = True
-        return super().get(key, default)
+        number = super().get(key, default)
+        if key in self:
+            self.asked[key] = number
+        return number
 
     def __getitem__(self, key: str) -> int:
-        self.asked = True
-        return super().__getitem__(key)
+        self.asked[key] = super().__getitem__(key)
+        return self.asked[key]
 
 
 def local_shape(program: Program, copy: Copy) -> Shape | None:
@@ -116,29 +120,33 @@ def localize(
         one = Localized([Op(renamed(node, inputs, outputs), node, captured)], types=types)
         return [(one, group)]
     shapes = _Shapes(program, dict(zip(inputs, read, strict=True)) | dict(zip(outputs, made, strict=True)))
-    found: dict[tuple[int, ...], tuple[Localized, list[int]]] = {}
-    for index in range(len(group)):
-        pieces = _Pieces(_pieces(choice, index) if choice is not None else {})
-        own = tuple(pieces.values())
-        if own in found:
-            found[own][1].append(group[index])
+    found: list[tuple[Localized, Mapping[str, int], list[int]]] = []
+    numbers = _numbers(choice) if choice is not None else {}
+    for index, rank in enumerate(group):
+        own = {letter: row[index] for letter, row in numbers.items()}
+        alike = next((ranks for _, asked, ranks in found if asked.items() <= own.items()), None)
+        if alike is not None:
+            alike.append(rank)
             continue
+        pieces = _Pieces(own)
         local = Local(node, rule, cut, pieces, inputs, outputs, shapes.whole, shapes.local)
         rule.local(local)
         done = Localized([Op(each, node, captured) for each in local.nodes], dict(local.constants), types)
         if not pieces.asked:
             return [(done, group)]
-        found[own] = done, [group[index]]
-    return [(done, tuple(ranks)) for done, ranks in found.values()]
+        found.append((done, pieces.asked, [rank]))
+    return [(done, tuple(ranks)) for done, _, ranks in found]
 
 
-def _pieces(choice: Choice, index: int) -> dict[str, int]:
-    """Which piece of each cut factor the group's `index`-th rank has."""
-    found = {}
-    for letter, axes in choice.axes.items():
-        layout = Layout(choice.mesh, (axes,))
-        found[letter] = layout.piece(index)[0]
-    return found
+def _numbers(choice: Choice) -> dict[str, tuple[int, ...]]:
+    """By factor which piece of it each rank of the group has."""
+    return {letter: _pieces_of(choice.mesh, axes) for letter, axes in choice.axes.items()}
+
+
+@functools.lru_cache(maxsize=256)
+def _pieces_of(mesh: Mesh, axes: tuple[int, ...]) -> tuple[int, ...]:
+    layout = Layout(mesh, (axes,))
+    return tuple(layout.piece(index)[0] for index in range(layout.size))
 
 
 def renamed(node: ir.Node, inputs: list[str], outputs: list[str]) -> ir.Node:

@@ -24,7 +24,7 @@ from partc.compiler.parts.drafts import Drafts
 from partc.compiler.parts.duals import typed
 from partc.compiler.parts.gradients import Gradient, Sum
 from partc.compiler.parts.localize import local_shape
-from partc.compiler.program import PART, Copy, Group, Held, Kept, Op, PartOf, Program
+from partc.compiler.program import PART, Copy, Group, Held, Kept, Op, PartOf, Program, RankConstant
 from partc.compiler.training.optimizers import clip_scale
 from partc.compiler.training.training import Training
 
@@ -197,7 +197,7 @@ class Updates:
 
     def _clip(self, gradients: Sequence[Gradient]) -> None:
         """What gradients are multiplied with, from the squares of all their elements on all ranks, each element once."""
-        terms: dict[int, list[str]] = {}
+        terms: dict[Group, dict[str, list[str]]] = {}
         seen: set[ir.Value] = set()
         for one in gradients:
             if one.parameter in seen:
@@ -205,21 +205,20 @@ class Updates:
             seen.add(one.parameter)
             name, group = self.drafts.derived(f"{one.name}.squares"), one.home.group
             self._emit(group, "ReduceSumSquare", [one.name], name, keepdims=0)
-            counted = name
-            if len(one.share.layout.holders) < len(group):
-                counted = self.drafts.derived(f"{name}.counted")
-                counts = self.drafts.derived(f"{name}.counts")
-                self._first_only(one.share, counts)
-                self._emit(group, "Mul", [name, counts], counted)
-            for rank in group:
-                terms.setdefault(rank, []).append(counted)
+            terms.setdefault(group, {}).setdefault(self._holding(one.share), []).append(name)
+        counted: dict[int, list[str]] = {}
+        for group, by_holders in terms.items():
+            for holders, names in by_holders.items():
+                made = names if not holders else [self._counted(group, holders, names)]
+                for rank in group:
+                    counted.setdefault(rank, []).extend(made)
         everyone: Group = tuple(range(self.program.plan.ranks))
         alike: dict[tuple[str, ...], list[int]] = {}
         for rank in everyone:
-            alike.setdefault(tuple(terms.get(rank, ())), []).append(rank)
-        for names, ranks in alike.items():
-            if names:
-                self._emit(tuple(ranks), "Sum", names, self.squares)
+            alike.setdefault(tuple(counted.get(rank, ())), []).append(rank)
+        for summed, ranks in alike.items():
+            if summed:
+                self._emit(tuple(ranks), "Sum", summed, self.squares)
                 continue
             self._types(tuple(ranks), [_number(self.squares)])
             for draft in self.drafts.of(tuple(ranks)):
@@ -245,12 +244,25 @@ class Updates:
             draft.types[total] = (value, ())
             draft.outputs[total] = Held(total, copy, 0)
 
-    def _first_only(self, home: Copy, name: str) -> None:
-        """1 on the first rank that holds a piece, 0 on the others."""
-        for indices in home.layout.holders.values():
-            for place, index in enumerate(indices):
-                for draft in self.drafts.of((home.group[index],)):
-                    draft.constants[name] = np.array(place == 0, np.float32)
+    def _holding(self, home: Copy) -> str:
+        """The group whose lists hold one piece each; "" where every rank has a piece of its own."""
+        holders = home.layout.holders.values()
+        if len(holders) == len(home.group):
+            return ""
+        return self.writer.group(tuple(tuple(home.group[index] for index in indices) for indices in holders))
+
+    def _counted(self, group: Group, holders: str, names: Sequence[str]) -> str:
+        """The sum of squares of pieces that several ranks hold, on the first of these; 0 on the others."""
+        wanted = f"{self.squares}.of.{holders}"
+        total = names[0]
+        if len(names) > 1:
+            total = self.drafts.free(group, wanted)
+            self._emit(group, "Sum", names, total)
+        once, made = (self.drafts.free(group, f"{wanted}.{word}") for word in ("once", "counted"))
+        for draft in self.drafts.of(group):
+            draft.constants[once] = RankConstant.first(holders, np.float32)
+        self._emit(group, "Mul", [total, once], made)
+        return made
 
     def _emit(self, ranks: Group, op_type: str, names: Sequence[str], made: str, **attributes: int) -> None:
         operands = [ir.Value(name=name) for name in names]

@@ -18,13 +18,15 @@ import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.dims.facts import facts_of
-from partc.compiler.program import Array, Comm, Event, Held, Op, Part, Program, Shape
+from partc.compiler.program import Comm, Constant, Event, Held, Op, Part, Program, RankConstant, Shape
 from partc.compiler.writing.helper_types import helper_types
 from partc.compiler.writing.transfer_bytes import bytes_text
 from partc.runtime.format import SEND
 
 GRAMMAR = 2
 _LONG = 16
+_NAMED = 8
+"""So many lists of a group, or ranks of one, are listed."""
 
 
 def begin_text(program: Program, title: str = "step_parallel_begin") -> str:
@@ -106,7 +108,9 @@ def _event_text(event: Event) -> str:
         (source,), (target,) = event.ranks
         where = f"{source} -> {target}"
     else:
-        where = f"{event.op_type} {', '.join('-'.join(map(str, ranks)) for ranks in event.ranks)}"
+        many = max(len(event.ranks), len(event.ranks[0])) > _NAMED
+        lists = event.group if many else ", ".join("-".join(map(str, ranks)) for ranks in event.ranks)
+        where = f"{event.op_type} {lists}"
     return f"{event.tag}: %{event.name} {where}   {event.bytes} bytes   {event.cause}"
 
 
@@ -181,7 +185,7 @@ def _kinds(program: Program, part: Part) -> Callable[[Sequence[str]], str]:
             return "<tensor(float), ()>"
         if name in part.types:
             return _type_text(program, *part.types[name])
-        return f"<{_array(part.constants[name])}>" if name in part.constants else helpers.get(name, "<>")
+        return f"<{_constant(part.constants[name])}>" if name in part.constants else helpers.get(name, "<>")
 
     return lambda names: f"({', '.join(kind(name) if name else '<>' for name in names)})"
 
@@ -225,8 +229,11 @@ def _plain(value: int | str | tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
-def _array(array: Array) -> str:
-    return f"{array.dtype}, {array.tolist()}"
+def _constant(constant: Constant) -> str:
+    if isinstance(constant, RankConstant):
+        text = f"[{', '.join(constant.items)}]" if constant.shape else constant.items[0]
+        return f"{constant.dtype}, {text} in {constant.group}"
+    return f"{constant.dtype}, {constant.tolist()}"
 
 
 def _signature(program: Program, values: Sequence[ir.Value | None]) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.program import Comm, Held, Op, Part, Program
+from partc.compiler.program import Comm, Held, Op, Part, Program, RankConstant
 from partc.compiler.training.optimizer_functions import functions as optimizer_functions
 from partc.compiler.writing.dump import begin_text, cut_text, end_text, rank_text
 from partc.compiler.writing.manifest import manifest_of
@@ -120,6 +121,8 @@ def _rank_model(
 ) -> onnx.ModelProto:
     graph = onnx.GraphProto(name="program")
     named = set[str]()
+    graph.node.extend(_rank_constant(name, one) for name, one in _by_rank(part))
+    named.update(node.name for node in graph.node)
     for step in part.steps:
         if isinstance(step, Comm):
             graph.node.append(_comm_node(program, step))
@@ -141,11 +144,15 @@ def _rank_model(
     )
     for held in part.weights:
         graph.initializer.append(_weight(held, locations))
-    for name, array in part.constants.items():
-        graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    for name, one in part.constants.items():
+        if not isinstance(one, RankConstant):
+            graph.initializer.append(onnx.numpy_helper.from_array(one, name))
+    for name, by_rank in _by_rank(part):
+        code = ir.DataType.from_numpy(by_rank.dtype).value
+        graph.value_info.append(onnx.helper.make_tensor_value_info(name, code, by_rank.shape))
     imports = dict(program.model.opset_imports)
     imports.setdefault("", imports.pop("ai.onnx", 21))
-    if any(isinstance(step, Comm) for step in part.steps):
+    if any(node.domain == fmt.DOMAIN for node in graph.node):
         imports[fmt.DOMAIN] = fmt.DOMAIN_VERSION
     called = {step.node.op_type for step in part.steps if isinstance(step, Op) and step.node.domain == fmt.OPTIMIZER}
     functions = optimizer_functions(called, imports[""])
@@ -161,6 +168,19 @@ def _rank_model(
             onnx.OperatorSetIdProto(domain=domain, version=number) for domain, number in sorted(imports.items())
         ],
     )
+
+
+def _by_rank(part: Part) -> Iterator[tuple[str, RankConstant]]:
+    return ((name, one) for name, one in part.constants.items() if isinstance(one, RankConstant))
+
+
+def _rank_constant(name: str, one: RankConstant) -> onnx.NodeProto:
+    node = onnx.NodeProto(op_type=fmt.RANK_CONSTANT, domain=fmt.DOMAIN, name=name, output=[name])
+    dtype = ir.DataType.from_numpy(one.dtype).value
+    attributes: dict[str, Any] = {fmt.GROUP: one.group, fmt.DTYPE: dtype, fmt.ITEMS: one.items}
+    attributes |= {fmt.SHAPE: one.shape} if one.shape else {}
+    node.attribute.extend(onnx.helper.make_attribute(key, value) for key, value in attributes.items())
+    return node
 
 
 def _node(program: Program, step: Op) -> onnx.NodeProto:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import onnx
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
-from partc.compiler.program import Op, Part, Program, Shape
+from partc.compiler.program import Op, Part, Program, RankConstant, Shape
 
 
 def helper_types(program: Program, part: Part) -> dict[str, str]:
@@ -42,7 +42,8 @@ def _outputs(
         schema = onnx.defs.get_schema(node.op_type, opsets.get(node.domain, 1), node.domain)
         proto = ir.to_proto(node)
         given = {name: kind for name in names if (kind := _type_of(part, name, known)) is not None}
-        data = {name: onnx.numpy_helper.from_array(part.constants[name]) for name in names if name in part.constants}
+        fixed = {name: one for name in names if not isinstance(one := part.constants.get(name), RankConstant | None)}
+        data = {name: onnx.numpy_helper.from_array(one, name) for name, one in fixed.items()}
         found: Mapping[str, onnx.TypeProto] = onnx.shape_inference.infer_node_outputs(schema, proto, given, data)
     except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError):
         return {}

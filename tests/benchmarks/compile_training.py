@@ -1,0 +1,94 @@
+"""What compiling a training costs by the number of ranks: a GPT of 24 layers over dp x tp with tp 8, with and without ZeRO.
+
+    python tests/benchmarks/compile_training.py [--ranks 8,64,512,4096] [--profile]
+
+The network is narrow (width 64), so that what is written is nodes and not weights. Each compile runs in a process of its own, imports
+left out. Prints seconds, peak memory, distinct rank files and bytes; and 4,096 ranks as ratios to 8 (at most 2 in time and 1.5 in bytes
+wanted).
+"""
+
+import argparse
+import cProfile
+import json
+import pstats
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from network import Sizes, generate, plan
+
+TENSOR = 8
+TRAIN = """train:
+  loss: {type: softmax_cross_entropy, logits: head.MatMul.out, labels: labels, axis: 2}
+  optimizer: OPTIMIZER
+  clip: {norm: 1.0}
+"""
+OPTIMIZERS = {
+    "replicated": "{type: adamw, lr: 0.001, weight_decay: 0.1}",
+    "ZeRO": "{type: adamw, lr: 0.001, weight_decay: 0.1, shard: dp}",
+}
+COLUMNS = ("seconds", "peak MB", "rank files", "rank file MB", "weights MB", "dumps MB", "manifest MB", "all MB")
+
+
+def compile_once(folder: Path, ranks: int, kind: str, profile: bool) -> None:
+    """In a process of its own: compiles, and prints what it took and what was written."""
+    from partc.compiler.pipeline import compile_model
+
+    data = ranks // TENSOR
+    text = plan(ranks, f"dp: {data}, tp: {TENSOR}", head=True).replace("divisor: 64", f"divisor: {data}")
+    text = text.replace("dataset: data_parallel", "dataset: {ids: [dp, null], labels: [dp, null]}")
+    (folder / f"{kind}.yaml").write_text(text + TRAIN.replace("OPTIMIZER", OPTIMIZERS[kind]))
+    profiler = cProfile.Profile()
+    begin = time.perf_counter()
+    out = folder / f"{kind}_{ranks}"
+    if profile:
+        profiler.enable()
+    compile_model(folder / "model.onnx", folder / f"{kind}.yaml", out)
+    profiler.disable()
+    seconds = time.perf_counter() - begin
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    if profile:
+        stats = pstats.Stats(profiler, stream=sys.stderr)
+        stats.sort_stats("tottime").print_stats(30)
+        stats.sort_stats("cumtime").print_stats(60)
+    sizes = {str(path.relative_to(out)): path.stat().st_size / 1e6 for path in out.rglob("*") if path.is_file()}
+    kinds = {".onnx": 0.0, ".safetensors": 0.0, ".ir": 0.0, ".json": 0.0}
+    for path, size in sizes.items():
+        kinds[Path(path).suffix] += size
+    files = sum(1 for path in sizes if path.startswith("rank_"))
+    print(json.dumps(dict(zip(COLUMNS, (seconds, peak, files, *kinds.values(), sum(sizes.values())), strict=True))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="8,64,512,4096")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--kinds", default=",".join(OPTIMIZERS))
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--once", nargs=3, default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.once:
+        compile_once(Path(options.once[0]), int(options.once[1]), options.once[2], options.profile)
+        return
+    print(f"{'':18}" + "".join(f"{name:>14}" for name in COLUMNS))
+    for kind in options.kinds.split(","):
+        rows: dict[int, dict[str, float]] = {}
+        for ranks in map(int, options.ranks.split(",")):
+            with tempfile.TemporaryDirectory() as name:
+                generate(Path(name), Sizes(options.layers, 64, 8, 16, 64))
+                script = [sys.executable, str(Path(__file__)), "--once", name, str(ranks), kind]
+                script += ["--profile"] * options.profile
+                done = subprocess.run(script, stdout=subprocess.PIPE, text=True, check=True)
+            row = rows[ranks] = json.loads(done.stdout.splitlines()[-1])
+            print(f"{kind:11}{ranks:>7}" + "".join(f"{row[name]:>14.4g}" for name in COLUMNS), flush=True)
+        if {8, 4096} <= rows.keys():
+            time_ratio, bytes_ratio = (rows[4096][name] / rows[8][name] for name in ("seconds", "all MB"))
+            print(f"{kind}: 4,096 ranks take {time_ratio:.2f} times the seconds of 8 (at most 2 wanted)", end="")
+            print(f" and {bytes_ratio:.2f} times the bytes (at most 1.5)")
+
+
+if __name__ == "__main__":
+    main()
