@@ -35,13 +35,13 @@ is known only when the step runs.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Annotated, Literal, TypeAlias
 
+from partc.runtime.ranks import Box, Boxes, Grid, Programs, Ranks, order_text, ranks_of, ranks_text
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
+__all__ = ["Box", "Grid", "order_text", "ranks_of", "ranks_text"]
 FORMAT = 1
 DOMAIN = "partc.comm"
 OPTIMIZER = "partc.optimizer"
@@ -103,11 +103,6 @@ BEGIN_IR = "ir/step_parallel_begin.ir"
 END_IR = "ir/step_parallel_end.ir"
 
 
-_ROW = 3
-"""So many ranks with one step between them are written as a row."""
-_MOST_RANKS = 1 << 20
-
-
 def rank_file(rank: int) -> str:
     """The file name of a rank's program."""
     return f"rank_{rank:04d}.onnx"
@@ -116,45 +111,6 @@ def rank_file(rank: int) -> str:
 def weights_file(rank: int) -> str:
     """The file that holds the weights whose lowest using rank is `rank`."""
     return f"{WEIGHTS}/rank_{rank:04d}.safetensors"
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks as a rank file names them: `0-3,8`."""
-    return order_text(sorted(ranks))
-
-
-def order_text(ranks: Iterable[int]) -> str:
-    """Ranks in their order: `3,0-2`; from three with one step larger than 1 between them on `0-24:8`."""
-    return _order_text(tuple(ranks))
-
-
-@functools.lru_cache(maxsize=4096)
-def _order_text(ranks: tuple[int, ...]) -> str:
-    texts: list[str] = []
-    at = 0
-    while at < len(ranks):
-        end, step = at + 1, ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 0
-        while end < len(ranks) and 0 < step == ranks[end] - ranks[end - 1]:
-            end += 1
-        if step != 1 and end - at < _ROW:
-            end = at + 1
-        first, last = ranks[at], ranks[end - 1]
-        texts.append(str(first) if end == at + 1 else f"{first}-{last}" + (f":{step}" if step > 1 else ""))
-        at = end
-    return ",".join(texts)
-
-
-def ranks_of(text: str) -> list[int]:
-    """The ranks that `order_text` wrote; ValueError where it is none such."""
-    found: list[int] = []
-    for span in filter(None, text.split(",")):
-        ends, _, step = span.partition(":")
-        first, _, last = ends.partition("-")
-        row = range(int(first), int(last or first) + 1, int(step or 1))
-        if len(row) > _MOST_RANKS:
-            raise ValueError(f"'{span}' are {len(row)} ranks")
-        found += row
-    return found
 
 
 def stays_inside(path: str) -> bool:
@@ -169,10 +125,14 @@ def _inside(path: str) -> str:
     return path
 
 
+def _all_inside(paths: list[str]) -> list[str]:
+    for path in dict.fromkeys(paths):
+        _inside(path)
+    return paths
+
+
 Dim: TypeAlias = int | str
 Shape: TypeAlias = list[Dim] | None
-Box: TypeAlias = list[list[int]]
-"""A piece of a value: for each dim `[begin, end, denominator]`, fractions of the whole dim."""
 
 
 class _Record(BaseModel):
@@ -205,8 +165,8 @@ class Port(_Record):
     name: str
     type: str
     shape: Shape
-    ranks: list[int]
-    boxes: list[Box] | None = None
+    ranks: Ranks
+    boxes: Boxes = None
     labels: LabelRecord | None = None
 
     def box(self, rank: int) -> Box | None:
@@ -275,8 +235,8 @@ class StateRecord(_Record):
     kind: Literal["parameter", "optimizer", "statistics", "gradient"]
     type: str
     shape: list[int]
-    ranks: list[int]
-    boxes: list[Box] | None = None
+    ranks: Ranks
+    boxes: Boxes = None
     parameter: str = ""
     initial: float = 0.0
 
@@ -348,9 +308,9 @@ class Manifest(_Record):
     inputs: list[Port]
     outputs: list[Port]
     transfers: list[Transfer]
-    groups: dict[str, list[list[int]]] = {}
+    groups: dict[str, list[Ranks]] = {}
     collectives: list[Collective] = []
-    programs: list[Annotated[str, AfterValidator(_inside)]] = []
+    programs: Annotated[Programs, AfterValidator(_all_inside)] = []
     state: list[StateRecord] = []
     training: TrainingRecord | None = None
     files: dict[Annotated[str, AfterValidator(_inside)], FileRecord]

@@ -145,13 +145,39 @@ class _Ways:
                 if self._proven(scattered.after, dim):
                     yield (*start, scattered), scattered.after
             if self.source_group != self.target_group:
-                to_one = reduce_to(at, self.source_group, terms, self._root(at, terms))
+                one, group, axes = self._one_copy(at, terms)
+                to_one = reduce_to(one, group, axes, self._root(one, group, axes))
                 yield (*start, to_one), to_one.after
 
-    def _root(self, at: Layout, terms: tuple[int, ...]) -> int:
+    def _one_copy(self, at: Layout, terms: tuple[int, ...]) -> tuple[Layout, tuple[int, ...], tuple[int, ...]]:
+        """Of terms that several ranks have alike those beside the target's ranks, where these lie beside one copy only.
+
+        The layout, the ranks and the axes of the terms there. With mesh (dp, tp), terms along dp and rank 0 as the target: the ranks
+        of tp = 0. The others need not reduce what nobody reads.
+        """
+        used = {axis for cuts in at.cuts for axis in cuts} | {axis for axis, _ in at.partial}
+        kept = [axis for axis in range(len(at.mesh)) if axis in used]
+        places = {rank: at.coordinates(index) for index, rank in enumerate(self.source_group)}
+        repeated = [axis for axis in range(len(at.mesh)) if axis not in used]
+        wanted = {
+            tuple(places[rank][axis] for axis in repeated) if rank in places else () for rank in self.target_group
+        }
+        if not repeated or len(wanted) > 1 or wanted == {()}:
+            return at, self.source_group, terms
+        (here,) = wanted
+        group = tuple(rank for rank, place in places.items() if tuple(place[axis] for axis in repeated) == here)
+        new = {axis: number for number, axis in enumerate(kept)}
+        layout = Layout(
+            tuple(at.mesh[axis] for axis in kept),
+            tuple(tuple(new[axis] for axis in cuts) for cuts in at.cuts),
+            tuple((new[axis], reduce) for axis, reduce in at.partial),
+        )
+        return layout, group, tuple(new[axis] for axis in terms)
+
+    def _root(self, at: Layout, group: tuple[int, ...], terms: tuple[int, ...]) -> int:
         """The place along the axes of terms of which most ranks are in the target's group."""
         wanted, sets = {*self.target_group}, at.groups(terms)
-        here = [sum(self.source_group[indices[place]] in wanted for indices in sets) for place in range(len(sets[0]))]
+        here = [sum(group[indices[place]] in wanted for indices in sets) for place in range(len(sets[0]))]
         return here.index(max(here))
 
     def _endings(self, reduced: Layout, target: Layout) -> Iterator[tuple[Layout, Moves]]:

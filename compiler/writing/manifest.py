@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib.metadata import version
+from itertools import pairwise
 
 import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
 from partc.compiler.layouts.layout import Layout
-from partc.compiler.program import PART, Comm, Event, Group, Held, Kept, PartOf, Program, Shape
+from partc.compiler.program import PART, Comm, Copy, Event, Group, Held, Kept, PartOf, Program, Shape
 from partc.compiler.training.training import Part
 from partc.runtime import format as fmt
 
@@ -86,36 +86,69 @@ def _scalars(program: Program) -> list[fmt.Port]:
 
 def _state(program: Program) -> list[fmt.StateRecord]:
     """What ranks keep, one record for each name in rank files, what it holds, and into which pieces it is cut."""
-    found: dict[tuple[str, str, str, tuple[int, ...]], list[tuple[int, Kept]]] = {}
-    for part in program.parts:
+    found: dict[tuple[str, str, str, tuple[int, ...]], tuple[Kept, dict[Copy, list[int]]]] = {}
+    for part, ranks in program.alike:
         for one in part.kept:
             layout = one.held.copy.layout
             cut = tuple(layout.pieces(dim) for dim in range(len(layout.cuts)))
-            found.setdefault((one.held.name, one.tensor, one.next, cut), []).append((part.rank, one))
-    return [_kept(program, name, tensor, following, held) for (name, tensor, following, _), held in found.items()]
+            key = one.held.name, one.tensor, one.next, cut
+            found.setdefault(key, (one, {}))[1].setdefault(one.held.copy, []).extend(ranks)
+    return [_kept(program, first, holders) for first, holders in found.values()]
 
 
-def _kept(
-    program: Program, name: str, tensor: str, following: str, held: Sequence[tuple[int, Kept]]
-) -> fmt.StateRecord:
-    first = held[0][1]
+def _kept(program: Program, first: Kept, holders: Mapping[Copy, Sequence[int]]) -> fmt.StateRecord:
     info = program.values[first.held.copy.value]
     part: PartOf | None = None if first.kind == "gradient" else first.held.copy.value.meta.get(PART)
-    whole = part is None and all(one.held.copy.layout.is_whole for _, one in held)
-    boxes = [] if whole else [_box(replace(one.held, index=one.held.copy.group.index(rank))) for rank, one in held]
+    ranks, boxes = _lying(holders, part)
     shape = info.shape if part is None else part.shape
     return fmt.StateRecord(
-        value=name,
-        next=following,
-        tensor=tensor,
+        value=first.held.name,
+        next=first.next,
+        tensor=first.tensor,
         kind=first.kind,
         type=info.type,
         shape=[dim for dim in shape or () if isinstance(dim, int)],
-        ranks=[rank for rank, _ in held],
-        boxes=None if whole else [box if part is None else _within(part, box) for box in boxes],
+        ranks=ranks,
+        boxes=boxes,
         parameter=first.parameter,
         initial=first.initial,
     )
+
+
+def _lying(
+    holders: Mapping[Copy, Sequence[int]], part: PartOf | None = None
+) -> tuple[list[int], Sequence[fmt.Box] | None]:
+    """The ranks that hold something, rising, and what each has of it; None where all have the whole.
+
+    Ranks that are one grid have their boxes by its layout, so that nothing is made for each.
+    """
+    whole = part is None and all(copy.layout.is_whole for copy in holders)
+    within = () if part is None else tuple((*span, size) for span, size in zip(part.box, part.shape, strict=True))
+    (copy, held), *others = holders.items()
+    if not others and _rising(copy.group) and len(held) == len(copy.group):
+        return _listed(copy.group), None if whole else fmt.Grid(copy.layout.mesh, copy.layout.cuts, within)
+    at: dict[int, fmt.Box] = {}
+    for copy, held in holders.items():
+        grid, places = fmt.Grid(copy.layout.mesh, copy.layout.cuts, within), _places(copy.group)
+        at |= {rank: grid[places[rank]] for rank in held}
+    ranks = sorted(at)
+    return ranks, None if whole else [at[rank] for rank in ranks]
+
+
+@functools.lru_cache(maxsize=1024)
+def _listed(group: Group) -> list[int]:
+    """One list for all that the ranks of a group hold."""
+    return list(group)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rising(group: Group) -> bool:
+    return all(one < two for one, two in pairwise(group))
+
+
+@functools.lru_cache(maxsize=1024)
+def _places(group: Group) -> dict[int, int]:
+    return {rank: place for place, rank in enumerate(group)}
 
 
 def _symbol(program: Program, name: str) -> fmt.SymbolRecord:
@@ -133,31 +166,18 @@ def _law(facts: Facts) -> fmt.SymbolRecord:
 
 def _port(program: Program, value: ir.Value, held: Sequence[tuple[int, Held]]) -> fmt.Port:
     info = program.values[value]
-    whole = all(one.copy.layout.is_whole for _, one in held)
-    boxes = None if whole else [_box(one) for _, one in held]
+    holders: dict[Copy, list[int]] = {}
+    for rank, one in held:
+        holders.setdefault(one.copy, []).append(rank)
+    ranks, boxes = _lying(holders) if holders else ([], None)
     return fmt.Port(
         name=value.name or "",
         type=info.type,
         shape=_shape(info.shape),
-        ranks=[r for r, _ in held],
+        ranks=ranks,
         boxes=boxes,
         labels=program.training.labels.get(value.name or "") if program.training and value.is_graph_input() else None,
     )
-
-
-def _box(held: Held) -> list[list[int]]:
-    layout = held.copy.layout
-    return [[number, number + 1, layout.pieces(dim)] for dim, number in enumerate(layout.piece(held.index))]
-
-
-def _within(part: PartOf, box: list[list[int]]) -> list[list[int]]:
-    """A box of a part, as one of the packed whole."""
-    found = []
-    for (start, stop), size, (begin, end, pieces) in zip(part.box, part.shape, box, strict=True):
-        edges = [start * pieces + (stop - start) * edge for edge in (begin, end)]
-        shared = math.gcd(*edges, size * pieces)
-        found.append([*(edge // shared for edge in edges), size * pieces // shared])
-    return found
 
 
 def _transfer(program: Program, event: Event) -> fmt.Transfer:

@@ -1,0 +1,217 @@
+"""Lists of ranks, and pieces by rank, in the manifest: short ones are written out, long ones by their law.
+
+    ranks    [0, 2, 5]                 "0-4095"   "0-4088:8"  (from 0 in steps of 8)
+    boxes    [[[0, 1, 2]], ...]        {"mesh": [512, 8], "cuts": [[1], []]}   the ranks are a grid, the first dim is cut along its axis 1
+    groups   [[0, 1], [2, 3]]          ["0-7", "8-15", ...]
+    programs ["a.onnx", "b.onnx"]      {"a.onnx": "0-4088:8", ...}
+
+In memory ranks are a list and boxes a sequence whose items are made when they are asked for: a rank costs its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias, overload
+
+from pydantic import PlainSerializer, PlainValidator
+
+Box: TypeAlias = list[list[int]]
+"""A piece of a value: for each dim `[begin, end, denominator]`, fractions of the whole dim."""
+_WRITTEN_OUT = 8
+"""Lists of so many ranks are written out."""
+_ROW = 3
+"""So many ranks with one step between them are written as a row."""
+_MOST_RANKS = 1 << 20
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks as a rank file names them: `0-3,8`."""
+    return order_text(sorted(ranks))
+
+
+def order_text(ranks: Iterable[int]) -> str:
+    """Ranks in their order: `3,0-2`; from three with one step larger than 1 between them on `0-24:8`."""
+    return _order_text(tuple(ranks))
+
+
+@functools.lru_cache(maxsize=4096)
+def _order_text(ranks: tuple[int, ...]) -> str:
+    texts: list[str] = []
+    at = 0
+    while at < len(ranks):
+        end, step = at + 1, ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 0
+        while end < len(ranks) and 0 < step == ranks[end] - ranks[end - 1]:
+            end += 1
+        if step != 1 and end - at < _ROW:
+            end = at + 1
+        first, last = ranks[at], ranks[end - 1]
+        texts.append(str(first) if end == at + 1 else f"{first}-{last}" + (f":{step}" if step > 1 else ""))
+        at = end
+    return ",".join(texts)
+
+
+def ranks_of(text: str) -> list[int]:
+    """The ranks that `order_text` wrote; ValueError where it is none such."""
+    found: list[int] = []
+    for span in filter(None, text.split(",")):
+        ends, _, step = span.partition(":")
+        first, _, last = ends.partition("-")
+        row = range(int(first), int(last or first) + 1, int(step or 1))
+        if len(row) + len(found) > _MOST_RANKS:
+            raise ValueError(f"'{text}' are more than {_MOST_RANKS} ranks")
+        found += row
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Grid(Sequence[Box]):
+    """The pieces of ranks that are a grid of the sizes `mesh`, row-major, the last axis fastest.
+
+    `cuts`: by dim the axes that cut it, the first is the major one. `part`: by dim begin, end and size where the value is a part of
+    the one that boxes are of.
+    """
+
+    mesh: tuple[int, ...]
+    cuts: tuple[tuple[int, ...], ...]
+    part: tuple[tuple[int, int, int], ...] = ()
+
+    def __len__(self) -> int:
+        return math.prod(self.mesh)
+
+    @overload
+    def __getitem__(self, at: int) -> Box: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Box]: ...
+
+    def __getitem__(self, at: int | slice) -> Box | list[Box]:
+        if isinstance(at, slice):
+            return [self[k] for k in range(len(self))[at]]
+        numbers, strides = self._numbers(range(len(self))[at]), self._counts
+        spans = [[number, number + 1, count] for number, count in zip(numbers, strides, strict=True)]
+        return [_within(*pair) for pair in zip(spans, self.part, strict=True)] if self.part else spans
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Grid) and (self.mesh, self.cuts, self.part) == (other.mesh, other.cuts, other.part):
+            return True
+        return isinstance(other, Sequence) and len(self) == len(other) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @functools.cached_property
+    def _counts(self) -> list[int]:
+        return [math.prod(self.mesh[axis] for axis in axes) for axes in self.cuts]
+
+    def _numbers(self, index: int) -> list[int]:
+        """By dim which of the pieces it is."""
+        at = []
+        for size in reversed(self.mesh):
+            index, coordinate = divmod(index, size)
+            at.append(coordinate)
+        at.reverse()
+        found = []
+        for axes in self.cuts:
+            number = 0
+            for axis in axes:
+                number = number * self.mesh[axis] + at[axis]
+            found.append(number)
+        return found
+
+
+def _within(span: Sequence[int], part: Sequence[int]) -> list[int]:
+    """A span of a part as one of what it is a part of."""
+    (begin, end, count), (start, stop, size) = span, part
+    edges = [start * count + (stop - start) * edge for edge in (begin, end)]
+    shared = math.gcd(*edges, size * count)
+    return [*(edge // shared for edge in edges), size * count // shared]
+
+
+def _is_row(value: object, length: int | None = None) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and (length is None or len(value) == length)
+        and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
+    )
+
+
+def _read_ranks(value: Any) -> list[int]:
+    if isinstance(value, str):
+        return _listed(value)
+    if not _is_row(value):
+        raise ValueError("it should be a list of ranks, or a text such as '0-3,8'")
+    return value if isinstance(value, list) else list(value)
+
+
+@functools.lru_cache(maxsize=1024)
+def _listed(text: str) -> list[int]:
+    """One list for all that name the same ranks: nobody changes it."""
+    return ranks_of(text)
+
+
+def _write_ranks(ranks: Sequence[int]) -> list[int] | str:
+    return list(ranks) if len(ranks) <= _WRITTEN_OUT else order_text(ranks)
+
+
+def _read_boxes(value: Any) -> Sequence[Box] | None:
+    if value is None or isinstance(value, Grid):
+        return value
+    if isinstance(value, dict):
+        return _read_grid(value)
+    if isinstance(value, list) and all(isinstance(box, list) and all(_is_row(one) for one in box) for box in value):
+        return value
+    raise ValueError("it should be a list of boxes, or a grid with 'mesh' and 'cuts'")
+
+
+def _read_grid(value: Mapping[str, Any]) -> Grid:
+    mesh: Any = value.get("mesh")
+    cuts: Any = value.get("cuts")
+    part: Any = value.get("part", [])
+    if unknown := sorted(value.keys() - {"mesh", "cuts", "part"}):
+        raise ValueError(f"a grid has no '{unknown[0]}'")
+    if not _is_row(mesh) or not isinstance(cuts, list) or not all(map(_is_row, cuts)) or not isinstance(part, list):
+        raise ValueError("a grid has 'mesh', a list of sizes, and 'cuts', by dim a list of axes")
+    used = [axis for axes in cuts for axis in axes]
+    if min(mesh, default=1) < 1 or math.prod(mesh) > _MOST_RANKS:
+        raise ValueError(f"a grid of {mesh} is none of ranks")
+    if len(used) != len({*used}) or not all(0 <= axis < len(mesh) for axis in used):
+        raise ValueError(f"the axes {cuts} are not each once among those of {mesh}")
+    if part and not (
+        len(part) == len(cuts) and all(_is_row(one, 3) and 0 <= one[0] < one[1] <= one[2] for one in part)
+    ):
+        raise ValueError(f"its part {part} is not {len(cuts)} times begin, end and size")
+    return Grid(tuple(mesh), tuple(map(tuple, cuts)), tuple(map(tuple, part)))
+
+
+def _write_boxes(boxes: Sequence[Box] | None) -> Any:
+    if not isinstance(boxes, Grid) or len(boxes) <= _WRITTEN_OUT:
+        return None if boxes is None else [*boxes]
+    part = {"part": [list(one) for one in boxes.part]} if boxes.part else {}
+    return {"mesh": list(boxes.mesh), "cuts": [list(axes) for axes in boxes.cuts], **part}
+
+
+def _read_programs(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        by_rank = {rank: name for name, text in value.items() for rank in _read_ranks(text)}
+        if by_rank.keys() != {*range(len(by_rank))}:
+            raise ValueError("its ranks are not those from 0 on")
+        value = [by_rank[rank] for rank in range(len(by_rank))]
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise ValueError("it should be a list of files, or by file its ranks")
+    return value
+
+
+def _write_programs(programs: Sequence[str]) -> list[str] | dict[str, str]:
+    if len(programs) <= _WRITTEN_OUT:
+        return list(programs)
+    found: dict[str, list[int]] = {}
+    for rank, name in enumerate(programs):
+        found.setdefault(name, []).append(rank)
+    return {name: order_text(ranks) for name, ranks in found.items()}
+
+
+Ranks: TypeAlias = Annotated[list[int], PlainValidator(_read_ranks), PlainSerializer(_write_ranks)]
+Boxes: TypeAlias = Annotated[Sequence[Box] | None, PlainValidator(_read_boxes), PlainSerializer(_write_boxes)]
+Programs: TypeAlias = Annotated[list[str], PlainValidator(_read_programs), PlainSerializer(_write_programs)]
