@@ -164,12 +164,13 @@ class Held:
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor that a rank keeps from step to step, and the value that takes its place after one, "" where nothing does.
+    """A tensor that ranks keep from step to step, and the value that takes its place after one, "" where nothing does.
 
-    `tensor` is its global name; `parameter`: of whom an optimizer's tensor is.
+    Each rank of `copy` has its piece of it, under `name`. `tensor` is its global name; `parameter`: of whom an optimizer's tensor is.
     """
 
-    held: Held
+    name: str
+    copy: Copy
     next: str
     tensor: str
     kind: Literal["parameter", "optimizer", "statistics", "gradient"]
@@ -239,6 +240,7 @@ class PartOf:
         return replace(self, box=(*self.box[:dim], (start, start + size), *self.box[dim + 1 :]))
 
 
+_OF_THE_MODEL = ("parameter", "statistics")
 PART = "partc.part_of"
 """Key of `ir.Value.meta`: the `PartOf` of a weight that is part of a packed one."""
 
@@ -298,8 +300,8 @@ class Program:
         """Per input and parameter the groups and layouts in which ranks get it, each with its name there."""
         found: dict[str, dict[tuple[Group, Layout], str]] = {}
         for part in self.parts:
-            kept = [one.held for one in part.kept if one.kind in ("parameter", "statistics")]
-            for held in (*part.inputs, *kept):
+            held_there: list[Held | Kept] = [*part.inputs, *(one for one in part.kept if one.kind in _OF_THE_MODEL)]
+            for held in held_there:
                 found.setdefault(held.copy.value.name or "", {})[held.copy.group, held.copy.layout] = held.name
         return found
 

@@ -17,9 +17,10 @@ from partc.compiler.layouts.exchange import Part, Routes, Span, span_of, within
 from partc.compiler.layouts.layout import Layout, Mesh
 from partc.compiler.layouts.reshard import lower, lower_unknown
 from partc.compiler.parts.drafts import Drafts
+from partc.compiler.parts.local_moves import keep, pad, slice_out
 from partc.compiler.parts.localize import local_shape, local_value
 from partc.compiler.parts.rooted import broadcast, has_size, reduce_to, share_of_piece
-from partc.compiler.program import Comm, Constant, Copy, Event, Group, Op, Program, RankConstant, Shape, Step
+from partc.compiler.program import Comm, Constant, Copy, Event, Group, Op, Program, Shape, Step
 from partc.compiler.writing.transfer_bytes import whole_bytes
 from partc.runtime import format as fmt
 
@@ -74,7 +75,7 @@ class Writer:
 
     def _rename(self, copy: Copy, name: str, out: str) -> None:
         """Gives a copy that its ranks have as `name` the name `out`."""
-        self._identity_on(copy.group, name, out)
+        self.identity_on(copy.group, name, out)
         self._type(copy, out)
 
     def _type(self, copy: Copy, name: str) -> None:
@@ -92,15 +93,15 @@ class Writer:
     def _write(self, move: mv.Move, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
         match move:
             case mv.Slice(dim=dim, axes=axes):
-                self._slice(move, before, after, name, out, dim, axes)
+                slice_out(self, move, before, after, name, out, dim, axes)
             case mv.Exchange() | mv.Transfer():
                 self._exchange(move, before, after, name, out, cause)
             case mv.Reduce():
                 reduce_to(self, move, before, after, name, out, cause)
             case mv.Pad(dim=dim, axes=axes):
-                self._pad(move, before, name, out, dim, axes)
+                pad(self, move, before, name, out, dim, axes)
             case mv.Keep(axes=axes):
-                self._keep(move, name, out, axes)
+                keep(self, move, name, out, axes)
             case _:
                 self._collective(move, before, after, name, out, cause)
         self._type(after, out)
@@ -235,7 +236,7 @@ class Writer:
         """A rank's piece to others as it is: a Broadcast of one rank to several, else messages."""
         apart = [part for part in parts if part.source != part.target]
         if len(apart) > 1 and len({part.source for part in apart}) == 1 and has_size(self.program, after.value):
-            self._identity_on(tuple(part.source for part in parts if part.source == part.target), name, out)
+            self.identity_on(tuple(part.source for part in parts if part.source == part.target), name, out)
             broadcast(self, (apart[0].source, *(part.target for part in apart)), before, after, name, out, cause)
             return
         for part in parts:
@@ -282,62 +283,7 @@ class Writer:
         if name != out:
             self.emit((rank,), "Identity", [name], out, None)
 
-    def _slice(
-        self, move: mv.Slice, before: Copy, after: Copy, name: str, out: str, dim: int, axes: Sequence[int]
-    ) -> None:
-        """The piece of each rank's place: fixed bounds where the size is fixed, else computed from the extent."""
-        shape = local_shape(self.program, before)
-        size = shape[dim] if shape is not None else None
-        pieces = math.prod(move.after.mesh[axis] for axis in axes)
-        ranks, (_, group) = move.group, self.circles(move.after.mesh, tuple(axes), move.group)
-        axis = self.constant(ranks, out, "axis", [dim])
-        if isinstance(size, int):
-            length = size // pieces
-            begin = self.constant(ranks, out, "begin", RankConstant.of(group, [f"{length}*place"]))
-            end = self.constant(ranks, out, "end", RankConstant.of(group, [f"{length}*place + {length}"]))
-        else:
-            extent = self.beside(ranks, "Shape", [name], f"{out}.shape")
-            extent = self.beside(ranks, "Gather", [extent, axis], f"{out}.extent")
-            count = self.constant(ranks, out, "pieces", [pieces])
-            step = self.beside(ranks, "Div", [extent, count], f"{out}.length")
-            piece = self.constant(ranks, out, "piece", RankConstant.of(group, ["place"]))
-            begin = self.beside(ranks, "Mul", [step, piece], f"{out}.begin")
-            end = self.beside(ranks, "Add", [begin, step], f"{out}.end")
-        self.emit(ranks, "Slice", [name, begin, end, axis], out, after.value.producer())
-
-    def _keep(self, move: mv.Keep, name: str, out: str, axes: Sequence[int]) -> None:
-        """Terms of a sum of what all ranks have: it on the first along the axes, zeros on the others."""
-        if move.reduce != "sum":
-            self._identity_on(move.group, name, out)
-            return
-        ranks, (_, group) = move.group, self.circles(move.after.mesh, tuple(axes), move.group)
-        once = self.constant(ranks, out, "once", RankConstant.first(group, self._numbers_of(ranks, name)))
-        self.emit(ranks, "Mul", [name, once], out, None)
-
-    def _pad(self, move: mv.Pad, before: Copy, name: str, out: str, dim: int, axes: Sequence[int]) -> None:
-        """Terms of a sum of what is cut: the own piece at its place among zeros; fixed ones where the size is fixed."""
-        shape = local_shape(self.program, before)
-        size = shape[dim] if shape is not None else None
-        pieces = math.prod(move.after.mesh[axis] for axis in axes)
-        ranks, (_, group) = move.group, self.circles(move.after.mesh, tuple(axes), move.group)
-        axis, last = self.constant(ranks, out, "axis", [dim]), pieces - 1
-        if isinstance(size, int):
-            around = [f"{size}*place", f"{size * last} - {size}*place"]
-            pads = self.constant(ranks, out, "pads", RankConstant.of(group, around))
-        else:
-            extent = self.beside(ranks, "Shape", [name], f"{out}.shape")
-            extent = self.beside(ranks, "Gather", [extent, axis], f"{out}.extent")
-            numbers = RankConstant.of(group, ["place", f"{last} - place"])
-            pads = self.beside(ranks, "Mul", [extent, self.constant(ranks, out, "around", numbers)], f"{out}.pads")
-        self.emit(ranks, "Pad", [name, pads, "", axis], out, None)
-
-    def _numbers_of(self, ranks: Group, name: str) -> np.dtype[Any]:
-        (draft, *_) = self.drafts.of(ranks)
-        dtype = draft.types[name][0].dtype
-        assert dtype is not None
-        return dtype.numpy()
-
-    def _identity_on(self, ranks: Group, name: str, out: str) -> None:
+    def identity_on(self, ranks: Group, name: str, out: str) -> None:
         for rank in ranks if name != out else ():
             self._identity(rank, name, out)
 

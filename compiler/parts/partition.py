@@ -194,9 +194,9 @@ class _Held:
             used = {name for step in steps for name in read_names(step)} | {held.name for held in outputs}
             inputs = tuple(held for held in self.read[rank].values() if held.name in used)
             weights = tuple(held for held in draft.weights.values() if held.name in used)
-            kept = tuple(one for one in draft.kept.values() if one.held.name in used)
+            kept = tuple(one for one in draft.kept.values() if one.name in used)
             if self.program.training and self.program.training.part is not TrainingPart.STEP:
-                given = {one.held.name for one in kept}
+                given = {one.name for one in kept}
                 weights = tuple(held for held in weights if held.name not in given)
             constants = {name: array for name, array in draft.constants.items() if name in used}
             self.finished[key] = Part(

@@ -179,10 +179,8 @@ class Updates:
         self, home: Copy, name: str, made: str, tensor: str, kind: Kind, parameter: str = "", initial: float = 0.0
     ) -> None:
         """Lists a tensor as one that the ranks of a home keep."""
-        for indices in home.layout.holders.values():
-            held = Held(name, home, indices[0])
-            for draft in self.drafts.of(tuple(home.group[index] for index in indices)):
-                draft.kept.setdefault(name, Kept(held, made, tensor, kind, parameter, initial))
+        for draft in self.drafts.of(home.group):
+            draft.kept.setdefault(name, Kept(name, home, made, tensor, kind, parameter, initial))
 
     def _replacing(self, home: Copy, following: ir.Value) -> str:
         """The name of what a node of the forward pass makes in place of a tensor, brought to where that lies."""

@@ -11,17 +11,17 @@ is described in `compiler/README.md`, section "The dumps".
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.dims.facts import facts_of
-from partc.compiler.program import Comm, Constant, Event, Held, Op, Part, Program, RankConstant, Shape
+from partc.compiler.program import Comm, Constant, Copy, Event, Held, Op, Part, Program, RankConstant, Shape
 from partc.compiler.writing.helper_types import helper_types
 from partc.compiler.writing.transfer_bytes import bytes_text
-from partc.runtime.format import SEND
+from partc.runtime.format import SEND, order_text
 
 GRAMMAR = 2
 _LONG = 16
@@ -64,18 +64,28 @@ def begin_text(program: Program, title: str = "step_parallel_begin") -> str:
     return "\n".join([*lines, "}", ""])
 
 
-def end_text(program: Program) -> str:
-    """`step_parallel_end.ir`: all ranks' programs with their communication, after a table of all of it."""
+def end_text(program: Program, bodies: Iterable[tuple[Sequence[int], str]] | None = None) -> str:
+    """`step_parallel_end.ir`: all ranks' programs with their communication, after a table of all of it.
+
+    `bodies`: by ranks that share a program its `part_text`, where that was made already.
+    """
+    if bodies is None:
+        bodies = [(ranks, part_text(program, part, ranks)) for part, ranks in program.alike]
     lines = _head(program, "step_parallel_end")
     lines += _listing("Communication", [_event_text(event) for event in program.events])
-    for part, ranks in program.alike:
-        lines += ["", *([f"# Ranks: {_ranks(ranks)}"] if len(ranks) > 1 else []), *_part_lines(program, part)]
+    for ranks, body in bodies:
+        lines += ["", *([f"# Ranks: {_ranks(ranks)}"] if len(ranks) > 1 else []), body]
     return "\n".join([*lines, ""])
 
 
-def rank_text(program: Program, part: Part) -> str:
-    """`rank_0000.ir`: one rank's program."""
-    return "\n".join([*_head(program, f"rank_{part.rank:04d}"), *_part_lines(program, part), ""])
+def rank_text(program: Program, part: Part, body: str) -> str:
+    """`rank_0000.ir`: the program of a rank, whose `part_text` is `body`."""
+    return "\n".join([*_head(program, f"rank_{part.rank:04d}"), body, ""])
+
+
+def part_text(program: Program, part: Part, ranks: Sequence[int]) -> str:
+    """A program as the dumps show it, of the ranks that share it."""
+    return "\n".join(_part_lines(program, part, ranks))
 
 
 def _head(program: Program, title: str) -> list[str]:
@@ -124,9 +134,9 @@ def _dim_facts(program: Program) -> list[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """`3`, `[0, 2]`, and a run of more than eight as `[0..511]`."""
-    if len(ranks) > 8 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
-        return f"[{ranks[0]}..{ranks[-1]}]"
+    """`3`, `[0, 2]`, and more than eight as rows: `[0..511]`, `[0..504:8]`."""
+    if len(ranks) > _NAMED:
+        return f"[{order_text(ranks).replace('-', '..').replace(',', ', ')}]"
     return ", ".join(map(str, ranks)) if len(ranks) == 1 else f"[{', '.join(map(str, ranks))}]"
 
 
@@ -155,17 +165,17 @@ def cut_text(program: Program, node: ir.Node, rank: int | None = None) -> Iterat
             )
 
 
-def _part_lines(program: Program, part: Part) -> Iterator[str]:
+def _part_lines(program: Program, part: Part, ranks: Sequence[int]) -> Iterator[str]:
     kinds = _kinds(program, part)
     yield f"program @rank_{part.rank:04d}({', '.join(f'%{held.name}' for held in part.inputs)}) {{"
     for held in part.weights:
         value, shape = part.types[held.name]
         size = f"{bytes_text(program.values[value], shape)} bytes"
-        yield f"  # Parameter: %{held.name} : {_type_text(program, value, shape)}   {size}{_part_of(program, held)}"
+        yield f"  # Parameter: %{held.name} : {_type_text(program, value, shape)}   {size}{_part_of(program, held.copy, ranks[:1])}"
     for one in part.kept:
         after = f"   next: %{one.next}" if one.next else ""
-        kind = _type_text(program, *part.types[one.held.name])
-        yield f"  # State: %{one.held.name} : {kind}{_part_of(program, one.held)}{after}"
+        kind = _type_text(program, *part.types[one.name])
+        yield f"  # State: %{one.name} : {kind}{_part_of(program, one.copy, ranks)}{after}"
     if part.scalars:
         yield f"  # Scalars: {', '.join(f'%{name}' for name in part.scalars)}"
     for step in part.steps:
@@ -205,14 +215,22 @@ def _op_lines(program: Program, part: Part, step: Op, kinds: Callable[[Sequence[
         yield from (f"      # Cut: {text}" for text in cut_text(program, source, part.rank))
 
 
-def _part_of(program: Program, held: Held) -> str:
-    """Which part of a weight a rank has: `   Part: [0:16, 32:64] of (64, 128)`; empty where it has all of it."""
-    copy, shape = held.copy, program.values[held.copy.value].shape if held.copy.value in program.values else None
+def _part_of(program: Program, copy: Copy, ranks: Sequence[int]) -> str:
+    """Which part of a tensor ranks have: `   Part: [0:16, 32:64] of (64, 128)`; empty where it is all of it.
+
+    Where they have each another one it is told how large these are: `   Part: (16, 32) of (64, 128) by rank`.
+    """
+    shape = program.values[copy.value].shape if copy.value in program.values else None
     sizes = [size for size in shape or () if isinstance(size, int)]
     if copy.layout.is_whole or shape is None or len(sizes) != len(copy.layout.cuts):
         return ""
-    box = ", ".join(f"{begin}:{end}" for begin, end in copy.layout.box(held.index, sizes))
-    return f"   Part: [{box}] of ({', '.join(map(str, sizes))})"
+    boxes = {copy.layout.box(copy.group.index(rank), sizes) for rank in ranks}
+    box = boxes.pop()
+    if boxes:
+        return (
+            f"   Part: ({', '.join(str(end - begin) for begin, end in box)}) of ({', '.join(map(str, sizes))}) by rank"
+        )
+    return f"   Part: [{', '.join(f'{begin}:{end}' for begin, end in box)}] of ({', '.join(map(str, sizes))})"
 
 
 def _comm_lines(program: Program, step: Comm, kinds: Callable[[Sequence[str]], str]) -> Iterator[str]:

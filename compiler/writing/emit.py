@@ -13,7 +13,7 @@ import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.program import Comm, Held, Op, Part, Program, RankConstant
 from partc.compiler.training.optimizer_functions import functions as optimizer_functions
-from partc.compiler.writing.dump import begin_text, cut_text, end_text, rank_text
+from partc.compiler.writing.dump import begin_text, cut_text, end_text, part_text, rank_text
 from partc.compiler.writing.manifest import manifest_of
 from partc.compiler.writing.weights import (
     Location,
@@ -82,15 +82,17 @@ def _write_all(
         data = _rank_model(program, part, locations, nodes).SerializeToString(deterministic=True)
         programs.setdefault(data, (part, []))[1].extend(ranks)
     by_rank = [""] * program.plan.ranks
-    for data, (part, shared) in programs.items():
-        file = fmt.rank_file(part.rank)
+    bodies: list[tuple[Sequence[int], str]] = []
+    for data, (part, found) in programs.items():
+        file, shared = fmt.rank_file(part.rank), sorted(found)
         for rank in shared:
             by_rank[rank] = file
         files[file] = _write(folder, file, data + _of_ranks(shared))
-        text = rank_text(program, part)
+        bodies.append((shared, part_text(program, part, shared)))
+        text = rank_text(program, part, bodies[-1][1])
         files[f"ir/rank_{part.rank:04d}.ir"] = _write(folder, f"ir/rank_{part.rank:04d}.ir", text.encode())
     files[fmt.BEGIN_IR] = _write(folder, fmt.BEGIN_IR, begin_text(program).encode())
-    files[fmt.END_IR] = _write(folder, fmt.END_IR, end_text(program).encode())
+    files[fmt.END_IR] = _write(folder, fmt.END_IR, end_text(program, bodies).encode())
     for file, text in texts.items():
         files[file] = _write(folder, file, text.encode())
     manifest = manifest_of(program, files, sources, by_rank)
@@ -132,7 +134,7 @@ def _rank_model(
             graph.node.append(cache[id(step)])
         _name_apart(graph.node[-1], named)
     known = frozenset(program.symbols)
-    state = [one.held.name for one in part.kept]
+    state = [one.name for one in part.kept]
     following = [one.next for one in part.kept if one.next]
     ports = [*(held.name for held in (*part.inputs, *part.outputs)), *state, *following]
     graph.input.extend(_value_info(part, name, known) for name in (*(held.name for held in part.inputs), *state))

@@ -89,20 +89,20 @@ def _state(program: Program) -> list[fmt.StateRecord]:
     found: dict[tuple[str, str, str, tuple[int, ...]], tuple[Kept, dict[Copy, list[int]]]] = {}
     for part, ranks in program.alike:
         for one in part.kept:
-            layout = one.held.copy.layout
+            layout = one.copy.layout
             cut = tuple(layout.pieces(dim) for dim in range(len(layout.cuts)))
-            key = one.held.name, one.tensor, one.next, cut
-            found.setdefault(key, (one, {}))[1].setdefault(one.held.copy, []).extend(ranks)
+            key = one.name, one.tensor, one.next, cut
+            found.setdefault(key, (one, {}))[1].setdefault(one.copy, []).extend(ranks)
     return [_kept(program, first, holders) for first, holders in found.values()]
 
 
 def _kept(program: Program, first: Kept, holders: Mapping[Copy, Sequence[int]]) -> fmt.StateRecord:
-    info = program.values[first.held.copy.value]
-    part: PartOf | None = None if first.kind == "gradient" else first.held.copy.value.meta.get(PART)
+    info = program.values[first.copy.value]
+    part: PartOf | None = None if first.kind == "gradient" else first.copy.value.meta.get(PART)
     ranks, boxes = _lying(holders, part)
     shape = info.shape if part is None else part.shape
     return fmt.StateRecord(
-        value=first.held.name,
+        value=first.name,
         next=first.next,
         tensor=first.tensor,
         kind=first.kind,
