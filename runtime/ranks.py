@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias, overload
@@ -25,6 +26,7 @@ _WRITTEN_OUT = 8
 _ROW = 3
 """So many ranks with one step between them are written as a row."""
 _MOST_RANKS = 1 << 20
+_SPAN = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?", re.ASCII)
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -57,8 +59,9 @@ def ranks_of(text: str) -> list[int]:
     """The ranks that `order_text` wrote; ValueError where it is none such."""
     found: list[int] = []
     for span in filter(None, text.split(",")):
-        ends, _, step = span.partition(":")
-        first, _, last = ends.partition("-")
+        if (match := _SPAN.fullmatch(span)) is None:
+            raise ValueError(f"'{span}' are no ranks; ranks are written as '3', '0-7' or '0-56:8'")
+        first, last, step = match.groups()
         row = range(int(first), int(last or first) + 1, int(step or 1))
         if len(row) + len(found) > _MOST_RANKS:
             raise ValueError(f"'{text}' are more than {_MOST_RANKS} ranks")

@@ -1,0 +1,172 @@
+"""What ranks do alike is stored once: rank files, dumps and manifest do not grow with the ranks along an axis that repeats the work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from partc.compiler.layouts.layout import Layout
+from partc.runtime.artifact import open_artifact
+from partc.runtime.check import check
+from partc.runtime.check_constants import check_constants
+from partc.runtime.errors import ArtifactError
+from partc.runtime.format import DOMAIN, MANIFEST, RANK_CONSTANT, Grid, Manifest, Port, order_text, ranks_of
+from partc.runtime.rank_constants import bound, is_rank_constant
+from small_training import PERCEPTRON, compiled
+
+GRID = """ranks: RANKS
+mesh: {dp: DATA, tp: 2}
+symbols: {batch: {divisor: DATA}}
+dataset: {x: [dp, null], t: [dp, null]}
+sharding: {one: {parameters: {first: [null, tp]}}, two: {parameters: {second: [tp, null]}}}
+"""
+LOSS = "loss: {type: mean_squared, prediction: y, target: t}"
+PERCEPTRON_OF_32 = PERCEPTRON.replace("[batch, 6]", "[batch, 64]").replace("6, 5", "64, 64").replace("5", "64")
+
+
+def trained(out: Path, ranks: int, optimizer: str) -> Path:
+    """A perceptron as dp x tp with tp 2, whose gradients are clipped by their norm."""
+    plan = GRID.replace("RANKS", str(ranks)).replace("DATA", str(ranks // 2))
+    return compiled(
+        out, PERCEPTRON_OF_32, "", f"{plan}train: {{{LOSS}, optimizer: {optimizer}, clip: {{norm: 1.5}}}}\n"
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["{type: adam, lr: 0.1}", "{type: adam, lr: 0.1, shard: dp}"])
+def test_files_and_manifest_do_not_grow_with_data_parallel_ranks(tmp_path: Path, optimizer: str) -> None:
+    few, many = (trained(tmp_path / str(ranks), ranks, optimizer) for ranks in (8, 64))
+    for folder in (few, many):
+        # The loss goes to rank 0: of its tensor parallel coordinate it is one program, the others are a second one.
+        assert len([*folder.glob("rank_*.onnx")]) == 3
+        assert len([*(folder / "ir").glob("rank_*.ir")]) == 3
+    sizes = {
+        name: [sum(path.stat().st_size for path in folder.glob(name)) for folder in (few, many)]
+        for name in (MANIFEST, "ir/*", "rank_*.onnx", "evaluation/*")
+    }
+    assert all(large <= 1.25 * small for small, large in sizes.values()), sizes
+    assert sum(path.stat().st_size for path in (many / "weights").glob("*")) == sum(
+        path.stat().st_size for path in (few / "weights").glob("*")
+    )
+
+
+def test_64_ranks_that_share_updates_are_proven(tmp_path: Path) -> None:
+    checked = check(trained(tmp_path / "build", 64, "{type: adam, lr: 0.1, shard: dp}"))
+    assert checked.violations == []
+    assert checked.ranks == 64
+    assert checked.copies > 0
+
+
+@given(st.lists(st.integers(0, 40), unique=True))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_ranks_are_read_as_they_are_written(ranks: list[int]) -> None:
+    assert ranks_of(order_text(ranks)) == ranks
+    assert ranks_of(order_text(sorted(ranks))) == sorted(ranks)
+
+
+@pytest.mark.parametrize("text", ["3-", "a", "0-99999999", "0-4:0", "1-2-3", "0-900000,0-900000"])
+def test_texts_that_name_no_ranks(text: str) -> None:
+    with pytest.raises(ValueError, match=r"ranks|zero"):
+        ranks_of(text)
+
+
+def test_rows_of_ranks_are_short() -> None:
+    assert order_text(range(4096)) == "0-4095"
+    assert order_text(range(3, 4096, 8)) == "3-4091:8"
+    assert order_text([4, 0, 1, 2, 9, 11]) == "4,0-2,9,11"
+
+
+@pytest.mark.parametrize("cuts", [((0, 2), ()), ((1,), (2,)), ((2, 0), (1,)), ((), ())])
+def test_boxes_by_layout_are_those_of_the_layout(cuts: tuple[tuple[int, ...], ...]) -> None:
+    layout, shape = Layout((2, 3, 4), cuts), (48, 72)
+    port = Port(name="x", type="tensor(float)", shape=[*shape], ranks=list(range(24)), boxes=Grid(layout.mesh, cuts))
+    again = Port.model_validate_json(port.model_dump_json())
+    assert '"0-23"' in port.model_dump_json()
+    assert again == port
+    assert again.boxes == list(port.boxes or ())
+    for rank in range(24):
+        box = [
+            (size * begin // of, size * end // of)
+            for (begin, end, of), size in zip(again.box(rank) or (), shape, strict=False)
+        ]
+        assert tuple(box) == layout.box(rank, shape)
+
+
+def test_boxes_of_a_part_of_a_packed_tensor() -> None:
+    grid = Grid((2,), ((0,),), ((4, 8, 12),))
+    assert [grid[k] for k in range(2)] == [[[2, 3, 6]], [[3, 4, 6]]] == [*grid]
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        {"mesh": [2]},
+        {"mesh": [2], "cuts": [[1]]},
+        {"mesh": [2], "cuts": [[0], [0]]},
+        {"mesh": [1 << 30], "cuts": [[0]]},
+        {"mesh": [2], "cuts": [[0]], "part": [[0, 0, 1]]},
+        {"mesh": [2], "cuts": [[0]], "more": 1},
+        [[1, 2]],
+        3,
+    ],
+)
+def test_boxes_that_are_none(boxes: object) -> None:
+    with pytest.raises(ValueError, match="boxes"):
+        Port.model_validate({"name": "x", "type": "tensor(float)", "shape": [4], "ranks": [0, 1], "boxes": boxes})
+
+
+def broken(folder: Path, **changed: object) -> tuple[Manifest, onnx.ModelProto]:
+    """A rank file whose first constant by rank has another attribute."""
+    manifest = open_artifact(folder).manifest
+    model = onnx.load_model(folder / manifest.program(1), load_external_data=False)
+    node = next(filter(is_rank_constant, model.graph.node))
+    kept = [one for one in node.attribute if one.name not in changed]
+    del node.attribute[:]
+    node.attribute.extend(kept)
+    node.attribute.extend(onnx.helper.make_attribute(name, one) for name, one in changed.items() if one is not None)
+    return manifest, model
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"items": ["place +"]}, "is not an expression"),
+        ({"items": ["other"]}, "is not bound"),
+        ({"items": ["place/2"]}, "not a whole number"),
+        ({"items": ["place", "place"]}, "2 items"),
+        ({"items": ["2**100"]}, "too large"),
+        ({"group": "nobody"}, "group 'nobody'"),
+        ({"dtype": 8}, "none of numbers"),
+        ({"items": None}, "'items' is missing"),
+    ],
+)
+def test_constants_by_rank_that_are_not_sound(tmp_path: Path, changed: dict[str, object], message: str) -> None:
+    folder = trained(tmp_path / "build", 8, "{type: adam, lr: 0.1, shard: dp}")
+    manifest, model = broken(folder, **changed)
+    (found, *_) = check_constants(manifest, {1: model, 3: model})
+    assert message in found.fact
+    assert RANK_CONSTANT in found.node
+    with pytest.raises(ArtifactError, match=RANK_CONSTANT):
+        bound(model, manifest.circles(3), 3, "rank_0001.onnx")
+
+
+def test_a_program_is_read_with_the_constants_of_its_rank(tmp_path: Path) -> None:
+    folder = trained(tmp_path / "build", 8, "{type: adam, lr: 0.1, shard: dp}")
+    artifact = open_artifact(folder)
+    model = onnx.load_model(folder / artifact.manifest.program(3), load_external_data=False)
+    names = [node.output[0] for node in model.graph.node if is_rank_constant(node)]
+    assert names
+    found = {}
+    for rank in (3, 5):
+        assert artifact.manifest.program(rank) == artifact.manifest.program(3)
+        read = artifact.model(rank)
+        assert not any(node.domain == DOMAIN and node.op_type == RANK_CONSTANT for node in read.graph.node)
+        found[rank] = {one.name: onnx.numpy_helper.to_array(one) for one in read.graph.initializer if one.name in names}
+        assert [*found[rank]] == names
+    begins = [name for name in names if name.endswith(".begin")]
+    assert begins
+    for name in begins:
+        assert np.all(found[5][name] == 2 * found[3][name])  # places 2 and 1 of tp = 1
