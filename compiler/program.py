@@ -299,10 +299,11 @@ class Program:
     def lying(self) -> dict[str, dict[tuple[Group, Layout], str]]:
         """Per input and parameter the groups and layouts in which ranks get it, each with its name there."""
         found: dict[str, dict[tuple[Group, Layout], str]] = {}
-        for part in self.parts:
-            held_there: list[Held | Kept] = [*part.inputs, *(one for one in part.kept if one.kind in _OF_THE_MODEL)]
-            for held in held_there:
-                found.setdefault(held.copy.value.name or "", {})[held.copy.group, held.copy.layout] = held.name
+        there: dict[Copy, str] = {held.copy: held.name for part in self.parts for held in part.inputs}
+        kept = (one for part, _ in self.alike for one in part.kept if one.kind in _OF_THE_MODEL)
+        there |= {one.copy: one.name for one in kept}
+        for copy, name in there.items():
+            found.setdefault(copy.value.name or "", {})[copy.group, copy.layout] = name
         return found
 
     @cached_property

@@ -133,11 +133,7 @@ def _within(span: Sequence[int], part: Sequence[int]) -> list[int]:
 
 
 def _is_row(value: object, length: int | None = None) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and (length is None or len(value) == length)
-        and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
-    )
+    return isinstance(value, list | tuple) and (length is None or len(value) == length) and {*map(type, value)} <= {int}
 
 
 def _read_ranks(value: Any) -> list[int]:

@@ -83,6 +83,7 @@ class Drafts:
         self.reserved = frozenset(reserved)
         self._by_rank = [Draft(list(range(ranks)))] * ranks
         self._found: dict[tuple[int, ...], tuple[Draft, ...]] = {}
+        self._sharing: dict[tuple[int, ...], list[Draft]] = {}
 
     def __iter__(self) -> Iterator[Draft]:
         return iter(self._by_rank)
@@ -101,6 +102,7 @@ class Drafts:
                 for rank in some:
                     self._by_rank[rank] = own
                 self._found.clear()
+                self._sharing.clear()
         found = tuple({id(self._by_rank[rank]): self._by_rank[rank] for rank in ranks}.values())
         self._found[ranks] = found
         return found
@@ -126,7 +128,9 @@ class Drafts:
 
     def _on(self, ranks: tuple[int, ...]) -> list[Draft]:
         """The drafts that these ranks have a share in."""
-        return list({id(self._by_rank[rank]): self._by_rank[rank] for rank in ranks}.values())
+        if ranks not in self._sharing:
+            self._sharing[ranks] = list({id(self._by_rank[rank]): self._by_rank[rank] for rank in ranks}.values())
+        return self._sharing[ranks]
 
 
 def derived(name: str, reserved: Collection[str]) -> str:

@@ -62,8 +62,8 @@ class GradientSums:
         self.totals: dict[Copy, str] = {}
         """What whole cotangents are called where they lie."""
         self.gradients: list[Gradient] = []
-        self.taken: set[tuple[str, int]] = set()
-        self._sent: set[tuple[str, int]] = set()
+        self.taken: dict[str, set[int]] = {}
+        self._sent: dict[str, set[int]] = {}
         self.buckets = Buckets(writer, training.bucket_bytes, "gradient")
 
     def gathered(self, given: Mapping[Copy, Sequence[str]], target: Copy, name: str = "") -> str:
@@ -144,11 +144,11 @@ class GradientSums:
     def _own(self, copy: Copy, name: str, wanted: str) -> str:
         """The name of a value that is nobody else's gradient, and that a node of the program made."""
         drafts = self.drafts.of(copy.group)
-        own = all((name, rank) not in self.taken for rank in copy.group)
+        own = self.taken.get(name, set()).isdisjoint(copy.group)
         made = not any(name in draft.constants for draft in drafts)
         if not own or not made:
             name = self._emit(copy, "Identity", [name], self.drafts.free(copy.group, wanted))
-        self.taken.update((name, rank) for rank in copy.group)
+        self.taken.setdefault(name, set()).update(copy.group)
         return name
 
     def _brought(self, copy: Copy, name: str, target: Copy, wanted: str = "") -> str:
@@ -159,9 +159,9 @@ class GradientSums:
         final = wanted or str(target.value.name)
         if copy.group != target.group:
             # Ops whose cotangents are one value (a Sum's) send it for each, and a message has a name of its own.
-            if any((name, rank) in self._sent for rank in copy.group):
+            if not self._sent.get(name, set()).isdisjoint(copy.group):
                 name = self._emit(copy, "Identity", [name], self.drafts.free(copy.group, final))
-            self._sent.update((name, rank) for rank in copy.group)
+            self._sent.setdefault(name, set()).update(copy.group)
         apart = not wanted and {*copy.group}.isdisjoint(target.group) and self.drafts.is_free(target.group, name)
         names[copy] = name
         names[target] = name if apart else self.drafts.free(tuple(dict.fromkeys((*copy.group, *target.group))), final)

@@ -10,6 +10,7 @@ is described in `compiler/README.md`, section "The dumps".
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -18,7 +19,8 @@ import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.dims.facts import facts_of
-from partc.compiler.program import Comm, Constant, Copy, Event, Held, Op, Part, Program, RankConstant, Shape
+from partc.compiler.layouts.layout import Layout
+from partc.compiler.program import Comm, Constant, Copy, Event, Group, Held, Op, Part, Program, RankConstant, Shape
 from partc.compiler.writing.helper_types import helper_types
 from partc.compiler.writing.transfer_bytes import bytes_text
 from partc.runtime.format import SEND, order_text
@@ -215,6 +217,13 @@ def _op_lines(program: Program, part: Part, step: Op, kinds: Callable[[Sequence[
         yield from (f"      # Cut: {text}" for text in cut_text(program, source, part.rank))
 
 
+@functools.lru_cache(maxsize=1024)
+def _alike(layout: Layout, group: Group, ranks: Group) -> bool:
+    """Whether ranks of a group have the same piece."""
+    wanted = {*ranks}
+    return len({layout.piece(index) for index, rank in enumerate(group) if rank in wanted}) == 1
+
+
 def _part_of(program: Program, copy: Copy, ranks: Sequence[int]) -> str:
     """Which part of a tensor ranks have: `   Part: [0:16, 32:64] of (64, 128)`; empty where it is all of it.
 
@@ -224,9 +233,8 @@ def _part_of(program: Program, copy: Copy, ranks: Sequence[int]) -> str:
     sizes = [size for size in shape or () if isinstance(size, int)]
     if copy.layout.is_whole or shape is None or len(sizes) != len(copy.layout.cuts):
         return ""
-    boxes = {copy.layout.box(copy.group.index(rank), sizes) for rank in ranks}
-    box = boxes.pop()
-    if boxes:
+    box = copy.layout.box(copy.group.index(ranks[0]), sizes)
+    if not _alike(copy.layout, copy.group, tuple(ranks)):
         return (
             f"   Part: ({', '.join(str(end - begin) for begin, end in box)}) of ({', '.join(map(str, sizes))}) by rank"
         )
