@@ -35,8 +35,8 @@ def test_every_node_is_in_one_phase(build: Path, tmp_path: Path) -> None:
         assert one.forward + one.backward + one.update == whole.nodes
         assert (one.parameters, one.statistics) == (4 * FLOATS, 0)
         assert (one.buckets, one.bucket_bytes) == (1, 4 * FLOATS)
-        # of three gradients the squares, counted on one rank, their sum in two nodes, and the scale; then the optimizer's nodes
-        assert one.update == 3 + 3 + 2 + 1 + (3 if folder == build else 12)
+        # of three gradients the squares, their sum, counted on one rank, that of all ranks in two nodes, the scale; then the optimizer's
+        assert one.update == 3 + 2 + 2 + 1 + (3 if folder == build else 12)
         assert one.optimizer == 4 * FLOATS * (1 if folder == build else 2)
 
 
