@@ -163,7 +163,7 @@ def _parts(program: Program) -> Iterator[str]:
 
 def _part(part: Part) -> Iterator[str]:
     held = [one.name for one in (*part.inputs, *part.weights)]
-    kept = [one.held.name for one in part.kept]
+    kept = [one.name for one in part.kept]
     made = Counter([*held, *(name for name in kept if name not in held), *part.constants, *part.scalars])
     for step in part.steps:
         what = (
