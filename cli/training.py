@@ -50,6 +50,9 @@ def run_training(job: Job, transport: Transport | None, watch: Watch | None = No
         if told.only_test:
             return _evaluate(job, trainer, settings, report)
         loader = settings.loader(trainer)
+        test = None if told.only_train else settings.test
+        if test is not None:
+            settings.measured(trainer)
         with loader:
             path = settings.resumed()
             kept = settings.course.checkpoint
@@ -63,7 +66,6 @@ def run_training(job: Job, transport: Transport | None, watch: Watch | None = No
                     report.resumed(trainer.step, trainer.source)
             if report:
                 report.begins(trainer, loader, settings.course.total(loader.order.batches))
-            test = None if told.only_train else settings.test
             run(trainer, loader, settings.course, report, (lambda: settings.batches(trainer)) if test else None)
         if report:
             report.close()
@@ -289,12 +291,17 @@ class Settings:
         """This rank's batches of one pass over the records of evaluation, with the records that each has on all ranks."""
         from partc.runtime.data import Position
 
-        loader = self._measured = self._measured or self._open_test(trainer)
+        loader = self.measured(trainer)
         loader.seek(Position())
         with loader:
             for number, batch in enumerate(loader):
                 last = number == loader.order.batches - 1
                 yield batch, loader.order.rest or self.batch if last else self.batch
+
+    def measured(self, trainer: Trainer) -> Loader:
+        """The records of evaluation, opened once; UsageError, before any step where it is called then, for what is wrong with them."""
+        self._measured = self._measured or self._open_test(trainer)
+        return self._measured
 
     def _open_test(self, trainer: Trainer) -> Loader:
         """All records in batches; where ranks cannot share a smaller last one it is left out, which is said."""

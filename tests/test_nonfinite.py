@@ -192,7 +192,7 @@ def test_a_parameter_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
             trainer.save(tmp_path / "runs", keep=1)
 
     on_all(folder, ranks, act)
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["step_00000000"]
+    assert [path.name for path in (tmp_path / "runs").glob("step_*")] == ["step_00000000"]
 
 
 def test_good_checkpoints_stay_and_are_gone_on_from(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_good_checkpoints_stay_and_are_gone_on_from(tmp_path: Path) -> None:
             trainer.save(tmp_path / "runs", keep=2)
 
     on_all(folder, ranks, act)
-    names = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    names = sorted(path.name for path in (tmp_path / "runs").glob("step_*"))
     assert names == ["step_00000001", "step_00000002", "step_00000006"]
     found = latest(tmp_path / "runs")
     assert found is not None

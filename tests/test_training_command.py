@@ -274,6 +274,7 @@ def test_it_learns_is_measured_and_exported(folder: Path, capsys: pytest.Capture
     [
         (["--batch", "7", "--data", "none.npz"], "none.npz: there is no such file"),
         (["--data", "x=data.npz"], "label"),
+        (["--test", "none.npz"], "none.npz: there is no such file"),
         (["--batch", "600"], "600"),
         (["--resume"], "it is not known where the checkpoints are"),
         (["--resume", "nowhere"], "there is no such folder"),
@@ -284,9 +285,10 @@ def test_what_is_wrong_is_said_in_a_line(
     folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
 ) -> None:
     assert invoke(["train", str(built(folder, ONE)), "--plan", "build.yaml", *words]) in (1, 2)
-    error = capsys.readouterr().err
-    assert told in error
-    assert "Traceback" not in error
+    said = capsys.readouterr()
+    assert told in said.err
+    assert "Traceback" not in said.err
+    assert "step" not in said.out, "it is told before the first step"
 
 
 def test_an_artifact_that_runs_does_not_train(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

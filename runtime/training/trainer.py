@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from pydantic import JsonValue
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 STEP, PART = "step", "part"
 _COUNTS = (STEP, PART)
 """What is counted: the steps of a training, and the parts of a batch."""
-Result = TypeVar("Result")
 
 
 class Trainer:
