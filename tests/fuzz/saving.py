@@ -1,6 +1,6 @@
 """Trainings over MPI that are killed while they save, at any moment, and go on: the result has every byte of one that was never killed.
 
-python tests/fuzz/kills.py --kills 100 --seed 1
+python tests/fuzz/saving.py --kills 100 --seed 1
 """
 
 from __future__ import annotations
