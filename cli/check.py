@@ -29,9 +29,9 @@ def command(folder: Path) -> int:
     named = [str(one) for one in checked.named]
     say.result({"ok": not found, "folder": str(folder), "violations": found, **counts, "named": named})
     for violation in checked.violations:
-        click.echo(str(violation), err=True)
+        say.echo(str(violation), err=True)
     if checked.violations:
-        click.echo(f"{folder}: {count(len(checked.violations), 'violation')}", err=True)
+        say.echo(f"{folder}: {count(len(checked.violations), 'violation')}", err=True)
         return 1
     parts = [
         count(checked.ranks, "rank"),
@@ -41,14 +41,14 @@ def command(folder: Path) -> int:
     ]
     if checked.collectives:
         parts.append(count(checked.collectives, "collective"))
-    click.echo(f"{folder}: ok, {', '.join(parts)}")
+    say.echo(f"{folder}: ok, {', '.join(parts)}")
     for one in checked.named:
-        click.echo(f"used only with --plan or --trust-code: {one}")
+        say.echo(f"used only with --plan or --trust-code: {one}")
     if checked.in_place + checked.copied:
         safe = f"{count(checked.in_place, 'tensor')} safely updated in place"
         copied = f", {checked.copied:,} copied when a step ends" if checked.copied else ""
         equal = (
             f"; {count(checked.copies, 'piece')} on several ranks, whose copies stay equal" if checked.copies else ""
         )
-        click.echo(f"training: {safe}{copied}{equal}")
+        say.echo(f"training: {safe}{copied}{equal}")
     return 0

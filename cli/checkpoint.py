@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from partc.cli import say
 from partc.cli.present import Table, count, size
 from partc.runtime.errors import printable
 
@@ -52,17 +53,17 @@ def show(path: Path, as_json: bool) -> int:
             for name, one in index.tensors.items()
         }
         found = {"path": str(checkpoint.path), "step": index.step, "ranks": index.ranks, "meta": index.meta}
-        click.echo(json.dumps({**found, "tensors": tensors}, indent=1))
+        say.echo(json.dumps({**found, "tensors": tensors}, indent=1))
         return 0
     table = Table(["tensor", "dtype", "shape", "kind", ">pieces", ">bytes"])
     for name, one in index.tensors.items():
         table.add(printable(name), one.dtype, list(one.shape), one.kind, len(one.pieces), size(one.bytes))
     table.show()
-    click.echo()
+    say.echo()
     for key, value in index.meta.items():
-        click.echo(printable(f"{key}: {value if isinstance(value, str) else json.dumps(value)}"))
+        say.echo(printable(f"{key}: {value if isinstance(value, str) else json.dumps(value)}"))
     total = sum(one.bytes for one in index.tensors.values())
-    click.echo(
+    say.echo(
         f"{checkpoint.path}: step {index.step}, {count(len(index.tensors), 'tensor')}, {size(total)}, "
         f"written by {count(index.ranks, 'rank')} in {count(len(index.files), 'file')}"
     )
@@ -86,12 +87,12 @@ def verify(path: Path) -> int:
     folder = next(candidates(path))
     problems = verified(folder)
     for problem in problems:
-        click.echo(problem, err=True)
+        say.echo(problem, err=True)
     if problems:
-        click.echo(f"{folder}: {count(len(problems), 'problem')}", err=True)
+        say.echo(f"{folder}: {count(len(problems), 'problem')}", err=True)
         return 1
     index = read_index(folder)
-    click.echo(
+    say.echo(
         f"{folder}: ok, step {index.step}, {count(len(index.tensors), 'tensor')}, {count(len(index.files), 'file')}"
     )
     return 0
@@ -140,7 +141,7 @@ def export(path: Path, out: Path, model: Path | None, everything: bool) -> int:
 
     _, (checkpoint, number) = take_whole(path, write, "partc checkpoint export")
     if model is not None:
-        click.echo(f"{out}: {model.name} with {count(number, 'weight')} of step {checkpoint.index.step}")
+        say.echo(f"{out}: {model.name} with {count(number, 'weight')} of step {checkpoint.index.step}")
     else:
-        click.echo(f"{out}: {count(number, 'tensor')} of step {checkpoint.index.step}, {size(out.stat().st_size)}")
+        say.echo(f"{out}: {count(number, 'tensor')} of step {checkpoint.index.step}, {size(out.stat().st_size)}")
     return 0

@@ -71,25 +71,25 @@ def command(
     spent = time.perf_counter() - begin
     if say.as_json():
         for warning in report.warnings:
-            click.echo(f"warning: {warning}", err=True)
+            say.echo(f"warning: {warning}", err=True)
         say.result(document(report, spent))
         return 0
     ranks_table(out).show()
     if report.manifest.collectives:
-        click.echo()
+        say.echo()
         communication_table(report).show()
     ranks = report.manifest.ranks
     moves = count(len(report.manifest.transfers), "transfer")
     if report.manifest.collectives:
         moves += f", {count(len(report.manifest.collectives), 'collective')}"
     for warning in report.warnings:
-        click.echo(f"warning: {warning}", err=True)
-    click.echo(f"\n{out}: {count(ranks, 'rank')}, {moves}, in {seconds(spent)}")
+        say.echo(f"warning: {warning}", err=True)
+    say.echo(f"\n{out}: {count(ranks, 'rank')}, {moves}, in {seconds(spent)}")
     if report.program.training is not None:
-        click.echo(learned_line(report))
+        say.echo(learned_line(report))
         for line in shared_lines(report):
-            click.echo(line)
-    click.echo(f"to read: {out / BEGIN_IR}, {out / END_IR}")
+            say.echo(line)
+    say.echo(f"to read: {out / BEGIN_IR}, {out / END_IR}")
     return 0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from partc.cli import say
 from partc.cli.present import Table, count, show_tables, size
 from partc.cli.run import parse_sizes
 
@@ -78,7 +79,7 @@ def command(folder: Path, rank: int | None, pattern: str | None, given: Mapping[
         found = {"sizes": sizes, "ranks": ranks_json, "transfers": transfers}
         found |= {"groups": manifest.groups, "collectives": collectives} if collectives else {}
         found |= {"training": [dataclasses.asdict(one) for one in trained]} if trained else {}
-        click.echo(json.dumps(found, indent=1))
+        say.echo(json.dumps(found, indent=1))
         return 0
     table = Table(
         [">rank", ">nodes", ">segments", ">weights", ">peak memory", ">received", ">sent", "bytes in and out"]
@@ -100,9 +101,9 @@ def command(folder: Path, rank: int | None, pattern: str | None, given: Mapping[
     show_tables(
         [table, *_training(trained), *_largest_transfers(artifact, sizes), *_largest_collectives(artifact, sizes)]
     )
-    click.echo()
+    say.echo()
     for line in _notes(artifact, sizes, sum(one.unknown_values for one in figures), bool(trained)):
-        click.echo(line)
+        say.echo(line)
     return 0
 
 
@@ -233,7 +234,7 @@ def _show_rows(folder: Path, rows: list[Row], pattern: str | None, as_json: bool
             raise UsageError(f"{folder}: '{pattern}' matches no node{help}")
         rows = [row for row in rows if row.path in chosen]
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+        say.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
         return
     table = Table([">rank", ">at", "op", "path", "value", "why"])
     for row in rows:

@@ -7,6 +7,7 @@ made for the user prints its text and no traceback; anything else is a fault of 
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -61,7 +62,7 @@ def _version(ctx: click.Context, parameter: click.Parameter, asked: bool) -> Non
     if asked and not ctx.resilient_parsing:
         from importlib.metadata import version
 
-        click.echo(f"partc {version('partc')}")
+        say.echo(f"partc {version('partc')}")
         ctx.exit()
 
 
@@ -106,8 +107,10 @@ def _invoke(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
+        shown = io.StringIO()
+        error.show(shown)
         say.failed(error.format_message())
-        error.show()
+        say.echo(shown.getvalue(), err=True, nl=False)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
@@ -124,7 +127,7 @@ def report(error: Exception) -> int:
     if say.verbose() and "Traceback" not in text:
         import traceback
 
-        click.echo("".join(traceback.format_exception(error)), err=True)
+        say.echo("".join(traceback.format_exception(error)), err=True)
     say.failure(text)
     return code
 

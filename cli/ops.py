@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 import click
+from partc.cli import say
 from partc.cli.present import Table
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def command(patterns: tuple[str, ...], as_json: bool) -> int:
             }
             for one in chosen
         ]
-        click.echo(json.dumps(rows, indent=1))
+        say.echo(json.dumps(rows, indent=1))
         return 0
     table = Table(["op", "factors", "contracted", "whole", "gradient", "remarks"])
     for one in chosen:
@@ -73,7 +74,7 @@ def command(patterns: tuple[str, ...], as_json: bool) -> int:
         there = [one for one in entries() if one.domain == "" and one.op_type in standard]
         cuttable = sum(one.cuttable for one in there)
         differentiable = sum(one.differentiable for one in there)
-        click.echo(
+        say.echo(
             f"\nai.onnx, opset {OPSET}: {len(standard)} ops, {len(there)} with an entry, {cuttable} of them cuttable, "
             f"{differentiable} with a gradient"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from partc.cli import say
 
 
 @click.command()
@@ -36,14 +37,14 @@ def command(model: Path, out: Path | None, tp: int, dp: int, stages: int) -> int
     if degrees.ranks > 1:
         text, missing = propose(source, model.name, degrees)
         for line in missing:
-            click.echo(f"warning: not recognized: {line}", err=True)
+            say.echo(f"warning: not recognized: {line}", err=True)
     else:
         text = starting_plan(source.model, node_paths(source.model), model.name, source.declared.symbols)
     if out is None:
-        click.echo(text, nl=False)
+        say.echo(text, nl=False)
         return 0
     write_text(out, text)
-    click.echo(f"wrote {out}")
+    say.echo(f"wrote {out}")
     return 0
 
 
@@ -60,5 +61,5 @@ def schema() -> int:
 
     from partc.compiler.plan.schema import plan_schema
 
-    click.echo(json.dumps(plan_schema(), indent=2))
+    say.echo(json.dumps(plan_schema(), indent=2))
     return 0

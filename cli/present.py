@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import click
+from partc.cli import say
+from partc.runtime.errors import one_line, printable
 
 _GAP = "  "
 _NARROWEST = 24
@@ -29,7 +31,7 @@ class Table:
 
     def add(self, *cells: object) -> None:
         """Adds a row."""
-        self.rows.append([str(cell) for cell in cells])
+        self.rows.append([one_line(str(cell)) for cell in cells])
 
     def lines(self, width: int | None = None) -> list[str]:
         """Header and rows as aligned lines without trailing blanks; the last column is wrapped to `width` if it can be."""
@@ -59,20 +61,20 @@ class Table:
     def show(self) -> None:
         """Prints the table to stdout, the header set off on a terminal."""
         if not sys.stdout.isatty():
-            click.echo(self.plain())
+            say.echo(self.plain())
             return
         header, *rows = self.lines(shutil.get_terminal_size().columns)
         if self.title:
-            click.secho(self.title, bold=True)
+            click.secho(printable(self.title), bold=True)
         click.secho(header, dim=True)
-        click.echo("\n".join(rows))
+        say.echo("\n".join(rows))
 
 
 def show_tables(tables: Iterable[Table]) -> None:
     """Prints tables one below the other with a blank line between."""
     for at, table in enumerate(tables):
         if at:
-            click.echo()
+            say.echo()
         table.show()
 
 

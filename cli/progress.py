@@ -10,7 +10,8 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-import click
+from partc.cli import say
+from partc.runtime.errors import one_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -34,9 +35,9 @@ class TrainingBar:
             return
         if self._bar is None:
             self._bar = _bar("{task.fields[told]}")
-            self._task = self._bar.add_task("", total=total, told=text)
+            self._task = self._bar.add_task("", total=total, told="")
         assert self._task is not None
-        self._bar.update(self._task, completed=step, total=total, told=text)
+        self._bar.update(self._task, completed=step, total=total, told=one_line(text))
 
     def close(self) -> None:
         """Takes the bar away; the next `told` brings it back."""
@@ -71,7 +72,7 @@ class Progress:
             return
         if not sys.stderr.isatty():
             self._next = now + _BETWEEN_LINES
-            click.echo(f"step {step} of {self.total}", err=True)
+            say.echo(f"step {step} of {self.total}", err=True)
             return
         self._next = now + _BETWEEN_DRAWS
         if self._bar is None:
@@ -98,7 +99,7 @@ def _bar(text: str) -> Bar:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        TextColumn(text),
+        TextColumn(text, markup=False),
     )
     bar = RichProgress(*columns, console=Console(stderr=True), transient=True)
     bar.start()

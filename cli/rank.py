@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-import click
 from partc.cli import say
 from partc.cli.job import Job
 from partc.cli.launcher import Place, surrounding_job
@@ -25,7 +24,7 @@ from partc.cli.present import count, size, timing
 from partc.cli.processes import end_with_parent
 from partc.cli.scratch import BOARD
 from partc.runtime.board import VARIABLE, processes, write_pid
-from partc.runtime.errors import ArtifactError, CheckpointError, InputError, NonFiniteError, UsageError
+from partc.runtime.errors import ArtifactError, CheckpointError, InputError, NonFiniteError, UsageError, printable
 from partc.runtime.leaving import said
 from partc.runtime.replace import refuse_other
 
@@ -215,10 +214,10 @@ def finish(job: Job, arrays: dict[str, Array], loaded: float, times: list[float]
     if job.quiet:
         return
     if job.output is None:
-        click.echo(summary(arrays).plain())
+        say.echo(summary(arrays).plain())
     else:
-        click.echo(f"wrote {path}: {count(len(arrays), 'array')}, {size(path.stat().st_size)}")
-    click.echo(timing(loaded, times))
+        say.echo(f"wrote {path}: {count(len(arrays), 'array')}, {size(path.stat().st_size)}")
+    say.echo(timing(loaded, times))
     sys.stdout.flush()
 
 
@@ -227,7 +226,7 @@ def give(job: Job, document: dict[str, object]) -> None:
     if job.scratch is None:
         say.result(document)
     else:
-        click.echo(say.DOCUMENT + json.dumps(say.plain(document)))
+        say.echo(say.DOCUMENT + json.dumps(say.plain(document)))
         sys.stdout.flush()
 
 
@@ -240,7 +239,7 @@ def _print_failure(job: Job, rank: int, code: int, text: str) -> None:
     sys.stdout.flush()
     if job.scratch is None:
         say.result({"error": text})
-    line = text if job.scratch is None else FRAME + json.dumps({"rank": rank, "code": code, "text": text})
+    line = printable(text) if job.scratch is None else FRAME + json.dumps({"rank": rank, "code": code, "text": text})
     os.write(sys.stderr.fileno(), f"{line}\n".encode())
 
 

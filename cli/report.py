@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
-import click
 import numpy as np
+from partc.cli import say
 from partc.cli.present import count, size
 from partc.runtime.replace import write_text
 from partc.runtime.training.checkpoint_index import steps
@@ -78,7 +78,7 @@ class Report:
     def begins_beside(self, folder: Path) -> None:
         """Warns where a run that begins anew writes its checkpoints beside those of another."""
         if there := steps(folder):
-            click.echo(
+            say.echo(
                 f"warning: {folder} has checkpoints of another run, up to step {there[-1][0]}: `keep` leaves them, --resume takes the "
                 "latest step, and equal steps are replaced; give each run a folder of its own",
                 err=True,
@@ -111,7 +111,7 @@ class Report:
         """A step's loss, or a gradient, is no finite number."""
         numbers = {name: float(np.asarray(value)) for name, value in outputs.items()}
         what = "a gradient is no finite number; the step changes nothing" if skipped else "the loss is no finite number"
-        click.echo(f"warning: step {step}: {what}   {_shown(numbers)}", err=True)
+        say.echo(f"warning: step {step}: {what}   {_shown(numbers)}", err=True)
         self._write({"kind": "nonfinite", "step": step, "skipped": skipped})
 
     def evaluated(self, step: int, epoch: float, metrics: Metrics) -> None:
@@ -134,7 +134,7 @@ class Report:
 
     def _say(self, line: str) -> None:
         if not self.quiet:
-            click.echo(line)
+            say.echo(line)
             sys.stdout.flush()
 
     def _write(self, row: dict[str, object]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 import click
+from partc.runtime.errors import printable
 
 DOCUMENT = "partc-document: "
 """What a line of rank 0 begins with that holds a document, on its way to the launching process."""
@@ -37,6 +38,11 @@ class _Mode:
 _mode = _Mode()
 
 
+def echo(text: object = "", err: bool = False, nl: bool = True) -> None:
+    """Prints a text, with what a terminal would obey as escapes: names from models, plans and artifacts stand in it."""
+    click.echo(printable(str(text)), err=err, nl=nl)
+
+
 def as_json() -> bool:
     """Whether the command's result is one JSON document."""
     return _mode.json
@@ -55,12 +61,12 @@ def is_quiet() -> bool:
 def detail(text: str) -> None:
     """Says something that only `-v` asks for."""
     if _mode.verbose:
-        click.echo(text, err=True)
+        echo(text, err=True)
 
 
 def failure(text: str) -> None:
     """Says on stderr why the command fails; with `--json` it is the document, too."""
-    click.echo(text, err=True)
+    echo(text, err=True)
     failed(text)
 
 
@@ -75,8 +81,13 @@ def result(document: Mapping[str, Any]) -> None:
         return
     _mode.told = True
     stream = _mode.stdout or sys.stdout
-    stream.write(json.dumps(plain(document), indent=1, ensure_ascii=False) + "\n")
+    stream.write(_as_json_escapes(json.dumps(plain(document), indent=1, ensure_ascii=False)) + "\n")
     stream.flush()
+
+
+def _as_json_escapes(text: str) -> str:
+    """A JSON document with the escapes that JSON has for what a terminal would obey."""
+    return "".join(one if one.isprintable() or one == "\n" else json.dumps(one)[1:-1] for one in text)
 
 
 def leave_to_ranks() -> None:

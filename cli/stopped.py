@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import click
+from partc.cli import say
 from partc.runtime.board import states
 
 _BETWEEN = 0.25
@@ -35,7 +35,7 @@ class Stopped:
         waited = now - self._since
         if waited >= self._report:
             self._report = 2 * waited
-            click.echo(f"partc: the job has waited {waited:.0f} s: {what}", err=True)
+            say.echo(f"partc: the job has waited {waited:.0f} s: {what}", err=True)
 
 
 def _what(launcher: int, ranks: Sequence[int]) -> str:

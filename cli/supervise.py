@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-import click
 from partc.cli import say
 from partc.cli.noise import Ended, Noise
 from partc.cli.processes import end_with_parent
@@ -69,7 +68,7 @@ class _Heard:
     def show_noise(self) -> None:
         """Prints what was held back."""
         for line in [*self.on_stdout.lines, *self.on_stderr.lines]:
-            click.echo(line, err=True)
+            say.echo(line, err=True)
 
     def fail(self, failure: Failure | None) -> None:
         self.failure = self.failure or failure

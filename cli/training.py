@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import click
+from partc.cli import say
 from partc.cli.job import Job, TrainingJob
 from partc.cli.origin import base_of, check_plan
 from partc.cli.progress import TrainingBar
@@ -318,7 +318,7 @@ class Settings:
             loader = opened(last="drop")
         rest = loader.order.places - loader.order.batches * self.batch
         if trainer.rank == 0:
-            click.echo(
+            say.echo(
                 f"the last {rest} of {loader.order.places:,} records of evaluation make no batch that ranks can share"
             )
         return loader

@@ -168,9 +168,9 @@ def _told(model: Path, manifest: Manifest, verdict: Verdict, mpi: bool, what: st
     ranks = count(manifest.ranks, "MPI rank" if mpi else "rank")
     if failed:
         lines = [f"\n{model}: {count(len(failed), what)} on {ranks} not equal: {', '.join(failed)}", *verdict.notes]
-        click.echo("\n".join(lines), err=True)
+        say.echo("\n".join(lines), err=True)
         return 1
-    click.echo(
+    say.echo(
         "\n".join(["", *verdict.notes, f"{model}: {count(len(rows), what)} on {ranks} equal to the whole model's"])
     )
     return 0
@@ -212,7 +212,7 @@ def run_whole(path: Path, manifest: Manifest, values: Mapping[str, Value], optim
     from partc.runtime.errors import PartcError
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4
     if not optimized:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     names = [port.name for port in manifest.outputs]

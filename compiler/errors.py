@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from partc.runtime.errors import printable
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -35,7 +37,7 @@ class CompileError(Exception):
 
     def __init__(self, problems: Problem | Iterable[Problem]) -> None:
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
-        super().__init__("\n".join(str(problem) for problem in self.problems))
+        super().__init__(printable("\n".join(str(problem) for problem in self.problems)))
 
 
 class OwnFaultError(CompileError):

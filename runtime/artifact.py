@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from . import expression
-from .errors import ArtifactError
+from .errors import ArtifactError, breaks_lines, one_line
 from .format import COLLECTIVES, FORMAT, LARGEST_MANIFEST, MANIFEST, Manifest, Port, Shape, stays_inside
 from .rank_constants import bound
 from .regular import fault, open_regular, read_regular
@@ -25,6 +26,10 @@ from .regular import fault, open_regular, read_regular
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, TensorProto
 
+_LINE_END = re.compile(
+    rb"(?<!\\)(?:\\\\)*\\(?:[nrf]|u000[a-dA-D]|u001[c-eC-E]|u0085|u202[89])|\xc2\x85|\xe2\x80[\xa8\xa9]"
+)
+"""A line end inside of a text of JSON, where it can only be an escape, or one of those that JSON takes as they are."""
 _AGAIN = "help: compile again, or copy the whole folder again"
 
 
@@ -50,6 +55,8 @@ class Artifact:
             model = onnx.load_model_from_string(read_regular(self.folder / name))
         except _decode_error():
             raise ArtifactError(f"{self.folder / name}: is not an ONNX model\n  {_AGAIN}") from None
+        if broken := next(filter(breaks_lines, _names(model.graph)), None):
+            raise ArtifactError(f"{self.folder / name}: the name '{one_line(broken)}' has a line end\n  {_AGAIN}")
         regions = [(tensor.name, *_region(tensor)) for tensor in _external(model.graph)]
         self._check(dict.fromkeys(path for _, path, _, _ in regions))
         problems = [
@@ -115,11 +122,15 @@ def _manifest(folder: Path) -> Manifest:
     if not os.path.lexists(file):
         raise ArtifactError(f"{folder}: has no {MANIFEST}\n  help: give the folder that `partc compile` wrote")
     try:
-        data = json.loads(read_regular(file, LARGEST_MANIFEST))
+        text = read_regular(file, LARGEST_MANIFEST)
+        data = json.loads(text)
     except OSError as error:
         raise ArtifactError(f"{file}: {error.strerror}\n  {_AGAIN}") from None
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{file}: is not JSON: {error}\n  {_AGAIN}") from None
+    if found := _LINE_END.search(text):
+        fact = f"a text in it has a line end, at byte {found.start()}"
+        raise ArtifactError(f"{file}: {fact}\n  {_AGAIN}")
     if isinstance(data, dict) and (version := data.get("format")) != FORMAT:
         raise ArtifactError(
             f"{file}: is of format {version!r}, this partc reads format {FORMAT}\n"
@@ -212,6 +223,21 @@ def _bad_dims(shape: Shape, manifest: Manifest) -> Iterator[str]:
                 f"the dim '{dim}' needs '{name}', which is no symbol"
                 for name in sorted(names - manifest.symbols.keys())
             )
+
+
+def _names(graph: GraphProto) -> Iterator[str]:
+    """What a graph and the bodies in it call their nodes and values."""
+    from onnx import AttributeProto
+
+    yield from (value.name for value in (*graph.input, *graph.initializer))
+    for node in graph.node:
+        yield node.name
+        yield node.op_type
+        yield from node.output
+        yield from (entry.value for entry in node.metadata_props if entry.key.startswith("partc."))
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.GRAPH:
+                yield from _names(attribute.g)
 
 
 def _region(tensor: TensorProto) -> tuple[str, int, int]:

@@ -6,6 +6,7 @@ and what; a last line that begins with `help:` says the remedy.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
@@ -13,6 +14,9 @@ class PartcError(Exception):
     """A failure with a message made for the user: no traceback is shown for it."""
 
     exit_code = 1
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(printable(text))
 
 
 class UsageError(PartcError):
@@ -44,9 +48,6 @@ class NonFiniteError(PartcError):
 class CheckpointError(PartcError):
     """A checkpoint is not whole, or cannot be written, or does not fit; the message says all that is wrong with it."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(printable(text))
-
 
 class DamagedError(CheckpointError):
     """A checkpoint is not as it was written; `problems` are lines, each with the file and the tensor."""
@@ -59,5 +60,27 @@ class DamagedError(CheckpointError):
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal would obey as escapes: names from files stand in messages. Line ends stay."""
-    return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
+    """The text with what a terminal would obey, or nobody would see, as escapes: names from files stand in messages.
+
+    Control characters, those that turn the direction of writing, and line ends but for the plain one, which stays.
+    """
+    return _RARE.sub(_escaped, text)
+
+
+def one_line(text: str) -> str:
+    """A name on one line: what it holds cannot be taken for a line of the message that it stands in."""
+    return printable(text).replace("\n", "\\n")
+
+
+def breaks_lines(text: str) -> bool:
+    """Whether a text is on more than one line, by any of the line ends that there are."""
+    return _LINE_END.search(text) is not None
+
+
+_LINE_END = re.compile("[\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
+_RARE = re.compile(r"[^ -~\n\t]")
+
+
+def _escaped(found: re.Match[str]) -> str:
+    one = found[0]
+    return one if one.isprintable() else one.encode("unicode_escape").decode()

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .dtypes import Bytes, Dtype
+from .errors import one_line
 
 Request: TypeAlias = object
 GATHER = "Gather"
@@ -125,7 +126,7 @@ class Transport(Protocol):
 
 def stalled(rank: int, seconds: float, what: str) -> str:
     """The line that reports a long wait."""
-    return f"partc: rank {rank} has waited {seconds:.0f} s: {what}"
+    return f"partc: rank {rank} has waited {seconds:.0f} s: {one_line(what)}"
 
 
 def usable_cores() -> frozenset[int]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from partc.runtime.errors import one_line, printable
+
 
 @dataclass(frozen=True)
 class Violation:
@@ -21,6 +23,6 @@ class Violation:
 
     def __str__(self) -> str:
         source = f" ({self.path})" if self.path else ""
-        where = f"{self.file}: {self.node}{source}" if self.node else f"{self.file}{source}"
+        where = one_line(f"{self.file}: {self.node}{source}" if self.node else f"{self.file}{source}")
         text = f"{where}: {self.fact}"
-        return f"{text}\n  help: {self.help}" if self.help else text
+        return printable(f"{text}\n  help: {self.help}" if self.help else text)

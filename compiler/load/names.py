@@ -21,6 +21,7 @@ from functools import lru_cache
 
 import onnx_ir as ir
 from partc.compiler.load.functions import CALLS, OWN_NAME
+from partc.runtime.errors import one_line
 
 ONNXSCRIPT_SCOPES = "pkg.onnxscript.name_scopes"
 TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
@@ -223,9 +224,9 @@ def _common(scopes: set[str]) -> str:
 def _entries(text: str) -> tuple[str, ...]:
     """The strings of a list as Python prints it; a text that is no such list is one entry."""
     try:
-        return tuple(str(entry) for entry in ast.literal_eval(text)) or ("",)
+        return tuple(one_line(str(entry)) for entry in ast.literal_eval(text)) or ("",)
     except (SyntaxError, ValueError, TypeError):
-        return (text,)
+        return (one_line(text),)
 
 
 def _below(scope: str, owner: str) -> str:

@@ -20,6 +20,7 @@ from partc.compiler.annotations.keep import kept
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.load.functions import OWN_NAME, inline_calls
 from partc.runtime.check_written import graph_bodies, not_text
+from partc.runtime.errors import breaks_lines, one_line
 from partc.runtime.regular import fault, read_regular
 
 OLDEST_OPSET, NEWEST_OPSET = 7, 26
@@ -83,6 +84,7 @@ def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
 
 def checked(model: ir.Model, where: str) -> ir.Model:
     """`model` inlined, sorted and free of the faults that `load_onnx` names; weights are no longer graph inputs."""
+    _raise(_names_on_lines(model, where))
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         node.meta[OWN_NAME] = node.name or ""
     if model.functions:
@@ -114,6 +116,26 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
+
+
+def _names_on_lines(model: ir.Model, where: str) -> list[Problem]:
+    """Names with line ends, which no message and no dump can show."""
+    found: dict[str, str] = {}
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        ports = [*graph.inputs, *graph.initializers.values()]
+        found |= {value.name or "": "value" for value in ports}
+        for value in graph.inputs:
+            found |= {str(dim): "dim" for dim in value.shape or ()}
+        for node in ir.traversal.RecursiveGraphIterator(graph):
+            found |= {node.name or "": "node", node.op_type: "op", node.domain: "domain"}
+            found |= {value.name or "": "value" for value in node.outputs}
+            found |= dict.fromkeys(node.attributes, "attribute")
+    help_ = "rename it"
+    return [
+        Problem(where, f"the name '{one_line(name)}' of a{'n' * (kind[0] in 'ao')} {kind} has a line end", help=help_)
+        for name, kind in found.items()
+        if breaks_lines(name)
+    ]
 
 
 def _without_calls(model: ir.Model, where: str) -> ir.Model:

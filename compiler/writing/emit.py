@@ -26,6 +26,7 @@ from partc.compiler.writing.weights import (
     write_weights,
 )
 from partc.runtime import format as fmt
+from partc.runtime.errors import printable
 from partc.runtime.replace_folder import obstacle, replacing_folder
 
 _OLDEST_IR, _NEWEST_IR = 11, 13
@@ -89,12 +90,12 @@ def _write_all(
             by_rank[rank] = file
         files[file] = _write(folder, file, data + _of_ranks(shared))
         bodies.append((shared, part_text(program, part, shared)))
-        text = rank_text(program, part, bodies[-1][1])
-        files[f"ir/rank_{part.rank:04d}.ir"] = _write(folder, f"ir/rank_{part.rank:04d}.ir", text.encode())
-    files[fmt.BEGIN_IR] = _write(folder, fmt.BEGIN_IR, begin_text(program).encode())
-    files[fmt.END_IR] = _write(folder, fmt.END_IR, end_text(program, bodies).encode())
+        file = f"ir/rank_{part.rank:04d}.ir"
+        files[file] = _write_text(folder, file, rank_text(program, part, bodies[-1][1]))
+    files[fmt.BEGIN_IR] = _write_text(folder, fmt.BEGIN_IR, begin_text(program))
+    files[fmt.END_IR] = _write_text(folder, fmt.END_IR, end_text(program, bodies))
     for file, text in texts.items():
-        files[file] = _write(folder, file, text.encode())
+        files[file] = _write_text(folder, file, text)
     manifest = manifest_of(program, files, sources, by_rank)
     (folder / fmt.MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return manifest
@@ -109,6 +110,11 @@ def _of_ranks(ranks: Sequence[int]) -> bytes:
 def _record(path: Path) -> fmt.FileRecord:
     data = path.read_bytes()
     return fmt.FileRecord(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def _write_text(folder: Path, file: str, text: str) -> fmt.FileRecord:
+    """A text for people, who may show it on a terminal."""
+    return _write(folder, file, printable(text).encode())
 
 
 def _write(folder: Path, file: str, data: bytes) -> fmt.FileRecord:
