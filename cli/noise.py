@@ -27,6 +27,10 @@ _ENDS: tuple[tuple[str, Callable[[re.Match[str]], Ended]], ...] = (
         lambda found: Ended(rank=int(found[1]), pid=int(found[2]) or None, signal=int(found[3])),
     ),
     (
+        r"process rank (\d+) with PID (\d+) on node \S+ exiting\s+improperly",
+        lambda found: Ended(rank=int(found[1]), pid=int(found[2]), code=0),
+    ),
+    (
         r"Process name: \[\S*?,(\d+)\]\s+Exit code:\s+(\d+)",
         lambda found: Ended(rank=int(found[1]), code=int(found[2])),
     ),

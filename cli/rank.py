@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from partc.cli import say
+from partc.cli.faults import write_faults
 from partc.cli.job import Job
 from partc.cli.launcher import Place, surrounding_job
 from partc.cli.main import INTERRUPTED, described
 from partc.cli.present import count, size, timing
 from partc.cli.processes import end_with_parent
 from partc.cli.scratch import BOARD
-from partc.runtime.board import VARIABLE, processes, write_pid
+from partc.runtime.board import VARIABLE, open_task, processes, write_pid
 from partc.runtime.errors import ArtifactError, CheckpointError, InputError, NonFiniteError, UsageError, printable
 from partc.runtime.leaving import said
 from partc.runtime.replace import refuse_other
@@ -90,6 +91,7 @@ def _begin(job: Job, place: Place | None) -> None:
     if job.scratch is not None and place is not None and Path(job.scratch).is_dir():
         os.environ[VARIABLE] = str(Path(job.scratch) / BOARD)
         write_pid(Path(job.scratch), place.rank)
+        open_task(Path(job.scratch), place.rank)
 
 
 def _join(job: Job, rank: int) -> tuple[MPI.Intracomm, Watch]:
@@ -104,7 +106,10 @@ def _join(job: Job, rank: int) -> tuple[MPI.Intracomm, Watch]:
         help = 'help: install one with pip install "partc[mpi]", or run with --in-process'
         raise UsageError(f"no MPI library can be loaded: {error}\n{help}") from None
     watch = Watch(rank, job.stall, processes)
-    return begin(watch), watch
+    comm = begin(watch)
+    if job.scratch is not None:
+        write_faults(Path(job.scratch), rank)
+    return comm, watch
 
 
 class _Refused(Exception):

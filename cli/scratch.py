@@ -18,7 +18,7 @@ from types import TracebackType
 
 from partc.cli import guard
 from partc.cli.processes import kill, naming
-from partc.runtime.board import create_board, create_pids, read_board, read_pids
+from partc.runtime.board import create_board, create_pids, create_tasks, read_board, read_pids
 
 BOARD = "board"
 _PREFIX = "partc-run-"
@@ -55,6 +55,7 @@ class Scratch:
                 self._made(self.memory)
         create_board(self.folder / BOARD, ranks)
         create_pids(self.folder, ranks)
+        create_tasks(self.folder, ranks)
 
     def __enter__(self) -> Scratch:
         return self

@@ -1,4 +1,4 @@
-"""Tells of processes of a job that are stopped, where no rank can tell it: the launcher, or all of the ranks."""
+"""Tells of processes of a job that are stopped, where no rank can tell it: the launcher, or all of the ranks that are left."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from partc.runtime.board import states
 
 _BETWEEN = 0.25
 _STOPPED = ("T", "t")
+_ENDED = ("", "Z", "X")
 
 
 class Stopped:
@@ -41,8 +42,9 @@ class Stopped:
 def _what(launcher: int, ranks: Sequence[int]) -> str:
     if states([launcher]) in [[letter] for letter in _STOPPED]:
         return f"the launcher (process {launcher}) is stopped"
-    known = [pid for pid in ranks if pid]
-    if known and all(letter in _STOPPED for letter in states(known)):
-        told = ", ".join(map(str, known))
-        return f"all ranks (processes {told}) are stopped" if len(known) > 1 else f"process {told}, a rank, is stopped"
-    return ""
+    begun = [(rank, pid) for rank, pid in enumerate(ranks) if pid]
+    found = [(rank, pid, state) for (rank, pid), state in zip(begun, states([pid for _, pid in begun]), strict=True)]
+    there = [one for one in found if one[2] not in _ENDED]
+    if not there or not all(state in _STOPPED for _, _, state in there):
+        return ""
+    return "; ".join(f"rank {rank} (process {pid}) is stopped" for rank, pid, _ in there)

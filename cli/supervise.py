@@ -23,13 +23,14 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from partc.cli import say
+from partc.cli.faults import fault_of
 from partc.cli.noise import Ended, Noise
 from partc.cli.processes import end_with_parent
 from partc.cli.rank import FRAME
 from partc.cli.scratch import Scratch
 from partc.cli.signals import Signals
 from partc.cli.stopped import Stopped
-from partc.runtime.board import IDLE
+from partc.runtime.board import IDLE, read_task
 
 _PATIENCE = 4.0
 _LAST_PATIENCE = 2.0
@@ -221,7 +222,8 @@ def _verdict(code: int, heard: _Heard, scratch: Scratch, where: Callable[[int, i
         heard.show_noise()
         say.failure(f"the launcher ended with exit code {code}, and no rank said why{_as_root(heard)}")
         return 1
-    say.failure(f"rank {rank} {_manner(ended)} {_position(rank, scratch, where)}{_advice(ended)}")
+    position = _position(rank, scratch, where) + _in_users_code(rank, scratch)
+    say.failure(f"rank {rank} {_manner(ended)} {position}{_advice(ended)}")
     return 1
 
 
@@ -255,6 +257,16 @@ def _position(rank: int, scratch: Scratch, where: Callable[[int, int], str]) -> 
     if action == IDLE:
         return f"after step {step}" if step else "before its first step"
     return f"in step {step}, at {where(rank, action)}"
+
+
+def _in_users_code(rank: int, scratch: Scratch) -> str:
+    """What of the user's code the rank was running when it ended."""
+    task, line = read_task(scratch.folder, rank), fault_of(scratch.folder, rank)
+    return (
+        "".join(["\n  while it ran ", task or "code of the user's", f", at {line}" if line else ""])
+        if task or line
+        else ""
+    )
 
 
 def _advice(ended: Ended) -> str:

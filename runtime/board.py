@@ -2,7 +2,8 @@
 
 A file of 16 bytes a rank: the number of the step and the index of the action, as two little-endian 64-bit integers. Each rank
 maps the file into its memory and writes its own slot before each action. A launcher creates the file and names it in
-`PARTC_BOARD`. Beside it lies the file `pids`, 8 bytes a rank, where each rank of the machine writes its process id when it begins.
+`PARTC_BOARD`. Beside it lie the file `pids`, 8 bytes a rank, where each rank of the machine writes its process id when it begins, and the
+file `tasks`, 256 bytes a rank, where it writes what code of the user's it runs, for as long as it does.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import TypeAlias
 
 VARIABLE = "PARTC_BOARD"
 PIDS = "pids"
+TASKS = "tasks"
+_TASK = 256
+_own_task: list[memoryview] = []
 SLOT = struct.Struct("<qq")
 _PID = struct.Struct("<q")
 IDLE = -1
@@ -73,6 +77,33 @@ def write_pid(folder: Path, rank: int) -> None:
     with (folder / PIDS).open("r+b") as file:
         file.seek(_PID.size * rank)
         file.write(_PID.pack(os.getpid()))
+
+
+def create_tasks(folder: Path, ranks: int) -> None:
+    """The file of what users' code the ranks run: none."""
+    (folder / TASKS).write_bytes(bytes(_TASK * ranks))
+
+
+def open_task(folder: Path, rank: int) -> None:
+    """From here on `note_task` notes what this process runs, which is the rank."""
+    with (folder / TASKS).open("r+b") as file:
+        whole = memoryview(mmap.mmap(file.fileno(), 0))
+    _own_task[:] = [whole[_TASK * rank : _TASK * (rank + 1)]]
+
+
+def note_task(text: str) -> None:
+    """Notes that code of the user's runs; an empty text, that it has returned."""
+    if _own_task:
+        _own_task[0][:] = text.encode()[:_TASK].ljust(_TASK, b"\0")
+
+
+def read_task(folder: Path, rank: int) -> str:
+    """What code of the user's a rank runs, or ran when it ended; empty where none."""
+    try:
+        content = (folder / TASKS).read_bytes()[_TASK * rank : _TASK * (rank + 1)]
+    except OSError:
+        return ""
+    return content.rstrip(b"\0").decode(errors="ignore")
 
 
 def processes() -> Mapping[int, int]:

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+from .board import note_task
 from .errors import PartcError
 
 _TOP = Path(__file__).parents[1]
@@ -58,11 +59,12 @@ class user_code:
         self.where, self.doing = where, doing
 
     def __enter__(self) -> None:
-        pass
+        note_task(f"{self.where}, {self.doing}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        note_task("")
         if error is None or isinstance(error, GeneratorExit | PartcError) or _interrupted(error):
             return
         raise told(error, self.where, self.doing) from error
@@ -114,6 +116,11 @@ def _causes(error: BaseException) -> Iterator[str]:
     frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if not _is_ours(frame.filename)]
     at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     yield f"  after {fact(cause)}{at}"
+
+
+def is_of_user(file: str) -> bool:
+    """Whether a source file is neither partc's nor installed."""
+    return not _is_ours(file) and not _is_library(file)
 
 
 def _is_ours(file: str) -> bool:

@@ -17,7 +17,8 @@ from collections import defaultdict
 from pathlib import Path
 from random import Random
 
-from kill_case import MODES, MOMENTS, SIGNALS, USER, Act, Case, Running, Verdict, judged, make
+from kill_case import Verdict, judged
+from kill_job import MODES, MOMENTS, SIGNALS, USER, Act, Case, Running, make
 
 WHAT = {
     "rank": ("SIGKILL", "SIGSTOP", *SIGNALS),
@@ -40,8 +41,8 @@ def drawn(random: Random) -> Case:
         return Case(mode, ranks, "stepping", act, delay)
     target = random.choice(("rank", "rank", "all", "launcher", "launcher" if mode == "script" else "partc"))
     what = random.choice(WHAT[target])
-    if (mode, target, what) == ("script", "launcher", "SIGSTOP"):
-        what = "SIGKILL"
+    if mode == "script" and what == "SIGSTOP" and (target != "rank" or moment == "ending"):
+        what = "SIGKILL"  # nobody is left who could tell of it
     return Case(mode, ranks, moment, Act(what, target, rank), delay)
 
 
@@ -84,7 +85,7 @@ def main() -> int:
     found: list[tuple[Case, Verdict]] = []
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         folder = Path(name)
-        works = make(folder / "works")
+        works = make(folder / "works", [(mode, ranks) for mode in MODES for ranks in RANKS[mode]])
         start = undisturbed(works, folder / "undisturbed")
         print(f"the first step after {start:.1f} s", flush=True)
         for number in range(options.cases):

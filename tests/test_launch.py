@@ -37,6 +37,12 @@ thus causing the job to be terminated. The first process to do so was:
    Exit code:    3
 --------------------------------------------------------------------------
 """
+OPEN_MPI_LEFT = """\
+--------------------------------------------------------------------------
+prterun has exited due to process rank 1 with PID 17855 on node vm exiting
+improperly. There are three reasons this could occur:
+--------------------------------------------------------------------------
+"""
 MPICH_KILLED = """\
 
 ===================================================================================
@@ -57,6 +63,7 @@ SLURM_KILLED = "srun: error: node3: task 4: Killed\nsrun: Terminating StepId=12.
     ("text", "expected"),
     [
         (OPEN_MPI_KILLED, Ended(rank=1, pid=4400, signal=9)),
+        (OPEN_MPI_LEFT, Ended(rank=1, pid=17855, code=0)),
         (OPEN_MPI_EXITED, Ended(rank=2, code=3)),
         (MPICH_KILLED, Ended(pid=6499, signal=9)),
         (SLURM_KILLED, Ended(rank=4, signal=9)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from handmade import chain
 from partc.cli.signals import Signals
+from partc.cli.stopped import Stopped
 from partc.runtime.errors import RankError
 from partc.runtime.local import LocalWorld
 from partc.runtime.rank_threads import RankThreads, left_behind
@@ -107,3 +109,18 @@ def test_an_interrupt_ends_ranks_that_wait_and_leaves_one_that_hangs() -> None:
     finally:
         signal.signal(signal.SIGALRM, before)
         hung.set()
+
+
+def test_what_no_rank_can_tell_is_told_by_the_launching_process(capfd: pytest.CaptureFixture[str]) -> None:
+    with subprocess.Popen(["sleep", "60"]) as rank:
+        try:
+            rank.send_signal(signal.SIGSTOP)
+            stopped, said, until = Stopped(0.3), "", time.monotonic() + 10
+            while not said and time.monotonic() < until:
+                stopped.look(os.getpid(), [0, rank.pid])
+                said = capfd.readouterr().err
+                time.sleep(0.05)
+        finally:
+            rank.kill()
+    assert said.startswith("partc: the job has waited ")
+    assert said.endswith(f" s: rank 1 (process {rank.pid}) is stopped\n")

@@ -1,0 +1,35 @@
+"""Where in the user's code a rank was when a signal ended it from within: an abort, or a fault in a library that the code calls.
+
+Python writes the calls of its threads into a file of the job's folder as such a signal comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import re
+from pathlib import Path
+from typing import IO
+
+from partc.runtime.user_code import is_of_user
+
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in ')
+_files: list[IO[str]] = []
+
+
+def write_faults(folder: Path, rank: int) -> None:
+    """From here on this process, which is the rank, leaves word of such a signal."""
+    with contextlib.suppress(OSError):
+        _files.append((folder / f"fault_{rank}").open("w", encoding="utf-8"))
+        faulthandler.enable(_files[-1])
+
+
+def fault_of(folder: Path, rank: int) -> str:
+    """The line of the user's code in which a rank was, such as `records.py:12`; empty where there is none."""
+    with contextlib.suppress(OSError):
+        text = (folder / f"fault_{rank}").read_text(encoding="utf-8", errors="replace")
+        calls = text.partition("Current thread")[2].partition("\n\n")[0]
+        for file, line in _FRAME.findall(calls):
+            if is_of_user(file):
+                return f"{file}:{line}"
+    return ""
