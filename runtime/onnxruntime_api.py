@@ -47,6 +47,10 @@ class Session(Protocol):
 """The threads of the pool that the sessions of this process share; 0 where onnxruntime gives none, None before the first use."""
 
 
+_ROUNDS_OTHERWISE = ("DivMulFusion",)
+"""Rewrites of onnxruntime that round otherwise than the nodes do, where it finds a constant: (1 / x) * y becomes y / x."""
+
+
 @functools.cache
 def _one_arena() -> bool:
     """Whether onnxruntime has an arena for all sessions of this process that ask for it."""
@@ -63,12 +67,20 @@ def _one_arena() -> bool:
 
 
 def new_session(
-    model: bytes, threads: int, providers: Sequence[str], entries: Mapping[str, str], arena: bool = False
+    model: bytes,
+    threads: int,
+    providers: Sequence[str],
+    entries: Mapping[str, str],
+    arena: bool = False,
+    exact: bool = False,
 ) -> Session:
     """A session with all optimizations and without a memory arena of its own; `entries` are session options by name.
 
     With `arena` its memory stays in one arena for all such sessions: steps that want the same again and again are not given new pages
     each time.
+
+    With `exact` nodes round as they would alone: ranks that make a copy of one value each, one beside a constant where another has an
+    input, make the same bits.
 
     Its threads are its own: onnxruntime's pool for all sessions is for all of the process, and the user's sessions there would have
     to be told of it.
@@ -86,7 +98,8 @@ def new_session(
     options.log_severity_level = 4
     for name, value in entries.items():
         options.add_session_config_entry(name, value)
-    session = onnxruntime.InferenceSession(model, options, providers=list(providers))
+    left_out = list(_ROUNDS_OTHERWISE) if exact else None
+    session = onnxruntime.InferenceSession(model, options, providers=list(providers), disabled_optimizers=left_out)
     return cast(Session, session)
 
 

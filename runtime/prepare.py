@@ -181,7 +181,7 @@ def prepare(artifact: Artifact, rank: int, settings: Settings, state: State | No
     if sum(isinstance(step, Segment) for step in steps) > 1:
         # idle threads of one session that spin would take the cores from the next
         settings = replace(settings, spinning=False)
-    settings = replace(settings, arena=bool(records))
+    settings = replace(settings, keeps=bool(records))
     builder = Builder(model, artifact.folder, foreign, settings, where)
     runners = {index: builder.build(step) for index, step in enumerate(steps) if isinstance(step, Segment)}
     types = builder.types

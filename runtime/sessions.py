@@ -30,14 +30,14 @@ _OUTPUT = re.compile(
 
 @dataclass(frozen=True)
 class Settings:
-    """How sessions run: threads of one operator, whether idle threads may spin, the execution providers in order, and whether memory
-    stays in an arena from step to step.
+    """How sessions run: threads of one operator, whether idle threads may spin, the execution providers in order, and whether the rank
+    keeps tensors from step to step: then memory stays in an arena, and copies are made bit by bit alike.
     """
 
     threads: int
     spinning: bool
     providers: Sequence[str] = ("CPUExecutionProvider",)
-    arena: bool = False
+    keeps: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,9 @@ class Builder:
             "session.model_external_initializers_file_folder_path": str(self.folder.resolve()),
         }
         try:
-            return new_session(model.SerializeToString(), threads, providers, entries, self.settings.arena)
+            return new_session(
+                model.SerializeToString(), threads, providers, entries, self.settings.keeps, self.settings.keeps
+            )
         except Exception as error:
             text = _plain(str(error))
             raise ArtifactError(

@@ -138,3 +138,17 @@ main (float[batch, 6] x) => (float[batch, 6] y) {{
     random = np.random.default_rng(2)
     steps = [{"x": random.standard_normal((6, 6)).astype(np.float32), "labels": random.integers(0, 6, 6)}] * 2
     same_training(lambda: source, plan + SGD, tmp_path, steps, rtol=1e-5, atol=1e-4)
+
+
+def test_copies_are_the_same_bits_where_one_rank_has_the_seed_and_another_is_sent_it(tmp_path: Path) -> None:
+    """Beside a constant onnxruntime would make y / n of (1 / n) * y, which rounds otherwise."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    main (float[batch, 3] x) => (float y) <float[3, 4] w> {
+        [turn] a = MatMul(x, w) [bend] b = Tanh(a) [square] c = Mul(b, b) [mean] d = ReduceMean<keepdims = 0>(c)
+        [far] e = Tanh(x) [mean2] f = ReduceMean<keepdims = 0>(e) [sum] y = Add(d, f)
+    }"""
+    twice = ", ".join(f"{name}: [0, 1]" for name in ("turn", "bend", "square", "mean"))
+    plan = f"ranks: 2\nplacement: {{{twice}, sum: 1}}\ntrain:\n  loss: y\n  optimizer: {{type: sgd, lr: 0.5}}\n"
+    steps = [numbers((3,), rows, 1) for rows in (5, 11, 14)]
+    given = [{"x": step["x"].reshape(-1, 3)} for step in steps]
+    same_training(lambda: from_text(text, {"w": (3, 4)}), plan, tmp_path, given, rtol=1e-6, atol=1e-5)
