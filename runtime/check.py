@@ -6,6 +6,7 @@ types     what the nodes of a file make, inferred anew, is what it declares
 order     every Send has its Recv and every collective all its ranks, all agree with the manifest, and the common order ends
           without a deadlock
 layouts   each collective makes of how its value lies before how it lies after
+places    pieces that meet in a node lie in the same places on all ranks, and what is made as terms of a sum is reduced
 state     what ranks keep from step to step is in their files, and together all of each tensor; updates in place are safe, and copies
           of a piece stay equal; gradients of the parts of a batch are all added up
 named     what a training names beside its programs is no code inside of the artifact
@@ -117,6 +118,7 @@ class _Artifact:
     def together(self) -> None:
         """What the rank files and the manifest say of each other."""
         from partc.runtime.check_order import check_order
+        from partc.runtime.check_places import check_places
         from partc.runtime.check_state import check_state
         from partc.runtime.check_updates import check_updates
 
@@ -128,6 +130,8 @@ class _Artifact:
         self.prove("the order of communication", lambda: check_order(self.manifest, self.models))
         if kept:
             self.prove("updates in place", updates)
+        if not self.found:
+            self.prove("that pieces fit and sums are whole", lambda: check_places(self.manifest, self.models))
 
     def equal(self, inner: Inside | None) -> None:
         """Values that must be equal on several ranks, once all else is proven."""
@@ -135,8 +139,10 @@ class _Artifact:
         from partc.runtime.check_replicas import check_replicas, copies_of
         from partc.runtime.check_sums import check_parts, classes_of
 
+        if self.found:
+            return
         copies = copies_of(self.manifest)
-        if self.found or not (copies or inner is not None):
+        if not copies and inner is None:
             return
 
         def numbers() -> Iterator[Violation]:

@@ -45,7 +45,7 @@ _PROVEN = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, REDUCE_TO, BROADC
 
 
 @dataclass(frozen=True)
-class _Held:
+class Held:
     """What a rank has of a value: its piece, and of terms its own one's number."""
 
     piece: Piece
@@ -53,17 +53,17 @@ class _Held:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class Layout:
     """By rank what it has; how many terms there are, and what reduces them."""
 
-    held: Mapping[int, _Held]
+    held: Mapping[int, Held]
     terms: int
     reductions: frozenset[str]
 
 
 def check_layouts(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -> Iterator[Violation]:
     """Violations for collectives that do not lead from the layout before to the layout after; their nodes are sound and fit together."""
-    known: dict[str, _Layout] = {}
+    known: dict[str, Layout] = {}
     nodes: dict[int, dict[int, CallNode]] = {}
     for rank, there in calls.items():
         for node in there:
@@ -72,7 +72,7 @@ def check_layouts(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -
         if record.given is None or record.made is None or record.op not in _PROVEN:
             continue
         try:
-            given, made = (_layout(one, known) for one in (record.given, record.made))
+            given, made = (layout_of(one, known) for one in (record.given, record.made))
             lists = [
                 ranks
                 for ranks in manifest.groups.get(record.group, [])
@@ -89,7 +89,8 @@ def _text(error: Exception) -> str:
     return f"rank {error.args[0]} has no piece of it" if isinstance(error, KeyError) else str(error)
 
 
-def _layout(record: LayoutRecord, known: dict[str, _Layout]) -> _Layout:
+def layout_of(record: LayoutRecord, known: dict[str, Layout]) -> Layout:
+    """What each rank has in a layout; ValueError where that is no sound one. Those in `known` are not made again."""
     key = record.model_dump_json()
     if key not in known:
         ranks = ranks_of(record.ranks)
@@ -103,9 +104,9 @@ def _layout(record: LayoutRecord, known: dict[str, _Layout]) -> _Layout:
             for cut in record.cuts:
                 count, number = prod(record.mesh[axis] for axis in cut), _number(at, record.mesh, cut)
                 piece.append((Fraction(number, count), Fraction(number + 1, count)))
-            held[rank] = _Held(tuple(piece), _number(at, record.mesh, axes))
+            held[rank] = Held(tuple(piece), _number(at, record.mesh, axes))
         terms = prod(record.mesh[axis] for axis in axes)
-        known[key] = _Layout(held, terms, frozenset(word for axis, word in record.partial if record.mesh[axis] > 1))
+        known[key] = Layout(held, terms, frozenset(word for axis, word in record.partial if record.mesh[axis] > 1))
     return known[key]
 
 
@@ -125,7 +126,7 @@ def _number(at: Sequence[int], mesh: Sequence[int], axes: Sequence[int]) -> int:
 
 
 def _check_list(
-    record: Collective, ranks: Sequence[int], nodes: Mapping[int, CallNode], given: _Layout, made: _Layout
+    record: Collective, ranks: Sequence[int], nodes: Mapping[int, CallNode], given: Layout, made: Layout
 ) -> None:
     """Raises ValueError where the ranks of a list do not bring the one layout to the other."""
     if record.op == EXCHANGE:
@@ -163,7 +164,7 @@ def _check_list(
             raise ValueError(f"rank {rank} gets {_box(want)} of the value, and is to have {_box(have.piece)}")
 
 
-def _check_terms(call: Call, ranks: Sequence[int], before: Sequence[_Held], given: _Layout, made: _Layout) -> None:
+def _check_terms(call: Call, ranks: Sequence[int], before: Sequence[Held], given: Layout, made: Layout) -> None:
     if (
         len(ranks) > 1
         and given.reductions != {call.reduce}
@@ -182,7 +183,7 @@ def _check_terms(call: Call, ranks: Sequence[int], before: Sequence[_Held], give
         raise ValueError(f"ranks {', '.join(map(str, ranks))} reduce pieces of different places")
 
 
-def _check_exchange(call: Call, rank: int, nodes: Mapping[int, CallNode], given: _Layout, made: _Layout) -> None:
+def _check_exchange(call: Call, rank: int, nodes: Mapping[int, CallNode], given: Layout, made: Layout) -> None:
     """Each box that a rank takes lies in the value where the box lies that it is given."""
     taken: dict[int, int] = {}
     for piece in call.takes:

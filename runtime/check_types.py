@@ -9,7 +9,7 @@ A dim that neither side tells is equal to any.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper
@@ -36,6 +36,8 @@ def check_types(file: str, model: ModelProto, manifest: Manifest, count: int = _
     for sizes in samples(manifest)[: count if manifest.symbols else 1]:
         try:
             made = _inferred(model, manifest, sizes)
+            if lost := _lost(model, declared, made):
+                made |= _inferred(model, manifest, sizes, lost)
         except (onnx.shape_inference.InferenceError, MemoryError, UnicodeDecodeError) as error:
             return [Violation(file, f"its types contradict each other: {' '.join(str(error).split())}", help=_AGAIN)]
         for name, node in makers.items():
@@ -78,12 +80,41 @@ def without_weights(model: ModelProto) -> ModelProto:
     return light
 
 
-def _inferred(model: ModelProto, manifest: Manifest, sizes: Mapping[str, int]) -> dict[str, TypeProto]:
-    """By name the types of what nodes make, with dims in numbers where the sizes of the symbols tell them."""
+def _lost(model: ModelProto, declared: Mapping[str, TypeProto], made: Mapping[str, TypeProto]) -> set[str]:
+    """The declared values where onnx loses a size, such as slices that begin where a node says: what follows is inferred from these."""
+    lost: set[str] = set()
+    unknown: set[str] = set()
+    for node in model.graph.node:
+        for name in filter(None, node.output):
+            if name in made and None in _sizes(made[name]):
+                unknown.add(name)
+                if unknown.isdisjoint(node.input) and name in declared and None not in _sizes(declared[name], True):
+                    lost.add(name)
+    return lost
+
+
+def _sizes(type: TypeProto, names: bool = False) -> list[int | None]:
+    """The dims of a tensor, None for one that is not told; with `names` a name tells one."""
+    tensor = type.tensor_type
+    if not type.HasField("tensor_type") or not tensor.HasField("shape"):
+        return [None]
+    return [
+        dim.dim_value if dim.HasField("dim_value") else 0 if names and dim.dim_param else None
+        for dim in tensor.shape.dim
+    ]
+
+
+def _inferred(
+    model: ModelProto, manifest: Manifest, sizes: Mapping[str, int], believed: Collection[str] = ()
+) -> dict[str, TypeProto]:
+    """By name the types of what nodes make, with dims in numbers where the sizes of the symbols tell them.
+
+    What is `believed` is taken as declared, as what comes from other ranks is.
+    """
     light = without_weights(model)
     graph = light.graph
     known = {schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain}
-    given = {name for node in graph.node if _is_given(node, known, light) for name in node.output}
+    given = {name for node in graph.node if _is_given(node, known, light) for name in node.output} | {*believed}
     types = {port.name: port for port in (*graph.value_info, *graph.output)}
     kept = [types[name] for name in sorted(given & types.keys())]
     fixed = [_at(port, manifest, sizes) for port in kept]
@@ -114,7 +145,7 @@ def _at(port: ValueInfoProto, manifest: Manifest, sizes: Mapping[str, int]) -> V
         for dim in fixed.type.tensor_type.shape.dim:
             if dim.HasField("dim_param"):
                 (size,) = numbers([dim.dim_param], manifest, dict(sizes))
-                if size is None:
+                if size is None or not 0 <= size < 1 << 63:
                     dim.ClearField("dim_param")
                 else:
                     dim.dim_value = size

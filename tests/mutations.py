@@ -72,11 +72,6 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
-NOT_IN_THE_FILES = ("remove everywhere", "pieces of an input")
-"""What no checker can tell without the model: the files are those of another model, each as sound as the other. Of a collective that is
-left out it tells in training, where copies would not stay equal."""
-
-
 def mutate(name: str, source: Path, target: Path, seed: str) -> bool:
     """A copy of an artifact with one mutation; False where it has nothing of that."""
     shutil.copytree(source, target)

@@ -1,0 +1,293 @@
+"""What ops make of places and of terms: one table a fact, and nothing of ops that no table names.
+
+A value's places are by dim where the pieces of some ranks begin in it, None along a dim of which that is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from onnx import ModelProto, NodeProto, numpy_helper
+
+Begins: TypeAlias = tuple[int, ...]
+"""By rank, in the order of the ranks of a file, the element at which a piece begins along a dim."""
+Places: TypeAlias = "Sequence[Begins | None] | None"
+Sizes: TypeAlias = "Sequence[int | None]"
+
+_LINEAR = {
+    "Cast",
+    "Expand",
+    "Flatten",
+    "Identity",
+    "Neg",
+    "Pad",
+    "ReduceMean",
+    "ReduceSum",
+    "Reshape",
+    "Slice",
+    "Split",
+}
+_LINEAR |= {
+    "Gather",
+    "GatherElements",
+    "GatherND",
+    "Squeeze",
+    "Transpose",
+    "Trilu",
+    "Unsqueeze",
+    "AveragePool",
+    "GlobalAveragePool",
+}
+_ADDING = {"Add", "Concat", "Sub", "Sum"}
+_PRODUCTS = {"Conv", "Gemm", "MatMul", "Mul"}
+_UNARY = {
+    "Abs",
+    "Ceil",
+    "Elu",
+    "Erf",
+    "Exp",
+    "Floor",
+    "Gelu",
+    "HardSigmoid",
+    "HardSwish",
+    "LeakyRelu",
+    "Log",
+    "Mish",
+    "Reciprocal",
+}
+_UNARY |= {
+    "Relu",
+    "Round",
+    "Selu",
+    "Sigmoid",
+    "Sign",
+    "Sin",
+    "Cos",
+    "Softplus",
+    "Softsign",
+    "Sqrt",
+    "Tanh",
+    "Celu",
+    "ThresholdedRelu",
+}
+_PAIRS = {
+    "Add",
+    "Sub",
+    "Mul",
+    "Div",
+    "Pow",
+    "Max",
+    "Min",
+    "Sum",
+    "Mean",
+    "Where",
+    "Equal",
+    "Less",
+    "Greater",
+    "LessOrEqual",
+}
+_PAIRS |= {"GreaterOrEqual", "And", "Or", "Xor", "Mod", "PRelu"}
+_ALONG = {"Softmax", "LogSoftmax"}
+_SUMS = {"ReduceMean", "ReduceSum"}
+_BROKEN = (
+    _UNARY
+    | _ALONG
+    | {"Pow", "Max", "Min", "LayerNormalization", "RMSNormalization", "ReduceMax", "ReduceMin", "ReduceProd"}
+)
+_BROKEN |= {
+    "ReduceSumSquare",
+    "ReduceL2",
+    "ReduceL1",
+    "ReduceLogSumExp",
+    "MaxPool",
+    "ArgMax",
+    "ArgMin",
+    "TopK",
+    "BatchNormalization",
+}
+
+
+@dataclass(frozen=True)
+class Met:
+    """A dim of an operand that meets one of another operand."""
+
+    name: str
+    begins: Begins | None
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """What a node does: places of what it makes, pairs of dims that meet in it, and the begins of dims that it sums over."""
+
+    made: list[Places]
+    meetings: list[tuple[Met, Met, int]]
+    summed: list[Begins | None]
+
+
+def apply(node: NodeProto, places: Mapping[str, Places], sizes: Mapping[str, Sizes], model: ModelProto) -> Ruled | None:
+    """What a node does with the places of its operands; None where no table knows it."""
+    match node.op_type:
+        case "MatMul" | "Gemm":
+            return _product(node, places, sizes)
+        case "Conv":
+            return _convolution(node, places)
+        case op if op in _PAIRS:
+            return _pairs(node, places, sizes)
+        case op if op in _UNARY or op in ("Identity", "Cast", "Neg"):
+            return Ruled([places.get(node.input[0])], [], [])
+    there = places.get(node.input[0]) if node.input else None
+    if there is None:
+        return None
+    if node.op_type == "Transpose":
+        perm = _ints(node, "perm") or list(range(len(there)))[::-1]
+        return Ruled([[there[at] for at in perm]], [], []) if len(perm) == len(there) else None
+    if node.op_type in _ALONG or node.op_type == "LayerNormalization":
+        axis = _int(node, "axis", -1) % max(len(there), 1)
+        last = len(there) if node.op_type == "LayerNormalization" else axis + 1
+        return Ruled([[None if axis <= at < last else one for at, one in enumerate(there)]], [], [])
+    if node.op_type in ("GatherElements", "ScatterElements"):
+        axis = _int(node, "axis", 0) % max(len(there), 1)
+        kept = there if node.op_type == "ScatterElements" else places.get(node.input[1])
+        return Ruled([_without(kept, axis)], _along(node.input[:2], places, axis), [])
+    if node.op_type in ("Reshape", "Flatten"):
+        return Ruled([_reshaped(there, sizes.get(node.input[0]), sizes.get(node.output[0]))], [], [])
+    return _by_axes(node, there, model)
+
+
+def _without(places: Places, axis: int) -> Places:
+    return None if places is None else [None if at == axis else one for at, one in enumerate(places)]
+
+
+def _along(names: Sequence[str], places: Mapping[str, Places], axis: int) -> list[tuple[Met, Met, int]]:
+    """All dims but one of two operands of the same dims meet."""
+    one, two = (places.get(name) for name in names)
+    if one is None or two is None or len(one) != len(two):
+        return []
+    return [(Met(names[0], one[at]), Met(names[1], two[at]), at) for at in range(len(one)) if at != axis]
+
+
+def _by_axes(node: NodeProto, there: Sequence[Begins | None], model: ModelProto) -> Ruled | None:
+    """Reductions and changes of dims, whose axes are an attribute or a constant."""
+    if node.op_type not in (*_SUMS, "ReduceMax", "ReduceMin", "Squeeze", "Unsqueeze"):
+        return None
+    axes = _ints(node, "axes") or _constant(node, model)
+    if axes is None:
+        return None
+    if node.op_type == "Unsqueeze":
+        left, whole = list(there), len(there) + len(axes)
+        added = {axis % whole for axis in axes}
+        return Ruled([[None if at in added else left.pop(0) for at in range(whole)]], [], [])
+    gone = {axis % max(len(there), 1) for axis in axes} or {*range(len(there))}
+    kept = node.op_type != "Squeeze" and _int(node, "keepdims", 1)
+    made = [None if at in gone else one for at, one in enumerate(there) if kept or at not in gone]
+    summed = [there[at] for at in sorted(gone) if at < len(there)] if node.op_type in _SUMS else []
+    return Ruled([made], [], summed)
+
+
+def _pairs(node: NodeProto, places: Mapping[str, Places], sizes: Mapping[str, Sizes]) -> Ruled | None:
+    """Element by element, dims counted from the last; a dim of size 1 is repeated."""
+    rank = len(sizes.get(node.output[0]) or ()) or max((len(places.get(name) or ()) for name in node.input), default=0)
+    met: list[list[Met]] = [[] for _ in range(rank)]
+    for name in node.input:
+        there, own = places.get(name), sizes.get(name)
+        if there is None or own is None or len(there) != len(own) or len(own) > rank:
+            continue
+        for at, (begins, size) in enumerate(zip(there, own, strict=True)):
+            if size != 1:
+                met[at + rank - len(own)].append(Met(name, begins))
+    meetings = [(one[0], other, axis) for axis, one in enumerate(met) for other in one[1:]]
+    made = [next((each.begins for each in one if each.begins is not None), None) for one in met]
+    return Ruled([made], meetings, [])
+
+
+def _product(node: NodeProto, places: Mapping[str, Places], sizes: Mapping[str, Sizes]) -> Ruled | None:
+    one, two = places.get(node.input[0]), places.get(node.input[1])
+    ranks = [len(places.get(name) or sizes.get(name) or ()) for name in node.input[:2]]
+    if min(ranks) < 2:
+        return None
+    left, right = [*(one or [None] * ranks[0])], [*(two or [None] * ranks[1])]
+    if node.op_type == "Gemm" and _int(node, "transA", 0):
+        left.reverse()
+    if node.op_type == "Gemm" and _int(node, "transB", 0):
+        right.reverse()
+    batch = [*left[:-2]] if len(left) >= len(right) else [*right[:-2]]
+    meeting = (Met(node.input[0], left[-1]), Met(node.input[1], right[-2]), len(left) - 1)
+    return Ruled([[*batch, left[-2], right[-1]]], [meeting], [left[-1], right[-2]])
+
+
+def _convolution(node: NodeProto, places: Mapping[str, Places]) -> Ruled | None:
+    one, two = places.get(node.input[0]), places.get(node.input[1])
+    if one is None or two is None or len(one) != len(two) or _int(node, "group", 1) != 1:
+        return None
+    meeting = (Met(node.input[0], one[1]), Met(node.input[1], two[1]), 1)
+    return Ruled([[one[0], two[0], *([None] * (len(one) - 2))]], [meeting], [one[1], two[1]])
+
+
+def _reshaped(there: Sequence[Begins | None], old: Sizes | None, new: Sizes | None) -> Places:
+    """Dims in front and at the end that stay are as they were."""
+    if old is None or new is None or len(old) != len(there):
+        return None
+    front, most = 0, min(len(old), len(new))
+    while front < most and old[front] is not None and old[front] == new[front]:
+        front += 1
+    back = 0
+    while back < most - front and old[-1 - back] is not None and old[-1 - back] == new[-1 - back]:
+        back += 1
+    middle = [None] * (len(new) - front - back)
+    return [*there[:front], *middle, *(there[len(there) - back :] if back else [])]
+
+
+def hands_on(node: NodeProto, is_term: Callable[[str], bool]) -> bool:
+    """Whether a node makes terms of the terms that it reads."""
+    op, terms = node.op_type, [is_term(name) for name in node.input]
+    if op in _LINEAR or op == "Div":
+        return bool(terms) and terms[0]
+    if op == "Where":
+        return any(terms[1:])
+    return op in _ADDING | _PRODUCTS and any(terms)
+
+
+def misuse(node: NodeProto, is_term: Callable[[str], bool], is_known: Callable[[str], bool]) -> str:
+    """Why a node must not read the terms that it reads; '' where it may, or where no table knows."""
+    op, terms = node.op_type, [name for name in node.input if is_term(name)]
+    if not terms:
+        return ""
+    lost = f"'{terms[0]}' is a term of a sum that no collective has reduced"
+    if op in _BROKEN or (op == "Div" and is_term(node.input[1])):
+        return f"{lost}, and {op} of a sum is not the sum of its terms' {op}"
+    if op in ("Add", "Sub", "Sum"):
+        others = [name for name in node.input if name and not is_term(name) and is_known(name)]
+        return f"{lost}, and '{others[0]}', which is whole, would be added to each of its terms" if others else ""
+    if op in _PRODUCTS and all(is_term(name) for name in node.input[:2]) and len(node.input) > 1:
+        return f"{lost}, nor is '{node.input[1]}', which it is multiplied by"
+    return ""
+
+
+def _int(node: NodeProto, name: str, default: int) -> int:
+    return next((one.i for one in node.attribute if one.name == name), default)
+
+
+def _ints(node: NodeProto, name: str) -> list[int]:
+    return next((list(one.ints) for one in node.attribute if one.name == name), [])
+
+
+def _constant(node: NodeProto, model: ModelProto) -> list[int] | None:
+    """The numbers of a node's second operand, where that is a weight or a constant."""
+    if len(node.input) < 2 or not node.input[1]:
+        return []
+    for tensor in model.graph.initializer:
+        if tensor.name == node.input[1] and not tensor.external_data:
+            return [int(number) for number in numpy_helper.to_array(tensor).reshape(-1)]
+    for other in model.graph.node:
+        if other.op_type == "Constant" and other.output[0] == node.input[1]:
+            return _ints(other, "value_ints") or next(
+                (
+                    [*map(int, numpy_helper.to_array(one.t).reshape(-1))]
+                    for one in other.attribute
+                    if one.name == "value"
+                ),
+                None,
+            )
+    return None
