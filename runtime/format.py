@@ -103,6 +103,10 @@ BEGIN_IR = "ir/step_parallel_begin.ir"
 END_IR = "ir/step_parallel_end.ir"
 
 
+MOST_RANKS = 1 << 16
+"""No job has more ranks."""
+
+
 def rank_file(rank: int) -> str:
     """The file name of a rank's program."""
     return f"rank_{rank:04d}.onnx"
@@ -303,7 +307,7 @@ class Manifest(_Record):
 
     format: Literal[1]
     partc: str
-    ranks: int = Field(ge=1)
+    ranks: int = Field(ge=1, le=MOST_RANKS)
     symbols: dict[str, SymbolRecord]
     inputs: list[Port]
     outputs: list[Port]

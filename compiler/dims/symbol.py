@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from partc.compiler.dims.facts import Facts
 
+LARGEST = 1 << 40
+"""No dim is larger: what is computed of several dims stays within 64 bits for all that a machine can hold."""
+
 
 @dataclass(frozen=True)
 class Symbol:
@@ -32,6 +35,8 @@ class Symbol:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"For 'Symbol', the argument '{name}' must be int, but got {type(value)}")
+            if value > LARGEST:
+                raise ValueError(f"For 'Symbol', the '{name}' value should be at most {LARGEST}, but got {value}")
         if not isinstance(self.unique, bool):
             raise TypeError(f"For 'Symbol', the argument 'unique' must be bool, but got {type(self.unique)}")
         for name in ("min", "divisor"):

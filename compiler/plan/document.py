@@ -27,7 +27,9 @@ MOST_VALUES = 100_000
 """So many values a file has at most once its aliases are written out, its own not counted."""
 
 LARGEST_PLAN = 1 << 23
-"""A plan's file has at most so many bytes."""
+MOST_ENTRIES, DEEPEST, LONGEST_TEXT, LARGEST_NUMBER = 200_000, 64, 10_000, (1 << 63) - 1
+"""The most that a plan may have: bytes; commas, colons and lines; lists and mappings within each other; letters of one text; and what
+its whole numbers may be, up and down. Beyond them reading alone would take minutes, or all of the memory."""
 _TAG = "tag:yaml.org,2002:"
 _KINDS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp")
 
@@ -85,6 +87,9 @@ def read_text(path: Path) -> str:
 
 def parse_document(text: str, file: str) -> Document:
     """The data of a YAML text; CompileError where the text is not YAML."""
+    if sum(map(text.count, ",:\n")) > MOST_ENTRIES:
+        fact = f"the plan has more than {MOST_ENTRIES:,} entries"
+        raise CompileError(Problem(f"{file}:1", fact, help='name many nodes by one pattern: "layers.*.mlp"'))
     try:
         root = YAML(typ="safe", pure=True).compose(text)
     except MarkedYAMLError as error:
@@ -122,7 +127,11 @@ class _Taking:
         if kind not in _KINDS:
             self.problem(line, f"the tag '{tag.replace(_TAG, '!!')}' is not used in plans", "take it away")
         elif isinstance(node, ScalarNode):
-            return _scalar(str(node.value), kind)
+            return self.scalar(str(node.value), kind, line, steps)
+        elif len(steps) > DEEPEST:
+            self.problem(
+                line, "lists and mappings are nested too deeply", f"a plan has at most {DEEPEST} within each other"
+            )
         elif id(node) in self.open:
             self.problem(
                 self.document.lines[steps], "an alias is inside of the value that it stands for", "write it out"
@@ -133,6 +142,18 @@ class _Taking:
             data = self.collection(node, steps)
             self.open.discard(id(node))
             return data
+        self.document.refused.add(steps)
+        return None
+
+    def scalar(self, text: str, kind: str, line: int, steps: Steps) -> Data:
+        if len(text) > LONGEST_TEXT:
+            self.problem(line, f"a text of {len(text):,} letters", f"a text has at most {LONGEST_TEXT:,}")
+        elif isinstance(found := _scalar(text, kind), int) and abs(found) > LARGEST_NUMBER:
+            self.problem(
+                line, f"the number {text[:20]}... of {len(text)} digits", f"a number is at most {LARGEST_NUMBER}"
+            )
+        else:
+            return found
         self.document.refused.add(steps)
         return None
 
@@ -160,6 +181,8 @@ class _Taking:
                 self.problem(line, "a key is a text, not a list or a mapping", "put quotes around it")
             elif key.tag == "tag:yaml.org,2002:merge":
                 self.problem(line, "'<<' is not used in plans", "write the keys out")
+            elif len(key.value) > LONGEST_TEXT:
+                self.problem(line, f"a key of {len(key.value):,} letters", f"a text has at most {LONGEST_TEXT:,}")
             elif key.value in data:
                 first = self.document.lines[*steps, key.value]
                 self.problem(line, f"'{key.value}' is given twice, first in line {first}", "keep one of them")

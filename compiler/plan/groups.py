@@ -14,12 +14,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from partc.compiler.plan.violation import Violation, is_integer, shown
+from partc.runtime.format import MOST_RANKS
 
 if TYPE_CHECKING:
     from pydantic import ValidationInfo
@@ -66,7 +68,7 @@ def frame_of(data: Mapping[str, object], folder: Path = Path()) -> Frame:
         axes = tuple(mesh.items())
     lists = [value for value in placement.values() if isinstance(value, list)] if isinstance(placement, dict) else []
     return Frame(
-        ranks if isinstance(ranks, int) and is_integer(ranks) and ranks >= 1 else None,
+        ranks if isinstance(ranks, int) and is_integer(ranks) and 1 <= ranks <= MOST_RANKS else None,
         axes,
         tuple(len(value) for value in lists if len(value) > 1),
         folder,
@@ -141,7 +143,7 @@ def _ranks(value: Sequence[object], frame: Frame, empty: str) -> tuple[int, ...]
     if not value:
         raise Violation("the list of ranks is empty", help=empty)
     ranks = tuple(_rank(rank, frame) for rank in value)
-    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    twice = sorted(rank for rank, times in Counter(ranks).items() if times > 1)
     if twice:
         raise Violation(f"rank {twice[0]} stands twice in the list", help="name every rank once")
     return ranks

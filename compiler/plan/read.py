@@ -144,6 +144,8 @@ def _problem(detail: ErrorDetails, document: Document) -> Problem:
         return Problem(document.where(), "'ranks' is missing", help="begin with the number of ranks, 'ranks: 2'")
     if kind == "greater_than_equal":
         return Problem(where, f"{subject}: expected at least {context['ge']}, but got {detail['input']}")
+    if kind == "less_than_equal":
+        return Problem(where, f"{subject}: expected at most {context['le']}, but got {detail['input']}")
     if kind == "literal_error":
         return Problem(where, f"{subject}: expected {context['expected']}, but got {shown(detail['input'])}")
     if kind in _EXPECTED:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
-from partc.compiler.dims.symbol import Symbol
+from partc.compiler.dims.symbol import LARGEST, Symbol
 from partc.compiler.plan.dataset import DatasetEntry, DatasetForm
 from partc.compiler.plan.groups import Group, checked_mesh, placed, rank_of, ranks_of
 from partc.compiler.plan.pattern import checked_pattern
@@ -19,6 +19,7 @@ from partc.compiler.plan.rules import FULL_BATCH
 from partc.compiler.plan.sharding import ByteCount, ShardingForm
 from partc.compiler.plan.training import TrainEntry
 from partc.compiler.plan.violation import Violation, is_integer, shown
+from partc.runtime.format import MOST_RANKS
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -67,6 +68,8 @@ def _dim(value: object) -> int | str | None:
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 0:
             raise Violation(f"the size {value} is negative", law, "name a dim that varies, or write null")
+        if value > LARGEST:
+            raise Violation(f"the size {value} is above {LARGEST}", law)
         return value
     if not isinstance(value, str):
         raise Violation(f"expected a dim, but got {shown(value)}", law)
@@ -153,7 +156,9 @@ class PlanEntries(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, title="partc plan")
 
-    ranks: int = Field(ge=1, description="The number of ranks, the processes of the job; they are numbered from 0.")
+    ranks: int = Field(
+        ge=1, le=MOST_RANKS, description="The number of ranks, the processes of the job; they are numbered from 0."
+    )
     mesh: Annotated[
         MeshEntries,
         AfterValidator(checked_mesh),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from partc.compiler.errors import Problem
 
+_SHOWN = 80
+
 
 class Violation(ValueError):
     """A value that the language of plans does not have; `key` where one key of a mapping is at fault."""
@@ -30,7 +32,7 @@ def shown(value: object) -> str:
         case bool():
             return str(value).lower()
         case str():
-            return f"the text '{value}'"
+            return f"the text '{value}'" if len(value) <= _SHOWN else f"the text '{value[:_SHOWN]}...'"
         case list() | tuple():
             return "a list"
         case dict():
