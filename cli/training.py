@@ -40,10 +40,12 @@ def run_training(job: Job, transport: Transport | None, watch: Watch | None = No
     told = job.training
     assert told is not None
     abort: Literal["raise", "abort"] = "abort" if transport is not None and job.scratch is None else "raise"
-    settings = Settings(told, open_artifact(job.folder, trust=True).manifest, Path(job.folder))
+    artifact = open_artifact(job.folder, trust=True)
+    settings = Settings(told, artifact.manifest, Path(job.folder))
     with load_trainer(
         job.folder, transport, rate=settings.rate, threads=job.threads, trust=job.trust, stall=job.stall, on_error=abort
     ) as trainer:
+        artifact.refuse_replaced()
         report = Report(told.metrics, settings.unit, watch or _watch(job), job.quiet) if trainer.rank == 0 else None
         if told.init is not None:
             trainer.begin(told.init, option="--init")

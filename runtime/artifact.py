@@ -30,17 +30,26 @@ _LINE_END = re.compile(
     rb"(?<!\\)(?:\\\\)*\\(?:[nrf]|u000[a-dA-D]|u001[c-eC-E]|u0085|u202[89])|\xc2\x85|\xe2\x80[\xa8\xa9]"
 )
 """A line end inside of a text of JSON, where it can only be an escape, or one of those that JSON takes as they are."""
+_DIGITS = 18
+"""A whole number of a manifest has at most so many: what is computed of it is told by its own law, not by an overflow."""
+_SHOWN = 32
 _AGAIN = "help: compile again, or copy the whole folder again"
 
 
 class Artifact:
     """An artifact on disk: its folder, its manifest, and the checked programs of its ranks."""
 
-    def __init__(self, folder: Path, manifest: Manifest, trust: bool) -> None:
+    def __init__(self, folder: Path, trust: bool) -> None:
         self.folder = folder
-        self.manifest = manifest
         self.trust = trust
+        self._stamp = stamp(folder)  # before it is read: what comes in between is seen as well
+        self.manifest, self.digest = _manifest(folder)
         self._checked: set[str] = set()
+
+    def refuse_replaced(self) -> None:
+        """Raises ArtifactError where another artifact has taken the place of this one since it was opened."""
+        if stamp(self.folder) != self._stamp:
+            raise ArtifactError(f"{self.folder}: was replaced while it was read\n  help: try again")
 
     def model(self, rank: int) -> ModelProto:
         """The program of a rank, its weights left in their files, its constants among its initializers.
@@ -72,6 +81,7 @@ class Artifact:
     def _check(self, names: Iterable[str]) -> None:
         problems = [problem for name in names if name not in self._checked for problem in self._violations(name)]
         if problems:
+            self.refuse_replaced()
             raise ArtifactError("\n".join([*problems, f"  {_AGAIN}"]))
         self._checked.update(names)
 
@@ -95,7 +105,7 @@ class Artifact:
 def open_artifact(folder: str | Path, *, rank: int | None = None, trust: bool = False) -> Artifact:
     """The artifact in a folder, its manifest checked; with `rank`, that rank's files too. ArtifactError says what is wrong."""
     place = Path(folder)
-    artifact = Artifact(place, _manifest(place), trust)
+    artifact = Artifact(place, trust)
     if rank is not None:
         artifact.model(rank)
     return artifact
@@ -115,7 +125,17 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _manifest(folder: Path) -> Manifest:
+def stamp(folder: Path) -> tuple[int, ...] | None:
+    """What tells one artifact from another that takes its place; None where there is none."""
+    try:
+        of = os.stat(folder / MANIFEST)
+    except OSError:
+        return None
+    return of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns
+
+
+def _manifest(folder: Path) -> tuple[Manifest, str]:
+    """The manifest, and the hash of its text."""
     file = folder / MANIFEST
     if not folder.is_dir():
         raise ArtifactError(f"{folder}: there is no such folder\n  help: give the folder that `partc compile` wrote")
@@ -123,7 +143,7 @@ def _manifest(folder: Path) -> Manifest:
         raise ArtifactError(f"{folder}: has no {MANIFEST}\n  help: give the folder that `partc compile` wrote")
     try:
         text = read_regular(file, LARGEST_MANIFEST)
-        data = json.loads(text)
+        data = json.loads(text, parse_int=_whole)
     except OSError as error:
         raise ArtifactError(f"{file}: {error.strerror}\n  {_AGAIN}") from None
     except (ValueError, RecursionError) as error:
@@ -144,12 +164,21 @@ def _manifest(folder: Path) -> Manifest:
     problems = [f"{file}: {problem}" for problem in _contradictions(manifest)]
     if problems:
         raise ArtifactError("\n".join([*problems, f"  {_AGAIN}"]))
-    return manifest
+    return manifest, hashlib.sha256(text).hexdigest()
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
     """What a schema cannot say: ranks within range, tags unique, dims that are expressions over the symbols."""
     last = manifest.ranks - 1
+    if not manifest.programs and last >= len(manifest.files):
+        yield f"it has {manifest.ranks} ranks and lists {len(manifest.files)} files: each rank has a program"
+        return
     tags: set[int] = set()
     for kind, ports in (("input", manifest.inputs), ("output", manifest.outputs)):
         for port in ports:
@@ -180,7 +209,8 @@ def _bad_collectives(manifest: Manifest) -> Iterator[str]:
     for name, lists in manifest.groups.items():
         members = [rank for one in lists for rank in one]
         if any(not 0 <= rank < ranks for rank in members) or len(set(members)) != len(members) or not all(lists):
-            yield f"group '{name}' is {lists}: disjoint lists of ranks 0 to {ranks - 1} are needed"
+            shown = str(lists) if len(members) <= _SHOWN else f"{len(lists)} lists of {len(members)} ranks"
+            yield f"group '{name}' is {shown}: disjoint lists of ranks 0 to {ranks - 1} are needed"
     for port in (*manifest.inputs, *manifest.outputs):
         yield from (f"'{port.name}': {problem}" for problem in _bad_boxes(port))
     tags: set[int] = set()

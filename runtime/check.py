@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from partc.runtime.artifact import stamp
 from partc.runtime.check_files import check_folder, missing_programs, read_manifest
 from partc.runtime.format import MANIFEST, TOTALS, Manifest, stays_inside
 from partc.runtime.violation import Violation
@@ -62,7 +63,10 @@ def check(folder: str | Path) -> Checked:
     """The violations together with counts of what was checked."""
     from partc.runtime.training.named import carried_code, outside
 
+    before = stamp(Path(folder))
     checked, manifest, _ = _check(Path(folder))
+    if stamp(Path(folder)) != before:
+        return Checked([Violation(MANIFEST, "the artifact was replaced while it was checked", help="check it again")])
     if manifest is None or manifest.training is None:
         return checked
     carried = carried_code(Path(folder), manifest)

@@ -63,6 +63,8 @@ class Program:
         self._on_error = on_error
         self._settings = settings
         self._program = prepare(artifact, transport.rank, settings, state)
+        artifact.refuse_replaced()
+        self._refuse_replaced = artifact.refuse_replaced
         self._wire = _wire_tags(artifact.manifest, transport.tags)
         self._at_once: frozenset[int] = frozenset()
         self._schedules: OrderedDict[tuple[tuple[str, int], ...], Schedule] = OrderedDict()
@@ -186,6 +188,7 @@ class Program:
     def beside(self, folder: Path, trust: bool) -> Program:
         """Another program over the same state and the same ranks, such as the evaluation of a model that trains; collective."""
         other = Program(open_artifact(folder, trust=trust), self._transport, self._settings, self._on_error, self.state)
+        self._refuse_replaced()  # one artifact has all programs
         other.connect()
         return other
 
@@ -297,7 +300,11 @@ def load(
             problem = str(error)
         except Exception as error:
             problem = f"rank {transport.rank}: {type(error).__name__}: {error}"
-    problems = [text for text in dict.fromkeys(transport.share(problem)) if text]
+    said = [text.partition("\n") for text in transport.share(f"{artifact.digest if artifact else ''}\n{problem}")]
+    problems = [text for text in dict.fromkeys(text for _, _, text in said) if text]
+    if not problems and len({digest for digest, _, _ in said}) > 1:
+        fact = "the ranks read different artifacts: it was replaced meanwhile, or is not the same on all hosts"
+        problems = [f"{folder}: {fact}\n  help: try again, with a folder that all ranks share"]
     if program is None or problems:
         transport.close()
         raise ArtifactError("\n".join(problems))

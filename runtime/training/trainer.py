@@ -318,7 +318,8 @@ def load_trainer(
     a file that the artifact names, may run. UsageError for an artifact that does not train, or has such a schedule without either.
     """
     place = Path(folder)
-    manifest = open_artifact(place, trust=True).manifest
+    artifact = open_artifact(place, trust=True)
+    manifest = artifact.manifest
     record = manifest.training
     if record is None:
         raise UsageError(f"{place}: it was compiled to run, not to train\n  help: compile it by a plan with `train:`")
@@ -334,6 +335,7 @@ def load_trainer(
     evaluation = program.beside(place / record.evaluation, trust) if record.evaluation else None
     accumulation = program.beside(place / record.accumulation, trust) if record.accumulation else None
     totals = program.beside(place / TOTALS, trust) if record.totals else None
+    artifact.refuse_replaced()
     return Trainer(program, evaluation, rate, accumulation, totals)
 
 
