@@ -31,6 +31,7 @@ from partc.compiler.load.source import Source
 from partc.compiler.load.unsound import blamed
 from partc.compiler.ops.local_map import is_inside
 from partc.compiler.parts.partition import partition
+from partc.compiler.parts.sums import pass_sums
 from partc.compiler.placing.pattern_rules import own_name
 from partc.compiler.placing.placement import place
 from partc.compiler.plan.dataset import in_order
@@ -60,6 +61,7 @@ PASSES: tuple[Pass, ...] = (
     place,
     only_totals,
     shard,
+    pass_sums,
     partition,
 )
 

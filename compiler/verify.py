@@ -4,6 +4,7 @@
     shapes      every value has a type; a dim is a size or an expression over the symbols
     place       every node that is read has groups of distinct ranks of the job
     shard       a choice speaks of a node where it runs; its mesh has the group's ranks; an axis cuts one factor; cuts divide their dims
+    pass_sums   terms that a node is given are made so on its ranks, and what it keeps is whole along the axes that it passes
     partition   a rank reads what it has, makes a name once and knows its type; every event has the same place in the order of all its ranks
 
 Laws hold from the pass on that fills the fields of which they speak. What breaks one is a fault of the pass, never of the user: the
@@ -22,6 +23,7 @@ from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.dims.reading import read
 from partc.compiler.layouts.layout import Layout
+from partc.compiler.layouts.mesh import normal
 from partc.compiler.load.onnx_file import bodies
 from partc.compiler.parts.partition import read_names
 from partc.compiler.program import Comm, Part, Program, captured
@@ -118,14 +120,29 @@ def _choices(program: Program) -> Iterator[str]:
             yield f"{where}: it is cut over {list(instance.group)}, where it does not run"
         if math.prod(choice.mesh) != len(instance.group):
             yield f"{where}: its mesh {choice.mesh} is of {math.prod(choice.mesh)} ranks, its group of {len(instance.group)}"
-        axes = [axis for one in choice.axes.values() for axis in one]
+        axes = [axis for one in (*choice.axes.values(), choice.passing) for axis in one]
         if len(axes) != len(set(axes)) or not all(0 <= axis < len(choice.mesh) for axis in axes):
-            yield f"{where}: its axes {choice.axes} are not axes of {choice.mesh}, each once"
+            yield f"{where}: its axes {choice.axes} and {choice.passing} are not axes of {choice.mesh}, each once"
             continue
         if unknown := [letter for letter, one in choice.axes.items() if one and letter not in choice.rule.factors]:
             yield f"{where}: it is cut along {', '.join(unknown)}, which its rule does not let be cut"
         for value, layout in _operands(instance, choice):
             yield from (f"{where}: '{value.name}' {fault}" for fault in _uneven(program, value, layout, known))
+
+
+def _sums(program: Program) -> Iterator[str]:
+    for instance, choice in program.choices.items():
+        where = program.paths.get(instance.node, instance.node.op_type)
+        for k in sorted(choice.terms):
+            value = instance.node.inputs[k]
+            producer = None if value is None else value.producer()
+            maker = program.choices.get(Instance(producer, instance.group)) if producer is not None else None
+            made = maker.output(producer.outputs.index(value)) if maker and producer is not None and value else None
+            wanted = choice.input(k)
+            if made is None or wanted is None or normal(made) != normal(wanted):
+                yield f"{where}: it is given terms of '{value.name if value else ''}', which is not made so: {made}, not {wanted}"
+        if choice.passing and not any({*row} <= choice.terms | choice.kept for row in choice.rule.partial_inputs):
+            yield f"{where}: it passes a sum on, and is not linear in what it is given"
 
 
 def _operands(instance: Instance, choice: Choice) -> Iterator[tuple[ir.Value, Layout]]:
@@ -200,4 +217,4 @@ def _events(program: Program) -> Iterator[str]:
             yield f"rank {part.rank}: its events {distinct} are not in the order of all"
 
 
-LAWS: tuple[Callable[[Program], Iterator[str]], ...] = (_graph, _shapes, _placement, _choices, _parts)
+LAWS: tuple[Callable[[Program], Iterator[str]], ...] = (_graph, _shapes, _placement, _choices, _sums, _parts)

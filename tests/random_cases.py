@@ -59,6 +59,7 @@ KINDS = (
     "captured",
     "sized",
     "text",
+    "terms",
     *["plain"] * 8,
 )
 CALLING = ("If", "Loop", "Twice")
@@ -93,6 +94,8 @@ class Risky(Builder):
         self.outputs: list[tuple[str, int]] = []
         self.text = ""
         self.called = False
+        self.rows: list[str] = []
+        """Products that are to be cut in what they sum over."""
 
     def add(self, op: str, inputs: list[str], outputs: int = 1, **attributes: object) -> list[str]:
         names = super().add(op, inputs, outputs, **attributes)
@@ -151,6 +154,8 @@ class Risky(Builder):
                 for op in self.draw(st.sampled_from([(), ("Neg",), ("Transpose",), ("Transpose", "Neg"), ("Shape",)])):
                     (places,) = self.add(op, [places])
                 self.outputs.append((places, TensorProto.INT64))
+            case "terms":
+                out = self.terms(name, width)
             case "captured":
                 flag = self.add(
                     "Less", [*self.add("ReduceMax", [name], keepdims=0), self.constant(np.array(0.5, np.float32))]
@@ -168,6 +173,37 @@ class Risky(Builder):
                 self.outputs.append((self.text, TensorProto.STRING))
                 (out,) = self.add("Abs", [name])
         self.values.append((out, width))
+
+    def terms(self, name: str, width: int) -> str:
+        """Sums of products, whose terms pass through what is linear, joined with what is whole."""
+        found = []
+        for _ in range(self.draw(st.integers(1, 3))):
+            (wide,) = self.add("MatMul", [name, self.floats(width, RECORDS)])
+            (bent,) = self.add("Tanh", [wide])
+            (out,) = self.add("MatMul", [bent, self.floats(RECORDS, width)])
+            self.rows.append(self.nodes[-1].name)
+            match self.draw(st.sampled_from(["", "bias", "scaled", "turned", "records", "shared", "neg"])):
+                case "bias":
+                    (out,) = self.add("Add", [out, self.floats(width)])
+                case "scaled":
+                    (out,) = self.add(
+                        self.draw(st.sampled_from(["Mul", "Div"])), [out, self.constant(np.array(3, np.float32))]
+                    )
+                case "turned":
+                    (turned,) = self.add("Transpose", [out], perm=[1, 0])
+                    (out,) = self.add("Transpose", [turned], perm=[1, 0])
+                case "records":
+                    (mean,) = self.add("ReduceMean", [out, self.constant(np.array([0], np.int64))], keepdims=1)
+                    (out,) = self.add("Sub", [out, mean])
+                case "shared":
+                    self.values.append((out, width))
+                case "neg":
+                    (out,) = self.add("Neg", [out])
+            found.append(out)
+        (out,) = self.add("Sum", [*found, self.pick(width)[0]] if self.draw(st.booleans()) else found)
+        for _ in range(self.draw(st.integers(0, 2))):
+            (out,) = self.add(self.draw(st.sampled_from(["Add", "Sub", "Add", "Max"])), [out, self.pick(width)[0]])
+        return out
 
     def _maybe_output(self, name: str, rank: int) -> None:
         if self.draw(st.integers(0, 2)) == 0:
@@ -248,7 +284,11 @@ def _plan(draw: st.DrawFn, graph: Risky) -> list[str]:
     cut = []
     for node in graph.nodes:
         size = len(groups.get(node.name, range(ranks)))
-        if size > 1 and draw(st.integers(0, 4)) == 0:
+        if size > 1 and node.name in graph.rows and draw(st.integers(0, 7)):
+            cut.append(
+                f"  {node.name}: {draw(st.sampled_from(['rowwise', '{in: [[1, 2], [2, 1]]}' if size % 2 == 0 else 'rowwise']))}"
+            )
+        elif size > 1 and draw(st.integers(0, 4)) == 0:
             pieces = [n for n in range(1, size + 1) if size % n == 0]
             cut.append(f"  {node.name}: {_cut(draw, node, pieces, graph.shapes)}")
     return [*lines, *(["sharding:", *cut] if cut else [])]

@@ -89,7 +89,7 @@ def _annotate(program: Program, old: ir.Node, new: ir.Node, configuration: ir.Mo
         _cuts(program, old, new, placed.groups)
         return
     instance = Instance(old, placed.groups[0])
-    group, choice = instance.group, program.choices.get(instance)
+    group, choice = instance.group, _choice(program, instance)
     inputs = {k: _read(choice, k, group) for k, value in enumerate(old.inputs) if value is not None and value.name}
     outputs = {k: _made(program, instance, k) for k, value in enumerate(old.outputs) if value.name}
     specs: dict[ir.Value, ir.ShardingSpec] = {}
@@ -125,10 +125,16 @@ def _cuts(program: Program, old: ir.Node, new: ir.Node, groups: tuple[Group, ...
     records = [
         {"ranks": group, "mesh": choice.mesh, "axes": {letter: axes for letter, axes in choice.axes.items() if axes}}
         for group in groups
-        if (choice := program.choices.get(Instance(old, group))) is not None
+        if (choice := _choice(program, Instance(old, group))) is not None
     ]
     if any(record["axes"] for record in records):
         new.metadata_props[keys.CUTS] = keys.encode(records)
+
+
+def _choice(program: Program, instance: Instance) -> Choice | None:
+    """How a node is cut, with sums reduced where they are made: through which nodes they pass follows from the cuts."""
+    choice = program.choices.get(instance)
+    return choice.settled() if choice else None
 
 
 def _read(choice: Choice | None, k: int, group: Group) -> Spread:
@@ -138,7 +144,7 @@ def _read(choice: Choice | None, k: int, group: Group) -> Spread:
 
 def _made(program: Program, instance: Instance, k: int) -> Spread:
     """How an output lies once it is what readers may take: as the plan asks for it, else reduced."""
-    choice = program.choices.get(instance)
+    choice = _choice(program, instance)
     layout = choice.output(k) if choice else None
     if layout is None:
         return Spread((), (tuple(sorted(instance.group)),))

@@ -1,16 +1,18 @@
 """How one node is cut on its group: which mesh axes cut which factor of its rule, and who decided each.
 
 MatMul `mk,kn->mn` on mesh (2, 4), {m: (0,), k: (1,)}:   inputs [2, 4] and [4, 1], output [2, 1] to be summed over 4
+Add `ab,ab->ab` on mesh (2, 4), {a: (0,)}, passing (1,):   inputs [2, 1] to be summed over 4, and so the output
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 from partc.compiler.layouts.layout import Layout, Mesh
+from partc.compiler.layouts.mesh import on_common_mesh
 from partc.compiler.ops.rule import WHOLE, Rule
 from partc.compiler.program import Group
 
@@ -31,18 +33,31 @@ class Instance:
 
 @dataclass
 class Choice:
-    """Axes by factor, major first. While `open`, axes that cut nothing yet may be given to factors that have none."""
+    """Axes by factor, major first. While `open`, axes that cut nothing yet may be given to factors that have none.
+
+    `passing`: axes over which the node is given terms of a sum, and gives such: those of inputs `terms` are there, inputs `kept` are
+    whole and are the term of the first rank along the axes, zeros being those of the others. Of its other inputs every rank has all.
+    """
 
     rule: Rule
     mesh: Mesh
     axes: dict[str, Axes] = field(default_factory=dict)
     open: bool = True
     why: dict[str, str] = field(default_factory=dict)
+    passing: Axes = ()
+    terms: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
 
     def input(self, k: int) -> Layout | None:
         """The layout that input `k` must have; None for one that is absent or no tensor of known rank."""
         letters = self.rule.inputs[k] if k < len(self.rule.inputs) else None
-        return None if letters is None else self._laid_out(letters)
+        return None if letters is None else self._laid_out(letters, self._passed if k in self.terms else ())
+
+    def kept_as(self, k: int) -> Layout:
+        """The layout of what becomes of input `k`, which is kept by the first of the ranks."""
+        letters = self.rule.inputs[k]
+        assert letters is not None
+        return self._laid_out(letters, self._passed)
 
     def output(self, k: int) -> Layout | None:
         """The layout that output `k` has: cut by its own factors, to be reduced over the axes of contracted ones."""
@@ -55,7 +70,31 @@ class Choice:
             if letter not in letters and self.rule.reduce.get(letter)
             for axis in axes
         ]
-        return self._laid_out(letters, tuple(sorted(pending)))
+        return self._laid_out(letters, tuple(sorted((*pending, *self._passed))))
+
+    def giving(self, terms: Layout) -> Choice | None:
+        """This choice, with all inputs and outputs whole along axes of its own that are those of `terms`; None where these cut it.
+
+        What is left is to say which inputs are `terms`, and which are `kept`.
+        """
+        here = Layout(self.mesh, tuple(self.axes.values()))
+        common = on_common_mesh(here, Layout(terms.mesh, (), terms.partial))
+        if common is None:
+            return None
+        passing = tuple(axis for axis, _ in common[1].partial)
+        if {axis for axes in common[0].cuts for axis in axes} & {*passing}:
+            return None
+        return replace(
+            self, mesh=common[0].mesh, axes=dict(zip(self.axes, common[0].cuts, strict=True)), passing=passing
+        )
+
+    def settled(self) -> Choice:
+        """The choice as it is where sums are reduced as soon as they are made."""
+        return replace(self, passing=(), terms=frozenset(), kept=frozenset()) if self.passing else self
+
+    @property
+    def _passed(self) -> tuple[tuple[int, str], ...]:
+        return tuple((axis, "sum") for axis in self.passing)
 
     def _laid_out(self, letters: str, partial: tuple[tuple[int, str], ...] = ()) -> Layout:
         cuts = tuple(() if letter == WHOLE else self.axes.get(letter, ()) for letter in letters)
@@ -73,7 +112,7 @@ class Choice:
     @property
     def free(self) -> set[int]:
         """Axes that cut nothing."""
-        return set(range(len(self.mesh))) - {axis for axes in self.axes.values() for axis in axes}
+        return set(range(len(self.mesh))) - {axis for axes in (*self.axes.values(), self.passing) for axis in axes}
 
     def strategy(self) -> str:
         """The cuts of the inputs as the origin's dumps show them: `((2, 4), (4, 1))`."""

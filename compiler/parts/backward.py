@@ -35,6 +35,7 @@ from partc.compiler.parts.copies import Copies, made_as, read_as, whole_on
 from partc.compiler.parts.drafts import Drafts, derived
 from partc.compiler.parts.duals import Passing, dual, typed
 from partc.compiler.parts.gradients import GradientSums
+from partc.compiler.parts.kept import operand_name
 from partc.compiler.parts.localize import Localized, local_shape, local_value, renamed, with_names
 from partc.compiler.parts.written import is_written, write_backward
 from partc.compiler.program import Copy, Group, Op, Program, Shape
@@ -161,7 +162,7 @@ class Backward:
             return
         around = {value: whole_on(value, instance.group) for value in inner}
         read = {k: read_as(self.program, instance, k) for k, flow in enumerate(flows) if flow}
-        names = {k: self.writer.names[copy] for k, copy in read.items()}
+        names = {k: operand_name(self.writer, instance, k) for k in read}
         wanted = {*names.values(), *(self.writer.names[copy] for copy in around.values())}
         found: list[tuple[Localized, Group, Found]] = []
         for local, ranks in self.emitted[instance]:
@@ -199,15 +200,17 @@ class Backward:
         shapes: dict[str, Shape | None] = {}
         node = instance.node
         operands = [
-            (value, read_as(self.program, instance, k)) for k, value in enumerate(node.inputs) if value is not None
+            (value, read_as(self.program, instance, k), operand_name(self.writer, instance, k))
+            for k, value in enumerate(node.inputs)
+            if value is not None
         ]
-        operands += [(one, whole_on(one, instance.group)) for one in self.program.around[node]]
+        inner = [whole_on(one, instance.group) for one in self.program.around[node]]
+        operands += [(copy.value, copy, self.writer.names[copy]) for copy in inner]
         assert self.program.training is not None
         changing = {*self.program.training.parameters, *self.program.training.statistics}
-        for value, copy in operands:
-            name = self.writer.names[copy]
+        for value, copy, name in operands:
             tensor = ir.convenience.get_const_tensor(value) if value not in changing else None
-            constant = tensor if copy.layout.is_whole else None
+            constant = tensor if copy.layout.is_whole and name == self.writer.names[copy] else None
             shape = local_shape(self.program, copy)
             rank = shape if shape is not None else local_value(self.program, copy).shape
             values.append(
@@ -223,7 +226,7 @@ class Backward:
         around = {old: new for op in local.ops for old, new in op.captured.items()}
         forward, scope = [op.node for op in local.ops], Scope(reserved=self.drafts.reserved, known=self.known)
         if node.domain == OWN and is_differentiable(OWN, node.op_type):
-            names = [self.writer.names[read_as(self.program, instance, k)] for k in range(len(node.inputs))]
+            names = [operand_name(self.writer, instance, k) for k in range(len(node.inputs))]
             made = [self.writer.names[made_as(self.program, instance, k)] for k in range(len(node.outputs))]
             whole = [renamed(node, names, made)]
             found = differentiate_nodes(whole, dys, sorted(wanted), values=values, scope=scope)
@@ -336,7 +339,7 @@ class Backward:
             )
         made = choice.rule.outputs[k] or ""
         reduced = [axes for letter, axes in choice.axes.items() if letter in choice.rule.reduce and letter not in made]
-        return dual(choice, layout.cuts, {axis for axes in reduced for axis in axes})
+        return dual(choice, layout.cuts, {axis for axes in (*reduced, choice.passing) for axis in axes})
 
     def _dual_read(self, instance: Instance, k: int) -> Layout:
         """The layout in which a node gives the cotangent of an input."""
@@ -348,7 +351,7 @@ class Backward:
             return whole_on(value, instance.group).layout
         if k in choice.rule.apart:
             return layout
-        return dual(choice, layout.cuts, set())
+        return dual(choice, layout.cuts, choice.passing if k in choice.terms | choice.kept else ())
 
     def _refuse(self, node: ir.Node, why: str, remedy: str = "") -> None:
         """Raises CompileError with the way from a parameter through the node."""

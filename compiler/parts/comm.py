@@ -10,12 +10,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.analysis.lost import dim_of
-from partc.compiler.dims.facts import facts_of
 from partc.compiler.layouts import moves as mv
 from partc.compiler.layouts.exchange import Part, Routes, Span, span_of, within
 from partc.compiler.layouts.layout import Layout, Mesh
 from partc.compiler.layouts.reshard import lower, lower_unknown
+from partc.compiler.parts.copies import proven_divisors
 from partc.compiler.parts.drafts import Drafts
 from partc.compiler.parts.local_moves import keep, pad, slice_out
 from partc.compiler.parts.localize import local_shape, local_value
@@ -43,6 +42,8 @@ class Writer:
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     _known: dict[tuple[Mesh, tuple[int, ...], Group], tuple[tuple[Group, ...], str]] = field(default_factory=dict)
     _copies: dict[ir.Value, list[Copy]] = field(default_factory=dict)
+    kept: dict[tuple[Copy, Copy], str] = field(default_factory=dict)
+    """What is called that one rank of each set keeps of a copy, by that and its layout as terms (`kept.py`)."""
     derived: bool = False
 
     def make(self, source: Copy, target: Copy, cause: str, derived: bool = False) -> None:
@@ -51,7 +52,9 @@ class Writer:
         if self.program.values[source.value].shape is None:
             steps = lower_unknown(source.layout, target.layout, source.group, target.group)
         else:
-            steps = lower(source.layout, target.layout, source.group, target.group, self._divisors(source.value))
+            steps = lower(
+                source.layout, target.layout, source.group, target.group, proven_divisors(self.program, source.value)
+            )
         name, final = self.names[source], self.names[target]
         if not steps:
             self.names[target] = name
@@ -76,19 +79,13 @@ class Writer:
     def _rename(self, copy: Copy, name: str, out: str) -> None:
         """Gives a copy that its ranks have as `name` the name `out`."""
         self.identity_on(copy.group, name, out)
-        self._type(copy, out)
+        self.type_of(copy, out)
 
-    def _type(self, copy: Copy, name: str) -> None:
+    def type_of(self, copy: Copy, name: str) -> None:
+        """Lists what a copy's ranks have under a name."""
         typed = local_value(self.program, copy), local_shape(self.program, copy)
         for draft in self.drafts.of(copy.group):
             draft.types[name] = typed
-
-    def _divisors(self, value: ir.Value) -> tuple[int, ...]:
-        known = {name: info.facts for name, info in self.program.symbols.items()}
-        sizes = [dim_of(self.program, value, dim) for dim in range(len(value.shape or ()))]
-        return tuple(
-            dim if isinstance(dim, int) else 1 if dim is None else facts_of(dim, known).real_divisor() for dim in sizes
-        )
 
     def _write(self, move: mv.Move, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
         match move:
@@ -104,7 +101,7 @@ class Writer:
                 keep(self, move, name, out, axes)
             case _:
                 self._collective(move, before, after, name, out, cause)
-        self._type(after, out)
+        self.type_of(after, out)
 
     def _collective(self, move: mv.Move, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
         attributes: dict[str, int | str | tuple[int, ...]]

@@ -12,8 +12,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-from partc.compiler.analysis.lost import how_lost, unknown_dims
+from partc.compiler.analysis.lost import dim_of, how_lost, unknown_dims
 from partc.compiler.cutting.choice import Instance
+from partc.compiler.dims.facts import facts_of
 from partc.compiler.layouts.exchange import span_of
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.mesh import normal
@@ -71,6 +72,15 @@ def made_as(program: Program, instance: Instance, k: int) -> Copy:
     return laid_out(value, instance.group, layout)
 
 
+def proven_divisors(program: Program, value: ir.Value) -> tuple[int, ...]:
+    """Per dim a number that is known to divide its size."""
+    known = {name: info.facts for name, info in program.symbols.items()}
+    sizes = [dim_of(program, value, dim) for dim in range(len(value.shape or ()))]
+    return tuple(
+        dim if isinstance(dim, int) else 1 if dim is None else facts_of(dim, known).real_divisor() for dim in sizes
+    )
+
+
 def is_derived(program: Program, instance: Instance) -> bool:
     """Whether nothing of how a node is cut was given by the plan or the model."""
     choice = program.choices.get(instance)
@@ -105,10 +115,10 @@ def find_copies(program: Program, delivered: dict[ir.Value, tuple[tuple[int, ...
     _arrivals(program, copies, delivered)
     _as_begun(program, copies)
     for value, (ranks, cut) in delivered.items():
-        _deliver(copies, value, ranks, cut and program.values[value].shape is not None)
+        deliver(copies, value, ranks, cut and program.values[value].shape is not None)
     for value, homes in copies.homes.items():
         for home in homes:
-            _settle(program, copies, value, home)
+            settle(program, copies, value, home)
     fed = program.training.optimizer.scalars if program.training else ()
     for value in {**copies.homes, **copies.needs}:
         _name(copies, value, program.own_names, fed)
@@ -163,7 +173,8 @@ def _name_there(home: Copy, there: Mapping[Copy, str]) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def _deliver(copies: Copies, value: ir.Value, ranks: tuple[int, ...] | None, cut: bool) -> None:
+def deliver(copies: Copies, value: ir.Value, ranks: tuple[int, ...] | None, cut: bool) -> None:
+    """Has an output of the model needed where it is delivered."""
     producer = value.producer()
     homes = copies.homes.setdefault(value, [])
     if producer is None and not homes:
@@ -185,10 +196,10 @@ def _deliver(copies: Copies, value: ir.Value, ranks: tuple[int, ...] | None, cut
         homes += [copy for copy in copies.delivered[value] if copy.group not in [home.group for home in homes]]
 
 
-def _settle(program: Program, copies: Copies, value: ir.Value, home: Copy) -> None:
+def settle(program: Program, copies: Copies, value: ir.Value, home: Copy) -> None:
     """Terms are reduced once, on the ranks that have them, unless they have one reader, for whom some of these ranks are cheaper.
 
-    An output whose layout the plan gives takes that first.
+    An output whose layout the plan gives takes that first. Terms that are passed on (`sums.py`), or that nobody reads, stay such.
     """
     producer = value.producer()
     if producer is None:
@@ -199,12 +210,12 @@ def _settle(program: Program, copies: Copies, value: ir.Value, home: Copy) -> No
         if wanted != home:
             copies.settled[home] = wanted
         return
-    if not home.layout.partial:
+    needs = copies.needs.get(value, {})
+    kept = {*program.training.statistics.values()} if program.training else set()
+    if not home.layout.partial or home in needs or not (needs or value in kept):
         return
     first = copies.homes[value][0]
-    served = [
-        copy for copy in copies.needs.get(value, ()) if copy != home and (copy.group == home.group or home == first)
-    ]
+    served = [copy for copy in needs if copy != home and (copy.group == home.group or home == first)]
     if len(served) != 1:
         copies.settled[home] = Copy(value, home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -47,8 +48,8 @@ def typed(program: Program, value: ir.Value) -> tuple[ir.Value, Shape | None]:
     return copy, shape
 
 
-def dual(choice: Choice, cuts: tuple[tuple[int, ...], ...], summed: set[int]) -> Layout:
+def dual(choice: Choice, cuts: tuple[tuple[int, ...], ...], summed: Collection[int]) -> Layout:
     """Cuts stay; an axis that cuts the node, but not this operand, leaves terms of a sum, unless it is `summed` itself."""
-    used = {axis for axes in choice.axes.values() for axis in axes}
+    used = {axis for axes in (*choice.axes.values(), choice.passing) for axis in axes}
     here = {axis for axes in cuts for axis in axes}
-    return Layout(choice.mesh, cuts, tuple((axis, "sum") for axis in sorted(used - here - summed)))
+    return Layout(choice.mesh, cuts, tuple((axis, "sum") for axis in sorted(used.difference(here, summed))))

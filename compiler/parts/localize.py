@@ -17,7 +17,7 @@ from partc.compiler.layouts.layout import Layout, Mesh
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.rule import OWN
 from partc.compiler.ops.table import rule_of
-from partc.compiler.parts.copies import Copies, made_as, read_as, whole_on
+from partc.compiler.parts.copies import made_as, read_as, whole_on
 from partc.compiler.program import Array, Copy, Group, Op, Program, Shape
 
 
@@ -97,13 +97,13 @@ def _part(dim: int | str, pieces: int) -> int | str:
 
 
 def localize(
-    program: Program, copies: Copies, instance: Instance, name_of: Callable[[Copy], str]
+    program: Program, instance: Instance, name_of: Callable[[Copy], str], operand: Callable[[Instance, int], str]
 ) -> list[tuple[Localized, Group]]:
-    """What a node becomes, with the ranks of its group on which it becomes just this."""
+    """What a node becomes, with the ranks of its group on which it becomes just this; `operand` names an input."""
     node, group = instance.node, instance.group
     read = [None if value is None else read_as(program, instance, k) for k, value in enumerate(node.inputs)]
     made = [made_as(program, instance, k) for k in range(len(node.outputs))]
-    inputs = ["" if copy is None else name_of(copy) for copy in read]
+    inputs = ["" if copy is None else operand(instance, k) for k, copy in enumerate(read)]
     outputs = [name_of(copy) if copy.value.name else "" for copy in made]
     captured = {value.name or "": name_of(whole_on(value, group)) for value in program.around[node]}
     captured = {old: new for old, new in captured.items() if old != new}

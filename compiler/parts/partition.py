@@ -13,6 +13,7 @@ if a send waited for its receiver.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import onnx_ir as ir
 from partc.compiler.cutting.choice import Instance
@@ -22,6 +23,7 @@ from partc.compiler.parts.comm import Writer
 from partc.compiler.parts.copies import Copies, can_share, find_copies, made_whole
 from partc.compiler.parts.drafts import Draft, Drafts
 from partc.compiler.parts.gradients import Gradient, GradientSums
+from partc.compiler.parts.kept import keep_operands, operand_name
 from partc.compiler.parts.lean_steps import lean_steps
 from partc.compiler.parts.localize import Localized, local_shape, local_value, localize
 from partc.compiler.parts.updates import Updates
@@ -53,7 +55,8 @@ def partition(program: Program) -> Program:
                 emitted[instance] = []
                 write_forward(writer, instance)
                 continue
-            locals_ = localize(program, copies, instance, lambda copy: writer.names[copy])
+            keep_operands(writer, instance)
+            locals_ = localize(program, instance, lambda copy: writer.names[copy], partial(operand_name, writer))
             emitted[instance] = [(_put(drafts, node, local, ranks), ranks) for local, ranks in locals_]
         for value in node.outputs:
             _derive(copies, writer, value, done)
