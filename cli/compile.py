@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,6 +91,8 @@ def command(
         for line in shared_lines(report):
             say.echo(line)
     say.echo(f"to read: {out / BEGIN_IR}, {out / END_IR}")
+    if report.program.training is not None and plan is not None:
+        say.echo(f"to train: {shlex.join(['partc', 'train', str(out), '--plan', str(plan)])}")
     return 0
 
 
