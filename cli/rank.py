@@ -88,6 +88,9 @@ def _run_joined(job: Job, comm: MPI.Intracomm) -> int:
 def _begin(job: Job, place: Place | None) -> None:
     """What a launching process must know of this one before MPI begins; it ends when its launcher does."""
     end_with_parent(signal.SIGKILL)
+    if job.scratch is not None:
+        # Ctrl-C is the launching process's to hear; who sends it to a rank alone wants that rank to end.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if job.scratch is not None and place is not None and Path(job.scratch).is_dir():
         os.environ[VARIABLE] = str(Path(job.scratch) / BOARD)
         write_pid(Path(job.scratch), place.rank)

@@ -135,7 +135,7 @@ def _wrong_words(case: Case, code: int, said: str) -> Iterator[str]:
     act, rank = case.act, case.act.rank
     if code == 0:
         yield "exit code 0"
-    if "Traceback" in said and case.mode != "script":
+    if "Traceback" in said and case.mode != "script" and (act.what, case.moment) != ("SIGINT", "starting"):
         yield "a traceback"
     if "fault of partc" in said:
         yield "called a fault of partc"

@@ -1,0 +1,57 @@
+"""The folders of a job: nobody's but their owner's while it lives, and gone when it does not, whoever is left to remove them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from partc.cli import guard
+from partc.cli.scratch import Scratch, sweep
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="locks and /proc")
+
+
+def aged(folder: Path) -> Path:
+    os.utime(folder, (time.time() - 3600,) * 2)
+    return folder
+
+
+def test_folders_of_dead_owners_are_removed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    names = ("partc-run-dead", "partc-run-young", "partc-run-other", "mine")
+    dead, young, other, mine = (tmp_path / name for name in names)
+    for folder in (dead, young, other, mine):
+        folder.mkdir()
+        (folder / "file").write_text("")
+    for folder in (dead, young, mine):
+        (folder / "lock").write_text("")
+    for folder in (dead, other, mine):
+        aged(folder)
+    with Scratch(2) as scratch:
+        aged(scratch.folder)
+        sweep(tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([scratch.folder.name, *names[1:]])
+        assert all(folder.is_dir() for folder in scratch.folders())
+    assert not any(folder.exists() for folder in scratch.folders())
+
+
+def test_the_guard_ends_a_job_whose_owner_was_killed_and_removes_its_folders(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    launcher = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    rank = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)", str(folder)])
+    rank.send_signal(signal.SIGSTOP)
+    with subprocess.Popen([sys.executable, "-I", "-S", guard.__file__], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(f"{folder}\n{launcher.pid}\n".encode())
+        process.stdin.close()
+        assert process.wait(10) == 0
+    assert launcher.wait(5) == -signal.SIGTERM
+    assert rank.wait(5) == -signal.SIGKILL
+    assert not folder.exists()
