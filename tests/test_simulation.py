@@ -22,7 +22,7 @@ Sessions = dict[str, Session]
 @pytest.fixture(scope="module")
 def sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sessions]:
     folder = tmp_path_factory.mktemp("simulated")
-    found = {sample.name: Session(sample, folder / sample.name) for sample in SAMPLES}
+    found = {sample.name: Session(sample, folder / sample.model) for sample in SAMPLES}
     yield found
     for session in found.values():
         session.close()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from partc.runtime import Program, Trainer
 
-NONE, DIES, SLEEPS, RAISES, REFUSED, DISK, NONFINITE = (
+NONE, DIES, SLEEPS, RAISES, REFUSED, DISK, NONFINITE, EXITS = (
     "none",
     "dies",
     "sleeps",
@@ -17,8 +17,9 @@ NONE, DIES, SLEEPS, RAISES, REFUSED, DISK, NONFINITE = (
     "is refused",
     "cannot write",
     "is given nan",
+    "exits",
 )
-KINDS = (*[NONE] * 6, *[DIES] * 2, *[SLEEPS] * 2, *[RAISES] * 3, *[REFUSED] * 2)
+KINDS = (*[NONE] * 6, *[DIES] * 2, *[SLEEPS] * 2, *[RAISES] * 3, EXITS, *[REFUSED] * 2)
 DIMS, MISSING, LABEL = "dims", "missing", "label"
 WORDS = "planted here"
 
@@ -38,10 +39,11 @@ class Fault:
 
 @dataclass
 class Results:
-    """What a rank has got: the outputs of each step, and the texts of those that were refused."""
+    """What a rank has got: the outputs of each step, the texts of those that were refused, and of those that were given up."""
 
     outputs: list[Mapping[str, Any]]
     refused: list[str]
+    given_up: dict[int, str]
 
 
 def spoiled(end: Program | Trainer, given: Mapping[str, Any], way: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from partc.runtime import Program, buffers, execute
+from partc.runtime import Program, buffers, execute, recover
 from partc.runtime.bindings import Binder
 from partc.runtime.execute import Schedule
 from partc.runtime.perform import nothing
@@ -104,6 +104,8 @@ def _a_rank_waits_before_it_sends(session: Session, patch: pytest.MonkeyPatch) -
 
 def _failures_are_not_told(session: Session, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Program, "_fail", lambda self, error: None)
+    for transport in session.transports:
+        patch.setattr(transport, "leave", lambda message: None)
 
 
 def _no_agreement_on_one_rank(session: Session, patch: pytest.MonkeyPatch) -> None:
@@ -142,6 +144,15 @@ def _a_loss_is_not_told(session: Session, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Program, "halt", lambda self, now: None)
 
 
+def _no_stand_ins(session: Session, patch: pytest.MonkeyPatch) -> None:
+    """A rank whose op fails in a step that is given up takes no part in the rest of it."""
+    patch.setattr(recover, "_stand_in", lambda schedule, at, again: None)
+
+
+def _stand_ins_of_any_shape(session: Session, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(recover, "_provide", lambda schedule, name, shape, again: None)
+
+
 PLANTED = (
     Planted("no wait for a receive", "placed", "", _no_wait_for_a_receive),
     Planted("no wait for a collective", "data parallel", "", _no_wait_for_a_collective),
@@ -154,5 +165,7 @@ PLANTED = (
     Planted("failures are not told", "pipeline", "no rank can go on", _failures_are_not_told),
     Planted("no agreement on one rank", "placed", "", _no_agreement_on_one_rank),
     Planted("a loss is not told", "pipeline", "is given nan", _a_loss_is_not_told),
+    Planted("no stand-ins", "placed, served", "no rank can go on", _no_stand_ins),
+    Planted("stand-ins of any shape", "objects, served", "", _stand_ins_of_any_shape),
     Planted("state is not what it was", "sharded state", "differ", _state_is_not_what_it_was),
 )

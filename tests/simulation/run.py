@@ -69,16 +69,17 @@ def main() -> None:
         sessions: dict[int, Session] = {}
         begun = time.perf_counter()
         kinds: Counter[str] = Counter()
-        wrong = decisions = 0
+        wrong = decisions = given_up = 0
         for count, seed in enumerate(seeds):
             at = seed % len(names)
             if at not in sessions:
                 before = time.perf_counter()
-                sessions[at] = Session(SAMPLES[at], Path(name) / str(at))
+                sessions[at] = Session(SAMPLES[at], Path(name) / SAMPLES[at].model)
                 begun += time.perf_counter() - before
             session = sessions[at]
             found = session.seeded(seed, traced=options.seed is not None)
             kinds[f"a rank {found.fault.kind}" if found.hit else "none"] += 1
+            given_up += found.given_up > 0
             decisions += found.decisions
             if options.seed is not None:
                 show(found, options.all)
@@ -97,7 +98,7 @@ def main() -> None:
         told = ", ".join(f"{kind}: {number}" for kind, number in sorted(kinds.items()))
         print(
             f"{sum(kinds.values())} runs of {len(sessions)} samples, {wrong} wrong; {sum(kinds.values()) / passed:.0f} a second, "
-            f"{decisions / max(1, sum(kinds.values())):.0f} decisions each; faults: {told}"
+            f"{decisions / max(1, sum(kinds.values())):.0f} decisions each; faults: {told}; steps given up: {given_up}"
         )
         for session in sessions.values():
             session.close()

@@ -6,7 +6,7 @@ Sizes are tiny and unlike each other; they change from step to step where the mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,17 @@ from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from trained import from_text
 
+SERVED = ", served"
 Steps = Sequence[Mapping[str, Any]]
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 
 
 @dataclass(frozen=True)
 class Sample:
-    """An artifact and its steps. `native`: the transport reduces; `spins`: collectives may block; `tags`: the largest tag."""
+    """An artifact and its steps. `native`: the transport reduces; `spins`: collectives may block; `tags`: the largest tag.
+
+    `saves`: it writes checkpoints and reads the last; `recovers`: a step that fails is given up, and the next one runs.
+    """
 
     name: str
     text: str
@@ -34,6 +38,7 @@ class Sample:
     spins: bool = False
     tags: int = 1 << 20
     saves: bool = False
+    recovers: bool = False
 
     @property
     def trains(self) -> bool:
@@ -44,6 +49,11 @@ class Sample:
     def ranks(self) -> int:
         """How many ranks it has."""
         return int(self.plan.split("\n")[0].removeprefix("ranks: "))
+
+    @property
+    def model(self) -> str:
+        """The name of what is compiled, which samples may share."""
+        return self.name.removesuffix(SERVED)
 
     def compile(self, folder: Path, whole: bool = False) -> Path:
         """The artifact, or that of the same model on one rank."""
@@ -103,7 +113,7 @@ CLASSES = (
 )
 PAIRS = _floats(x=(-1, 6), t=(-1, 5))
 
-SAMPLES: tuple[Sample, ...] = (
+_ONCE: tuple[Sample, ...] = (
     Sample(
         "placed",
         DIAMOND,
@@ -221,3 +231,8 @@ SAMPLES: tuple[Sample, ...] = (
         ],
     ),
 )
+SAMPLES = (
+    *_ONCE,
+    *(replace(one, name=f"{one.name}{SERVED}", recovers=True) for one in _ONCE if not one.trains),
+)
+"""Those that keep nothing from step to step also as served programs are loaded."""

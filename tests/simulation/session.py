@@ -14,10 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from partc.runtime import InputError, NonFiniteError, Program, RankError, Trainer, Whole, load, load_trainer
+from partc.runtime import InputError, Program, Trainer, Whole, load, load_trainer
 from partc.runtime.cuts import local
+from partc.runtime.errors import StepError
 from partc.runtime.execute import Schedule
+from partc.runtime.leaving import said
 from partc.runtime.local import LocalWorld
+from partc.runtime.program import OnError
+from partc.runtime.segments import Segment
 from trained import put, same_tensors, tensors
 from whole import same
 
@@ -25,6 +29,7 @@ from .faults import (
     DIES,
     DIMS,
     DISK,
+    EXITS,
     KINDS,
     LABEL,
     MISSING,
@@ -40,7 +45,7 @@ from .faults import (
     without_numbers,
 )
 from .samples import Sample
-from .scheduler import Choices
+from .scheduler import Choices, Endless, Killed
 from .transport import SimulatedTransport
 from .verdict import judged
 from .world import CALM, SimulatedWorld, Weather
@@ -58,6 +63,8 @@ class Found:
     decisions: int
     problems: list[str]
     trace: list[tuple[float, int, str]] | None
+    given_up: int = 0
+    """How many ranks gave up a step and went on."""
 
 
 class Session:
@@ -88,17 +95,20 @@ class Session:
         self.world.watch = self._happen
         self.reference = self._reference()
         self.after = self.tensors()
-        self.lengths = list(self.counts)
+        # The second run of a size is like all others: what was prepared anew has been agreed upon.
+        self._run(CALM, Choices(Random(0)), Fault(NONE))
+        self.lengths, self.computing = list(self.counts), [list(row) for row in self.segments]
 
     def close(self) -> None:
         """Ends the threads."""
         self.world.close()
 
     def renew(self) -> None:
-        """Forgets how steps are run, so that the next run prepares them anew."""
+        """Prepares steps anew, as they are for runs from here on."""
         for row in self.programs:
             for program in row:
                 program._schedules.clear()
+        self._run(CALM, Choices(Random(0)), Fault(NONE))
 
     def seeded(self, seed: int, limit: int | None = None, traced: bool = False) -> Found:
         """The run of a seed; only its first `limit` decisions disturb it."""
@@ -110,7 +120,8 @@ class Session:
         outcomes = self._run(weather, choices, fault)
         problems = judged(self, outcomes)
         trace, self.world.trace = self.world.trace, None
-        return Found(self.sample.name, seed, weather, fault, self.hit, choices.made, problems, trace)
+        given_up = sum(bool(outcome.value.given_up) for outcome in outcomes if outcome.value)
+        return Found(self.sample.name, seed, weather, fault, self.hit, choices.made, problems, trace, given_up)
 
     def _fault(self, random: Random) -> Fault:
         stops = self.sample.trains and "on_nonfinite" not in self.sample.plan
@@ -123,13 +134,17 @@ class Session:
             labelled = any(port.labels for port in self.ends[at].inputs)
             way = random.choice((DIMS, MISSING, LABEL) if labelled else (DIMS, MISSING))
             return Fault(kind, at, random.randrange(len(self.steps)), way)
+        if kind == RAISES and self.computing[rank] and random.random() < 0.5:
+            return Fault(kind, rank, random.choice(self.computing[rank]))
         return Fault(kind, rank, random.randrange(1, self.lengths[rank] + 1))
 
     def _loaded(self) -> list[Any]:
         make = load_trainer if self.sample.trains else load
 
+        on_error: OnError = "recover" if self.sample.recovers else "raise"
+
         def job(rank: int) -> Callable[[], Any]:
-            return lambda: make(self.artifact, self.transports[rank], threads=1)
+            return lambda: make(self.artifact, self.transports[rank], threads=1, on_error=on_error)
 
         self.world.forget(CALM, Choices(Random(0)))
         outcomes = self.world.run([job(rank) for rank in range(self.sample.ranks)])
@@ -147,7 +162,9 @@ class Session:
         if problems := [*self.world.misuses, *self.world.leftovers()]:
             raise AssertionError(f"{self.sample.name}, undisturbed: {problems}")
         found: list[Results] = [outcome.value for outcome in outcomes]
-        sample, folder = self.sample, self.sample.compile(self.folder / "whole", whole=True)
+        sample, folder = self.sample, self.folder / "whole"
+        if not folder.exists():
+            sample.compile(folder, whole=True)
         end = (load_trainer if sample.trains else load)(folder, LocalWorld(1).transport(0), threads=1)
         program = _programs(end)[0]
         put(SimpleNamespace(ranks=[program]), self.before)  # type: ignore[arg-type]
@@ -183,34 +200,43 @@ class Session:
         program._schedule = schedule  # type: ignore[method-assign]
 
     def _watch_actions(self, rank: int, program: Program, schedule: Schedule) -> None:
-        def watched(index: int, action: Callable[[], object]) -> Callable[[], object]:
+        def watched(place: int, index: int, action: Callable[[], object]) -> Callable[[], object]:
+            computes = place in schedule.main and isinstance(program._program.steps[index], Segment)
+
             def act() -> object:
                 self.at[rank] = program, index
+                if computes:
+                    self.segments[rank].append(self.counts[rank] + 1)
                 self.world.step(rank, lambda: program.describe(index))
                 self.at[rank] = None
                 return action()
 
             return act
 
-        schedule.actions = [(index, watched(index, action)) for index, action in schedule.actions]
+        schedule.actions = [(index, watched(k, index, act)) for k, (index, act) in enumerate(schedule.actions)]
 
     def _happen(self, rank: int, _: str) -> None:
         """Counts what a rank does, and lets the fault happen when its time has come."""
         self.counts[rank] += 1
-        fault = self.fault
-        if fault.rank != rank or self.counts[rank] != fault.at or fault.kind not in (DIES, SLEEPS, RAISES):
+        at, fault = self.at[rank], self.fault
+        if fault.rank != rank or self.counts[rank] != fault.at or fault.kind not in (DIES, SLEEPS, RAISES, EXITS):
             return
         self.hit = True
         if fault.kind == DIES:
             self.world.die(rank)
         elif fault.kind == SLEEPS:
             self.world.sleep(rank, 2.5 * self.world.stall)
+        elif fault.kind == EXITS:
+            raise SystemExit(WORDS)
+        elif at is None:
+            raise OSError(WORDS)  # a call of the transport
         else:
             raise ValueError(WORDS)
 
     def _run(self, weather: Weather, choices: Choices, fault: Fault) -> list[Any]:
         self.fault, self.hit = fault, False
         self.counts, self.at = [0] * self.sample.ranks, [None] * self.sample.ranks
+        self.segments: list[list[int]] = [[] for _ in range(self.sample.ranks)]
         self.run_count += 1
         self.kept = self.folder / f"kept {self.run_count}"
         self.world.forget(weather, choices)
@@ -229,14 +255,14 @@ class Session:
 
     def _job(self, rank: int) -> Callable[[], Results]:
         def job() -> Results:
-            results = Results([], [])
+            results = Results([], [], {})
             try:
                 self._take(rank, results)
-            except (RankError, InputError, NonFiniteError):
+            except (Killed, Endless):
                 raise
-            except Exception as error:
-                # What whoever runs a rank does: a rank that ends by an error ends the job.
-                self.transports[rank].fail(f"rank {rank} failed: {type(error).__name__}: {error}")
+            except BaseException as error:
+                # What the end of the block of a program does.
+                self.transports[rank].leave(said(rank, error))
                 raise
             return results
 
@@ -252,7 +278,11 @@ class Session:
             if (fault.kind, fault.rank, fault.at) == (NONFINITE, rank, number):
                 given = without_numbers(end, given)
             self.hit |= fault.kind == NONFINITE and fault.at == number
-            results.outputs.append(_step(end, given))
+            try:
+                results.outputs.append(_step(end, given))
+            except StepError as error:
+                results.given_up[number] = str(error)
+                results.outputs.append({})
             if self.sample.saves and isinstance(end, Trainer):
                 self._save(rank, end, number)
         if isinstance(end, Trainer):

@@ -177,7 +177,8 @@ class SimulatedTransport:
                 world.scheduler.after(world.delay(), notice(rank))
 
     def leave(self, message: str) -> None:
-        self.fail(message)
+        if self.world.failures[self.rank] is None:
+            self.world.left.append(message)
 
     def abort(self, message: str) -> None:
         self.fail(message)

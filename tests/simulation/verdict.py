@@ -11,7 +11,7 @@ from partc.runtime.board import SLOT
 from partc.runtime.training.checkpoint import Checkpoint
 from partc.runtime.training.checkpoint_newest import latest
 
-from .faults import DIES, DISK, NONE, NONFINITE, RAISES, REFUSED, SLEEPS, WORDS, Results
+from .faults import DIES, DISK, EXITS, NONE, NONFINITE, RAISES, REFUSED, SLEEPS, WORDS, Results
 from .scheduler import Endless, Killed
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ def judged(session: Session, outcomes: list[Any]) -> list[str]:
     texts = {tuple(outcome.value.refused) for outcome in outcomes if outcome.value}
     if ended and (len(texts) != 1 or (kind == REFUSED) != bool(next(iter(texts)))):
         problems.append(f"ranks were refused with unlike words, or none: {texts}")
+    given_up = {tuple(outcome.value.given_up.items()) for outcome in outcomes if outcome.value}
+    if ended and (len(given_up) != 1 or (len(next(iter(given_up))) > (kind == RAISES))):
+        problems.append(f"ranks gave up unlike steps, or with unlike words: {given_up}")
     if kind == SLEEPS and not _reported(session, fault.rank):
         problems.append(f"rank {fault.rank} slept, and reports do not name it: {world.reports}")
     if session.sample.saves:
@@ -56,17 +59,27 @@ def _judged_rank(
     if isinstance(error, Endless):
         return [str(error)]
     if error is None and value is not None:
-        if (rank == fault.rank or kind == NONFINITE) and kind in (DIES, RAISES, DISK, NONFINITE):
+        if value.given_up:
+            text = next(iter(value.given_up.values()))
+            right = session.sample.recovers and kind == RAISES and WORDS in text and f"rank {fault.rank} failed" in text
+            wrong = "" if right else f"rank {rank} gave up a step, though {fault}: {text}"
+        elif (rank == fault.rank or kind == NONFINITE) and kind in (DIES, RAISES, EXITS, DISK, NONFINITE):
             return [f"rank {rank} ended well, though {fault}"]
-        wrong = _unlike(value.outputs, session.reference[rank].outputs)
+        else:
+            wrong = ""
+        want = [{} if k in value.given_up else one for k, one in enumerate(session.reference[rank].outputs)]
+        wrong = wrong or _unlike(value.outputs, want)
         return [f"rank {rank}: {wrong}"] if wrong else []
     if kind == DIES:
         if not isinstance(error, Killed):
             return [f"rank {rank} raised {error!r} where rank {fault.rank} was killed"]
         return _judged_board(session, rank) if rank == fault.rank else []
-    if kind == RAISES:
-        text = str(error)
-        right = WORDS in text and (rank == fault.rank or f"rank {fault.rank}" in text)
+    if kind in (RAISES, EXITS):
+        text, own = str(error), rank == fault.rank
+        right = own if kind == EXITS and isinstance(error, SystemExit) else f"rank {fault.rank} " in text or own
+        right = right and (WORDS in text or "has left the job" in text)
+        if kind == RAISES and session.sample.recovers and fault.at in session.computing[fault.rank]:
+            return [f"rank {rank} has stopped, though the step could be given up: {error!r}"]
         return [] if right else [f"rank {rank} raised {error!r}, though {fault}"]
     if kind == NONFINITE:
         text = f"step {fault.at + 1}: the loss is nan\n  rank {fault.rank}: input "

@@ -74,6 +74,8 @@ class SimulatedWorld:
         self.counts: dict[tuple[tuple[int, ...], bool, int], int] = {}
         self.open: dict[int, list[Transfer | Joining]] = {rank: [] for rank in range(self.size)}
         self.failures: list[str | None] = [None] * self.size
+        self.left: list[str] = []
+        """What ranks say that have left: who waits for them in vain is told."""
         self.dead: set[int] = set()
         self.killed = False
         self.misuses: list[str] = []
@@ -191,8 +193,10 @@ class SimulatedWorld:
         running = self.scheduler.running()
         if all(self.failures[rank] for rank in running):
             self.killed = True
-        text = f"no rank can go on: {', '.join(f'rank {rank}' for rank in running)}"
-        self.misuse(text)
+        text = next(iter(self.left), "")
+        if not text:
+            text = f"no rank can go on: {', '.join(f'rank {rank}' for rank in running)}"
+            self.misuse(text)
         for rank in running:
             self.failures[rank] = self.failures[rank] or text
 
