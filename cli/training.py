@@ -42,8 +42,16 @@ def run_training(job: Job, transport: Transport | None, watch: Watch | None = No
     abort: Literal["raise", "abort"] = "abort" if transport is not None and job.scratch is None else "raise"
     artifact = open_artifact(job.folder, trust=True)
     settings = Settings(told, artifact.manifest, Path(job.folder))
+    ahead = settings.resumed() or told.init
     with load_trainer(
-        job.folder, transport, rate=settings.rate, threads=job.threads, trust=job.trust, stall=job.stall, on_error=abort
+        job.folder,
+        transport,
+        rate=settings.rate,
+        ahead=ahead,
+        threads=job.threads,
+        trust=job.trust,
+        stall=job.stall,
+        on_error=abort,
     ) as trainer:
         artifact.refuse_replaced()
         report = Report(told.metrics, settings.unit, watch or _watch(job), job.quiet) if trainer.rank == 0 else None

@@ -10,6 +10,7 @@ from checkpoint_case import flip
 from partc.cli.main import invoke
 from partc.runtime import Trainer, UsageError
 from partc.runtime.errors import DamagedError
+from partc.runtime.training.checkpoint_sums import Proof
 from test_trainer import PARALLEL, batch, built, on_all
 
 HALF = (slice(0, 4), slice(4, 8))
@@ -88,6 +89,33 @@ def test_of_a_folder_the_newest_whole_one_is_taken_and_said(
     assert first.count("rank_0000.safetensors: is missing") == 2
     with pytest.raises(UsageError, match="there is no such folder"):
         on_all(trained / "build", 2, lambda trainer: trainer.load(runs / "none"))
+
+
+def test_hashing_begins_before_the_programs_are_loaded(
+    trained: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proofs = []
+    begin = Proof.__init__
+    monkeypatch.setattr(Proof, "__init__", lambda self, *words: (proofs.append(words[1:]), begin(self, *words))[1])
+
+    def load(trainer: Trainer) -> str:
+        trainer.program.share("")
+        assert sorted(proofs) == [(0, 2), (1, 2)]
+        if trainer.rank == 0:
+            proofs.clear()
+            if damaged:
+                flip(runs / "step_00000003" / "checkpoint.json", 70)
+        trainer.program.share("")
+        trainer.load(runs)
+        trainer.program.share("")
+        assert len(proofs) == (2 if damaged else 0), "what was hashed ahead is not hashed again, unless it has changed"
+        trainer.program.share("")
+        proofs.clear()
+        return str(trainer.source)
+
+    for damaged in (False, True):
+        found = on_all(trained / "build", 2, load, ahead=runs)
+        assert found == [str(runs / f"step_0000000{2 if damaged else 3}")] * 2
 
 
 def test_weights_to_begin_with_are_proven_too(trained: Path, runs: Path, tmp_path: Path) -> None:

@@ -44,11 +44,11 @@ def batch(step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
     return {name: array[rows] for name, array in whole.items()}
 
 
-def on_all(folder: Path, ranks: int, act: Callable[[Trainer], Result]) -> list[Result]:
+def on_all(folder: Path, ranks: int, act: Callable[[Trainer], Result], ahead: Path | None = None) -> list[Result]:
     world = LocalWorld(ranks)
 
     def rank(number: int) -> Result:
-        with load_trainer(folder, world.transport(number), threads=1) as trainer:
+        with load_trainer(folder, world.transport(number), threads=1, ahead=ahead) as trainer:
             return act(trainer)
 
     with ThreadPoolExecutor(ranks) as threads:

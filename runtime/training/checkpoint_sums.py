@@ -11,6 +11,7 @@ equal run of parts, and opens the files of these only. A checkpoint is whole or 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ from .checkpoint import Checkpoint
 from .checkpoint_file import PART, STORED
 
 _THREADS = 8
-_CHUNK = 1 << 20
+_CHUNK = 1 << 22
+"""Bytes that are read and hashed at once: enough that a thread seldom waits for its turn in Python."""
+_own = threading.local()
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,7 @@ class _Part:
 
     def problem(self) -> str:
         """What is wrong with them; empty where they are as written."""
-        digest, buffer = hashlib.sha256(), bytearray(min(_CHUNK, self.size))
-        view, left = memoryview(buffer), self.size
+        digest, view, left = hashlib.sha256(), _buffer(self.size), self.size
         try:
             with self.file.open("rb", buffering=0) as file:
                 file.seek(self.offset)
@@ -55,6 +57,15 @@ class _Part:
             f"{self.file}: {self.what} was changed: the SHA-256 of bytes {self.offset} to {self.offset + self.size} begins with "
             f"{found[:12]}, that of what was written with {self.sha256[:12]}"
         )
+
+
+def _buffer(size: int) -> memoryview:
+    """Memory of this thread for so many bytes, or a chunk; memory that is used again is not mapped in again."""
+    wanted = min(size, _CHUNK)
+    held = getattr(_own, "buffer", b"")
+    if len(held) < wanted:
+        held = _own.buffer = bytearray(wanted)
+    return memoryview(held)
 
 
 class Proof:
@@ -79,6 +90,10 @@ class Proof:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the hashing, also where it is not done."""
         self._pool.shutdown(cancel_futures=True)
 
 

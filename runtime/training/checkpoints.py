@@ -15,6 +15,7 @@ from ..errors import DamagedError
 from ..program import Program
 from .agree import together
 from .checkpoint import Checkpoint
+from .checkpoint_ahead import Ahead
 from .checkpoint_index import CheckpointIndex
 from .checkpoint_lock import Lock
 from .checkpoint_match import OPTIMIZER, is_file_of_weights, meet, meet_weights
@@ -29,8 +30,9 @@ Result = TypeVar("Result")
 class Checkpoints:
     """A rank's end of them. `source` is the checkpoint from which tensors were taken last."""
 
-    def __init__(self, program: Program, optimizer: str) -> None:
+    def __init__(self, program: Program, optimizer: str, ahead: Ahead | None = None) -> None:
         self.source: Path | None = None
+        self._ahead = ahead
         self._program, self._optimizer = program, optimizer
         self._kept = [one for one in program.manifest.state if one.kind != SUM]
         self._claimed: set[Path] = set()
@@ -61,7 +63,9 @@ class Checkpoints:
         self._claimed.add(folder)
 
     def release(self) -> None:
-        """Gives all locks back."""
+        """Gives all locks back, and ends what goes on."""
+        if self._ahead is not None:
+            self._ahead.close()
         for lock in self._locks.values():
             lock.release()
         self._locks.clear()
@@ -101,7 +105,8 @@ class Checkpoints:
         wanted, rank = frozenset(names), self._program.rank
 
         def prove() -> None:
-            with Proof(checkpoint, rank, self._program.manifest.ranks) as proof:
+            begun = self._ahead and self._ahead.take(checkpoint)
+            with begun or Proof(checkpoint, rank, self._program.manifest.ranks) as proof:
                 if problems := proof.problems():
                     raise DamagedError(problems)
 

@@ -23,6 +23,7 @@ from ..format import TOTALS, Manifest, Port, TrainingRecord, stays_inside
 from ..program import OnError, Outputs, Program, load
 from ..user_code import user_code
 from .batch import of_batch, parts, pieces_of
+from .checkpoint_ahead import Ahead
 from .checkpoints import Checkpoints
 from .finite import (
     NONFINITE,
@@ -59,6 +60,7 @@ class Trainer:
         rate: Rate,
         accumulation: Program | None = None,
         totals: Program | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         record = program.manifest.training
         assert record is not None
@@ -69,7 +71,7 @@ class Trainer:
         """The number of steps taken so far."""
         self.skipped = 0
         """How many of them changed nothing, since a gradient was not finite."""
-        self._checkpoints = Checkpoints(program, str(record.optimizer.get("type", "")))
+        self._checkpoints = Checkpoints(program, str(record.optimizer.get("type", "")), ahead)
         self.on_nonfinite = str(record.settings.get("on_nonfinite", STOP))
         self._evaluation, self._accumulation, self._totals = evaluation, accumulation, totals
         self._untold: Untold | None = None
@@ -305,6 +307,7 @@ def load_trainer(
     comm: MPI.Intracomm | Transport | None = None,
     *,
     rate: Rate | None = None,
+    ahead: str | Path | None = None,
     trust_code: bool = False,
     threads: int | None = None,
     trust: bool = False,
@@ -314,8 +317,9 @@ def load_trainer(
 ) -> Trainer:
     """This rank's trainer of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
 
-    `rate` gives the learning rate of a step, counted from 0, in place of the plan's schedule. `trust_code`: a schedule that is Python,
-    a file that the artifact names, may run. UsageError for an artifact that does not train, or has such a schedule without either.
+    `rate` gives the learning rate of a step, counted from 0, in place of the plan's schedule. `ahead` is the checkpoint, or the folder,
+    that is about to be loaded: hashing it begins now. `trust_code`: a schedule that is Python, a file that the artifact names, may run.
+    UsageError for an artifact that does not train, or has such a schedule without either.
     """
     place = Path(folder)
     artifact = open_artifact(place, trust=True)
@@ -331,12 +335,20 @@ def load_trainer(
         if not trust_code and (found := outside(place, record, (SCHEDULE,))):
             raise refusal(place, manifest, found, "give `rate`, or `trust_code=True` where the artifact is yours")
         rate = planned_rate(record, base_folder(place, record))
-    program = load(place, comm, threads=threads, trust=trust, stall=stall, on_error=on_error, providers=providers)
-    evaluation = program.beside(place / record.evaluation, trust) if record.evaluation else None
-    accumulation = program.beside(place / record.accumulation, trust) if record.accumulation else None
-    totals = program.beside(place / TOTALS, trust) if record.totals else None
-    artifact.refuse_replaced()
-    return Trainer(program, evaluation, rate, accumulation, totals)
+    begun = None
+    if ahead is not None and (comm is not None or manifest.ranks == 1):
+        begun = Ahead(Path(ahead), comm.rank if comm is not None else 0, manifest.ranks)
+    try:
+        program = load(place, comm, threads=threads, trust=trust, stall=stall, on_error=on_error, providers=providers)
+        evaluation = program.beside(place / record.evaluation, trust) if record.evaluation else None
+        accumulation = program.beside(place / record.accumulation, trust) if record.accumulation else None
+        totals = program.beside(place / TOTALS, trust) if record.totals else None
+        artifact.refuse_replaced()
+        return Trainer(program, evaluation, rate, accumulation, totals, begun)
+    except BaseException:
+        if begun is not None:
+            begun.close()
+        raise
 
 
 def _known(program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
