@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_case import META, held, layout, load_all, record, rewrite, save_all, tensors
+from checkpoint_case import META, flip, held, layout, load_all, record, rewrite, save_all, tensors
 from partc.runtime.dtypes import Array
 from partc.runtime.errors import CheckpointError, DamagedError, UsageError
 from partc.runtime.training.checkpoint import Checkpoint
@@ -18,7 +18,7 @@ from partc.runtime.training.checkpoint_index import INDEX, read_index
 from partc.runtime.training.checkpoint_match import is_file_of_weights, meet, meet_weights
 from partc.runtime.training.checkpoint_newest import latest
 from partc.runtime.training.checkpoint_owners import owners
-from partc.runtime.training.checkpoint_sums import Proof
+from partc.runtime.training.checkpoint_sums import _CHUNK, _THREADS, Proof
 from partc.runtime.training.checkpoint_verify import verify
 from safetensors.numpy import load_file, save_file
 
@@ -135,7 +135,7 @@ def test_neither_save_nor_read_nor_export_holds_more_than_one_tensor(tmp_path: P
         assert tracemalloc.get_traced_memory()[1] < one // 2
         tracemalloc.reset_peak()
         export_tensors(checkpoint, tmp_path / "all.safetensors")
-        assert one < tracemalloc.get_traced_memory()[1] < 1.5 * one
+        assert one < tracemalloc.get_traced_memory()[1] < 1.5 * one + _THREADS * _CHUNK
     finally:
         tracemalloc.stop()
     assert (load_file(tmp_path / "all.safetensors")["w3"] == 3).all()
@@ -214,18 +214,22 @@ def test_damage_is_found(tmp_path: Path) -> None:
     sound = file.read_bytes()
     file.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
     found = [problem for rank in range(3) for problem in proven(checkpoint, rank, 3)]
-    assert found == proven(checkpoint) == verify(checkpoint.path)
+    assert found == proven(checkpoint)
+    (thorough,) = verify(checkpoint.path)
+    assert (
+        f"'norm.mask' [1:2, 0:11] was changed: the SHA-256 of bytes {len(sound) - 11} to {len(sound)} is " in thorough
+    )
     (problem,) = found
     assert (
-        f"{file}: 'norm.mask' [1:2, 0:11] was changed: the SHA-256 of bytes {len(sound) - 11} to {len(sound)}"
-        in problem
+        f"{file}: 'norm.mask' [1:2, 0:11] was changed: the CRC-32 of bytes {len(sound) - 11} to {len(sound)}" in problem
     )
     with pytest.raises(DamagedError, match=r"'norm\.mask'"):
         export_tensors(checkpoint, tmp_path / "w.safetensors")
     assert not (tmp_path / "w.safetensors").exists()
     file.write_bytes(sound.replace(b"{", b"[", 1))
     assert "its header is not JSON" in verify(checkpoint.path)[0]
-    file.write_bytes(sound.replace(b"}", b"} ", 1).replace(b"} ", b"}", 1).replace(b"   ", b" \t ", 1))
+    file.write_bytes(sound)
+    flip(file, sound.index(b'":"') + 5, 0)
     assert "its header is not the one that was written" in proven(Checkpoint.at(checkpoint.path))[0]
     file.write_bytes(sound[:-1])
     assert latest(tmp_path / "checkpoints") is None

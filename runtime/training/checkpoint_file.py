@@ -5,9 +5,9 @@
 The header stands first, so a file is written from what is known of its tensors before any of them is read: at no time is more
 than one in memory. Wider elements come before narrower ones, then names decide: every tensor is aligned to its elements.
 
-A file that is written here has hashes of its tensors in its metadata, by name the SHA-256 of each `PART` bytes. Their length is known
-before they are, so they are filled in last. The header's own hash therefore vouches for every tensor, and any part of a file can be
-checked alone.
+A file that is written here has sums of its tensors in its metadata, by name the CRC-32 and the SHA-256 of each `PART` bytes. Their
+length is known before they are, so they are filled in last. The header's own SHA-256 therefore vouches for every tensor, and any part of
+a file can be checked alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from io import FileIO
@@ -52,20 +53,29 @@ _ALIGNMENT = 64
 _CHUNK = 1 << 20
 PART = 1 << 24
 """Bytes that have a hash of their own, so that several threads or ranks share a large tensor."""
-_DIGITS = 64
+_CRC_DIGITS = 8
+_DIGITS = _CRC_DIGITS + 64
 _DIMS = 64
 _ELEMENTS = 1 << 56
 _HEXADECIMAL = re.compile("[0-9a-f]*")
 
 
 @dataclass(frozen=True)
+class Sums:
+    """Of bytes that were written: `crc32` tells any damage at a third of the cost, `sha256` also what was made to look alike."""
+
+    crc32: str
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Stored:
-    """A tensor of a file: its element type and shape, the byte of the file at which it begins, and the hashes of its parts, if known."""
+    """A tensor of a file: its element type and shape, the byte of the file at which it begins, and the sums of its parts, if known."""
 
     dtype: Dtype
     shape: tuple[int, ...]
     offset: int = 0
-    sha256: tuple[str, ...] = ()
+    sums: tuple[Sums, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -75,7 +85,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Written:
-    """A file that was written: its size, and the SHA-256 of its header, which holds those of its tensors."""
+    """A file that was written: its size, and the SHA-256 of its header, which holds the sums of its tensors."""
 
     bytes: int
     header: str
@@ -125,15 +135,16 @@ def _parts(size: int) -> int:
 
 
 def _write(out: FileIO, data: memoryview) -> str:
-    """Writes all of the data; the hashes of its parts, one after the other."""
+    """Writes all of the data; the sums of its parts, one after the other."""
     sums = []
     for begin in range(0, len(data), PART):
-        digest, rest = hashlib.sha256(), data[begin : begin + PART]
+        digest, crc, rest = hashlib.sha256(), 0, data[begin : begin + PART]
         while rest:
             written = out.write(rest[:_CHUNK])
             digest.update(rest[:written])
+            crc = zlib.crc32(rest[:written], crc)
             rest = rest[written:]
-        sums.append(digest.hexdigest())
+        sums.append(f"{crc:0{_CRC_DIGITS}x}{digest.hexdigest()}")
     return "".join(sums)
 
 
@@ -154,7 +165,7 @@ def read_header(path: Path, sha256: str = "") -> dict[str, Stored]:
             raise ValueError(f"tensor {name!r} is of type {code!r}; known are {', '.join(_DTYPES)}")
         if not is_shape(shape):
             raise ValueError(f"tensor {name!r} has no shape of at most {_DIMS} whole numbers")
-        stored = Stored(_DTYPES[code], tuple(shape), len(text) + first, _digests(sums.get(name), last - first))
+        stored = Stored(_DTYPES[code], tuple(shape), len(text) + first, _sums(sums.get(name), last - first))
         if (needed := stored.bytes) != last - first:
             raise ValueError(f"tensor {name!r} has {last - first} bytes; its type and shape need {needed}")
         found_tensors[name] = stored
@@ -168,11 +179,12 @@ def is_shape(shape: object) -> TypeGuard[list[int]]:
     return bool(math.prod(max(dim, 1) for dim in shape) < _ELEMENTS)
 
 
-def _digests(text: object, size: int) -> tuple[str, ...]:
-    """The hashes of a tensor's parts; none where the text is not that of hashes, which another tool may have written."""
+def _sums(text: object, size: int) -> tuple[Sums, ...]:
+    """The sums of a tensor's parts; none where the text is not that of sums, which another tool may have written."""
     if not isinstance(text, str) or len(text) != _DIGITS * _parts(size) or not _HEXADECIMAL.fullmatch(text):
         return ()
-    return tuple(text[at : at + _DIGITS] for at in range(0, len(text), _DIGITS))
+    parts = (text[at : at + _DIGITS] for at in range(0, len(text), _DIGITS))
+    return tuple(Sums(part[:_CRC_DIGITS], part[_CRC_DIGITS:]) for part in parts)
 
 
 def mapped(path: Path) -> Bytes:

@@ -29,7 +29,7 @@ def verify(folder: Path) -> list[str]:
             except (OSError, ValueError) as error:
                 problems.append(f"{folder / name}: {error.strerror if isinstance(error, OSError) else error}")
     if not problems:
-        with Proof(checkpoint) as proof:
+        with Proof(checkpoint, thorough=True) as proof:
             problems = proof.problems()
     problems += _pieces(folder, index, headers)
     return [*problems, *_strangers(folder, index)]
