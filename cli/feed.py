@@ -8,25 +8,27 @@ as float32, int8 or uint8. A sequence or an optional that is not given is empty.
 
 from __future__ import annotations
 
-import zipfile
-import zlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 from partc.runtime.bindings import smallest
 from partc.runtime.data.constants import as_input
+from partc.runtime.data.memory import Memory
+from partc.runtime.data.npy import BROKEN, Archive, read_array, reason
 from partc.runtime.data.spec import literal
 from partc.runtime.dtypes import BY_NAME, Array, Dtype
 from partc.runtime.errors import UsageError
 from partc.runtime.format import Manifest, Port, SymbolRecord
+from partc.runtime.regular import fault
 
 Value = Array | list[Array] | None
 
 _WORDS = ("one", "two", "three", "four", "five")
 _INTEGERS_BELOW = 2
+_RANDOM_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Feed:
     seed: int | None
     sizes: Mapping[str, int]
     literals: Mapping[str, Array] = field(default_factory=dict)
+    memory: Memory = field(default_factory=Memory)
 
     def read(self, names: Iterable[str]) -> dict[str, Value]:
         """The values of these inputs, as the model's types want them."""
@@ -54,7 +57,7 @@ class Feed:
         if port.type.startswith("optional("):
             return None
         assert self.seed is not None
-        return _random(port, self.seed, self.sizes)
+        return _random(port, self.seed, self.sizes, self.memory)
 
     def _items(self, name: str) -> list[str]:
         found: list[str] = []
@@ -65,23 +68,19 @@ class Feed:
     def _load(self, name: str) -> Array:
         path, member = self.members[name]
         try:
-            if member is None:
-                return cast(Array, np.load(path, mmap_mode="r", allow_pickle=False))
-            with np.load(path, allow_pickle=False) as archive:
-                return cast(Array, archive[member])
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            return read_array(path) if member is None else Archive(path, self.memory).load(member)
+        except BROKEN as error:
             place = f"{path}: '{member}'" if member else str(path)
-            raise UsageError(f"{place} cannot be read: {_reason(error)}") from None
+            raise UsageError(f"{place} cannot be read: {reason(error)}") from None
 
 
-def _reason(error: Exception) -> str:
-    text = str(error)
-    objects = "allow_pickle" in text or "Python objects" in text
-    return "it holds Python objects; save arrays of numbers or of text" if objects else text
+def open_feed(
+    manifest: Manifest, specs: Sequence[str], seed: int | None, sizes: Mapping[str, int], max_bytes: int | None = None
+) -> Feed:
+    """The sources of all inputs of the model; UsageError with everything that is wrong with what was given.
 
-
-def open_feed(manifest: Manifest, specs: Sequence[str], seed: int | None, sizes: Mapping[str, int]) -> Feed:
-    """The sources of all inputs of the model; UsageError with everything that is wrong with what was given."""
+    What is not mapped takes at most `max_bytes` of memory, by default half of what there is.
+    """
     ports = {port.name: port for port in manifest.inputs}
     members: dict[str, tuple[Path, str | None]] = {}
     literals: dict[str, Array] = {}
@@ -119,7 +118,7 @@ def open_feed(manifest: Manifest, specs: Sequence[str], seed: int | None, sizes:
     if problems:
         help = "help: give every input by --input x.npz or --input name=file.npy, or all by --random SEED"
         raise UsageError("\n".join([*problems, help]))
-    return Feed(ports, members, seed, chosen, literals)
+    return Feed(ports, members, seed, chosen, literals, Memory(max_bytes))
 
 
 def _said(spec: str, ports: Mapping[str, Port]) -> dict[str, Array] | None:
@@ -139,22 +138,21 @@ def _members(spec: str, ports: Mapping[str, Port]) -> dict[str, tuple[Path, str 
     name, equals, file = spec.partition("=")
     if equals and not Path(spec).exists():
         path = Path(file)
-        if not path.is_file():
-            raise ValueError(f"{file}: there is no such file, for input '{name}'")
+        if why := fault(path):
+            raise ValueError(f"{file}: {why}, for input '{name}'")
         if path.suffix == ".npz":
             raise ValueError(f"{file}: an .npz holds several arrays; give it without '{name}='")
         return {name: (path, None)}
     path = Path(spec)
-    if not path.is_file():
-        raise ValueError(f"{spec}: there is no such file")
+    if why := fault(path):
+        raise ValueError(f"{spec}: {why}")
     if path.suffix == ".npy":
         if len(ports) == 1:
             return {next(iter(ports)): (path, None)}
         raise ValueError(f"{spec}: say which input it is, as in {next(iter(ports), 'name')}={spec}")
     try:
-        with zipfile.ZipFile(path) as archive:
-            return {entry.removesuffix(".npy"): (path, entry.removesuffix(".npy")) for entry in archive.namelist()}
-    except zipfile.BadZipFile:
+        return {name: (path, name) for name in Archive(path, Memory(0))}
+    except BROKEN:
         raise ValueError(f"{spec}: it is no .npz file, or a broken one") from None
 
 
@@ -207,13 +205,17 @@ def _fit(array: Array, port: Port) -> Array:
     return array.astype(element.numpy) if array.dtype == element.wide else array
 
 
-def _random(port: Port, seed: int, sizes: Mapping[str, int]) -> Array:
+def _random(port: Port, seed: int, sizes: Mapping[str, int], memory: Memory) -> Array:
     from partc.runtime.expression import parse
 
     assert port.shape is not None
     generator = np.random.default_rng([seed, *port.name.encode()])
     shape = tuple(dim if isinstance(dim, int) else parse(dim, sizes)(sizes) for dim in port.shape)
     element = _element(port)
+    try:
+        memory.take(math.prod(shape) * _RANDOM_BYTES, f"random '{port.name}' of {list(shape)}")
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     if element is None:
         return generator.choice(np.array(_WORDS, dtype=object), size=shape)
     wanted = np.dtype(element.wide) if element.wide else element.numpy

@@ -35,6 +35,7 @@ class TrainingJob:
     resume: str | None = None
     init: str | None = None
     metrics: str | None = None
+    max_bytes: int | None = None
     plan: str | None = None
     trust_code: bool = False
     only_test: bool = False
@@ -62,6 +63,7 @@ class Job:
     threads: int | None = None
     stall: float = 30.0
     trust: bool = False
+    max_bytes: int | None = None
     scratch: str | None = None
     quiet: bool = False
     json: bool = False

@@ -201,7 +201,7 @@ def open_job_feed(job: Job, manifest: Manifest) -> Feed:
     """The sources of the job's inputs."""
     from partc.cli.feed import open_feed
 
-    return open_feed(manifest, job.inputs, job.random, job.sizes)
+    return open_feed(manifest, job.inputs, job.random, job.sizes, job.max_bytes)
 
 
 def wrong_ranks(folder: str, right: int, given: int) -> str:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import click
 from partc.cli import say
+from partc.cli.byte_count import max_bytes
 from partc.cli.job import Job
 from partc.cli.launcher import Hosts, Place, surrounding_job
 
@@ -33,6 +34,7 @@ _PLACE_OPTIONS = (
     click.option(
         "--stall", type=float, default=30.0, show_default=True, metavar="SECONDS", help="Report waits longer than this."
     ),
+    max_bytes,
     click.option("--trust", is_flag=True, help="Do not hash the artifact's files."),
     click.option("--in-process", is_flag=True, help="Run all ranks as threads of this process, without MPI."),
     click.option("--hostfile", type=click.Path(exists=True, dir_okay=False), help="The launcher's file of hosts."),
@@ -84,9 +86,12 @@ def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) 
         threads=given["threads"],
         stall=given["stall"],
         trust=given["trust"],
+        max_bytes=given["max_bytes"],
         quiet=job.quiet or say.is_quiet(),
         json=say.as_json(),
     )
+    if job.training is not None:
+        job = dataclasses.replace(job, training=dataclasses.replace(job.training, max_bytes=given["max_bytes"]))
     ranks, in_process = given["ranks"], given["in_process"]
     place = surrounding_job(os.environ)
     if place is not None and not in_process:

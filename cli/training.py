@@ -244,7 +244,7 @@ class Settings:
             return None
         others = [planned, self.data if name == "test" else None]
         values = {name: value for one in reversed(others) if one is not None for name, value in one.values.items()}
-        return replace(found, values={**values, **found.values})
+        return replace(found, values={**values, **found.values}, max_bytes=self.told.max_bytes)
 
     @property
     def course(self) -> Course:

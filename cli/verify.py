@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from partc.cli import say
+from partc.cli.byte_count import max_bytes
 from partc.cli.present import Table, count
 from partc.cli.run import parse_sizes
 from partc.runtime.dtypes import Array
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 @click.option("--random", type=int, metavar="SEED", help="Random values for the other inputs; 0 where none is given.")
 @click.option("--set", "sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="A symbol's size.")
 @click.option("--mpi", is_flag=True, help="Run the compiled model over MPI, as `partc run` does.")
+@max_bytes
 @click.option("--rtol", type=click.FloatRange(min=0), help="Relative tolerance, instead of the dtype's.")
 @click.option("--atol", type=click.FloatRange(min=0), help="Absolute tolerance, instead of the dtype's.")
 def command(
@@ -41,6 +43,7 @@ def command(
     random: int | None,
     sizes: Mapping[str, int],
     mpi: bool,
+    max_bytes: int | None,
     rtol: float | None,
     atol: float | None,
 ) -> int:
@@ -66,7 +69,7 @@ def command(
             report = compile_model(model, plan, Path(scratch) / "build", watch=watch)
         seed = random if random is not None or inputs else 0
         asked = of_batch(report.manifest)
-        values = open_feed(asked, inputs, seed, sizes).read(port.name for port in asked.inputs)
+        values = open_feed(asked, inputs, seed, sizes, max_bytes).read(port.name for port in asked.inputs)
         case = Case(model, plan, report, values, Path(scratch), mpi)
         if report.program.plan.train is not None:
             from partc.cli.verify_training import verdict

@@ -16,6 +16,7 @@ FOR_THE_COMPILER = (
     "partc.runtime.check_written",
     "partc.runtime.violation",
     "partc.runtime.onnxruntime_api",
+    "partc.runtime.data.npy",
     "partc.runtime.regular",
     "partc.runtime.replace",
 )

@@ -7,7 +7,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.violation import is_integer, shown
@@ -137,11 +136,13 @@ def _numbers(value: Any, folder: Path | None) -> tuple[float, ...]:
     if _is_number(value):
         value = [value]
     if isinstance(value, str):
+        from partc.runtime.data.npy import BROKEN, read_array, reason
+
         path = (folder or Path()) / value
         try:
-            array = np.load(path, allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"'{path}' is no .npy file: {error}") from None
+            array = read_array(path)
+        except BROKEN as error:
+            raise ValueError(f"'{path}' is no .npy file: {reason(error)}") from None
         if array.ndim != 1 or array.dtype.kind not in "fiu":
             raise ValueError(f"'{path}' has {array.dtype} of shape {list(array.shape)}; expected one list of numbers")
         value = array.tolist()

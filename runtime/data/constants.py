@@ -15,6 +15,7 @@ from ..errors import UsageError
 from ..format import Port
 from .files import open_value
 from .fit import described
+from .memory import Memory
 from .spec import Spec
 
 
@@ -65,7 +66,7 @@ def _given(spec: Spec, name: str) -> object:
         return values[name]
     places: list[Path] = [path for path in (spec.files.get(name), spec.source) if path is not None]
     for path in places:
-        if path.suffix != ".py" and (found := open_value(path, name)) is not None:
+        if path.suffix != ".py" and (found := open_value(path, name, Memory(spec.max_bytes))) is not None:
             return found
     raise ValueError(
         f"it holds no records but one value for all, and none is given\n  help: write data: {{{name}: 0.5}}, "

@@ -17,6 +17,7 @@ from .buckets import Buckets
 from .code import Batch, Code, CodeSource, Transform
 from .columns import Column, Field, Index, Ragged, RaggedRows
 from .files import OFFSETS, open_field, open_fields
+from .memory import Memory
 from .spec import Spec
 
 LENGTH = ".length"
@@ -112,7 +113,7 @@ class Dataset:
 def open_data(spec: Spec, apart: Collection[str] = ()) -> Dataset:
     """The records that a spec names, those of the fields `apart` left out; UsageError with all that is wrong, before any is used."""
     spec = replace(spec, files={name: path for name, path in spec.files.items() if name not in apart})
-    code, problems = Code(), list[str]()
+    code, memory, problems = Code(), Memory(spec.max_bytes), list[str]()
     sources: list[Source] = []
     counts: dict[str, int] = {}
     try:
@@ -122,7 +123,7 @@ def open_data(spec: Spec, apart: Collection[str] = ()) -> Dataset:
             counts |= {name: len(found) for name in found.fields} or {"source": len(found)}
             sources.append(found)
         elif spec.source is not None:
-            columns = FileSource(open_fields(spec.source, apart))
+            columns = FileSource(open_fields(spec.source, apart, memory))
             counts |= columns.counts()
             sources.append(columns)
     except UsageError as error:
@@ -133,7 +134,7 @@ def open_data(spec: Spec, apart: Collection[str] = ()) -> Dataset:
         try:
             if name in counts:
                 raise UsageError(f"{path}: '{name}' is already given by {spec.source}")
-            columns = FileSource({name: open_field(name, path, spec.files.get(name + OFFSETS))})
+            columns = FileSource({name: open_field(name, path, spec.files.get(name + OFFSETS), memory)})
             counts |= columns.counts()
             sources.append(columns)
         except UsageError as error:

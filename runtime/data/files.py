@@ -12,32 +12,37 @@ What is wrong with a file is a UsageError that begins with its path.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import math
+import os
 import re
-import zipfile
-import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
 from ..dtypes import Array
 from ..errors import UsageError
+from ..regular import fault, open_regular
 from .columns import Column, Joined, RaggedRows, Rows
+from .memory import Memory
+from .npy import BROKEN, Archive, read_array, reason
 
 OFFSETS = ".offsets"
 _SHARD = re.compile(r"(.+)_(\d{3,})")
 _IDX_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-_IDX_HEADER = 4 + 4 * 255
+_IDX_HEAD = 4
 _GZIP = b"\x1f\x8b"
-_MEMBER_HEADER = 30
 
 
-def open_fields(path: Path, apart: Collection[str] = ()) -> dict[str, Column]:
-    """All fields of an .npz or of a folder, but for the arrays in `apart`, which hold no records."""
+def open_fields(path: Path, apart: Collection[str] = (), memory: Memory | None = None) -> dict[str, Column]:
+    """All fields of an .npz or of a folder, but for the arrays in `apart`, which hold no records.
+
+    What is not mapped is counted in `memory`; UsageError where it would be more than that allows.
+    """
     if path.is_dir():
         return _columns(path, {name: one for name, one in _folder(path).items() if name not in apart})
     _must_exist(path)
@@ -47,33 +52,40 @@ def open_fields(path: Path, apart: Collection[str] = ()) -> dict[str, Column]:
             f"or say which input it is: {{x: {path.name}}}"
         )
     with _told(path):
-        return _columns(path, {name: [array] for name, array in _archive(path).items() if name not in apart})
+        archive = Archive(path, memory or Memory())
+        return _columns(path, {name: [archive.load(name)] for name in archive if name not in apart})
 
 
-def open_value(path: Path, name: str) -> Array | None:
+def open_value(path: Path, name: str, memory: Memory | None = None) -> Array | None:
     """The array of a name in an .npz or a folder, or that of an .npy file, whole; None where there is none."""
     with _told(path):
         if path.is_dir():
             file = path / f"{name}.npy"
-            return _npy(file) if file.is_file() else None
+            return read_array(file) if os.path.lexists(file) else None
         _must_exist(path)
-        return _archive(path).get(name) if path.suffix == ".npz" else _npy(path)
+        if path.suffix != ".npz":
+            return read_array(path)
+        archive = Archive(path, memory or Memory())
+        return archive.load(name) if name in archive else None
 
 
-def open_field(name: str, path: Path, offsets: Path | None = None) -> Column:
+def open_field(name: str, path: Path, offsets: Path | None = None, memory: Memory | None = None) -> Column:
     """The field that a file, or `file.npz:member`, gives to an input of this name; ragged where it has offsets."""
+    memory = memory or Memory()
     if offsets is not None:
-        return _ragged(path, open_field(name, path), open_field(name + OFFSETS, offsets))
+        return _ragged(path, open_field(name, path, None, memory), open_field(name + OFFSETS, offsets, None, memory))
     file, colon, member = str(path).rpartition(":")
     if colon and not path.exists() and file.endswith(".npz"):
-        return _member(Path(file), member)
+        return _member(Path(file), member, memory)
     if path.is_dir():
         return _only(path, _columns(path, _folder(path)), name)
     _must_exist(path)
     if path.suffix == ".npz":
-        return _only(path, open_fields(path), name)
+        with _told(path):
+            archive = Archive(path, memory)
+        return _of_archive(path, archive, name) if name in archive else _only(path, open_fields(path, (), memory), name)
     with _told(path):
-        return Rows(_npy(path) if path.suffix == ".npy" else _idx(path))
+        return Rows(read_array(path) if path.suffix == ".npy" else _idx(path, memory))
 
 
 def _ragged(path: Path, flat: Column, offsets: Column) -> Column:
@@ -84,26 +96,35 @@ def _ragged(path: Path, flat: Column, offsets: Column) -> Column:
 
 
 def _must_exist(path: Path) -> None:
-    if not path.is_file():
-        raise UsageError(f"{path}: there is no such file or folder")
+    if why := fault(path):
+        raise UsageError(f"{path}: {why.replace('such file', 'such file or folder')}")
 
 
 @contextmanager
 def _told(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        text = str(error)
-        if "allow_pickle" in text or "Python objects" in text:
-            text = "it holds Python objects; save arrays of numbers or of text"
+    except UsageError:
+        raise
+    except BROKEN as error:
+        text = reason(error)
         raise UsageError(text if text.startswith(str(path)) else f"{path}: {text}") from None
 
 
-def _member(path: Path, member: str) -> Column:
-    found = open_fields(path)
-    if member not in found:
-        raise UsageError(f"{path}: it has no array '{member}'; its arrays are {_listed(found)}")
-    return found[member]
+def _member(path: Path, member: str, memory: Memory) -> Column:
+    _must_exist(path)
+    with _told(path):
+        archive = Archive(path, memory)
+    if member not in archive:
+        raise UsageError(f"{path}: it has no array '{member}'; its arrays are {_listed(archive.entries)}")
+    return _of_archive(path, archive, member)
+
+
+def _of_archive(path: Path, archive: Archive, name: str) -> Column:
+    """One field of an archive, and what its offsets are, where it has some."""
+    with _told(path):
+        wanted = [one for one in (name, name + OFFSETS) if one in archive]
+        return _columns(path, {one: [archive.load(one)] for one in wanted})[name]
 
 
 def _only(path: Path, found: Mapping[str, Column], name: str) -> Column:
@@ -141,7 +162,7 @@ def _folder(path: Path) -> dict[str, list[Array]]:
             )
         found[name] = [numbered[number] for number in sorted(numbered)]
     with _told(path):
-        return {name: [_npy(files[stem]) for stem in stems] for name, stems in found.items()}
+        return {name: [read_array(files[stem]) for stem in stems] for name, stems in found.items()}
 
 
 def _columns(path: Path, arrays: Mapping[str, list[Array]]) -> dict[str, Column]:
@@ -166,62 +187,35 @@ def _columns(path: Path, arrays: Mapping[str, list[Array]]) -> dict[str, Column]
     return found
 
 
-def _npy(path: Path) -> Array:
-    try:
-        return cast(Array, np.load(path, mmap_mode="r", allow_pickle=False))
-    except ValueError as error:
-        if "mmap" not in str(error) and "empty" not in str(error):
-            raise
-    return cast(Array, np.load(path, allow_pickle=False))  # what has no bytes cannot be mapped
-
-
-def _archive(path: Path) -> dict[str, Array]:
-    found: dict[str, Array] = {}
-    with zipfile.ZipFile(path) as archive, np.load(path, allow_pickle=False) as loaded:
-        for entry in (one for one in archive.infolist() if one.filename.endswith(".npy")):
-            name = entry.filename.removesuffix(".npy")
-            mapped = _mapped(path, entry) if entry.compress_type == zipfile.ZIP_STORED else None
-            found[name] = loaded[name] if mapped is None else mapped
-    return found
-
-
-def _mapped(path: Path, entry: zipfile.ZipInfo) -> Array | None:
-    """A member that is stored as it is, mapped; None where numpy must load it."""
-    with open(path, "rb") as file:
-        file.seek(entry.header_offset)
-        header = file.read(_MEMBER_HEADER)
-        # its own name and extra field, whose lengths may differ from those in the archive's index
-        lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        file.seek(entry.header_offset + _MEMBER_HEADER + lengths)
-        version = np.lib.format.read_magic(file)
-        if version not in ((1, 0), (2, 0)):
-            return None
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(file)
-        begin = file.tell()
-    if dtype.hasobject or not math.prod(shape) or not dtype.itemsize:
-        return None
-    return np.memmap(path, dtype, "r", begin, shape, "F" if fortran else "C")
-
-
-def _idx(path: Path) -> Array:
+def _idx(path: Path, memory: Memory) -> Array:
     """An array in the IDX format: two zero bytes, a type, the number of dims, each dim in four bytes, then the elements."""
-    content = None
-    with open(path, "rb") as file:
-        head, size = file.read(_IDX_HEADER), path.stat().st_size
-    if head.startswith(_GZIP):
-        content = gzip.decompress(path.read_bytes())
-        head, size = content[:_IDX_HEADER], len(content)
-    if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _IDX_TYPES or not head[3]:
-        raise ValueError("it is no .npy, .npz or IDX file")
-    begin = 4 + 4 * head[3]
-    dtype = np.dtype(_IDX_TYPES[head[2]])
-    shape = tuple(int(dim) for dim in np.frombuffer(head, ">u4", count=head[3], offset=4))
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        packed = file.read(len(_GZIP)) == _GZIP
+        file.seek(0)
+        with gzip.GzipFile(fileobj=file) if packed else contextlib.nullcontext(file) as content:
+            head = content.read(_IDX_HEAD)
+            head += content.read(4 * head[3]) if len(head) == _IDX_HEAD else b""
+            if len(head) < _IDX_HEAD or head[:2] != b"\0\0" or head[2] not in _IDX_TYPES or not head[3]:
+                raise ValueError("it is no .npy, .npz or IDX file")
+            begin = _IDX_HEAD + 4 * head[3]
+            dtype = np.dtype(_IDX_TYPES[head[2]])
+            shape = tuple(int(dim) for dim in np.frombuffer(head, ">u4", count=head[3], offset=_IDX_HEAD))
+            count = math.prod(shape) * dtype.itemsize
+            if not packed:
+                return _mapped_idx(file, size, begin, shape, dtype)
+            memory.take(count, "decompressed it")
+            data = content.read(count)
+            if len(data) != count or content.read(1):
+                have = f"{begin + len(data)} bytes" if len(data) < count else "more"
+                raise ValueError(f"it has {have}, its header promises {begin + count}")
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def _mapped_idx(file: BinaryIO, size: int, begin: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     wanted = begin + math.prod(shape) * dtype.itemsize
     if size != wanted:
         raise ValueError(f"it has {size} bytes, its header promises {wanted}")
-    if content is not None:
-        return np.frombuffer(content, dtype, offset=begin).reshape(shape)
     if not math.prod(shape):
         return np.empty(shape, dtype)
-    return np.memmap(path, dtype, "r", begin, shape)
+    return np.memmap(cast(Any, file), dtype, "r", begin, shape)

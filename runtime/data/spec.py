@@ -54,6 +54,8 @@ class Spec:
     multiple: int = MULTIPLE
     buckets: tuple[int, ...] = ()
     window: int = WINDOW
+    max_bytes: int | None = None
+    """The memory that what is not mapped may take; None: half of what there is. No plan says it, only who opens the data."""
     where: str = "data"
 
     @staticmethod

@@ -1,0 +1,30 @@
+"""The option `--max-bytes`: how much memory data may take that is not mapped."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
+
+
+def byte_count(text: str) -> int:
+    """The bytes that a text such as 8GB, 512MiB, 1.5G or 1000000 says; click.BadParameter where it says none."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise click.BadParameter(f"'{text}' is no size, such as 8GB, 512MiB or 1000000")
+    scale: int = (1024 if found[3] else 1000) ** " KMGT".index((found[2] or " ").upper())
+    return round(float(found[1]) * scale)
+
+
+def _given(ctx: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    return None if text is None else byte_count(text)
+
+
+max_bytes = click.option(
+    "--max-bytes",
+    callback=_given,
+    metavar="SIZE",
+    help="Memory of a rank for data that is compressed or random, such as 8GB; by default half of what there is.",
+)

@@ -1,0 +1,48 @@
+"""The memory that data may take: what is not mapped is counted, before anything is allocated for it.
+
+A file that is mapped takes none. What is compressed says how large it will be, truly or not; a bomb says little and has much, or says much.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_SHARE = 2
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_ELSEWHERE = 1 << 34
+
+
+class Memory:
+    """So many bytes for data that is not mapped; by default half of what the machine, or the container, has."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self.most = default_bytes() if most is None else most
+        self.taken = 0
+
+    def take(self, count: int, what: str) -> None:
+        """Counts the bytes of something that is about to be allocated; ValueError where they are too many."""
+        if self.taken + count > self.most:
+            before = f", with {self.taken:,} of other data," if self.taken else ""
+            raise ValueError(
+                f"{what} takes {count:,} bytes of memory{before} and {self.most:,} are allowed\n"
+                f"  help: give --max-bytes more, or save it uncompressed (np.save, np.savez): then it takes none"
+            )
+        self.taken += count
+
+
+def default_bytes() -> int:
+    """Half of the memory of the machine, or of the container that this process is in."""
+    found = [int(text) for text in map(_text, _LIMITS) if text.isdecimal()]
+    try:
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, OSError, ValueError):
+        found.append(_ELSEWHERE)
+    return min(found) // _SHARE
+
+
+def _text(file: str) -> str:
+    try:
+        return Path(file).read_text().strip()
+    except OSError:
+        return ""

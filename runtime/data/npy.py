@@ -1,0 +1,143 @@
+"""Arrays in numpy's format, as a file or a member of an .npz: mapped where they lie, or loaded, and never believed.
+
+    read_array(Path("x.npy"), memory)        mapped
+    Archive(Path("d.npz"), memory)           by name its arrays; those that are stored as they are are mapped
+
+The header says a type and a shape. Before anything is mapped or allocated they are held against the bytes that there are, and what is
+not mapped against the memory that data may take. ValueError, or an error of `BROKEN`, says what is wrong.
+"""
+
+from __future__ import annotations
+
+import lzma
+import math
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+import numpy as np
+
+from ..dtypes import Array
+from ..regular import open_regular
+from .memory import Memory
+
+BROKEN = (
+    OSError,
+    ValueError,
+    EOFError,
+    RuntimeError,
+    OverflowError,
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+)
+"""What reading a file raises that is broken, or is none."""
+_MEMBER_HEADER = 30
+_CHUNK = 1 << 20
+_MOST_EMPTY = 1 << 24
+_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+def reason(error: BaseException) -> str:
+    """What is wrong with a file, in words for its user."""
+    text = str(error) or type(error).__name__
+    if "allow_pickle" in text or "Python objects" in text:
+        return "it holds Python objects; save arrays of numbers or of text"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return text
+
+
+def read_array(path: Path) -> Array:
+    """The array of an .npy file, mapped."""
+    with open_regular(path) as file:
+        return _mapped(file, os.fstat(file.fileno()).st_size)
+
+
+class Archive:
+    """The arrays of an .npz by name. `load` gives one; what is not mapped counts as memory taken."""
+
+    def __init__(self, path: Path, memory: Memory) -> None:
+        self.path, self.memory = path, memory
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
+        self.entries = {entry.filename.removesuffix(".npy"): entry for entry in entries}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def load(self, name: str) -> Array:
+        """The array of a name."""
+        entry = self.entries[name]
+        with open_regular(self.path) as file:
+            if entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 1:
+                return self._stored(file, entry)
+            with zipfile.ZipFile(file) as archive, archive.open(entry) as member:
+                shape, fortran, dtype, begin = _header(member)
+                count = _promised(shape, dtype, entry.file_size - begin)
+                self.memory.take(count, f"'{name}'")
+                return _filled(member, count, shape, fortran, dtype)
+
+    def _stored(self, file: IO[bytes], entry: zipfile.ZipInfo) -> Array:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(entry.header_offset)
+        header = file.read(_MEMBER_HEADER)
+        # its own name and extra field, whose lengths may differ from those in the archive's index
+        lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        begin = entry.header_offset + _MEMBER_HEADER + lengths
+        file.seek(begin)
+        return _mapped(file, min(size, begin + entry.file_size))
+
+
+def _mapped(file: IO[bytes], end: int) -> Array:
+    """The array that begins where the file stands, mapped; its bytes end no later than at `end`."""
+    shape, fortran, dtype, _ = _header(file)
+    begin = file.tell()
+    order: Literal["F", "C"] = "F" if fortran else "C"
+    if not _promised(shape, dtype, end - begin):
+        return cast(Array, np.empty(shape, dtype, order))  # what has no bytes cannot be mapped
+    return cast(Array, np.memmap(cast(Any, file), dtype, "r", begin, shape, order))
+
+
+def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Shape, order, type and length of the header."""
+    start = file.tell()
+    version = np.lib.format.read_magic(file)
+    if version not in _READERS:
+        raise ValueError(f"its format {version[0]}.{version[1]} is not known; save it again with np.save")
+    shape, fortran, dtype = _READERS[version](file)
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects; save arrays of numbers or of text")
+    return shape, fortran, dtype, file.tell() - start
+
+
+def _promised(shape: tuple[int, ...], dtype: np.dtype[Any], have: int) -> int:
+    """The bytes that the header promises; ValueError where there are fewer, or where it promises many records of none."""
+    count = math.prod(shape) * dtype.itemsize
+    if any(dim < 0 for dim in shape) or (not count and max(shape, default=0) > _MOST_EMPTY):
+        raise ValueError(f"its header says {dtype} {list(shape)}")
+    if count > have:
+        raise ValueError(f"its header promises {dtype} {list(shape)}, {count:,} bytes, and there are {max(0, have):,}")
+    return count
+
+
+def _filled(file: IO[bytes], count: int, shape: tuple[int, ...], fortran: bool, dtype: np.dtype[Any]) -> Array:
+    data = bytearray(count)
+    at = 0
+    while at < count:
+        read = file.read(min(_CHUNK, count - at))
+        if not read:
+            raise ValueError(f"it ends after {at:,} bytes; its header promises {count:,}")
+        data[at : at + len(read)] = read
+        at += len(read)
+    file.read(1)  # at its end the archive compares checksums
+    array = np.frombuffer(data, dtype) if count else np.empty(math.prod(shape), dtype)
+    return array.reshape(shape[::-1]).transpose() if fortran else array.reshape(shape)
