@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from partc.compiler.layouts.layout import Layout
+from partc.compiler.parts.by_place import item_of
 from partc.runtime.artifact import open_artifact
 from partc.runtime.check import check
 from partc.runtime.check_constants import check_constants
 from partc.runtime.errors import ArtifactError
+from partc.runtime.expression import parse
 from partc.runtime.format import DOMAIN, MANIFEST, RANK_CONSTANT, Grid, Manifest, Port, order_text, ranks_of
 from partc.runtime.rank_constants import bound, is_rank_constant
 from small_training import PERCEPTRON, compiled
@@ -170,3 +172,38 @@ def test_a_program_is_read_with_the_constants_of_its_rank(tmp_path: Path) -> Non
     assert begins
     for name in begins:
         assert np.all(found[5][name] == 2 * found[3][name])  # places 2 and 1 of tp = 1
+
+
+DROPPED = PERCEPTRON_OF_32.replace(
+    "hr = Tanh(hs)", "ht = Tanh(hs)\n    [drop] hr = Dropout(ht, ratio, training)"
+).replace("> {", ", float ratio = {0.3}, bool training = {1}> {")
+
+
+@pytest.mark.parametrize("model", [PERCEPTRON_OF_32, DROPPED], ids=["tanh", "dropout"])
+def test_laws_that_rules_give_by_piece_are_one_program(tmp_path: Path, model: str) -> None:
+    """Where an element of a dropout's mask stands in the batch differs by rank; the nodes that find out do not."""
+    plan = "ranks: 16\nsymbols: {batch: {divisor: 16}}\ndataset: data_parallel\n"
+    folder = compiled(tmp_path / "build", model, "", f"{plan}train: {{{LOSS}, optimizer: {{type: sgd, lr: 0.1}}}}\n")
+    assert len([*folder.glob("rank_*.onnx")]) == 2
+    assert "Dropout" in (folder / "ir/step_parallel_begin.ir").read_text() or model == PERCEPTRON_OF_32
+
+
+@pytest.mark.parametrize(
+    ("column", "law"),
+    [
+        ([0, 16, 32], "16*place"),
+        ([5, 6, 7], "place + 5"),
+        ([7, 4, 1], "-3*place + 7"),
+        ([1.0, 0.0, 0.0, 0.0], "Max(1 - place, 0)"),
+        ([2, 7, 7], "-5*Max(1 - place, 0) + 7"),
+        ([True, False], "-1*place + 1"),
+        ([0.5, 1.0], None),
+        ([0, 1, 4], None),
+        ([float("inf"), 0.0], None),
+        ([float("nan"), 0.0], None),
+    ],
+)
+def test_laws_of_numbers_by_place(column: list[float], law: str | None) -> None:
+    assert item_of(column) == law
+    for place, number in enumerate(column if law else ()):
+        assert parse(law or "")({"place": place}) == number

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ops.gradients import Gradients, NoGradient, extend
-from partc.compiler.ops.local import Shape
+from partc.compiler.ops.local import Shape, likeness
 from partc.compiler.ops.operands import Dim, same
 from partc.compiler.ops.scope import Scope
 from partc.compiler.program import captured
@@ -114,6 +114,14 @@ class Backward:
     gradients: dict[str, str]
     forward: list[ir.Node]
     scope: Scope = field(repr=False)
+
+    def is_like(self, other: Backward) -> bool:
+        """Whether both emit the same."""
+        mine, theirs = ([likeness(node) for node in (*one.forward, *one.early, *one.nodes)] for one in (self, other))
+        if mine != theirs or (self.gradients, self.constants.keys()) != (other.gradients, other.constants.keys()):
+            return False
+        pairs = ((one, other.constants[name]) for name, one in self.constants.items())
+        return all(one.dtype == two.dtype and np.array_equal(one, two) for one, two in pairs)
 
     @property
     def nodes(self) -> list[ir.Node]:

@@ -83,3 +83,15 @@ class Local:
                 outputs=[ir.Value(name=name) for name in outputs],
             )
         )
+
+
+def likeness(node: ir.Node) -> tuple[object, ...]:
+    """Equal for nodes that are written alike: op, attributes, and the names of what they read and make."""
+    attributes = [one for _, one in sorted(node.attributes.items())]
+    return (
+        node.domain,
+        node.op_type,
+        tuple(value and value.name for value in node.inputs),
+        tuple(value.name for value in node.outputs),
+        tuple(ir.serde.serialize_attribute(one).SerializeToString(deterministic=True) for one in attributes),
+    )

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -224,22 +225,25 @@ class Backward:
             values.append(ir.Value(name=name, type=value.type, shape=known))
             shapes[name] = shape
         around = {old: new for op in local.ops for old, new in op.captured.items()}
-        forward, scope = [op.node for op in local.ops], Scope(reserved=self.drafts.reserved, known=self.known)
+        forward = [op.node for op in local.ops]
         if node.domain == OWN and is_differentiable(OWN, node.op_type):
             names = [operand_name(self.writer, instance, k) for k in range(len(node.inputs))]
             made = [self.writer.names[made_as(self.program, instance, k)] for k in range(len(node.outputs))]
             whole = [renamed(node, names, made)]
-            found = differentiate_nodes(whole, dys, sorted(wanted), values=values, scope=scope)
+            found = differentiate_nodes(whole, dys, sorted(wanted), values=values, scope=self._scope())
             return replace(found, forward=forward)
-        return differentiate_nodes(
-            forward,
-            dys,
-            sorted(wanted),
-            values=values,
-            constants=local.constants,
-            scope=scope,
-            around=around,
-        )
+
+        differentiated = partial(differentiate_nodes, forward, dys, sorted(wanted), around=around)
+        if local.ends:
+            # Shapes follow from constants, so those of a rank are shown; gradients must not.
+            constants = [{**local.fixed, **end} for end in local.ends]
+            first, last = (differentiated(values=values, constants=one, scope=self._scope()) for one in constants)
+            if first.is_like(last):
+                return first
+        return differentiated(values=[*values, *local.unknown], constants=local.fixed, scope=self._scope())
+
+    def _scope(self) -> Scope:
+        return Scope(reserved=self.drafts.reserved, known=self.known)
 
     def _write(self, instance: Instance, found: Sequence[tuple[Localized, Group, Found]]) -> dict[str, str]:
         """Writes what was found for a node on all its ranks; by input the name of its cotangent."""

@@ -6,7 +6,7 @@ Most nodes are the same on all ranks of a group; a rule that asks which piece a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
@@ -17,17 +17,37 @@ from partc.compiler.layouts.layout import Layout, Mesh
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.rule import OWN
 from partc.compiler.ops.table import rule_of
+from partc.compiler.parts.by_place import Circles, by_place
 from partc.compiler.parts.copies import made_as, read_as, whole_on
-from partc.compiler.program import Array, Copy, Group, Op, Program, Shape
+from partc.compiler.program import Array, Constant, Copy, Group, Op, Program, RankConstant, Shape
 
 
 @dataclass
 class Localized:
-    """What a node becomes on one rank."""
+    """What a node becomes on one rank, or on several that differ in constants by their place.
+
+    `ends`: what constants by a rank's place are on the first and the last rank.
+    """
 
     ops: list[Op] = field(default_factory=list)
-    constants: dict[str, Array] = field(default_factory=dict)
+    constants: dict[str, Constant] = field(default_factory=dict)
     types: dict[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
+
+    ends: tuple[Mapping[str, Array], ...] = ()
+
+    @property
+    def fixed(self) -> dict[str, Array]:
+        """The constants that are the same on all of the ranks."""
+        return {name: one for name, one in self.constants.items() if not isinstance(one, RankConstant)}
+
+    @property
+    def unknown(self) -> list[ir.Value]:
+        """The constants that are not, of which a type is known."""
+        laws = {name: one for name, one in self.constants.items() if isinstance(one, RankConstant)}
+        return [
+            ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(one.dtype)), shape=ir.Shape(one.shape))
+            for name, one in laws.items()
+        ]
 
     @property
     def inner(self) -> list[str]:
@@ -40,7 +60,9 @@ class Localized:
         if not names:
             return self
         ops = [replace(op, node=with_names(op.node, names)) for op in self.ops]
-        return Localized(ops, {names.get(name, name): array for name, array in self.constants.items()}, self.types)
+        constants = {names.get(name, name): one for name, one in self.constants.items()}
+        ends = tuple({names.get(name, name): one for name, one in end.items()} for end in self.ends)
+        return Localized(ops, constants, self.types, ends)
 
 
 class _Pieces(dict[str, int]):
@@ -97,9 +119,16 @@ def _part(dim: int | str, pieces: int) -> int | str:
 
 
 def localize(
-    program: Program, instance: Instance, name_of: Callable[[Copy], str], operand: Callable[[Instance, int], str]
+    program: Program,
+    instance: Instance,
+    name_of: Callable[[Copy], str],
+    operand: Callable[[Instance, int], str],
+    circles: Circles,
 ) -> list[tuple[Localized, Group]]:
-    """What a node becomes, with the ranks of its group on which it becomes just this; `operand` names an input."""
+    """What a node becomes, with the ranks of its group on which it becomes just this; `operand` names an input.
+
+    `circles` gives the sets of ranks that differ along axes of a mesh, and their group's name.
+    """
     node, group = instance.node, instance.group
     read = [None if value is None else read_as(program, instance, k) for k, value in enumerate(node.inputs)]
     made = [made_as(program, instance, k) for k in range(len(node.outputs))]
@@ -135,7 +164,19 @@ def localize(
         if not pieces.asked:
             return [(done, group)]
         found.append((done, pieces.asked, [rank]))
+    if choice is not None and (
+        merged := by_place([(one, ranks) for one, _, ranks in found], _sets(choice, found, group, circles))
+    ):
+        return [(merged, group)]
     return [(done, tuple(ranks)) for done, _, ranks in found]
+
+
+def _sets(
+    choice: Choice, found: Sequence[tuple[Localized, Mapping[str, int], list[int]]], group: Group, circles: Circles
+) -> tuple[tuple[Group, ...], str]:
+    """The sets of ranks that differ in what a rule has asked for, each in the order of pieces."""
+    asked = dict.fromkeys(letter for _, letters, _ in found for letter in letters)
+    return circles(choice.mesh, tuple(axis for letter in asked for axis in choice.axes[letter]), group)
 
 
 def _numbers(choice: Choice) -> dict[str, tuple[int, ...]]:

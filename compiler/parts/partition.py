@@ -56,7 +56,8 @@ def partition(program: Program) -> Program:
                 write_forward(writer, instance)
                 continue
             keep_operands(writer, instance)
-            locals_ = localize(program, instance, lambda copy: writer.names[copy], partial(operand_name, writer))
+            operand = partial(operand_name, writer)
+            locals_ = localize(program, instance, lambda copy: writer.names[copy], operand, writer.circles)
             emitted[instance] = [(_put(drafts, node, local, ranks), ranks) for local, ranks in locals_]
         for value in node.outputs:
             _derive(copies, writer, value, done)
