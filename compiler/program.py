@@ -95,6 +95,17 @@ class Copy:
         """Of the first rank and the number only: a group may have hundreds, and one that is looked up is nearly always the same object."""
         return hash((self.value, self.group[0], len(self.group), self.layout.cuts))
 
+    @property
+    def holders(self) -> tuple[tuple[int, Group], ...]:
+        """Of each piece the place of the first rank that holds it, and all ranks that do."""
+        return _holders(self.group, self.layout)
+
+
+@functools.lru_cache(maxsize=1024)
+def _holders(group: Group, layout: Layout) -> tuple[tuple[int, Group], ...]:
+    """Once for all values that lie alike: there may be thousands of ranks."""
+    return tuple((held[0], tuple(group[index] for index in held)) for held in layout.holders.values())
+
 
 @dataclass(frozen=True)
 class Op:

@@ -247,7 +247,7 @@ class Backward:
 
     def _write(self, instance: Instance, found: Sequence[tuple[Localized, Group, Found]]) -> dict[str, str]:
         """Writes what was found for a node on all its ranks; by input the name of its cotangent."""
-        everywhere = tuple(rank for _, ranks, _ in found for rank in ranks)
+        everywhere = found[0][1] if len(found) == 1 else tuple(rank for _, ranks, _ in found for rank in ranks)
         early = {out.name or "" for _, _, one in found for node in one.early for out in node.outputs}
         outputs = {out.name or "" for _, _, one in found for node in one.nodes for out in node.outputs} - early
         constants = {name for local, _, one in found for name in one.constants if name not in local.constants}

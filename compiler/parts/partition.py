@@ -161,9 +161,9 @@ class _Held:
     def _weight(self, copy: Copy) -> None:
         """A weight: ranks that hold the same piece hold it alike."""
         name = self._typed(copy)
-        for indices in copy.layout.holders.values():
-            held = Held(name, copy, indices[0])
-            for draft in self.drafts.of(tuple(copy.group[index] for index in indices)):
+        for place, ranks in copy.holders:
+            held = Held(name, copy, place)
+            for draft in self.drafts.of(ranks):
                 draft.weights.setdefault(name, held)
 
     def _typed(self, copy: Copy) -> str:

@@ -244,10 +244,8 @@ class Updates:
 
     def _holding(self, home: Copy) -> str:
         """The group whose lists hold one piece each; "" where every rank has a piece of its own."""
-        holders = home.layout.holders.values()
-        if len(holders) == len(home.group):
-            return ""
-        return self.writer.group(tuple(tuple(home.group[index] for index in indices) for indices in holders))
+        holders = home.holders
+        return "" if len(holders) == len(home.group) else self.writer.group(tuple(ranks for _, ranks in holders))
 
     def _counted(self, group: Group, holders: str, names: Sequence[str]) -> str:
         """The sum of squares of pieces that several ranks hold, on the first of these; 0 on the others."""
