@@ -43,7 +43,7 @@ def of(text: str, name: str) -> list[str]:
 def test_an_op_shows_its_strategy_and_who_cut_it(tmp_path: Path) -> None:
     program = program_of(tmp_path, "12")
     text = end_text(program)
-    assert text.startswith("# partc step_parallel_end, grammar 2\n")
+    assert text.startswith("# partc step_parallel_end, grammar 3\n")
     assert of(text, "MatMul.terms") == [
         "%MatMul.terms = MatMul(%Transpose, %w) {in_strategy: ((2, 3), (3, 1))}",
         ": (<tensor(float), (6, 8)>, <tensor(float), (8, 16)>) -> (<tensor(float), (6, 16)>)",

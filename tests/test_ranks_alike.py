@@ -32,13 +32,22 @@ PERCEPTRON_OF_32 = PERCEPTRON.replace("[batch, 6]", "[batch, 64]").replace("6, 5
 
 def trained(out: Path, ranks: int, optimizer: str) -> Path:
     """A perceptron as dp x tp with tp 2, whose gradients are clipped by their norm."""
-    plan = GRID.replace("RANKS", str(ranks)).replace("DATA", str(ranks // 2))
+    parts = 2 if "accumulate" in optimizer else 1
+    plan = GRID.replace("RANKS", str(ranks)).replace("divisor: DATA", f"divisor: {ranks // 2 * parts}")
+    plan = plan.replace("DATA", str(ranks // 2))
     return compiled(
         out, PERCEPTRON_OF_32, "", f"{plan}train: {{{LOSS}, optimizer: {optimizer}, clip: {{norm: 1.5}}}}\n"
     )
 
 
-@pytest.mark.parametrize("optimizer", ["{type: adam, lr: 0.1}", "{type: adam, lr: 0.1, shard: dp}"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "{type: adam, lr: 0.1}",
+        "{type: adam, lr: 0.1, shard: dp}",
+        "{type: adam, lr: 0.1, shard: dp}, accumulate: 2, on_nonfinite: skip",
+    ],
+)
 def test_files_and_manifest_do_not_grow_with_data_parallel_ranks(tmp_path: Path, optimizer: str) -> None:
     few, many = (trained(tmp_path / str(ranks), ranks, optimizer) for ranks in (8, 64))
     for folder in (few, many):
@@ -47,7 +56,7 @@ def test_files_and_manifest_do_not_grow_with_data_parallel_ranks(tmp_path: Path,
         assert len([*(folder / "ir").glob("rank_*.ir")]) == 3
     sizes = {
         name: [sum(path.stat().st_size for path in folder.glob(name)) for folder in (few, many)]
-        for name in (MANIFEST, "ir/*", "rank_*.onnx", "evaluation/*")
+        for name in (MANIFEST, "ir/*", "rank_*.onnx", "evaluation/*", "accumulation/*")
     }
     assert all(large <= 1.25 * small for small, large in sizes.values()), sizes
     assert sum(path.stat().st_size for path in (many / "weights").glob("*")) == sum(

@@ -25,7 +25,7 @@ from partc.compiler.writing.helper_types import helper_types
 from partc.compiler.writing.transfer_bytes import bytes_text
 from partc.runtime.format import SEND, order_text
 
-GRAMMAR = 2
+GRAMMAR = 3
 _LONG = 16
 _NAMED = 8
 """So many lists of a group, or ranks of one, are listed."""
