@@ -16,7 +16,7 @@ from typing import cast
 import numpy as np
 
 from .dtypes import Array
-from .format import Box, Port
+from .format import Box, Grid, Port
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ def whole_size(size: int, cut: Sequence[int]) -> int:
 
 def divisor(boxes: Iterable[Box], axis: int) -> int:
     """The number that the size of an axis must be divisible by, so that all boxes have whole edges."""
+    if isinstance(boxes, Grid):
+        return boxes.divisor(axis)
     edges = {Fraction(edge, box[axis][2]) for box in boxes for edge in box[axis][:2]}
     return math.lcm(*(edge.denominator for edge in edges))
 

@@ -11,10 +11,12 @@ In memory ranks are a list and boxes a sequence whose items are made when they a
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Annotated, Any, TypeAlias, overload
 
 from pydantic import PlainSerializer, PlainValidator
@@ -103,6 +105,23 @@ class Grid(Sequence[Box]):
         return isinstance(other, Sequence) and len(self) == len(other) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+    def distinct(self) -> Iterator[tuple[int, Box]]:
+        """Every piece once, with the first place that has it: those along axes that cut nothing repeat them."""
+        cutting = {axis for axes in self.cuts for axis in axes}
+        strides = [math.prod(self.mesh[axis + 1 :]) for axis in range(len(self.mesh))]
+        rows = [range(0, size * stride, stride) for size, stride in zip(self.mesh, strides, strict=True)]
+        for places in itertools.product(*(row if axis in cutting else row[:1] for axis, row in enumerate(rows))):
+            yield sum(places), self[sum(places)]
+
+    def divisor(self, axis: int) -> int:
+        """The number that the size of an axis must be divisible by, so that all pieces have whole edges."""
+        count = self._counts[axis]
+        if not self.part:
+            return count
+        spans = (_within((number, number + 1, count), self.part[axis]) for number in range(count))
+        edges = {Fraction(edge, of) for begin, end, of in spans for edge in (begin, end)}
+        return math.lcm(*(edge.denominator for edge in edges))
 
     @functools.cached_property
     def _counts(self) -> list[int]:

@@ -14,6 +14,7 @@ from partc.compiler.parts.by_place import item_of
 from partc.runtime.artifact import open_artifact
 from partc.runtime.check import check
 from partc.runtime.check_constants import check_constants
+from partc.runtime.cuts import divisor
 from partc.runtime.errors import ArtifactError
 from partc.runtime.expression import parse
 from partc.runtime.format import DOMAIN, MANIFEST, RANK_CONSTANT, Grid, Manifest, Port, order_text, ranks_of
@@ -104,6 +105,17 @@ def test_boxes_by_layout_are_those_of_the_layout(cuts: tuple[tuple[int, ...], ..
             for (begin, end, of), size in zip(again.box(rank) or (), shape, strict=False)
         ]
         assert tuple(box) == layout.box(rank, shape)
+
+
+@pytest.mark.parametrize("cuts", [((0, 2), ()), ((1,), (2,)), ((2, 0), (1,)), ((), ()), ((2,), ())])
+@pytest.mark.parametrize("part", [(), ((2, 10, 12), (0, 5, 5))])
+def test_pieces_of_a_grid_once_each(cuts: tuple[tuple[int, ...], ...], part: tuple[tuple[int, int, int], ...]) -> None:
+    grid = Grid((2, 3, 4), cuts, part)
+    boxes = list(grid)
+    first = {str(box): place for place, box in reversed([*enumerate(boxes)])}
+    assert {str(box): place for place, box in grid.distinct()} == first
+    assert len([*grid.distinct()]) == len(first)
+    assert [divisor(grid, axis) for axis in (0, 1)] == [divisor(boxes, axis) for axis in (0, 1)]
 
 
 def test_boxes_of_a_part_of_a_packed_tensor() -> None:

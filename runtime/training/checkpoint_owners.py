@@ -8,7 +8,7 @@ equal or disjoint, as a layout's pieces are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from partc.runtime import cuts
@@ -95,6 +95,9 @@ def _distinct(record: StateRecord) -> dict[Box, int]:
     if record.boxes is None:
         return {whole(record.shape): min(record.ranks)}
     found: dict[tuple[tuple[int, ...], ...], tuple[int, fmt.Box]] = {}
-    for rank, box in sorted(zip(record.ranks, record.boxes, strict=True), key=lambda pair: pair[0]):
+    pairs: Iterable[tuple[int, fmt.Box]] = zip(record.ranks, record.boxes, strict=True)
+    if isinstance(record.boxes, fmt.Grid) and record.ranks == sorted(record.ranks):
+        pairs = ((record.ranks[place], box) for place, box in record.boxes.distinct())
+    for rank, box in sorted(pairs, key=lambda pair: pair[0]):
         found.setdefault(tuple(map(tuple, box)), (rank, box))
     return {_whole_numbers(record, box): rank for rank, box in found.values()}
