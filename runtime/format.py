@@ -38,10 +38,10 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Annotated, Literal, TypeAlias
 
-from partc.runtime.ranks import Box, Boxes, Grid, Programs, Ranks, order_text, ranks_of, ranks_text
+from partc.runtime.ranks import MOST_RANKS, Box, Boxes, Grid, Programs, Ranks, order_text, ranks_of, ranks_text
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
-__all__ = ["Box", "Grid", "order_text", "ranks_of", "ranks_text"]
+__all__ = ["MOST_RANKS", "Box", "Grid", "order_text", "ranks_of", "ranks_text"]
 FORMAT = 1
 DOMAIN = "partc.comm"
 OPTIMIZER = "partc.optimizer"
@@ -101,10 +101,6 @@ LARGEST_MANIFEST = 1 << 29
 WEIGHTS = "weights"
 BEGIN_IR = "ir/step_parallel_begin.ir"
 END_IR = "ir/step_parallel_end.ir"
-
-
-MOST_RANKS = 1 << 16
-"""No job has more ranks."""
 
 
 def rank_file(rank: int) -> str:

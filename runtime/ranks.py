@@ -27,7 +27,8 @@ _WRITTEN_OUT = 8
 """Lists of so many ranks are written out."""
 _ROW = 3
 """So many ranks with one step between them are written as a row."""
-_MOST_RANKS = 1 << 20
+MOST_RANKS = 1 << 16
+"""No job has more ranks."""
 _SPAN = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?", re.ASCII)
 
 
@@ -65,8 +66,8 @@ def ranks_of(text: str) -> list[int]:
             raise ValueError(f"'{span}' are no ranks; ranks are written as '3', '0-7' or '0-56:8'")
         first, last, step = match.groups()
         row = range(int(first), int(last or first) + 1, int(step or 1))
-        if len(row) + len(found) > _MOST_RANKS:
-            raise ValueError(f"'{text}' are more than {_MOST_RANKS} ranks")
+        if len(row) + len(found) > MOST_RANKS:
+            raise ValueError(f"'{text}' are more than {MOST_RANKS} ranks")
         found += row
     return found
 
@@ -192,7 +193,7 @@ def _read_grid(value: Mapping[str, Any]) -> Grid:
     if not _is_row(mesh) or not isinstance(cuts, list) or not all(map(_is_row, cuts)) or not isinstance(part, list):
         raise ValueError("a grid has 'mesh', a list of sizes, and 'cuts', by dim a list of axes")
     used = [axis for axes in cuts for axis in axes]
-    if min(mesh, default=1) < 1 or math.prod(mesh) > _MOST_RANKS:
+    if min(mesh, default=1) < 1 or math.prod(mesh) > MOST_RANKS:
         raise ValueError(f"a grid of {mesh} is none of ranks")
     if len(used) != len({*used}) or not all(0 <= axis < len(mesh) for axis in used):
         raise ValueError(f"the axes {cuts} are not each once among those of {mesh}")
