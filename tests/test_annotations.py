@@ -16,6 +16,7 @@ import pytest
 from conftest import Golden
 from cut_models import BLOCK_STYLES, block, mlp, with_weights
 from google.protobuf.text_format import MessageToString
+from linear_chains import STYLES, parallel_block
 from onnx_ir._multi_device import _check_device_configurations
 from partc.cli.main import invoke
 from partc.compiler.annotations.write import annotated
@@ -91,6 +92,14 @@ CASES: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
     "out of order": (mlp, "ranks: 6\nplacement: {'**': [5, 0, 2, 1, 4, 3]}\nsharding: {up: {in: [[1, 2], [2, 3]]}}\n"),
     "reduce_scatter": (mlp, STRATEGIES.replace("[2, 3], [3, 1]", "[2, 2], [2, 1]").replace("OUT", "[[8, 1]]")),
     "reduced at once": (mlp, STRATEGIES.replace("[2, 3], [3, 1]", "[2, 2], [2, 1]").replace("OUT", "[[2, 1]]")),
+    "sums that pass": (
+        parallel_block,
+        f"ranks: 4\nmesh: {{dp: 2, tp: 2}}\nsymbols: {{batch: {{divisor: 2}}}}\ndataset: data_parallel\nsharding: {{{STYLES}}}\n",
+    ),
+    "sums that could pass, and are reduced at once": (
+        parallel_block,
+        f"ranks: 2\nsharding: {{{STYLES}, res1: {{out: [[1, 1, 1]]}}}}\n",
+    ),
     "one value in two layouts": (
         lambda: onnx.parser.parse_model(DUPLICATE),
         "ranks: 6\nsharding: {square: {in: [[3, 2], [2, 1]]}}\n",

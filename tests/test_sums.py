@@ -14,8 +14,10 @@ from linear_chains import STYLES, WIDTH, at_once, chains, costs, kinds, parallel
 from partc.compiler.errors import CompileError
 from partc.compiler.load.onnx_file import from_proto
 from partc.compiler.load.source import Source
+from partc.runtime.check import check_artifact
+from test_check_places import without
 from trained import same_training
-from whole import same_as_whole
+from whole import compiled, same_as_whole
 
 MOVED = Counter[str]()
 TRAIN = "train: {loss: {type: mean_squared, prediction: y, target: t}, optimizer: {type: momentum, lr: 0.05, momentum: 0.9}}\n"
@@ -225,6 +227,29 @@ def test_dropout_of_terms_has_one_mask_on_all_ranks(tmp_path: Path) -> None:
         atol=1e-4,
     )
     assert [event.name for event in program.events if ".grad" not in event.name and event.shape != ()] == ["j"]
+
+
+@pytest.mark.parametrize("tag", [0, 1])
+def test_the_checker_finds_a_reduction_that_is_left_out(tmp_path: Path, tag: int) -> None:
+    """Of two chains one behind the other: terms that no collective reduced go through what is not linear."""
+    second = """[up2] u2 = MatMul(y1, w1)
+    [bend2] b2 = Tanh(u2)
+    [down2] a2 = MatMul(b2, w2)
+    [other2] m2 = MatMul(b2, w3)
+    [less] p2 = Sub(y1, a2)
+    [join2] j2 = Add(p2, m2)
+    [end2] y = Tanh(j2)"""
+    proto = with_weights(
+        CHAIN.format(through="p = Add(a, x)").replace("y = Tanh(j)", f"y1 = Tanh(j)\n    {second}"), PRODUCTS
+    )
+    rows = "sharding: {'up{,2}': colwise, 'down{,2}': rowwise, 'other{,2}': rowwise}\n"
+    program = compiled(proto, f"ranks: 2\noutputs: cut\n{rows}", tmp_path / "build")
+    assert [event.name for event in program.events] == ["j", "j2"]
+    assert check_artifact(tmp_path / "build") == []
+    without(tmp_path / "build", tag)
+    assert any(
+        "is a term of a sum that no collective has reduced" in str(one) for one in check_artifact(tmp_path / "build")
+    )
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

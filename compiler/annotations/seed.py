@@ -131,9 +131,8 @@ def settle_outputs(instance: Instance, choice: Choice, followed: Followed, given
             continue
         reduced = Layout(made.mesh, made.cuts)
         both_whole = wanted.is_whole and reduced.is_whole  # also where the spec alone tells how many dims there are
-        if (normal(wanted) != normal(reduced) and not both_whole) or (
-            made.partial and instance.node.outputs[k].name in followed.reduced
-        ):
+        unlike = normal(wanted) != normal(reduced) and not both_whole
+        if unlike or instance.node.outputs[k].name in followed.reduced:
             given.outputs[instance, k] = (wanted, followed.where)
 
 

@@ -112,7 +112,13 @@ def _annotate(program: Program, old: ir.Node, new: ir.Node, configuration: ir.Mo
     if terms:
         new.metadata_props[keys.TERMS] = keys.encode(terms)
     given = program.given.outputs if program.given else {}
-    reduced = [name for k in outputs if (instance, k) in given and (name := old.outputs[k].name) in terms]
+    reduced = [
+        name
+        for k in outputs
+        if (instance, k) in given
+        and (name := old.outputs[k].name)
+        and (name in terms or _might_pass(choice, k, given[instance, k][0]))
+    ]
     if reduced:
         new.metadata_props[keys.REDUCED] = keys.encode(reduced)
     told = _unlike(old, inputs) or not _told(instance, choice, Followed(group, inputs, outputs, ""))
@@ -129,6 +135,12 @@ def _cuts(program: Program, old: ir.Node, new: ir.Node, groups: tuple[Group, ...
     ]
     if any(record["axes"] for record in records):
         new.metadata_props[keys.CUTS] = keys.encode(records)
+
+
+def _might_pass(choice: Choice, k: int, wanted: Layout) -> bool:
+    """Whether a node could make an output as terms of a sum, and the wanted layout does not tell that it must not."""
+    made = choice.output(k)
+    return bool(choice.rule.partial_inputs) and made is not None and normal(made) == normal(wanted)
 
 
 def _choice(program: Program, instance: Instance) -> Choice | None:
