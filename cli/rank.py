@@ -143,10 +143,19 @@ def _run(job: Job, comm: MPI.Intracomm) -> int:
 
     begin = time.perf_counter()
     transport = MpiTransport(comm, job.stall)
-    if job.training is not None:
+    try:
+        if job.training is None:
+            return _infer(job, transport, begin)
         from partc.cli.training import run_training
 
         return run_training(job, transport)
+    except BaseException as error:
+        # Where it is this rank's alone, the others would wait.
+        transport.leave(said(transport.rank, error))
+        raise
+
+
+def _infer(job: Job, transport: Transport, begin: float) -> int:
     from partc.cli.results import gather
     from partc.runtime import load
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias
@@ -275,31 +275,34 @@ def load(
     stall: float = 30.0,
     on_error: OnError = "raise",
     providers: Sequence[str] = CPU,
+    first: Callable[[], object] | None = None,
 ) -> Program:
     """This rank's program of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
 
     `threads`: of each operator, by default the cores that belong to this rank. `trust`: do not hash the files. `stall`: seconds
     after which a wait is reported on stderr. `on_error`: what a failure inside a step does to the job: "raise" a RankError on every
-    rank, "abort" it by MPI, or "recover": every rank raises a StepError and the next step runs, of a program that keeps no state. An
-    artifact of one rank needs no MPI.
+    rank, "abort" it by MPI, or "recover": every rank raises a StepError and the next step runs, of a program that keeps no state.
+    `first`: what each rank does before it opens anything; where that fails on one, loading fails on all. An artifact of one rank needs
+    no MPI.
     """
     artifact: Artifact | None = None
     program: Program | None = None
-    problem = ""
+    failure: Exception | None = None
     try:
+        if first is not None:
+            first()
         artifact = open_artifact(folder, trust=trust)
-    except ArtifactError as error:
-        problem = str(error)
+    except Exception as error:
+        failure = error
     if artifact is not None:
         refuse_recovery(artifact, on_error)
     transport = _transport(folder, artifact.manifest.ranks if artifact else None, comm, stall)
+    problem = "" if failure is None else _problem(transport.rank, failure)
     if artifact is not None:
         try:
             program = Program(artifact, transport, settings_for(transport, threads, providers), on_error)
-        except PartcError as error:
-            problem = str(error)
         except Exception as error:
-            problem = f"rank {transport.rank}: {type(error).__name__}: {error}"
+            problem = _problem(transport.rank, error)
     said = [text.partition("\n") for text in transport.share(f"{artifact.digest if artifact else ''}\n{problem}")]
     problems = [text for text in dict.fromkeys(text for _, _, text in said) if text]
     if not problems and len({digest for digest, _, _ in said}) > 1:
@@ -307,6 +310,8 @@ def load(
         problems = [f"{folder}: {fact}\n  help: try again, with a folder that all ranks share"]
     if program is None or problems:
         transport.close()
+        if failure is not None and not isinstance(failure, ArtifactError):
+            raise failure
         raise ArtifactError("\n".join(problems))
     try:
         program.connect()
@@ -314,6 +319,11 @@ def load(
         program._fail(error)
         raise
     return program
+
+
+def _problem(rank: int, error: Exception) -> str:
+    """What all ranks are told of one that cannot load."""
+    return str(error) if isinstance(error, PartcError) else f"rank {rank}: {type(error).__name__}: {error}"
 
 
 def refuse_recovery(artifact: Artifact, on_error: OnError) -> None:

@@ -9,16 +9,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from handmade import chain
 from partc.cli.signals import Signals
 from partc.cli.stopped import Stopped
-from partc.runtime.errors import RankError
+from partc.runtime import load_trainer
+from partc.runtime.errors import ArtifactError, RankError
 from partc.runtime.local import LocalWorld
 from partc.runtime.rank_threads import RankThreads, left_behind
 from partc.runtime.transport import Transport
+from small_training import DATA_PARALLEL, PERCEPTRON, compiled
 from test_runtime_mpi import MPIEXEC, job
 
 pytestmark = pytest.mark.skipif(not MPIEXEC.exists(), reason="the environment has no mpiexec of its own")
@@ -78,6 +81,15 @@ def test_signals_are_noted_and_ignored_ones_stay_ignored() -> None:
             assert (signals.exit_code, signals.again) == (143, True)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_what_one_rank_alone_cannot_open_is_told_to_all(tmp_path: Path) -> None:
+    folder = compiled(tmp_path / "build", PERCEPTRON, DATA_PARALLEL)
+    world = LocalWorld(2)
+    jobs = [partial(load_trainer, place, world.transport(rank)) for rank, place in enumerate((folder, tmp_path / "no"))]
+    with pytest.raises(ArtifactError, match=r"^\S+no: there is no such folder") as caught:
+        RankThreads(world).run(jobs, patience=5.0)
+    assert "no rank can go on" not in str(caught.value)
 
 
 def in_threads(second: Callable[[Transport], object]) -> list[object]:

@@ -9,6 +9,7 @@ with load_trainer("build") as trainer:                    # on every rank
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from pydantic import JsonValue
 
-from ..artifact import open_artifact
+from ..artifact import Artifact, open_artifact
 from ..bindings import Halted
 from ..errors import ArtifactError, InputError, NonFiniteError, UsageError
 from ..format import TOTALS, Manifest, Port, TrainingRecord, stays_inside
@@ -322,6 +323,32 @@ def load_trainer(
     UsageError for an artifact that does not train, or has such a schedule without either.
     """
     place = Path(folder)
+    try:
+        artifact, record, rate = _opened(place, rate, trust_code)
+    except Exception as error:
+        load(place, comm, stall=stall, first=partial(_raise, error))  # so that the other ranks do not wait for this one
+        raise
+    begun = None
+    if ahead is not None and (comm is not None or artifact.manifest.ranks == 1):
+        begun = Ahead(Path(ahead), comm.rank if comm is not None else 0, artifact.manifest.ranks)
+    program: Program | None = None
+    try:
+        program = load(place, comm, threads=threads, trust=trust, stall=stall, on_error=on_error, providers=providers)
+        evaluation = program.beside(place / record.evaluation, trust) if record.evaluation else None
+        accumulation = program.beside(place / record.accumulation, trust) if record.accumulation else None
+        totals = program.beside(place / TOTALS, trust) if record.totals else None
+        artifact.refuse_replaced()
+        return Trainer(program, evaluation, rate, accumulation, totals, begun)
+    except BaseException as error:
+        if begun is not None:
+            begun.close()
+        if program is not None:
+            program.__exit__(type(error), error, error.__traceback__)
+        raise
+
+
+def _opened(place: Path, rate: Rate | None, trust_code: bool) -> tuple[Artifact, TrainingRecord, Rate]:
+    """What a trainer needs of an artifact before its program is loaded."""
     artifact = open_artifact(place, trust=True)
     manifest = artifact.manifest
     record = manifest.training
@@ -335,20 +362,11 @@ def load_trainer(
         if not trust_code and (found := outside(place, record, (SCHEDULE,))):
             raise refusal(place, manifest, found, "give `rate`, or `trust_code=True` where the artifact is yours")
         rate = planned_rate(record, base_folder(place, record))
-    begun = None
-    if ahead is not None and (comm is not None or manifest.ranks == 1):
-        begun = Ahead(Path(ahead), comm.rank if comm is not None else 0, manifest.ranks)
-    try:
-        program = load(place, comm, threads=threads, trust=trust, stall=stall, on_error=on_error, providers=providers)
-        evaluation = program.beside(place / record.evaluation, trust) if record.evaluation else None
-        accumulation = program.beside(place / record.accumulation, trust) if record.accumulation else None
-        totals = program.beside(place / TOTALS, trust) if record.totals else None
-        artifact.refuse_replaced()
-        return Trainer(program, evaluation, rate, accumulation, totals, begun)
-    except BaseException:
-        if begun is not None:
-            begun.close()
-        raise
+    return artifact, record, rate
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _known(program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
