@@ -10,6 +10,7 @@ places    pieces that meet in a node lie in the same places on all ranks, and wh
 state     what ranks keep from step to step is in their files, and together all of each tensor; updates in place are safe, and copies
           of a piece stay equal; gradients of the parts of a batch are all added up
 named     what a training names beside its programs is no code inside of the artifact
+training  its names are those of inputs and outputs, its numbers those of the update nodes, its schedule one that can be followed
 inside    the evaluation of an artifact that trains, and the program of a part of a batch, are artifacts of their own, checked as such
           and beside it
 """
@@ -124,12 +125,14 @@ class _Artifact:
         from partc.runtime.check_order import check_order
         from partc.runtime.check_places import check_places
         from partc.runtime.check_state import check_state
+        from partc.runtime.check_training import check_training
         from partc.runtime.check_updates import check_updates
 
         def updates() -> list[Violation]:
             self.replaced, unsafe = check_updates(self.manifest, self.models)
             return unsafe
 
+        self.prove("the training", lambda: check_training(self.manifest, self.models))
         kept = self.prove("what ranks keep", lambda: check_state(self.manifest, self.models))
         self.prove("the order of communication", lambda: check_order(self.manifest, self.models))
         if kept:

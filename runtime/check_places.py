@@ -2,10 +2,11 @@
 
 A rank's piece of a value begins, along each dim, at some element. That is known of inputs, weights, what ranks keep, and what
 collectives make; nodes hand it on. Nothing is taken as known that no table here tells, so an op that is not in it is no reason for
-doubt. Two facts follow:
+doubt. Three facts follow:
 
     places   where two values meet in a node, element by element or in a sum of products, the one lies as far from the other on all
              ranks that run the node; so do an output and its box, and what a collective is given and its layout
+    node     what is cut over ranks is one node: its op, operands and attributes are the same on all of them
     terms    a sum over a dim of which ranks have different parts is a term of a sum. Terms may be added, scaled and moved; a term
              that goes through another function, is added to what is whole, or is an output, has missed its reduction
 
@@ -78,6 +79,7 @@ class _Places:
             self.files[name].ranks.append(rank)
         self.layouts: dict[str, Layout] = {}
         self.shifts: dict[tuple[object, ...], int] = {}
+        self.nodes: dict[str, tuple[str, tuple[object, ...]]] = {}
         self.sums: dict[str, set[int]] = {}
         self.sent: dict[int, Kind | None] = {}
         self.found: list[Violation] = []
@@ -133,6 +135,7 @@ class _Places:
             return
         if node.domain not in ("", "ai.onnx") or not _is_cut(node):
             return
+        self._alike(file, node)
         ruled = place_rules.apply(node, file.places, file.sizes, file.model)
         if ruled is None:
             return
@@ -144,6 +147,17 @@ class _Places:
         for begins in ruled.summed:
             if begins is not None:
                 self.sums.setdefault(node.output[0], set()).update(begins)
+
+    def _alike(self, file: _File, node: NodeProto) -> None:
+        """A node that is cut is the same one on all ranks that run it; what differs by rank is a constant that it reads."""
+        attributes = tuple(sorted(one.SerializeToString(deterministic=True) for one in node.attribute))
+        own = (node.op_type, tuple(node.input), tuple(node.output), attributes)
+        first, there = self.nodes.setdefault(node.output[0], (file.name, own))
+        if there != own:
+            parts = zip(("op", "inputs", "outputs", "attributes"), there, own, strict=True)
+            other = next(what for what, one, two in parts if one != two)
+            fact = f"its {other} differ from those in {first}, and it is one node that is cut over their ranks"
+            self._tell(file, node, fact)
 
     def _place_call(self, file: _File, node: NodeProto, record: Collective) -> None:
         call = read_call(node, file.name)

@@ -4,7 +4,6 @@ records    of one tensor: one type, shape and kind; boxes that fit, and that tog
 file       a state is an input, its `next` an output, both of the type and shape of the piece; a parameter has a first value
 optimizer  what it keeps of a parameter lies with it, piece by piece, or a part of each piece
 gradient   a sum has the shape of its parameter, and begins as zeros
-training   loss, metrics and scalars are outputs and inputs
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ _AGAIN = "compile the model again"
 
 def check_state(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
     """Everything wrong with what ranks keep; `models` holds the rank files that can be read."""
-    found = [*_check_training(manifest)]
     malformed = [_violation(record, fact) for record in manifest.state for fact in _malformed(record, manifest)]
     if malformed:
-        return [*found, *malformed]
-    found += [*_check_tensors(manifest.state), *_check_slots(manifest)]
+        return malformed
+    found = [*_check_tensors(manifest.state), *_check_slots(manifest)]
     seen = set()
     for rank, model in models.items():
         records = [record for record in manifest.state if rank in record.ranks]
@@ -50,20 +48,6 @@ def check_kept(manifest: Manifest, rank: int, model: ModelProto) -> list[Violati
 def piece_of(record: StateRecord, rank: int) -> Box:
     """The piece that a rank holds, with the whole as a box too."""
     return record.box(rank) or [[0, 1, 1] for _ in record.shape]
-
-
-def _check_training(manifest: Manifest) -> Iterator[Violation]:
-    training = manifest.training
-    if training is None:
-        return
-    outputs, inputs = {port.name for port in manifest.outputs}, {port.name: port for port in manifest.inputs}
-    for kind, name in [("loss", training.loss), *(("metric", metric) for metric in training.metrics)]:
-        if name not in outputs:
-            yield Violation(MANIFEST, f"the {kind} '{name}' is no output", "training", help=_AGAIN)
-    for name in training.scalars:
-        if name in inputs and inputs[name].shape != []:
-            fact = f"the scalar '{name}' is an input of shape {inputs[name].shape}; it is one number"
-            yield Violation(MANIFEST, fact, "training", help=_AGAIN)
 
 
 def _malformed(record: StateRecord, manifest: Manifest) -> Iterator[str]:

@@ -33,6 +33,17 @@ from mutations_of_calls import (
     swap,
     turn_group,
 )
+from mutations_of_fields import (
+    another_op,
+    attribute,
+    call_attribute,
+    header,
+    manifest_field,
+    operand,
+    said_of_itself,
+    state_field,
+    training_field,
+)
 from mutations_of_records import expressions, offset, port_boxes, programs, shapes, types, weights
 from partc.runtime.check import check_artifact
 
@@ -69,6 +80,15 @@ MUTATIONS: dict[str, Mutation] = {
     "weights of two ranks": weights,
     "offset": offset,
     "another value sent": rewire,
+    "a field of the manifest": manifest_field,
+    "a field of the training": training_field,
+    "a field of the state": state_field,
+    "an attribute of a communication": call_attribute,
+    "an operand on one rank": operand,
+    "an op on one rank": another_op,
+    "an attribute on one rank": attribute,
+    "what a file says of itself": said_of_itself,
+    "the header of a weights file": header,
 }
 
 
@@ -83,7 +103,7 @@ def mutate(name: str, source: Path, target: Path, seed: str) -> bool:
 
     def change(data: dict[str, Any]) -> None:
         nonlocal done
-        done = MUTATIONS[name](Draft(models, data, chance))
+        done = MUTATIONS[name](Draft(models, data, chance, folder))
 
     change_manifest(folder, change)
     for file, model in models.items():
@@ -110,7 +130,7 @@ def judge(kind: Kind, source: Path, wanted: dict[str, Array] | str, name: str, s
         found = run(kind, target)
         if same(wanted, found):
             return "harmless"
-        return found.splitlines()[0] if isinstance(found, str) else "other results"
+        return "refused by the run" if isinstance(found, str) else "other results"
 
 
 def sweep(count: int, seed: int, names: Sequence[str] = tuple(KINDS)) -> tuple[Counter[str], list[str]]:

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import onnx
@@ -17,11 +18,12 @@ Models = dict[str, onnx.ModelProto]
 
 @dataclass
 class Draft:
-    """An artifact while it is mutated: the models of its rank files, its manifest, and where chance decides."""
+    """An artifact while it is mutated: the models of its rank files, its manifest, where chance decides, and its folder."""
 
     models: Models
     manifest: dict[str, Any]
     chance: random.Random
+    folder: Path | None = None
 
     def file(self) -> str:
         """Any rank file."""

@@ -259,7 +259,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another beginning": (of_manifest("", _state(SUMS[0], initial=1.0)), "it begins as 1; a sum of gradients begins"),
     "a sum that no one takes": (of_step(_forgotten), "'first.grad.sum': no node reads it: of the parts of a batch all"),
     "another loss": (of_part(_other_loss), "what it adds to 'first.grad.sum' is not what the other parts of the batch"),
-    "a term": (of_step(_term), "'shift' on rank 1 may become another one than on rank 0, which holds the same piece"),
+    "a term": (of_step(_term), "by 'shift.grad.sum.next', which is a term of a sum that no collective"),
     "a sum less": (of_manifest(PARTS, _without(SUMS[1])), "'second.grad.sum': on rank 0 no part of a batch adds to it"),
     "a sum on one rank": (of_manifest(PARTS, _state(SUMS[1], ranks=[0], boxes=None)), "on rank 1 no part of a batch"),
     "a sum that stays": (of_manifest(PARTS, _state(SUMS[1], next="")), "nothing takes its place; a part of a batch"),

@@ -148,7 +148,7 @@ def _other_first_value(model: ModelProto) -> None:
 
 
 def _other_attribute(model: ModelProto) -> None:
-    next(one for one in node_of(model, "shift.next").attribute if one.name == "momentum").f = 0.5
+    next(one for one in node_of(model, "shift.next").attribute if one.name == "lr_multiplier").f = 0.5
 
 
 def _own_gradient(model: ModelProto) -> None:
@@ -240,8 +240,8 @@ BOTH = {
 }
 ONE = {
     "another attribute": (_other_attribute, "'shift' on rank 1 may become another one than on rank 0"),
-    "another attribute, told": (_other_attribute, "has momentum=0.5, and there momentum=0.9"),
-    "its own gradient": (_own_gradient, "'shift' on rank 1 may become another one than on rank 0, which"),
+    "another attribute, told": (_other_attribute, "has lr_multiplier=0.5, and there lr_multiplier=1"),
+    "its own gradient": (_own_gradient, "', which is a term of a sum that no collective has reduced"),
     "another order": (_other_order, "its value 0 is 'first.grad', that of rank 0 is 'second.grad': one would be added"),
     "another first value": (_other_first_value, "rank 1 begins with another value of 'shift' than rank 0"),
 }

@@ -7,28 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx
+import pool  # noqa: F401, it finds the modules of the tests
+from odd_values import FLOATS, INTS, NAMES
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
 
-NAMES = [
-    "",
-    "x",
-    "y",
-    "h",
-    "w",
-    "n",
-    "no such value",
-    "\x00",
-    "é",
-    "../up",
-    "a" * 3000,
-    "x ",
-    "%d",
-    "h.begin",
-    "y.terms",
-    "\x1b[2J",
-]
-INTS = [0, 1, -1, 2, 3, 5, 6, 7, 12, 2**31 - 1, 2**31, -(2**31), 2**40, 2**62, 2**63 - 1, -(2**63)]
-FLOATS = [0.0, 1.0, -1.0, 1e38, float("inf"), float("nan"), 1e-45]
 OPS = [
     "Relu",
     "Add",

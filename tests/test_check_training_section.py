@@ -1,0 +1,75 @@
+"""The checker on what a manifest says of a training: names, scalars, the optimizer's numbers, the schedule, symbols of a batch."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mutated import change_manifest
+from mutation_kinds import KINDS, build
+from partc.runtime.check import check_artifact
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def texts(folder: Path) -> str:
+    return "\n".join(str(violation) for violation in check_artifact(folder))
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = build(KINDS["parts of a batch"], tmp_path_factory.mktemp("sound") / "build")
+    assert texts(folder) == ""
+    return folder
+
+
+def _with(**fields: object) -> Change:
+    return lambda data: data["training"].update(fields)
+
+
+def _in(part: str, **fields: object) -> Change:
+    return lambda data: data["training"][part].update(fields)
+
+
+CASES: dict[str, tuple[Change, str]] = {
+    "no loss": (_with(loss="none"), "training: the loss 'none' is no output"),
+    "a metric": (_with(metrics=["none"]), "training: the metric 'none' is no output"),
+    "a sum": (_with(summed=["none"]), "'none', which is summed over the parts of a batch, is no output"),
+    "a fixed input": (_with(fixed=["none"]), "the fixed input 'none' is no input"),
+    "a total": (_with(totals=["none"]), "the total 'none' is no input"),
+    "no guard": (_in("settings", on_nonfinite="skip"), "there is no guard, and 'on_nonfinite' is 'skip'"),
+    "a guard": (_with(guard="loss"), "the guard is 'loss', and 'on_nonfinite' is 'stop'"),
+    "on_nonfinite": (_in("settings", on_nonfinite="go"), "'on_nonfinite' is 'go'; it is one of stop, warn, skip"),
+    "an unknown scalar": (_with(scalars=["lr", "x"]), "the runtime knows no scalar 'x'"),
+    "a scalar less": (_with(scalars=["lr", "bias1"]), "it reads 'bias2', which is none of the training's scalars"),
+    "a scalar twice": (_with(scalars=["lr", "lr", "bias1", "bias2"]), "each stands there once"),
+    "no beta": (
+        lambda data: data["training"]["optimizer"].pop("beta1"),
+        "the scalar 'bias1' is made of 'beta1', which the optimizer does not have",
+    ),
+    "another beta": (
+        _in("optimizer", beta2=0.5),
+        "Adam 'c.update': its beta2 is 0.999, and that of the training's optimizer 0.5",
+    ),
+    "a rate": (_in("optimizer", lr=-1), "the optimizer's 'lr' is -1; it is a number, at least 0"),
+    "a schedule": (_with(schedule={"type": "cosin"}), "schedule: unknown schedule 'cosin'"),
+    "a schedule's option": (_with(schedule={"type": "step", "every": 0, "factor": 1}), "schedule: step: "),
+    "a symbol": (_with(symbols={"m": {"divisor": 2}}), "the batch has a symbol 'm', and its parts have none"),
+    "no training": (
+        lambda data: data.update(training=None),
+        "'c.next' takes its place, and the manifest has no training",
+    ),
+    "itself": (_with(evaluation="."), "its evaluation lies at '.', where the manifest lists no other one"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_field_is_held_against_the_rest(sound: Path, tmp_path: Path, case: str) -> None:
+    change, expected = CASES[case]
+    shutil.copytree(sound, tmp_path / "build")
+    change_manifest(tmp_path / "build", change)
+    found = texts(tmp_path / "build")
+    assert expected in found, found
