@@ -16,7 +16,7 @@ _PATH = click.Path(path_type=Path)
 def command() -> None:
     """Show, verify and export checkpoints.
 
-    CKPT is the folder of a checkpoint, or a folder of checkpoints, of which the latest is meant.
+    CKPT is the folder of a checkpoint, or a folder of checkpoints, of which the newest whole one is meant.
 
     \b
     partc checkpoint show checkpoints/

@@ -17,7 +17,7 @@ from partc.cli.run import WithLauncherOptions, origin_options, place_options, st
 @click.option(
     "--checkpoint",
     type=click.Path(exists=True, path_type=Path),
-    help="A checkpoint, or the latest of a folder of them.",
+    help="A checkpoint, or the newest whole one of a folder of them.",
 )
 @click.option("--init", type=click.Path(exists=True, path_type=Path), help="The weights of a .safetensors file.")
 @click.option(

@@ -33,7 +33,7 @@ from partc.cli.run import WithLauncherOptions, origin_options, place_options, st
     is_flag=False,
     flag_value="",
     metavar="[PATH]",
-    help="Go on from a checkpoint; without a path from the latest of --checkpoint.",
+    help="Go on from a checkpoint; without a path from the newest whole one of --checkpoint.",
 )
 @click.option(
     "--init",

@@ -4,7 +4,7 @@ Each byte is summed once in the job, not once by every rank that reads it: of al
 equal run of parts, and opens the files of these only. A checkpoint is whole or it is not used: what nobody reads is summed, too.
 
 Who reads a checkpoint compares CRC-32s, which tell every flipped bit and any other damage but one in four billion, at 5 GB/s on a core;
-SHA-256 takes three times as long, and ten times where the processor has no instructions for it, which is more than loading takes.
+SHA-256 takes three times as long, and far longer where the processor has no instructions for it.
 `partc checkpoint verify` compares SHA-256s. Neither holds against someone who writes another index, too.
 
     with Proof(checkpoint, rank, ranks) as proof:
