@@ -12,6 +12,7 @@ import onnx
 import pytest
 from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
+from partc.runtime.data.code import Code, CodeSource, Transform
 from partc.runtime.user_code import UserCodeError, user_code
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -85,6 +86,17 @@ def test_all_ranks_fail_alike(build: Path, capfd: pytest.CaptureFixture[str], fa
     assert told in error
     assert "Traceback" not in error
     assert "fault of partc" not in error
+
+
+def test_functions_and_objects_that_do_not_tell(tmp_path: Path) -> None:
+    """A transform without a signature, which is taken; a source whose attributes raise."""
+    (tmp_path / "t.py").write_text(
+        "same = dict\nclass Odd:\n    def __getattr__(self, name): return 1 / 0\nsource = Odd()\n"
+    )
+    transform = Transform.load(f"{tmp_path / 't.py'}:same", Code())
+    assert transform({"x": np.ones(3)}, 3, None)["x"].shape == (3,)
+    with pytest.raises(UserCodeError, match=r"t\.py:3: ZeroDivisionError"):
+        CodeSource(Code().value(tmp_path / "t.py", "source"), "t.py")
 
 
 def test_long_and_chained_errors() -> None:

@@ -74,7 +74,8 @@ class CodeSource:
         self._where = where
         with user_code(where, "making its `source`"):
             self._object = cast(_Records, cast("Callable[[], object]", found)() if made else found)
-        if not hasattr(self._object, "__len__") or not hasattr(self._object, "__getitem__"):
+            lacks = not hasattr(self._object, "__len__") or not hasattr(self._object, "__getitem__")
+        if lacks:
             raise UsageError(
                 f"{where}: its `source` is a {type(self._object).__name__} without `__len__` or `__getitem__`\n"
                 "  help: define both; `__getitem__` takes an array of indices and returns a dict of arrays"
@@ -224,7 +225,11 @@ class Transform:
         if not callable(function):
             raise UsageError(f"{file}: `{name}` is a {type(function).__name__}, not a function")
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        taken = [one for one in inspect.signature(function).parameters.values() if one.kind in kinds]
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (ValueError, TypeError):  # what is written in C may have none
+            parameters = []
+        taken = [one for one in parameters if one.kind in kinds]
         random = any(one.default is inspect.Parameter.empty or one.name == "generator" for one in taken[1:2])
         return Transform(function, random, spec)
 
