@@ -24,7 +24,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import TypeAlias
 
 import onnx_ir as ir
 import sympy
@@ -42,9 +41,6 @@ from partc.compiler.placing.pattern_rules import output_ranks
 from partc.compiler.program import Copy, Group, Program
 from partc.compiler.training.flow import learned_from
 from partc.compiler.writing.transfer_bytes import whole_bytes
-
-Sets: TypeAlias = tuple[Group, ...]
-"""The ranks whose terms are summed up, for each sum, as indices into the group."""
 
 _FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 _TYPICAL = 512
@@ -97,6 +93,7 @@ class _Sums:
         self.program = program
         self.choices = dict(program.choices)
         self.changed = False
+        self.prices: dict[tuple[Layout, Layout, bool, tuple[int, ...]], tuple[Fraction, int]] = {}
         self.known = {name: info.facts for name, info in program.symbols.items()}
         self.typical = {name: Facts.constant(_typical(facts)) for name, facts in self.known.items()}
         self.delivered, _ = output_ranks(program)
@@ -111,11 +108,11 @@ class _Sums:
 
     def sources(self) -> Iterator[_Terms]:
         """One kind of terms after the other, in the order of the first node that makes each."""
-        found: dict[tuple[Group, Sets], _Terms] = {}
+        found: dict[tuple[Group, Layout], _Terms] = {}
         for instance in self.instances:
             for layout in self._made(instance).values():
                 if layout.partial:
-                    found.setdefault((instance.group, _sets(layout)), _Terms(instance.group, layout))
+                    found.setdefault((instance.group, _kind(layout)), _Terms(instance.group, layout))
         yield from found.values()
 
     def place(self, terms: _Terms) -> None:
@@ -137,13 +134,13 @@ class _Sums:
 
     def _passing(self, terms: _Terms) -> _Passing:
         found = _Passing()
-        sets = _sets(terms.layout)
+        kind = _kind(terms.layout)
         for instance in self.instances:
             made = self._made(instance)
             if instance.group != terms.group or not made:
                 continue
             if any(layout.partial for layout in made.values()):
-                alike = all(_sets(layout) == sets for layout in made.values())
+                alike = all(_kind(layout) == kind for layout in made.values())
                 if alike and not self.choices[instance].passing and self._are_sized(made):
                     found.makers.append(instance)
                     found.made |= {value: normal(layout) for value, layout in made.items()}
@@ -256,10 +253,17 @@ class _Sums:
         total, whole, divisors = Cost(), self._bytes(value), proven_divisors(self.program, value)
         assert whole is not None
         for one, other in pairs:
-            moves = lower(one.layout, other.layout, one.group, other.group, divisors)
-            most = bytes_moved(moves).most
-            total += Cost(((most, whole),) if most else (), sum(not is_local(move) for move in moves))
+            most, count = self._price(one, other, divisors)
+            total += Cost(((most, whole),) if most else (), count)
         return total
+
+    def _price(self, one: Copy, other: Copy, divisors: tuple[int, ...]) -> tuple[Fraction, int]:
+        """The share of a value that a rank receives at most, and in how many steps; within a group, of all groups of that size at once."""
+        key = one.layout, other.layout, one.group == other.group, divisors
+        if not key[2] or key not in self.prices:
+            moves = lower(one.layout, other.layout, one.group, other.group, divisors)
+            self.prices[key] = bytes_moved(moves).most, sum(not is_local(move) for move in moves)
+        return self.prices[key]
 
     def _bytes(self, value: ir.Value) -> sympy.Expr | None:
         found = whole_bytes(self.program.values[value])
@@ -351,8 +355,9 @@ class _Sums:
                 self.changed = True
 
 
-def _sets(layout: Layout) -> Sets:
-    return layout.groups([axis for axis, _ in layout.partial])
+def _kind(layout: Layout) -> Layout:
+    """What tells over which ranks terms are summed up, whatever cuts them."""
+    return normal(Layout(layout.mesh, (), layout.partial))
 
 
 def _typical(facts: Facts) -> int:
