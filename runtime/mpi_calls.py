@@ -49,7 +49,7 @@ def reduces(dtype: Dtype, reduce: str) -> bool:
 
 
 def begin(watch: Watch) -> MPI.Intracomm:
-    """MPI, begun, with the communicator of all ranks; `mpi4py.rc.initialize` is false, so that it is begun here and not by the import.
+    """MPI, begun, with the communicator of all ranks, where it has not been begun by the import of mpi4py (`mpi4py.rc.initialize`).
 
     By ctypes, which lets other threads of Python run meanwhile, as mpi4py does not.
     """

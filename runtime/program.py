@@ -357,9 +357,9 @@ def _transport(
     if comm is None and ranks in (1, None) and not _launched():
         return LocalWorld(1, stall).transport(0)
     if comm is None:
-        from mpi4py import MPI
+        from .mpi_start import started
 
-        comm = MPI.COMM_WORLD
+        comm = started(stall)
     if ranks is not None and comm.size != ranks:
         right = f"`partc run -n {ranks} {folder}` or `mpiexec -n {ranks} ...`"
         raise UsageError(
