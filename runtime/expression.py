@@ -79,7 +79,7 @@ class Expression:
             return self.term(bindings)
         except ZeroDivisionError:
             raise ValueError(f"'{self.text}' divides by 0") from None
-        except (ValueError, OverflowError) as error:
+        except (ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"'{self.text}' cannot be computed: {error}") from None
         except KeyError as error:
             raise ValueError(f"'{self.text}' needs {error}, which is not bound") from None

@@ -3,6 +3,7 @@
 import gzip
 import io
 import os
+import random
 import signal
 import struct
 import tracemalloc
@@ -48,6 +49,14 @@ def archive(path: Path, content: bytes, how: int = zipfile.ZIP_DEFLATED, name: s
     return path
 
 
+def said_to_be(path: Path, how: int) -> None:
+    """An archive that says that its member is packed in another way."""
+    data = bytearray(archive(path, npy(np.zeros(64)), zipfile.ZIP_STORED).read_bytes())
+    index = data.index(b"PK\x01\x02")
+    data[8:10] = data[index + 10 : index + 12] = how.to_bytes(2, "little")
+    path.write_bytes(data)
+
+
 def npy(array: np.ndarray) -> bytes:
     made = io.BytesIO()
     np.save(made, array)
@@ -76,6 +85,11 @@ MADE: dict[str, tuple[Callable[[Path], object], str]] = {
     "long.npz": (lambda p: archive(p, header(HUGE) + bytes(64)), "16,000,000,000,000 bytes, and there are 64"),
     "plain.npz": (lambda p: archive(p, header(HUGE) + bytes(64), zipfile.ZIP_STORED), "and there are 64"),
     "cut.npz": (lambda p: p.write_bytes(archive(p, npy(np.zeros(64))).read_bytes()[:-40]), "not a zip file"),
+    "header.npz": (
+        lambda p: archive(p, b"\x93NUMPY\x02\x00" + struct.pack("<I", 1 << 30) + bytes(64)),
+        "its header has 1,073,741,824 bytes",
+    ),
+    "lzma.npz": (lambda p: said_to_be(p, zipfile.ZIP_LZMA), "'x' is packed in a way that is not read"),
     "large.npz": (
         lambda p: archive(p, npy(np.zeros(2 * MOST, "u1"))),
         "'x' takes 2,097,152 bytes of memory and 1,048,576 are",
@@ -179,3 +193,27 @@ def test_arrays_are_read_as_numpy_reads_them(tmp_path: Path, order: str, dtype: 
             assert found is not None
             np.testing.assert_array_equal(found, expected)
             assert found.shape == expected.shape
+
+
+def test_any_bytes_are_read_or_refused(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    array = np.arange(60.0).reshape(3, 4, 5)
+    whole = {"d.npy": npy(array), "d.gz": gzip.compress(idx((3, 5), bytes(15)))}
+    for number, how in enumerate((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2)):
+        whole[f"d{number}.npz"] = archive(tmp_path / "whole.npz", npy(array), how).read_bytes()
+    told = []
+    for _ in range(400):
+        name = draw.choice(list(whole))
+        data = bytearray(whole[name])
+        for _ in range(draw.choice((1, 2, 5))):
+            at = draw.randrange(len(data))
+            data[at : at + draw.choice((0, 1, 4))] = draw.randbytes(draw.choice((1, 4)))
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).write_bytes(data[: draw.choice((None, None, None, draw.randrange(len(data))))])
+        try:
+            column = open_field("x", tmp_path / name, memory=Memory(MOST))
+            column.take(np.arange(min(3, len(column))))
+        except UsageError as error:
+            told.append(str(error))
+    assert 100 < len(told) < 400
+    assert all(str(tmp_path) in one for one in told)

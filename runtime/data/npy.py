@@ -9,10 +9,11 @@ not mapped against the memory that data may take. ValueError, or an error of `BR
 
 from __future__ import annotations
 
-import lzma
+import io
 import math
 import os
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -26,20 +27,15 @@ from ..regular import open_regular
 from .memory import Memory
 
 BROKEN = (
-    OSError,
-    ValueError,
-    EOFError,
-    RuntimeError,
-    OverflowError,
-    zipfile.BadZipFile,
-    zlib.error,
-    lzma.LZMAError,
-    struct.error,
+    *(OSError, ValueError, EOFError, RuntimeError, OverflowError, SyntaxError),
+    *(zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError),
 )
 """What reading a file raises that is broken, or is none."""
 _MEMBER_HEADER = 30
 _CHUNK = 1 << 20
 _MOST_EMPTY = 1 << 24
+_LONGEST_HEADER = 1 << 16
+_PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2)
 _READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -78,6 +74,8 @@ class Archive:
         """The array of a name."""
         entry = self.entries[name]
         with open_regular(self.path) as file:
+            if entry.compress_type not in _PACKED:  # LZMA takes as much memory as the file says
+                raise ValueError(f"'{name}' is packed in a way that is not read; save it with np.savez_compressed")
             if entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 1:
                 return self._stored(file, entry)
             with zipfile.ZipFile(file) as archive, archive.open(entry) as member:
@@ -113,7 +111,11 @@ def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]
     version = np.lib.format.read_magic(file)
     if version not in _READERS:
         raise ValueError(f"its format {version[0]}.{version[1]} is not known; save it again with np.save")
-    shape, fortran, dtype = _READERS[version](file)
+    size = file.read(2 * version[0])
+    length = int.from_bytes(size, "little")
+    if length > _LONGEST_HEADER:  # it is read at once, and may be a bomb itself
+        raise ValueError(f"its header has {length:,} bytes")
+    shape, fortran, dtype = _READERS[version](io.BytesIO(size + file.read(length)))
     if dtype.hasobject:
         raise ValueError("it holds Python objects; save arrays of numbers or of text")
     return shape, fortran, dtype, file.tell() - start

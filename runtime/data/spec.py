@@ -154,9 +154,9 @@ def literal(text: str) -> object:
     """The number, bool or list of such that a text says; None where it says none."""
     try:
         found = json.loads(text)
-    except ValueError:
+        return found if _is_value(found) else None
+    except (ValueError, RecursionError):
         return None
-    return found if _is_value(found) else None
 
 
 _LAWS = {
