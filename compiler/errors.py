@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from partc.runtime.errors import printable
 
+_MOST_TOLD = 100
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -37,7 +39,9 @@ class CompileError(Exception):
 
     def __init__(self, problems: Problem | Iterable[Problem]) -> None:
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
-        super().__init__(printable("\n".join(str(problem) for problem in self.problems)))
+        more = len(self.problems) - _MOST_TOLD
+        told = [*map(str, self.problems[:_MOST_TOLD]), *([f"and {more:,} more problems"] if more > 0 else [])]
+        super().__init__(printable("\n".join(told)))
 
 
 class OwnFaultError(CompileError):

@@ -6,7 +6,7 @@ Dims are compared as numbers, at a few legal sizes of the symbols, because equal
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import zip_longest
 from math import lcm, prod
@@ -42,6 +42,10 @@ class CallNode:
     given: ValueType | None
     made: ValueType | None
     parts: tuple[tuple[ValueType | None, ValueType | None], ...] = ()
+
+    def on(self, rank: int) -> CallNode:
+        """The node on another rank of its file."""
+        return self if rank == self.rank else replace(self, rank=rank)
 
     def violation(self, fact: str, help: str = _AGAIN) -> Violation:
         """A violation at this node."""
@@ -94,6 +98,7 @@ def check_collectives(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]
     circles = {rank: manifest.circles(rank) for rank in range(manifest.ranks)}
     by_tag: dict[int, dict[int, CallNode]] = {}
     checked: set[tuple[str, int, tuple[int, ...]]] = set()
+    laws: set[tuple[str, int, int]] = set()
     for rank, nodes in calls.items():
         for node in nodes:
             tag, record = node.call.tag, records.get(node.call.tag)
@@ -107,7 +112,11 @@ def check_collectives(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]
                 yield node.violation(f"rank {rank} is in no list of group '{node.call.group}'")
             elif (key := (node.file, tag, circles[rank][node.call.group])) not in checked:
                 checked.add(key)
-                yield from _check_node(manifest, node, record, key[2])
+                sound = not (problems := [*_check_node(manifest, node, record, key[2])])
+                yield from problems
+                if sound and (law := (node.file, tag, len(key[2]))) not in laws:
+                    laws.add(law)
+                    yield from _check_law(manifest, node, record, len(key[2]))
     for one in manifest.collectives:
         nodes_there = by_tag.get(one.tag, {})
         for ranks in manifest.groups.get(one.group, []):
@@ -195,7 +204,6 @@ def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: t
             yield node.violation(f"{fact}; all are one {record.type}, each what {call.op} makes of its input")
     if node.given is not None and not same_dims(node.given[1], record.shape, manifest):
         yield node.violation(f"its input is {_text(node.given[1])}; {MANIFEST} says {_text(record.shape)}")
-    yield from _check_law(manifest, node, record, len(ranks))
 
 
 def _made_of(call: Call, given: ValueType, ranks: int) -> ValueType | None:

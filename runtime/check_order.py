@@ -84,9 +84,8 @@ def declared_types(model: ModelProto) -> dict[str, ValueType]:
     return types
 
 
-def comm_nodes(rank: int, file: str, model: ModelProto) -> list[CommNode]:
-    """The Send and Recv nodes of a rank, in their order."""
-    types = declared_types(model)
+def comm_nodes(rank: int, file: str, model: ModelProto, types: Mapping[str, ValueType]) -> list[CommNode]:
+    """The Send and Recv nodes of a rank, in their order; `types` is what its file declares."""
     found = []
     for node in model.graph.node:
         if node.domain != DOMAIN or node.op_type not in (SEND, RECV):
@@ -101,12 +100,15 @@ def comm_nodes(rank: int, file: str, model: ModelProto) -> list[CommNode]:
 
 def check_order(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
     """Every disagreement between the ranks, and with the manifest; `models` holds the rank files that can be read."""
-    programs = {rank: comm_nodes(rank, manifest.program(rank), model) for rank, model in models.items()}
-    calls: dict[int, list[CallNode]] = {}
+    files = {manifest.program(rank): rank for rank in models}
+    types = {file: declared_types(models[rank]) for file, rank in files.items()}
+    programs = {
+        rank: comm_nodes(rank, (file := manifest.program(rank)), model, types[file]) for rank, model in models.items()
+    }
     found = [*_check_ports(manifest, models), *_check_nodes(manifest, programs), *check_constants(manifest, models)]
-    for rank, model in models.items():
-        calls[rank], unread = call_nodes(rank, manifest.program(rank), model, declared_types(model))
-        found.extend(unread)
+    read = {file: call_nodes(rank, file, models[rank], types[file]) for file, rank in files.items()}
+    found += [violation for _, unread in read.values() for violation in unread]
+    calls = {rank: [one.on(rank) for one in read[manifest.program(rank)][0]] for rank in models}
     unmatched = [*_check_matching(manifest, programs), *check_collectives(manifest, calls)]
     if found or unmatched or len(models) < manifest.ranks:
         return [*dict.fromkeys([*found, *unmatched])]

@@ -78,6 +78,7 @@ class _Places:
                 self.files[name] = _File(name, model, [], self._sizes(model))
             self.files[name].ranks.append(rank)
         self.layouts: dict[str, Layout] = {}
+        self.begun: dict[tuple[object, ...], Places] = {}
         self.shifts: dict[tuple[object, ...], int] = {}
         self.nodes: dict[str, tuple[str, tuple[object, ...]]] = {}
         self.sums: dict[str, set[int]] = {}
@@ -174,15 +175,12 @@ class _Places:
     def _begins_of(self, file: _File, name: str, layout: Layout) -> Places:
         """Where the pieces of a layout begin on the ranks of a file."""
         sizes = file.sizes.get(name)
-        if sizes is None or not all(rank in layout.held for rank in file.ranks):
+        if sizes is None:
             return None
-        found: list[Begins | None] = []
-        for axis, size in enumerate(sizes):
-            spans = [layout.held[rank].piece[axis] for rank in file.ranks]
-            begins = [first / (last - first) * size for first, last in spans] if size is not None else []
-            whole = begins and all(begin.denominator == 1 for begin in begins)
-            found.append(tuple(begin.numerator for begin in begins) if whole else None)
-        return found
+        key = (id(layout), file.name, tuple(sizes))
+        if key not in self.begun:
+            self.begun[key] = _laid(layout, file.ranks, sizes)
+        return self.begun[key]
 
     def _end(self, file: _File) -> None:
         """Outputs lie where the manifest says."""
@@ -303,3 +301,16 @@ def _is_cut(node: NodeProto) -> bool:
 
 def _tag(node: NodeProto) -> int:
     return next((one.i for one in node.attribute if one.name == TAG), -1)
+
+
+def _laid(layout: Layout, ranks: Sequence[int], sizes: Sizes) -> Places:
+    """Where the pieces of a layout begin on some ranks, which have so many elements along each dim."""
+    if not all(rank in layout.held for rank in ranks):
+        return None
+    found: list[Begins | None] = []
+    for axis, size in enumerate(sizes):
+        spans = [layout.held[rank].piece[axis] for rank in ranks]
+        at = {(first, last): first / (last - first) * (size or 0) for first, last in {*spans}}
+        whole = size is not None and all(begin.denominator == 1 for begin in at.values())
+        found.append(tuple(at[span].numerator for span in spans) if whole else None)
+    return found

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from onnx import ModelProto, helper
-from partc.compiler.errors import CompileError
+from partc.compiler.errors import CompileError, Problem
 from partc.compiler.pipeline import compile_model
 from whole import model
 
@@ -98,3 +98,9 @@ def test_a_script_that_fails_in_an_odd_way(tmp_path: Path, text: str, expected: 
     with pytest.raises(CompileError) as raised:
         compile_model(tmp_path / "model.py", None, tmp_path / "build")
     assert str(raised.value).startswith(expected)
+
+
+def test_of_many_problems_the_first_are_told() -> None:
+    problems = [Problem("plan.yaml:1", f"unknown key 'k{at}'") for at in range(1234)]
+    lines = str(CompileError(problems)).splitlines()
+    assert (len(lines), lines[0], lines[-1]) == (101, "plan.yaml:1: unknown key 'k0'", "and 1,134 more problems")
