@@ -121,17 +121,23 @@ class Layout:
 
     def groups(self, axes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """The group's ranks (as indices) in sets that differ along `axes` only, each in the order of `axes`, first axis major."""
-        sets: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
-        for index in range(self.size):
-            at = self.coordinates(index)
-            rest = tuple(c for axis, c in enumerate(at) if axis not in axes)
-            sets.setdefault(rest, []).append((tuple(at[axis] for axis in axes), index))
-        return tuple(tuple(index for _, index in sorted(members)) for members in sets.values())
+        return _groups(self.mesh, tuple(axes))
 
     def __str__(self) -> str:
         """As the plan would cut it: `[2, 1]`, with `sum over 4` where terms are to be summed."""
         text = f"[{', '.join(str(self.pieces(dim)) for dim in range(len(self.cuts)))}]"
         return text + "".join(f" {reduce} over {self.mesh[axis]}" for axis, reduce in self.partial)
+
+
+@functools.lru_cache(maxsize=4096)
+def _groups(mesh: Mesh, axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    layout = Layout(mesh, ())
+    sets: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
+    for index in range(layout.size):
+        at = layout.coordinates(index)
+        rest = tuple(c for axis, c in enumerate(at) if axis not in axes)
+        sets.setdefault(rest, []).append((tuple(at[axis] for axis in axes), index))
+    return tuple(tuple(index for _, index in sorted(members)) for members in sets.values())
 
 
 def primes(number: int) -> tuple[int, ...]:

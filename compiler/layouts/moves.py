@@ -25,7 +25,7 @@ root, and as much on p-2 others together.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
@@ -150,26 +150,39 @@ def takers(move: Move) -> tuple[int, ...]:
 
 def received(move: Move) -> tuple[Fraction, ...]:
     """Per rank of `takers` the share of the whole value that it receives."""
-    local = Fraction(1, math.prod(move.after.pieces(dim) for dim in range(len(move.after.cuts))))
     match move:
         case Exchange() | Transfer():
             return move.routes.received()
         case Reduce():
-            count = len(move.sets[0])
-            return tuple(local if rank in move.group else local * (count - 2) / (count - 1) for rank in takers(move))
-        case Slice() | Pad() | Keep():
-            share = Fraction(0)
+            local, count, roots = _local(move), len(move.sets[0]), {*move.group}
+            return tuple(local if rank in roots else local * (count - 2) / (count - 1) for rank in takers(move))
+        case _:
+            return (_each(move),) * len(move.group)
+
+
+def _each(move: Move) -> Fraction:
+    """What each rank receives in a step that is the same for all."""
+    match move:
         case AllReduce(axes=axes):
-            share = 2 * local * (1 - Fraction(1, _ranks(move.after, axes)))
+            return 2 * _local(move) * (1 - Fraction(1, _ranks(move.after, axes)))
         case ReduceScatter(axes=axes):
-            share = local * (_ranks(move.after, axes) - 1)
+            return _local(move) * (_ranks(move.after, axes) - 1)
         case AllGather(axes=axes) | AllToAll(axes=axes):
-            share = local * (1 - Fraction(1, _ranks(move.after, axes)))
-    return (share,) * len(move.group)
+            return _local(move) * (1 - Fraction(1, _ranks(move.after, axes)))
+        case _:
+            return Fraction(0)
 
 
-def bytes_moved(moves: Iterable[Move]) -> Traffic:
+def _local(move: Move) -> Fraction:
+    return Fraction(1, math.prod(move.after.pieces(dim) for dim in range(len(move.after.cuts))))
+
+
+def bytes_moved(moves: Sequence[Move]) -> Traffic:
     """What all steps together bring, per rank at most and in total."""
+    alike = not any(isinstance(move, Exchange | Transfer | Reduce) for move in moves)
+    if moves and alike and all(move.group == moves[0].group for move in moves):
+        share = sum(map(_each, moves), Fraction(0))
+        return Traffic(share, share * len(moves[0].group))
     each: dict[int, Fraction] = {}
     for move in moves:
         for rank, share in zip(takers(move), received(move), strict=True):
