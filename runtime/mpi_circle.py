@@ -83,18 +83,18 @@ class _Gate:
             self.cells = [whole[at : at + 8].cast("q") for at in range(0, _LINE * comm.size, _LINE)]
             whole.release()
         self.others = [cell for rank, cell in enumerate(self.cells) if rank != comm.rank]
-        self.barrier: _Tested | None = None
+        self.arrivals: _Tested | None = None
 
     def arrive(self) -> None:
         if self.memory is None:
-            self.barrier = self.comm.Ibarrier()
+            self.arrivals = self.comm.Ibarrier()
         else:
             self.round += 1
             self.cells[self.comm.rank][0] = self.round
 
     def open(self) -> bool:
-        if self.barrier is not None:
-            return self.barrier.Test()
+        if self.arrivals is not None:
+            return self.arrivals.Test()
         for cell in self.others:  # noqa: SIM110 - a generator would take as long as the call behind the gate
             if cell[0] < self.round:
                 return False

@@ -81,7 +81,7 @@ class Backward:
         self.known = {name: info.facts for name, info in program.symbols.items()}
         self.terms: dict[Copy, dict[Copy, list[str]]] = {}
         """Per copy that is read, what its readers gave, by the layout in which it lies."""
-        self.unlisted = _unlisted(drafts)
+        self.unlisted = drafts.unlisted()
         self.routes: dict[Copy, list[Copy]] = {}
         """Per home of a value the copies that were made of it."""
         for value, needs in copies.needs.items():
@@ -381,15 +381,6 @@ class Backward:
 def made_whole(program: Program, instance: Instance, value: ir.Value) -> bool:
     """Whether a node makes an output whole on every rank of its group."""
     return made_as(program, instance, instance.node.outputs.index(value)).layout.is_whole
-
-
-def _unlisted(drafts: Drafts) -> set[str]:
-    """What nodes of the forward pass make without a type: the numbers by which a change of layout cuts."""
-    found: set[str] = set()
-    for draft in {id(draft): draft for draft in drafts}.values():
-        made = (out.name or "" for step in draft.steps if isinstance(step, Op) for out in step.node.outputs)
-        found.update(name for name in made if name not in draft.types)
-    return found
 
 
 def _same(one: ir.Node, other: ir.Node) -> bool:

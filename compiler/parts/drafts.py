@@ -126,6 +126,14 @@ class Drafts:
             draft.taken.add(name)
         return name
 
+    def unlisted(self) -> set[str]:
+        """What nodes make without a type: the numbers by which a change of layout cuts."""
+        found: set[str] = set()
+        for draft in {id(draft): draft for draft in self}.values():
+            made = (out.name or "" for step in draft.steps if isinstance(step, Op) for out in step.node.outputs)
+            found.update(name for name in made if name not in draft.types)
+        return found
+
     def _on(self, ranks: tuple[int, ...]) -> list[Draft]:
         """The drafts that these ranks have a share in."""
         if ranks not in self._sharing:
