@@ -158,6 +158,21 @@ def test_nothing_is_done_after_a_step_whose_loss_is_not_finite(following: str, t
     assert text.startswith("step 2: the loss is nan\n  rank 1: input 'x': record 5 of the batch holds nan\n")
 
 
+@pytest.mark.parametrize("name", ["shared", "placed"])
+def test_a_step_that_goes_well_agrees_once(name: str, tmp_path: Path) -> None:
+    folder, ranks = built(tmp_path / "build", name, "stop")
+
+    def act(trainer: Trainer) -> int:
+        transport, found = trainer.program._transport, []
+        agree = transport.agree
+        transport.agree = lambda vector: found.append(1) or agree(vector)  # type: ignore[func-returns-value,method-assign]
+        for step in range(5):
+            trainer.train(fed(trainer, batch(step)))
+        return len(found)
+
+    assert on_all(folder, ranks, act) == [5] * ranks
+
+
 def test_leaving_the_block_and_the_end_of_a_loop_tell_it_too(tmp_path: Path) -> None:
     folder, ranks = built(tmp_path / "build", "placed", "stop")
     with pytest.raises(NonFiniteError, match="step 1: the loss is nan"):

@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("before")
     parser.add_argument("after")
     parser.add_argument("--only", default="compile,load,infer,train")
+    parser.add_argument("--trains", default=",".join(TRAINS), help="the models that are trained")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--steps", type=int, default=100, help="of a side in a turn")
     options = parser.parse_args()
@@ -151,7 +152,7 @@ def main() -> None:
             in_turns(
                 "step of inference", [mpi(k, "transformer_partc.py", folders[k]) for k in (0, 1)], 20, options.turns
             )
-        for case in TRAINS if "train" in wanted else ():
+        for case in options.trains.split(",") if "train" in wanted else ():
             places = [f"{folder}-{case}" for folder in folders]
             for side in (0, 1):
                 Path(places[side]).mkdir()
