@@ -10,6 +10,7 @@ from checkpoint_case import flip
 from partc.cli.main import invoke
 from partc.runtime import Trainer, UsageError
 from partc.runtime.errors import DamagedError
+from partc.runtime.training.checkpoint_newest import take_whole
 from partc.runtime.training.checkpoint_sums import Proof
 from test_trainer import PARALLEL, batch, built, on_all
 
@@ -89,6 +90,23 @@ def test_of_a_folder_the_newest_whole_one_is_taken_and_said(
     assert first.count("rank_0000.safetensors: is missing") == 2
     with pytest.raises(UsageError, match="there is no such folder"):
         on_all(trained / "build", 2, lambda trainer: trainer.load(runs / "none"))
+
+
+def test_one_that_a_training_removes_meanwhile_is_no_damage(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tried = []
+
+    def act(place: Path) -> int:
+        tried.append(place.name[-1])
+        if len(tried) == 1:
+            (runs / "step_00000002").rename(runs / "step_00000004")
+            for step in (1, 3):
+                shutil.rmtree(runs / f"step_0000000{step}")
+            raise DamagedError(["it is gone"])
+        return len(tried)
+
+    assert take_whole(runs, act) == (runs / "step_00000004", 2)
+    assert tried == ["3", "4"]
+    assert capsys.readouterr().err == ""
 
 
 def test_hashing_begins_before_the_programs_are_loaded(

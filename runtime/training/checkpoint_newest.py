@@ -7,6 +7,7 @@ to be damaged the next: `take_whole`. Of ranks, rank 0 alone looks into the fold
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ Share: TypeAlias = Callable[[str], Sequence[str]]
 """A collective: takes this rank's text and gives the texts of all ranks, in their order."""
 Result = TypeVar("Result")
 _PLACE, _WRONG_USE, _DAMAGED = "place", "usage", "damaged"
+_GONE = "gone"
 
 
 def alone(text: str) -> list[str]:
@@ -70,7 +72,7 @@ def take_whole(
     `act` raises DamagedError, on all ranks alike, where one turns out not to be whole: then the next of the folder is taken, and rank 0
     says so on stderr. One that was asked for by its own path is not replaced: the error offers another, to be given to `option`.
     """
-    places = candidates(path) if rank == 0 else iter(())
+    places = _untried(path) if rank == 0 else iter(())
     damaged: list[DamagedError] = []
     while True:
         place = _agreed(path, places, damaged, share)
@@ -80,12 +82,21 @@ def take_whole(
             if place == path:
                 offered = share(_offer(path, option) if rank == 0 else "")[0]
                 raise DamagedError(error.problems, help=offered) from None
-            damaged.append(error)
+            if not share("" if os.path.lexists(place) else _GONE)[0]:
+                damaged.append(error)
             continue
         if damaged and rank == 0:
             lines = (f"damaged and passed over: {error.problems[0]}{_more(error)}" for error in damaged)
             print(printable(f"warning: {place} is taken, the newest whole one; {'; '.join(lines)}"), file=sys.stderr)
         return place, result
+
+
+def _untried(path: Path) -> Iterator[Path]:
+    """The candidates, looked up each time: a job that trains may save another one meanwhile, and remove what it has saved."""
+    tried: set[Path] = set()
+    while (place := next((one for one in candidates(path) if one not in tried), None)) is not None:
+        tried.add(place)
+        yield place
 
 
 def _more(error: DamagedError) -> str:

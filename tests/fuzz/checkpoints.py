@@ -11,6 +11,8 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -18,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from pool import command, main
-from small import _KEPT
+from test_trainer import PARALLEL, batch, built, on_all
 
 FILES = ("checkpoint.json", "rank_0000.safetensors", "rank_0001.safetensors")
 STEPS = (1, 2, 3)
+PLACE = "PARTC_FUZZ_CHECKPOINTS"
 VALUES: list[Any] = [
     None,
     True,
@@ -59,31 +62,32 @@ VALUES: list[Any] = [
 
 
 @functools.cache
-def material() -> tuple[Path, dict[int, dict[str, bytes]]]:
-    """An artifact of two ranks beside its checkpoints, and by step what they keep."""
-    from test_trainer import PARALLEL, batch, built, on_all
+def material() -> tuple[Path, dict[str, dict[str, str]]]:
+    """An artifact of two ranks beside its checkpoints, and by step what they keep; `make` has made it, in a process before the cases."""
+    folder = Path(os.environ[PLACE])
+    return folder, json.loads((folder / "truth.json").read_text())
 
-    place = tempfile.TemporaryDirectory()
-    _KEPT.append(place)
-    folder = Path(place.name)
+
+def make(folder: Path) -> None:
+    """Trains for some steps."""
     plan = PARALLEL.replace("type: momentum", "type: adam").replace("lr: 0.1", "lr: 0.1, shard: true")
     built(folder / "build", plan)
-    truth: dict[int, dict[str, bytes]] = {}
+    truth: dict[str, dict[str, str]] = {str(step): {} for step in STEPS}
 
     def train(trainer: Any) -> None:
         for step in STEPS:
             trainer.train(batch(step, slice(4 * trainer.rank, 4 * trainer.rank + 4)))
             trainer.save(folder / "runs")
-            truth.setdefault(step, {}).update(held(trainer))
+            truth[str(step)].update(held(trainer))
             trainer.program.share("")
 
     on_all(folder / "build", 2, train)
-    return folder, truth
+    (folder / "truth.json").write_text(json.dumps(truth))
 
 
-def held(trainer: Any) -> dict[str, bytes]:
+def held(trainer: Any) -> dict[str, str]:
     """What a rank keeps, under names of its own."""
-    return {f"{trainer.rank} {record.value}": array.tobytes() for record, array in trainer.program.state.arrays()}
+    return {f"{trainer.rank} {record.value}": array.tobytes().hex() for record, array in trainer.program.state.arrays()}
 
 
 Damage = Callable[[random.Random, Path], None]
@@ -233,8 +237,6 @@ LIES: list[Damage] = [lie_in_index, lie_in_header]
 
 def case(chance: random.Random, folder: Path) -> str:
     """Harms one thing, then goes on from the newest, from the folder, and exports, each told apart."""
-    from test_trainer import on_all
-
     made, truth = material()
     runs = folder / "runs"
     shutil.copytree(made / "runs", runs)
@@ -245,7 +247,7 @@ def case(chance: random.Random, folder: Path) -> str:
     out = folder / "out.safetensors"
     for asked in (runs / "step_00000003", runs):
 
-        def load(trainer: Any, asked: Path = asked) -> tuple[int, dict[str, bytes], str]:
+        def load(trainer: Any, asked: Path = asked) -> tuple[int, dict[str, str], str]:
             before = held(trainer)
             try:
                 trainer.load(asked, "--resume")
@@ -260,7 +262,7 @@ def case(chance: random.Random, folder: Path) -> str:
         texts.append(text)
         if not text and not lies:
             have = ends[0][1] | ends[1][1]
-            assert have == truth[step], f"{damage.__name__}: step {step} is silently another one"
+            assert have == truth[str(step)], f"{damage.__name__}: step {step} is silently another one"
             assert asked != runs or step >= 2 or damage in BOTH, "the newest whole one is not taken"
         texts.append(command("checkpoint", "export", str(asked), "-o", str(out), "--all"))
         if not texts[-1] and not lies:
@@ -280,4 +282,10 @@ def told(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    main(case, __doc__ or "")
+    if len(sys.argv) == 3 and sys.argv[1] == "--make":
+        make(Path(sys.argv[2]))
+    else:
+        with tempfile.TemporaryDirectory() as place:
+            os.environ[PLACE] = place
+            subprocess.run([sys.executable, __file__, "--make", place], check=True)
+            main(case, __doc__ or "")
