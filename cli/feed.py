@@ -213,7 +213,9 @@ def _random(port: Port, seed: int, sizes: Mapping[str, int], memory: Memory) -> 
     shape = tuple(dim if isinstance(dim, int) else parse(dim, sizes)(sizes) for dim in port.shape)
     element = _element(port)
     try:
-        memory.take(math.prod(shape) * _RANDOM_BYTES, f"random '{port.name}' of {list(shape)}")
+        memory.take(
+            math.prod(shape) * _RANDOM_BYTES, f"random '{port.name}' of {list(shape)}", "choose smaller sizes by --set"
+        )
     except ValueError as error:
         raise UsageError(str(error)) from None
     if element is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+MAPPED = "save it uncompressed (np.save, np.savez): then it takes none"
 _SHARE = 2
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _ELSEWHERE = 1 << 34
@@ -20,13 +21,13 @@ class Memory:
         self.most = default_bytes() if most is None else most
         self.taken = 0
 
-    def take(self, count: int, what: str) -> None:
-        """Counts the bytes of something that is about to be allocated; ValueError where they are too many."""
+    def take(self, count: int, what: str, instead: str = MAPPED) -> None:
+        """Counts the bytes of something that is about to be allocated; ValueError where they are too many, with what to do instead."""
         if self.taken + count > self.most:
             before = f", with {self.taken:,} of other data," if self.taken else ""
             raise ValueError(
                 f"{what} takes {count:,} bytes of memory{before} and {self.most:,} are allowed\n"
-                f"  help: give --max-bytes more, or save it uncompressed (np.save, np.savez): then it takes none"
+                f"  help: give --max-bytes more, or {instead}"
             )
         self.taken += count
 
