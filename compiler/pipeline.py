@@ -207,9 +207,9 @@ def compile_model(
     chosen = read_plan(plan) if plan is not None else None
     refuse_to_replace(out)
     watch("load")
-    source = load(model)
     options = Options(dump_ir, strict, annotated, configuration, check)
     with blamed(model):
+        source = load(model)
         return _compiled(source, model, chosen, plan, out, options, watch)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from onnx import ModelProto, helper
+from onnx import ModelProto, TensorProto, helper
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.pipeline import compile_model
 from whole import model
@@ -50,9 +50,17 @@ def _data_of_another_length(model: ModelProto) -> None:
     model.graph.node[1].input.append("w")
 
 
+def _data_of_no_type(model: ModelProto) -> None:
+    model.graph.initializer.add(name="w", data_type=0, dims=[4]).data_location = TensorProto.EXTERNAL
+    model.graph.initializer[-1].external_data.add(key="location", value="w.bin")
+    model.graph.node[1].op_type = "Add"
+    model.graph.node[1].input.append("w")
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
+        (_data_of_no_type, "is not a sound ONNX model: "),
         (_calls_itself, "its functions cannot be written out where they are called"),
         (_call_with_too_much, "its functions cannot be written out where they are called"),
         (_body_that_is_none, "is not a sound ONNX model: "),

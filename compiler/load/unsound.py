@@ -35,13 +35,14 @@ def blamed(path: Path) -> Iterator[None]:
 
 def unsound(path: Path) -> str:
     """What onnx's checker or onnxruntime say against a model; '' where they take it."""
+    built = None if path.suffix == ".onnx" else load(path).model
     try:
-        if path.suffix == ".onnx":
+        if built is None:
             model = onnx.load(path, load_external_data=False)
         else:
             import onnx_ir
 
-            model = onnx_ir.serde.serialize_model(load(path).model)
+            model = onnx_ir.serde.serialize_model(built)
         found = check_model(path.name, model, Manifest.model_construct(symbols={}))
     except Exception as error:  # of a model that cannot even be looked at
         return _line(error)
