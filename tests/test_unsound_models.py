@@ -72,6 +72,7 @@ def test_the_model_is_named(tmp_path: Path, change: Callable[[ModelProto], None]
     proto = model(TEXT)
     change(proto)
     (tmp_path / "model.onnx").write_bytes(proto.SerializeToString())
+    (tmp_path / "w.bin").write_bytes(bytes(64))
     with pytest.raises(CompileError, match=r"^model\.onnx: ") as raised:
         compile_model(tmp_path / "model.onnx", None, tmp_path / "build")
     assert expected in str(raised.value)
