@@ -30,7 +30,7 @@ from partc.runtime.check_layouts import Layout, layout_of
 from partc.runtime.check_order import declared_types
 from partc.runtime.check_state import piece_of
 from partc.runtime.collective import read_call
-from partc.runtime.format import CUT, DOMAIN, OPTIMIZER, PIECE, RECV, SEND, TAG, Collective, Manifest
+from partc.runtime.format import CUT, DOMAIN, FOLLOWING, OPTIMIZER, PIECE, RECV, RULE, SEND, TAG, Collective, Manifest
 from partc.runtime.place_rules import Begins, Places, Sizes
 from partc.runtime.segments import path_of
 from partc.runtime.training.state import SUM
@@ -150,7 +150,12 @@ class _Places:
                 self.sums.setdefault(node.output[0], set()).update(begins)
 
     def _alike(self, file: _File, node: NodeProto) -> None:
-        """A node that is cut is the same one on all ranks that run it; what differs by rank is a constant that it reads."""
+        """A node that is cut is the same one on all ranks that run it; what differs by rank is a constant that it reads.
+
+        One that runs wherever it is read does so on several groups, and may be another one on each.
+        """
+        if any(entry.key == RULE and entry.value in FOLLOWING for entry in node.metadata_props):
+            return
         attributes = tuple(sorted(one.SerializeToString(deterministic=True) for one in node.attribute))
         own = (node.op_type, tuple(node.input), tuple(node.output), attributes)
         first, there = self.nodes.setdefault(node.output[0], (file.name, own))

@@ -90,6 +90,12 @@ CAUSE = "partc.cause"
 BYTES = "partc.bytes"
 CUT = "partc.cut"
 
+# rules of nodes that run wherever they are read: on several groups, on each in the form that fits there
+CONSTANT = "constant"
+SHAPE_ARITHMETIC = "shape arithmetic"
+MADE_OF_INPUTS = "made of inputs"
+FOLLOWING = frozenset({CONSTANT, SHAPE_ARITHMETIC, MADE_OF_INPUTS})
+
 # of a rank file the ranks whose it is, and of its weights which part of which tensor they are, and a hash of those inside the file
 OF_RANKS = "partc.ranks"
 PIECE = "partc.piece"

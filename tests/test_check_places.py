@@ -107,3 +107,22 @@ def test_what_is_each_ranks_own_is_no_term(blocks: Path) -> None:
         path.write_bytes(model.SerializeToString(deterministic=True))
     correct(blocks)
     assert texts(blocks) == ""
+
+
+def test_shape_arithmetic_is_on_each_group_what_fits_there(tmp_path: Path) -> None:
+    """Rank 0 is sent x whole and asks it for its shape; rank 1 has a piece of x, and multiplies what it finds."""
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
+g (float[n, 6] x) => (float[n, 6] y, float[n, 6] v) <float[6] w = {1, 2, 3, 4, 5, 6}> {
+    [size] s = Shape(x)  [expand] e = Expand(w, s)  [abs] f = Abs(x)
+    [alone] y = Mul(f, e)  [other] v = Mul(x, e) }""")
+    plan = "ranks: 2\nsymbols: {n: {divisor: 2}}\ndataset: data_parallel\noutputs: producer\nplacement: {alone: 0}\n"
+    compiled(proto, plan, tmp_path / "build")
+    made = [
+        next(node.op_type for node in file.graph.node if "s" in node.output) for file in rank_files(tmp_path / "build")
+    ]
+    assert made == ["Shape", "Mul"]
+    assert texts(tmp_path / "build") == ""
+
+
+def rank_files(folder: Path) -> list[ModelProto]:
+    return [onnx.load(path, load_external_data=False) for path in sorted(folder.glob("rank_*.onnx"))]

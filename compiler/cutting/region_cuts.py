@@ -22,6 +22,7 @@ from partc.compiler.plan.cut import Cut, is_named
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.program import Group, Program
+from partc.runtime import format as fmt
 
 
 @dataclass
@@ -61,7 +62,7 @@ class RegionCuts:
     ) -> None:
         self.program, self.choices, self.given, self.problems = program, choices, given, problems
         self.follows = {node for node, placed in program.placement.items() if placed.follows}
-        self.constants = {node for node, placed in program.placement.items() if placed.rule == "constant"}
+        self.constants = {node for node, placed in program.placement.items() if placed.rule == fmt.CONSTANT}
 
     def instances(self, nodes: Sequence[ir.Node]) -> Iterator[Instance]:
         """The nodes on their groups of several ranks."""

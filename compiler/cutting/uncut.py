@@ -16,11 +16,12 @@ from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.mesh import on_common_mesh
 from partc.compiler.placing.repeated import repeatable
 from partc.compiler.program import Program
+from partc.runtime import format as fmt
 
 
 def uncut(program: Program, done: Propagation) -> None:
     """Takes back derived cuts of the nodes that only inputs and shapes enter."""
-    shapes = {node: placed.rule for node, placed in program.placement.items() if placed.rule == "shape arithmetic"}
+    shapes = {node: placed.rule for node, placed in program.placement.items() if placed.rule == fmt.SHAPE_ARITHMETIC}
     among = {*repeatable(program, {}, shapes), *shapes}
     heavy = _arriving_cut(program, done, among)
     for instance in reversed(done.instances):

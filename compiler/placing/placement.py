@@ -27,6 +27,7 @@ from partc.compiler.placing.pattern_rules import Rule, default_group, output_ran
 from partc.compiler.placing.repeated import repeatable, worth_repeating
 from partc.compiler.placing.settle import REPEATED, Delivered, Settled, settle
 from partc.compiler.program import Group, Placed, Program
+from partc.runtime import format as fmt
 
 
 def place(program: Program) -> Program:
@@ -73,7 +74,7 @@ def _floating(program: Program, rules: dict[ir.Node, Rule]) -> dict[ir.Node, str
         values = program.reads[node]
         if all(value in constant for value in values):
             constant.update(node.outputs)
-            floating[node] = "constant"
+            floating[node] = fmt.CONSTANT
             continue
         root = node.op_type in ("Shape", "Size") and node.domain in ("", "ai.onnx")
         if not root and not all(value in constant or value in of_shape for value in values):
@@ -81,7 +82,7 @@ def _floating(program: Program, rules: dict[ir.Node, Rule]) -> dict[ir.Node, str
         if node in rules and not all(_is_small(program, out) for out in node.outputs):
             continue
         of_shape.update(node.outputs)
-        floating[node] = "shape arithmetic"
+        floating[node] = fmt.SHAPE_ARITHMETIC
     return floating
 
 

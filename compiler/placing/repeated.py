@@ -25,6 +25,7 @@ from partc.compiler.placing.middling import Middling
 from partc.compiler.placing.settle import Settled
 from partc.compiler.program import Group, Program
 from partc.compiler.training.flow import learned_from
+from partc.runtime import format as fmt
 
 MOST_WORK = 64
 _READ, _SMALL = 8, 1024
@@ -132,7 +133,7 @@ class _Weighed:
 
     def _bytes(self, root: ir.Value) -> int:
         producer = root.producer()
-        if producer is not None and self.floating.get(producer) == "shape arithmetic":
+        if producer is not None and self.floating.get(producer) == fmt.SHAPE_ARITHMETIC:
             return 0  # it is made where it is read: at most a shape is sent
         size = self.sizes.bytes_of(root)
         if producer is None and size <= _SMALL:

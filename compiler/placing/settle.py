@@ -12,10 +12,11 @@ from functools import cached_property
 import onnx_ir as ir
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.program import Group, Program
+from partc.runtime import format as fmt
 
 Delivered = dict[ir.Value, tuple[int, ...] | None]
 """Per output of the model the ranks that it goes to; None: it stays."""
-REPEATED = "made of inputs"
+REPEATED = fmt.MADE_OF_INPUTS
 """Why a floating node runs where it is read although what it reads may be sent there."""
 _LARGEST_MOVE = 32
 
