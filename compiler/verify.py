@@ -25,6 +25,7 @@ from partc.compiler.dims.reading import read
 from partc.compiler.layouts.layout import Layout
 from partc.compiler.layouts.mesh import normal
 from partc.compiler.load.onnx_file import bodies
+from partc.compiler.ops.local_map import ALONG
 from partc.compiler.parts.partition import read_names
 from partc.compiler.program import Comm, Part, Program, captured
 
@@ -101,7 +102,10 @@ def _shapes(program: Program) -> Iterator[str]:
 def _placement(program: Program) -> Iterator[str]:
     if not program.placement:
         return
-    read = {*program.model.graph.outputs, *(value for values in program.reads.values() for value in values)}
+    read = {*program.model.graph.outputs}
+    for node in reversed(program.model.graph):
+        if not read.isdisjoint(node.outputs) or (placed := program.placement.get(node)) is None or placed.groups:
+            read.update(program.reads[node])
     for node in program.model.graph:
         placed, path = program.placement.get(node), program.paths.get(node, node.op_type)
         if placed is None or (not placed.groups and not read.isdisjoint(node.outputs)):
@@ -124,7 +128,9 @@ def _choices(program: Program) -> Iterator[str]:
         if len(axes) != len(set(axes)) or not all(0 <= axis < len(choice.mesh) for axis in axes):
             yield f"{where}: its axes {choice.axes} and {choice.passing} are not axes of {choice.mesh}, each once"
             continue
-        if unknown := [letter for letter, one in choice.axes.items() if one and letter not in choice.rule.factors]:
+        if unknown := [
+            letter for letter, one in choice.axes.items() if one and letter not in (*choice.rule.factors, ALONG)
+        ]:
             yield f"{where}: it is cut along {', '.join(unknown)}, which its rule does not let be cut"
         for value, layout in _operands(instance, choice):
             yield from (f"{where}: '{value.name}' {fault}" for fault in _uneven(program, value, layout, known))

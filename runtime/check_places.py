@@ -81,7 +81,7 @@ class _Places:
         self.begun: dict[tuple[object, ...], Places] = {}
         self.shifts: dict[tuple[object, ...], int] = {}
         self.nodes: dict[str, tuple[str, tuple[object, ...]]] = {}
-        self.sums: dict[str, set[int]] = {}
+        self.sums: dict[tuple[str, ...], set[int]] = {}
         self.sent: dict[int, Kind | None] = {}
         self.found: list[Violation] = []
         self.told: set[tuple[object, ...]] = set()
@@ -144,10 +144,10 @@ class _Places:
             file.places[name] = places
         for at, (one, two, axis) in enumerate(ruled.meetings):
             fact = f"its operands '{one.name}' and '{two.name}' lie in different places along dim {axis}"
-            self._meet(("node", node.output[0], at), file, node, fact, one.begins, two.begins)
+            self._meet(("node", _key(node), at), file, node, fact, one.begins, two.begins)
         for begins in ruled.summed:
             if begins is not None:
-                self.sums.setdefault(node.output[0], set()).update(begins)
+                self.sums.setdefault(_key(node), set()).update(begins)
 
     def _alike(self, file: _File, node: NodeProto) -> None:
         """A node that is cut is the same one on all ranks that run it; what differs by rank is a constant that it reads.
@@ -225,7 +225,7 @@ class _Places:
             for name in filter(None, node.output):
                 self._know(kinds, name, None if made is None else Kind.TERM if terms else Kind.WHOLE)
         elif node.domain in ("", "ai.onnx"):
-            makes = len(self.sums.get(node.output[0], ())) > 1
+            makes = len(self.sums.get(_key(node), ())) > 1
             term = makes or place_rules.hands_on(node, lambda name: kinds.get(name) is Kind.TERM)
             for name in filter(None, node.output):
                 self._know(kinds, name, Kind.TERM if term else None)
@@ -298,6 +298,11 @@ def _piece(tensor: TensorProto) -> list[int] | None:
     if len(begins) != len(tensor.dims) or not all(map(str.isdecimal, begins)):
         return None
     return [int(begin) for begin in begins]
+
+
+def _key(node: NodeProto) -> tuple[str, ...]:
+    """What one node is known by on all its ranks; groups without a rank in common may use a name for different values."""
+    return (node.op_type, *node.output, "", *node.input)
 
 
 def _is_cut(node: NodeProto) -> bool:

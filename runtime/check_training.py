@@ -54,7 +54,7 @@ def _names(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
         if name not in outputs:
             yield f"the {kind} '{name}' is no output"
     for name in training.summed:
-        if name not in outputs:
+        if name not in outputs and name not in training.totals:
             yield f"'{name}', which is summed over the parts of a batch, is no output"
     for kind, names in (("fixed input", training.fixed), ("total", training.totals)):
         for name in names:

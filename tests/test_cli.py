@@ -138,7 +138,7 @@ def test_check_says_what_it_proved_and_what_is_wrong(build: Path, capsys: pytest
     assert invoke(["check", str(build)]) == 1
     told = capsys.readouterr()
     assert "rank_0001.onnx: it has 5 bytes; the manifest says" in told.err
-    assert told.err.endswith(" violations\n")
+    assert told.err.endswith("build: 1 violation\n")
 
 
 INSPECTED = """\

@@ -172,7 +172,7 @@ class Command:
     def exit_code(self) -> int:
         """1 where the text tells a failure, 2 where it refuses what the user gave."""
         refused = "help:" in self.shown or "run it with" in self.shown
-        return 1 if "violations" in self.shown else 2 if refused else 0
+        return 1 if "violation" in self.shown else 2 if refused else 0
 
     def matches(self, output: str) -> bool:
         pieces = [re.escape(piece) for piece in comparable(self.line, self.shown).split(ANY_LINES)]
