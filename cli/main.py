@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 
 import click
-from partc.cli import say
-from partc.cli.say import add_options
+from partc.cli.output import say
+from partc.cli.output.say import add_options
 
 INTERRUPTED = 130
 _NO_READER = 141
@@ -46,7 +46,7 @@ class LazyGroup(click.Group):
         """The command's object, or None where there is no such command."""
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"partc.cli.{_HOMES.get(cmd_name, cmd_name)}")
+        module = importlib.import_module(f"partc.cli.commands.{_HOMES.get(cmd_name, cmd_name)}")
         command = getattr(module, cmd_name if cmd_name in _HOMES else "command")
         assert isinstance(command, click.Command)
         add_options(command, cmd_name)
@@ -83,8 +83,8 @@ def partc() -> None:
 def main() -> None:
     """The console script."""
     code = invoke(sys.argv[1:])
-    if "partc.runtime.rank_threads" in sys.modules:
-        from partc.runtime.rank_threads import left_behind
+    if "partc.runtime.execution.rank_threads" in sys.modules:
+        from partc.runtime.execution.rank_threads import left_behind
 
         if left_behind():
             sys.stdout.flush()

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from partc.compiler import nn
-    from partc.compiler.cutting.regions import shard
-    from partc.compiler.declare import Input
     from partc.compiler.dims.symbol import Symbol
+    from partc.compiler.frontend.declare import Input
+    from partc.compiler.frontend.place_calls import place
+    from partc.compiler.frontend.shard_calls import shard
     from partc.compiler.pipeline import compile_model
-    from partc.compiler.placing.calls import place
 
 __all__ = ["Input", "Symbol", "compile_model", "nn", "place", "shard"]
 
 _HOME = {
-    "Input": "partc.compiler.declare",
+    "Input": "partc.compiler.frontend.declare",
     "Symbol": "partc.compiler.dims.symbol",
     "compile_model": "partc.compiler.pipeline",
-    "place": "partc.compiler.placing.calls",
-    "shard": "partc.compiler.cutting.regions",
+    "place": "partc.compiler.frontend.place_calls",
+    "shard": "partc.compiler.frontend.shard_calls",
 }
 
 

@@ -17,36 +17,36 @@ from partc.compiler.analysis.shapes import shapes
 from partc.compiler.annotations.check import follow_annotations
 from partc.compiler.annotations.read import read
 from partc.compiler.annotations.write import write_annotated
-from partc.compiler.cutting.budget import check_budget
-from partc.compiler.cutting.local_maps import with_sizes
-from partc.compiler.cutting.normalize import TARGET, cuts, normalize
-from partc.compiler.cutting.packed import unpack
-from partc.compiler.cutting.rotary import repeat_tables
-from partc.compiler.cutting.sharding import shard
-from partc.compiler.cutting.straighten import straighten
+from partc.compiler.emit.dump import begin_text
+from partc.compiler.emit.emit import emit, refuse_to_replace
+from partc.compiler.emit.prove import prove
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.load import load
-from partc.compiler.load.names import node_paths
-from partc.compiler.load.source import Source
-from partc.compiler.load.unsound import blamed
-from partc.compiler.ops.local_map import is_inside
-from partc.compiler.parts.partition import partition
-from partc.compiler.parts.sums import pass_sums
-from partc.compiler.placing.pattern_rules import own_name
-from partc.compiler.placing.placement import place
+from partc.compiler.frontend import load
+from partc.compiler.frontend.names import node_paths
+from partc.compiler.frontend.source import Source
+from partc.compiler.frontend.unsound import blamed
+from partc.compiler.ir.program import Program
+from partc.compiler.lower.lower import partition
+from partc.compiler.ops.families.local_map import is_inside
+from partc.compiler.placement.placement import place
 from partc.compiler.plan.dataset import in_order
+from partc.compiler.plan.matching import own_name
 from partc.compiler.plan.read import Plan, read_plan
 from partc.compiler.plan.rules import Dataset, batch_pieces
-from partc.compiler.program import Program
-from partc.compiler.training.attach import attach, learned_names
+from partc.compiler.rewrite.local_maps import with_sizes
+from partc.compiler.rewrite.opset import TARGET, cuts, normalize
+from partc.compiler.rewrite.packed import unpack
+from partc.compiler.rewrite.rotary import repeat_tables
+from partc.compiler.rewrite.straighten import straighten
+from partc.compiler.sharding.budget import check_budget
+from partc.compiler.sharding.sharding import shard
+from partc.compiler.sharding.sums import pass_sums
+from partc.compiler.training.add_training import attach, learned_names
+from partc.compiler.training.config import Part
 from partc.compiler.training.in_parts import in_parts, only_totals, part_facts
-from partc.compiler.training.training import Part
 from partc.compiler.verify import is_asked_for, verify
-from partc.compiler.writing.dump import begin_text
-from partc.compiler.writing.emit import emit, refuse_to_replace
-from partc.compiler.writing.prove import prove
-from partc.runtime.format import Manifest, SourceRecord
-from partc.runtime.regular import open_regular
+from partc.runtime.artifact.format import Manifest, SourceRecord
+from partc.runtime.files.regular import open_regular
 
 Pass = Callable[[Program], Program]
 Watch = Callable[[str], None]

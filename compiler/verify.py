@@ -19,15 +19,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import onnx_ir as ir
-from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.dims.reading import read
-from partc.compiler.layouts.layout import Layout
-from partc.compiler.layouts.mesh import normal
-from partc.compiler.load.onnx_file import bodies
-from partc.compiler.ops.local_map import ALONG
-from partc.compiler.parts.partition import read_names
-from partc.compiler.program import Comm, Part, Program, captured
+from partc.compiler.frontend.onnx_file import bodies
+from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.ir.program import Comm, Part, Program, captured
+from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.mesh import normal
+from partc.compiler.lower.lower import read_names
+from partc.compiler.ops.families.local_map import ALONG
 
 VARIABLE = "PARTC_VERIFY_PASSES"
 """The environment variable that has every compile verify after every pass; tests set it."""

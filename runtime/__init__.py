@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING
 from .errors import ArtifactError, InputError, NonFiniteError, PartcError, RankError, StepError, UsageError
 
 if TYPE_CHECKING:
-    from .artifact import Artifact, open_artifact
-    from .cuts import Whole
-    from .local_program import LocalProgram, load_local
-    from .program import Program, describe_action, load
+    from .artifact.boxes import Whole
+    from .artifact.manifest import Artifact, open_artifact
+    from .execution.in_process import LocalProgram, load_local
+    from .execution.program import Program, describe_action, load
     from .training.trainer import Trainer, load_trainer
 
 _HOMES = {
-    "Artifact": "artifact",
-    "open_artifact": "artifact",
-    "LocalProgram": "local_program",
-    "Whole": "cuts",
-    "Program": "program",
-    "describe_action": "program",
+    "Artifact": "artifact.manifest",
+    "open_artifact": "artifact.manifest",
+    "LocalProgram": "execution.in_process",
+    "Whole": "artifact.boxes",
+    "Program": "execution.program",
+    "describe_action": "execution.program",
     "Trainer": "training.trainer",
-    "load": "program",
-    "load_local": "local_program",
+    "load": "execution.program",
+    "load_local": "execution.in_process",
     "load_trainer": "training.trainer",
 }
 

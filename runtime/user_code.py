@@ -27,8 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-from .board import note_task
 from .errors import PartcError
+from .execution.status_board import note_task
 
 _TOP = Path(__file__).parents[1]
 _OWN = tuple(f"{_TOP / part}{os.sep}" for part in ("cli", "compiler", "runtime"))

@@ -19,9 +19,8 @@ import numpy as np
 import onnx
 import onnx.parser
 from onnx import GraphProto, ModelProto, ValueInfoProto, helper, numpy_helper
-from partc.runtime.artifact import sha256
-from partc.runtime.dtypes import type_text
-from partc.runtime.format import (
+from partc.runtime.artifact.dtypes import type_text
+from partc.runtime.artifact.format import (
     COLLECTIVES,
     DOMAIN,
     MANIFEST,
@@ -39,6 +38,7 @@ from partc.runtime.format import (
     rank_file,
     weights_file,
 )
+from partc.runtime.artifact.manifest import sha256
 from safetensors.numpy import save_file
 
 HEAD = '<ir_version: 11, opset_import: ["" : 21, "partc.comm" : 1, "ai.onnx.ml" : 3]>\n'

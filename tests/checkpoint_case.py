@@ -9,12 +9,12 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from partc.runtime.dtypes import Array, by_numpy
-from partc.runtime.format import Box, StateRecord
-from partc.runtime.training.checkpoint import Checkpoint
-from partc.runtime.training.checkpoint_index import INDEX, sealed
-from partc.runtime.training.checkpoint_owners import held_by
-from partc.runtime.training.checkpoint_save import save
+from partc.runtime.artifact.dtypes import Array, by_numpy
+from partc.runtime.artifact.format import Box, StateRecord
+from partc.runtime.checkpoint.checkpoint import Checkpoint
+from partc.runtime.checkpoint.index import INDEX, sealed
+from partc.runtime.checkpoint.ownership import held_by
+from partc.runtime.checkpoint.save import save
 
 META = {"epoch": 2, "data": {"position": 77, "seed": 5}, "optimizer": "adam"}
 

@@ -18,10 +18,10 @@ import onnx_shape_inference
 import onnxruntime
 from double_ops import IMPRECISE, STAND_INS
 from onnx.reference import ReferenceEvaluator
-from partc.compiler.ops.gradient import Backward, differentiate_nodes
+from partc.compiler.autodiff.engine import Backward, differentiate_nodes
 from partc.compiler.ops.local import Local
+from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import Rule
-from partc.compiler.ops.table import rule_of
 from prover import _claims, _divides, _local, _piece, _terms, text_of
 from rule_case import Array, Case, case, node_of
 

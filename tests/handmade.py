@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper
-from partc.runtime.format import (
+from partc.runtime.artifact.format import (
     CAUSE,
     DOMAIN,
     DOMAIN_VERSION,

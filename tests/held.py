@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-from partc.compiler.layouts.exchange import offsets, span_of, within
-from partc.compiler.layouts.layout import Layout
-from partc.compiler.layouts.moves import (
+from partc.compiler.layout.exchange import offsets, span_of, within
+from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.moves import (
     AllGather,
     AllReduce,
     AllToAll,

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 from handmade import chain
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from partc.runtime.board import read_board, read_pids, states
+from partc.runtime.execution.status_board import read_board, read_pids, states
 from small_training import PERCEPTRON, compiled
 
 MODES = ("run", "train", "eval", "script")
@@ -205,7 +205,7 @@ class Running:
     def launcher(self) -> int:
         """The launcher's process id; 0 where there is none yet."""
         lines = {pid: read(pid, "cmdline") for pid in self.alive()}
-        job = b"script.py" if self.case.mode == "script" else b"partc.cli.rank"
+        job = b"script.py" if self.case.mode == "script" else b"partc.cli.job.rank"
         own = [pid for pid, line in lines.items() if b"prterun" in line.split(b"\0")[0] and job in line]
         return min(own, default=0)
 

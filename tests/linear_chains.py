@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from partc.compiler import pipeline
 from partc.compiler.dims.facts import Facts, facts_of
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
-from partc.compiler.parts.sums import pass_sums
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.program import Program
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.program import Program
+from partc.compiler.sharding.sums import pass_sums
 
 TWO_BRANCHES = BLOCK.replace(
     "[res1] h = Add(x, o)\n    [norm2] m = LayerNormalization(h, g2, b2)\n    [up] u = MatMul(m, up_w)",

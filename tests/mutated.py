@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from partc.runtime.format import MANIFEST
+from partc.runtime.artifact.format import MANIFEST
 
 
 def change_file(folder: Path, file: str, change: Callable[[onnx.ModelProto], object]) -> None:

@@ -45,7 +45,7 @@ from mutations_of_fields import (
     training_field,
 )
 from mutations_of_records import expressions, offset, port_boxes, programs, shapes, types, weights
-from partc.runtime.check import check_artifact
+from partc.runtime.checker.check import check_artifact
 
 MUTATIONS: dict[str, Mutation] = {
     "drop on one rank": drop(False),

@@ -11,7 +11,7 @@ from typing import Any
 
 import onnx
 from onnx import NodeProto
-from partc.runtime.format import DOMAIN
+from partc.runtime.artifact.format import DOMAIN
 
 Models = dict[str, onnx.ModelProto]
 

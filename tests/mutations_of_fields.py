@@ -7,7 +7,7 @@ import json
 from mutations_of_calls import Draft
 from odd_values import FLOATS, INTS, change
 from onnx import AttributeProto, NodeProto
-from partc.runtime.format import CUT
+from partc.runtime.artifact.format import CUT
 
 
 def manifest_field(draft: Draft) -> bool:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import onnxruntime
 from partc.compiler.training.optimizer_functions import ir_functions
 from partc.compiler.training.optimizers import Optimizer
-from partc.runtime.training.schedule import scalars
+from partc.runtime.artifact.lr_schedule import scalars
 
 Array = npt.NDArray[Any]
 Options = Mapping[str, object]

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from partc.compiler.errors import CompileError
 from partc.runtime import load_local
-from partc.runtime.check import check_artifact
+from partc.runtime.checker.check import check_artifact
 from partc.runtime.errors import PartcError
 from random_losses import LOSS, train, with_loss
 from test_random_placement import Builder

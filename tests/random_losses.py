@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import onnx
 from hypothesis import strategies as st
 from onnx import helper
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
 from random_training import training
 from trained import same_training
 

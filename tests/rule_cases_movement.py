@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ops.table import CONTRIB
+from partc.compiler.ops.registry import CONTRIB
 from rule_case import Case, case
 
 SHAPE_OF_TERM = {"P->R": "the shape of a term is that of the sum: no sum is passed on"}

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 from onnx.reference import ReferenceEvaluator
 from partc.runtime import load
-from partc.runtime.artifact import open_artifact
-from partc.runtime.check import check_artifact
-from partc.runtime.comm_ops import reference_ops
-from partc.runtime.dtypes import Array
-from partc.runtime.local import LocalWorld
+from partc.runtime.artifact.comm_schemas import reference_ops
+from partc.runtime.artifact.dtypes import Array
+from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.checker.check import check_artifact
+from partc.runtime.communication.in_process import LocalWorld
 
 
 def spmd(op: str, attributes: str, given: str, made: str, ranks: int, types: str = "float") -> list[str]:

@@ -10,11 +10,11 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 from partc.compiler.errors import CompileError
-from partc.compiler.load.python import load_python
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.python import load_python
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.program import Program
 from partc.compiler.pipeline import Report, compile_source
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.program import Program
 from partc.runtime import load_local
 from whole import same, whole_outputs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from partc.compiler.annotations.spread import Spread, any_layout, fused_pieces, layout_on, meshes, spread_of
-from partc.compiler.layouts.layout import Layout
+from partc.compiler.layout.layout import Layout
 
 
 @pytest.mark.parametrize("size", [4, 6, 12])

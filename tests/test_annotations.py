@@ -20,13 +20,13 @@ from linear_chains import STYLES, parallel_block
 from onnx_ir._multi_device import _check_device_configurations
 from partc.cli.main import invoke
 from partc.compiler.annotations.write import annotated
+from partc.compiler.emit.dump import end_text
 from partc.compiler.errors import CompileError
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.program import Program
 from partc.compiler.pipeline import compile_model, run_passes, start
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.program import Program
-from partc.compiler.writing.dump import end_text
 from partc.runtime import load_local
 from whole import whole_outputs
 

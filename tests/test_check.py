@@ -11,8 +11,8 @@ import pytest
 from handmade import FLOAT, chain, chain_manifest, chain_models, comm, node, rank_model, value, write_artifact
 from mutated import correct
 from onnx import ModelProto
-from partc.runtime.check import check, check_artifact
-from partc.runtime.format import MANIFEST, RECV, SEND, Port, Transfer
+from partc.runtime.artifact.format import MANIFEST, RECV, SEND, Port, Transfer
+from partc.runtime.checker.check import check, check_artifact
 
 
 def texts(folder: Path) -> str:

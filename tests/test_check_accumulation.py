@@ -15,12 +15,12 @@ import onnx
 import pytest
 from mutated import correct
 from onnx import ModelProto, NodeProto, helper, numpy_helper
-from partc.cli.figures_training import kept_bytes, training_figures
-from partc.cli.inspect import command as inspect
-from partc.runtime.artifact import open_artifact
-from partc.runtime.check import check
-from partc.runtime.check_updates import unsafe_state
-from partc.runtime.format import MANIFEST, Manifest
+from partc.cli.commands.inspect import command as inspect
+from partc.cli.output.figures_training import kept_bytes, training_figures
+from partc.runtime.artifact.format import MANIFEST, Manifest
+from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.checker.check import check
+from partc.runtime.checker.training.in_place import unsafe_state
 from small_training import DATA_PARALLEL, MOMENTUM, NORMALIZED, PERCEPTRON, compiled
 
 SUMS = ("first.grad.sum", "second.grad.sum", "shift.grad.sum")

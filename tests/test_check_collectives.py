@@ -11,7 +11,7 @@ import pytest
 from by_text import write
 from mutated import change_file
 from onnx import numpy_helper
-from partc.runtime.check import check_artifact
+from partc.runtime.checker.check import check_artifact
 from whole import compiled
 
 SHARED = """rank (float[4, 6] x) => (float[8, 2] y) <float[4, 6] h, float[8, 6] k, float[8, 2] p>

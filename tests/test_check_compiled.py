@@ -9,7 +9,7 @@ import onnx
 import pytest
 from mutated import change_file, change_manifest
 from onnx import ModelProto
-from partc.runtime.check import check_artifact
+from partc.runtime.checker.check import check_artifact
 from whole import compiled, model
 
 RELU = model("""<ir_version: 10, opset_import: ["": 21]> g (float[4, 2] x) => (float[4, 2] y) { [relu] y = Relu(x) }""")

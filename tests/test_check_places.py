@@ -11,7 +11,7 @@ import pytest
 from mutated import change_manifest, correct
 from mutation_kinds import KINDS, build
 from onnx import ModelProto
-from partc.runtime.check import check_artifact
+from partc.runtime.checker.check import check_artifact
 from whole import compiled
 
 BLOCKS = """<ir_version: 10, opset_import: ["": 21]>

@@ -15,10 +15,10 @@ import onnx
 import pytest
 from mutated import correct
 from onnx import ModelProto, NodeProto, helper
-from partc.cli.check import command
-from partc.runtime.check import check, check_artifact
-from partc.runtime.check_updates import unsafe_state
-from partc.runtime.format import ALL_REDUCE, MANIFEST, Manifest
+from partc.cli.commands.check import command
+from partc.runtime.artifact.format import ALL_REDUCE, MANIFEST, Manifest
+from partc.runtime.checker.check import check, check_artifact
+from partc.runtime.checker.training.in_place import unsafe_state
 from small_training import DATA_PARALLEL, LAMB, NORMALIZED, PERCEPTRON, compiled
 
 

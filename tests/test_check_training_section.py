@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from mutated import change_manifest
 from mutation_kinds import KINDS, build
-from partc.runtime.check import check_artifact
+from partc.runtime.checker.check import check_artifact
 
 Change = Callable[[dict[str, Any]], object]
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoint_case import META, flip, held, layout, load_all, record, rewrite, save_all, tensors
-from partc.runtime.dtypes import Array
+from partc.runtime.artifact.dtypes import Array
+from partc.runtime.checkpoint.box import Box, common, left_of, overlap, without
+from partc.runtime.checkpoint.checkpoint import Checkpoint
+from partc.runtime.checkpoint.compatibility import is_file_of_weights, meet, meet_weights
+from partc.runtime.checkpoint.export import export_tensors
+from partc.runtime.checkpoint.hashes import _CHUNK, _THREADS, Proof
+from partc.runtime.checkpoint.index import INDEX, read_index
+from partc.runtime.checkpoint.newest import latest
+from partc.runtime.checkpoint.ownership import owners
+from partc.runtime.checkpoint.verify import verify
 from partc.runtime.errors import CheckpointError, DamagedError, UsageError
-from partc.runtime.training.checkpoint import Checkpoint
-from partc.runtime.training.checkpoint_box import Box, common, left_of, overlap, without
-from partc.runtime.training.checkpoint_export import export_tensors
-from partc.runtime.training.checkpoint_index import INDEX, read_index
-from partc.runtime.training.checkpoint_match import is_file_of_weights, meet, meet_weights
-from partc.runtime.training.checkpoint_newest import latest
-from partc.runtime.training.checkpoint_owners import owners
-from partc.runtime.training.checkpoint_sums import _CHUNK, _THREADS, Proof
-from partc.runtime.training.checkpoint_verify import verify
 from safetensors.numpy import load_file, save_file
 
 
@@ -125,7 +125,7 @@ def test_neither_save_nor_read_nor_export_holds_more_than_one_tensor(tmp_path: P
     tracemalloc.start()
     try:
         from checkpoint_case import Ranks
-        from partc.runtime.training.checkpoint_save import save
+        from partc.runtime.checkpoint.save import save
 
         Ranks(2).run(lambda rank, share: save(tmp_path, 1, rank, ready[rank], records, {}, share))
         assert tracemalloc.get_traced_memory()[1] < one

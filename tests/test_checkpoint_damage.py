@@ -9,9 +9,9 @@ import pytest
 from checkpoint_case import flip
 from partc.cli.main import invoke
 from partc.runtime import Trainer, UsageError
+from partc.runtime.checkpoint.hashes import Proof
+from partc.runtime.checkpoint.newest import take_whole
 from partc.runtime.errors import DamagedError
-from partc.runtime.training.checkpoint_newest import take_whole
-from partc.runtime.training.checkpoint_sums import Proof
 from test_trainer import PARALLEL, batch, built, on_all
 
 HALF = (slice(0, 4), slice(4, 8))
@@ -208,8 +208,8 @@ def test_an_older_format_is_read_and_hashed_by_file(trained: Path, runs: Path) -
 
 def test_ranks_that_fail_otherwise_are_named() -> None:
     from checkpoint_case import Ranks
+    from partc.runtime.communication.agree import together
     from partc.runtime.errors import RankError
-    from partc.runtime.training.agree import together
 
     def act(rank: int, share: object) -> object:
         def fail() -> int:
@@ -226,8 +226,8 @@ def test_ranks_that_fail_otherwise_are_named() -> None:
 
 
 def test_nothing_is_allocated_for_a_file_that_lies(tmp_path: Path) -> None:
-    from partc.runtime.training.checkpoint import Checkpoint
-    from partc.runtime.training.checkpoint_index import CheckpointError
+    from partc.runtime.checkpoint.checkpoint import Checkpoint
+    from partc.runtime.checkpoint.index import CheckpointError
 
     def refusal(header: bytes, length: int | None = None, data: bytes = b"") -> str:
         file = tmp_path / "w.safetensors"

@@ -15,18 +15,18 @@ from pathlib import Path
 import pytest
 from checkpoint_case import save_all, tensors
 from partc.runtime import Trainer
+from partc.runtime.checkpoint import lock as checkpoint_lock
+from partc.runtime.checkpoint.lock import LOCK, Lock
+from partc.runtime.checkpoint.newest import latest
+from partc.runtime.checkpoint.written import WRITTEN
 from partc.runtime.errors import CheckpointError
-from partc.runtime.training import checkpoint_lock
-from partc.runtime.training.checkpoint_lock import LOCK, Lock
-from partc.runtime.training.checkpoint_newest import latest
-from partc.runtime.training.checkpoint_written import WRITTEN
 from test_trainer import PARALLEL, batch, built, on_all
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="locks of POSIX")
 HOLDS = """
 import os, sys, time
 from pathlib import Path
-from partc.runtime.training.checkpoint_lock import Lock
+from partc.runtime.checkpoint.lock import Lock
 lock = Lock(Path(sys.argv[1]))
 if len(sys.argv) > 2 and os.fork() == 0:
     time.sleep(30)

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoint_case import META, Ranks, held, layout, record, save_all, tensors
+from partc.runtime.checkpoint import save as checkpoint_save
+from partc.runtime.checkpoint.checkpoint import Checkpoint
+from partc.runtime.checkpoint.lock import LOCK
+from partc.runtime.checkpoint.newest import latest
+from partc.runtime.checkpoint.save import save
+from partc.runtime.checkpoint.verify import verify
+from partc.runtime.checkpoint.written import WRITTEN
 from partc.runtime.errors import CheckpointError
-from partc.runtime.training import checkpoint_save
-from partc.runtime.training.checkpoint import Checkpoint
-from partc.runtime.training.checkpoint_lock import LOCK
-from partc.runtime.training.checkpoint_newest import latest
-from partc.runtime.training.checkpoint_save import save
-from partc.runtime.training.checkpoint_verify import verify
-from partc.runtime.training.checkpoint_written import WRITTEN
 
 RANKS = 6
 
@@ -237,7 +237,7 @@ from pathlib import Path
 import numpy as np
 from checkpoint_case import META, held, layout, tensors
 from partc.runtime.errors import CheckpointError
-from partc.runtime.training import checkpoint_save
+from partc.runtime.checkpoint import save as checkpoint_save
 stage, folder = sys.argv[1], Path(sys.argv[2])
 die = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
 if stage == "write":

@@ -16,7 +16,7 @@ from handmade import chain, chain_reference
 from onnx import TensorProto, helper
 from partc.cli import main as entry
 from partc.cli.main import COMMANDS, invoke
-from partc.runtime.artifact import open_artifact
+from partc.runtime.artifact.manifest import open_artifact
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_help_names_every_command_without_importing_any() -> None:
     spent = time.perf_counter() - begin
     assert all(f"  {name} " in out for name in COMMANDS)
     loaded = out.splitlines()[-1]
-    for heavy in ("numpy", "onnx", "onnx_ir", "pydantic", "rich", "mpi4py", "partc.cli.run"):
+    for heavy in ("numpy", "onnx", "onnx_ir", "pydantic", "rich", "mpi4py", "partc.cli.commands.run"):
         assert f"'{heavy}'" not in loaded
     assert spent < 1.5
 
@@ -277,7 +277,7 @@ def test_compile_check_verify_and_run_a_model(
 def test_verify_fails_where_an_output_differs(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from partc.cli import verify
+    from partc.cli.commands import verify
 
     monkeypatch.chdir(model.parent)
     right = verify.run_whole

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from partc.cli import say
 from partc.cli.main import COMMANDS, LazyGroup, invoke
+from partc.cli.output import say
 from whole import model
 
 TEXT = """<ir_version: 10, opset_import: ["" : 21]>

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from partc.compiler.cutting.unrolled import unrolled
 from partc.compiler.errors import CompileError
-from partc.compiler.load import load
-from partc.compiler.load.source import Source
+from partc.compiler.frontend import load
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.program import Program
 from partc.compiler.pipeline import compile_model, compile_source
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.program import Program
+from partc.compiler.rewrite.unrolled import unrolled
 from partc.runtime import load_local
-from partc.runtime.check import check_artifact
+from partc.runtime.checker.check import check_artifact
 from trained import run, same_training, train_whole
 from whole import same, whole_outputs
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from partc.runtime.data.columns import Joined, Ragged, RaggedRows, Rows
+from partc.runtime.data.fields import Joined, Ragged, RaggedRows, Rows
 from partc.runtime.data.files import open_field, open_fields
 from partc.runtime.errors import UsageError
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from handmade import chain_manifest
-from partc.cli.byte_count import byte_count
-from partc.cli.feed import open_feed
+from partc.cli.job.byte_count import byte_count
+from partc.cli.job.feed import open_feed
+from partc.runtime.artifact.format import Manifest, Port
 from partc.runtime.data import Spec, open_data
 from partc.runtime.data.files import open_field, open_fields, open_value
 from partc.runtime.data.memory import Memory, default_bytes
 from partc.runtime.errors import UsageError
-from partc.runtime.format import Manifest, Port
 
 MOST, PEAK = 1 << 20, 16 << 20
 

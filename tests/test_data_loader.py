@@ -9,11 +9,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from partc.runtime.cuts import merge
+from partc.runtime.artifact.boxes import merge
+from partc.runtime.artifact.format import Port
 from partc.runtime.data import Loader, Position, Spec, open_loader
-from partc.runtime.data.order import Last
+from partc.runtime.data.sampler import Last
 from partc.runtime.errors import UsageError
-from partc.runtime.format import Port
 from partc.runtime.user_code import UserCodeError
 
 

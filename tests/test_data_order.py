@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from partc.runtime.data.buckets import Buckets
-from partc.runtime.data.order import Last, Order, Position
+from partc.runtime.data.length_buckets import Buckets
+from partc.runtime.data.sampler import Last, Order, Position
 from partc.runtime.errors import UsageError
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from partc.runtime.cuts import merge
+from partc.runtime.artifact.boxes import merge
+from partc.runtime.artifact.format import Port
 from partc.runtime.data import Spec, open_loader
 from partc.runtime.errors import UsageError
-from partc.runtime.format import Port
 from partc.runtime.user_code import UserCodeError
 
 LENGTHS = np.random.default_rng(1).integers(0, 40, 30)

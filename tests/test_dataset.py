@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from partc.compiler.errors import CompileError
+from partc.compiler.ir.program import Program
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.program import Program
 from shard_models import compiled, line, refused, said_by_compile, same_on_all_ranks
 
 NET = """

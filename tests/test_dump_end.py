@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from partc.compiler.program import Op, Program
-from partc.compiler.writing.dump import begin_text, end_text
+from partc.compiler.emit.dump import begin_text, end_text
+from partc.compiler.ir.program import Op, Program
 from shard_models import compiled
 
 NET = """

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from exported import Exported, steps
-from partc.compiler.program import Program
+from partc.compiler.ir.program import Program
 from partc.runtime import load_local
 from whole import compiled, same_as_whole, whole_outputs
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from partc.cli.feed import choose_sizes, open_feed
-from partc.cli.figures import typical_sizes
-from partc.cli.results import flatten, write
-from partc.runtime.bindings import smallest
+from partc.cli.job.feed import choose_sizes, open_feed
+from partc.cli.job.results import flatten, write
+from partc.cli.output.figures import typical_sizes
+from partc.runtime.artifact.format import Manifest, Port, SymbolRecord
 from partc.runtime.errors import UsageError
-from partc.runtime.format import Manifest, Port, SymbolRecord
+from partc.runtime.execution.symbol_bindings import smallest
 
 
 def small_manifest(ports: list[Port], **symbols: SymbolRecord) -> Manifest:

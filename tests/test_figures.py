@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from partc.cli.compare import compare
-from partc.cli.figures import moved
-from partc.cli.present import Table, count, seconds, size, timing
-from partc.runtime.format import Transfer
+from partc.cli.comparison.compare import compare
+from partc.cli.output.figures import moved
+from partc.cli.output.present import Table, count, seconds, size, timing
+from partc.runtime.artifact.format import Transfer
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import Golden
 from partc.compiler.pipeline import compile_model
-from partc.runtime import format as fmt
+from partc.runtime.artifact import format as fmt
 from small_training import DATA_PARALLEL, MOMENTUM, PERCEPTRON, compiled
 
 SAMPLES = Path(__file__).parent.parent / "samples"

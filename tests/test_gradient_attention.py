@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from gradient_case import evaluate
-from partc.compiler.ops.gradient import differentiate_nodes
+from partc.compiler.autodiff.engine import differentiate_nodes
 
 SHAPE = (2, 3, 5, 4)
 rng = np.random.default_rng(4)

@@ -9,11 +9,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
-import partc.compiler.ops  # noqa: F401
+import partc.compiler.ops.families  # noqa: F401
 import pytest
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
-from partc.compiler.ops.gradient import Backward, NoGradient, differentiate_nodes
+from partc.compiler.autodiff.engine import Backward, NoGradient, differentiate_nodes
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
 from trained import run, same_tensors, same_training
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'

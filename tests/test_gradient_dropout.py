@@ -6,9 +6,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from gradient_case import evaluate
-from partc.compiler.ops.gradient import differentiate_nodes
+from partc.compiler.autodiff.engine import differentiate_nodes
 from partc.compiler.ops.local import Local
-from partc.compiler.ops.table import rule_of
+from partc.compiler.ops.registry import rule_of
 from rule_case import case, node_of
 
 OPERANDS = {"x0": np.linspace(1, 2, 77, dtype=np.float32).reshape(7, 11), "y0.dy": np.full((7, 11), 3, np.float32)}

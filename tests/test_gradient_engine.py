@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-import partc.compiler.ops  # noqa: F401
+import partc.compiler.ops.families  # noqa: F401
 import pytest
 from gradient_case import cut_faults, evaluate, faults, proof
-from partc.compiler.ops import gradient
-from partc.compiler.ops.gradient import Backward, NoGradient, differentiate_nodes
+from partc.compiler.autodiff import engine as gradient
+from partc.compiler.autodiff.engine import Backward, NoGradient, differentiate_nodes
 
 FLOAT = ir.TensorType(ir.DataType.FLOAT)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-import partc.compiler.ops  # noqa: F401
+import partc.compiler.ops.families  # noqa: F401
 import pytest
 from gradient_case import Proof, cut_faults, faults, placements
-from partc.compiler.ops.table import entries
+from partc.compiler.ops.registry import entries
 
 HERE = Path(__file__).parent
 MODULES = [importlib.import_module(path.stem) for path in sorted(HERE.glob("gradient_cases_*.py"))]

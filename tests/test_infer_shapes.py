@@ -9,17 +9,17 @@ import onnx
 import onnx_ir as ir
 import pytest
 from partc.compiler.analysis.bindings import promised
+from partc.compiler.autodiff.scope import Scope
 from partc.compiler.dims.facts import Facts
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
-from partc.compiler.ops.scope import Scope
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.program import Program
 from partc.compiler.pipeline import start
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.program import Program
+from partc.compiler.rewrite.train_mode import ranked
 from partc.compiler.training.append import Append
+from partc.compiler.training.config import Part
 from partc.compiler.training.in_parts import part_facts
-from partc.compiler.training.modes import ranked
-from partc.compiler.training.training import Part
 from whole import model
 
 COMPILER = Path(__file__).parents[1] / "compiler"

@@ -10,13 +10,13 @@ import numpy as np
 import onnx
 import pytest
 from click.testing import CliRunner
-from partc.cli.compile import command
+from partc.cli.commands.compile import command
 from partc.compiler.errors import CompileError
-from partc.compiler.load.onnx_file import from_proto, load_onnx
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.onnx_file import from_proto, load_onnx
+from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.training.attach import learned_names
+from partc.compiler.training.add_training import learned_names
 from trained import run, same_tensors
 
 TRAIN = """train:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click.testing
 import pytest
-from partc.cli.figures import rank_figures
-from partc.cli.figures_training import training_figures
-from partc.cli.inspect import command
-from partc.runtime.artifact import open_artifact
+from partc.cli.commands.inspect import command
+from partc.cli.output.figures import rank_figures
+from partc.cli.output.figures_training import training_figures
+from partc.runtime.artifact.manifest import open_artifact
 from small_training import DATA_PARALLEL, LAMB, NORMALIZED, PERCEPTRON, compiled
 
 FLOATS = 6 * 5 + 5 + 5 * 3

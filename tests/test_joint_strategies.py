@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from partc.compiler.program import Program
+from partc.compiler.ir.program import Program
 from shard_models import collectives, line, said_by_compile, same_on_all_ranks
 
 PRODUCT = """

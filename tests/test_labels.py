@@ -9,7 +9,7 @@ import pytest
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import InputError, load_local, load_trainer
-from partc.runtime.local import LocalWorld
+from partc.runtime.communication.in_process import LocalWorld
 from test_parts_of_a_batch import LABELLED, LOSSES, NET, OWN_LOSS, PLANS, WEIGHTS, numbers, train
 from trained import fed, from_text
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from handmade import chain, chain_reference
-from partc.cli.launcher import Hosts, Kind, Launcher, Place, command_line, find_launcher, surrounding_job
-from partc.cli.noise import Ended, Noise
-from partc.cli.scratch import Scratch
-from partc.cli.signals import Signals
-from partc.cli.supervise import supervise
+from partc.cli.job.launcher import Hosts, Kind, Launcher, Place, command_line, find_launcher, surrounding_job
+from partc.cli.job.noise import Ended, Noise
+from partc.cli.job.scratch import Scratch
+from partc.cli.job.signals import Signals
+from partc.cli.job.supervise import supervise
 from partc.runtime.errors import UsageError
 
 WITHIN = 10.0
@@ -207,7 +207,7 @@ def test_a_truncated_file_of_one_rank_is_told_once(build: Path) -> None:
 
 def wait_for_steps(process: subprocess.Popen[str], scratch: Path) -> list[int]:
     """The ranks' process ids, once each has taken a step."""
-    from partc.runtime.board import read_board, read_pids
+    from partc.runtime.execution.status_board import read_board, read_pids
 
     until = time.monotonic() + 30
     while time.monotonic() < until:

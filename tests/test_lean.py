@@ -8,11 +8,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_shape_inference
-import partc.compiler.ops  # noqa: F401
+import partc.compiler.ops.families  # noqa: F401
 import pytest
 from gradient_case import evaluate
-from partc.compiler.ops.gradient import Backward, differentiate_nodes
-from partc.compiler.ops.lean import lean
+from partc.compiler.autodiff.engine import Backward, differentiate_nodes
+from partc.compiler.rewrite.simplify import lean
 from partc.compiler.training.losses import add_loss, loss
 
 RANDOM = np.random.default_rng(17)

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 from handmade import chain
-from partc.cli.signals import Signals
-from partc.cli.stopped import Stopped
+from partc.cli.job.signals import Signals
+from partc.cli.job.stopped import Stopped
 from partc.runtime import load_trainer
+from partc.runtime.communication.in_process import LocalWorld
+from partc.runtime.communication.transport import Transport
 from partc.runtime.errors import ArtifactError, RankError
-from partc.runtime.local import LocalWorld
-from partc.runtime.rank_threads import RankThreads, left_behind
-from partc.runtime.transport import Transport
+from partc.runtime.execution.rank_threads import RankThreads, left_behind
 from small_training import DATA_PARALLEL, PERCEPTRON, compiled
 from test_runtime_mpi import MPIEXEC, job
 

@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from partc.compiler.load import load
-from partc.compiler.load.names import node_paths
+from partc.compiler.frontend import load
+from partc.compiler.frontend.names import node_paths
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 

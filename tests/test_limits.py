@@ -10,9 +10,9 @@ from handmade import chain
 from partc.compiler.errors import CompileError
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
-from partc.runtime.check import check_artifact
+from partc.runtime.artifact.format import MOST_RANKS
+from partc.runtime.checker.check import check_artifact
 from partc.runtime.errors import ArtifactError
-from partc.runtime.format import MOST_RANKS
 
 SECONDS = 5
 HUGE = 10**12

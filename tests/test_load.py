@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from partc.compiler.errors import CompileError
-from partc.compiler.load import load
+from partc.compiler.frontend import load
 from whole import model, same_as_whole
 
 

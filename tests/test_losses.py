@@ -10,11 +10,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_shape_inference
-import partc.compiler.ops  # noqa: F401
+import partc.compiler.ops.families  # noqa: F401
 import pytest
 from gradient_case import evaluate
+from partc.compiler.autodiff.engine import Backward, differentiate_nodes
 from partc.compiler.errors import CompileError
-from partc.compiler.ops.gradient import Backward, differentiate_nodes
 from partc.compiler.training.losses import add_loss, loss
 from partc.compiler.training.metrics import add_metric, metric
 from whole import whole_outputs

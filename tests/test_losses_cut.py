@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
-from partc.compiler.load.onnx_file import from_proto
+from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.training.losses import Loss, add_loss, loss
 from partc.compiler.training.metrics import add_metric, metric
 from whole import model, same_as_whole

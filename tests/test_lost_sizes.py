@@ -8,9 +8,9 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from partc.cli.figures import moved
+from partc.cli.output.figures import moved
 from partc.compiler.errors import CompileError
-from partc.runtime.format import Transfer
+from partc.runtime.artifact.format import Transfer
 from whole import compiled, model, same_as_whole
 
 

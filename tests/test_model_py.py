@@ -11,11 +11,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from partc.compiler import place
-from partc.compiler.declare import Placement
 from partc.compiler.errors import CompileError
-from partc.compiler.load.names import node_paths
-from partc.compiler.load.python import load_python
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.declare import Placement
+from partc.compiler.frontend.names import node_paths
+from partc.compiler.frontend.python import load_python
+from partc.compiler.frontend.source import Source
 
 SAMPLE = Path(__file__).parent.parent / "samples" / "lenet"
 HEAD = "from partc.compiler import Input, Symbol, nn, place\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 import pytest
-from partc.compiler.load.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES, derive_names, node_paths
+from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES, derive_names, node_paths
 
 
 def chain(*nodes: tuple[str, str | None, dict[str, str]]) -> ir.Model:

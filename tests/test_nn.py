@@ -14,8 +14,8 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 from partc.compiler import nn
-from partc.compiler.load.inputs import Spec, data_type
-from partc.compiler.load.trace import trace
+from partc.compiler.frontend.inputs import Spec, data_type
+from partc.compiler.frontend.trace import trace
 from partc.compiler.nn import draw
 
 Array = NDArray[Any]

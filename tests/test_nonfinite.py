@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import NonFiniteError, Trainer
-from partc.runtime.check import check
-from partc.runtime.training.checkpoint_newest import latest
+from partc.runtime.checker.check import check
+from partc.runtime.checkpoint.newest import latest
 from test_parts_of_a_batch import piece
 from test_trainer import on_all
 from trained import from_text

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import normal_dim
 from partc.compiler.dims.symbol import Symbol
-from partc.runtime.expression import parse
+from partc.runtime.artifact.dim_expression import parse
 from whole import compiled, model, same_as_whole
 
 KNOWN = {

@@ -12,9 +12,9 @@ import onnx
 import onnxruntime
 import pytest
 from onnx.backend.test.case.test_case import TestCase
-from partc.compiler.load.names import node_paths
-from partc.compiler.load.onnx_file import NEWEST_OPSET, OLDEST_OPSET, from_proto
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.names import node_paths
+from partc.compiler.frontend.onnx_file import NEWEST_OPSET, OLDEST_OPSET, from_proto
+from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local

@@ -25,8 +25,8 @@ from optimizer_case import (
 from partc.compiler.errors import CompileError
 from partc.compiler.training.optimizer_functions import function, ir_functions
 from partc.compiler.training.optimizers import OPTIMIZERS, clip_scale, optimizer, sum_of_squares
-from partc.runtime.training.schedule import SCALARS
-from partc.runtime.training.update import flat_model
+from partc.runtime.artifact.lr_schedule import SCALARS
+from partc.runtime.updates.update_model import flat_model
 
 SHAPES = ((3, 5), (7,), (2, 3, 1, 4), (), (33, 17))
 IN_TORCH = [case for case in CASES if case[0] not in ("lamb", "adam_weight_decay")]

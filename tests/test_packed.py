@@ -10,10 +10,10 @@ import onnx
 import pytest
 from exported import Exported, steps
 from partc.compiler.errors import CompileError
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
 from partc.runtime import load_local
-from partc.runtime.check import check_artifact
+from partc.runtime.checker.check import check_artifact
 from test_exported import counted
 from trained import put, run, same_training, tensors
 from whole import compiled, same_as_whole

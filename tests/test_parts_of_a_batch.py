@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.training.in_parts import quotient
 from partc.runtime import InputError, load_trainer
-from partc.runtime.check import check
-from partc.runtime.cuts import local
-from partc.runtime.format import Manifest, SymbolRecord
-from partc.runtime.local import LocalWorld
+from partc.runtime.artifact.boxes import local
+from partc.runtime.artifact.format import Manifest, SymbolRecord
+from partc.runtime.checker.check import check
+from partc.runtime.communication.in_process import LocalWorld
 from trained import from_text
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from partc.compiler.program import Program
+from partc.compiler.ir.program import Program
 from shard_models import collectives, compiled, line, load, refused, said_by_compile, same_on_all_ranks
 
 NET = """

@@ -15,7 +15,7 @@ from partc.compiler.plan.read import InputRule, OutputRule, PlacementRule, Plan,
 from partc.compiler.plan.schema import plan_schema
 from partc.compiler.training.losses import TYPES as LOSSES
 from partc.compiler.training.optimizers import OPTIMIZERS
-from partc.runtime.training.schedule import SCHEDULES
+from partc.runtime.artifact.lr_schedule import SCHEDULES
 
 WHOLE = """\
 ranks: 5

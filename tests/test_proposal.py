@@ -7,10 +7,10 @@ import onnx
 import pytest
 from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
-from partc.cli.plan import command
+from partc.cli.commands.plan import command
 from partc.compiler.errors import CompileError
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.names import among, patterns

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
 from partc.compiler.errors import CompileError
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
 from random_training import Case, cases
 from trained import same_training
 

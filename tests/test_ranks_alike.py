@@ -9,16 +9,16 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partc.compiler.layouts.layout import Layout
-from partc.compiler.parts.by_place import item_of
-from partc.runtime.artifact import open_artifact
-from partc.runtime.check import check
-from partc.runtime.check_constants import check_constants
-from partc.runtime.cuts import divisor
+from partc.compiler.layout.layout import Layout
+from partc.compiler.tasks.by_place import item_of
+from partc.runtime.artifact.boxes import divisor
+from partc.runtime.artifact.dim_expression import parse
+from partc.runtime.artifact.format import DOMAIN, MANIFEST, RANK_CONSTANT, Grid, Manifest, Port, order_text, ranks_of
+from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.artifact.rank_constants import bound, is_rank_constant
+from partc.runtime.checker.check import check
+from partc.runtime.checker.constants import check_constants
 from partc.runtime.errors import ArtifactError
-from partc.runtime.expression import parse
-from partc.runtime.format import DOMAIN, MANIFEST, RANK_CONSTANT, Grid, Manifest, Port, order_text, ranks_of
-from partc.runtime.rank_constants import bound, is_rank_constant
 from small_training import PERCEPTRON, compiled
 
 GRID = """ranks: RANKS

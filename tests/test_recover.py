@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from by_text import write
 from partc.runtime import InputError, StepError, UsageError, load, load_local
-from partc.runtime.execute import Schedule
-from partc.runtime.local_program import LocalProgram
-from partc.runtime.segments import Segment
+from partc.runtime.execution.in_process import LocalProgram
+from partc.runtime.execution.step_plan import Schedule
+from partc.runtime.program.segmentation import Segment
 from small_training import DATA_PARALLEL, PERCEPTRON, compiled
 from test_runtime_collectives_mpi import MPIEXEC, every_op
 
@@ -54,7 +54,7 @@ import json, sys
 import numpy as np
 from mpi4py import MPI
 import partc.runtime as runtime
-from partc.runtime.mpi import MpiTransport
+from partc.runtime.communication.mpi import MpiTransport
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 x = np.arange(30, dtype=np.float32).reshape(5, 6)
 unknown = {"x": x[:, :3].copy(), "index": np.array([1, 4])}

@@ -13,14 +13,14 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
 from partc.compiler.errors import CompileError
-from partc.compiler.load import load
-from partc.compiler.load.source import Source
+from partc.compiler.frontend import load
+from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_model, compile_source
 from partc.compiler.plan.read import read_plan
 from partc.runtime import load_local
-from partc.runtime.check import check_artifact
+from partc.runtime.checker.check import check_artifact
 from partc.runtime.errors import ArtifactError
-from partc.runtime.regular import NotRegularError, fault, open_regular, read_regular
+from partc.runtime.files.regular import NotRegularError, fault, open_regular, read_regular
 
 SECONDS = 10
 

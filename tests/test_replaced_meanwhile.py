@@ -6,18 +6,18 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from partc.runtime import artifact as artifact_of
 from partc.runtime import load_local
-from partc.runtime import program as program_of
-from partc.runtime.artifact import Artifact
-from partc.runtime.check import check_artifact
+from partc.runtime.artifact import manifest as artifact_of
+from partc.runtime.artifact.manifest import Artifact
+from partc.runtime.checker.check import check_artifact
+from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.errors import ArtifactError
-from partc.runtime.local import LocalWorld
-from partc.runtime.replace_folder import replacing_folder
+from partc.runtime.execution import program as program_of
+from partc.runtime.files.replace_folder import replacing_folder
 
 MODEL = """<ir_version: 10, opset_import: ["" : 21]>
 main (float[64] x) => (float[64] y)

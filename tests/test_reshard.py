@@ -11,11 +11,11 @@ import pytest
 from held import after, assert_held, layouts, scatter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from partc.compiler.layouts.exchange import Routes, offsets, span_of, within
-from partc.compiler.layouts.layout import Layout
-from partc.compiler.layouts.mesh import needs, normal, on_common_mesh, refine
-from partc.compiler.layouts.moves import AllGather, AllToAll, Exchange, Slice, Traffic, bytes_moved, is_local, share_of
-from partc.compiler.layouts.reshard import Moves, lower
+from partc.compiler.layout.exchange import Routes, offsets, span_of, within
+from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.mesh import needs, normal, on_common_mesh, refine
+from partc.compiler.layout.moves import AllGather, AllToAll, Exchange, Slice, Traffic, bytes_moved, is_local, share_of
+from partc.compiler.layout.reshard import Moves, lower
 
 FACTORS = (3, 1, 2)
 

@@ -10,9 +10,9 @@ from fractions import Fraction
 
 import pytest
 from held import layouts
-from partc.compiler.layouts.exchange import can_travel
-from partc.compiler.layouts.layout import Layout, Replicate
-from partc.compiler.layouts.moves import (
+from partc.compiler.layout.exchange import can_travel
+from partc.compiler.layout.layout import Layout, Replicate
+from partc.compiler.layout.moves import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -25,8 +25,8 @@ from partc.compiler.layouts.moves import (
     bytes_moved,
     is_local,
 )
-from partc.compiler.layouts.reshard import lower
-from partc.compiler.layouts.walk import recut
+from partc.compiler.layout.reshard import lower
+from partc.compiler.layout.walk import recut
 
 Cost = tuple[Fraction, Fraction]
 

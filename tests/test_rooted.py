@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from by_text import write
 from cut_models import with_weights
-from partc.compiler.layouts.layout import Layout
-from partc.compiler.layouts.moves import Reduce, Traffic, bytes_moved
-from partc.compiler.layouts.reshard import lower
-from partc.compiler.program import Program
-from partc.runtime.check import check_artifact
+from partc.compiler.ir.program import Program
+from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.moves import Reduce, Traffic, bytes_moved
+from partc.compiler.layout.reshard import lower
+from partc.runtime.checker.check import check_artifact
 from trained import from_text, same_training
 from whole import model, same_as_whole
 

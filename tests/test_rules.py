@@ -9,10 +9,10 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 from conftest import Golden
-from partc.compiler.ops.decompose import BENT, decompose
-from partc.compiler.ops.factors import whole_rule
+from partc.compiler.ops.notation import whole_rule
+from partc.compiler.ops.registry import Entry, entries, rule_of, standard_ops
 from partc.compiler.ops.rule import Rule
-from partc.compiler.ops.table import Entry, entries, rule_of, standard_ops
+from partc.compiler.rewrite.decompose import BENT, decompose
 from prover import Case, case, equal, node_of, text_of, unclaimed, violations
 from rule_case import feeds_of, run
 

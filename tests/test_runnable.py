@@ -9,13 +9,13 @@ import onnx
 import pytest
 import small_training
 from onnx import numpy_helper
-from partc.compiler.cutting.budget import check_budget
 from partc.compiler.errors import CompileError
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.program import Comm, Op, Program
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.program import Comm, Op, Program
-from partc.runtime.check import check_artifact
+from partc.compiler.sharding.budget import check_budget
+from partc.runtime.checker.check import check_artifact
 from small_training import NORMALIZED
 from trained import from_text, trained
 from whole import compiled, model, same_as_whole

@@ -13,7 +13,7 @@ import onnx
 import pytest
 from by_text import record, write
 from partc.runtime import ArtifactError, load_local, open_artifact
-from partc.runtime.format import MANIFEST
+from partc.runtime.artifact.format import MANIFEST
 
 GRAPHS = [
     """rank0 (float[n, 2] x) => () <float[n, 3] h, float[2, 3] w = {1, 2, 3, 4, 5, 6}>

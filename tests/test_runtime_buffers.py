@@ -14,12 +14,12 @@ from by_text import write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from partc.runtime import load
-from partc.runtime.buffers import Arena, Life, assign
-from partc.runtime.dtypes import Bytes
-from partc.runtime.local import LocalTransport, LocalWorld
-from partc.runtime.message import Value
-from partc.runtime.tensor import ALIGNMENT
-from partc.runtime.transport import Request
+from partc.runtime.artifact.dtypes import Bytes
+from partc.runtime.communication.in_process import LocalTransport, LocalWorld
+from partc.runtime.communication.message import Value
+from partc.runtime.communication.transport import Request
+from partc.runtime.execution.tensor import ALIGNMENT
+from partc.runtime.program.memory_plan import Arena, Life, assign
 
 
 @st.composite

@@ -14,14 +14,14 @@ import onnx.parser
 import pytest
 from by_text import HEAD, write
 from partc.runtime import RankError, load_local
-from partc.runtime.check import check_artifact
-from partc.runtime.collective import Call
-from partc.runtime.comm_ops import register
-from partc.runtime.dtypes import BY_NAME, Array
-from partc.runtime.local import LocalTransport, LocalWorld
-from partc.runtime.perform import at_large
-from partc.runtime.segments import Finish
-from partc.runtime.tensor import Tensor
+from partc.runtime.artifact.comm_node import Call
+from partc.runtime.artifact.comm_schemas import register
+from partc.runtime.artifact.dtypes import BY_NAME, Array
+from partc.runtime.checker.check import check_artifact
+from partc.runtime.communication.collective import at_large
+from partc.runtime.communication.in_process import LocalTransport, LocalWorld
+from partc.runtime.execution.tensor import Tensor
+from partc.runtime.program.segmentation import Finish
 from run_collectives import pieces, run, run_reference, same, spmd, text, whole
 
 RANKS = (1, 2, 3)

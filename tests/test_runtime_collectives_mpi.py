@@ -45,7 +45,7 @@ import faulthandler, sys, time
 import numpy as np
 from mpi4py import MPI
 import partc.runtime as runtime
-from partc.runtime.mpi import MpiTransport
+from partc.runtime.communication.mpi import MpiTransport
 folder, comm = sys.argv[1], MPI.COMM_WORLD
 rank = comm.rank
 faulthandler.dump_traceback_later(110, exit=True)

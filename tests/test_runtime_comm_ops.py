@@ -11,8 +11,8 @@ import pytest
 from by_text import write
 from onnx.reference import ReferenceEvaluator
 from partc.runtime import load_local
-from partc.runtime.comm_ops import reference_ops, register
-from partc.runtime.local import LocalWorld
+from partc.runtime.artifact.comm_schemas import reference_ops, register
+from partc.runtime.communication.in_process import LocalWorld
 
 GRAPHS = [
     """rank0 (float[n, 3] x, string[n] s) => (float[n, 3] y) <float[n, 3] h, float[n, 3] k>

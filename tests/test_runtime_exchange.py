@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from by_text import write
 from partc.runtime import InputError, Whole, load_local
-from partc.runtime.dtypes import Array
+from partc.runtime.artifact.dtypes import Array
 from run_collectives import pieces, run, run_reference, same, whole
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from partc.runtime.expression import parse
+from partc.runtime.artifact.dim_expression import parse
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from by_text import write
 from partc.runtime import InputError, RankError, load_local
-from partc.runtime.format import SymbolRecord
+from partc.runtime.artifact.format import SymbolRecord
 
 
 def send(value: str, peer: int, tag: int) -> str:
@@ -439,7 +439,7 @@ with load_local({str(folder)!r}, threads=4):
 
 
 def test_a_failure_while_ranks_connect_reaches_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from partc.runtime.program import Program
+    from partc.runtime.execution.program import Program
 
     def connect(self: Program) -> None:
         if self.rank == 1:

@@ -7,9 +7,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from partc.runtime.dtypes import BY_NAME, by_numpy
-from partc.runtime.message import HEADER, decode, encode, payload_size
-from partc.runtime.tensor import ALIGNMENT, Tensor, aligned
+from partc.runtime.artifact.dtypes import BY_NAME, by_numpy
+from partc.runtime.communication.message import HEADER, decode, encode, payload_size
+from partc.runtime.execution.tensor import ALIGNMENT, Tensor, aligned
 
 
 def there_and_back(value: Any) -> Any:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from by_text import write
 from partc.runtime import UsageError, describe_action, load
-from partc.runtime.board import VARIABLE, create_board, read_board
-from partc.runtime.local import LocalWorld
+from partc.runtime.communication.in_process import LocalWorld
+from partc.runtime.execution.status_board import VARIABLE, create_board, read_board
 
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 if not MPIEXEC.exists():
@@ -46,7 +46,7 @@ import os, signal, sys, time
 import numpy as np
 from mpi4py import MPI
 import partc.runtime as runtime
-from partc.runtime.mpi import MpiTransport
+from partc.runtime.communication.mpi import MpiTransport
 folder = sys.argv[1]
 rank = MPI.COMM_WORLD.rank
 x = np.arange(21, dtype=np.float32).reshape(7, 3)
@@ -173,7 +173,7 @@ def test_a_failure_aborts_the_job(folder: Path) -> None:
 
 def test_a_killed_rank_ends_the_job_and_the_board_says_where_it_was(folder: Path, tmp_path: Path) -> None:
     script = """
-import partc.runtime.execute as execute
+import partc.runtime.execution.step_plan as execute
 transport = MpiTransport(MPI.COMM_WORLD)
 isend, deadly = transport.isend, []
 def perhaps(*rest):

@@ -9,8 +9,8 @@ import pytest
 from by_text import HEAD
 from onnx import helper
 from partc.runtime import ArtifactError
-from partc.runtime.format import DOMAIN
-from partc.runtime.segments import Segment, Step, cut
+from partc.runtime.artifact.format import DOMAIN
+from partc.runtime.program.segmentation import Segment, Step, cut
 
 
 def steps(text: str) -> list[Step]:

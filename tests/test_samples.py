@@ -22,12 +22,12 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from partc.cli.launcher import Kind, find_launcher
-from partc.compiler.load import load
+from partc.cli.job.launcher import Kind, find_launcher
+from partc.compiler.frontend import load
 from partc.compiler.pipeline import compile_model
 from partc.compiler.plan.read import parse_plan, read_plan
 from partc.runtime import load_local
-from partc.runtime.format import Manifest, rank_file
+from partc.runtime.artifact.format import Manifest, rank_file
 from whole import whole_outputs
 
 SAMPLES = Path(__file__).parent.parent / "samples"

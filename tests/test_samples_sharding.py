@@ -16,9 +16,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from partc.cli.launcher import Hosts, command_line, find_launcher, launch_environment
+from partc.cli.job.launcher import Hosts, command_line, find_launcher, launch_environment
 from partc.compiler.errors import CompileError
-from partc.compiler.load import load
+from partc.compiler.frontend import load
 from partc.compiler.pipeline import Report, compile_model
 from partc.compiler.plan.read import parse_plan, read_plan
 from partc.runtime import InputError, load_local

@@ -19,12 +19,12 @@ import onnx_ir as ir
 import pytest
 from onnx import numpy_helper
 from partc.cli.main import invoke
-from partc.compiler.load import load
+from partc.compiler.frontend import load
 from partc.compiler.pipeline import compile_model
 from partc.compiler.plan.read import parse_plan, read_plan
+from partc.runtime.checkpoint.checkpoint import Checkpoint
 from partc.runtime.data.files import open_field
-from partc.runtime.data.order import Order
-from partc.runtime.training.checkpoint import Checkpoint
+from partc.runtime.data.sampler import Order
 from trained import train_whole
 
 SAMPLES = Path(__file__).parent.parent / "samples"

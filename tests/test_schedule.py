@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from partc.runtime.artifact.lr_schedule import SCHEDULES, scalars, schedule
 from partc.runtime.errors import UsageError
-from partc.runtime.training.schedule import SCHEDULES, scalars, schedule
 from partc.runtime.user_code import UserCodeError
 
 Options = Mapping[str, object]

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from partc.cli import guard
-from partc.cli.scratch import Scratch, sweep
+from partc.cli.job import guard
+from partc.cli.job.scratch import Scratch, sweep
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="locks and /proc")
 

@@ -13,11 +13,11 @@ import onnxruntime
 import pytest
 from onnx.backend.test.case.test_case import TestCase
 from partc.compiler.analysis.shapes import shapes
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.program import ValueInfo
 from partc.compiler.pipeline import start
-from partc.compiler.program import ValueInfo
-from partc.runtime.expression import parse
+from partc.runtime.artifact.dim_expression import parse
 from test_onnx_nodes import cases, quiet
 
 Promised: TypeAlias = tuple[dict[str, ValueInfo], dict[str, list[int | str]]]

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.errors import CompileError
-from partc.compiler.program import Program
+from partc.compiler.ir.program import Program
 from partc.runtime import load_local
 from partc.runtime.errors import InputError
 from whole import compiled, model, same_as_whole

@@ -10,7 +10,7 @@ import pytest
 from cut_models import BLOCK_STYLES, block, mlp, with_weights
 from onnx import TensorProto, helper
 from partc.compiler.errors import CompileError
-from partc.compiler.program import Program
+from partc.compiler.ir.program import Program
 from whole import compiled, same_as_whole
 
 RANDOM = np.random.default_rng(0)
@@ -230,7 +230,7 @@ main (float[batch, 12] x) => (float[batch, 12] y) {
 
 
 def test_strict_refuses_what_nobody_asked_for(tmp_path: Path) -> None:
-    from partc.compiler.cutting.budget import check_budget
+    from partc.compiler.sharding.budget import check_budget
 
     plan = "ranks: 3\nsymbols: {batch: {max: 10}}\nsharding:\n  a: {in: [[1, 3]]}\n"
     program = compiled(with_weights(SOFT, {}), plan, tmp_path / "build")

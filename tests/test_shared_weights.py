@@ -9,14 +9,14 @@ import onnx
 import pytest
 from click.testing import CliRunner
 from onnx import numpy_helper
-from partc.cli.checkpoint_model import export_model
-from partc.cli.compile import command as compile_command
-from partc.cli.plan import command as plan_command
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
+from partc.cli.commands.compile import command as compile_command
+from partc.cli.commands.plan import command as plan_command
+from partc.cli.comparison.checkpoint_model import export_model
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
 from partc.runtime import load_trainer
-from partc.runtime.local import LocalWorld
-from partc.runtime.training.checkpoint import Checkpoint
+from partc.runtime.checkpoint.checkpoint import Checkpoint
+from partc.runtime.communication.in_process import LocalWorld
 from trained import run, same_tensors
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'

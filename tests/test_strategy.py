@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from partc.compiler.cutting.strategy import WrongStrategy, assign_integers, from_names, refined, to_axes
-from partc.compiler.layouts.layout import Layout
+from partc.compiler.layout.layout import Layout
 from partc.compiler.ops.rule import Rule
+from partc.compiler.sharding.strategy import WrongStrategy, assign_integers, from_names, refined, to_axes
 
 MATMUL = Rule(("mk", "kn"), ("mn",), reduce={"k": "sum"})
 RELU = Rule(("ab",), ("ab",))

@@ -10,17 +10,16 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOR_THE_COMPILER = (
-    "partc.runtime.format",
-    "partc.runtime.training.schedule",
+    "partc.runtime.artifact",
     "partc.runtime.errors",
-    "partc.runtime.check_written",
-    "partc.runtime.violation",
-    "partc.runtime.onnxruntime_api",
+    "partc.runtime.checker.written",
+    "partc.runtime.checker.violation",
+    "partc.runtime.program.ort",
     "partc.runtime.data.npy",
-    "partc.runtime.regular",
-    "partc.runtime.replace",
+    "partc.runtime.files.regular",
+    "partc.runtime.files.replace",
 )
-"""What the compiler knows of the runtime: the format, what only the runtime follows of a plan, the checker of what was written, and how
+"""What the compiler knows of the runtime: the contract, the checker of what was written, and how
 files are opened and replaced."""
 SUBSYSTEMS = ("compiler", "runtime", "cli")
 
@@ -95,5 +94,7 @@ def test_calls_of_mpi_that_may_block_stand_in_one_file() -> None:
             & {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
         )
     }
-    assert list(found) == ["runtime/mpi_calls.py"]
-    assert {"Dup", "Create_group", "Free", "Allreduce", "Recv", "Abort"} <= set(found["runtime/mpi_calls.py"])
+    assert list(found) == ["runtime/communication/mpi_calls.py"]
+    assert {"Dup", "Create_group", "Free", "Allreduce", "Recv", "Abort"} <= set(
+        found["runtime/communication/mpi_calls.py"]
+    )

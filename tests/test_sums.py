@@ -12,9 +12,9 @@ from cut_models import BLOCK_STYLES, block, with_weights
 from hypothesis import HealthCheck, given, settings
 from linear_chains import STYLES, WIDTH, at_once, chains, costs, kinds, parallel_block, passes
 from partc.compiler.errors import CompileError
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
-from partc.runtime.check import check_artifact
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
+from partc.runtime.checker.check import check_artifact
 from test_check_places import without
 from trained import same_training
 from whole import compiled, same_as_whole

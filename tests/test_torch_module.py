@@ -9,9 +9,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from partc.compiler.errors import CompileError
-from partc.compiler.load.names import node_paths
-from partc.compiler.load.python import load_python
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.names import node_paths
+from partc.compiler.frontend.python import load_python
+from partc.compiler.frontend.source import Source
 
 torch = pytest.importorskip("torch", reason="needs partc[torch]")
 

@@ -12,7 +12,7 @@ import pytest
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import InputError, Trainer, UsageError, load_trainer
-from partc.runtime.local import LocalWorld
+from partc.runtime.communication.in_process import LocalWorld
 from trained import from_text
 
 Result = TypeVar("Result")

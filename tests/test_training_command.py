@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
-from partc.runtime.training.checkpoint import Checkpoint
-from partc.runtime.training.checkpoint_newest import latest
+from partc.runtime.checkpoint.checkpoint import Checkpoint
+from partc.runtime.checkpoint.newest import latest
 
 SAMPLES = Path(__file__).parent.parent / "samples"
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -321,7 +321,7 @@ def test_verify_takes_two_steps_and_compares_all_that_is_kept(
     assert "a.weight.exp_avg_sq" in told
     assert "loss, step 2" in told
     assert "a.weight.grad" in told
-    from partc.compiler.parts.gradients import GradientSums
+    from partc.compiler.tasks.reduce_gradients import GradientSums
 
     summed = GradientSums.parameter
     monkeypatch.setattr(

@@ -11,16 +11,16 @@ import onnx
 import onnx_ir as ir
 import pytest
 from gradient_case import evaluate
-from partc.compiler.load.names import node_paths
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
-from partc.compiler.ops.gradient import differentiate_nodes
+from partc.compiler.autodiff.engine import differentiate_nodes
+from partc.compiler.frontend.names import node_paths
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
 from partc.compiler.ops.local import Local
+from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import OWN
-from partc.compiler.ops.table import rule_of
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.training.modes import to_training
+from partc.compiler.rewrite.train_mode import to_training
 from partc.runtime import load_local
 
 Dims = Sequence[int | str]

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from partc.compiler.cutting.normalize import TARGET, normalize
-from partc.compiler.declare import Collector, Input
-from partc.compiler.load.inputs import DimNames
-from partc.compiler.load.onnx_file import load_onnx
-from partc.compiler.load.source import Source
-from partc.compiler.ops.seeded_dropout import DROPOUT
+from partc.compiler.frontend.declare import Collector, Input
+from partc.compiler.frontend.inputs import DimNames
+from partc.compiler.frontend.onnx_file import load_onnx
+from partc.compiler.frontend.source import Source
+from partc.compiler.ops.families.seeded_dropout import DROPOUT
 from partc.compiler.pipeline import start
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.training.attach import learned_names
+from partc.compiler.rewrite.opset import TARGET, normalize
+from partc.compiler.training.add_training import learned_names
 from trained import Run, run, same_tensors
 
 STEPS, BATCH = 5, 6
@@ -92,7 +92,7 @@ def language(drop: float = 0.0) -> Any:
 
 
 def exported(module: Any, x: Input) -> Source:
-    from partc.compiler.load.torch_module import export
+    from partc.compiler.frontend.torch_module import export
 
     names = DimNames({}, set())
     return Source(export(module, {"x": x}, None, names, ["y"], "model.py:1", Collector(Path())))

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 import training_models as models
 from partc.compiler.pipeline import compile_model
-from partc.runtime.training.checkpoint import Checkpoint
+from partc.runtime.checkpoint.checkpoint import Checkpoint
 from trained import run, same_tensors, source_of
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import training_models as models
-from partc.compiler.load.source import Source
-from partc.compiler.program import Program
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.program import Program
 from trained import Run, from_text, run, same_tensors, same_training, source_of, train_whole, trained
 from training_models import Model
 

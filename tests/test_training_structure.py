@@ -8,11 +8,11 @@ import onnx
 import pytest
 from cut_models import BLOCK_STYLES, block, mlp, with_weights
 from partc.compiler.errors import CompileError
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.program import Comm, Event, Op, Program
 from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.program import Comm, Event, Op, Program
 
 TRAIN = """train:
   loss: {type: mean_squared, prediction: y, target: t}

@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx
 import pytest
 from partc.compiler.errors import CompileError
-from partc.compiler.load.onnx_file import from_proto
+from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.training.losses import loss
 from partc.compiler.training.metrics import add_metric, metric
 

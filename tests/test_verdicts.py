@@ -13,9 +13,9 @@ import pytest
 from mutated import change_file
 from mutations import KINDS
 from onnx import ModelProto, numpy_helper
-from partc.cli.alone import compile_alone
+from partc.cli.comparison.alone import compile_alone
+from partc.cli.comparison.trace import Compiled, first_difference
 from partc.cli.main import invoke
-from partc.cli.trace import Compiled, first_difference
 from partc.compiler.pipeline import compile_model
 
 Fault = Callable[[ModelProto], None]

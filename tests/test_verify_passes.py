@@ -10,10 +10,10 @@ import onnx_ir as ir
 import pytest
 from cut_models import BLOCK_STYLES, block
 from partc.compiler import pipeline
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.program import Comm, Op, Program
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.program import Comm, Op, Program
 from partc.compiler.verify import InvalidProgram, verify
 
 PLAN = f"""ranks: 4

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from gradient_case import evaluate
-from partc.compiler.ops.gradient import differentiate_nodes
+from partc.compiler.autodiff.engine import differentiate_nodes
 from training_models import Model, dlrm, gpt, lenet, mlp, resnet
 
 torch = pytest.importorskip("torch", reason="needs partc[torch]")

@@ -10,13 +10,13 @@ import pytest
 from click.testing import CliRunner
 from partc.cli.main import partc
 from partc.compiler.annotations.write import annotated
+from partc.compiler.emit import emit
 from partc.compiler.errors import CompileError
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.program import Program
 from partc.compiler.pipeline import compile_source
-from partc.compiler.program import Program
-from partc.compiler.writing import emit
-from partc.runtime.check_written import written
+from partc.runtime.checker.written import written
 from whole import compiled, model, same_as_whole
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>'

@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import numpy_helper
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
-from partc.compiler.load.trace import trace
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
+from partc.compiler.frontend.trace import trace
+from partc.compiler.ir.program import Program
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.program import Program
 from partc.runtime import load_local
-from partc.runtime.check import check_artifact
-from partc.runtime.cuts import local
-from partc.runtime.local_program import LocalProgram
-from partc.runtime.training.schedule import scalars, schedule
+from partc.runtime.artifact.boxes import local
+from partc.runtime.artifact.lr_schedule import scalars, schedule
+from partc.runtime.checker.check import check_artifact
+from partc.runtime.execution.in_process import LocalProgram
 from training_models import CrossEntropy, Model
 
 Tensors = dict[str, np.ndarray]

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 from partc.compiler import nn
-from partc.compiler.load.inputs import Spec
+from partc.compiler.frontend.inputs import Spec
 
 Feeds: TypeAlias = dict[str, np.ndarray]
 SAMPLES = Path(__file__).parent.parent / "samples"

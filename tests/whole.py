@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
-from partc.compiler.load.onnx_file import from_proto
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.program import Program
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.program import Program
 
 
 def model(text: str) -> onnx.ModelProto:

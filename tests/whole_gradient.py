@@ -14,14 +14,14 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
-import partc.compiler.ops  # noqa: F401
+import partc.compiler.ops.families  # noqa: F401
 from partc.compiler.analysis.shapes import shapes
-from partc.compiler.declare import Declared
-from partc.compiler.load.names import node_paths
-from partc.compiler.load.trace import trace
-from partc.compiler.ops.gradient import differentiate_nodes
+from partc.compiler.autodiff.engine import differentiate_nodes
+from partc.compiler.frontend.declare import Declared
+from partc.compiler.frontend.names import node_paths
+from partc.compiler.frontend.trace import trace
+from partc.compiler.ir.program import Program
 from partc.compiler.plan.rules import Plan
-from partc.compiler.program import Program
 from training_models import Feeds, Model
 
 OPSET = 23

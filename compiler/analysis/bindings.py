@@ -12,9 +12,9 @@ from pathlib import PurePath
 import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.program import Program, SymbolInfo
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import Plan
-from partc.compiler.program import Program, SymbolInfo
 
 _FREE = Facts(divisor=1, remainder=0, min=0, max=None)
 

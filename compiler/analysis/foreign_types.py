@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext
-from partc.compiler.load.onnx_file import NEWEST_OPSET
+from partc.compiler.frontend.onnx_file import NEWEST_OPSET
 
 _STANDARD = ("", "ai.onnx")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from partc.compiler.analysis.shape_rules import Known, tolerant_rules
 from partc.compiler.dims.normal import normal_dim
-from partc.compiler.load.onnx_file import bodies, graphs_of
+from partc.compiler.frontend.onnx_file import bodies, graphs_of
 
 _SCALAR_TYPE = {
     ir.DataType.FLOAT: "float",

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx_shape_inference import SYM_DATA_KEY
 from partc.compiler.analysis.shape_extents import BROADCASTING
 from partc.compiler.dims.reading import read
-from partc.compiler.program import Program
+from partc.compiler.ir.program import Program
 
 _BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "StringSplit", "Unique"})
 _SIZES = {

@@ -20,9 +20,9 @@ from partc.compiler.annotations.spread import Spread
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.layouts.layout import Mesh
+from partc.compiler.ir.program import Group, Program, SymbolInfo
+from partc.compiler.layout.layout import Mesh
 from partc.compiler.plan.pattern import nearest
-from partc.compiler.program import Group, Program, SymbolInfo
 
 _FREE = Facts()
 _TOOLS = (

@@ -13,14 +13,14 @@ import onnx_ir as ir
 from partc.compiler.annotations import keys
 from partc.compiler.annotations.check import Followed
 from partc.compiler.annotations.spread import Spread, any_layout, layout_on, meshes
-from partc.compiler.cutting.choice import Choice, Instance
-from partc.compiler.cutting.propagate import Given
 from partc.compiler.errors import Problem
-from partc.compiler.layouts.layout import Layout, Mesh
-from partc.compiler.layouts.mesh import normal
+from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.ir.program import Group, Program
+from partc.compiler.layout.layout import Layout, Mesh
+from partc.compiler.layout.mesh import normal
 from partc.compiler.ops.rule import WHOLE
 from partc.compiler.plan.rules import FULL_BATCH
-from partc.compiler.program import Group, Program
+from partc.compiler.sharding.propagate import Given
 
 _LAW = "the cuts of a node's operands are layouts of one grid of its ranks"
 

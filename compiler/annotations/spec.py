@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import onnx_ir as ir
 from partc.compiler.annotations.spread import Spread, fused_pieces
-from partc.compiler.program import Group, Shape
+from partc.compiler.ir.program import Group, Shape
 
 _EQUAL = "the pieces of a tensor are equal"
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import onnx_ir as ir
-from partc.compiler.layouts.layout import Layout, Mesh, primes
-from partc.compiler.program import Group
+from partc.compiler.ir.program import Group
+from partc.compiler.layout.layout import Layout, Mesh, primes
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from partc.compiler.annotations import keys
 from partc.compiler.annotations.check import Followed
 from partc.compiler.annotations.seed import cut_by_operands
 from partc.compiler.annotations.spread import Spread, spec_of, spread_of
-from partc.compiler.cutting.choice import Choice, Instance
 from partc.compiler.dims.facts import Facts
-from partc.compiler.layouts.layout import Layout
-from partc.compiler.layouts.mesh import normal
-from partc.compiler.placing.pattern_rules import output_ranks
-from partc.compiler.program import Group, Program
-from partc.compiler.writing.whole import write_whole
+from partc.compiler.emit.whole import write_whole
+from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.ir.program import Group, Program
+from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.mesh import normal
+from partc.compiler.plan.matching import output_ranks
 
 IR_VERSION = 11
 CONFIGURATION = "partc"

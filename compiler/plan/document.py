@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from partc.compiler.errors import CompileError, Problem
-from partc.runtime.regular import NotRegularError, read_regular
+from partc.runtime.files.regular import NotRegularError, read_regular
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from partc.compiler.plan.violation import Violation, is_integer, shown
-from partc.runtime.format import MOST_RANKS
+from partc.runtime.artifact.format import MOST_RANKS
 
 if TYPE_CHECKING:
     from pydantic import ValidationInfo

@@ -19,7 +19,7 @@ from partc.compiler.plan.rules import FULL_BATCH
 from partc.compiler.plan.sharding import ByteCount, ShardingForm
 from partc.compiler.plan.training import TrainEntry
 from partc.compiler.plan.violation import Violation, is_integer, shown
-from partc.runtime.format import MOST_RANKS
+from partc.runtime.artifact.format import MOST_RANKS
 from pydantic import (
     AfterValidator,
     BaseModel,

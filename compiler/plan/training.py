@@ -26,8 +26,8 @@ from partc.compiler.plan.violation import Violation, shown
 from partc.compiler.training.losses import Loss, loss
 from partc.compiler.training.metrics import Metric, metric
 from partc.compiler.training.optimizers import Optimizer, optimizer
+from partc.runtime.artifact.lr_schedule import schedule
 from partc.runtime.errors import UsageError
-from partc.runtime.training.schedule import schedule
 from pydantic import (
     AfterValidator,
     BaseModel,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from partc.compiler.training import losses, metrics
 from partc.compiler.training.optimizers import OPTIMIZERS
 from partc.compiler.training.options import known_type, usual_names
-from partc.runtime.training.schedule import SCHEDULES
+from partc.runtime.artifact.lr_schedule import SCHEDULES
 
 Json = dict[str, Any]
 TEXT: Json = {"type": "string"}

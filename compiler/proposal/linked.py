@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-from partc.compiler import ops  # noqa: F401  (registers the table)
 from partc.compiler.dims.facts import facts_of
+from partc.compiler.ir.program import Program
+from partc.compiler.ops import families as ops  # noqa: F401  (registers the table)
+from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE, Rule
-from partc.compiler.ops.table import rule_of
-from partc.compiler.program import Program
 
 Place = tuple[ir.Value, int]
 

@@ -14,19 +14,19 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 from partc.compiler.analysis.shapes import shapes
-from partc.compiler.cutting.budget import largest_first
-from partc.compiler.cutting.packed import unpack
-from partc.compiler.cutting.straighten import straighten
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.load.names import node_paths
-from partc.compiler.load.source import Source
+from partc.compiler.frontend.names import node_paths
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.program import Program
 from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.start import Given, counted, key, starting_plan
-from partc.compiler.program import Program
 from partc.compiler.proposal.stages import Stage, balanced_stages
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
+from partc.compiler.rewrite.packed import unpack
+from partc.compiler.rewrite.straighten import straighten
+from partc.compiler.sharding.budget import largest_first
 
 _ROUNDS = 8
 _FILE = "plan.yaml"

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.ir.program import Program
+from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE
-from partc.compiler.ops.table import rule_of
-from partc.compiler.placing.middling import Middling
-from partc.compiler.program import Program
+from partc.compiler.placement.middling import Middling
 from partc.compiler.proposal.names import patterns
 
 _SLACK, _BYTES = 1.1, 0.05

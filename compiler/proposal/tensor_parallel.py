@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from partc.compiler.program import Program
+from partc.compiler.ir.program import Program
 from partc.compiler.proposal.linked import Linked, linked_dims
 from partc.compiler.proposal.names import among, patterns, template
 

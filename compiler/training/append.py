@@ -16,8 +16,8 @@ from partc.compiler.analysis.infer_shapes import infer_shapes
 from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.dims.facts import ANY_DIM
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.load.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES
-from partc.compiler.load.onnx_file import graphs_of
+from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES
+from partc.compiler.frontend.onnx_file import graphs_of
 from partc.compiler.plan.pattern import nearest
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

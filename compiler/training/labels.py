@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from partc.compiler.program import Program
-from partc.runtime.format import LabelRecord
+from partc.compiler.ir.program import Program
+from partc.runtime.artifact.format import LabelRecord
 
 _LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 

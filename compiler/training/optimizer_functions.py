@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import onnx
 import onnx.parser
 import onnx_ir as ir
-from partc.runtime.format import OPTIMIZER
+from partc.runtime.artifact.format import OPTIMIZER
 
 DOMAIN = OPTIMIZER
 DOMAIN_VERSION = 1

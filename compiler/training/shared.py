@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 from onnxscript import nn
-from partc.compiler.load.names import node_paths
-from partc.compiler.training.learned import LEARNED
+from partc.compiler.frontend.names import node_paths
+from partc.compiler.training.trainable import LEARNED
 
 _NAMED = 3
 

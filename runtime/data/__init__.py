@@ -12,8 +12,8 @@ which computes a record in thirty, has. Here a record of MNIST costs about one.
 
 from .dataset import Dataset, open_data
 from .loader import Loader, open_loader
-from .order import Order, Position
 from .reader import Reader
+from .sampler import Order, Position
 from .spec import Spec
 
 __all__ = ["Dataset", "Loader", "Order", "Position", "Reader", "Spec", "open_data", "open_loader"]

@@ -26,10 +26,10 @@ from typing import Protocol, TypeAlias, cast
 
 import numpy as np
 
-from ..dtypes import Array
+from ..artifact.dtypes import Array
 from ..errors import PartcError, UsageError
 from ..user_code import UserCodeError, run_file, user_code
-from .columns import Field, Index, Ragged
+from .fields import Field, Index, Ragged
 
 Batch: TypeAlias = dict[str, Array]
 _BLOCK = 1024

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ..dtypes import Array, dense
+from ..artifact.dtypes import Array, dense
+from ..artifact.format import Port
 from ..errors import UsageError
-from ..format import Port
+from .convert import described
 from .files import open_value
-from .fit import described
 from .memory import Memory
 from .spec import Spec
 

@@ -11,12 +11,12 @@ from typing import Protocol
 
 import numpy as np
 
-from ..dtypes import Array
+from ..artifact.dtypes import Array
 from ..errors import UsageError
-from .buckets import Buckets
 from .code import Batch, Code, CodeSource, Transform
-from .columns import Column, Field, Index, Ragged, RaggedRows
+from .fields import Column, Field, Index, Ragged, RaggedRows
 from .files import OFFSETS, open_field, open_fields
+from .length_buckets import Buckets
 from .memory import Memory
 from .spec import Spec
 

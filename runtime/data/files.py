@@ -24,10 +24,10 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from ..dtypes import Array
+from ..artifact.dtypes import Array
 from ..errors import UsageError
-from ..regular import fault, open_regular
-from .columns import Column, Joined, RaggedRows, Rows
+from ..files.regular import fault, open_regular
+from .fields import Column, Joined, RaggedRows, Rows
 from .memory import Memory
 from .npy import BROKEN, Archive, read_array, reason
 

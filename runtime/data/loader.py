@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
 
+from ..artifact.format import Port
 from ..errors import UsageError
-from ..format import Port
 from ..user_code import UserCodeError
-from .ahead import PATIENCE, Ahead
 from .code import Batch
 from .constants import constants
 from .dataset import open_data
-from .order import Last, Order, Position
+from .prefetch import PATIENCE, Ahead
 from .reader import Reader
+from .sampler import Last, Order, Position
 from .spec import Spec
 
 DEPTH = 2

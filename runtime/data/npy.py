@@ -22,8 +22,8 @@ from typing import IO, Any, Literal, cast
 
 import numpy as np
 
-from ..dtypes import Array
-from ..regular import open_regular
+from ..artifact.dtypes import Array
+from ..files.regular import open_regular
 from .memory import Memory
 
 BROKEN = (

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ..cuts import divisor, local
+from ..artifact.boxes import divisor, local
+from ..artifact.format import Port
 from ..errors import UsageError
-from ..format import Port
 from .code import Batch
-from .columns import Field, Index
+from .convert import described, fit
 from .dataset import Dataset
-from .fit import described, fit
-from .order import Order, Position
-from .widths import widths
+from .fields import Field, Index
+from .padding import widths
+from .sampler import Order, Position
 
 # sets a batch's generator apart from that of an epoch's permutation, whatever the numbers
 _TRANSFORM = 1

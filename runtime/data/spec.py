@@ -32,7 +32,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..errors import UsageError
-from .buckets import WINDOW
+from .length_buckets import WINDOW
 
 _WORDS = ("source", "transform", "length")
 MULTIPLE = 8

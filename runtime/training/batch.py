@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ..bindings import smallest
-from ..cuts import divisor
+from ..artifact.boxes import divisor
+from ..artifact.format import Manifest, Port, TrainingRecord
 from ..errors import InputError
-from ..format import Manifest, Port, TrainingRecord
+from ..execution.symbol_bindings import smallest
 
 
 def of_batch(manifest: Manifest) -> Manifest:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..dtypes import Array
-from ..format import Port, StateRecord
+from ..artifact.dtypes import Array
+from ..artifact.format import Port, StateRecord
 
 STOP, WARN, SKIP = "stop", "warn", "skip"
 """What is done where a loss is not finite: training ends; a warning is printed; or the step changes nothing."""

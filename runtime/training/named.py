@@ -15,10 +15,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..artifact.format import MANIFEST, Manifest, TrainingRecord
+from ..checker.violation import Violation
 from ..data.spec import Spec
 from ..errors import UsageError
-from ..format import MANIFEST, Manifest, TrainingRecord
-from ..violation import Violation
 
 SCHEDULE, DATA, TEST, CHECKPOINT = "schedule", "data", "test", "checkpoint"
 EVERY = (SCHEDULE, DATA, TEST, CHECKPOINT)

@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from pydantic import JsonValue
 
-from ..artifact import Artifact, open_artifact
-from ..bindings import Halted
+from ..artifact.format import TOTALS, Manifest, Port, TrainingRecord, stays_inside
+from ..artifact.lr_schedule import Rate, scalars, schedule
+from ..artifact.manifest import Artifact, open_artifact
+from ..checkpoint.ahead import Ahead
+from ..checkpoint.checkpoints import Checkpoints
 from ..errors import ArtifactError, InputError, NonFiniteError, UsageError
-from ..format import TOTALS, Manifest, Port, TrainingRecord, stays_inside
-from ..program import OnError, Outputs, Program, load
+from ..execution.program import OnError, Outputs, Program, load
+from ..execution.symbol_bindings import Halted
 from ..user_code import user_code
 from .batch import of_batch, parts, pieces_of
-from .checkpoint_ahead import Ahead
-from .checkpoints import Checkpoints
 from .finite import (
     NONFINITE,
     SKIPPED,
@@ -39,12 +40,11 @@ from .finite import (
     told,
 )
 from .named import SCHEDULE, base_folder, outside, refusal
-from .schedule import Rate, scalars, schedule
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from ..transport import Transport
+    from ..communication.transport import Transport
 
 STEP, PART = "step", "part"
 _COUNTS = (STEP, PART)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import onnx_ir
-from partc.compiler.load import load
+from partc.compiler.frontend import load
 
 FOLDER = Path(__file__).parent
 SIZES = ("layers", "width", "heads", "vocabulary", "context")

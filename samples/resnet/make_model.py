@@ -10,7 +10,7 @@ from pathlib import Path
 
 import onnx_ir
 from partc.compiler import Input, nn
-from partc.compiler.load import load
+from partc.compiler.frontend import load
 
 nn.seed(18)
 

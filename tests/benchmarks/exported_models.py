@@ -114,7 +114,7 @@ train:
 
 def train_and_compare(path: Path, case: Case, dynamic: bool) -> str:
     """Two steps from the file against two of torch: the largest difference of losses and of parameters."""
-    from partc.runtime.training.checkpoint import Checkpoint
+    from partc.runtime.checkpoint.checkpoint import Checkpoint
 
     logits = case.module(**case.inputs)
     labels = torch.randint(0, logits.shape[-1], logits.shape[:-1], generator=torch.Generator().manual_seed(2))

@@ -88,7 +88,7 @@ def due(step: int, steps: int) -> bool:
 
 def train(trainer: Any, folder: Path, steps: int, point: Callable[[], None]) -> None:
     """One rank's training."""
-    from partc.runtime.cuts import local
+    from partc.runtime.artifact.boxes import local
 
     for step, whole in enumerate(batches(steps)):
         given = {port.name: whole[port.name] for port in trainer.inputs}
@@ -106,7 +106,7 @@ def train(trainer: Any, folder: Path, steps: int, point: Callable[[], None]) -> 
 def on_threads(folder: Path, trains: bool, steps: int) -> list[Point]:
     """The series of all ranks in one process."""
     from partc.runtime import load_local, load_trainer
-    from partc.runtime.local import LocalWorld
+    from partc.runtime.communication.in_process import LocalWorld
 
     found: list[Point] = []
     if not trains:

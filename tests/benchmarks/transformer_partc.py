@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 from partc.runtime import load
-from partc.runtime.program import Program
-from partc.runtime.segments import Segment
+from partc.runtime.execution.program import Program
+from partc.runtime.program.segmentation import Segment
 from turns import serve, told
 
 _PAUSE = 0.01

@@ -200,7 +200,7 @@ def edited(chance: random.Random, data: Any) -> Any:
 
 def reseal(step: Path, data: Any) -> None:
     """Writes an index as a hand that knows the format would."""
-    from partc.runtime.training.checkpoint_index import sealed
+    from partc.runtime.checkpoint.index import sealed
 
     data.pop("sha256", None)
     (step / FILES[0]).write_text(sealed(json.dumps(data)[:-1]))

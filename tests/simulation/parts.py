@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from partc.runtime.dtypes import Bytes
-from partc.runtime.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, REDUCE_TO
-from partc.runtime.transport import GATHER, Movement
+from partc.runtime.artifact.dtypes import Bytes
+from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, REDUCE_TO
+from partc.runtime.communication.transport import GATHER, Movement
 
 Key = tuple[int, int, int]
 

@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from partc.runtime import Program, buffers, execute, recover
-from partc.runtime.bindings import Binder
-from partc.runtime.execute import Schedule
-from partc.runtime.perform import nothing
-from partc.runtime.segments import Begin, Send, Wait
+from partc.runtime import Program
+from partc.runtime.communication.collective import nothing
+from partc.runtime.execution import recover
+from partc.runtime.execution import step_plan as execute
+from partc.runtime.execution.step_plan import Schedule
+from partc.runtime.execution.symbol_bindings import Binder
+from partc.runtime.program import memory_plan as buffers
+from partc.runtime.program.segmentation import Begin, Send, Wait
 
 from .session import Session
 

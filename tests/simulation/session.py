@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 from partc.runtime import InputError, Program, Trainer, Whole, load, load_trainer
-from partc.runtime.cuts import local
+from partc.runtime.artifact.boxes import local
+from partc.runtime.communication.in_process import LocalWorld
+from partc.runtime.communication.leaving import said
 from partc.runtime.errors import StepError
-from partc.runtime.execute import Schedule
-from partc.runtime.leaving import said
-from partc.runtime.local import LocalWorld
-from partc.runtime.program import OnError
-from partc.runtime.segments import Segment
+from partc.runtime.execution.program import OnError
+from partc.runtime.execution.step_plan import Schedule
+from partc.runtime.program.segmentation import Segment
 from trained import put, same_tensors, tensors
 from whole import same
 

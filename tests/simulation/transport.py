@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from partc.runtime.dtypes import Bytes, Dtype
-from partc.runtime.format import ALL_GATHER, BROADCAST, REDUCE_TO, SUM
-from partc.runtime.transport import GATHER, Movement, Request, Vector
+from partc.runtime.artifact.dtypes import Bytes, Dtype
+from partc.runtime.artifact.format import ALL_GATHER, BROADCAST, REDUCE_TO, SUM
+from partc.runtime.communication.transport import GATHER, Movement, Request, Vector
 
 from .parts import Joining, Transfer, named, result
 from .world import SimulatedWorld, What

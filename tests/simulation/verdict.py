@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from partc.runtime.board import SLOT
-from partc.runtime.training.checkpoint import Checkpoint
-from partc.runtime.training.checkpoint_newest import latest
+from partc.runtime.checkpoint.checkpoint import Checkpoint
+from partc.runtime.checkpoint.newest import latest
+from partc.runtime.execution.status_board import SLOT
 
 from .faults import DIES, DISK, EXITS, NONE, NONFINITE, RAISES, REFUSED, SLEEPS, WORDS, Results
 from .scheduler import Endless, Killed

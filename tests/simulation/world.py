@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from partc.runtime.communication.transport import stalled
 from partc.runtime.errors import RankError
-from partc.runtime.transport import stalled
 
 from .parts import Joining, Key, Meeting, Transfer, named
 from .scheduler import Choices, Killed, Scheduler

@@ -1,0 +1,188 @@
+"""The command `partc compile`: one program per rank, and a table of what each rank got."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from partc.cli.output import say
+from partc.cli.output.present import Table, count, seconds, size
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    from partc.compiler.pipeline import Report
+
+_LARGEST = 10
+_NAMED = 4
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "--plan", type=click.Path(path_type=Path), help="The plan; without it the model's annotations, or one rank."
+)
+@click.option("-o", "--output", "out", type=click.Path(path_type=Path), default=Path("build"), show_default=True)
+@click.option("--strict", is_flag=True, help="Refuse changes of layout that the plan did not ask for.")
+@click.option(
+    "--annotated",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the whole model here too, every node annotated as it was cut.",
+)
+@click.option(
+    "--configuration", metavar="NAME", help="The model's device configuration to follow; 'none' follows none."
+)
+@click.option("--no-check", is_flag=True, help="Do not open what was written with the checker and onnxruntime.")
+@click.option("--dump-ir", is_flag=True, help="Write the text after each pass too, ir/1_shapes.ir and on.")
+@click.option("--verify-passes", is_flag=True, help="Verify the program after each pass; a fault names the pass.")
+def command(
+    model: Path,
+    plan: Path | None,
+    out: Path,
+    strict: bool,
+    annotated: Path | None,
+    configuration: str | None,
+    no_check: bool,
+    dump_ir: bool,
+    verify_passes: bool,
+) -> int:
+    """Compile MODEL (.onnx or .py) by a plan into one ONNX program per rank.
+
+    The folder is replaced only if it is an artifact with nothing else in it, or empty, and only when the new one is whole.
+
+    \b
+    partc compile model.py --plan plan.yaml -o build/
+    """
+    import time
+
+    from partc.cli.output.watch import CompileWatch
+    from partc.compiler.pipeline import compile_model
+    from partc.compiler.verify import VARIABLE
+    from partc.runtime.artifact.format import BEGIN_IR, END_IR
+
+    if verify_passes:
+        os.environ[VARIABLE] = "1"
+    begin = time.perf_counter()
+    with CompileWatch() as watch:
+        report = compile_model(model, plan, out, dump_ir, strict, annotated, configuration, not no_check, watch)
+    spent = time.perf_counter() - begin
+    if say.as_json():
+        for warning in report.warnings:
+            say.echo(f"warning: {warning}", err=True)
+        say.result(document(report, spent))
+        return 0
+    ranks_table(out).show()
+    if report.manifest.collectives:
+        say.echo()
+        communication_table(report).show()
+    ranks = report.manifest.ranks
+    moves = count(len(report.manifest.transfers), "transfer")
+    if report.manifest.collectives:
+        moves += f", {count(len(report.manifest.collectives), 'collective')}"
+    for warning in report.warnings:
+        say.echo(f"warning: {warning}", err=True)
+    say.echo(f"\n{out}: {count(ranks, 'rank')}, {moves}, in {seconds(spent)}")
+    if report.program.training is not None:
+        say.echo(learned_line(report))
+        for line in shared_lines(report):
+            say.echo(line)
+    say.echo(f"to read: {out / BEGIN_IR}, {out / END_IR}")
+    if report.program.training is not None and plan is not None:
+        say.echo(f"to train: {shlex.join(['partc', 'train', str(out), '--plan', str(plan)])}")
+    return 0
+
+
+def document(report: Report, spent: float) -> dict[str, object]:
+    """What `--json` prints of a compile; byte counts that vary with the sizes are expressions in the symbols."""
+    from partc.cli.output.figures import rank_figures, typical_sizes
+    from partc.compiler.sharding.budget import largest_first
+    from partc.runtime.artifact.manifest import open_artifact
+
+    artifact = open_artifact(report.out, trust=True)
+    sizes = typical_sizes(artifact.manifest)
+    ranks = []
+    for rank in range(artifact.manifest.ranks):
+        one = rank_figures(artifact, rank, sizes)
+        figures = {"nodes": one.nodes, "weights": one.weights, "received": one.received.text, "sent": one.sent.text}
+        ranks.append({"rank": rank, **figures})
+    return {
+        "folder": str(report.out),
+        "ranks": ranks,
+        "transfers": len(report.manifest.transfers),
+        "collectives": len(report.manifest.collectives),
+        "communication": [
+            {"op": e.op_type, "value": e.name, "ranks": e.ranks, "bytes": e.bytes, "cause": e.cause}
+            for e in largest_first(report.program)
+        ],
+        "trains": report.program.training is not None,
+        "warnings": list(report.warnings),
+        "seconds": round(spent, 4),
+    }
+
+
+def communication_table(report: Report) -> Table:
+    """A row per collective and message, the largest first; the smallest of many are summed up."""
+    from partc.compiler.sharding.budget import largest_first
+
+    events = largest_first(report.program)
+    table = Table(["communication", "value", "ranks", ">bytes a rank", "cause"])
+    for event in events[:_LARGEST]:
+        ranks = ", ".join("-".join(map(str, some)) for some in event.ranks[:2]) + (
+            ", ..." if len(event.ranks) > 2 else ""
+        )
+        table.add(event.op_type, event.name, ranks, event.bytes, event.cause)
+    if len(events) > _LARGEST:
+        table.add(f"and {len(events) - _LARGEST} more", "", "", "", "all in step_parallel_end.ir")
+    return table
+
+
+def learned_line(report: Report) -> str:
+    """What is trained, what the plan freezes, and which tensors of several numbers are taken for no parameters."""
+    from partc.compiler.training.trainable import candidates
+
+    training = report.program.training
+    assert training is not None
+    known = training.parameters
+    frozen = [value for value, how in known.items() if how.frozen]
+    others = [value for value in candidates(report.program.model) if value not in known and _numbers(value) > 1]
+    parts = [f"trains {_counted([value for value in known if value not in frozen])}"]
+    parts += [f"frozen: {_counted(frozen)}"] if frozen else []
+    named = [f"{value.name} {list(value.shape or ())}" for value in others]
+    if named:
+        more = f", and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+        parts.append(f"not learned: {', '.join(named[:_NAMED])}{more}")
+    return "; ".join(parts)
+
+
+def shared_lines(report: Report) -> list[str]:
+    """Lines about weights that several modules read, of many the first ones."""
+    found = report.program.training.shared if report.program.training is not None else ()
+    more = [f"and {len(found) - _NAMED} more weights that several modules read"] if len(found) > _NAMED else []
+    help_ = "  help: `train: parameters: {name: {shared: true}}` makes it one parameter, `shared: false` one per module"
+    return [*found[:_NAMED], *more, *([help_] if found else [])]
+
+
+def _counted(values: Sequence[ir.Value]) -> str:
+    return f"{count(len(values), 'parameter')}, {count(sum(map(_numbers, values)), 'number')}"
+
+
+def _numbers(value: ir.Value) -> int:
+    return math.prod(dim for dim in value.shape or () if isinstance(dim, int))
+
+
+def ranks_table(folder: Path) -> Table:
+    """A row per rank: nodes, weights, bytes in and out as expressions in the symbols."""
+    from partc.cli.output.figures import rank_figures, typical_sizes
+    from partc.runtime.artifact.manifest import open_artifact
+
+    artifact = open_artifact(folder, trust=True)
+    sizes = typical_sizes(artifact.manifest)
+    table = Table([">rank", ">nodes", ">weights", ">bytes received", ">bytes sent"])
+    for rank in range(artifact.manifest.ranks):
+        one = rank_figures(artifact, rank, sizes)
+        table.add(rank, one.nodes, size(one.weights), one.received.text, one.sent.text)
+    return table

@@ -1,0 +1,245 @@
+"""The command `partc inspect`: what runs on each rank, why there, what it needs and what moves between ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from partc.cli.commands.run import parse_sizes
+from partc.cli.output import say
+from partc.cli.output.present import Table, count, show_tables, size
+
+if TYPE_CHECKING:
+    from onnx import NodeProto
+    from partc.cli.output.figures import Moved
+    from partc.cli.output.figures_training import TrainingFigures
+    from partc.runtime.artifact.manifest import Artifact
+
+_LARGEST = 10
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """A node of a rank's program as the lists show it; `why` is the rule that placed it, or a transfer's cause."""
+
+    rank: int
+    at: int
+    op: str
+    path: str
+    outputs: tuple[str, ...]
+    why: str
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="List the program of one rank.")
+@click.option("--node", "pattern", metavar="PATTERN", help="Tell where the matching nodes run, and why.")
+@click.option("--set", "given", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(folder: Path, rank: int | None, pattern: str | None, given: Mapping[str, int], as_json: bool) -> int:
+    """Show what the artifact in FOLDER (by default build) runs where, what it needs and what it moves.
+
+    \b
+    partc inspect build/                   # ranks, memory, the largest transfers
+    partc inspect --rank 3                 # the program of a rank
+    partc inspect --node 'conv*'           # where and why
+    """
+    from partc.cli.job.feed import choose_sizes
+    from partc.cli.output.figures import rank_figures, typical_sizes
+    from partc.cli.output.figures_training import training_figures
+    from partc.runtime.artifact.manifest import open_artifact
+    from partc.runtime.errors import UsageError
+
+    artifact = open_artifact(folder, trust=True)
+    manifest = artifact.manifest
+    if rank is not None and rank >= manifest.ranks:
+        raise UsageError(f"{folder}: there is no rank {rank}; the ranks are 0 to {manifest.ranks - 1}")
+    if pattern is not None or rank is not None:
+        ranks = range(manifest.ranks) if rank is None else [rank]
+        rows = [row for one in ranks for row in _rows(artifact, one)]
+        _show_rows(folder, rows, pattern, as_json)
+        return 0
+    _, problems = choose_sizes(manifest.symbols, given)
+    if problems:
+        raise UsageError("\n".join(problems))
+    sizes = {**typical_sizes(manifest), **given}
+    figures = [rank_figures(artifact, one, sizes) for one in range(manifest.ranks)]
+    trains = any(record.next for record in manifest.state)
+    trained = [training_figures(manifest, artifact.model(one), one, sizes) for one in range(manifest.ranks) if trains]
+    if as_json:
+        transfers = [transfer.model_dump(mode="json") for transfer in manifest.transfers]
+        collectives = [one.model_dump(mode="json") for one in manifest.collectives]
+        ranks_json = [dataclasses.asdict(one) for one in figures]
+        found = {"sizes": sizes, "ranks": ranks_json, "transfers": transfers}
+        found |= {"groups": manifest.groups, "collectives": collectives} if collectives else {}
+        found |= {"training": [dataclasses.asdict(one) for one in trained]} if trained else {}
+        say.echo(json.dumps(found, indent=1))
+        return 0
+    table = Table(
+        [">rank", ">nodes", ">segments", ">weights", ">peak memory", ">received", ">sent", "bytes in and out"]
+    )
+    for one in figures:
+        peak = size(one.peak) + ("+?" if one.unknown_values else "")
+        moves = f"in {one.received.text}, out {one.sent.text}"
+        cells = (
+            one.rank,
+            one.nodes,
+            one.segments,
+            size(one.weights),
+            peak,
+            _moved(one.received),
+            _moved(one.sent),
+            moves,
+        )
+        table.add(*cells)
+    show_tables(
+        [table, *_training(trained), *_largest_transfers(artifact, sizes), *_largest_collectives(artifact, sizes)]
+    )
+    say.echo()
+    for line in _notes(artifact, sizes, sum(one.unknown_values for one in figures), bool(trained)):
+        say.echo(line)
+    return 0
+
+
+def _training(figures: Sequence[TrainingFigures]) -> Iterator[Table]:
+    """Nodes of each phase, what is kept from step to step, and the messages in which gradients are reduced."""
+    statistics, sums = any(one.statistics for one in figures), any(one.sums for one in figures)
+    columns = [">rank", ">forward", ">backward", ">update", ">parameters", ">optimizer"]
+    columns += [
+        *([">statistics"] if statistics else []),
+        *([">gradients' sums"] if sums else []),
+        "buckets of gradients",
+    ]
+    table = Table(columns, title="training")
+    for one in figures:
+        kept = [one.parameters, one.optimizer]
+        kept += [*([one.statistics] if statistics else []), *([one.sums] if sums else [])]
+        buckets = f"{one.buckets}, {size(one.bucket_bytes)}" if one.buckets else "none"
+        table.add(one.rank, one.forward, one.backward, one.update, *map(size, kept), buckets)
+    if figures:
+        yield table
+
+
+def _moved(moved: Moved) -> str:
+    return size(moved.bytes) + ("+?" if moved.unknown else "")
+
+
+def _largest_transfers(artifact: Artifact, sizes: Mapping[str, int]) -> Iterator[Table]:
+    from partc.cli.output.figures import moved
+
+    measured = [(moved([transfer], sizes), transfer) for transfer in artifact.manifest.transfers]
+    measured.sort(key=lambda pair: (-pair[0].bytes, pair[1].tag))
+    title = "transfers" if len(measured) <= _LARGEST else f"the {_LARGEST} largest of {len(measured)} transfers"
+    table = Table([">from", ">to", "value", "type", ">bytes", ">at this size", "cause"], title=title)
+    for bytes, transfer in measured[:_LARGEST]:
+        at = "?" if bytes.unknown else size(bytes.bytes)
+        kind = _type_text(transfer.type, transfer.shape)
+        table.add(transfer.source, transfer.target, transfer.value, kind, transfer.bytes, at, transfer.cause)
+    if measured:
+        yield table
+
+
+def _largest_collectives(artifact: Artifact, sizes: Mapping[str, int]) -> Iterator[Table]:
+    from partc.cli.output.figures import moved
+
+    manifest = artifact.manifest
+    measured = [(moved([one], sizes), one) for one in manifest.collectives]
+    measured.sort(key=lambda pair: (-pair[0].bytes, pair[1].tag))
+    title = "collectives" if len(measured) <= _LARGEST else f"the {_LARGEST} largest of {len(measured)} collectives"
+    table = Table(["op", "ranks", "value", "type", ">bytes per rank", ">at this size", "cause"], title=title)
+    for bytes, one in measured[:_LARGEST]:
+        at = "?" if bytes.unknown else size(bytes.bytes)
+        ranks = _lists_text(manifest.groups[one.group])
+        table.add(one.op, ranks, one.value, _type_text(one.type, one.shape), one.bytes, at, one.cause)
+    if measured:
+        yield table
+
+
+def _lists_text(lists: list[list[int]]) -> str:
+    """Lists of ranks as people read them: `0-3`, `0,2`, `4 lists of 2: 0,4`."""
+    first = lists[0] if lists else []
+    run = len(first) > 1 and first == list(range(first[0], first[0] + len(first)))
+    text = f"{first[0]}-{first[-1]}" if run else ",".join(map(str, first))
+    return text if len(lists) == 1 else f"{len(lists)} lists of {len(first)}: {text}"
+
+
+def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int, trains: bool) -> Iterator[str]:
+    symbols = artifact.manifest.symbols
+    if symbols:
+        chosen = ", ".join(f"{name}={value}" for name, value in sizes.items())
+        yield f"sizes are at {chosen}: the largest allowed, or the smallest where there is no bound; --set changes it"
+    kept = "weights, what the optimizer keeps of them," if trains else "weights"
+    yield f"peak memory is an estimate: {kept} and the largest set of values alive at once"
+    if unknown:
+        yield f"'+?': {count(unknown, 'value')} of a size that only a run tells, not counted"
+
+
+def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
+    from partc.runtime.artifact.format import CAUSE, COLLECTIVES, CUT, DOMAIN, GROUP, PATH, PEER, RULE, SEND
+    from partc.runtime.checker.across.ordering import ValueType, declared_types
+
+    model = artifact.model(rank)
+    types: dict[str, ValueType] = declared_types(model)
+    replaced = {one.next: one.tensor for one in artifact.manifest.state if rank in one.ranks and one.next}
+    for at, node in enumerate(model.graph.node):
+        metadata = {entry.key: entry.value for entry in node.metadata_props}
+        op = node.op_type
+        if node.domain == DOMAIN and op in COLLECTIVES:
+            group = next((attribute.s.decode() for attribute in node.attribute if attribute.name == GROUP), "")
+            ranks = artifact.manifest.circles(rank).get(group, ())
+            op += f" with {','.join(str(other) for other in ranks if other != rank)}"
+        elif node.domain == DOMAIN:
+            peer = next((attribute.i for attribute in node.attribute if attribute.name == PEER), -1)
+            op += f" to {peer}" if op == SEND else f" from {peer}"
+        names = list(node.input) if node.domain == DOMAIN and node.op_type == SEND else list(node.output)
+        outputs = tuple(f"{name} {_type_text(*types[name])}" if name in types else name for name in names if name)
+        why = metadata.get(CAUSE if node.domain == DOMAIN else RULE, "")
+        if cut := metadata.get(CUT):
+            why += f"; cut {cut}"
+        if tensors := [replaced[name] for name in node.output if name in replaced]:
+            why += f"{'; ' if why else ''}next {', '.join(tensors)}"
+        yield Row(rank, at, op, metadata.get(PATH) or _name(node), outputs, why)
+
+
+def _name(node: NodeProto) -> str:
+    return node.name or next(iter(node.output), "")
+
+
+def _type_text(type: str, shape: list[int | str] | None) -> str:
+    dims = "" if shape is None else f"[{', '.join(map(str, shape))}]"
+    return type.removeprefix("tensor(").removesuffix(")") + dims if type.startswith("tensor(") else type + dims
+
+
+def _show_rows(folder: Path, rows: list[Row], pattern: str | None, as_json: bool) -> None:
+    from partc.runtime.errors import UsageError
+
+    if pattern is not None:
+        from partc.compiler.plan.pattern import compile_pattern, nearest
+
+        try:
+            matches = compile_pattern(pattern).matches
+        except ValueError as error:
+            raise UsageError(f"--node '{pattern}': {error}") from None
+        paths = {row.path for row in rows}
+        chosen = {path for path in paths if matches(path)}
+        if not chosen:
+            names = ", ".join(f"'{name}'" for name in nearest(pattern, sorted(paths)))
+            help = f"\n  help: the nearest names are {names}" if names else ""
+            raise UsageError(f"{folder}: '{pattern}' matches no node{help}")
+        rows = [row for row in rows if row.path in chosen]
+    if as_json:
+        say.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+        return
+    table = Table([">rank", ">at", "op", "path", "value", "why"])
+    for row in rows:
+        values = ", ".join(row.outputs[:_SHOWN])
+        if len(row.outputs) > _SHOWN:
+            values += f" and {len(row.outputs) - _SHOWN} more"
+        table.add(row.rank, row.at, row.op, row.path, values, row.why)
+    table.show()

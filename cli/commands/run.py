@@ -1,0 +1,200 @@
+"""The command `partc run`: decides where the ranks come from, and hands each of them its job.
+
+Ranks come from the user's own launcher where this process already is under one, from this process where the artifact
+has one rank or all are wanted in-process, and else from a launcher that is started here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from partc.cli.job.byte_count import max_bytes
+from partc.cli.job.job import Job
+from partc.cli.job.launcher import Hosts, Place, surrounding_job
+from partc.cli.output import say
+
+_LAUNCHER_OPTIONS = "launcher_options"
+Command = TypeVar("Command", bound=Callable[..., Any])
+_PLACE_OPTIONS = (
+    click.option(
+        "-n", "ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks; the artifact knows it."
+    ),
+    click.option(
+        "--threads",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Threads per rank; by default the cores are shared out.",
+    ),
+    click.option(
+        "--stall", type=float, default=30.0, show_default=True, metavar="SECONDS", help="Report waits longer than this."
+    ),
+    max_bytes,
+    click.option("--trust", is_flag=True, help="Do not hash the artifact's files."),
+    click.option("--in-process", is_flag=True, help="Run all ranks as threads of this process, without MPI."),
+    click.option("--hostfile", type=click.Path(exists=True, dir_okay=False), help="The launcher's file of hosts."),
+    click.option("--host", "hosts", metavar="A,B", help="The launcher's list of hosts."),
+)
+
+
+_ORIGIN_OPTIONS = (
+    click.option(
+        "--plan",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="The plan that the artifact was compiled from: the files and the code that it names are beside it.",
+    ),
+    click.option(
+        "--trust-code",
+        is_flag=True,
+        help="Run the code, and use the files and folders, that the artifact names, whoever made it.",
+    ),
+)
+
+
+class WithLauncherOptions(click.Command):
+    """A command that leaves everything after `--` to the launcher."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta[_LAUNCHER_OPTIONS] = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])
+
+
+def place_options(command: Command) -> Command:
+    """The options that say where ranks come from and how they run."""
+    for option in reversed(_PLACE_OPTIONS):
+        command = option(command)
+    return command
+
+
+def origin_options(command: Command) -> Command:
+    """The options that say whether what an artifact names is the user's own."""
+    for option in reversed(_ORIGIN_OPTIONS):
+        command = option(command)
+    return command
+
+
+def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) -> int:
+    """Runs a job where the `place_options` and the surroundings say; the exit code."""
+    job = dataclasses.replace(
+        job,
+        threads=given["threads"],
+        stall=given["stall"],
+        trust=given["trust"],
+        max_bytes=given["max_bytes"],
+        quiet=job.quiet or say.is_quiet(),
+        json=say.as_json(),
+    )
+    if job.training is not None:
+        job = dataclasses.replace(job, training=dataclasses.replace(job.training, max_bytes=given["max_bytes"]))
+    ranks, in_process = given["ranks"], given["in_process"]
+    place = surrounding_job(os.environ)
+    if place is not None and not in_process:
+        return _as_rank(job, place)
+    from partc.cli.job.rank import prepare, wrong_ranks
+
+    manifest = prepare(job)
+    if ranks not in (None, manifest.ranks):
+        say.failure(wrong_ranks(str(folder), manifest.ranks, ranks or 0))
+        return 2
+    if in_process or manifest.ranks == 1:
+        from partc.cli.job.launch import run_here
+
+        return run_here(job, manifest)
+    from partc.cli.job.launch import launch
+
+    return launch(job, manifest, Hosts(given["hostfile"], given["hosts"]), ctx.meta[_LAUNCHER_OPTIONS])
+
+
+def parse_sizes(ctx: click.Context, parameter: click.Parameter, given: Sequence[str]) -> dict[str, int]:
+    """The `--set NAME=SIZE` options as a mapping."""
+    sizes = {}
+    for text in given:
+        name, _, size = text.rpartition("=")
+        if not name or not size.isdecimal():
+            raise click.BadParameter(f"'{text}' is not NAME=SIZE, such as batch=32")
+        sizes[name] = int(size)
+    return sizes
+
+
+@click.command(cls=WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
+@click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
+@click.option(
+    "--input", "inputs", multiple=True, metavar="X.NPZ|NAME=X.NPY|NAME=0.5", help="Inputs; may be given several times."
+)
+@click.option("--random", type=int, metavar="SEED", help="Random values for the inputs that no --input gives.")
+@click.option(
+    "--set", "sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="A symbol's size for --random."
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the outputs to this .npz.")
+@click.option("--repeat", type=click.IntRange(min=1), default=1, metavar="N", help="Run N steps and tell their times.")
+@place_options
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    folder: Path,
+    inputs: tuple[str, ...],
+    random: int | None,
+    sizes: Mapping[str, int],
+    output: Path | None,
+    repeat: int,
+    **given: Any,
+) -> int:
+    """Run the artifact in FOLDER (by default build) on its ranks.
+
+    \b
+    partc run --input x.npz -o y.npz
+    partc run build/ --random 7 --set batch=32 --repeat 100
+    mpiexec -n 5 partc run build/ --input x=x.npy       # under your own launcher
+    """
+    job = Job(
+        folder=str(folder.absolute()),
+        inputs=tuple(_absolute(spec) for spec in inputs),
+        random=random,
+        sizes=sizes,
+        output=None if output is None else str(output.absolute()),
+        repeat=repeat,
+    )
+    return start(ctx, folder, job, given)
+
+
+def _absolute(spec: str) -> str:
+    """An --input with an absolute path, since ranks may start in another folder."""
+    from partc.runtime.data.spec import literal
+
+    name, equals, file = spec.partition("=")
+    if equals and not Path(file).exists() and literal(file) is not None:
+        return spec
+    return f"{name}={Path(file).absolute()}" if equals and not Path(spec).exists() else str(Path(spec).absolute())
+
+
+def _as_rank(job: Job, place: Place) -> int:
+    """This process is a rank already. What the files alone show to be wrong is told by rank 0, before MPI begins."""
+    from partc.cli.job.rank import prepare, run_rank, wrong_ranks
+    from partc.runtime.errors import PartcError
+
+    try:
+        manifest = prepare(job)
+        if place.size not in (None, manifest.ranks):
+            return _refused(wrong_ranks(job.folder, manifest.ranks, place.size or 0), 2, place)
+    except PartcError as error:
+        return _refused(str(error), error.exit_code, place)
+    sys.stdout.flush()
+    code = run_rank(job)
+    say.leave_to_ranks()
+    return code
+
+
+def _refused(text: str, code: int, place: Place) -> int:
+    """What every rank finds alike is told by rank 0."""
+    if place.rank == 0:
+        say.failure(text)
+    else:
+        say.leave_to_ranks()
+    return code

@@ -1,0 +1,1 @@
+"""A compiled program held against the unsharded model."""

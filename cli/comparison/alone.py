@@ -1,0 +1,105 @@
+"""The whole model as a program of one rank: what compiled programs are held against, and what is measured and looked into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from onnx import ModelProto, numpy_helper
+from partc.cli.comparison.rounding import perturb
+from partc.cli.comparison.trace import Compiled
+from partc.cli.comparison.variant import variant
+from partc.runtime.artifact.dtypes import Array
+from partc.runtime.artifact.format import Manifest
+
+if TYPE_CHECKING:
+    from partc.compiler.plan.rules import Plan
+
+DRAWS = 4
+
+
+def compile_alone(model: Path, plan: Plan, out: Path) -> Compiled:
+    """Compiles the model on one rank: by the plan without placement, cuts and mesh."""
+    from partc.compiler.frontend import load
+    from partc.compiler.frontend.source import Source
+    from partc.compiler.pipeline import compile_source
+    from partc.compiler.plan.rules import Dataset
+    from partc.compiler.rewrite.unrolled import unrolled
+
+    source = load(model)
+    alone = replace(
+        plan,
+        ranks=1,
+        placement=(),
+        sharding=(),
+        mesh=(),
+        dataset=Dataset(),
+        outputs=(),
+        train=None if plan.train is None else replace(plan.train, shard=None),
+    )
+    declared = replace(source.declared, placements=(), sharding=(), annotations=None, dataset=None)
+    report = compile_source(Source(unrolled(source.model, dict(plan.mesh)), declared), alone, out)
+    return Compiled(report.program, out)
+
+
+def perturbed(folder: Path, out: Path, seed: int) -> Path:
+    """A copy of an artifact whose operands are changed by units in the last place."""
+
+    def change(rank: int, model: ModelProto, manifest: Manifest) -> Manifest:
+        perturb(model, seed)
+        return manifest
+
+    return variant(folder, out, change)
+
+
+def scaled_seed(folder: Path, out: Path, number: int) -> Path:
+    """A copy of an artifact that trains, with gradients `number` times as large: those of a sum over as many ranks."""
+
+    def change(rank: int, model: ModelProto, manifest: Manifest) -> Manifest:
+        for tensor in model.graph.initializer:
+            if tensor.name == "loss.seed":
+                array = numpy_helper.to_array(tensor)
+                tensor.CopyFrom(numpy_helper.from_array((array * number).astype(array.dtype), tensor.name))
+        return manifest
+
+    return variant(folder, out, change)
+
+
+def first_values(folder: Path, manifest: Manifest) -> dict[str, Array]:
+    """By global name what a program of one rank keeps before its first step."""
+    import onnx
+
+    tensors = {one.name: one for one in onnx.load(folder / manifest.program(0)).graph.initializer}
+    found: dict[str, Array] = {}
+    for record in manifest.state:
+        if record.value in tensors:
+            found[record.tensor] = numpy_helper.to_array(tensors[record.value])
+        else:
+            found[record.tensor] = np.full(record.shape, record.initial, np.float64)
+    return found
+
+
+def batch_pieces(manifest: Manifest) -> int:
+    """The number of pieces in which the batch arrives, which is the number of ranks of a sum over ranks."""
+    cuts = ({tuple(box[0]) for box in port.boxes if box} for port in manifest.inputs if port.boxes is not None)
+    return max((len(cut) for cut in cuts), default=1)
+
+
+def is_quantized(folder: Path, manifest: Manifest) -> bool:
+    """Whether a model is quantized: some of its values are rounded to few whole numbers."""
+    import onnx
+
+    model = onnx.load(folder / manifest.program(0), load_external_data=False)
+    return any("Quant" in node.op_type or "Integer" in node.op_type for node in model.graph.node)
+
+
+def merged(*spreads: Mapping[str, Array]) -> dict[str, Array]:
+    """The larger noise of each element."""
+    found: dict[str, Array] = {}
+    for one in spreads:
+        for name, array in one.items():
+            found[name] = np.maximum(found[name], array) if name in found else array
+    return found

@@ -1,0 +1,87 @@
+"""A model with the weights of a checkpoint: the forward model as it was before training, with what was learned.
+
+Layers that behave otherwise in training take their inference form: a BatchNormalization takes its running statistics, a Dropout
+lets all pass. Weights are read from the checkpoint when they are written: one at a time where they stand in a file of their own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from partc.compiler.emit.whole import INLINE_BYTES, write_whole
+from partc.runtime.checkpoint.checkpoint import Checkpoint
+from partc.runtime.checkpoint.hashes import Proof
+from partc.runtime.checkpoint.index import TensorRecord
+from partc.runtime.errors import CheckpointError, DamagedError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def export_model(checkpoint: Checkpoint, model: Path, path: Path, inline_bytes: int = INLINE_BYTES) -> int:
+    """Writes the model with the checkpoint's parameters and statistics into `path`; how many of its weights were replaced.
+
+    Large weights go beside it into `path` and `.data`. CheckpointError has all weights that do not fit; CompileError tells where
+    a file would be overwritten that is read,
+    DamagedError where the checkpoint is not as it was written.
+    """
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+    from partc.compiler.frontend import load
+    from partc.compiler.ops.families.local_map import is_inside
+    from partc.compiler.rewrite.train_mode import to_evaluation
+    from partc.compiler.training.shared import split_as
+
+    with Proof(checkpoint) as proof:
+        program = load(model).model
+        if problems := proof.problems():
+            raise DamagedError(problems)
+    if any(is_inside(node) for node in program.graph):
+        fact = f"{model}: it has local maps, whose meaning is that of the mesh of a plan"
+        raise CheckpointError(f"{fact}\n  help: evaluate it by the plan, with `partc eval`")
+    split_as(program, checkpoint.index.tensors)
+    replaced = _replace(program, checkpoint, model)
+    to_evaluation(program)
+    RemoveUnusedNodesPass()(program)
+    write_whole(program, path, "-o", inline_bytes)
+    return replaced
+
+
+def _replace(program: ir.Model, checkpoint: Checkpoint, model: Path) -> int:
+    import onnx_ir as ir
+    from partc.compiler.plan.pattern import nearest
+
+    weights = program.graph.initializers
+    problems = []
+    for name, tensor in _learned(checkpoint).items():
+        value = weights.get(name)
+        if value is None or value.const_value is None:
+            like = ", ".join(f"'{near}'" for near in nearest(name, weights))
+            problems.append(f"{model}: has no weight '{name}'" + (f"; the nearest are {like}" if like else ""))
+            continue
+        old = value.const_value
+        if (have := f"{old.dtype.numpy().name} {list(old.shape.numpy())}") != (new := _text(tensor)):
+            problems.append(f"{model}: '{name}' is {have}; in the checkpoint it is {new}")
+    if problems:
+        help = f"  help: give the model that was trained; {checkpoint.path} is of another"
+        raise CheckpointError("\n".join([*problems, help]))
+    for name in _learned(checkpoint):
+        value = weights[name]
+        assert value.const_value is not None
+        value.const_value = ir.LazyTensor(
+            lambda name=name: ir.Tensor(checkpoint.read(name), name=name),  # type: ignore[misc]
+            dtype=value.const_value.dtype,
+            shape=value.const_value.shape,  # type: ignore[arg-type]
+            name=name,
+            cache=False,
+        )
+    return len(_learned(checkpoint))
+
+
+def _learned(checkpoint: Checkpoint) -> dict[str, TensorRecord]:
+    """What a checkpoint has of the model itself."""
+    return {name: one for name, one in checkpoint.index.tensors.items() if one.kind != "optimizer"}
+
+
+def _text(tensor: TensorRecord) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"

@@ -1,0 +1,201 @@
+"""Measures what rounding does to a model: its operands are changed by units in the last place, and it is run again.
+
+A compiled model adds up in another order, rounds to float16 where the whole model's kernels do not, and takes a quantized value's step
+where the whole one just does not. How far that carries depends on the model and its data, so it is measured and not assumed: in
+a copy of the whole model, what sums and transcendental functions read is multiplied with 1 + d, |d| at most 4 units in the last place,
+and every float16 or bfloat16 that is computed with 1 + d, |d| at most one. What is only moved, compared or selected stays as it is, and so
+does what is made of weights alone: both are the same bits on every rank. Zeros stay zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from partc.runtime.artifact.format import DOMAIN, OPTIMIZER
+from partc.runtime.checker.graph import reads
+
+_FIRST = (0,)
+_READ: dict[str, tuple[int, ...] | None] = {
+    **dict.fromkeys(("MatMul", "Conv", "ConvTranspose", "QLinearConv", "QLinearMatMul"), (0, 1)),
+    **dict.fromkeys(("Gemm", "Attention", "GRU", "LSTM", "RNN"), (0, 1, 2)),
+    **dict.fromkeys(("Einsum", "Sum", "Mean", "If", "Loop", "Scan", "DeformConv"), None),
+    **dict.fromkeys(("ReduceSum", "ReduceMean", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceSumSquare"), _FIRST),
+    **dict.fromkeys(("ReduceLogSum", "ReduceLogSumExp", "Softmax", "LogSoftmax", "Hardmax", "CumSum"), _FIRST),
+    **dict.fromkeys(("LayerNormalization", "RMSNormalization", "GroupNormalization", "LpNormalization"), _FIRST),
+    **dict.fromkeys(("BatchNormalization", "InstanceNormalization", "MeanVarianceNormalization", "LRN"), _FIRST),
+    **dict.fromkeys(("AveragePool", "GlobalAveragePool", "LpPool", "GlobalLpPool", "Resize", "GridSample"), _FIRST),
+    **dict.fromkeys(("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", "RotaryEmbedding", "RoiAlign"), _FIRST),
+    **dict.fromkeys(("Exp", "Log", "Tanh", "Sigmoid", "Erf", "Gelu", "Softplus", "Mish", "Sqrt", "Reciprocal"), _FIRST),
+    **dict.fromkeys(
+        ("Sin", "Cos", "Tan", "Asin", "Acos", "Atan", "Sinh", "Cosh", "Pow", "Elu", "Selu", "Celu"), _FIRST
+    ),
+    **dict.fromkeys(("ScatterElements", "ScatterND"), (2,)),
+    "Div": (0, 1),
+    "DynamicQuantizeLinear": _FIRST,
+    "DFT": _FIRST,
+    "STFT": _FIRST,
+}
+"""By op the operands that are summed up or put into a function that is rounded; None: all."""
+
+_MOVED = frozenset(
+    [
+        *(
+            "Identity",
+            "Reshape",
+            "Transpose",
+            "Squeeze",
+            "Unsqueeze",
+            "Flatten",
+            "Concat",
+            "Split",
+            "Slice",
+            "Expand",
+            "Tile",
+            "Pad",
+        ),
+        *(
+            "Gather",
+            "GatherElements",
+            "GatherND",
+            "Where",
+            "Max",
+            "Min",
+            "Relu",
+            "LeakyRelu",
+            "Clip",
+            "Abs",
+            "Neg",
+            "Sign",
+            "MaxPool",
+        ),
+        *(
+            "GlobalMaxPool",
+            "ReduceMax",
+            "ReduceMin",
+            "TopK",
+            "Compress",
+            "DepthToSpace",
+            "SpaceToDepth",
+            "Constant",
+            "Dropout",
+        ),
+        *("ConstantOfShape", "OneHot", "Trilu", "EyeLike", "Floor", "Ceil", "Round", "SequenceAt", "SequenceConstruct"),
+        "ConcatFromSequence",
+    ]
+)
+"""Ops that round nothing."""
+
+_UNITS: dict[int, float] = {
+    TensorProto.DOUBLE: 4 * 2.0**-52,
+    TensorProto.FLOAT: 4 * 2.0**-23,
+    TensorProto.FLOAT16: 2.0**-10,
+    TensorProto.BFLOAT16: 2.0**-7,
+}
+_OLDEST = 10
+_LENGTH, _STARTS = 8191, 61
+_TABLE = "partc.near_one"
+_LOW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+
+def perturb(model: ModelProto, seed: int) -> int:
+    """Changes the operands of a model by a few units in the last place, differently for each seed; returns the number of these operands.
+
+    Types are those that the model declares; of a value that it declares nothing of, nothing is changed.
+    """
+    graph = model.graph
+    opset = next((entry.version for entry in model.opset_import if not entry.domain), 0)
+    if opset < _OLDEST:
+        return 0
+    types = _types(graph)
+    fixed = {tensor.name for tensor in graph.initializer}
+    nodes: list[NodeProto] = []
+    noisy: dict[str, str] = {}
+    count = 0
+    for node in graph.node:
+        mine = NodeProto()
+        mine.CopyFrom(node)
+        if not set(reads(node)) - fixed and not _draws(node):
+            fixed.update(node.output)
+            nodes.append(mine)
+            continue
+        for place in _operands(node):
+            name = node.input[place]
+            if not name or name in fixed or types.get(name) not in (TensorProto.FLOAT, TensorProto.DOUBLE):
+                continue
+            if name not in noisy:
+                noisy[name] = f"{name}.perturbed"
+                nodes += _noise(name, noisy[name], types[name], -1 - count % _STARTS, opset)
+                count += 1
+            mine.input[place] = noisy[name]
+        nodes.append(mine)
+        for place, name in enumerate(node.output):
+            if types.get(name) in _LOW and node.op_type not in _MOVED and node.domain not in (DOMAIN, OPTIMIZER):
+                mine.output[place] = f"{name}.exact"
+                nodes += _noise(mine.output[place], name, types[name], -1 - count % _STARTS, opset)
+                count += 1
+    del graph.node[:]
+    graph.node.extend(nodes)
+    graph.initializer.extend(_table(seed))
+    return count
+
+
+def _operands(node: NodeProto) -> Sequence[int]:
+    """The places of the operands whose rounding counts."""
+    if node.domain in (DOMAIN, OPTIMIZER):
+        return ()
+    places = None if node.domain else _READ.get(node.op_type, ())
+    return range(len(node.input)) if places is None else [place for place in places if place < len(node.input)]
+
+
+def _draws(node: NodeProto) -> bool:
+    return node.op_type.startswith("Random") or node.op_type in ("Bernoulli", "Multinomial")
+
+
+def _noise(name: str, out: str, kind: int, start: int, opset: int) -> Iterator[NodeProto]:
+    """Nodes that multiply a value with numbers of the table, from a place in it on.
+
+    No op of random numbers is used: onnxruntime has none for some opsets.
+    """
+
+    def node(op: str, inputs: Sequence[str], word: str) -> NodeProto:
+        return helper.make_node(op, inputs, [f"{out}.{word}"], name=f"{out}.{word}")
+
+    wide = TensorProto.DOUBLE if kind == TensorProto.DOUBLE else TensorProto.FLOAT
+    source, made = (name, out) if kind == wide else (f"{out}.wide", f"{out}.changed")
+    if kind != wide:
+        yield helper.make_node("Cast", [name], [source], name=source, to=wide)
+    begin, table = f"{_TABLE}.{start}", f"{_TABLE}.{kind}"
+    yield node("Size", [name], "size")
+    yield node("Add", [f"{out}.size", begin], "end")
+    yield node("Div", [f"{out}.end", f"{_TABLE}.length"], "full")
+    yield node("Add", [f"{out}.full", f"{_TABLE}.one"], "times")
+    yield node("Tile", [table, f"{out}.times"], "tiled")
+    yield node("Slice", [f"{out}.tiled", begin, f"{out}.end"], "numbers")
+    yield node("Shape", [name], "shape")
+    shaped = node("Reshape", [f"{out}.numbers", f"{out}.shape"], "near_one")
+    if opset >= 14:
+        shaped.attribute.append(helper.make_attribute("allowzero", 1))
+    yield shaped
+    yield helper.make_node("Mul", [source, f"{out}.near_one"], [made], name=made)
+    if kind != wide:
+        yield helper.make_node("Cast", [made], [out], name=out, to=kind)
+
+
+def _table(seed: int) -> Iterator[TensorProto]:
+    """Numbers near 1 for each type, and the places where values begin to take them."""
+    numbers = np.random.default_rng(seed).uniform(-1, 1, _LENGTH)
+    for kind, unit in _UNITS.items():
+        wide = np.float64 if kind == TensorProto.DOUBLE else np.float32
+        yield numpy_helper.from_array((1 + unit * numbers).astype(wide), f"{_TABLE}.{kind}")
+    yield numpy_helper.from_array(np.array([_LENGTH], np.int64), f"{_TABLE}.length")
+    yield numpy_helper.from_array(np.array([1], np.int64), f"{_TABLE}.one")
+    for start in range(_STARTS):
+        yield numpy_helper.from_array(np.array([start * (_LENGTH // _STARTS)], np.int64), f"{_TABLE}.{-start - 1}")
+
+
+def _types(graph: GraphProto) -> dict[str, int]:
+    ports = (*graph.value_info, *graph.input, *graph.output)
+    found = {port.name: port.type.tensor_type.elem_type for port in ports if port.type.HasField("tensor_type")}
+    return found | {tensor.name: tensor.data_type for tensor in graph.initializer}

@@ -1,0 +1,197 @@
+"""Finds the first value inside of a compiled model that is not the whole model's, and the rank that has it.
+
+Both artifacts are copied with an output more for every value that a node makes and that the compiler knows as a piece of a value of the
+model, and run once. Values are then compared in the order of the whole program; terms of a sum are not, but what they are reduced to
+is. What rounding does to the whole model is measured on the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from onnx import ModelProto, helper
+from partc.cli.comparison.compare import compare, spread
+from partc.cli.comparison.rounding import perturb
+from partc.cli.comparison.variant import variant
+from partc.runtime.artifact.dtypes import Array
+from partc.runtime.artifact.format import Manifest, Port
+from partc.runtime.program.segmentation import path_of
+
+if TYPE_CHECKING:
+    from partc.compiler.ir.program import Copy, Program
+
+Arrays: TypeAlias = dict[str, Array]
+
+_DRAWS = 3
+_SHARE = {"float16": 1e-2, "float64": 1e-9}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled program and the artifact that was written of it."""
+
+    program: Program
+    folder: Path
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A value of the model on a rank, by the name of the output that shows it."""
+
+    output: str
+    value: str
+    rank: int
+    copy: Copy
+
+
+@dataclass
+class _Look:
+    """What is shown of an artifact, and by value the node that makes it."""
+
+    seen: list[_Seen] = field(default_factory=list)
+    makers: dict[str, str] = field(default_factory=dict)
+
+
+def first_difference(
+    whole: Compiled, compiled: Compiled, inputs: Mapping[str, Any], scratch: Path, noisy: bool = True
+) -> str:
+    """A line that names the first value that differs, its maker and the rank; empty where none does.
+
+    `inputs` are those of one step, with its scalars.
+    """
+    look, reference = _shown(whole, scratch / "inside_whole", inputs)
+    others = [_shown(whole, scratch / "inside_whole", inputs, draw + 1)[1] for draw in range(_DRAWS if noisy else 0)]
+    values = {one.value: reference[one.output] for one in look.seen if one.output in reference}
+    noise = spread(
+        values, [{one.value: other[one.output] for one in look.seen if one.output in other} for other in others]
+    )
+    inside, arrays = _shown(compiled, scratch / "inside_compiled", inputs)
+    by_value: dict[str, list[_Seen]] = {}
+    for one in inside.seen:
+        by_value.setdefault(one.value, []).append(one)
+    for value, array in values.items():
+        for one in by_value.get(value, ()):
+            row = _differs(one, array, arrays.get(one.output), noise.get(value))
+            if row is not None:
+                return f"the first value that differs is '{value}' of {look.makers[value]}, on rank {one.rank}: {row}"
+    return ""
+
+
+def gradients(whole: Compiled, compiled: Compiled, inputs: Mapping[str, Any], scratch: Path) -> tuple[Arrays, Arrays]:
+    """The gradients of all parameters in the first step, of both; where ranks hold a piece alike, of each element the worst."""
+    look, reference = _shown(whole, scratch / "inside_whole", inputs, only_gradients=True)
+    inside, arrays = _shown(compiled, scratch / "inside_compiled", inputs, only_gradients=True)
+    want = {one.value: reference[one.output] for one in look.seen}
+    have: Arrays = {}
+    for one in inside.seen:
+        if one.value not in want:
+            continue
+        at, piece = _place(one, want[one.value].shape), arrays[one.output]
+        found = have.setdefault(one.value, want[one.value].copy())
+        if at is None or piece.shape != found[at].shape:
+            have[one.value] = np.full(found.shape, np.nan, found.dtype)
+            continue
+        reference_piece = want[one.value][at].astype(np.float64)
+        off, known = (np.abs(array.astype(np.float64) - reference_piece) for array in (piece, found[at]))
+        found[at] = np.where(~(off <= known), piece, found[at])
+    return {name: want[name] for name in have}, have
+
+
+def _shown(
+    compiled: Compiled, out: Path, inputs: Mapping[str, Any], seed: int = 0, only_gradients: bool = False
+) -> tuple[_Look, Arrays]:
+    """One step of a copy that shows what is inside; with a seed the operands are changed by units in the last place."""
+    from partc.cli.job.results import flatten
+    from partc.runtime import load_local
+
+    look = _Look()
+    names = _names(compiled.program, only_gradients)
+
+    def change(rank: int, model: ModelProto, manifest: Manifest) -> Manifest:
+        if seed:
+            perturb(model, seed)
+        if manifest.training is None and compiled.program.training is not None:
+            return manifest
+        return _show(rank, model, manifest, names.get(rank, {}), look)
+
+    variant(compiled.folder, out, change, apart=True)
+    with load_local(out, trust=True) as program:
+        return look, flatten(program({port.name: inputs[port.name] for port in program.inputs if port.name in inputs}))
+
+
+def _names(program: Program, only_gradients: bool) -> dict[int, dict[str, Copy]]:
+    """By rank and name there the copies of values that it has; terms of sums are left out."""
+    learned = program.training.parameters if program.training is not None else ()
+    wanted = {f"{value.name}.grad" for value in learned} if only_gradients else None
+    found: dict[int, dict[str, Copy]] = {}
+    for copy, name in program.names.items():
+        if copy.layout.partial or (wanted is not None and copy.value.name not in wanted):
+            continue
+        for rank in copy.group:
+            found.setdefault(rank, {}).setdefault(name, copy)
+    return found
+
+
+def _show(rank: int, model: ModelProto, manifest: Manifest, names: Mapping[str, Copy], look: _Look) -> Manifest:
+    """Adds an output for every known value that a node of a rank makes."""
+    graph = model.graph
+    types = {port.name: port.type.tensor_type.elem_type for port in (*graph.value_info, *graph.output)}
+    kept = {name for record in manifest.state for name in (record.value, record.next)}
+    ports = []
+    nodes = []
+    for node in graph.node:
+        nodes.append(node)
+        for name in node.output:
+            if name not in names or not types.get(name) or name in kept:
+                continue
+            shown = f"inside.{rank}.{len(look.seen)}"
+            copy = names[name]
+            look.seen.append(_Seen(shown, copy.value.name or name, rank, copy))
+            look.makers.setdefault(copy.value.name or name, f"{node.op_type} '{path_of(node) or node.name}'")
+            nodes.append(helper.make_node("Identity", [name], [shown], name=shown))
+            port = helper.make_tensor_value_info(shown, types[name], None)
+            graph.output.append(port)
+            ports.append(Port(name=shown, type=f"tensor({_word(types[name])})", shape=None, ranks=[rank]))
+    copies = [type(node)() for node in nodes]
+    for made, node in zip(copies, nodes, strict=True):
+        made.CopyFrom(node)
+    del graph.node[:]
+    graph.node.extend(copies)
+    return manifest.model_copy(update={"outputs": [*manifest.outputs, *ports]})
+
+
+def _word(kind: int) -> str:
+    from partc.runtime.artifact.dtypes import type_text
+
+    return type_text(helper.make_tensor_type_proto(kind, None)).removeprefix("tensor(").removesuffix(")")
+
+
+def _differs(one: _Seen, whole: Array, have: Array | None, noise: Array | None) -> str | None:
+    """What is wrong with a value on a rank; None where nothing is, or it cannot be told."""
+    if have is None:
+        return None
+    at = _place(one, whole.shape)
+    if at is None:
+        return None
+    want = whole[at]
+    part = f"its part [{', '.join(f'{cut.start}:{cut.stop}' for cut in at)}]" if want.shape != whole.shape else "it"
+    if have.shape != want.shape:
+        return f"{part} has the shape {list(have.shape)} instead of {list(want.shape)}"
+    share = _SHARE.get(want.dtype.name, 1e-4)
+    finite = np.abs(whole[np.isfinite(whole)]) if whole.dtype.kind in "fc" else np.zeros(0)
+    close = share * float(finite.max(initial=0.0)) if want.dtype.kind in "fc" else None
+    row = compare({"": want}, {"": have}, share, close, {} if noise is None else {"": noise[at]})[0]
+    return None if row.passed else f"{part} is off by {row.absolute:.3g} at {list(row.absolute_at)}"
+
+
+def _place(one: _Seen, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
+    """Where a rank's piece lies in the whole value; None where that is of other dims than its layout."""
+    try:
+        box = one.copy.layout.box(one.copy.group.index(one.rank), shape)
+    except ValueError:
+        return None
+    return tuple(slice(begin, end) for begin, end in box)

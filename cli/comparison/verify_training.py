@@ -1,0 +1,177 @@
+"""`partc verify` of a plan that trains: two steps of the whole model on one rank against two of the compiled one.
+
+Compared are the loss and the metrics of both steps, every tensor that training keeps (parameters, what the optimizer keeps of
+them, and statistics), and the gradients of the first step, since a small step hides in a parameter's own rounding. Both sides go the way
+of `partc train`, through data, checkpoint and metrics in files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from partc.cli.comparison.compare import Compared, compare
+from partc.cli.job.job import Job, TrainingJob
+from partc.runtime.artifact.dtypes import Array
+from partc.runtime.artifact.lr_schedule import scalars
+from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.errors import UsageError
+from partc.runtime.training.trainer import PART, STEP
+
+if TYPE_CHECKING:
+    from partc.cli.commands.verify import Case, Verdict
+    from partc.cli.job.feed import Value
+    from partc.runtime.artifact.format import Manifest
+
+STEPS = 2
+SHARE = 1e-3
+_UNITS = {"float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
+
+
+def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
+    """Two steps of the whole model against two of the compiled one; what rounding does is measured where they are not close.
+
+    Of a sum over ranks the whole model's gradients are those of the sum of the parts' means.
+    """
+    from partc.cli.commands.verify import Verdict, measured
+    from partc.cli.comparison.alone import DRAWS, batch_pieces, compile_alone, first_values, perturbed, scaled_seed
+    from partc.cli.comparison.compare import spread
+    from partc.cli.comparison.trace import Compiled, first_difference, gradients
+
+    report, scratch, plan = case.report, case.scratch, case.report.program.plan
+    assert plan.train is not None
+    records = _records(report.manifest, case.values)
+    data, batch = scratch / "records.npz", len(next(iter(records.values())))
+    np.savez(data, **records)
+    alone = compile_alone(case.model, plan, scratch / "whole")
+    manifest = open_artifact(alone.folder, trust=True).manifest
+    begun = first_values(alone.folder, manifest)
+    if plan.train.per_rank_mean:
+        times = batch_pieces(report.manifest)
+        alone = Compiled(alone.program, scaled_seed(alone.folder, scratch / "summed", times))
+    trained = partial(_trained, case.plan, data=data, batch=batch)
+    whole = trained(alone.folder, out=scratch / "of_whole", mpi=False)
+    compiled = trained(report.out, out=scratch / "of_compiled", mpi=case.mpi)
+    ours = Compiled(report.program, report.out)
+    given = _one_step(manifest, records)
+    of_whole, of_compiled = gradients(alone, ours, given, scratch)
+    steep = compared(of_whole, of_compiled, _zeros(of_whole), rtol, atol)
+    first = Verdict([*compared(whole, compiled, begun, rtol, atol), *steep])
+    if first.passed:
+        return first
+    noise: dict[str, Array] = {}
+    if rtol is None and atol is None:
+        draws, steps = [], []
+        for draw in range(DRAWS):
+            folder = perturbed(alone.folder, scratch / "perturbed", draw + 1)
+            draws.append(trained(folder, out=scratch / f"of_perturbed_{draw}", mpi=False))
+            steps.append(gradients(Compiled(alone.program, folder), ours, given, scratch)[0])
+        noise = {**spread(whole, draws), **spread(of_whole, steps)}
+    steep = compared(of_whole, of_compiled, _zeros(of_whole), rtol, atol, noise)
+    rows = [*compared(whole, compiled, begun, rtol, atol, noise), *steep]
+    second = Verdict(rows, measured(first.rows, rows, alone, noise))
+    if second.passed:
+        return second
+    inside = first_difference(alone, ours, given, scratch, bool(noise))
+    return Verdict(second.rows, [*second.notes, *filter(None, [inside])])
+
+
+def _zeros(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    return {name: np.zeros_like(array) for name, array in arrays.items()}
+
+
+def compared(
+    whole: Mapping[str, Array],
+    compiled: Mapping[str, Array],
+    begun: Mapping[str, Array],
+    rtol: float | None,
+    atol: float | None,
+    noise: Mapping[str, Array] | None = None,
+) -> list[Compared]:
+    """The comparison of every tensor. Without tolerances a thousandth of the largest change since `begun` counts for what is kept,
+    and a few units in the last place of the largest element: a step may change a parameter by less than its own rounding.
+    """
+    found: list[Compared] = []
+    for name, array in whole.items():
+        relative, close = rtol, atol
+        if name in begun and array.dtype.kind == "f":
+            unit = 4 * _UNITS.get(array.dtype.name, 0.0)
+            change = np.abs(array.astype(np.float64) - begun[name].astype(np.float64))
+            largest = float(np.abs(array).max(initial=0.0))
+            close = SHARE * float(change.max(initial=0.0)) + unit * largest if atol is None else atol
+            relative = unit if rtol is None else rtol
+        found += compare({name: array}, {name: compiled[name]} if name in compiled else {}, relative, close, noise)
+    return found
+
+
+def _one_step(manifest: Manifest, records: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of the first step: a part of the batch where that is cut into some, and the scalars."""
+    training = manifest.training
+    assert training is not None
+    size = len(next(iter(records.values()))) // training.accumulate
+    hyper = {name: float(value) for name, value in training.optimizer.items() if isinstance(value, int | float)}
+    numbers = scalars([name for name in training.scalars if name not in (STEP, PART)], 0, hyper)
+    given = _part(records, training.fixed, size) | {name: np.array(x) for name, x in numbers.items()}
+    ports = {port.name: port for port in manifest.inputs}
+    totals = {
+        name: np.ones([int(dim) for dim in ports[name].shape or ()], np.float32)
+        for name in training.totals
+        if name in ports
+    }
+    return given | totals | {STEP: np.array(0, np.int64), PART: np.array(0, np.int64)}
+
+
+def _part(records: Mapping[str, Any], fixed: Sequence[str], size: int) -> dict[str, Any]:
+    """The first records of a batch, with what has one value for all."""
+    return {name: array if name in fixed else array[:size] for name, array in records.items()}
+
+
+def _records(manifest: Manifest, values: Mapping[str, Value]) -> dict[str, Any]:
+    """The inputs of a step as records; UsageError where they are not all of one batch."""
+    assert manifest.training is not None
+    found = {name: np.asarray(value) for name, value in values.items() if name not in manifest.training.scalars}
+    records = {name: array for name, array in found.items() if name not in manifest.training.fixed}
+    sizes = {name: array.shape[0] if array.ndim else None for name, array in records.items()}
+    if len(set(sizes.values())) != 1 or None in sizes.values():
+        told = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
+        raise UsageError(f"the inputs are not records of one batch: their first dims are {told}")
+    return {**records, **found}
+
+
+def _trained(plan: Path | None, folder: Path, data: Path, batch: int, out: Path, mpi: bool) -> dict[str, Array]:
+    """What an artifact, compiled from the user's plan, tells of its steps, and its tensors after the last."""
+    import click
+    from partc.cli.job.launch import launch, run_here
+    from partc.cli.job.launcher import Hosts
+    from partc.runtime.checkpoint.checkpoint import Checkpoint
+
+    out.mkdir()
+    told = out / "metrics.jsonl"
+    training = TrainingJob(
+        base=str(out),
+        data=(str(data),),
+        batch=batch,
+        steps=STEPS,
+        log="1",
+        checkpoint=str(out / "kept"),
+        save=str(STEPS),
+        metrics=str(told),
+        plan=None if plan is None else str(plan.absolute()),
+        only_train=True,
+    )
+    job = Job(folder=str(folder), training=training, quiet=True, trust=True)
+    manifest = open_artifact(folder, trust=True).manifest
+    code = launch(job, manifest, Hosts(None, None), ()) if mpi and manifest.ranks > 1 else run_here(job, manifest)
+    if code:
+        raise click.exceptions.Exit(code)
+    assert manifest.training is not None
+    found: dict[str, Array] = {}
+    names = [manifest.training.loss, *manifest.training.metrics]
+    for row in map(json.loads, told.read_text(encoding="utf-8").splitlines()):
+        found |= {f"{name}, step {row['step']}": np.array(row[name], np.float32) for name in names}
+    checkpoint = Checkpoint.open(out / "kept")
+    return found | {name: checkpoint.read(name) for name in sorted(checkpoint.index.tensors)}

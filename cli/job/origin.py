@@ -1,0 +1,69 @@
+"""Whose words the settings of a training are: the user's, who gave the plan or options, or only those of an artifact.
+
+`partc train build --plan train.yaml` says that the plan is the user's. Its `train:` must say what the manifest says of data, schedule and
+checkpoints; then its folder is where their files are. Else what lies outside of the artifact, and any code, is refused together.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from partc.cli.job.job import TrainingJob
+from partc.runtime.errors import UsageError
+from partc.runtime.training.named import CHECKPOINT, DATA, SCHEDULE, TEST, base_folder, outside, refusal
+
+if TYPE_CHECKING:
+    from partc.runtime.artifact.format import Manifest, TrainingRecord
+
+_OPTIONS = {DATA: "--data DATA", TEST: "--test DATA", CHECKPOINT: "--checkpoint DIR"}
+
+
+def base_of(told: TrainingJob, folder: Path, manifest: Manifest) -> Path:
+    """Where the files are that `train:` names; UsageError, with all of it, for what is only the artifact's to name."""
+    record = manifest.training
+    assert record is not None
+    if told.plan is not None:
+        return Path(told.plan).parent
+    if not told.trust_code and (found := outside(folder, record, _used(told))):
+        options = {one.setting: _option(one.setting, told) for one in found if one.setting in _OPTIONS}
+        given = f", or {', '.join(options.values())}" if options else ""
+        mine = f"give the plan if it is yours, --plan{{plan}}{given}"
+        raise refusal(folder, manifest, found, f"{mine}; --trust-code trusts the artifact in all that it names")
+    return base_folder(folder, record)
+
+
+def _used(told: TrainingJob) -> set[str]:
+    """The settings that the command takes from the artifact."""
+    if told.only_test:
+        return set() if told.test else {TEST}
+    said = {DATA: bool(told.data), TEST: bool(told.test) or told.only_train, CHECKPOINT: told.checkpoint is not None}
+    return {SCHEDULE, *(setting for setting, given in said.items() if not given)}
+
+
+def _option(setting: str, told: TrainingJob) -> str:
+    return "--data DATA" if told.only_test else _OPTIONS[setting]
+
+
+def check_plan(plan: Path, folder: Path, record: TrainingRecord) -> None:
+    """Raises UsageError, or CompileError for a plan that is none, where the artifact names other things than the plan."""
+    from partc.compiler.plan.read import read_plan
+
+    rules = read_plan(plan).train
+    if rules is None:
+        raise UsageError(f"{plan}: it has no `train:`\n  help: give the plan that {folder} was compiled from")
+    mine = {SCHEDULE: dict(rules.schedule), **{name: rules.settings.get(name) for name in (DATA, TEST, CHECKPOINT)}}
+    its = {SCHEDULE: record.schedule, **{name: record.settings.get(name) for name in (DATA, TEST, CHECKPOINT)}}
+    problems = [
+        f"{plan}: its `{name}` is {_text(mine[name])}, and {folder} was compiled with {_text(its[name])}"
+        for name in mine
+        if _text(mine[name]) != _text(its[name])
+    ]
+    if problems:
+        raise UsageError("\n".join([*problems, "  help: compile again, or give the plan that it was compiled from"]))
+
+
+def _text(said: Any) -> str:
+    """A setting in one form, however it is written."""
+    return json.dumps(said, sort_keys=True) if said else "nothing"

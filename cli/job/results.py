@@ -1,0 +1,138 @@
+"""A run's outputs: brought to rank 0, written as one .npz at once, or told in a line each.
+
+The file appears whole or not at all, and its bytes depend on the values alone. A sequence `s` becomes the members `s.0`, `s.1` and so
+on, an absent optional becomes none, and types that numpy has no file form for become float32, int8 or uint8, which hold them exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from partc.cli.output.present import Table
+from partc.runtime.artifact.boxes import distinct, merge
+from partc.runtime.artifact.dtypes import Array, Bytes, by_numpy
+from partc.runtime.artifact.format import Manifest, Port
+from partc.runtime.files.replace import replacing
+
+if TYPE_CHECKING:
+    from partc.runtime.communication.transport import Transport
+
+Arrays = dict[str, Array]
+
+_TAG = 17
+_FIRST_DAY = (1980, 1, 1, 0, 0, 0)
+_ROWS = 8
+
+
+def flatten(outputs: Mapping[str, Any]) -> Arrays:
+    """Outputs as arrays that an .npz can hold, by member name."""
+    arrays: Arrays = {}
+    for name, value in outputs.items():
+        if isinstance(value, list):
+            arrays.update({f"{name}.{at}": _storable(item) for at, item in enumerate(value)})
+        elif value is not None:
+            arrays[name] = _storable(value)
+    return arrays
+
+
+def _storable(value: Any) -> Array:
+    array = np.asarray(value)
+    if array.dtype.kind == "O":
+        return array.astype(np.str_)
+    element = by_numpy(array.dtype)
+    return array.astype(element.wide) if element is not None and element.wide else array
+
+
+def gather(transport: Transport, manifest: Manifest, mine: Mapping[str, Any]) -> Arrays:
+    """All outputs on rank 0, each sent by the lowest rank that it is delivered to; on other ranks what they have. Collective.
+
+    An output that is cut comes from the ranks that together have all of it.
+    """
+    rank = transport.rank
+    ports = [port for port in manifest.outputs if port.ranks]
+    sent = {port.name: flatten({port.name: mine[port.name]}) for port in ports if rank in _owners(port)}
+    heads = {name: [(key, one.dtype.str, one.shape) for key, one in arrays.items()] for name, arrays in sent.items()}
+    found: dict[tuple[int, str], Arrays] = {(rank, name): arrays for name, arrays in sent.items()}
+    under_way = []
+    for other, text in enumerate(transport.share(json.dumps(heads))):
+        for name, rows in json.loads(text).items() if other != 0 == rank else ():
+            found[other, name] = {key: np.empty(shape, dtype) for key, dtype, shape in rows}
+            moving = [transport.irecv(_bytes(one), other, _TAG) for one in found[other, name].values()]
+            under_way += [(one, f"the output '{name}' from rank {other}") for one in moving]
+    for name, arrays in sent.items() if rank else ():
+        for one in arrays.values():
+            request = transport.isend(_bytes(np.ascontiguousarray(one)), 0, _TAG)
+            under_way.append((request, f"the output '{name}' to rank 0"))
+    for request, what in under_way:
+        transport.wait(request, lambda what=what: what)  # type: ignore[misc]
+    whole = flatten(mine)
+    for port in ports if rank == 0 else ():
+        parts = [found[owner, port.name] for owner in _owners(port)]
+        if port.boxes is None:
+            whole |= parts[0]
+        else:
+            whole[port.name] = merge([box for _, box in distinct(port)], [part[port.name] for part in parts])
+    return whole
+
+
+def _owners(port: Port) -> list[int]:
+    """The ranks that together have all of an output."""
+    return [min(port.ranks)] if port.boxes is None else [owner for owner, _ in distinct(port)]
+
+
+def _bytes(array: Array) -> Bytes:
+    return array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)
+
+
+def write(path: Path, arrays: Arrays) -> None:
+    """Writes the .npz; `path` is there whole or unchanged, whatever happens."""
+    with replacing(path) as out, zipfile.ZipFile(out, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for name, array in arrays.items():
+            entry = zipfile.ZipInfo(f"{name}.npy", _FIRST_DAY)
+            with archive.open(entry, "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
+
+
+def summary(arrays: Arrays) -> Table:
+    """A row per output: name, dtype, shape, range and mean, and along the last axis where the largest values are."""
+    table = Table(["output", "dtype", "shape", ">min", ">mean", ">max", "argmax"])
+    for name, array in arrays.items():
+        table.add(name, array.dtype.name, _shape(array), *_figures(array))
+    return table
+
+
+OUTPUT_KEYS = ("name", "dtype", "shape", "min", "mean", "max")
+
+
+def figures(arrays: Arrays) -> list[tuple[Any, ...]]:
+    """Per output its `OUTPUT_KEYS`: numbers of an array that has some, else None."""
+    found = []
+    for name, array in arrays.items():
+        numbers: tuple[float | None, ...] = (None, None, None)
+        if array.size and array.dtype.kind in "biuf":
+            wide = array.astype(np.float64)
+            numbers = (float(wide.min()), float(wide.mean()), float(wide.max()))
+        found.append((name, array.dtype.name, array.shape, *numbers))
+    return found
+
+
+def _shape(array: Array) -> str:
+    return f"[{', '.join(map(str, array.shape))}]"
+
+
+def _figures(array: Array) -> tuple[str, str, str, str]:
+    if array.size == 0 or array.dtype.kind not in "biuf":
+        sample = ", ".join(str(item) for item in array.reshape(-1)[:3])
+        return "", "", "", sample
+    wide = array.astype(np.float64) if array.dtype.kind == "f" else array
+    figures = (f"{wide.min():.6g}", f"{wide.mean():.6g}", f"{wide.max():.6g}")
+    if array.ndim == 0 or array.shape[-1] < 2:
+        return (*figures, "")
+    rows = array.reshape(-1, array.shape[-1])
+    best = " ".join(str(at) for at in rows[:_ROWS].argmax(axis=-1))
+    return (*figures, f"{best} ..." if len(rows) > _ROWS else best)

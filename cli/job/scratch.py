@@ -1,0 +1,136 @@
+"""The folders of one job: the status board, the ranks' process ids, and what the launcher and MPI put into files meanwhile.
+
+They are removed with the job. Where partc is killed outright its guard does that, and where the guard is killed as well, the next job: the
+owner of a folder holds a lock in it, which the system takes back at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+from partc.cli.job import guard
+from partc.cli.job.processes import kill, naming
+from partc.runtime.execution.status_board import create_board, create_pids, create_tasks, read_board, read_pids
+
+BOARD = "board"
+_PREFIX = "partc-run-"
+_LOCK = "lock"
+_MEMORY = Path("/dev/shm")
+_YOUNG = 60.0
+"""Seconds in which a folder may not have its lock yet."""
+
+
+class Scratch:
+    """The folders of one run; as a context it removes them and ends every rank that is still there."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.memory: Path | None = None
+        """A folder in memory, for what MPI's processes share; None where the system has none."""
+        self._locks: list[int] = []
+        sweep(Path(tempfile.gettempdir()))
+        self.folder = self._made(Path(tempfile.mkdtemp(prefix=_PREFIX)))
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self.tell_guard(self.folder)
+        with contextlib.suppress(OSError):
+            if _MEMORY.is_dir():
+                sweep(_MEMORY)
+                self.memory = _MEMORY / self.folder.name
+                self.tell_guard(self.memory)
+                self.memory.mkdir(mode=0o700)
+                self._made(self.memory)
+        create_board(self.folder / BOARD, ranks)
+        create_pids(self.folder, ranks)
+        create_tasks(self.folder, ranks)
+
+    def __enter__(self) -> Scratch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end_ranks()
+        for folder in self.folders():
+            shutil.rmtree(folder, ignore_errors=True)
+        for lock in self._locks:
+            os.close(lock)
+        assert self._guard.stdin is not None
+        with contextlib.suppress(OSError):
+            self._guard.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(2.0)
+
+    def folders(self) -> list[Path]:
+        """All of them."""
+        return [self.folder, *([self.memory] if self.memory else [])]
+
+    def tell_guard(self, what: Path | int) -> None:
+        """Makes known to the guard a folder, or the process id of the launcher."""
+        assert self._guard.stdin is not None
+        with contextlib.suppress(OSError):
+            self._guard.stdin.write(os.fsencode(f"{what}\n"))
+            self._guard.stdin.flush()
+
+    def board(self) -> list[tuple[int, int]]:
+        """Step and action of every rank, as the runtime wrote them last."""
+        return read_board(self.folder / BOARD)
+
+    def pids(self) -> list[int]:
+        """The process id of every rank; 0 where it has not begun, or runs on another host."""
+        return read_pids(self.folder)
+
+    def end_ranks(self) -> None:
+        """Kills the ranks that outlived their launcher; only processes whose command line names this folder."""
+        kill(naming(self.folder))
+
+    def _made(self, folder: Path) -> Path:
+        """The folder, with its lock."""
+        lock = _locked(folder)
+        self._locks += [] if lock is None else [lock]
+        return folder
+
+
+def sweep(place: Path) -> None:
+    """Removes the folders of jobs that were killed outright, with the ranks that they left."""
+    for folder in place.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            about = folder.lstat()
+            own = not hasattr(os, "getuid") or about.st_uid == os.getuid()
+            if not own or not folder.is_dir() or folder.is_symlink() or time.time() - about.st_mtime < _YOUNG:
+                continue
+            if not (folder / _LOCK).is_file():
+                continue
+            lock = _locked(folder)
+            if lock is not None:
+                kill(naming(folder))
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """A handle that holds the folder's lock; None where another process does, or the system has no such locks."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle

@@ -1,0 +1,50 @@
+"""Tells of processes of a job that are stopped, where no rank can tell it: the launcher, or all of the ranks that are left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from partc.cli.output import say
+from partc.runtime.execution.status_board import states
+
+_BETWEEN = 0.25
+_STOPPED = ("T", "t")
+_ENDED = ("", "Z", "X")
+
+
+class Stopped:
+    """What is known of a job's processes; `look` is called some times a second."""
+
+    def __init__(self, stall: float) -> None:
+        self.stall = stall
+        self._looked = 0.0
+        self._since: float | None = None
+        self._report = stall
+
+    def look(self, launcher: int, ranks: Sequence[int]) -> None:
+        """Says in one line on stderr that the job cannot go on, after `stall` seconds, and again after twice as long."""
+        now = time.monotonic()
+        if now - self._looked < _BETWEEN:
+            return
+        self._looked = now
+        what = _what(launcher, ranks)
+        if not what:
+            self._since, self._report = None, self.stall
+            return
+        self._since = now if self._since is None else self._since
+        waited = now - self._since
+        if waited >= self._report:
+            self._report = 2 * waited
+            say.echo(f"partc: the job has waited {waited:.0f} s: {what}", err=True)
+
+
+def _what(launcher: int, ranks: Sequence[int]) -> str:
+    if states([launcher]) in [[letter] for letter in _STOPPED]:
+        return f"the launcher (process {launcher}) is stopped"
+    begun = [(rank, pid) for rank, pid in enumerate(ranks) if pid]
+    found = [(rank, pid, state) for (rank, pid), state in zip(begun, states([pid for _, pid in begun]), strict=True)]
+    there = [one for one in found if one[2] not in _ENDED]
+    if not there or not all(state in _STOPPED for _, _, state in there):
+        return ""
+    return "; ".join(f"rank {rank} (process {pid}) is stopped" for rank, pid, _ in there)

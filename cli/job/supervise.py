@@ -1,0 +1,275 @@
+"""Starts a launcher, watches its ranks, and says of a failure one thing: what happened first.
+
+The launcher's output passes through. A rank's own failure arrives as one framed line on stderr; a rank that was
+killed says nothing, and is told by the launcher's words, or by which process vanished first, together with the status
+board. After the first sign of a failure the launcher has some seconds to end, then its process group is killed. Where a signal asks this
+process to end it has as long, and with a second signal no longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO
+
+from partc.cli.job.faults import fault_of
+from partc.cli.job.noise import Ended, Noise
+from partc.cli.job.processes import end_with_parent
+from partc.cli.job.rank import FRAME
+from partc.cli.job.scratch import Scratch
+from partc.cli.job.signals import Signals
+from partc.cli.job.stopped import Stopped
+from partc.cli.output import say
+from partc.runtime.execution.status_board import IDLE, read_task
+
+_PATIENCE = 4.0
+_LAST_PATIENCE = 2.0
+_POLL = 0.05
+_REMEMBERED = 40
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank said of its failure."""
+
+    rank: int
+    code: int
+    text: str
+
+
+@dataclass
+class _Heard:
+    """What the threads that read and watch have found so far."""
+
+    failure: Failure | None = None
+    failed_at: float | None = None
+    first_dead: int | None = None
+    on_stdout: Noise = field(default_factory=Noise)
+    on_stderr: Noise = field(default_factory=Noise)
+    passed: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+    def ended(self) -> Ended | None:
+        """How a rank ended, by the launcher's words."""
+        return self.on_stderr.ended() or self.on_stdout.ended()
+
+    def words(self) -> list[str]:
+        """All that was held back, and what passed last."""
+        return [*self.on_stdout.lines, *self.on_stderr.lines, *self.passed]
+
+    def show_noise(self) -> None:
+        """Prints what was held back."""
+        for line in [*self.on_stdout.lines, *self.on_stderr.lines]:
+            say.echo(line, err=True)
+
+    def fail(self, failure: Failure | None) -> None:
+        self.failure = self.failure or failure
+        self.failed_at = self.failed_at or time.monotonic()
+
+
+def supervise(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    scratch: Scratch,
+    where: Callable[[int, int], str],
+    tick: Callable[[], None],
+    before_output: Callable[[], None],
+    signals: Signals,
+    stall: float = 30.0,
+) -> int:
+    """Runs the command to its end and prints the one message of a failure; the exit code, which a signal may have asked for.
+
+    `where` renders an action of a rank; `tick` is called some times a second, for progress, and `before_output`
+    before a line of the ranks is passed through. Processes that are stopped are told of after `stall` seconds.
+    """
+    heard, stopped = _Heard(), Stopped(stall)
+    process = subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=(lambda: end_with_parent(signal.SIGTERM)) if sys.platform == "linux" else None,
+    )
+    scratch.tell_guard(process.pid)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    readers = [
+        threading.Thread(target=_pass_through, args=(process.stdout, heard, before_output), daemon=True),
+        threading.Thread(target=_listen, args=(process.stderr, heard), daemon=True),
+        threading.Thread(target=_watch, args=(process, scratch, heard), daemon=True),
+    ]
+    try:
+        for reader in readers:
+            reader.start()
+        while process.poll() is None and not signals.noted:
+            tick()
+            stopped.look(process.pid, scratch.pids())
+            if heard.failed_at is not None and time.monotonic() - heard.failed_at > _PATIENCE:
+                break
+            time.sleep(_POLL)
+    finally:
+        _end(process, signals)
+        scratch.end_ranks()
+        for reader in readers:
+            reader.join(_LAST_PATIENCE)
+        if not any(reader.is_alive() for reader in readers):
+            process.stdout.close()
+            process.stderr.close()
+    return signals.exit_code or _verdict(process.returncode, heard, scratch, where)
+
+
+def _end(process: subprocess.Popen[bytes], signals: Signals) -> None:
+    """Ends the launcher: politely, so that it ends its ranks on all hosts, then by force."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    until = time.monotonic() + _LAST_PATIENCE
+    while process.poll() is None and time.monotonic() < until and not signals.again:
+        time.sleep(_POLL)
+    if process.poll() is None:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _pass_through(stream: IO[bytes], heard: _Heard, before_output: Callable[[], None]) -> None:
+    for line in stream:
+        if heard.on_stdout.hold(line.decode(errors="replace")):
+            continue
+        before_output()
+        _, given, document = line.partition(say.DOCUMENT.encode())
+        if given:
+            say.result(json.loads(document))
+            continue
+        with contextlib.suppress(OSError):
+            # Who reads them may have gone; the job goes on, and must not wait for a full pipe.
+            sys.stdout.buffer.write(line)
+            sys.stdout.flush()
+
+
+def _listen(stream: IO[bytes], heard: _Heard) -> None:
+    for raw in stream:
+        # Open MPI ends an empty line of its own by a zero when a job is aborted.
+        line = raw.decode(errors="replace").replace("\0", "")
+        _, framed, text = line.partition(FRAME)
+        if framed:
+            heard.fail(_failure(text))
+        elif not heard.on_stderr.hold(line):
+            heard.passed.append(line)
+            with contextlib.suppress(OSError):
+                sys.stderr.write(line)
+                sys.stderr.flush()
+        elif heard.on_stderr.ended() is not None:
+            heard.fail(None)
+
+
+def _failure(text: str) -> Failure:
+    try:
+        fields = json.loads(text)
+        return Failure(fields["rank"], fields["code"], fields["text"])
+    except (ValueError, KeyError):
+        return Failure(-1, 1, text)
+
+
+def _watch(process: subprocess.Popen[bytes], scratch: Scratch, heard: _Heard) -> None:
+    """Notes the rank whose process ends first, by a handle that the system signals at its end."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    poll = select.poll()
+    ranks: dict[int, int] = {}
+    known: set[int] = set()
+    try:
+        while process.poll() is None and heard.first_dead is None:
+            for rank, pid in enumerate(scratch.pids() if len(known) < scratch.ranks else []):
+                if pid and rank not in known:
+                    known.add(rank)
+                    handle = os.pidfd_open(pid)
+                    ranks[handle] = rank
+                    poll.register(handle, select.POLLIN)
+            for handle, _ in poll.poll(200 if len(known) == scratch.ranks else 20)[:1]:
+                heard.first_dead = ranks[handle]
+    except OSError:
+        return
+    finally:
+        for handle in ranks:
+            os.close(handle)
+
+
+def _verdict(code: int, heard: _Heard, scratch: Scratch, where: Callable[[int, int], str]) -> int:
+    if heard.failure is not None:
+        say.failure(heard.failure.text)
+        return heard.failure.code
+    if code == 0 and heard.failed_at is None:
+        heard.show_noise()
+        return 0
+    ended = heard.ended() or _by_exit_code(code)
+    if code < 0 and ended.rank is None:
+        say.failure(f"the launcher was killed by signal {-code}{_name(-code)}, and its ranks with it")
+        return 1
+    rank = ended.rank if ended.rank is not None else heard.first_dead
+    if rank is None or not 0 <= rank < scratch.ranks:
+        heard.show_noise()
+        say.failure(f"the launcher ended with exit code {code}, and no rank said why{_as_root(heard)}")
+        return 1
+    position = _position(rank, scratch, where) + _in_users_code(rank, scratch)
+    say.failure(f"rank {rank} {_manner(ended)} {position}{_advice(ended)}")
+    return 1
+
+
+def _as_root(heard: _Heard) -> str:
+    """The remedy where Open MPI refuses to run as root although `partc run` asks it to allow that."""
+    if not any("run as root" in line or "allow-run-as-root" in line for line in heard.words()):
+        return ""
+    return (
+        "\n  help: Open MPI refuses root: give it its option, partc run -- --allow-run-as-root, or run as another user"
+    )
+
+
+def _by_exit_code(code: int) -> Ended:
+    if code > 128:
+        return Ended(signal=code - 128)
+    return Ended(signal=code) if code in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT) else Ended(code=code)
+
+
+def _manner(ended: Ended) -> str:
+    if ended.signal is None:
+        return f"ended with exit code {ended.code} and no message,"
+    return f"was killed by signal {ended.signal}{_name(ended.signal)}"
+
+
+def _name(number: int) -> str:
+    return f" ({signal.Signals(number).name})" if number in set(signal.Signals) else ""
+
+
+def _position(rank: int, scratch: Scratch, where: Callable[[int, int], str]) -> str:
+    step, action = scratch.board()[rank]
+    if action == IDLE:
+        return f"after step {step}" if step else "before its first step"
+    return f"in step {step}, at {where(rank, action)}"
+
+
+def _in_users_code(rank: int, scratch: Scratch) -> str:
+    """What of the user's code the rank was running when it ended."""
+    task, line = read_task(scratch.folder, rank), fault_of(scratch.folder, rank)
+    return (
+        "".join(["\n  while it ran ", task or "code of the user's", f", at {line}" if line else ""])
+        if task or line
+        else ""
+    )
+
+
+def _advice(ended: Ended) -> str:
+    if ended.signal != signal.SIGKILL:
+        return ""
+    return "\n  help: where memory runs out, the system kills; 'partc inspect' estimates what each rank needs"

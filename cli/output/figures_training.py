@@ -1,0 +1,110 @@
+"""What a rank that trains does and keeps, in numbers: nodes of each phase, bytes of parameters and optimizer, buckets of gradients.
+
+Phases are told by what nodes make. An update is a function of the optimizer, and whatever is made of a gradient on the way there,
+such as its norm; the backward pass makes cotangents, whose names say so (`h.grad`); all else is the forward pass. A bucket is a
+reduction over ranks that gives gradients to updates, bound by the plan's `bucket`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from partc.runtime.artifact.dim_expression import parse
+from partc.runtime.artifact.dtypes import dense
+from partc.runtime.artifact.format import ALL_REDUCE, BYTES, DOMAIN, OPTIMIZER, REDUCE_SCATTER, Manifest
+from partc.runtime.execution.state import SUM, local_shape
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
+
+_GRADIENT = "gradient"
+_COTANGENT = "grad"
+
+
+@dataclass(frozen=True)
+class TrainingFigures:
+    """The numbers of one rank: nodes but those that communicate, bytes, and the buckets with what they send together."""
+
+    rank: int
+    forward: int
+    backward: int
+    update: int
+    parameters: int
+    optimizer: int
+    statistics: int
+    sums: int
+    buckets: int
+    bucket_bytes: int
+
+
+def kept_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
+    """By kind the bytes of what a rank keeps from step to step, and from part to part of a batch (`gradient`)."""
+    found = {"parameter": 0, "optimizer": 0, "statistics": 0, SUM: 0}
+    for record in manifest.state:
+        dtype = dense(record.type)
+        if rank in record.ranks and dtype is not None:
+            found[record.kind] += dtype.bytes_of(local_shape(record, rank))
+    return found
+
+
+def training_figures(manifest: Manifest, model: ModelProto, rank: int, sizes: Mapping[str, int]) -> TrainingFigures:
+    """The numbers of a rank, with the symbols at these sizes."""
+    gradients = _gradients(model)
+    phases = list(_phases(model, gradients))
+    buckets = [node for node in model.graph.node if _is_reduction(node) and not gradients.isdisjoint(node.output)]
+    kept = kept_bytes(manifest, rank)
+    return TrainingFigures(
+        rank=rank,
+        forward=phases.count("forward"),
+        backward=phases.count("backward"),
+        update=phases.count("update"),
+        parameters=kept["parameter"],
+        optimizer=kept["optimizer"],
+        statistics=kept["statistics"],
+        sums=kept[SUM],
+        buckets=len(buckets),
+        bucket_bytes=sum(_stated_bytes(node, sizes) for node in buckets),
+    )
+
+
+def _gradients(model: ModelProto) -> set[str]:
+    """The gradients that updates take, and what they are copies of."""
+    formals = {function.name: list(function.input) for function in model.functions}
+    makers = {name: node for node in model.graph.node for name in node.output}
+    found: set[str] = set()
+    for node in model.graph.node:
+        if node.domain == OPTIMIZER and _GRADIENT in (names := formals.get(node.op_type, [])):
+            found.add(node.input[names.index(_GRADIENT)])
+    for name in list(found):
+        while name in makers and makers[name].op_type == "Identity":
+            name = makers[name].input[0]
+            found.add(name)
+    return found
+
+
+def _phases(model: ModelProto, gradients: set[str]) -> Iterator[str]:
+    """The phase of each node that computes."""
+    following = set(gradients)
+    for node in model.graph.node:
+        if node.domain == OPTIMIZER or (not following.isdisjoint(node.input) and gradients.isdisjoint(node.output)):
+            following.update(node.output)
+            if node.domain != DOMAIN:
+                yield "update"
+        elif node.domain != DOMAIN:
+            cotangent = any(_COTANGENT in name.split(".") for name in node.output)
+            yield "backward" if cotangent else "forward"
+
+
+def _is_reduction(node: NodeProto) -> bool:
+    return node.domain == DOMAIN and node.op_type in (ALL_REDUCE, REDUCE_SCATTER)
+
+
+def _stated_bytes(node: NodeProto, sizes: Mapping[str, int]) -> int:
+    """What the node says that it sends; gradients have fixed shapes."""
+    text = next((entry.value for entry in node.metadata_props if entry.key == BYTES), "0")
+    try:
+        return parse(text, sizes)(sizes)
+    except ValueError:
+        return 0

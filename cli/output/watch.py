@@ -1,0 +1,58 @@
+"""Shows what a compile is doing: on a terminal after a second, and with `-v` every pass with its time."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from partc.cli.output.present import seconds
+from partc.cli.output.say import detail, is_quiet
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+_QUIET = 1.0
+
+
+class CompileWatch:
+    """Called with the name of each pass as it begins; as a context manager it clears what it shows."""
+
+    def __init__(self) -> None:
+        self._name, self._since = "", time.perf_counter()
+        self._status: Status | None = None
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> CompileWatch:
+        if sys.stderr.isatty() and not is_quiet():
+            self._timer = threading.Timer(_QUIET, self._show)
+            self._timer.daemon = True
+            self._timer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self("")
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
+        if self._status is not None:
+            self._status.stop()
+
+    def __call__(self, name: str) -> None:
+        """A pass begins, and the one before has ended."""
+        now = time.perf_counter()
+        if self._name:
+            detail(f"{self._name}: {seconds(now - self._since)}")
+        self._name, self._since = name, now
+        if self._status is not None:
+            self._status.update(name)
+
+    def _show(self) -> None:
+        from rich.console import Console
+
+        self._status = Console(stderr=True).status(self._name)
+        self._status.start()

@@ -1,0 +1,1 @@
+"""The engine of gradients; it knows no op."""

@@ -1,0 +1,349 @@
+"""The texts of an artifact's `ir/` folder: made to be read before a run, searched by op or path, and diffed in CI.
+
+Stable and deterministic: no counters, times, machine paths or hash order; a line changes only where the program does. The grammar
+is described in `compiler/README.md`, section "The dumps".
+
+    %conv1.Conv = Conv(%x, %conv1.weight) {kernel_shape: [5, 5]} {rank: 3}
+        : (<tensor(float), (batch, 1, 32, 32)>, <tensor(float), (6, 1, 5, 5)>) -> (<tensor(float), (batch, 6, 28, 28)>)
+        # Scope: conv1.Conv   Rule: plan.yaml:6 'conv1'
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.analysis.infer_shapes import type_text
+from partc.compiler.dims.facts import facts_of
+from partc.compiler.emit.helper_types import helper_types
+from partc.compiler.emit.transfer_bytes import bytes_text
+from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.ir.program import Comm, Constant, Copy, Event, Group, Held, Op, Part, Program, RankConstant, Shape
+from partc.compiler.layout.layout import Layout
+from partc.runtime.artifact.format import SEND, order_text
+
+GRAMMAR = 3
+_LONG = 16
+_NAMED = 8
+"""So many lists of a group, or ranks of one, are listed."""
+
+
+def begin_text(program: Program, title: str = "step_parallel_begin") -> str:
+    """`step_parallel_begin.ir`: the whole model in global shapes, each op with its ranks, its strategy and the rule that decided.
+
+    Before the passes that decide them have run, ranks, strategies and rules are left out.
+    """
+    graph = program.model.graph
+    lines = _head(program, title)
+    lines += _listing(
+        "Symbols", [f"{name} : {info.facts}   {info.where}" for name, info in sorted(program.symbols.items())]
+    )
+    lines += _listing("Dims", _dim_facts(program))
+    readers = _holders(program, lambda part: part.inputs)
+    lines += _listing("Inputs", [f"{_typed(program, v)}   ranks: {_ranks(readers.get(v, []))}" for v in graph.inputs])
+    holders = _weight_holders(program)
+    lines += _listing(
+        "Parameters",
+        [
+            f"{_typed(program, value)}   {_bytes(program, value)} bytes   ranks: {_ranks(holders.get(value, []))}"
+            for value in graph.initializers.values()
+        ],
+    )
+    lines.append(f"graph @main({', '.join(f'%{value.name}' for value in graph.inputs)}) {{")
+    for node in graph:
+        placed = program.placement.get(node)
+        suffix = f" {{{'rank' if len(placed.ranks) == 1 else 'ranks'}: {_ranks(placed.ranks)}}}" if placed else ""
+        suffix += "".join(_strategies(program, node))
+        lines.append(f"  {_call(node, '  ')}{suffix}")
+        lines.append(f"      : {_signature(program, node.inputs)} -> {_signature(program, node.outputs)}")
+        lines.append(f"      # Scope: {program.paths[node]}" + (f"   Rule: {placed.rule}" if placed else ""))
+        lines += [f"      # Cut: {text}" for text in cut_text(program, node)]
+    lines.append(f"  Return({', '.join(f'%{value.name}' for value in graph.outputs)})")
+    lines.append(f"      : {_signature(program, graph.outputs)}")
+    return "\n".join([*lines, "}", ""])
+
+
+def end_text(program: Program, bodies: Iterable[tuple[Sequence[int], str]] | None = None) -> str:
+    """`step_parallel_end.ir`: all ranks' programs with their communication, after a table of all of it.
+
+    `bodies`: by ranks that share a program its `part_text`, where that was made already.
+    """
+    if bodies is None:
+        bodies = [(ranks, part_text(program, part, ranks)) for part, ranks in program.alike]
+    lines = _head(program, "step_parallel_end")
+    lines += _listing("Communication", [_event_text(event) for event in program.events])
+    for ranks, body in bodies:
+        lines += ["", *([f"# Ranks: {_ranks(ranks)}"] if len(ranks) > 1 else []), body]
+    return "\n".join([*lines, ""])
+
+
+def rank_text(program: Program, part: Part, body: str) -> str:
+    """`rank_0000.ir`: the program of a rank, whose `part_text` is `body`."""
+    return "\n".join([*_head(program, f"rank_{part.rank:04d}"), body, ""])
+
+
+def part_text(program: Program, part: Part, ranks: Sequence[int]) -> str:
+    """A program as the dumps show it, of the ranks that share it."""
+    return "\n".join(_part_lines(program, part, ranks))
+
+
+def _head(program: Program, title: str) -> list[str]:
+    return [f"# partc {title}, grammar {GRAMMAR}", f"# Model: {program.name}   Ranks: {program.plan.ranks}"]
+
+
+def _listing(title: str, rows: Sequence[str]) -> list[str]:
+    return [f"# {title}: {len(rows)}", *(f"#   {row}" for row in rows)]
+
+
+def _holders(program: Program, held: Callable[[Part], Sequence[Held]]) -> dict[ir.Value, list[int]]:
+    """Per value the ranks that read or hold it, rising."""
+    found: dict[ir.Value, list[int]] = {}
+    for part in program.parts:
+        for value in dict.fromkeys(one.copy.value for one in held(part)):
+            found.setdefault(value, []).append(part.rank)
+    return found
+
+
+def _weight_holders(program: Program) -> dict[ir.Value, list[int]]:
+    found: dict[ir.Value, list[int]] = {}
+    for part, ranks in program.alike:
+        for value in dict.fromkeys(one.copy.value for one in part.weights):
+            found.setdefault(value, []).extend(ranks)
+    return {value: sorted(ranks) for value, ranks in found.items()}
+
+
+def _event_text(event: Event) -> str:
+    if event.op_type == SEND:
+        (source,), (target,) = event.ranks
+        where = f"{source} -> {target}"
+    else:
+        many = max(len(event.ranks), len(event.ranks[0])) > _NAMED
+        lists = event.group if many else ", ".join("-".join(map(str, ranks)) for ranks in event.ranks)
+        where = f"{event.op_type} {lists}"
+    return f"{event.tag}: %{event.name} {where}   {event.bytes} bytes   {event.cause}"
+
+
+def _dim_facts(program: Program) -> list[str]:
+    """Every compound dim once, with what is known of it."""
+    known = {name: info.facts for name, info in program.symbols.items()}
+    dims = {
+        dim for info in program.values.values() for dim in info.shape or () if isinstance(dim, str) and dim not in known
+    }
+    return [f"{dim} : {facts_of(dim, known)}" for dim in sorted(dims)]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`3`, `[0, 2]`, and more than eight as rows: `[0..511]`, `[0..504:8]`."""
+    if len(ranks) > _NAMED:
+        return f"[{order_text(ranks).replace('-', '..').replace(',', ', ')}]"
+    return ", ".join(map(str, ranks)) if len(ranks) == 1 else f"[{', '.join(map(str, ranks))}]"
+
+
+def _strategies(program: Program, node: ir.Node, rank: int | None = None) -> Iterator[str]:
+    """How a node's inputs are cut, per group, or of the groups that a rank is in: ` {in_strategy: ((2, 4), (4, 1))}`."""
+    return (f" {{in_strategy: {choice.strategy()}}}" for choice in _choices(program, node, rank))
+
+
+def _choices(program: Program, node: ir.Node, rank: int | None) -> Iterator[Choice]:
+    placed = program.placement.get(node)
+    for group in placed.groups if placed else ():
+        choice = program.choices.get(Instance(node, group)) if rank is None or rank in group else None
+        if choice is not None:
+            yield choice
+
+
+def cut_text(program: Program, node: ir.Node, rank: int | None = None) -> Iterator[str]:
+    """Who decided each cut of a node, per group that cuts it: `m in 2 by plan.yaml:4, k in 4 by plan.yaml:4`.
+
+    With `rank` of the groups that it is in.
+    """
+    for choice in _choices(program, node, rank):
+        if choice.cut:
+            yield ", ".join(
+                f"{factor} in {pieces} by {choice.why.get(factor, '?')}" for factor, pieces in choice.cut.items()
+            )
+
+
+def _part_lines(program: Program, part: Part, ranks: Sequence[int]) -> Iterator[str]:
+    kinds = _kinds(program, part)
+    yield f"program @rank_{part.rank:04d}({', '.join(f'%{held.name}' for held in part.inputs)}) {{"
+    for held in part.weights:
+        value, shape = part.types[held.name]
+        size = f"{bytes_text(program.values[value], shape)} bytes"
+        yield f"  # Parameter: %{held.name} : {_type_text(program, value, shape)}   {size}{_part_of(program, held.copy, ranks[:1])}"
+    for one in part.kept:
+        after = f"   next: %{one.next}" if one.next else ""
+        kind = _type_text(program, *part.types[one.name])
+        yield f"  # State: %{one.name} : {kind}{_part_of(program, one.copy, ranks)}{after}"
+    if part.scalars:
+        yield f"  # Scalars: {', '.join(f'%{name}' for name in part.scalars)}"
+    for step in part.steps:
+        yield from _op_lines(program, part, step, kinds) if isinstance(step, Op) else _comm_lines(program, step, kinds)
+    names = [held.name for held in part.outputs]
+    yield f"  Return({', '.join(f'%{name}' for name in names)})"
+    yield f"      : {kinds(names)}"
+    yield "}"
+
+
+def _kinds(program: Program, part: Part) -> Callable[[Sequence[str]], str]:
+    """The types of a rank's values, by their names, as a text: `(<tensor(float), (batch, 8)>, <>)`."""
+    helpers = helper_types(program, part)
+
+    def kind(name: str) -> str:
+        if name in part.scalars:
+            return "<tensor(float), ()>"
+        if name in part.types:
+            return _type_text(program, *part.types[name])
+        return f"<{_constant(part.constants[name])}>" if name in part.constants else helpers.get(name, "<>")
+
+    return lambda names: f"({', '.join(kind(name) if name else '<>' for name in names)})"
+
+
+def _op_lines(program: Program, part: Part, step: Op, kinds: Callable[[Sequence[str]], str]) -> Iterator[str]:
+    """A node of a rank; strategy and cuts stand at the one that makes the outputs of the model's own node."""
+    node, source = step.node, step.source
+    outs, ins = [v.name or "" for v in node.outputs], [v.name or "" if v else "" for v in node.inputs]
+    made = {part.types[name][0] for name in outs if name in part.types}
+    itself = not made.isdisjoint(source.outputs)
+    yield f"  {_call(node, '  ')}" + "".join(_strategies(program, source, part.rank) if itself else ())
+    yield f"      : {kinds(ins)} -> {kinds(outs)}"
+    placed = program.placement.get(source)
+    path = program.paths.get(source, node.name or "")
+    yield f"      # Scope: {path}" + (f"   Rule: {placed.rule}" if placed else "")
+    if itself:
+        yield from (f"      # Cut: {text}" for text in cut_text(program, source, part.rank))
+
+
+@functools.lru_cache(maxsize=1024)
+def _alike(layout: Layout, group: Group, ranks: Group) -> bool:
+    """Whether ranks of a group have the same piece."""
+    wanted = {*ranks}
+    return len({layout.piece(index) for index, rank in enumerate(group) if rank in wanted}) == 1
+
+
+def _part_of(program: Program, copy: Copy, ranks: Sequence[int]) -> str:
+    """Which part of a tensor ranks have: `   Part: [0:16, 32:64] of (64, 128)`; empty where it is all of it.
+
+    Where they have each another one it is told how large these are: `   Part: (16, 32) of (64, 128) by rank`.
+    """
+    shape = program.values[copy.value].shape if copy.value in program.values else None
+    sizes = [size for size in shape or () if isinstance(size, int)]
+    if copy.layout.is_whole or shape is None or len(sizes) != len(copy.layout.cuts):
+        return ""
+    box = copy.layout.box(copy.group.index(ranks[0]), sizes)
+    if not _alike(copy.layout, copy.group, tuple(ranks)):
+        return (
+            f"   Part: ({', '.join(str(end - begin) for begin, end in box)}) of ({', '.join(map(str, sizes))}) by rank"
+        )
+    return f"   Part: [{', '.join(f'{begin}:{end}' for begin, end in box)}] of ({', '.join(map(str, sizes))})"
+
+
+def _comm_lines(program: Program, step: Comm, kinds: Callable[[Sequence[str]], str]) -> Iterator[str]:
+    outs, ins = ", ".join(f"%{name}" for name in step.outputs), ", ".join(f"%{name}" for name in step.inputs)
+    attributes = ", ".join(f"{key}: {_plain(value)}" for key, value in {**step.attributes, "tag": step.tag}.items())
+    yield f"  {outs + ' = ' if outs else ''}{step.op_type}({ins}) {{{attributes}}}"
+    yield f"      : {kinds(step.inputs)} -> {kinds(step.outputs)}"
+    producer = step.value.producer()
+    path = program.paths[producer] if producer is not None else step.value.name
+    yield f"      # Scope: {path}   Bytes: {step.bytes}   Cause: {step.cause}"
+
+
+def _plain(value: int | str | tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+
+
+def _constant(constant: Constant) -> str:
+    if isinstance(constant, RankConstant):
+        text = f"[{', '.join(constant.items)}]" if constant.shape else constant.items[0]
+        return f"{constant.dtype}, {text} in {constant.group}"
+    return f"{constant.dtype}, {constant.tolist()}"
+
+
+def _signature(program: Program, values: Sequence[ir.Value | None]) -> str:
+    return f"({', '.join(_type(program, value) for value in values)})"
+
+
+def _typed(program: Program, value: ir.Value) -> str:
+    return f"%{value.name} : {_type(program, value)}"
+
+
+def _bytes(program: Program, value: ir.Value) -> str:
+    return bytes_text(program.values[value], program.values[value].shape)
+
+
+def _type(program: Program, value: ir.Value | None) -> str:
+    return "<>" if value is None or not value.name else _type_text(program, value, program.values[value].shape)
+
+
+def _type_text(program: Program, value: ir.Value, shape: Shape | None) -> str:
+    info = program.values[value]
+    if not info.is_tensor:
+        return f"<{info.type}>"
+    if shape is not None:
+        return f"<{info.type}, ({', '.join(map(str, shape))})>"
+    if value.shape is None:
+        return f"<{info.type}, ?>"
+    dims = ", ".join(str(d) if isinstance(d, int) else "?" for d in value.shape.dims)
+    return f"<{info.type}, ({dims})>"
+
+
+def _call(node: ir.Node, indent: str) -> str:
+    op = f"{node.domain}::{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
+    outs = ", ".join(f"%{value.name}" if value.name else "_" for value in node.outputs)
+    ins = ", ".join("_" if value is None else f"%{value.name}" for value in node.inputs)
+    attributes = ", ".join(f"{name}: {_attribute(attr, indent)}" for name, attr in sorted(node.attributes.items()))
+    return f"{outs} = {op}({ins})" + (f" {{{attributes}}}" if attributes else "")
+
+
+def _attribute(attr: ir.Attr, indent: str) -> str:
+    match attr.type:
+        case ir.AttributeType.GRAPH:
+            return _body(attr.as_graph(), indent)
+        case ir.AttributeType.GRAPHS:
+            return f"[{', '.join(_body(graph, indent) for graph in attr.as_graphs())}]"
+        case ir.AttributeType.TENSOR:
+            return _tensor(attr.as_tensor())
+        case ir.AttributeType.TENSORS:
+            return f"[{', '.join(_tensor(tensor) for tensor in attr.as_tensors())}]"
+        case ir.AttributeType.TYPE_PROTO:
+            return type_text(attr.value.type)
+        case ir.AttributeType.STRING:
+            return repr(attr.value)
+        case ir.AttributeType.FLOAT:
+            return _float(attr.value)
+        case ir.AttributeType.FLOATS:
+            return f"[{', '.join(map(_float, attr.value))}]"
+        case ir.AttributeType.INTS | ir.AttributeType.STRINGS:
+            return f"[{', '.join(map(repr, attr.value))}]"
+        case _:
+            return repr(attr.value)
+
+
+def _float(value: float) -> str:
+    """The shortest text of the float32 that ONNX keeps of an attribute."""
+    return str(np.float32(value))
+
+
+def _tensor(tensor: ir.TensorProtocol) -> str:
+    """A short tensor by its items, a long one by its hash."""
+    kind = type_text(ir.TensorType(tensor.dtype))
+    shape = ", ".join(map(str, tensor.shape.numpy()))
+    if tensor.size <= _LONG:
+        return f"<{kind}, ({shape})> {tensor.numpy().tolist()}"
+    return f"<{kind}, ({shape})> sha256:{hashlib.sha256(tensor.tobytes()).hexdigest()[:16]}"
+
+
+def _body(graph: ir.Graph, indent: str) -> str:
+    inner = indent + "    "
+    lines = [f"graph({', '.join(f'%{value.name}' for value in graph.inputs)}) {{"]
+    lines += [
+        f"{inner}%{name} = {_tensor(value.const_value)}"
+        for name, value in graph.initializers.items()
+        if value.const_value is not None
+    ]
+    lines += [f"{inner}{_call(node, inner)}" for node in graph]
+    lines.append(f"{inner}Return({', '.join(f'%{value.name}' for value in graph.outputs)})")
+    return "\n".join([*lines, f"{indent}}}"])

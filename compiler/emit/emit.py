@@ -1,0 +1,304 @@
+"""Writes the artifact: rank files, weights, dumps and the manifest, into a new folder that takes its place when it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+from partc.compiler.emit.dump import begin_text, cut_text, end_text, part_text, rank_text
+from partc.compiler.emit.manifest import manifest_of
+from partc.compiler.emit.weights import Location, Stored, is_inline, owners, piece_of, piece_text, stored, write_weights
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.program import Comm, Held, Op, Part, Program, RankConstant
+from partc.compiler.training.optimizer_functions import functions as optimizer_functions
+from partc.runtime.artifact import format as fmt
+from partc.runtime.errors import printable
+from partc.runtime.files.replace_folder import obstacle, replacing_folder
+
+_OLDEST_IR, _NEWEST_IR = 11, 13
+_BODIES = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+
+
+def emit(
+    program: Program,
+    out: Path,
+    sources: Mapping[str, fmt.SourceRecord | None],
+    texts: Mapping[str, str] | None = None,
+    inner: Sequence[Program] = (),
+    prove: Callable[[Path], None] = lambda folder: None,
+) -> fmt.Manifest:
+    """Writes `program` to the folder `out` and gives the manifest; `sources` are the records of `model` and `plan`, `texts` more files.
+
+    `inner`, the other programs of one that trains, become artifacts inside of it, whose files the outer manifest lists too. The
+    same program gives the same bytes. `out` is replaced only if it is empty or an artifact and nothing else, and only by a whole one,
+    at which `prove` has looked.
+    """
+    refuse_to_replace(out)
+    with replacing_folder(out) as folder:
+        files: dict[str, fmt.FileRecord] = {}
+        for other in inner:
+            assert other.training is not None
+            name = other.training.part.value
+            (folder / name).mkdir()
+            made = _write_all(other, folder / name, sources, {}, {})
+            record = _record(folder / name / fmt.MANIFEST)
+            files |= {f"{name}/{file}": one for file, one in {**made.files, fmt.MANIFEST: record}.items()}
+        manifest = _write_all(program, folder, sources, texts or {}, files)
+        prove(folder)
+        return manifest
+
+
+def refuse_to_replace(out: Path) -> None:
+    """Raises CompileError where something else than an artifact, or something in one that partc did not write, is in the place."""
+    if (found := obstacle(out)) is not None:
+        raise CompileError(Problem(str(out), found.fact, help=found.help))
+
+
+def _write_all(
+    program: Program,
+    folder: Path,
+    sources: Mapping[str, fmt.SourceRecord | None],
+    texts: Mapping[str, str],
+    inner: Mapping[str, fmt.FileRecord],
+) -> fmt.Manifest:
+    files, locations = write_weights(folder, owners({part.rank: part.weights for part, _ in program.alike}))
+    files |= inner
+    nodes: dict[int, onnx.NodeProto] = {}
+    programs: dict[bytes, tuple[Part, list[int]]] = {}
+    for part, ranks in program.alike:
+        data = _rank_model(program, part, locations, nodes).SerializeToString(deterministic=True)
+        programs.setdefault(data, (part, []))[1].extend(ranks)
+    by_rank = [""] * program.plan.ranks
+    bodies: list[tuple[Sequence[int], str]] = []
+    for data, (part, found) in programs.items():
+        file, shared = fmt.rank_file(part.rank), sorted(found)
+        for rank in shared:
+            by_rank[rank] = file
+        files[file] = _write(folder, file, data + _of_ranks(shared))
+        bodies.append((shared, part_text(program, part, shared)))
+        file = f"ir/rank_{part.rank:04d}.ir"
+        files[file] = _write_text(folder, file, rank_text(program, part, bodies[-1][1]))
+    files[fmt.BEGIN_IR] = _write_text(folder, fmt.BEGIN_IR, begin_text(program))
+    files[fmt.END_IR] = _write_text(folder, fmt.END_IR, end_text(program, bodies))
+    for file, text in texts.items():
+        files[file] = _write_text(folder, file, text)
+    manifest = manifest_of(program, files, sources, by_rank)
+    (folder / fmt.MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    return manifest
+
+
+def _of_ranks(ranks: Sequence[int]) -> bytes:
+    """What a rank file says of whose it is, behind the rest: the bytes of a message go on where another one's are added."""
+    entry = onnx.StringStringEntryProto(key=fmt.OF_RANKS, value=fmt.ranks_text(ranks))
+    return bytes(onnx.ModelProto(metadata_props=[entry]).SerializeToString(deterministic=True))
+
+
+def _record(path: Path) -> fmt.FileRecord:
+    data = path.read_bytes()
+    return fmt.FileRecord(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def _write_text(folder: Path, file: str, text: str) -> fmt.FileRecord:
+    """A text for people, who may show it on a terminal."""
+    return _write(folder, file, printable(text).encode())
+
+
+def _write(folder: Path, file: str, data: bytes) -> fmt.FileRecord:
+    path = folder / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return fmt.FileRecord(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def _rank_model(
+    program: Program, part: Part, locations: Mapping[Stored, Location], cache: dict[int, onnx.NodeProto]
+) -> onnx.ModelProto:
+    graph = onnx.GraphProto(name="program")
+    named = set[str]()
+    graph.node.extend(_rank_constant(name, one) for name, one in _by_rank(part))
+    named.update(node.name for node in graph.node)
+    for step in part.steps:
+        if isinstance(step, Comm):
+            graph.node.append(_comm_node(program, step))
+        else:
+            if id(step) not in cache:
+                cache[id(step)] = _node(program, step)
+            graph.node.append(cache[id(step)])
+        _name_apart(graph.node[-1], named)
+    known = frozenset(program.symbols)
+    state = [one.name for one in part.kept]
+    following = [one.next for one in part.kept if one.next]
+    ports = [*(held.name for held in (*part.inputs, *part.outputs)), *state, *following]
+    graph.input.extend(_value_info(part, name, known) for name in (*(held.name for held in part.inputs), *state))
+    graph.input.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, []) for name in part.scalars)
+    graph.output.extend(_value_info(part, name, known) for name in (*(held.name for held in part.outputs), *following))
+    listed = {*ports, *(held.name for held in part.weights)}
+    graph.value_info.extend(
+        _value_info(part, name, known) for name, (value, _) in part.types.items() if name not in listed and value.type
+    )
+    for held in part.weights:
+        graph.initializer.append(_weight(held, locations))
+    for name, one in part.constants.items():
+        if not isinstance(one, RankConstant):
+            graph.initializer.append(onnx.numpy_helper.from_array(one, name))
+    for name, by_rank in _by_rank(part):
+        code = ir.DataType.from_numpy(by_rank.dtype).value
+        graph.value_info.append(onnx.helper.make_tensor_value_info(name, code, by_rank.shape))
+    imports = dict(program.model.opset_imports)
+    imports.setdefault("", imports.pop("ai.onnx", 21))
+    if any(node.domain == fmt.DOMAIN for node in graph.node):
+        imports[fmt.DOMAIN] = fmt.DOMAIN_VERSION
+    called = {step.node.op_type for step in part.steps if isinstance(step, Op) and step.node.domain == fmt.OPTIMIZER}
+    functions = optimizer_functions(called, imports[""])
+    if functions:
+        imports[fmt.OPTIMIZER] = 1
+    return onnx.ModelProto(
+        functions=functions,
+        ir_version=min(_NEWEST_IR, max(_OLDEST_IR, program.model.ir_version or 0)),
+        producer_name="partc",
+        producer_version=version("partc"),
+        graph=graph,
+        opset_import=[
+            onnx.OperatorSetIdProto(domain=domain, version=number) for domain, number in sorted(imports.items())
+        ],
+    )
+
+
+def _by_rank(part: Part) -> Iterator[tuple[str, RankConstant]]:
+    return ((name, one) for name, one in part.constants.items() if isinstance(one, RankConstant))
+
+
+def _rank_constant(name: str, one: RankConstant) -> onnx.NodeProto:
+    node = onnx.NodeProto(op_type=fmt.RANK_CONSTANT, domain=fmt.DOMAIN, name=name, output=[name])
+    dtype = ir.DataType.from_numpy(one.dtype).value
+    attributes: dict[str, Any] = {fmt.GROUP: one.group, fmt.DTYPE: dtype, fmt.ITEMS: one.items}
+    attributes |= {fmt.SHAPE: one.shape} if one.shape else {}
+    node.attribute.extend(onnx.helper.make_attribute(key, value) for key, value in attributes.items())
+    return node
+
+
+def _node(program: Program, step: Op) -> onnx.NodeProto:
+    proto = ir.serde.serialize_node(step.node)
+    del proto.metadata_props[:]
+    _forget_annotations(proto)
+    proto.doc_string = ""
+    path = program.paths.get(step.source, step.node.name or "")
+    proto.name = proto.name or (path if len(step.node.outputs) != 1 else step.node.outputs[0].name or path)
+    if step.captured:
+        for attribute in proto.attribute:
+            for body in (attribute.g, *attribute.graphs):
+                _rename_captured(body, step.captured)
+    placed = program.placement.get(step.source)
+    cut = "; ".join(cut_text(program, step.source)) if placed else ""
+    _add_metadata(
+        proto, {fmt.PATH: path, **({fmt.RULE: placed.rule} if placed else {}), **({fmt.CUT: cut} if cut else {})}
+    )
+    return proto
+
+
+def _name_apart(node: onnx.NodeProto, named: set[str]) -> None:
+    """Names a node by what it makes where another one of the program has its name: two of one name are no valid program."""
+    if node.name in named:
+        node.name = f"{node.name} -> {next(filter(None, node.output), '')}"
+    while node.name in named:
+        node.name += "'"
+    named.add(node.name)
+
+
+def _forget_annotations(proto: onnx.NodeProto) -> None:
+    """A rank's program is not annotated: the model's annotations speak of devices, and of names, that it does not have."""
+    del proto.device_configurations[:]
+    for attribute in proto.attribute:
+        for body in (attribute.g, *attribute.graphs) if attribute.type in _BODIES else ():
+            for node in body.node:
+                _forget_annotations(node)
+
+
+def _rename_captured(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    """In a body, gives outer values the names that they have on this rank; names that the body defines itself are kept."""
+    own = {value.name for value in graph.input} | {out for node in graph.node for out in node.output}
+    names = {old: new for old, new in names.items() if old not in own}
+    for node in graph.node:
+        for k, name in enumerate(node.input):
+            node.input[k] = names.get(name, name)
+        for attribute in node.attribute:
+            for body in (attribute.g, *attribute.graphs):
+                _rename_captured(body, names)
+
+
+def _comm_node(program: Program, step: Comm) -> onnx.NodeProto:
+    name = (step.inputs or step.outputs)[0]
+    proto = onnx.NodeProto(op_type=step.op_type, domain=fmt.DOMAIN, name=f"{name}.{step.op_type.lower()}.{step.tag}")
+    proto.input.extend(step.inputs)
+    proto.output.extend(step.outputs)
+    for key, value in (*step.attributes.items(), (fmt.TAG, step.tag)):
+        proto.attribute.append(_attribute(key, value))
+    producer = step.value.producer()
+    path = program.paths[producer] if producer is not None else step.value.name or ""
+    _add_metadata(proto, {fmt.PATH: path, fmt.CAUSE: step.cause, fmt.BYTES: step.bytes})
+    return proto
+
+
+def _attribute(key: str, value: int | str | tuple[int, ...]) -> onnx.AttributeProto:
+    kind = onnx.AttributeProto.INTS if isinstance(value, tuple) else None
+    return onnx.helper.make_attribute(key, value, attr_type=kind)
+
+
+def _add_metadata(proto: onnx.NodeProto, metadata: Mapping[str, str]) -> None:
+    proto.metadata_props.extend(onnx.StringStringEntryProto(key=key, value=value) for key, value in metadata.items())
+
+
+def _value_info(part: Part, name: str, known: frozenset[str]) -> onnx.ValueInfoProto:
+    """A value's type with its local shape; dims that no symbol tells are left open."""
+    value, shape = part.types[name]
+    proto = ir.serde.serialize_value(value)
+    proto.name = name
+    del proto.metadata_props[:]
+    kind = proto.type.WhichOneof("value") if proto.HasField("type") else None
+    if kind not in ("tensor_type", "sparse_tensor_type"):
+        return proto
+    field = getattr(proto.type, kind).shape
+    for k, dim in enumerate(field.dim):
+        if shape is not None:
+            dim.Clear()
+            size = shape[k]
+            if isinstance(size, int):
+                dim.dim_value = size
+            else:
+                dim.dim_param = size
+        elif dim.HasField("dim_param"):
+            dim.ClearField("dim_param")
+    return proto
+
+
+def _weight(held: Held, locations: Mapping[Stored, Location]) -> onnx.TensorProto:
+    tensor = piece_of(held)
+    if is_inline(tensor):
+        proto = ir.serde.serialize_tensor(
+            tensor
+            if not isinstance(tensor, ir.ExternalTensor)
+            else ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype)
+        )
+        proto.name = held.name
+        del proto.metadata_props[:]
+        proto.doc_string = ""
+        digest = hashlib.sha256(proto.raw_data).hexdigest()[:16] if proto.raw_data else ""
+        for key, text in ((fmt.PIECE, piece_text(held)), *(((fmt.DIGEST, digest),) if digest else ())):
+            proto.metadata_props.append(onnx.StringStringEntryProto(key=key, value=text))
+        return proto
+    place = locations[stored(held)]
+    proto = onnx.TensorProto(
+        name=held.name,
+        data_type=tensor.dtype.value,
+        dims=tensor.shape.numpy(),
+        data_location=onnx.TensorProto.EXTERNAL,
+    )
+    for key, text in (("location", place.file), ("offset", str(place.offset)), ("length", str(place.length))):
+        proto.external_data.append(onnx.StringStringEntryProto(key=key, value=text))
+    proto.metadata_props.append(onnx.StringStringEntryProto(key=fmt.PIECE, value=piece_text(held)))
+    return proto

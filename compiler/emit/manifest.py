@@ -1,0 +1,237 @@
+"""The manifest of a program: what the runtime and `partc check` know of an artifact beside the rank files."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from itertools import pairwise
+
+import onnx_ir as ir
+from partc.compiler.dims.facts import Facts
+from partc.compiler.ir.program import PART, Comm, Copy, Event, Group, Held, Kept, PartOf, Program, Shape
+from partc.compiler.layout.layout import Layout
+from partc.compiler.training.config import Part
+from partc.runtime.artifact import format as fmt
+
+
+def manifest_of(
+    program: Program,
+    files: Mapping[str, fmt.FileRecord],
+    sources: Mapping[str, fmt.SourceRecord | None],
+    programs: Sequence[str],
+) -> fmt.Manifest:
+    """The index of the artifact whose files are these; `programs` are the ranks' files."""
+    model = sources["model"]
+    assert model is not None
+    given = _given(program)
+    return fmt.Manifest(
+        format=1,
+        partc=version("partc"),
+        ranks=program.plan.ranks,
+        symbols={name: _symbol(program, name) for name in sorted(program.symbols)},
+        inputs=[
+            *(
+                _port(
+                    program,
+                    value,
+                    [(p.rank, one) for p in program.parts for one in p.inputs if one.copy.value is value],
+                )
+                for value in program.model.graph.inputs
+            ),
+            *_scalars(program),
+        ],
+        outputs=[
+            _port(
+                program, value, [(p.rank, one) for p in program.parts for one in p.outputs if one.copy.value is value]
+            )
+            for value in (*program.model.graph.outputs, *_guards(program))
+        ],
+        transfers=[_transfer(program, event) for event in program.events if event.op_type == fmt.SEND],
+        groups={name: [list(ranks) for ranks in sets] for name, sets in program.groups.items()},
+        collectives=[_collective(program, event, given) for event in program.events if event.op_type != fmt.SEND],
+        programs=list(programs) if len(set(programs)) < len(programs) else [],
+        state=_state(program),
+        training=_training(program),
+        files=dict(sorted(files.items())),
+        model=model,
+        plan=sources["plan"],
+    )
+
+
+def _training(program: Program) -> fmt.TrainingRecord | None:
+    """How it is trained, of the program that the others are inside of."""
+    if program.training is None or program.training.part is not Part.STEP:
+        return None
+    symbols = {name: _law(info.whole) for name, info in sorted(program.symbols.items()) if info.whole is not None}
+    guard = "".join(str(value.name) for value in _guards(program))
+    return program.training.record().model_copy(update={"symbols": symbols, "guard": guard})
+
+
+def _guards(program: Program) -> list[ir.Value]:
+    """What ranks give besides the outputs of the model: by what they see whether a step changes anything."""
+    outputs = {*program.model.graph.outputs}
+    given = dict.fromkeys(one.copy.value for part in program.parts for one in part.outputs)
+    return [value for value in given if value not in outputs]
+
+
+def _scalars(program: Program) -> list[fmt.Port]:
+    """What every step of training is given beside the model's inputs."""
+    names = dict.fromkeys(name for part in program.parts for name in part.scalars)
+    return [
+        fmt.Port(name=name, type="tensor(float)", shape=[], ranks=[p.rank for p in program.parts if name in p.scalars])
+        for name in names
+    ]
+
+
+def _state(program: Program) -> list[fmt.StateRecord]:
+    """What ranks keep, one record for each name in rank files, what it holds, and into which pieces it is cut."""
+    found: dict[tuple[str, str, str, tuple[int, ...]], tuple[Kept, dict[Copy, list[int]]]] = {}
+    for part, ranks in program.alike:
+        for one in part.kept:
+            layout = one.copy.layout
+            cut = tuple(layout.pieces(dim) for dim in range(len(layout.cuts)))
+            key = one.name, one.tensor, one.next, cut
+            found.setdefault(key, (one, {}))[1].setdefault(one.copy, []).extend(ranks)
+    return [_kept(program, first, holders) for first, holders in found.values()]
+
+
+def _kept(program: Program, first: Kept, holders: Mapping[Copy, Sequence[int]]) -> fmt.StateRecord:
+    info = program.values[first.copy.value]
+    part: PartOf | None = None if first.kind == "gradient" else first.copy.value.meta.get(PART)
+    ranks, boxes = _lying(holders, part)
+    shape = info.shape if part is None else part.shape
+    return fmt.StateRecord(
+        value=first.name,
+        next=first.next,
+        tensor=first.tensor,
+        kind=first.kind,
+        type=info.type,
+        shape=[dim for dim in shape or () if isinstance(dim, int)],
+        ranks=ranks,
+        boxes=boxes,
+        parameter=first.parameter,
+        initial=first.initial,
+    )
+
+
+def _lying(
+    holders: Mapping[Copy, Sequence[int]], part: PartOf | None = None
+) -> tuple[list[int], Sequence[fmt.Box] | None]:
+    """The ranks that hold something, rising, and what each has of it; None where all have the whole.
+
+    Ranks that are one grid have their boxes by its layout, so that nothing is made for each.
+    """
+    whole = part is None and all(copy.layout.is_whole for copy in holders)
+    within = () if part is None else tuple((*span, size) for span, size in zip(part.box, part.shape, strict=True))
+    (copy, held), *others = holders.items()
+    if not others and _rising(copy.group) and len(held) == len(copy.group):
+        return _listed(copy.group), None if whole else fmt.Grid(copy.layout.mesh, copy.layout.cuts, within)
+    at: dict[int, fmt.Box] = {}
+    for copy, held in holders.items():
+        grid, places = fmt.Grid(copy.layout.mesh, copy.layout.cuts, within), _places(copy.group)
+        at |= {rank: grid[places[rank]] for rank in held}
+    ranks = sorted(at)
+    return ranks, None if whole else [at[rank] for rank in ranks]
+
+
+@functools.lru_cache(maxsize=1024)
+def _listed(group: Group) -> list[int]:
+    """One list for all that the ranks of a group hold."""
+    return list(group)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rising(group: Group) -> bool:
+    return all(one < two for one, two in pairwise(group))
+
+
+@functools.lru_cache(maxsize=1024)
+def _places(group: Group) -> dict[int, int]:
+    return {rank: place for place, rank in enumerate(group)}
+
+
+def _symbol(program: Program, name: str) -> fmt.SymbolRecord:
+    return _law(program.symbols[name].facts)
+
+
+def _law(facts: Facts) -> fmt.SymbolRecord:
+    if facts.value is not None:
+        return fmt.SymbolRecord(min=facts.value, max=facts.value, divisor=1, remainder=0)
+    low = facts.min or 0
+    if facts.divisor > 1 and low < facts.divisor + facts.remainder:  # a record's N begins at 1
+        return fmt.SymbolRecord(min=low, max=facts.max, divisor=1, remainder=0)
+    return fmt.SymbolRecord(min=low, max=facts.max, divisor=facts.divisor, remainder=facts.remainder)
+
+
+def _port(program: Program, value: ir.Value, held: Sequence[tuple[int, Held]]) -> fmt.Port:
+    info = program.values[value]
+    holders: dict[Copy, list[int]] = {}
+    for rank, one in held:
+        holders.setdefault(one.copy, []).append(rank)
+    ranks, boxes = _lying(holders) if holders else ([], None)
+    return fmt.Port(
+        name=value.name or "",
+        type=info.type,
+        shape=_shape(info.shape),
+        ranks=ranks,
+        boxes=boxes,
+        labels=program.training.labels.get(value.name or "") if program.training and value.is_graph_input() else None,
+    )
+
+
+def _transfer(program: Program, event: Event) -> fmt.Transfer:
+    (source,), (target,) = event.ranks
+    return fmt.Transfer(
+        tag=event.tag,
+        value=event.name,
+        source=source,
+        target=target,
+        type=program.values[event.value].type,
+        shape=_shape(event.shape),
+        bytes=event.bytes,
+        cause=event.cause,
+    )
+
+
+def _given(program: Program) -> dict[int, list[str]]:
+    """By tag the names of what ranks give in a collective, where all of them call it alike."""
+    found: dict[int, set[tuple[str, ...]]] = {}
+    for steps in {id(part.steps): part.steps for part in program.parts}.values():
+        for step in steps:
+            if isinstance(step, Comm) and step.inputs:
+                found.setdefault(step.tag, set()).add(step.inputs)
+    return {tag: [*names.pop()] for tag, names in found.items() if len(names) == 1}
+
+
+def _collective(program: Program, event: Event, sources: Mapping[int, list[str]]) -> fmt.Collective:
+    given, made = event.way or (None, None)
+    return fmt.Collective(
+        tag=event.tag,
+        op=event.op_type,
+        value=event.name,
+        group=event.group,
+        type=program.values[event.value].type,
+        shape=_shape(event.shape),
+        bytes=event.bytes,
+        cause=event.cause,
+        sources=sources.get(event.tag, []),
+        given=_layout(given),
+        made=_layout(made),
+    )
+
+
+def _layout(lying: tuple[Group, Layout] | None) -> fmt.LayoutRecord | None:
+    if lying is None:
+        return None
+    group, layout = lying
+    return fmt.LayoutRecord(
+        ranks=fmt.order_text(group),
+        mesh=list(layout.mesh),
+        cuts=[list(axes) for axes in layout.cuts],
+        partial=list(layout.partial),
+    )
+
+
+def _shape(shape: Shape | None) -> fmt.Shape:
+    return None if shape is None else list(shape)

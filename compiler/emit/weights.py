@@ -1,0 +1,229 @@
+"""Writes weights as safetensors, streamed from where they are: hashed and written in one pass, never whole in memory.
+
+A weight stands in the file of the lowest rank that holds it, once, however many ranks read it. Tensors follow one another in
+the order of `safetensors` itself (wider items first, then by name), and the header is padded so that the data starts on a page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Protocol
+
+import ml_dtypes  # noqa: F401  (registers numpy's views of bfloat16 and float8)
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.ir.program import Held
+from partc.runtime.artifact.format import FileRecord, weights_file
+
+INLINE_BYTES = 128
+_PAGE = 4096
+_READING = threading.Lock()
+_CHUNK = 1 << 20
+_NAMES = {
+    ir.DataType.FLOAT: "F32",
+    ir.DataType.DOUBLE: "F64",
+    ir.DataType.FLOAT16: "F16",
+    ir.DataType.BFLOAT16: "BF16",
+    ir.DataType.INT8: "I8",
+    ir.DataType.INT16: "I16",
+    ir.DataType.INT32: "I32",
+    ir.DataType.INT64: "I64",
+    ir.DataType.UINT8: "U8",
+    ir.DataType.UINT16: "U16",
+    ir.DataType.UINT32: "U32",
+    ir.DataType.UINT64: "U64",
+    ir.DataType.BOOL: "BOOL",
+    ir.DataType.FLOAT8E4M3FN: "F8_E4M3",
+    ir.DataType.FLOAT8E5M2: "F8_E5M2",
+}
+
+
+class _Digest(Protocol):
+    def update(self, data: memoryview, /) -> None: ...
+
+
+Stored = tuple[ir.Value, tuple[int, ...], tuple[int, ...]]
+"""A piece of a weight: the weight, into how many pieces its dims are cut, and which of them it is."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a weight lies: what ONNX calls external data."""
+
+    file: str
+    offset: int
+    length: int
+
+
+def is_inline(tensor: ir.TensorProtocol) -> bool:
+    """Whether a weight stays inside the rank file: tiny ones, strings, and integers that shape arithmetic reads."""
+    if tensor.dtype == ir.DataType.STRING:
+        return True
+    limit = 8 * INLINE_BYTES if tensor.dtype.is_integer() else INLINE_BYTES
+    return tensor.nbytes <= limit
+
+
+def write_weights(
+    folder: Path, weights_of: Mapping[int, Sequence[Held]]
+) -> tuple[dict[str, FileRecord], dict[Stored, Location]]:
+    """Writes the weights that each rank owns into its file in `folder`; gives the files' records and the place of every weight.
+
+    Files are written side by side, as many as there are cores: hashing a byte takes longer than writing it.
+    """
+    files = {
+        weights_file(rank): [(one.name, piece_of(one), piece_text(one)) for one in held]
+        for rank, held in weights_of.items()
+    }
+    with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as writers:
+        written = {file: writers.submit(_write_file, folder, file, weights) for file, weights in files.items()}
+        results = {file: future.result() for file, future in written.items()}
+    locations = {
+        stored(one): results[weights_file(rank)][1][one.name] for rank, held in weights_of.items() for one in held
+    }
+    return {file: record for file, (record, _) in results.items()}, locations
+
+
+def _write_file(
+    folder: Path, file: str, weights: Sequence[tuple[str, ir.TensorProtocol, str]]
+) -> tuple[FileRecord, dict[str, Location]]:
+    ordered = sorted(weights, key=lambda item: (-item[1].dtype.bitwidth, item[0]))
+    header: dict[str, object] = {"__metadata__": {name: text for name, _, text in ordered}}
+    offsets: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, tensor, _ in ordered:
+        start, end = end, end + tensor.nbytes
+        known = tensor.dtype in _NAMES
+        header[name] = {
+            "dtype": _NAMES.get(tensor.dtype, "U8"),
+            "shape": list(tensor.shape.numpy()) if known else [tensor.nbytes],
+            "data_offsets": [start, end],
+        }
+        offsets[name] = (start, end - start)
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % _PAGE)
+    prefix = len(text).to_bytes(8, "little") + text
+    path = folder / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256(prefix)
+    with path.open("wb", buffering=0) as out, ThreadPoolExecutor(1) as hasher:
+        out.write(prefix)
+        for _, tensor, _ in ordered:
+            if isinstance(tensor, ir.ExternalTensor):
+                hashed = hasher.submit(_hash_range, digest, tensor)
+                _copy_range(tensor, out)
+            else:
+                data = _bytes_of(tensor)
+                hashed = hasher.submit(digest.update, data)
+                _write_all(out, data)
+            hashed.result()
+    record = FileRecord(bytes=len(prefix) + end, sha256=digest.hexdigest())
+    return record, {name: Location(file, len(prefix) + start, length) for name, (start, length) in offsets.items()}
+
+
+def _bytes_of(tensor: ir.TensorProtocol) -> memoryview:
+    """The tensor's little-endian bytes as ONNX lays them out."""
+    if tensor.dtype.bitwidth < 8 or tensor.nbytes == 0:
+        return memoryview(tensor.tobytes())
+    return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data
+
+
+def _hash_range(digest: _Digest, tensor: ir.ExternalTensor) -> None:
+    """Reads the tensor's bytes through one small buffer, which stays in the cache, and hashes them."""
+    buffer = memoryview(bytearray(_CHUNK))
+    left = tensor.nbytes
+    with open(tensor.path, "rb", buffering=0) as file:
+        file.seek(tensor.offset or 0)
+        while left:
+            count = file.readinto(buffer[: min(left, _CHUNK)])
+            if not count:
+                raise EOFError(f"'{tensor.path}' was cut short while it was read")
+            digest.update(buffer[:count])
+            left -= count
+
+
+def _copy_range(tensor: ir.ExternalTensor, out: FileIO) -> None:
+    """Appends the tensor's bytes to `out`, inside the kernel where it can."""
+    start, left = tensor.offset or 0, tensor.nbytes
+    with open(tensor.path, "rb", buffering=0) as file:
+        try:
+            while left:
+                count = os.copy_file_range(file.fileno(), out.fileno(), left, start)
+                if not count:
+                    raise EOFError(f"'{tensor.path}' was cut short while it was read")
+                start, left = start + count, left - count
+        except (AttributeError, OSError):  # another system, or two file systems that cannot
+            file.seek(start)
+            while left:
+                data = file.read(min(left, _CHUNK))
+                _write_all(out, memoryview(data))
+                left -= len(data)
+
+
+def _write_all(out: FileIO, data: memoryview) -> None:
+    while data:
+        data = data[out.write(data) :]
+
+
+def owners(held_by: Mapping[int, Sequence[Held]]) -> dict[int, list[Held]]:
+    """Per rank the weights that stand in its file: those that no lower rank holds, without the inline ones."""
+    seen: set[Stored] = set()
+    owned: dict[int, list[Held]] = {}
+    for rank in sorted(held_by):
+        own = [one for one in held_by[rank] if stored(one) not in seen and not is_inline(piece_of(one))]
+        seen.update(map(stored, own))
+        if own:
+            owned[rank] = own
+    return owned
+
+
+def piece_text(held: Held) -> str:
+    """Which part of which weight it is, as people slice arrays: `fc1.weight[0:8, 16:32]`; of a whole one its name alone."""
+    tensor, layout = held.copy.value.const_value, held.copy.layout
+    name = held.copy.value.name or ""
+    if tensor is None or not any(layout.cuts):
+        return name
+    return f"{name}[{', '.join(f'{begin}:{end}' for begin, end in layout.box(held.index, tensor.shape.numpy()))}]"
+
+
+def stored(held: Held) -> Stored:
+    """What a weight on a rank is stored as: the same piece of the same weight is stored once."""
+    layout = held.copy.layout
+    return held.copy.value, tuple(layout.pieces(dim) for dim in range(len(layout.cuts))), layout.piece(held.index)
+
+
+def piece_of(held: Held) -> ir.TensorProtocol:
+    """The tensor of a weight on a rank: the whole one, or a view of its piece that is read when it is written."""
+    tensor, layout = held.copy.value.const_value, held.copy.layout
+    assert tensor is not None
+    if not any(layout.cuts):
+        return tensor
+    box = layout.box(held.index, tensor.shape.numpy())
+    shape = ir.Shape([end - begin for begin, end in box])
+    if isinstance(tensor, ir.ExternalTensor) and tensor.dtype.bitwidth >= 8 and not any(layout.cuts[1:]):
+        row = tensor.nbytes // max(1, tensor.shape.numpy()[0])
+        begin, end = box[0]
+        return ir.ExternalTensor(
+            tensor.location,
+            (tensor.offset or 0) + begin * row,
+            (end - begin) * row,
+            tensor.dtype,
+            shape=shape,
+            name=held.name,
+            base_dir=tensor.base_dir,
+        )
+
+    def cut() -> ir.TensorProtocol:
+        pieces = tuple(slice(begin, end) for begin, end in box)
+        with _READING:  # a memory-mapped tensor opens its file at the first read, and files are written side by side
+            whole = tensor.numpy()
+        return ir.Tensor(np.ascontiguousarray(whole[pieces]), dtype=tensor.dtype)
+
+    return ir.LazyTensor(cut, dtype=tensor.dtype, shape=shape, name=held.name, cache=False)

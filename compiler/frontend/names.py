@@ -1,0 +1,268 @@
+"""Dotted paths of nodes, and names that follow from them.
+
+A node's path is its module's path and its own name: `layers.0.mlp.up.MatMul`. Builders write the module into the node's
+metadata; onnxscript as the parts (`['net', 'fc1']`, the root first), torch as whole paths with its own name of the node
+last (`['', 'layers.0', 'layers.0.fc', 'linear']`). The root's name is left out. The own name is the one that the author
+gave, else the op's type; of several alike in one module the later ones get `_1`, `_2`.
+
+A node of such a model that lost its metadata belongs to the module that all its neighbours have in common. In a model
+without any such metadata the path is the node's name as it stands; an unnamed node is `<OpType>_<k>`, the k-th unnamed one
+of its type, and a name that comes again gets `_1`, `_2`. A call of a model's own function is a module by its node's name,
+`block1.Relu`, except in a file of torch's, whose functions are torch's own.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import onnx_ir as ir
+from partc.compiler.frontend.functions import CALLS, OWN_NAME
+from partc.runtime.errors import one_line
+
+ONNXSCRIPT_SCOPES = "pkg.onnxscript.name_scopes"
+TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
+
+_COUNTED = re.compile(r"_node_\d+$")
+# torch numbers a module's second call in its path: `relu@1`.
+_CALL = re.compile(r"@\d+")
+_TORCH_UNKNOWN = "_empty_nn_module_stack_from_metadata_hook"
+
+
+@dataclass(frozen=True)
+class _Name:
+    """A node's module, None where unknown, and its own name; `given` if its author chose it."""
+
+    scope: str | None
+    own: str
+    given: bool
+
+
+def node_paths(model: ir.Model) -> dict[ir.Node, str]:
+    """The path of every node of the main graph, in the graph's order; no two are equal."""
+    return _paths(model.graph, "")
+
+
+def derive_names(model: ir.Model, constants: Iterable[ir.Value] = ()) -> None:
+    """Renames the nodes to their paths, the values to their node's path (`<path>.<k>` where it has several outputs).
+
+    Bodies of If, Loop and Scan are named likewise, below their node's path. Inputs, outputs and initializers of the main
+    graph keep their names, but those of `constants` are named by their first use: `conv1.Reshape.shape`.
+    """
+    graph = model.graph
+    unnamed = list(constants)
+    kept = [*graph.inputs, *graph.outputs, *graph.initializers.values()]
+    taken = {value.name for value in kept if value.name} - {value.name for value in unnamed}
+    outputs = set(graph.outputs)
+    paths: dict[ir.Node, str] = {}
+    for node, path in _all_paths(graph, ""):
+        paths[node] = path
+        node.name = path
+        named = [(k, value) for k, value in enumerate(node.outputs) if value.name != ""]
+        for k, value in named:
+            if value not in outputs:
+                value.name = _free(path if len(named) == 1 else f"{path}.{k}", taken)
+    order = {node: index for index, node in enumerate(paths)}
+    for k, value in enumerate(unnamed):
+        value.name = f"{_UNNAMED}{k}"
+    for value in unnamed:
+        uses = [use for use in value.uses() if use.node in order]
+        if uses:
+            first = min(uses, key=lambda use: (order[use.node], use.idx))
+            value.name = _free(f"{paths[first.node]}.{_operand(first.node, first.idx)}", taken)
+
+
+# Stands for a constant's name while all of them are renamed: an initializer's name must be free at any time.
+_UNNAMED = "partc.constant."
+
+
+def _paths(graph: ir.Graph, owner: str) -> dict[ir.Node, str]:
+    """The paths of a graph's nodes relative to the module `owner`, whose own path they do not repeat."""
+    names = _names(graph)
+    whole = {node: _join(_below(name.scope or "", owner), name.own) for node, name in names.items()}
+    taken: set[str] = set()
+    following: dict[str, int] = {}
+    found: dict[ir.Node, str] = {}
+    for given in (True, False):
+        for node, name in names.items():
+            if name.given is given:
+                found[node] = _free(whole[node], taken, following)
+    return {node: found[node] for node in names}
+
+
+def _all_paths(graph: ir.Graph, owner: str) -> Iterator[tuple[ir.Node, str]]:
+    """The nodes with their paths, each followed by the nodes of its bodies."""
+    scopes = {node: name.scope or "" for node, name in _names(graph).items()}
+    for node, path in _paths(graph, owner).items():
+        yield node, path
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                bodies = [(attribute.name, attribute.as_graph())]
+            elif attribute.type == ir.AttributeType.GRAPHS:
+                bodies = [(f"{attribute.name}.{k}", body) for k, body in enumerate(attribute.as_graphs())]
+            else:
+                continue
+            for name, body in bodies:
+                for inner, inner_path in _all_paths(body, scopes[node]):
+                    yield inner, f"{path}.{name}.{inner_path}"
+
+
+def _names(graph: ir.Graph) -> dict[ir.Node, _Name]:
+    nodes = list(graph)
+    if any(TORCH_SCOPES in node.metadata_props for node in nodes):
+        names = {node: _torch_name(node) for node in nodes}
+    elif any(ONNXSCRIPT_SCOPES in node.metadata_props for node in nodes):
+        names = {node: _within_calls(node, _onnxscript_name(node)) for node in nodes}
+    else:
+        return _plain_names(nodes)
+    scopes = _scopes_by_neighbours({node: name.scope for node, name in names.items()})
+    return {node: _Name(scopes[node], name.own, name.given) for node, name in names.items()}
+
+
+def _plain_names(nodes: list[ir.Node]) -> dict[ir.Node, _Name]:
+    given = {node.name for node in nodes if node.name}
+    unnamed: dict[str, int] = {}
+    names: dict[ir.Node, _Name] = {}
+    for node in nodes:
+        if CALLS in node.meta:
+            names[node] = _within_calls(node, _Name("", node.op_type, given=False))
+            continue
+        if node.name:
+            names[node] = _Name("", node.name, given=True)
+            continue
+        k = unnamed.get(node.op_type, 0)
+        while f"{node.op_type}_{k}" in given:
+            k += 1
+        unnamed[node.op_type] = k + 1
+        names[node] = _Name("", f"{node.op_type}_{k}", given=False)
+    return names
+
+
+def _within_calls(node: ir.Node, name: _Name) -> _Name:
+    """The name of a node that comes from calls of functions, `name` otherwise."""
+    if CALLS not in node.meta:
+        return name
+    scope = ".".join(part for part in (name.scope, *(_COUNTED.sub("", call) for call in node.meta[CALLS])) if part)
+    own = _COUNTED.sub("", node.meta[OWN_NAME])
+    return _Name(scope, own or node.op_type, given=bool(own))
+
+
+def _onnxscript_name(node: ir.Node) -> _Name:
+    name = node.name or ""
+    text = node.metadata_props.get(ONNXSCRIPT_SCOPES)
+    if text is None:
+        *modules, own = [_COUNTED.sub("", part) for part in name.split("/")] if name else [node.op_type]
+        return _Name(".".join(modules) or None, own, given=not _COUNTED.search(name))
+    parts = _entries(text)
+    scope = ".".join(part for part in parts[1:] if part)
+    if scope and name.startswith(f"{scope}."):
+        return _Name(scope, name[len(scope) + 1 :], given=True)
+    prefix = "/".join(part for part in parts if part)
+    if prefix and name.startswith(f"{prefix}/"):
+        name = name[len(prefix) + 1 :]
+    own = ".".join(_COUNTED.sub("", part) for part in name.split("/")) or node.op_type
+    return _Name(scope, own, given=bool(name) and not _COUNTED.search(name))
+
+
+def _torch_name(node: ir.Node) -> _Name:
+    """torch names every node itself, by its own ops and with counters: the op's type says more."""
+    name = node.name or ""
+    text = node.metadata_props.get(TORCH_SCOPES)
+    modules = [_CALL.sub("", entry) for entry in _entries(text)[:-1]] if text else []
+    scope = modules[-1] if modules and _TORCH_UNKNOWN not in modules else None
+    if scope and name.startswith(f"{scope}."):
+        return _Name(scope, name[len(scope) + 1 :], given=True)
+    given = not scope and re.fullmatch(rf"{re.escape(node.op_type)}(_\d+)?", name) is not None
+    return _Name(scope, name if given else node.op_type, given)
+
+
+def _scopes_by_neighbours(scopes: dict[ir.Node, str | None]) -> dict[ir.Node, str]:
+    """Unknown scopes filled in: connected nodes without one get the module that their known neighbours share."""
+    found = {node: scope for node, scope in scopes.items() if scope is not None}
+    for start, scope in scopes.items():
+        if scope is not None or start in found:
+            continue
+        members, waiting, around = {start}, [start], set[str]()
+        while waiting:
+            for other in _neighbours(waiting.pop()):
+                if other in members or other not in scopes:
+                    continue
+                if (known := scopes[other]) is not None:
+                    around.add(known)
+                else:
+                    members.add(other)
+                    waiting.append(other)
+        found.update(dict.fromkeys(members, _common(around)))
+    return found
+
+
+def _neighbours(node: ir.Node) -> Iterator[ir.Node]:
+    for value in node.inputs:
+        producer = value.producer() if value is not None else None
+        if producer is not None:
+            yield producer
+    for output in node.outputs:
+        for use in output.uses():
+            yield use.node
+
+
+def _common(scopes: set[str]) -> str:
+    """The deepest module that holds all of these modules."""
+    if not scopes:
+        return ""
+    low, high = min(parts := [scope.split(".") for scope in scopes]), max(parts)
+    shared = 0
+    while shared < min(len(low), len(high)) and low[shared] == high[shared]:
+        shared += 1
+    return ".".join(low[:shared])
+
+
+@lru_cache(maxsize=4096)
+def _entries(text: str) -> tuple[str, ...]:
+    """The strings of a list as Python prints it; a text that is no such list is one entry."""
+    try:
+        return tuple(one_line(str(entry)) for entry in ast.literal_eval(text)) or ("",)
+    except (SyntaxError, ValueError, TypeError):
+        return (one_line(text),)
+
+
+def _below(scope: str, owner: str) -> str:
+    if not owner:
+        return scope
+    if scope == owner:
+        return ""
+    return scope.removeprefix(f"{owner}.")
+
+
+def _join(scope: str, own: str) -> str:
+    return f"{scope}.{own}" if scope else own
+
+
+def _free(name: str, taken: set[str], following: dict[str, int] | None = None) -> str:
+    """`name`, or with the first of `_1`, `_2`, ... that is not taken; it is taken from then on."""
+    k = following.get(name, 0) if following is not None else 0
+    candidate = f"{name}_{k}" if k else name
+    while candidate in taken:
+        k += 1
+        candidate = f"{name}_{k}"
+    if following is not None:
+        following[name] = k + 1
+    taken.add(candidate)
+    return candidate
+
+
+def _operand(node: ir.Node, index: int) -> str:
+    """The name that the op's schema gives its input of this index; `input<index>` where it is unknown."""
+    import onnx.defs
+
+    try:
+        version = node.version or (node.graph.opset_imports.get(node.domain) if node.graph else None)
+        inputs = onnx.defs.get_schema(node.op_type, version or onnx.defs.onnx_opset_version(), node.domain).inputs
+    except onnx.defs.SchemaError:
+        return f"input{index}"
+    if index < len(inputs) and inputs[index].option != onnx.defs.OpSchema.FormalParameterOption.Variadic:
+        return str(inputs[index].name)
+    return f"input{index}"

@@ -1,0 +1,370 @@
+"""Reads a model from an `.onnx` file, or refuses it with everything that is wrong with it.
+
+Weights kept beside the file stay there: they are memory-mapped and read once, when the artifact is written. The file's own
+opset is kept, from 7 to 26: placement needs no particular one, and a conversion that is not needed can only do harm.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes.common import TopologicalSortPass
+from partc.compiler.annotations.keep import kept
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.functions import OWN_NAME, inline_calls
+from partc.runtime.checker.written import graph_bodies, not_text
+from partc.runtime.errors import breaks_lines, one_line
+from partc.runtime.files.regular import fault, read_regular
+
+OLDEST_OPSET, NEWEST_OPSET = 7, 26
+LARGEST_FILE = 1 << 31
+"""What protobuf allows of a model without the weights beside it."""
+_DEEPEST, _MOST_LOOPS = 60, 6
+
+
+def load_onnx(path: Path) -> ir.Model:
+    """The model in `path`, its functions inlined, its nodes in topological order, its external weights memory-mapped.
+
+    Raises CompileError for a missing or broken file, an opset outside 7..26, an op or domain that onnxruntime does not
+    know, external weights that are missing, too short or outside of the model's folder, and values that nothing defines.
+    """
+    try:
+        data = read_regular(path, LARGEST_FILE)
+    except OSError as error:
+        raise CompileError(not_read(path, error)) from None
+    try:
+        proto = onnx.load_model_from_string(data)
+    except Exception as error:  # protobuf raises its own kinds, by version
+        raise CompileError(
+            Problem(str(path), f"is not an ONNX model: {error}", help="check that the file is whole; export it again")
+        ) from error
+    return from_proto(proto, path)
+
+
+def not_read(path: Path, error: OSError) -> Problem:
+    """Why a model's file cannot be read."""
+    fact = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+    return Problem(str(path), fact, help="give the path of a model.py or a .onnx file")
+
+
+def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
+    """As `load_onnx`, of a proto in memory; `path` names it in errors and its folder holds its external data."""
+    where = path.name
+    if not proto.opset_import or not proto.HasField("graph"):
+        raise CompileError(
+            Problem(
+                where,
+                "is not an ONNX model: it has no graph or no opset",
+                help="check that the file is whole; export it again",
+            )
+        )
+    _raise(_opset_problems(proto, where))
+    if broken := not_text(proto):
+        fact = f"has a name or a text that is not UTF-8: {broken}"
+        raise CompileError(Problem(where, fact, help="check that the file is whole; export it again"))
+    _raise(_nesting_problems(proto.graph, where))
+    try:
+        with _quiet():
+            model = ir.from_proto(_inlined(proto))
+    except Exception as error:
+        raise CompileError(
+            Problem(where, f"is broken: {error}", help="onnx.checker.check_model says more; export it again")
+        ) from error
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        ir.external_data.set_base_dir(graph, path.parent)
+    return checked(model, where)
+
+
+def checked(model: ir.Model, where: str) -> ir.Model:
+    """`model` inlined, sorted and free of the faults that `load_onnx` names; weights are no longer graph inputs."""
+    _raise(_names_on_lines(model, where))
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        node.meta[OWN_NAME] = node.name or ""
+    if model.functions:
+        with kept(model, where):
+            model = _without_calls(model, where)
+    _forget_default_inputs(model.graph)
+    problems = [
+        *_unknown_ops(model, where),
+        *_structure_problems(model.graph, where),
+        *_external_problems(model.graph, where),
+    ]
+    _raise(problems)
+    _read_constants(model.graph)
+    if not _is_sorted(model.graph):
+        try:
+            TopologicalSortPass()(model)
+        except Exception as error:
+            raise CompileError(Problem(where, "the graph has a cycle", help="export the model again")) from error
+    return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what onnx-ir logs of values that nothing defines: `checked` tells of them."""
+    log = logging.getLogger("onnx_ir")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _names_on_lines(model: ir.Model, where: str) -> list[Problem]:
+    """Names with line ends, which no message and no dump can show."""
+    found: dict[str, str] = {}
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        ports = [*graph.inputs, *graph.initializers.values()]
+        found |= {value.name or "": "value" for value in ports}
+        for value in graph.inputs:
+            found |= {str(dim): "dim" for dim in value.shape or ()}
+        for node in ir.traversal.RecursiveGraphIterator(graph):
+            found |= {node.name or "": "node", node.op_type: "op", node.domain: "domain"}
+            found |= {value.name or "": "value" for value in node.outputs}
+            found |= dict.fromkeys(node.attributes, "attribute")
+    help_ = "rename it"
+    return [
+        Problem(where, f"the name '{one_line(name)}' of a{'n' * (kind[0] in 'ao')} {kind} has a line end", help=help_)
+        for name, kind in found.items()
+        if breaks_lines(name)
+    ]
+
+
+def _without_calls(model: ir.Model, where: str) -> ir.Model:
+    try:
+        return inline_calls(model)
+    except Exception as error:  # the inliner raises its own kinds for recursive calls and for calls that do not fit
+        fact = f"its functions cannot be written out where they are called: {error}"
+        raise CompileError(Problem(where, fact, help="onnx.checker.check_model says more; export it again")) from error
+
+
+def _raise(problems: list[Problem]) -> None:
+    if problems:
+        raise CompileError(dict.fromkeys(problems))
+
+
+def _inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Inlined by onnx where a function's opset differs from the model's, since it converts; else left to onnx-ir."""
+    own = {entry.domain: entry.version for entry in proto.opset_import}
+    if any(own.get(e.domain, e.version) != e.version for f in proto.functions for e in f.opset_import):
+        import onnx.inliner
+
+        return onnx.inliner.inline_local_functions(onnx.shape_inference.infer_shapes(proto), convert_version=True)
+    return proto
+
+
+def _opset_problems(proto: onnx.ModelProto, where: str) -> list[Problem]:
+    problems = []
+    for entry in proto.opset_import:
+        if entry.domain in ("", "ai.onnx") and not OLDEST_OPSET <= entry.version <= NEWEST_OPSET:
+            remedy = "a newer partc" if entry.version > NEWEST_OPSET else f"convert it to opset {OLDEST_OPSET} or later"
+            if entry.version > NEWEST_OPSET:
+                remedy = f"export it with opset {NEWEST_OPSET} or lower: onnxruntime runs no later one"
+            problems.append(
+                Problem(where, f"opset {entry.version} is outside of {OLDEST_OPSET} to {NEWEST_OPSET}", help=remedy)
+            )
+    return problems
+
+
+def _nesting_problems(graph: onnx.GraphProto, where: str) -> list[Problem]:
+    """Bodies that lie deeper in each other than passes can follow: each loop is inferred several times, and so what is in it."""
+    waiting = [(graph, 0, 0)]
+    while waiting:
+        owner, depth, loops = waiting.pop()
+        if depth > _DEEPEST or loops > _MOST_LOOPS:
+            fact = (
+                f"its bodies of If, Loop and Scan lie more than {_DEEPEST} deep in each other, or {_MOST_LOOPS} loops"
+            )
+            return [Problem(where, fact, help="write the inner ones without a body, or compile a part of the model")]
+        for node in owner.node:
+            inner = loops + (node.op_type in ("Loop", "Scan"))
+            waiting += [(body, depth + 1, inner) for body in graph_bodies(node)]
+    return []
+
+
+@cache
+def _known_ops() -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
+    """(domain, op) pairs and domains that this onnxruntime has a schema for."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    known = frozenset((schema.domain, schema.name) for schema in state.get_all_operator_schema())
+    return known, frozenset(domain for domain, _ in known)
+
+
+def _unknown_ops(model: ir.Model, where: str) -> list[Problem]:
+    from partc.compiler.ops.families.local_map import is_inside
+
+    known, domains = _known_ops()
+    count: dict[tuple[str, str], list[str]] = {}
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        key = ("" if node.domain == "ai.onnx" else node.domain, node.op_type)
+        if key not in known and not is_inside(node):
+            count.setdefault(key, []).append(node.name or "unnamed")
+    problems = []
+    for (domain, op_type), names in sorted(count.items()):
+        op = f"{domain}::{op_type}" if domain else op_type
+        fact = f"onnxruntime does not know the op {op} ({len(names)} times, first '{names[0]}')"
+        law = (
+            ""
+            if domain in domains
+            else f"it knows no domain '{domain}'; its domains are {', '.join(sorted(d or 'ai.onnx' for d in domains))}"
+        )
+        problems.append(Problem(where, fact, law, "express it by standard ops, or as a function inside of the model"))
+    return problems
+
+
+def _forget_default_inputs(graph: ir.Graph) -> None:
+    """A weight listed as a graph input too (old exporters) is a weight: nobody feeds it."""
+    for value in [value for value in graph.inputs if value.name in graph.initializers]:
+        graph.inputs.remove(value)
+
+
+def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:
+    """The graph and all bodies inside of it."""
+    yield graph
+    for node in graph:
+        for body in bodies(node):
+            yield from graphs_of(body)
+
+
+def bodies(node: ir.Node) -> list[ir.Graph]:
+    """The graphs among a node's attributes: branches of If, the body of Loop, Scan and SequenceMap."""
+    found: list[ir.Graph] = []
+    for attr in node.attributes.values():
+        if attr.type == ir.AttributeType.GRAPH:
+            found.append(attr.as_graph())
+        elif attr.type == ir.AttributeType.GRAPHS:
+            found.extend(attr.as_graphs())
+    return found
+
+
+def take_out(graph: ir.Graph, node: ir.Node) -> None:
+    """Removes a node of which nobody reads anything; what its bodies read has a reader less, too."""
+    graph.remove(node, safe=True)
+    _forget_reads(node)
+
+
+def _forget_reads(node: ir.Node) -> None:
+    for body in bodies(node):
+        for inner in body:
+            inner.resize_inputs(0)
+            _forget_reads(inner)
+
+
+def _structure_problems(graph: ir.Graph, where: str, outer: frozenset[ir.Value] = frozenset()) -> list[Problem]:
+    problems = []
+    defined = set(outer) | set(graph.inputs) | set(graph.initializers.values())
+    for value in graph.initializers.values():
+        if value.const_value is None:
+            problems.append(
+                Problem(where, f"the weight '{value.name}' has no data", help="export the model with its weights")
+            )
+    for node in graph:
+        defined.update(node.outputs)
+    names: set[str] = set()
+    for value in defined - outer:
+        if value.name and value.name in names:
+            problems.append(Problem(where, f"the value '{value.name}' is defined twice", help="export the model again"))
+        names.add(value.name or "")
+    for node in graph:
+        missing = [value.name for value in node.inputs if value is not None and value not in defined]
+        problems += [
+            Problem(
+                where,
+                f"'{name}', read by {node.op_type} '{node.name}', is defined nowhere",
+                help="export the model again",
+            )
+            for name in missing
+        ]
+        for body in bodies(node):
+            problems += _structure_problems(body, where, frozenset(defined))
+    problems += [
+        Problem(where, f"the output '{value.name}' is defined nowhere", help="export the model again")
+        for value in graph.outputs
+        if value not in defined
+    ]
+    return problems
+
+
+def _external(graph: ir.Graph) -> Iterator[tuple[str, ir.ExternalTensor]]:
+    """Every tensor whose data is in another file, with what it is: weights, and attributes of nodes."""
+    for part in graphs_of(graph):
+        for value in part.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                yield f"the weight '{value.name}'", value.const_value
+        for node in part:
+            for attribute in node.attributes.values():
+                for tensor in _tensors_of(attribute):
+                    if isinstance(tensor, ir.ExternalTensor):
+                        yield f"'{attribute.name}' of {node.op_type} '{node.name or ''}'", tensor
+
+
+def _tensors_of(attribute: ir.Attr) -> Sequence[ir.TensorProtocol]:
+    if attribute.is_ref():
+        return ()
+    if attribute.type == ir.AttributeType.TENSOR:
+        return (attribute.as_tensor(),)
+    return attribute.as_tensors() if attribute.type == ir.AttributeType.TENSORS else ()
+
+
+def _external_problems(graph: ir.Graph, where: str) -> list[Problem]:
+    problems = []
+    for title, tensor in _external(graph):
+        file, base = Path(tensor.path), Path(tensor.base_dir)
+        offset = tensor.offset or 0
+        if not file.resolve().is_relative_to(base.resolve()):
+            fact, remedy = (
+                f"{title} points outside of the model's folder: {tensor.location}",
+                "keep weights beside the model, the files themselves and no links to them",
+            )
+        elif not os.path.lexists(file):
+            fact, remedy = (
+                f"{title} is in '{tensor.location}', which is missing",
+                "copy the weights file beside the model",
+            )
+        elif why := fault(file):
+            fact, remedy = f"{title} is in '{tensor.location}', which {why}", "give a file of its numbers"
+        elif offset < 0 or tensor.nbytes < 0 or (tensor.length is not None and tensor.length < 0):
+            fact, remedy = f"{title} lies at bytes {offset} to {offset + tensor.nbytes}", "export the model again"
+        elif (have := file.stat().st_size) < (need := offset + tensor.nbytes):
+            fact, remedy = (
+                f"'{tensor.location}' is truncated: {title} ends at byte {need} of {have}",
+                "copy the weights file again",
+            )
+        else:
+            continue
+        problems.append(Problem(where, fact, help=remedy))
+    return problems
+
+
+def _read_constants(graph: ir.Graph) -> None:
+    """Brings the tensors of attributes into memory: in a rank file they have no file beside it."""
+    for part in graphs_of(graph):
+        for node in part:
+            for name, attribute in list(node.attributes.items()):
+                found = _tensors_of(attribute)
+                if not any(isinstance(tensor, ir.ExternalTensor) for tensor in found):
+                    continue
+                read = [ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name) for tensor in found]
+                value = read[0] if attribute.type == ir.AttributeType.TENSOR else read
+                node.attributes[name] = ir.Attr(name, attribute.type, value)
+
+
+def _is_sorted(graph: ir.Graph) -> bool:
+    for part in graphs_of(graph):
+        seen: set[ir.Node] = set()
+        for node in part:
+            for value in node.inputs:
+                producer = value.producer() if value is not None else None
+                if producer is not None and producer.graph is part and producer not in seen:
+                    return False
+            seen.add(node)
+    return True

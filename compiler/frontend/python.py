@@ -1,0 +1,206 @@
+"""Reads a `model.py`: runs the file and takes the model that it defines.
+
+The file defines one of
+
+    model = LeNet()                   an object, or
+    def build(): ...                  a function that needs no arguments and returns one
+
+The object is an `onnx.ModelProto`, an `onnx_ir.Model`, a module of `partc.compiler.nn` (or onnxscript), or a
+`torch.nn.Module`. A module also needs its inputs:
+
+    inputs = {"x": Input(["batch", 1, 28, 28], "float32")}        a global, or build returns (module, inputs)
+
+with one entry for each argument of `forward`, or a list in their order. An entry may be the bare shape (then float32), or an
+example array; for torch an example tensor, whose dynamic dims a global `dynamic_shapes = {"x": {0: "batch"}}` names. A dim is
+an int, a name or a `Symbol`; `partc.compiler.frontend.inputs` says how Symbols name dims. A global Symbol constrains every
+dim that has its name, in finished graphs as well. `outputs = ["logits"]` names the outputs; else they are the keys
+of the dict that forward returns, else `output`, or `output_0`, `output_1`.
+
+`dataset_strategy = "data_parallel"`, or a tuple with a cut for each input, or `full_batch = True` says how inputs arrive, as a
+plan's `dataset` does.
+
+`place(module, rank)`, `shard(module, in_strategy)` and `nn.seed(7)` may stand anywhere. The file's folder can be imported
+from. `if __name__ == "__main__":` parts do not run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+import onnx_ir as ir
+import onnxscript.nn
+from partc.compiler.dims.symbol import Symbol
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.declare import Collector, Declared, collecting
+from partc.compiler.frontend.inputs import DimNames, all_inputs, as_mapping, specs
+from partc.compiler.frontend.onnx_file import NEWEST_OPSET, OLDEST_OPSET, checked, from_proto
+from partc.compiler.frontend.region_calls import placements, shardings
+from partc.compiler.frontend.source import Source
+from partc.compiler.frontend.trace import module_paths, trace
+from partc.compiler.frontend.user_code import MODEL_MODULE, UserFile, importable, told_by_line
+from partc.compiler.nn.parameter import seed_of_its_own
+from partc.compiler.plan.dataset import KEYS, declared_dataset
+from partc.compiler.plan.rules import Dataset
+from partc.runtime.files.regular import fault
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import TypeIs
+
+_CONTRACT = "define `model = ...`, or `def build(): return ...`"
+_KINDS = "an onnx.ModelProto, an onnx_ir.Model, an nn.Module of partc.compiler or onnxscript, or a torch.nn.Module"
+_INPUTS = 'write inputs = {"x": Input(["batch", 1, 28, 28], "float32")}, or return (module, inputs) from build'
+
+
+def load_python(path: Path) -> Source:
+    """The model that the file defines and what it declares. Raises CompileError with the user's own line."""
+    if why := fault(path):
+        fact = "no such file" if not path.exists() else why
+        raise CompileError(Problem(str(path), fact, help="give the path of a model.py or a .onnx file"))
+    path = path.resolve()
+    with (
+        collecting(path.parent) as collector,
+        importable(path.parent),
+        seed_of_its_own(),
+        told_by_line(path, collector),
+    ):
+        file = UserFile.run(path)
+        built, inputs = _defined(file)
+        names = DimNames(file.globals, set())
+        model = _model(built, inputs, names, file, collector)
+        _use_named_symbols(model, names, file)
+        placed = placements(collector, _modules(built), model)
+        sharding = shardings(collector, _modules(built), model)
+        return Source(model, Declared(placed, names.symbols, sharding, dataset=_dataset(file)))
+
+
+def _defined(file: UserFile) -> tuple[object, object]:
+    """The object that is the model, and the inputs beside it, None where there are none."""
+    model, build = file.globals.get("model"), file.globals.get("build")
+    if model is not None and build is not None:
+        fact = f"both a model and, at {file.line('build')}, build are defined"
+        raise CompileError(Problem(file.line("model"), fact, help="keep the one that is meant"))
+    if model is None and build is None:
+        classes = [name for name, value in file.globals.items() if _is_own_module_class(value)]
+        help_ = f"write `model = {classes[-1]}()`" if classes else _CONTRACT
+        raise CompileError(Problem(file.name, "neither a model nor build is defined", help=help_))
+    inputs = file.globals.get("inputs")
+    if build is None:
+        return model, inputs
+    if not callable(build):
+        raise CompileError(Problem(file.line("build"), f"build is {build!r}, not a function", help=_CONTRACT))
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(build).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        fact = f"build needs arguments: {', '.join(needed)}"
+        raise CompileError(Problem(file.line("build"), fact, help="give them defaults; build is called without any"))
+    result = build()
+    if not isinstance(result, tuple):
+        return result, inputs
+    if len(result) != 2:
+        fact = f"build returns a tuple of {len(result)}"
+        raise CompileError(Problem(file.line("build"), fact, help="return the model, or (module, inputs)"))
+    if inputs is not None:
+        fact = f"build returns inputs, and {file.line('inputs')} defines them too"
+        raise CompileError(Problem(file.line("build"), fact, help="keep the one that is meant"))
+    return result
+
+
+def _model(built: object, inputs: object, names: DimNames, file: UserFile, collector: Collector) -> ir.Model:
+    where = file.line("model", "build")
+    match built:
+        case onnx.ModelProto():
+            return from_proto(built, file.path)
+        case ir.Model():
+            return checked(_with_legal_opset(built, where), where)
+        case onnxscript.nn.Module():
+            in_order = type(built).forward is onnxscript.nn.Sequential.forward
+            by_name = as_mapping(_required(inputs, file), built.forward, 1, _where_inputs(file), in_order)
+            declared = specs(all_inputs(by_name, _where_inputs(file)), names, _where_inputs(file))
+            return trace(built, declared, _output_names(file), where)
+    if _is_torch_module(built):
+        from partc.compiler.frontend.torch_module import export
+
+        dynamic_shapes = file.globals.get("dynamic_shapes")
+        given, outputs = _required(inputs, file), _output_names(file)
+        return export(built, given, dynamic_shapes, names, outputs, _where_inputs(file), collector)
+    kind = f"the class {built.__name__}" if isinstance(built, type) else f"a {type(built).__name__}"
+    help_ = f"make an instance of it: {built.__name__}()" if isinstance(built, type) else f"a model is {_KINDS}"
+    what = "model" if "model" in file.globals else "what build returns"
+    raise CompileError(Problem(where, f"{what} is {kind}", help=help_))
+
+
+def _with_legal_opset(model: ir.Model, where: str) -> ir.Model:
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", NEWEST_OPSET))
+    if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
+        raise CompileError(Problem(where, f"opset {opset} is outside of {OLDEST_OPSET} to {NEWEST_OPSET}"))
+    return model
+
+
+def _required(inputs: object, file: UserFile) -> object:
+    if inputs is None:
+        raise CompileError(Problem(file.line("model", "build"), "the module's inputs are not declared", help=_INPUTS))
+    return inputs
+
+
+def _where_inputs(file: UserFile) -> str:
+    return file.line("inputs", "build", "model")
+
+
+def _output_names(file: UserFile) -> list[str]:
+    names = file.globals.get("outputs", [])
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
+        fact = f"outputs is {names!r}, not a list of names"
+        raise CompileError(Problem(file.line("outputs"), fact, help='write outputs = ["logits"]'))
+    if len(set(names)) < len(names):
+        raise CompileError(Problem(file.line("outputs"), f"outputs has a name twice: {', '.join(names)}"))
+    return list(names)
+
+
+def _dataset(file: UserFile) -> Dataset | None:
+    return declared_dataset(file.globals, {key: file.line(key) for key in KEYS})
+
+
+def _use_named_symbols(model: ir.Model, names: DimNames, file: UserFile) -> None:
+    """Global Symbols constrain the dims of their name; one that constrains nothing is an error."""
+    dims = {str(dim) for value in model.graph.inputs for dim in value.shape or () if not isinstance(dim, int)}
+    used = {id(symbol) for symbol in names.symbols.values()}
+    problems = []
+    for name, symbol in file.globals.items():
+        if not isinstance(symbol, Symbol):
+            continue
+        if name in dims:
+            names.symbols.setdefault(name, symbol)
+        elif id(symbol) not in used:
+            fact = f"the Symbol '{name}' is used by no input"
+            help_ = f"the dims of the inputs are {', '.join(sorted(dims))}" if dims else "no input has a dynamic dim"
+            problems.append(Problem(file.line(name), fact, help=help_))
+    if problems:
+        raise CompileError(problems)
+
+
+def _modules(built: object) -> Iterator[tuple[str, object]]:
+    if isinstance(built, onnxscript.nn.Module):
+        yield from module_paths(built)
+    elif _is_torch_module(built):
+        yield from built.named_modules(remove_duplicate=False)
+
+
+def _is_torch_module(built: object) -> TypeIs[torch.nn.Module]:
+    loaded = sys.modules.get("torch")
+    return loaded is not None and isinstance(built, loaded.nn.Module)
+
+
+def _is_own_module_class(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    kinds = (onnxscript.nn.Module, torch.nn.Module) if torch else (onnxscript.nn.Module,)
+    return isinstance(value, type) and issubclass(value, kinds) and value.__module__ == MODEL_MODULE

@@ -1,0 +1,183 @@
+"""The `place` and `shard` calls of a loaded `model.py` as rules: their regions by path, their parameters by the path below.
+
+Paths are known only when the whole model stands; so are the names of the tensors that a call was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.declare import Collector, Placement
+from partc.compiler.frontend.names import node_paths
+from partc.compiler.frontend.shard_calls import ShardCall
+from partc.compiler.frontend.traced import Region, TracedCall, is_module
+from partc.compiler.plan.cut import Cut, shown_cut
+from partc.compiler.plan.pattern import literal_pattern, nearest
+from partc.compiler.plan.rules import RegionCall, ShardingRule
+
+
+def shardings(collector: Collector, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[ShardingRule, ...]:
+    """The rules in the order of the calls.
+
+    Raises CompileError for modules that the model does not have, functions that nobody calls, unknown parameters, cuts that
+    do not fit them, and regions within others.
+    """
+    if not collector.shards:
+        return ()
+    nodes = node_paths(model)
+    paths = _paths(modules, list(nodes.values()))
+    problems: list[Problem] = []
+    found: list[tuple[str, ShardCall, ShardingRule]] = []
+    for call in collector.shards:
+        if not is_module(call.target):
+            regions = regions_of(call, nodes, problems)
+            found += [(path, call, _rule(call, path, {}, [region])) for path, region in regions]
+        elif names := paths.get(id(call.target)):
+            parameters = _parameters(call, names, problems)
+            found.append((names[0], call, _rule(call, names[0], parameters, call.regions)))
+        else:
+            problems.append(stranger(call))
+    held = {path for names in paths.values() for path in names}
+    problems += [double(call, path) for path, call, _ in found if not is_module(call.target) and path in held]
+    problems += _nested([(path, call) for path, call, _ in found])
+    if problems:
+        raise CompileError(problems)
+    return tuple(rule for _, _, rule in found)
+
+
+def placements(collector: Collector, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[Placement, ...]:
+    """The place calls with the paths of what they speak of.
+
+    Raises CompileError for modules that the model does not have and functions that nobody calls.
+    """
+    if not collector.calls:
+        return ()
+    nodes = node_paths(model)
+    paths: dict[int, str] = {}
+    for first, module in modules:
+        paths.setdefault(id(module), first)
+    problems: list[Problem] = []
+    found: list[Placement] = []
+    for call in collector.calls:
+        if isinstance(call.target, str):
+            found.append(Placement(call.target, call.on, call.where))
+        elif not is_module(call.target):
+            regions = [path for path, _ in regions_of(call, nodes, problems)]
+            problems += [double(call, path) for path in regions if path in paths.values()]
+            found += [Placement(literal_pattern(path), call.on, call.where) for path in regions]
+        elif (path := paths.get(id(call.target))) is not None:
+            found.append(Placement(literal_pattern(path) or "**", call.on, call.where))
+        else:
+            problems.append(stranger(call))
+    if problems:
+        raise CompileError(problems)
+    return tuple(found)
+
+
+def regions_of(call: TracedCall, nodes: Mapping[ir.Node, str], problems: list[Problem]) -> list[tuple[str, Region]]:
+    """The regions of a function or an op with their paths; a problem where it is never called."""
+    paths = [(region.path if region.node is None else nodes.get(region.node), region) for region in call.regions]
+    found = [(path, region) for path, region in paths if path is not None]
+    if not found:
+        fact = f"'{call.name}' is never called while the model is built"
+        problems.append(Problem(call.where, fact, help=f"call what {call.verb} gives back, in forward"))
+    return found
+
+
+def stranger(call: TracedCall) -> Problem:
+    """That the model does not have a module."""
+    fact = f"{call.verb} speaks of a {call.name} that is not part of the model"
+    return Problem(call.where, fact, help=f"{call.verb} a module that the model holds as an attribute")
+
+
+def double(call: TracedCall, path: str) -> Problem:
+    """That a function and a module have one path."""
+    fact = f"the function '{call.name}' has the path of a module, '{path}'"
+    return Problem(call.where, fact, help="rename one of the two")
+
+
+def _paths(modules: Iterable[tuple[str, object]], nodes: Sequence[str]) -> dict[int, list[str]]:
+    """Per module its path; of one that is held under several names all of them, first the one that its nodes have."""
+    found: dict[int, list[str]] = {}
+    for path, module in modules:
+        found.setdefault(id(module), []).append(path)
+    for paths in found.values():
+        if len(paths) > 1:
+            paths.sort(key=lambda path: not any(node.startswith(f"{path}.") for node in nodes))
+    return found
+
+
+def _rule(call: ShardCall, path: str, parameters: dict[str, Cut], regions: Sequence[Region]) -> ShardingRule:
+    calls = tuple(RegionCall(_names(region.arguments), _names(region.results)) for region in regions)
+    pattern = literal_pattern(path) or "**"
+    return ShardingRule(pattern, None, call.inputs, call.outputs, parameters, call.where, call.level, calls)
+
+
+def _names(values: Sequence[ir.Value]) -> tuple[str, ...]:
+    return tuple(value.name or "" for value in values)
+
+
+def _nested(found: Sequence[tuple[str, ShardCall]]) -> Iterator[Problem]:
+    law, help = "regions of shard do not nest", "shard one of the two; the plan's 'sharding' may speak of the other"
+    for inner, call in found:
+        for outer, around in found:
+            if around is call or (is_module(call.target) and is_module(around.target) and inner == outer):
+                continue
+            if inner == outer or inner.startswith(f"{outer}.") or not outer:
+                fact = (
+                    f"shard of '{inner}' is inside of '{outer}'"
+                    if outer
+                    else f"shard of '{inner}' is inside of the model"
+                )
+                yield Problem(call.where, f"{fact}, which {around.where} shards", law, help)
+
+
+def _parameters(call: ShardCall, paths: Sequence[str], problems: list[Problem]) -> dict[str, Cut]:
+    """The cuts by the parameter's path below the module; by its whole path where another module holds it first."""
+    target: Any = call.target
+    own = dict(target.named_parameters())
+    found: dict[str, Cut] = {}
+    for key, cut in call.parameters.items():
+        name = _named(key, paths, list(own))
+        if name is None:
+            near = ", ".join(f"'{other}'" for other in nearest(key.removeprefix("self."), own))
+            law = "a parameter is named from the module, 'dense2.weight', or as the caller sees it, 'self.block1.dense2.weight'"
+            help = f"the nearest are {near}" if near else f"it has {', '.join(own) or 'none'}"
+            problems.append(Problem(call.where, f"parameter_plan: {call.name} has no parameter '{key}'", law, help))
+            continue
+        problems += _misfits(call.where, key, cut, list(own[name].shape))
+        found[_in_graph(own[name], name, paths[0])] = cut
+    return found
+
+
+def _named(key: str, paths: Sequence[str], names: Sequence[str]) -> str | None:
+    """The parameter that a name means: with `self.` as the caller sees it first, without as the module does."""
+    wanted = key.removeprefix("self.")
+    inside = [name for name in names if f".{wanted}".endswith(f".{name}")]
+    seen = [name for name in inside if any(f".{path}.{name}".endswith(f".{wanted}") for path in paths)]
+    if key == wanted and key in names:
+        return key
+    return min(seen, key=len, default=None)
+
+
+def _in_graph(parameter: object, name: str, path: str) -> str:
+    if isinstance(parameter, ir.Value) and parameter.name:
+        return parameter.name.removeprefix(f"{path}.") if path else parameter.name
+    return name
+
+
+def _misfits(where: str, key: str, cut: Cut, shape: Sequence[object]) -> Iterator[Problem]:
+    dims = ", ".join(str(dim) for dim in shape)
+    if len(cut) != len(shape):
+        fact = f"parameter_plan: {shown_cut(cut)} cuts another number of dims than '{key}' [{dims}] has"
+        yield Problem(where, fact, help="write one entry for each dim")
+        return
+    for dim, (pieces, size) in enumerate(zip(cut, shape, strict=True)):
+        if isinstance(pieces, int) and isinstance(size, int) and size % pieces:
+            fact = f"parameter_plan: cannot cut '{key}' dim {dim} ({size}) into {pieces}"
+            yield Problem(
+                where, fact, f"{size} is not divisible by {pieces}", "choose a divisor, or 1 to leave it whole"
+            )

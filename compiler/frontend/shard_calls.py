@@ -1,0 +1,177 @@
+"""`shard`: a `model.py` says how a module, a function or a single op is cut, and what of the graph that speaks of.
+
+    self.block1.shard(in_strategy=((1, 8),), parameter_plan={"self.block1.dense2.weight": (8, 1)})
+    shard(dense_relu, in_strategy=((4, 2), None, None))(op, x, weight, bias)
+    shard(op.MatMul, in_strategy=((2, 4), (4, 1)))(x, weight)
+
+Strategies speak of the tensors in the order of the call: one entry each, a number of pieces or mesh axes for each dim, None where
+the entry, or the cut of the dim beside axes, is left out. Regions (`traced.py`) of shard do not nest.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar, cast
+
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.declare import calling_line, collector
+from partc.compiler.frontend.traced import Region, TracedCall, is_module, traced
+from partc.compiler.plan.cut import Cut, Piece, one_spelling, piece_of, shown_cut
+from partc.compiler.plan.violation import Violation
+
+DEVICES = ("CPU",)
+Target = TypeVar("Target")
+_STRATEGY = "a strategy is a tuple with a tuple for each tensor, or None to derive it: ((4, 2), None)"
+
+
+@dataclass
+class ShardCall(TracedCall):
+    """One call of `shard`: the module, function or op, and its cuts."""
+
+    verb: ClassVar[str] = "shard"
+    inputs: tuple[Cut | None, ...] | None
+    outputs: tuple[Cut | None, ...] | None
+    parameters: Mapping[str, Cut]
+    level: int
+
+    def check(self, region: Region) -> None:
+        """Raises CompileError where strategies have not one entry for each tensor, and one for each dim of it."""
+        problems: list[Problem] = []
+        sides = [
+            ("in", "is called with", self.inputs, region.arguments),
+            ("out", "gives back", self.outputs, region.results),
+        ]
+        for side, verb, cuts, values in sides:
+            if cuts is None:
+                continue
+            if len(cuts) != len(values):
+                fact = f"{side}_strategy is for {_count(len(cuts), 'tensor')}, but '{self.name}' {verb} {len(values)}"
+                problems.append(Problem(self.where, fact, help="write None for one to derive"))
+                continue
+            for k, (cut, value) in enumerate(zip(cuts, values, strict=True)):
+                if cut is not None and value.shape is not None and len(cut) != len(value.shape):
+                    dims = ", ".join(str(dim) for dim in value.shape)
+                    fact = f"{side}_strategy[{k}] {shown_cut(cut)} cuts {_count(len(cut), 'dim')}, but the tensor has"
+                    fact = f"{fact} {len(value.shape)}, [{dims}]"
+                    problems.append(Problem(self.where, fact, help="write one entry for each dim"))
+        if problems:
+            raise CompileError(problems)
+
+
+def shard(
+    fn_or_module: Target,
+    in_strategy: Sequence[Sequence[Any] | None] | None = None,
+    out_strategy: Sequence[Sequence[Any] | None] | None = None,
+    parameter_plan: Mapping[str, Sequence[Any]] | None = None,
+    device: str | None = None,
+    level: int = 0,
+) -> Target:
+    """Cuts a module, a function or an op over its group; hands the module back, or the function to be called instead.
+
+    `parameter_plan` cuts parameters of a module, named from there (`dense2.weight`) or as the caller sees them
+    (`self.block1.dense2.weight`). `device` is one that there is, and changes nothing; `level` (0, 1, 2) has no effect yet,
+    which the compile tells of another than 0. The plan wins over the model. Raises CompileError with all that is
+    wrong.
+    """
+    where = calling_line(sys._getframe(1))
+    problems = [
+        *_wrong_target(fn_or_module, parameter_plan, where),
+        *_wrong_options(device, level, where),
+    ]
+    read = _Reading(where, problems)
+    inputs = None if in_strategy is None else read.strategy("in_strategy", "input", in_strategy)
+    outputs = None if out_strategy is None else read.strategy("out_strategy", "output", out_strategy)
+    plan = parameter_plan if isinstance(parameter_plan, Mapping) else {}
+    parameters = [read.cut(f"parameter_plan['{name}']", entry) for name, entry in plan.items()]
+    if inputs is None and outputs is None and not parameters:
+        read.problem("shard is given no strategy", _STRATEGY, "give in_strategy, out_strategy or parameter_plan")
+    cuts = iter(read.one_spelling([*(inputs or ()), *(outputs or ()), *parameters]))
+    if problems:
+        raise CompileError(problems)
+    call = ShardCall(
+        fn_or_module,
+        where,
+        None if inputs is None else tuple(next(cuts) for _ in inputs),
+        None if outputs is None else tuple(next(cuts) for _ in outputs),
+        {name: cut for name, cut in zip(plan, cuts, strict=True) if cut is not None},
+        level,
+    )
+    if record := collector():
+        record.shards.append(call)
+    if is_module(fn_or_module):
+        return fn_or_module
+    return cast(Target, traced(call, cast("Callable[..., object]", fn_or_module)))
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+@dataclass
+class _Reading:
+    """Reads strategies of Python values; what is wrong with them is added to `problems`."""
+
+    where: str
+    problems: list[Problem]
+
+    def strategy(self, name: str, kind: str, value: object) -> list[list[Piece | None] | None]:
+        if not isinstance(value, tuple | list):
+            self.problem(
+                f"{name} is {value!r}", _STRATEGY, f"write (({value}, ...),)" if isinstance(value, int) else ""
+            )
+            return []
+        flat = [entry for entry in value if entry is not None and not isinstance(entry, tuple | list)]
+        if flat or not value:
+            fact = f"{name} is {value!r}, which has no tuple for {'each' if value else 'any'} {kind}"
+            self.problem(fact, _STRATEGY, f"write ({value!r},) for one {kind}" if len(flat) == len(value) > 0 else "")
+            return []
+        return [None if entry is None else self.cut(f"{name}[{k}]", entry) for k, entry in enumerate(value)]
+
+    def cut(self, name: str, value: object) -> list[Piece | None]:
+        if not isinstance(value, tuple | list):
+            self.problem(f"{name} is {value!r}", "a cut is a tuple with an entry for each dim: (8, 1)", "")
+            return []
+        found: list[Piece | None] = []
+        for dim, entry in enumerate(value):
+            try:
+                found.append(piece_of(entry))
+            except Violation as violation:
+                self.problems.append(violation.at(self.where, f"{name}, dim {dim}"))
+        return found
+
+    def one_spelling(self, cuts: Sequence[Sequence[Piece | None] | None]) -> list[Cut | None]:
+        try:
+            return one_spelling(cuts)
+        except Violation as violation:
+            self.problems.append(violation.at(self.where, "shard"))
+            return []
+
+    def problem(self, fact: str, law: str, help: str) -> None:
+        self.problems.append(Problem(self.where, fact, law, help))
+
+
+def _wrong_target(target: object, parameter_plan: object, where: str) -> Iterator[Problem]:
+    if isinstance(target, type):
+        yield Problem(where, f"shard got the class {target.__name__}", help="make an instance of it")
+    elif not is_module(target) and not callable(target):
+        yield Problem(where, f"shard takes a module, a function or an op such as op.MatMul, but got {target!r}")
+    elif parameter_plan is not None and not isinstance(parameter_plan, Mapping):
+        yield Problem(where, f"parameter_plan is {parameter_plan!r}", help="write {'dense2.weight': (8, 1)}")
+    elif isinstance(parameter_plan, Mapping):
+        names = [name for name in parameter_plan if not isinstance(name, str)]
+        yield from (Problem(where, f"parameter_plan has the name {name!r}, which is no text") for name in names)
+        if parameter_plan and not is_module(target):
+            fact = "parameter_plan is given for what is no module"
+            yield Problem(
+                where, fact, "parameters belong to modules", "shard the module, or cut the tensor by in_strategy"
+            )
+
+
+def _wrong_options(device: object, level: object, where: str) -> Iterator[Problem]:
+    if device is not None and (not isinstance(device, str) or device.upper() not in DEVICES):
+        law = f"supported devices: {', '.join(DEVICES)}"
+        yield Problem(where, f"device is {device!r}", law, f"write '{DEVICES[0]}', or leave it out")
+    if isinstance(level, bool) or level not in (0, 1, 2):
+        yield Problem(where, f"level is {level!r}", "a level is 0, 1 or 2")

@@ -1,0 +1,19 @@
+"""What a loader hands on: the model as an onnx-ir graph and what the model itself declares of its placement and symbols."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from partc.compiler.frontend.declare import Declared
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+@dataclass(frozen=True)
+class Source:
+    """A loaded model: one main graph without function calls, and the declarations that stood in its `model.py`."""
+
+    model: ir.Model
+    declared: Declared = field(default_factory=Declared)

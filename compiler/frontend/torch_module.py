@@ -1,0 +1,318 @@
+"""Exports a `torch.nn.Module` to a model whose nodes and weights keep the names of its modules.
+
+torch's own clean-up would fold weights into others, merge equal ones and drop layers that train, so it stays off. Instead
+the weights are lifted to graph inputs, the graph is cleaned up around them, and they are put back under their names. Layers in
+training mode stay: Dropout as it is, BatchNorm with `training_mode=1` and its running statistics as outputs, which torch's
+exporter leaves out. A module is exported in the mode that it is in: call `model.eval()` for inference.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+from partc.compiler.dims.symbol import Symbol
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.declare import Collector, Input
+from partc.compiler.frontend.inputs import DimNames, Spec, all_inputs, as_mapping, specs
+from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
+from partc.compiler.frontend.onnx_file import checked, graphs_of
+from partc.compiler.frontend.user_code import own_frames
+
+if TYPE_CHECKING:
+    import torch
+
+OPSET = 21
+"""What rules are written for and training converts to. From 23 on torch writes attention and rotary embeddings as single ops, of
+which onnxruntime refuses what the standard's broadcasting allows: tables of one record for a dynamic batch."""
+
+_BATCH_NORM_IN_TRAINING = "_native_batch_norm_legit_functional"
+_QUOTED = re.compile(r"'([^']*)'")
+_CLASSES = "pkg.torch.onnx.class_hierarchy"
+# Paths and source lines of the machine that exports, and what repeats the graph in another form.
+_DROPPED = ("pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node", "pkg.torch.onnx.original_node_name")
+
+
+def export(
+    module: torch.nn.Module,
+    inputs: object,
+    dynamic_shapes: object,
+    names: DimNames,
+    outputs: Sequence[str],
+    where: str,
+    collector: Collector,
+) -> ir.Model:
+    """The module's model. An input is an example tensor, its dims named by `dynamic_shapes`, or whatever `specs` takes.
+
+    Raises CompileError where torch cannot export it or the declarations do not fit forward.
+    """
+    import torch
+
+    sequential = type(module).forward is torch.nn.Sequential.forward
+    given = as_mapping(inputs, module.forward, 0, where, sequential)
+    examples = {name: entry for name, entry in given.items() if isinstance(entry, torch.Tensor)}
+    named = _dynamic_dims(dynamic_shapes, list(given), where)
+    declared = all_inputs({name: _declared(entry, named.get(name, {})) for name, entry in given.items()}, where)
+    read = specs(declared, names, where)
+    sizes = _sizes(read, names)
+    tensors = {spec.name: examples.get(spec.name, _example(spec, sizes)) for spec in read}
+    dims = {spec.name: {k: dim for k, dim in enumerate(spec.dims) if isinstance(dim, str)} for spec in read}
+    arguments = _exported_with(tensors, dims, sequential)
+    try:
+        with _quiet():
+            options: dict[str, Any] = {"dynamo": True, "optimize": False, "verbose": False, "opset_version": OPSET}
+            program: Any = torch.onnx.export(module, **arguments, **options)
+    except Exception as error:
+        raise _refusal(error, where, collector) from error
+    if program is None:
+        raise CompileError(Problem(where, "torch.onnx.export returned no program", help="use torch 2.6 or later"))
+    model: ir.Model = program.model
+    _name_weights(model.graph, module)
+    weights = dict(model.graph.initializers)
+    _set_inputs(model, read, where)
+    _set_outputs(model, _output_names(program, len(model.graph.outputs), outputs, where), where)
+    _keep_batch_norm_training(model)
+    _clean_up(model, weights)
+    model = checked(model, where)
+    _drop_metadata(model)
+    derive_names(model, [value for name, value in model.graph.initializers.items() if name not in weights])
+    return model
+
+
+def _declared(entry: object, dims: Mapping[int, object]) -> object:
+    """An example tensor as an Input with its dynamic dims; anything else as it is."""
+    import torch
+
+    if not isinstance(entry, torch.Tensor):
+        return entry
+    shape = [dims.get(axis, size) for axis, size in enumerate(entry.shape)]
+    return Input(shape, str(entry.dtype).removeprefix("torch."))  # type: ignore[arg-type]
+
+
+def _dynamic_dims(declared: object, inputs: list[str], where: str) -> dict[str, dict[int, object]]:
+    """Per input its dynamic dims by axis, from torch's own forms: a dict or tuple of inputs, each a dict or tuple of dims."""
+    if declared is None:
+        return {}
+    if isinstance(declared, list | tuple):
+        declared = dict(zip(inputs, declared, strict=False))
+    if not isinstance(declared, Mapping) or not set(declared) <= set(inputs):
+        fact = f"dynamic_shapes is {declared!r}; the inputs are {', '.join(inputs)}"
+        raise CompileError(Problem(where, fact, help='write dynamic_shapes = {"x": {0: "batch"}}'))
+    found: dict[str, dict[int, object]] = {}
+    for name, dims in declared.items():
+        entries = dims.items() if isinstance(dims, Mapping) else enumerate(dims or ())
+        found[name] = {
+            int(axis): _dim(dim) for axis, dim in entries if not (dim is None and not isinstance(dims, Mapping))
+        }
+    return found
+
+
+def _dim(dim: object) -> object:
+    """torch's Dim by its name, its anonymous hints as None, which gets a name; others as they are."""
+    if dim is None or isinstance(dim, str | int | Symbol):
+        return dim
+    return getattr(dim, "__name__", None)
+
+
+def _sizes(read: Sequence[Spec], names: DimNames) -> dict[str, int]:
+    """A legal example size for each dynamic dim, no two equal where their Symbols allow it."""
+    sizes: dict[str, int] = {}
+    for spec in read:
+        for axis, dim in enumerate(spec.dims):
+            if isinstance(dim, str) and dim not in sizes:
+                sizes[dim] = _size(names.symbols.get(dim, Symbol()), 3 if axis == 0 else 37, set(sizes.values()))
+    return sizes
+
+
+def _size(symbol: Symbol, wanted: int, used: set[int]) -> int:
+    last = symbol.max or 1 << 30
+    legal = [size for k in range(64) if (size := symbol.smallest + k * symbol.divisor) <= last]
+    fitting = [size for size in legal if size >= wanted and size not in used] or [
+        size for size in reversed(legal) if size > 1 and size not in used
+    ]
+    if fitting:
+        return fitting[0]
+    return legal[-1]
+
+
+def _example(spec: Spec, sizes: Mapping[str, int]) -> torch.Tensor:
+    import torch
+
+    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.dims]
+    fill = 1 if spec.dtype.is_floating_point() else 0
+    return torch.full(shape, fill, dtype=_torch_type(spec))
+
+
+def _torch_type(spec: Spec) -> torch.dtype:
+    import torch
+
+    kind = getattr(torch, spec.dtype.numpy().name, None)
+    if not isinstance(kind, torch.dtype):
+        raise CompileError(Problem(f"input '{spec.name}'", f"torch has no dtype {spec.dtype.name}"))
+    return kind
+
+
+def _exported_with(
+    tensors: Mapping[str, torch.Tensor], dims: Mapping[str, Mapping[int, str]], in_order: bool
+) -> dict[str, Any]:
+    if in_order:
+        return {"args": tuple(tensors.values()), "dynamic_shapes": tuple(dict(dims[name]) for name in tensors)}
+    return {"args": (), "kwargs": dict(tensors), "dynamic_shapes": {name: dict(dims[name]) for name in tensors}}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's exporter logs what it lacks for modules that are not used, and warns of its own internals."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _refusal(error: Exception, where: str, collector: Collector) -> Exception:
+    """What stopped the export, at its root: the user's own error as it is, torch's with the user's line where it has one."""
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    frames = own_frames(root, collector)
+    own_kind = type(root).__module__.startswith("torch")
+    if frames and isinstance(root, Exception) and not own_kind:
+        return root
+    lines = [line.strip() for line in str(root).strip().splitlines() if line.strip()] or [type(root).__name__]
+    if frames:
+        where = collector.line(frames[-1].filename, frames[-1].lineno or 0)
+        lines[1:] = [frames[-1].line or ""]
+    help_ = "a dim that the module fixes is an int in inputs; torch.export's documentation says what forward may do"
+    fact = f"torch cannot export the module: {'' if own_kind else type(root).__name__ + ': '}{lines[0]}"
+    return CompileError(Problem(where, fact, "\n  ".join(lines[1:6]), help_))
+
+
+def _name_weights(graph: ir.Graph, module: torch.nn.Module) -> None:
+    """Every weight by torch's own name, with what torch says of whether it is learned.
+
+    A shared one has the first of its names whose module is called; a module that is called under its second name keeps that.
+    """
+    scopes = {one for node in graph for one in _QUOTED.findall(node.metadata_props.get(TORCH_SCOPES, ""))}
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    for path, tensor in named:
+        if path.rpartition(".")[0] in scopes:
+            first.setdefault(id(tensor), path)
+    learned = {path for path, parameter in module.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    for path, tensor in named:
+        own = first.get(id(tensor), path)
+        if path == own or path not in graph.initializers:
+            continue
+        value = graph.initializers.pop(path)
+        if own in graph.initializers:
+            value.replace_all_uses_with(graph.initializers[own], replace_graph_outputs=True)
+        else:
+            value.name = own
+            graph.initializers[own] = value
+    for name, value in graph.initializers.items():
+        value.meta["partc.learned"] = name in learned
+
+
+def _set_inputs(model: ir.Model, read: Sequence[Spec], where: str) -> None:
+    """The graph's inputs by the declared names and dims, in the declared order."""
+    graph = model.graph
+    by_name = {value.name: value for value in graph.inputs}
+    found = [by_name.get(spec.name) for spec in read]
+    if len(read) == 1 and len(graph.inputs) == 1:
+        found = [graph.inputs[0]]
+    if any(value is None for value in found) or len(graph.inputs) != len(read):
+        fact = f"the exported graph has the inputs {', '.join(str(name) for name in by_name)}"
+        raise CompileError(Problem(where, fact, f"declared are {', '.join(spec.name for spec in read)}"))
+    values = [value for value in found if value is not None]
+    fixed = []
+    for spec, value in zip(read, values, strict=True):
+        for axis, (dim, got) in enumerate(zip(spec.dims, value.shape or spec.dims, strict=True)):
+            if isinstance(dim, str) and isinstance(got, int):
+                fact = f"input '{spec.name}', dim {axis}: '{dim}' is declared, but the module works for {got} alone"
+                fixed.append(Problem(where, fact, help=f"write {got}, or free the module of that size"))
+        value.name = spec.name
+        value.shape = ir.Shape(spec.dims)
+    if fixed:
+        raise CompileError(fixed)
+    graph.inputs.clear()
+    graph.inputs.extend(values)
+
+
+def _output_names(program: Any, count: int, names: Sequence[str], where: str) -> list[str]:
+    """The declared names, else the keys of the dict that forward returns, else `output` or `output_0`, `output_1`."""
+    if names:
+        if len(names) != count:
+            fact = f"outputs names {len(names)} values ({', '.join(names)}), but forward returns {count}"
+            raise CompileError(Problem(where, fact, help="give one name for each value that forward returns"))
+        return list(names)
+    from torch.utils import _pytree
+
+    result = _pytree.tree_unflatten(list(range(count)), program.exported_program.call_spec.out_spec)
+    if isinstance(result, Mapping) and sorted(result.values(), key=str) == sorted(range(count), key=str):
+        return [str(name) for name, _ in sorted(result.items(), key=lambda item: int(item[1]))]
+    return ["output"] if count == 1 else [f"output_{k}" for k in range(count)]
+
+
+def _set_outputs(model: ir.Model, names: Sequence[str], where: str) -> None:
+    """Outputs get their names; one that is an input, a weight or another output too leaves through an Identity."""
+    graph = model.graph
+    kept = {value.name for value in (*graph.inputs, *graph.initializers.values())}
+    if clash := [name for name in names if name in kept]:
+        raise CompileError(
+            [Problem(where, f"'{name}' names an output and an input or weight", help="rename one") for name in clash]
+        )
+    values = list(graph.outputs)
+    for k, (name, value) in enumerate(zip(names, values, strict=True)):
+        if value.producer() is None or value in values[:k]:
+            node = ir.node("Identity", [value])
+            node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
+            graph.append(node)
+            graph.outputs[k] = node.outputs[0]
+        graph.outputs[k].name = name
+
+
+def _keep_batch_norm_training(model: ir.Model) -> None:
+    for node in model.graph:
+        if node.op_type == "BatchNormalization" and _BATCH_NORM_IN_TRAINING in node.metadata_props.get(_CLASSES, ""):
+            node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
+            mean, variance = node.inputs[3], node.inputs[4]
+            node.resize_outputs(3)
+            for output, state in zip(node.outputs[1:], (mean, variance), strict=True):
+                assert state is not None
+                output.type, output.shape = state.type, state.shape
+
+
+def _clean_up(model: ir.Model, weights: Mapping[str, ir.Value]) -> None:
+    """Folds shape arithmetic and constants, with the weights out of reach as inputs of the graph."""
+    import onnxscript.optimizer
+
+    graph = model.graph
+    contents = {name: value.const_value for name, value in weights.items()}
+    declared = len(graph.inputs)
+    for name, value in weights.items():
+        del graph.initializers[name]
+        value.const_value = None
+        graph.inputs.append(value)
+    onnxscript.optimizer.optimize(model)
+    del graph.inputs[declared:]
+    for name, value in weights.items():
+        value.const_value = contents[name]
+        if value.uses() or value in graph.outputs:
+            graph.initializers[name] = value
+
+
+def _drop_metadata(model: ir.Model) -> None:
+    model.graph.metadata_props.clear()
+    for graph in graphs_of(model.graph):
+        for node in graph:
+            for key in _DROPPED:
+                node.metadata_props.pop(key, None)

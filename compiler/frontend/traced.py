@@ -1,0 +1,158 @@
+"""What `place` and `shard` of a module, a function or an op speak of: the regions of the graph that its calls emit.
+
+The region of a module is all that is inside. That of a function is what one call of it emits: the nodes get a scope of the
+function's name (`dense_relu.MatMul`, of a second call in the same module `dense_relu_1.MatMul`), also those of modules that
+it calls. That of an op is its node. Where `place` and `shard` both speak of a function, its region is one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import onnx_ir as ir
+from onnxscript import GraphBuilder, OpBuilder
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.declare import Collector, collector
+
+
+@dataclass
+class Region:
+    """What one call emitted: a scope's path, or one node; and the tensors that went in and came out."""
+
+    path: str
+    node: ir.Node | None
+    arguments: tuple[ir.Value, ...]
+    results: tuple[ir.Value, ...]
+
+
+@dataclass
+class TracedCall:
+    """One call of `place` or `shard`: its target, its line, and the regions that calls of the target became."""
+
+    verb: ClassVar[str]
+    target: object
+    where: str
+    regions: list[Region] = field(default_factory=list, init=False)
+
+    @property
+    def name(self) -> str:
+        """The module's class, the function's name, or the op's type."""
+        if is_module(self.target):
+            return type(self.target).__name__
+        if bound := _bound_op(self.target):
+            return bound[1]
+        name = str(getattr(self.target, "__name__", type(self.target).__name__))
+        return name if name.isidentifier() else "function"
+
+    def check(self, region: Region) -> None:
+        """Raises CompileError where the call cannot mean this region."""
+
+
+def is_module(target: object) -> bool:
+    """Whether this is a module of onnxscript or torch."""
+    return not isinstance(target, type) and hasattr(target, "named_modules") and hasattr(target, "forward")
+
+
+def note_call(module: object, arguments: Sequence[object], result: object) -> None:
+    """Records what a module that is being traced was given and gave back, if `shard` spoke of it."""
+    record = collector()
+    for call in record.shards if record else ():
+        if call.target is module:
+            region = Region("", None, _tensors(arguments), _tensors([result]))
+            call.check(region)
+            call.regions.append(region)
+
+
+_TRACED: WeakKeyDictionary[Callable[..., object], tuple[tuple[TracedCall, ...], Callable[..., object]]] = (
+    WeakKeyDictionary()
+)
+
+
+def traced(call: TracedCall, target: Callable[..., object]) -> Callable[..., object]:
+    """The function or op to be called instead of `target`: what a call of it emits is a region of `call`."""
+    earlier, fn = _TRACED.get(target, ((), target)) if inspect.isfunction(target) else ((), target)
+    calls = (*earlier, call)
+    call.target = fn
+    bound = _bound_op(fn)
+
+    def call_traced(*arguments: object, **named: object) -> object:
+        op = bound[0] if bound else arguments[0] if arguments else None
+        if not isinstance(op, OpBuilder):
+            fact = f"'{call.name}' is called without the op builder"
+            law = "the region of a function is what it emits: its first argument is the op builder of forward"
+            help = f"call it with op first; of a torch model {call.verb} a module"
+            raise CompileError(Problem(call.where, fact, law, help))
+        builder, record = op.builder, collector()
+        if record and builder.parent is not None:
+            fact = f"'{call.name}' is called in a body of If, Loop or Scan, whose ops run whole"
+            raise CompileError(Problem(call.where, fact, help=f"{call.verb} what is outside of it"))
+        given = _tensors([*arguments, *named.values()])
+        with _scope(builder, None if bound else call.name, record) as path:
+            before = builder.graph.num_nodes()
+            result = fn(*arguments, **named)
+        results = _tensors([result])
+        if record:
+            if builder.graph.num_nodes() == before:
+                fact = f"'{call.name}' emits no op"
+                raise CompileError(Problem(call.where, fact, help=f"{call.verb} what computes"))
+            region = Region(path, results[0].producer() if bound else None, given, results)
+            for each in calls:
+                each.check(region)
+                each.regions.append(region)
+        return result
+
+    found = functools.wraps(fn)(call_traced)
+    _TRACED[found] = calls, fn
+    return found
+
+
+@contextmanager
+def _scope(builder: GraphBuilder, name: str | None, record: Collector | None) -> Iterator[str]:
+    """Within, nodes get a scope of this name, made unlike those of earlier calls; its path without the root's own name."""
+    around = [part for part in builder._scope_names()[1:] if part]
+    if name is None:
+        yield ".".join(around)
+        return
+    calls = (*record.shards, *record.calls) if record else ()
+    taken = {region.path for call in calls for region in call.regions if region.node is None}
+    path, k = ".".join([*around, name]), 0
+    while path in taken:
+        k += 1
+        path = ".".join([*around, f"{name}_{k}"])
+    rootless = not builder._scope_names()
+    for scope in ([""] if rootless else []) + [path.rpartition(".")[2]]:
+        builder.push_module(scope)
+    try:
+        yield path
+    finally:
+        builder.pop_module()
+        if rootless:
+            builder.pop_module()
+
+
+def _tensors(values: Sequence[object]) -> tuple[ir.Value, ...]:
+    found: list[ir.Value] = []
+    for value in values:
+        match value:
+            case ir.Value():
+                found.append(value)
+            case list() | tuple():
+                found += _tensors(value)
+            case Mapping():
+                found += _tensors(list(value.values()))
+    return tuple(found)
+
+
+def _bound_op(fn: object) -> tuple[OpBuilder, str] | None:
+    """The builder and op type of `op.MatMul`, which a builder makes as a function of its own."""
+    if not inspect.isfunction(fn) or fn.__module__ != OpBuilder.__module__:
+        return None
+    inside = inspect.getclosurevars(fn).nonlocals
+    builder, op_type = inside.get("self"), inside.get("op_type")
+    return (builder, op_type) if isinstance(builder, OpBuilder) and isinstance(op_type, str) else None

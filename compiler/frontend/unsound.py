@@ -1,0 +1,56 @@
+"""Whose fault it is that a pass cannot go on: the model's, where onnx or onnxruntime refuse it as it came.
+
+Passes take the model for sound ONNX. To prove that before each compile would cost every user for a few models that are not, and would
+refuse some that onnxruntime runs; so a model is looked at when a pass has stumbled over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import onnx
+from partc.compiler.errors import CompileError, OwnFaultError, Problem
+from partc.compiler.frontend import load
+from partc.runtime.artifact.format import Manifest
+from partc.runtime.checker.written import check_model
+from partc.runtime.errors import PartcError
+from partc.runtime.program.ort import can_load, version
+
+
+@contextmanager
+def blamed(path: Path) -> Iterator[None]:
+    """What is raised inside and is no message about the model or the plan becomes one if the model in `path` is not sound."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, CompileError | PartcError | OSError) and not isinstance(error, OwnFaultError):
+            raise
+        if reason := unsound(path):
+            help = "onnx.checker.check_model and onnxruntime.InferenceSession say more; export the model again"
+            raise CompileError(Problem(path.name, f"is not a sound ONNX model: {reason}", help=help)) from error
+        raise
+
+
+def unsound(path: Path) -> str:
+    """What onnx's checker or onnxruntime say against a model; '' where they take it."""
+    built = None if path.suffix == ".onnx" else load(path).model
+    try:
+        if built is None:
+            model = onnx.load(path, load_external_data=False)
+        else:
+            import onnx_ir
+
+            model = onnx_ir.serde.serialize_model(built)
+        found = check_model(path.name, model, Manifest.model_construct(symbols={}))
+    except Exception as error:  # of a model that cannot even be looked at
+        return _line(error)
+    if found:
+        return f"{found[0].node}: {found[0].fact}" if found[0].node else found[0].fact
+    refused = can_load(model.SerializeToString(), str(path.parent.resolve()), optimized=False)
+    return f"onnxruntime {version()} does not load it: {refused}" if refused else ""
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

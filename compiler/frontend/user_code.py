@@ -1,0 +1,176 @@
+"""Runs a user's Python file: its folder importable, what it imports kept apart, and its errors told by its own lines.
+
+model.py:14: ValueError: in_channels 3 is not divisible by groups 2
+  self.conv = nn.Conv2d(3, 6, 5, groups=2)
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import linecache
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, ModuleType
+
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.declare import Collector
+from partc.runtime.files.regular import read_regular
+
+# The name under which the file runs.
+MODEL_MODULE = "__partc_model__"
+_LIBRARIES = tuple(Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib"))
+
+
+@contextmanager
+def importable(folder: Path) -> Iterator[None]:
+    """Within, modules beside the file can be imported; afterwards none of them stays known under its name.
+
+    Two models may so both have a `layers.py`. The standard library and installed packages keep their names.
+    """
+    path, own = list(sys.path), _module_names(folder)
+    aside = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in own}
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name, module in list(sys.modules.items()):
+            if name == MODEL_MODULE or _lies_in(module, folder):
+                del sys.modules[name]
+        sys.modules.update(aside)
+
+
+@dataclass(frozen=True)
+class UserFile:
+    """A file that has run: its globals, and the lines at which it binds them."""
+
+    path: Path
+    globals: Mapping[str, object]
+    lines: Mapping[str, int]
+
+    @classmethod
+    def run(cls, path: Path) -> UserFile:
+        """Runs the file; `__name__` is not `__main__` in it. Whatever it raises goes through."""
+        source = read_regular(path)
+        module = ModuleType(MODEL_MODULE)
+        module.__file__ = str(path)
+        sys.modules[MODEL_MODULE] = module
+        exec(_code(source, path), module.__dict__)
+        return cls(path, vars(module), dict(_bindings(ast.parse(source).body)))
+
+    @property
+    def name(self) -> str:
+        """The file's own name."""
+        return self.path.name
+
+    def line(self, *names: str) -> str:
+        """`model.py:12`, where the first of these globals that there is is bound; `model.py` where there is none."""
+        found = next((self.lines[name] for name in names if name in self.lines), None)
+        return f"{self.name}:{found}" if found is not None else self.name
+
+
+def _code(source: bytes, path: Path) -> CodeType:
+    try:
+        return compile(source, str(path), "exec")
+    except (SyntaxError, ValueError) as error:  # of bytes that are no text Python does not say in which file
+        if isinstance(error, SyntaxError) and error.filename:
+            raise
+        raise SyntaxError(str(error), (str(path), 1, 0, "")) from error
+
+
+def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
+    """The names that top-level statements bind, with their lines."""
+    for statement in body:
+        match statement:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield statement.name, statement.lineno
+            case ast.Import() | ast.ImportFrom():
+                yield from ((alias.asname or alias.name, statement.lineno) for alias in statement.names)
+            case _:
+                for inner in ast.walk(statement):
+                    if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+                        yield inner.id, inner.lineno
+
+
+@contextmanager
+def told_by_line(path: Path, collector: Collector) -> Iterator[None]:
+    """Turns what the user's own code raises within into a CompileError; a fault that no line of it took part in stays."""
+    try:
+        yield
+    except CompileError:
+        raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever it is, `exit()` and GeneratorExit too, user code has raised it
+        problem = _problem(error, path, collector)
+        if problem is None:
+            raise
+        raise CompileError(problem) from error
+
+
+def own_frames(error: BaseException, collector: Collector) -> list[traceback.FrameSummary]:
+    """The lines of the user's own files that the error came through, the innermost last."""
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if collector.owns(frame.filename)]
+
+
+def _problem(error: BaseException, path: Path, collector: Collector) -> Problem | None:
+    if isinstance(error, SyntaxError) and error.filename and collector.owns(error.filename):
+        line = collector.line(error.filename, error.lineno or 0)
+        return Problem(line, f"{type(error).__name__}: {error.msg}", (error.text or "").strip())
+    frames = own_frames(error, collector)
+    if not frames:
+        return None
+    inner = frames[-1]
+    lines = [linecache.getline(inner.filename, inner.lineno or 0).strip()]
+    reached = [frame for frame in frames if frame.filename == str(path)]
+    if inner.filename != str(path) and reached:
+        lines.append(f"reached from {collector.line(str(path), reached[-1].lineno or 0)}")
+    return Problem(
+        collector.line(inner.filename, inner.lineno or 0), _fact(error), "\n  ".join(filter(None, lines)), _help(error)
+    )
+
+
+def _fact(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"the file ends the program: SystemExit({error.code!r})"
+    try:
+        text = str(error).strip()
+    except Exception:  # a class of the user's, whose own text fails
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _help(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return "guard what is not the model with `if __name__ == '__main__':`"
+    if isinstance(error, ModuleNotFoundError) and error.name and error.name.split(".")[0] == "torch":
+        return 'pip install "partc[torch]"'
+    return ""
+
+
+def _module_names(folder: Path) -> set[str]:
+    """Top-level modules that the folder has, without those whose name a library already goes by."""
+    found = {entry.stem for entry in folder.glob("*.py")} | {
+        entry.parent.name for entry in folder.glob("*/__init__.py")
+    }
+    return {name for name in found if name not in sys.stdlib_module_names and not _is_library(sys.modules.get(name))}
+
+
+def _is_library(module: ModuleType | None) -> bool:
+    origin = getattr(module, "__file__", None)
+    return origin is not None and any(Path(origin).is_relative_to(library) for library in _LIBRARIES)
+
+
+def _lies_in(module: ModuleType | None, folder: Path) -> bool:
+    if _is_library(module) or (getattr(module, "__name__", None) or "").split(".")[0] in ("partc", "__main__"):
+        return False
+    origin = getattr(module, "__file__", None)
+    places = [origin] if origin else list(getattr(module, "__path__", []))
+    return any(Path(place).is_relative_to(folder) for place in places)

@@ -1,0 +1,124 @@
+"""How one node is cut on its group: which mesh axes cut which factor of its rule, and who decided each.
+
+MatMul `mk,kn->mn` on mesh (2, 4), {m: (0,), k: (1,)}:   inputs [2, 4] and [4, 1], output [2, 1] to be summed over 4
+Add `ab,ab->ab` on mesh (2, 4), {a: (0,)}, passing (1,):   inputs [2, 1] to be summed over 4, and so the output
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import onnx_ir as ir
+from partc.compiler.ir.program import Group
+from partc.compiler.layout.layout import Layout, Mesh
+from partc.compiler.layout.mesh import on_common_mesh
+from partc.compiler.ops.rule import WHOLE, Rule
+
+Axes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A node on one of its groups: constants and shape arithmetic may run on several."""
+
+    node: ir.Node
+    group: Group
+
+    def __hash__(self) -> int:
+        """Of the first rank and the number only: a group may have hundreds, and one that is looked up is nearly always the same object."""
+        return hash((self.node, self.group[0], len(self.group)))
+
+
+@dataclass
+class Choice:
+    """Axes by factor, major first. While `open`, axes that cut nothing yet may be given to factors that have none.
+
+    `passing`: axes over which the node is given terms of a sum, and gives such: those of inputs `terms` are there, inputs `kept` are
+    whole and are the term of the first rank along the axes, zeros being those of the others. Of its other inputs every rank has all.
+    """
+
+    rule: Rule
+    mesh: Mesh
+    axes: dict[str, Axes] = field(default_factory=dict)
+    open: bool = True
+    why: dict[str, str] = field(default_factory=dict)
+    passing: Axes = ()
+    terms: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
+
+    def input(self, k: int) -> Layout | None:
+        """The layout that input `k` must have; None for one that is absent or no tensor of known rank."""
+        letters = self.rule.inputs[k] if k < len(self.rule.inputs) else None
+        return None if letters is None else self._laid_out(letters, self._passed if k in self.terms else ())
+
+    def kept_as(self, k: int) -> Layout:
+        """The layout of what becomes of input `k`, which is kept by the first of the ranks."""
+        letters = self.rule.inputs[k]
+        assert letters is not None
+        return self._laid_out(letters, self._passed)
+
+    def output(self, k: int) -> Layout | None:
+        """The layout that output `k` has: cut by its own factors, to be reduced over the axes of contracted ones."""
+        letters = self.rule.outputs[k] if k < len(self.rule.outputs) else None
+        if letters is None:
+            return None
+        pending = [
+            (axis, self.rule.reduce[letter])
+            for letter, axes in self.axes.items()
+            if letter not in letters and self.rule.reduce.get(letter)
+            for axis in axes
+        ]
+        return self._laid_out(letters, tuple(sorted((*pending, *self._passed))))
+
+    def giving(self, terms: Layout) -> Choice | None:
+        """This choice, with all inputs and outputs whole along axes of its own that are those of `terms`; None where these cut it.
+
+        What is left is to say which inputs are `terms`, and which are `kept`.
+        """
+        here = Layout(self.mesh, tuple(self.axes.values()))
+        common = on_common_mesh(here, Layout(terms.mesh, (), terms.partial))
+        if common is None:
+            return None
+        passing = tuple(axis for axis, _ in common[1].partial)
+        if {axis for axes in common[0].cuts for axis in axes} & {*passing}:
+            return None
+        return replace(
+            self, mesh=common[0].mesh, axes=dict(zip(self.axes, common[0].cuts, strict=True)), passing=passing
+        )
+
+    def settled(self) -> Choice:
+        """The choice as it is where sums are reduced as soon as they are made."""
+        return replace(self, passing=(), terms=frozenset(), kept=frozenset()) if self.passing else self
+
+    @property
+    def _passed(self) -> tuple[tuple[int, str], ...]:
+        return tuple((axis, "sum") for axis in self.passing)
+
+    def _laid_out(self, letters: str, partial: tuple[tuple[int, str], ...] = ()) -> Layout:
+        cuts = tuple(() if letter == WHOLE else self.axes.get(letter, ()) for letter in letters)
+        return Layout(self.mesh, cuts, partial)
+
+    def pieces(self, factor: str) -> int:
+        """Into how many pieces a factor is cut."""
+        return math.prod(self.mesh[axis] for axis in self.axes.get(factor, ()))
+
+    @property
+    def cut(self) -> Mapping[str, int]:
+        """The factors that are cut, with the number of their pieces."""
+        return {letter: self.pieces(letter) for letter, axes in self.axes.items() if axes}
+
+    @property
+    def free(self) -> set[int]:
+        """Axes that cut nothing."""
+        return set(range(len(self.mesh))) - {axis for axes in (*self.axes.values(), self.passing) for axis in axes}
+
+    def strategy(self) -> str:
+        """The cuts of the inputs as the origin's dumps show them: `((2, 4), (4, 1))`."""
+        rows = [
+            f"({', '.join(str(layout.pieces(dim)) for dim in range(len(layout.cuts)))})"
+            for k in range(len(self.rule.inputs))
+            if (layout := self.input(k)) is not None
+        ]
+        return f"({', '.join(rows)})"

@@ -1,0 +1,224 @@
+"""Which piece goes from which rank to which, when ranks that hold a value in one layout are to hold it in another.
+
+A rank needs a box of the value, and what it needs lies in the pieces of some other ranks: it gets every intersection once. Boxes
+are fractions of the value's dims, so that one list of parts serves every size:
+
+    rows cut in 2 over ranks 0-5 (2x3)  ->  in 3 (3x2)     rank 2, who needs rows 1/3..2/3:
+    source 2, target 2, rows 1/3..1/2   kept               source 5, target 2, rows 1/2..2/3   received
+
+Where several ranks hold a piece: who holds it himself keeps it, without a message. Inside one group every other rank turns to
+the holder with its own coordinates on the axes that do not cut the value, so that replicas talk among themselves. Between
+groups the ranks that need the piece are dealt out to its holders in order, equally many to each.
+
+Partial values travel as they are, term for term: which term a rank holds is treated as one more dim, cut into all terms.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypeAlias
+
+from partc.compiler.layout.layout import Box, Layout
+
+Span: TypeAlias = tuple[tuple[Fraction, Fraction], ...]
+"""Per dim, begin and end as fractions of its size."""
+Numbers: TypeAlias = tuple[int, ...]
+"""Per dim the piece, and last the term of a partial value."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of the value that rank `target` gets from rank `source`; the two are equal where it keeps what it has."""
+
+    source: int
+    target: int
+    span: Span
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The parts of a change from one layout on one group to another layout, perhaps on another group."""
+
+    before: Layout
+    after: Layout
+    source_group: tuple[int, ...]
+    target_group: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for layout, group in ((self.before, self.source_group), (self.after, self.target_group)):
+            if layout.size != len(group) or len(set(group)) != len(group):
+                raise ValueError(f"mesh {layout.mesh} needs {layout.size} distinct ranks, not {group}")
+        if len(self.before.cuts) != len(self.after.cuts):
+            raise ValueError(f"{self.before} and {self.after} are of values with different ranks")
+        if not can_travel(self.before, self.after):
+            raise ValueError(f"the terms of {self.before} are not those of {self.after}: reduce them first")
+
+    def of_target(self, rank: int) -> tuple[Part, ...]:
+        """What `rank` puts together, by ascending place in the value: messages it receives, and the part it keeps, if any."""
+        index = self.target_group.index(rank)
+        wanted = numbers(self.after, index)
+        found = []
+        for piece in _overlapping(wanted, self.after, self.before):
+            source = _givers(self, piece)[index]
+            found.append(Part(self.source_group[source], rank, _common(piece, self.before, wanted, self.after)))
+        return tuple(found)
+
+    def of_source(self, rank: int) -> tuple[Part, ...]:
+        """What `rank` gives, by the target's place in its group; the part that it keeps is among them, if any."""
+        index = self.source_group.index(rank)
+        piece = numbers(self.before, index)
+        return tuple(
+            Part(rank, self.target_group[target], _common(piece, self.before, numbers(self.after, target), self.after))
+            for target, source in _givers(self, piece).items()
+            if source == index
+        )
+
+    def parts(self) -> tuple[Part, ...]:
+        """All of them, by target."""
+        return tuple(part for rank in self.target_group for part in self.of_target(rank))
+
+    def received(self) -> tuple[Fraction, ...]:
+        """Per rank of the target group, the share of the whole value that reaches it from others."""
+        return _received(self)
+
+    def circles(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks in the smallest sets that exchange among themselves only; ranks without messages are in none."""
+        circle: dict[int, set[int]] = {}
+        for part in self.parts():
+            if part.source != part.target:
+                both = circle.get(part.source, {part.source}) | circle.get(part.target, {part.target})
+                circle.update(dict.fromkeys(both, both))
+        return tuple(sorted({tuple(sorted(ranks)) for ranks in circle.values()}))
+
+
+def can_travel(before: Layout, after: Layout) -> bool:
+    """Whether each rank of `after` can be given what it needs without computing: both hold the same terms, or none."""
+    return _terms(before) == _terms(after) and {r for _, r in before.partial} == {r for _, r in after.partial}
+
+
+def numbers(layout: Layout, index: int) -> Numbers:
+    """Which piece of each dim the group's `index`-th rank holds, and which term."""
+    at = layout.coordinates(index)
+    term = 0
+    for axis, _ in layout.partial:
+        term = term * layout.mesh[axis] + at[axis]
+    return (*layout.piece(index), term)
+
+
+def span_of(layout: Layout, index: int) -> Span:
+    """The box of the value that the group's `index`-th rank holds."""
+    return tuple(
+        (Fraction(number, layout.pieces(dim)), Fraction(number + 1, layout.pieces(dim)))
+        for dim, number in enumerate(layout.piece(index))
+    )
+
+
+def within(span: Span, piece: Span) -> Span:
+    """A box of the value as fractions of the piece that contains it."""
+    found = []
+    for (begin, end), (first, last) in zip(span, piece, strict=True):
+        if not first <= begin <= end <= last:
+            raise ValueError(f"{begin}..{end} is not inside of {first}..{last}")
+        found.append(((begin - first) / (last - first), (end - first) / (last - first)))
+    return tuple(found)
+
+
+def offsets(span: Span, shape: Sequence[int]) -> Box:
+    """Fractions of a piece of `shape` as begin and end per dim; they must be whole numbers."""
+    found = []
+    for dim, ((begin, end), size) in enumerate(zip(span, shape, strict=True)):
+        first, last = begin * size, end * size
+        if first.denominator != 1 or last.denominator != 1:
+            raise ValueError(f"dim {dim} of {size} has no whole place for {begin}..{end}")
+        found.append((int(first), int(last)))
+    return tuple(found)
+
+
+def _terms(layout: Layout) -> int:
+    return math.prod(layout.mesh[axis] for axis, _ in layout.partial)
+
+
+def _counts(layout: Layout) -> Numbers:
+    return (*(layout.pieces(dim) for dim in range(len(layout.cuts))), _terms(layout))
+
+
+@functools.lru_cache(maxsize=256)
+def _holders(layout: Layout) -> Mapping[Numbers, tuple[int, ...]]:
+    """Per piece the ranks that hold it, as indices, rising."""
+    found: dict[Numbers, list[int]] = {}
+    for index in range(layout.size):
+        found.setdefault(numbers(layout, index), []).append(index)
+    return {piece: tuple(indices) for piece, indices in found.items()}
+
+
+def _overlapping(piece: Numbers, layout: Layout, other: Layout) -> itertools.product[Numbers]:
+    """The pieces of another layout that have something in common with a piece of this one."""
+    return itertools.product(
+        *(
+            range(number * theirs // ours, -(-(number + 1) * theirs // ours))
+            for number, ours, theirs in zip(piece, _counts(layout), _counts(other), strict=True)
+        )
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _givers(routes: Routes, piece: Numbers) -> Mapping[int, int]:
+    """Who gets (a part of) a piece of `before`, and from which of its holders; both as indices, targets rising."""
+    before, after = routes.before, routes.after
+    targets = sorted(
+        index for wanted in _overlapping(piece, before, after) for index in _holders(after).get(wanted, ())
+    )
+    holders = _holders(before)[piece]
+    if routes.source_group == routes.target_group:
+        return {target: _neighbour(before, holders[0], target) for target in targets}
+    own = {routes.source_group[holder]: holder for holder in holders}
+    found = {target: own.get(routes.target_group[target]) for target in targets}
+    without = [target for target, holder in found.items() if holder is None]
+    dealt = {target: holders[place * len(holders) // len(without)] for place, target in enumerate(without)}
+    return {target: dealt[target] if holder is None else holder for target, holder in found.items()}
+
+
+def _neighbour(layout: Layout, holder: int, index: int) -> int:
+    """Who holds the same piece as `holder`, with the coordinates of `index` on all axes that do not decide the piece."""
+    fixed = {axis for axes in layout.cuts for axis in axes} | {axis for axis, _ in layout.partial}
+    found = 0
+    for axis, (there, here) in enumerate(zip(layout.coordinates(holder), layout.coordinates(index), strict=True)):
+        found = found * layout.mesh[axis] + (there if axis in fixed else here)
+    return found
+
+
+def _common(piece: Numbers, before: Layout, wanted: Numbers, after: Layout) -> Span:
+    found = []
+    for dim in range(len(before.cuts)):
+        ours, theirs = before.pieces(dim), after.pieces(dim)
+        begin = max(Fraction(piece[dim], ours), Fraction(wanted[dim], theirs))
+        end = min(Fraction(piece[dim] + 1, ours), Fraction(wanted[dim] + 1, theirs))
+        found.append((begin, end))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _received(routes: Routes) -> tuple[Fraction, ...]:
+    before, after = routes.before, routes.after
+    places = {rank: index for index, rank in enumerate(routes.source_group)}
+    ours, theirs = _counts(before), _counts(after)
+    found = []
+    for index, rank in enumerate(routes.target_group):
+        wanted = numbers(after, index)
+        unit = math.prod(math.lcm(a, b) for a, b in zip(ours[:-1], theirs[:-1], strict=True))
+        kept = 0
+        if rank in places:
+            piece = numbers(before, places[rank])
+            kept = int(piece[-1] == wanted[-1])
+            for number, our, other, their in zip(piece[:-1], ours, wanted[:-1], theirs, strict=False):
+                scale = math.lcm(our, their)
+                begin = max(number * (scale // our), other * (scale // their))
+                end = min((number + 1) * (scale // our), (other + 1) * (scale // their))
+                kept *= max(0, end - begin)
+        found.append(Fraction(1, math.prod(theirs[:-1])) - Fraction(kept, unit))
+    return tuple(found)

@@ -1,0 +1,98 @@
+"""One layout on other meshes: a mesh axis may be subdivided, and neighbouring axes that are used alike may be joined.
+
+Ranks are row-major, so an axis of 6 is the two axes 2 and 3 (or 3 and 2), the first one major; what it did, both do in this
+order. `normal` joins all that can be joined: layouts with equal normal forms put the same pieces on the same ranks.
+`on_common_mesh` finds the coarsest subdivision that two meshes have in common:
+
+    mesh (8,)    rows cut over 0        ->  mesh (2, 4)  rows cut over (0, 1)
+    mesh (2, 4)  rows cut over 0        ->  mesh (2, 4)  rows cut over 0
+    mesh (2, 3) and mesh (3, 2)             have none
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+
+from partc.compiler.layout.layout import Layout, Mesh, primes
+
+
+def refine(layout: Layout) -> Layout:
+    """The same layout with every mesh axis subdivided into its prime factors, rising; axes of size 1 vanish."""
+    return _subdivided(layout, [primes(size) for size in layout.mesh])
+
+
+@functools.lru_cache(maxsize=4096)
+def normal(layout: Layout) -> Layout:
+    """The same layout on the mesh with the fewest axes: neighbours that are used alike are one axis, axes of size 1 are none."""
+    layout = _subdivided(layout, [(size,) if size > 1 else () for size in layout.mesh])
+    joined: list[list[int]] = []
+    for axis in range(len(layout.mesh)):
+        if joined and _alike(layout, axis - 1, axis):
+            joined[-1].append(axis)
+        else:
+            joined.append([axis])
+    new = {axes[0]: number for number, axes in enumerate(joined)}
+    return Layout(
+        tuple(math.prod(layout.mesh[axis] for axis in axes) for axes in joined),
+        tuple(tuple(new[axis] for axis in axes if axis in new) for axes in layout.cuts),
+        tuple((new[axis], reduce) for axis, reduce in layout.partial if axis in new),
+    )
+
+
+def on_common_mesh(one: Layout, other: Layout) -> tuple[Layout, Layout] | None:
+    """Both layouts on the coarsest mesh that subdivides the axes of both, None if there is none; axes of size 1 vanish."""
+    if one.size != other.size:
+        raise ValueError(f"layouts of {one.size} and {other.size} ranks have no mesh in common")
+    bounds = sorted({*_bounds(one.mesh), *_bounds(other.mesh)})
+    if any(larger % smaller for smaller, larger in itertools.pairwise(bounds)):
+        return None
+    return _cut_at(one, bounds), _cut_at(other, bounds)
+
+
+def needs(layout: Layout) -> dict[int, int]:
+    """The dims that are cut, each with the number of pieces that its size must be divisible by."""
+    return {dim: layout.pieces(dim) for dim in range(len(layout.cuts)) if layout.pieces(dim) > 1}
+
+
+def _alike(layout: Layout, axis: int, following: int) -> bool:
+    """Whether two neighbouring axes do the same, so that one axis of both sizes could do it."""
+    if layout.placement(axis) != layout.placement(following):
+        return False
+    for axes in layout.cuts:
+        if axis in axes:
+            return axes.index(following) == axes.index(axis) + 1
+    return True
+
+
+def _bounds(mesh: Mesh) -> list[int]:
+    """The numbers of ranks that the first 0, 1, 2, ... axes tell apart."""
+    found = [1]
+    for size in mesh:
+        found.append(found[-1] * size)
+    return found
+
+
+def _cut_at(layout: Layout, bounds: Sequence[int]) -> Layout:
+    factors = []
+    own = _bounds(layout.mesh)
+    for begin, end in itertools.pairwise(own):
+        inside = [bound for bound in bounds if begin <= bound <= end]
+        factors.append(tuple(larger // smaller for smaller, larger in itertools.pairwise(inside)))
+    return _subdivided(layout, factors)
+
+
+def _subdivided(layout: Layout, factors: Sequence[tuple[int, ...]]) -> Layout:
+    """Every axis replaced by axes of the sizes `factors` names for it, in place."""
+    mesh: list[int] = []
+    new: list[tuple[int, ...]] = []
+    for sizes in factors:
+        new.append(tuple(range(len(mesh), len(mesh) + len(sizes))))
+        mesh.extend(sizes)
+    return Layout(
+        tuple(mesh),
+        tuple(tuple(part for axis in axes for part in new[axis]) for axes in layout.cuts),
+        tuple((part, reduce) for axis, reduce in layout.partial for part in new[axis]),
+    )

@@ -1,0 +1,243 @@
+"""From one layout to another: the steps that change how a value lies on its ranks, and never the value.
+
+Within a group both layouts are first written on a mesh that subdivides both. What the two have in common stays. Then the cuts
+that the target lacks leave, and those that it has are taken on, as soon as the order of axes within the dims allows it, the
+cheapest first: local slices, reduce_scatter, all_to_all, all_reduce of the terms that are left, all_gather, and padding and
+keeping where the target is to be summed (`walk`).
+
+    rows -> whole              all_gather              whole -> rows      slice
+    rows -> columns            all_to_all              sum -> rows        reduce_scatter
+    rows over (0, 1) -> over 0     all_gather over 1       sum -> whole       all_reduce
+
+Terms that one rank of each set takes are reduced there.
+
+Two further ways are weighed against this one by the bytes that ranks receive: one exchange of the intersecting pieces, which
+receives nothing twice and nothing in vain (rows over 0 -> rows over 1; 2x3 -> 3x2; every change of group), and, around either,
+other layouts for terms to be reduced to or to be padded from. Of ways with equal bytes, in total too, the one without an
+exchange is taken, unless it needs more collectives than to gather every dim, then the one with the fewest steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from partc.compiler.layout.exchange import can_travel, span_of
+from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.mesh import normal, on_common_mesh
+from partc.compiler.layout.moves import (
+    AllGather,
+    AllReduce,
+    Exchange,
+    Keep,
+    Move,
+    Pad,
+    Slice,
+    Transfer,
+    bytes_moved,
+    is_local,
+)
+from partc.compiler.layout.walk import SHRINKING, all_reduce, recut, reduce_scatter, reduce_to, walk
+
+Moves = tuple[Move, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def lower(
+    source: Layout,
+    target: Layout,
+    source_group: tuple[int, ...],
+    target_group: tuple[int, ...],
+    divisors: tuple[int, ...] = (),
+) -> Moves:
+    """The steps from `source` on `source_group` to `target` on `target_group`; () where each rank has what it needs.
+
+    `divisors`: per dim a number known to divide its size; without it, what the cuts of source and target need. No step cuts a
+    dim into pieces that this does not prove to be equal. The layout after the last step puts the pieces and terms where
+    `target` puts them, perhaps written on another mesh. ValueError for layouts of values with different ranks, groups of
+    other sizes than their meshes, and a layout that awaits two different reductions.
+    """
+    _check(source, target)
+    for layout, group in ((source, source_group), (target, target_group)):
+        if layout.size != len(group) or len(set(group)) != len(group):
+            raise ValueError(f"mesh {layout.mesh} needs {layout.size} distinct ranks, not {group}")
+    divisors = divisors or tuple(math.lcm(source.pieces(d), target.pieces(d)) for d in range(len(source.cuts)))
+    source, target = normal(source), normal(target)
+    if source_group == target_group:
+        if source == target:
+            return ()
+        source, target = on_common_mesh(source, target) or (source, target)
+    elif _has_all(source, target, source_group, target_group):
+        return ()
+    ways = _Ways(source_group, target_group, divisors)
+    return ways.direct(source, target) or min(ways.all(source, target), key=lambda moves: _price(moves, source))
+
+
+def lower_unknown(
+    source: Layout, target: Layout, source_group: tuple[int, ...], target_group: tuple[int, ...]
+) -> Moves:
+    """As `lower`, for a value of which only a run tells the shape: its ranks reduce and gather it and send it whole, and no more."""
+    moves = lower(source, target, source_group, target_group)
+    if all(isinstance(move, AllReduce | AllGather) or is_local(move) or _is_message(move) for move in moves):
+        return moves
+    whole, there = (Layout.whole((len(group),), len(source.cuts)) for group in (source_group, target_group))
+    return (
+        *lower(source, whole, source_group, source_group),
+        *lower(whole, there, source_group, target_group),
+        *lower(there, target, target_group, target_group),
+    )
+
+
+def _is_message(move: Move) -> bool:
+    """Whether a change of group sends values as they lie."""
+    if not isinstance(move, Transfer):
+        return False
+    parts = move.routes.parts()
+    spans = {part.span for part in parts}
+    return len(spans) == 1 and all(begin == 0 and end == 1 for begin, end in next(iter(spans)))
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """The sequences of steps that are weighed against each other: to reduce, to move what is left, to be summed again."""
+
+    source_group: tuple[int, ...]
+    target_group: tuple[int, ...]
+    divisors: tuple[int, ...]
+
+    def direct(self, source: Layout, target: Layout) -> Moves:
+        """The walk, where it is known that no way has fewer bytes: slices, and one more step at most, the last."""
+        if self.source_group != self.target_group or source.mesh != target.mesh:
+            return ()
+        moves = walk(source, target, self.source_group)
+        arrived = bool(moves) and moves[-1].after == target
+        return moves if arrived and all(isinstance(move, Slice) for move in moves[:-1]) else ()
+
+    def all(self, source: Layout, target: Layout) -> Iterator[Moves]:
+        for first, reduced in self._reductions(source, target):
+            ways = replace(self, source_group=first[-1].group) if first else self
+            for awaiting, last in ways._endings(reduced, target):
+                for moves in ways._between(reduced, awaiting):
+                    yield first + moves + last
+
+    def _reductions(self, source: Layout, target: Layout) -> Iterator[tuple[Moves, Layout]]:
+        """Steps that leave none of the terms which the target has not, and the layout after them; and to leave all as it is."""
+        yield (), source
+        if not source.partial:
+            return
+        starts: list[Moves] = [()]
+        same = self.source_group == self.target_group and source.mesh == target.mesh
+        if same:
+            starts.append(walk(source, target, self.source_group, SHRINKING))
+        for start in dict.fromkeys(starts):
+            at = start[-1].after if start else source
+            terms = tuple(term[0] for term in at.partial if not (same and term in target.partial))
+            if not terms:
+                yield start, at
+                continue
+            reduced = all_reduce(at, self.source_group, terms)
+            yield (*start, reduced), reduced.after
+            for dim in range(len(at.cuts)):
+                scattered = reduce_scatter(at, self.source_group, dim, terms)
+                if self._proven(scattered.after, dim):
+                    yield (*start, scattered), scattered.after
+            if self.source_group != self.target_group:
+                one, group, axes = self._one_copy(at, terms)
+                to_one = reduce_to(one, group, axes, self._root(one, group, axes))
+                yield (*start, to_one), to_one.after
+
+    def _one_copy(self, at: Layout, terms: tuple[int, ...]) -> tuple[Layout, tuple[int, ...], tuple[int, ...]]:
+        """Of terms that several ranks have alike those beside the target's ranks, where these lie beside one copy only.
+
+        The layout, the ranks and the axes of the terms there. With mesh (dp, tp), terms along dp and rank 0 as the target: the ranks
+        of tp = 0. The others need not reduce what nobody reads.
+        """
+        used = {axis for cuts in at.cuts for axis in cuts} | {axis for axis, _ in at.partial}
+        kept = [axis for axis in range(len(at.mesh)) if axis in used]
+        places = {rank: at.coordinates(index) for index, rank in enumerate(self.source_group)}
+        repeated = [axis for axis in range(len(at.mesh)) if axis not in used]
+        wanted = {
+            tuple(places[rank][axis] for axis in repeated) if rank in places else () for rank in self.target_group
+        }
+        if not repeated or len(wanted) > 1 or wanted == {()}:
+            return at, self.source_group, terms
+        (here,) = wanted
+        group = tuple(rank for rank, place in places.items() if tuple(place[axis] for axis in repeated) == here)
+        new = {axis: number for number, axis in enumerate(kept)}
+        layout = Layout(
+            tuple(at.mesh[axis] for axis in kept),
+            tuple(tuple(new[axis] for axis in cuts) for cuts in at.cuts),
+            tuple((new[axis], reduce) for axis, reduce in at.partial),
+        )
+        return layout, group, tuple(new[axis] for axis in terms)
+
+    def _root(self, at: Layout, group: tuple[int, ...], terms: tuple[int, ...]) -> int:
+        """The place along the axes of terms of which most ranks are in the target's group."""
+        wanted, sets = {*self.target_group}, at.groups(terms)
+        here = [sum(group[indices[place]] in wanted for indices in sets) for place in range(len(sets[0]))]
+        return here.index(max(here))
+
+    def _endings(self, reduced: Layout, target: Layout) -> Iterator[tuple[Layout, Moves]]:
+        """Layouts from which local steps alone make terms, and these steps; and the target itself."""
+        yield target, ()
+        same = self.source_group == self.target_group and reduced.mesh == target.mesh
+        terms = tuple(term[0] for term in target.partial if not (same and term in reduced.partial))
+        if not terms:
+            return
+        reduce = dict(target.partial)[terms[0]]
+        without = recut(target, {}, dict.fromkeys(terms, ""))
+        yield without, (Keep(self.target_group, target, terms, reduce),)
+        for dim in range(len(target.cuts)):
+            cut = recut(without, {dim: without.cuts[dim] + terms})
+            if reduce == "sum" and self._proven(cut, dim):
+                yield cut, (Pad(self.target_group, target, dim, terms),)
+
+    def _between(self, source: Layout, target: Layout) -> Iterator[Moves]:
+        """The walk, if there is one, and all messages at once, if nothing is left to reduce."""
+        if self.source_group != self.target_group:
+            if can_travel(source, target):
+                yield (Transfer(self.target_group, target, source, self.source_group),)
+            return
+        source, target = normal(source), normal(target)
+        if source == target:
+            yield ()
+            return
+        if common := on_common_mesh(source, target):
+            source, target = common
+            moves = walk(source, target, self.source_group)
+            if moves and moves[-1].after == target:
+                yield moves
+        if can_travel(source, target):
+            yield (Exchange(self.target_group, target, source),)
+
+    def _proven(self, layout: Layout, dim: int) -> bool:
+        return self.divisors[dim] % layout.pieces(dim) == 0
+
+
+def _check(source: Layout, target: Layout) -> None:
+    if len(source.cuts) != len(target.cuts):
+        raise ValueError(f"{source} and {target} are of values with different ranks")
+    for layout in (source, target):
+        reductions = sorted({reduce for _, reduce in layout.partial})
+        if len(reductions) > 1:
+            raise ValueError(f"{layout} awaits {' and '.join(reductions)}, and which comes first changes the value")
+
+
+def _has_all(source: Layout, target: Layout, source_group: tuple[int, ...], target_group: tuple[int, ...]) -> bool:
+    """Whether ranks of two different groups hold just what they need already."""
+    if source.partial or target.partial or not set(target_group) <= set(source_group):
+        return False
+    places = {rank: index for index, rank in enumerate(source_group)}
+    return all(span_of(source, places[rank]) == span_of(target, index) for index, rank in enumerate(target_group))
+
+
+def _price(moves: Moves, source: Layout) -> tuple[Fraction | int, ...]:
+    """What is weighed, the first difference decides: bytes; collectives beyond what reducing and gathering everything takes."""
+    traffic = bytes_moved(moves)
+    collectives = sum(not is_local(move) for move in moves)
+    excess = max(0, collectives - bool(source.partial) - sum(map(bool, source.cuts)))
+    general = sum(isinstance(move, Exchange) for move in moves)
+    return traffic.most, traffic.total, excess, general, collectives, len(moves)

@@ -1,0 +1,175 @@
+"""From one layout to another on the same mesh, axis by axis: every step takes some axes at the minor end of a dim on or off.
+
+The rules stand in the order in which they are tried; after each step the first one is tried again. So what shrinks a value
+precedes what needs bytes, and what makes it larger comes last. Where the order of axes within a dim allows none of them the
+walk ends short of its target: `rows over (0, 1) -> over (1, 0)` has no step of this kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import TypeAlias
+
+from partc.compiler.layout.layout import Layout, Partial, Placement, Replicate, Shard
+from partc.compiler.layout.moves import AllGather, AllReduce, AllToAll, Keep, Move, Pad, Reduce, ReduceScatter, Slice
+
+
+@dataclass(frozen=True)
+class Place:
+    """A layout on the way to another one on the same mesh."""
+
+    at: Layout
+    target: Layout
+    group: tuple[int, ...]
+
+    @property
+    def dims(self) -> range:
+        return range(len(self.at.cuts))
+
+    def wanted(self, dim: int) -> tuple[int, ...]:
+        """The axes that are still to cut a dim; none while one that is to leave it is in their way."""
+        now, then = self.at.cuts[dim], self.target.cuts[dim]
+        return then[len(now) :] if then[: len(now)] == now else ()
+
+    def leaving(self, dim: int) -> tuple[int, ...]:
+        """The axes that are to leave a dim, or to come back to it in another place."""
+        now, then = self.at.cuts[dim], self.target.cuts[dim]
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(now, then, strict=False)))
+        return now[common:]
+
+    def awaited(self, axes: Sequence[int]) -> list[tuple[tuple[int, ...], str]]:
+        """Of axes that are to be something else than they are now, those Partial now, by reduction."""
+        found: dict[str, list[int]] = {}
+        for axis in axes:
+            now = self.at.placement(axis)
+            if isinstance(now, Partial) and now != self.target.placement(axis):
+                found.setdefault(now.reduce, []).append(axis)
+        return [(tuple(pending), reduce) for reduce, pending in found.items()]
+
+    def may_await(self, reduce: str) -> bool:
+        """Whether terms may be made for a reduction now: while others wait for another one, the order would change the value."""
+        return all(waiting == reduce for _, waiting in self.at.partial)
+
+
+Rule: TypeAlias = Callable[[Place], Move | None]
+
+
+def walk(source: Layout, target: Layout, group: tuple[int, ...], rules: Sequence[Rule] = ()) -> tuple[Move, ...]:
+    """The steps that the rules allow, from `source` towards `target`; both on one mesh. It has arrived if the last one's
+    layout is the target."""
+    moves: list[Move] = []
+    place = Place(source, target, group)
+    while step := next((move for rule in rules or RULES if (move := rule(place)) is not None), None):
+        moves.append(step)
+        place = replace(place, at=step.after)
+    return tuple(moves)
+
+
+def slice_free(place: Place) -> Move | None:
+    for dim in place.dims:
+        if axes := _run(place, place.wanted(dim), lambda now: now == Replicate()):
+            return Slice(place.group, recut(place.at, {dim: place.at.cuts[dim] + axes}), dim, axes)
+    return None
+
+
+def scatter(place: Place) -> Move | None:
+    for dim in place.dims:
+        if axes := _run(place, place.wanted(dim), lambda now: isinstance(now, Partial)):
+            return reduce_scatter(place.at, place.group, dim, axes)
+    return None
+
+
+def all_to_all(place: Place) -> Move | None:
+    for split in place.dims:
+        wanted = place.wanted(split)
+        for concat in place.dims:
+            now = place.at.cuts[concat]
+            count = next((n for n in range(len(wanted), 0, -1) if n <= len(now) and now[-n:] == wanted[:n]), 0)
+            if count and concat != split:
+                cuts = {split: place.at.cuts[split] + wanted[:count], concat: now[:-count]}
+                return AllToAll(place.group, recut(place.at, cuts), split, concat, wanted[:count])
+    return None
+
+
+def reduce_rest(place: Place) -> Move | None:
+    """Of the terms that are not to be scattered."""
+    axes = [axis for axis, _ in place.at.partial if not isinstance(place.target.placement(axis), Shard)]
+    return next((all_reduce(place.at, place.group, axes) for axes, _ in place.awaited(axes)), None)
+
+
+def gather(place: Place) -> Move | None:
+    for dim in place.dims:
+        if axes := _suffix(place, dim, lambda then: not isinstance(then, Shard) and then != Partial("sum")):
+            return AllGather(place.group, recut(place.at, {dim: place.at.cuts[dim][: -len(axes)]}), dim, axes)
+    return None
+
+
+def pad(place: Place) -> Move | None:
+    for dim in place.dims if place.may_await("sum") else ():
+        if axes := _suffix(place, dim, lambda then: then == Partial("sum")):
+            after = recut(place.at, {dim: place.at.cuts[dim][: -len(axes)]}, dict.fromkeys(axes, "sum"))
+            return Pad(place.group, after, dim, axes)
+    return None
+
+
+def keep(place: Place) -> Move | None:
+    axes = {axis: reduce for axis, reduce in place.target.partial if place.at.placement(axis) == Replicate()}
+    reduce = next(iter(axes.values()), "")
+    return (
+        Keep(place.group, recut(place.at, {}, axes), tuple(axes), reduce) if axes and place.may_await(reduce) else None
+    )
+
+
+SHRINKING: tuple[Rule, ...] = (slice_free, scatter)
+RULES: tuple[Rule, ...] = (*SHRINKING, all_to_all, reduce_rest, gather, pad, keep)
+
+
+def all_reduce(at: Layout, group: tuple[int, ...], axes: tuple[int, ...]) -> AllReduce:
+    """The step that ends the waiting over `axes`, of one reduction."""
+    return AllReduce(group, recut(at, {}, dict.fromkeys(axes, "")), axes, _reduction(at, axes))
+
+
+def reduce_scatter(at: Layout, group: tuple[int, ...], dim: int, axes: tuple[int, ...]) -> ReduceScatter:
+    """The step that ends the waiting over `axes`, of one reduction, with `dim` cut over them."""
+    after = recut(at, {dim: at.cuts[dim] + axes}, dict.fromkeys(axes, ""))
+    return ReduceScatter(group, after, dim, axes, _reduction(at, axes))
+
+
+def reduce_to(at: Layout, group: tuple[int, ...], axes: tuple[int, ...], root: int) -> Reduce:
+    """The step that ends the waiting over `axes`, of one reduction, on the ranks of one place along them."""
+    kept = [axis for axis in range(len(at.mesh)) if axis not in axes]
+    new = {axis: number for number, axis in enumerate(kept)}
+    after = Layout(
+        tuple(at.mesh[axis] for axis in kept),
+        tuple(tuple(new[axis] for axis in cuts) for cuts in at.cuts),
+        tuple((new[axis], reduce) for axis, reduce in at.partial if axis in new),
+    )
+    roots = tuple(group[indices[root]] for indices in at.groups(axes))
+    return Reduce(roots, after, at, group, axes, _reduction(at, axes), root)
+
+
+def recut(layout: Layout, cuts: Mapping[int, tuple[int, ...]], partial: Mapping[int, str] | None = None) -> Layout:
+    """The layout with other cuts of some dims, and with other reductions over some axes ("" for none)."""
+    terms = {**dict(layout.partial), **(partial or {})}
+    return Layout(
+        layout.mesh,
+        tuple(cuts.get(dim, axes) for dim, axes in enumerate(layout.cuts)),
+        tuple((axis, reduce) for axis, reduce in sorted(terms.items()) if reduce),
+    )
+
+
+def _reduction(layout: Layout, axes: Sequence[int]) -> str:
+    return dict(layout.partial)[axes[0]]
+
+
+def _run(place: Place, axes: tuple[int, ...], holds: Callable[[Placement], bool]) -> tuple[int, ...]:
+    """The first axes that are so now."""
+    return tuple(takewhile(lambda axis: holds(place.at.placement(axis)), axes))
+
+
+def _suffix(place: Place, dim: int, holds: Callable[[Placement], bool]) -> tuple[int, ...]:
+    """The minor axes of a dim that are to leave it and to be so then."""
+    last: Iterator[int] = takewhile(lambda axis: holds(place.target.placement(axis)), reversed(place.leaving(dim)))
+    return tuple(reversed(tuple(last)))

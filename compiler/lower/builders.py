@@ -1,0 +1,148 @@
+"""Ranks' programs while they are written: ranks that have done the same so far share one draft, and part where they differ.
+
+So writing costs by distinct programs, not by ranks: data parallel copies are one draft from beginning to end.
+
+    drafts.of((0, 1, 2, 3))     one draft, if these four ranks are just those that share it
+    drafts.of((2, 3))           a draft of their own from now on, with all that stands there so far
+
+What is made beside the model's own values has a name that the model does not have: `h.shape` is `h.shape'` where the model has an
+`h.shape` itself (`derived`), and one that nothing else on these ranks has (`free`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+from partc.compiler.ir.program import Constant, Held, Kept, Op, Shape, Step
+
+
+@dataclass
+class Draft:
+    """A program that is being written, and the ranks whose it is, rising."""
+
+    ranks: list[int]
+    steps: list[Step] = field(default_factory=list)
+    weights: dict[str, Held] = field(default_factory=dict)
+    constants: dict[str, Constant] = field(default_factory=dict)
+    made: dict[ir.Node, dict[str, Mapping[str, str]]] = field(default_factory=dict)
+    """By node the values that it has made here, each with the renamed ones inside: on a smaller group of these ranks it may stand again."""
+    types: dict[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
+    replaced: dict[int, tuple[Step, ...]] = field(default_factory=dict)
+    """By `id` of a step what stands in its place, where the backward pass asks a node for more than it gave."""
+    kept: dict[str, Kept] = field(default_factory=dict)
+    scalars: dict[str, None] = field(default_factory=dict)
+    outputs: dict[str, Held] = field(default_factory=dict)
+    """What a program gives besides the outputs of the model."""
+
+    def replace(self, old: Sequence[Op], new: Sequence[Op], behind: Sequence[Op]) -> None:
+        """Puts each new op in the place of an old one, and `behind` after the last, but for ops whose values are here already."""
+        tail = [op for op in behind if all((out.name or "") not in self.types for out in op.node.outputs)]
+        for k, (before, after) in enumerate(zip(old, new, strict=True)):
+            rest = tail if k == len(old) - 1 else []
+            if after is not before or rest:
+                self.replaced[id(before)] = (after, *rest)
+
+    taken: set[str] = field(default_factory=set)
+    """Names that `Drafts.free` has given away here."""
+
+    @property
+    def program(self) -> list[Step]:
+        """The steps in order, each as it finally is."""
+        return [final for step in self.steps for final in self.replaced.get(id(step), (step,))]
+
+    def part_with(self, ranks: Sequence[int]) -> Draft:
+        """Hands some of the ranks over to a draft with the same contents."""
+        gone = set(ranks)
+        self.ranks = [rank for rank in self.ranks if rank not in gone]
+        made = {node: dict(names) for node, names in self.made.items()}
+        return Draft(
+            sorted(gone),
+            list(self.steps),
+            dict(self.weights),
+            dict(self.constants),
+            made,
+            dict(self.types),
+            dict(self.replaced),
+            dict(self.kept),
+            dict(self.scalars),
+            dict(self.outputs),
+            set(self.taken),
+        )
+
+    def has(self, name: str) -> bool:
+        """Whether a value here has the name."""
+        return name in self.types or name in self.constants or name in self.taken
+
+
+class Drafts:
+    """The draft of every rank; `reserved` are the names of the model's own values and of their copies."""
+
+    def __init__(self, ranks: int, reserved: Collection[str] = ()) -> None:
+        self.reserved = frozenset(reserved)
+        self._by_rank = [Draft(list(range(ranks)))] * ranks
+        self._found: dict[tuple[int, ...], tuple[Draft, ...]] = {}
+        self._sharing: dict[tuple[int, ...], list[Draft]] = {}
+
+    def __iter__(self) -> Iterator[Draft]:
+        return iter(self._by_rank)
+
+    def of(self, ranks: tuple[int, ...]) -> tuple[Draft, ...]:
+        """The drafts that are just these ranks', each once; a draft that others share is parted first."""
+        if (found := self._found.get(ranks)) is not None:
+            return found
+        sharing: dict[int, list[int]] = {}
+        for rank in ranks:
+            sharing.setdefault(id(self._by_rank[rank]), []).append(rank)
+        for some in sharing.values():
+            draft = self._by_rank[some[0]]
+            if len(some) < len(draft.ranks):
+                own = draft.part_with(some)
+                for rank in some:
+                    self._by_rank[rank] = own
+                self._found.clear()
+                self._sharing.clear()
+        found = tuple({id(self._by_rank[rank]): self._by_rank[rank] for rank in ranks}.values())
+        self._found[ranks] = found
+        return found
+
+    def derived(self, name: str) -> str:
+        """The name, or where a value of the model has it, the name with a stroke."""
+        return derived(name, self.reserved)
+
+    def is_free(self, ranks: tuple[int, ...], name: str) -> bool:
+        """Whether no value on these ranks has the name, nor any of the model."""
+        return name not in self.reserved and not any(draft.has(name) for draft in self._on(ranks))
+
+    def free(self, ranks: tuple[int, ...], wanted: str) -> str:
+        """A name that is free on these ranks, from now on taken: the wanted one, else with a number."""
+        wanted = self.derived(wanted)
+        name, at = wanted, 1
+        while not self.is_free(ranks, name):
+            at += 1
+            name = f"{wanted}.{at}"
+        for draft in self._on(ranks):
+            draft.taken.add(name)
+        return name
+
+    def unlisted(self) -> set[str]:
+        """What nodes make without a type: the numbers by which a change of layout cuts."""
+        found: set[str] = set()
+        for draft in {id(draft): draft for draft in self}.values():
+            made = (out.name or "" for step in draft.steps if isinstance(step, Op) for out in step.node.outputs)
+            found.update(name for name in made if name not in draft.types)
+        return found
+
+    def _on(self, ranks: tuple[int, ...]) -> list[Draft]:
+        """The drafts that these ranks have a share in."""
+        if ranks not in self._sharing:
+            self._sharing[ranks] = list({id(self._by_rank[rank]): self._by_rank[rank] for rank in ranks}.values())
+        return self._sharing[ranks]
+
+
+def derived(name: str, reserved: Collection[str]) -> str:
+    """The name with as many strokes as make it none of the reserved ones."""
+    while name in reserved:
+        name += "'"
+    return name

@@ -1,0 +1,49 @@
+"""What nodes that pass a sum on read besides its terms: a whole operand is one rank's term, and zeros are the others'.
+
+    x + attn + mlp      rank 0   Where(true, x, 0) + attn.terms + mlp.terms
+                        rank 1   Where(false, x, 0) + attn.terms + mlp.terms
+
+It is made right before the node that reads it, since no rank waits for another, and so lives no longer than it must. Multiplied by 0, an
+infinity would be no number, so it is chosen. Its cotangent is the whole operand's: what is added has that of the sum.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.ir.program import Copy, RankConstant
+from partc.compiler.layout.mesh import normal
+from partc.compiler.lower.comm import Writer
+from partc.compiler.lower.versions import read_as
+
+
+def operand_name(writer: Writer, instance: Instance, k: int) -> str:
+    """The name under which a node on a group reads its input `k`, "" where it has none."""
+    if instance.node.inputs[k] is None:
+        return ""
+    copy, choice = read_as(writer.program, instance, k), writer.program.choices.get(instance)
+    return writer.names[copy] if choice is None or k not in choice.kept else writer.kept[copy, _terms(copy, choice, k)]
+
+
+def keep_operands(writer: Writer, instance: Instance) -> None:
+    """Makes terms of the inputs that the first of the ranks keep for a node."""
+    choice = writer.program.choices.get(instance)
+    if choice is None:
+        return
+    for k in sorted(choice.kept):
+        copy = read_as(writer.program, instance, k)
+        after = _terms(copy, choice, k)
+        if (copy, after) in writer.kept:
+            continue
+        dtype = copy.value.dtype
+        assert dtype is not None
+        out = writer.kept[copy, after] = writer.drafts.free(copy.group, f"{writer.names[copy]}.kept")
+        zero = writer.constant(copy.group, out, "zero", np.zeros((), dtype.numpy()))
+        _, group = writer.circles(choice.mesh, choice.passing, copy.group)
+        first = writer.constant(copy.group, out, "first", RankConstant.first(group, np.bool_))
+        writer.emit(copy.group, "Where", [first, writer.names[copy], zero], out, None)
+        writer.type_of(after, out)
+
+
+def _terms(copy: Copy, choice: Choice, k: int) -> Copy:
+    return Copy(copy.value, copy.group, normal(choice.kept_as(k)))

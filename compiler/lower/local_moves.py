@@ -1,0 +1,77 @@
+"""Changes of layout that need nothing of another rank: a slice, a zero where others have the term, a piece among zeros.
+
+All ranks do the same; which piece is a rank's own is a constant by its place, so that they share one program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from partc.compiler.ir.program import Copy, Group, RankConstant
+from partc.compiler.layout import moves as mv
+from partc.compiler.tasks.localize import local_shape
+
+if TYPE_CHECKING:
+    from partc.compiler.lower.comm import Writer
+
+
+def slice_out(
+    writer: Writer, move: mv.Slice, before: Copy, after: Copy, name: str, out: str, dim: int, axes: Sequence[int]
+) -> None:
+    """The piece of each rank's place: fixed bounds where the size is fixed, else computed from the extent."""
+    shape = local_shape(writer.program, before)
+    size = shape[dim] if shape is not None else None
+    pieces = math.prod(move.after.mesh[axis] for axis in axes)
+    ranks, (_, group) = move.group, writer.circles(move.after.mesh, tuple(axes), move.group)
+    axis = writer.constant(ranks, out, "axis", [dim])
+    if isinstance(size, int):
+        length = size // pieces
+        begin = writer.constant(ranks, out, "begin", RankConstant.of(group, [f"{length}*place"]))
+        end = writer.constant(ranks, out, "end", RankConstant.of(group, [f"{length}*place + {length}"]))
+    else:
+        extent = writer.beside(ranks, "Shape", [name], f"{out}.shape")
+        extent = writer.beside(ranks, "Gather", [extent, axis], f"{out}.extent")
+        count = writer.constant(ranks, out, "pieces", [pieces])
+        step = writer.beside(ranks, "Div", [extent, count], f"{out}.length")
+        piece = writer.constant(ranks, out, "piece", RankConstant.of(group, ["place"]))
+        begin = writer.beside(ranks, "Mul", [step, piece], f"{out}.begin")
+        end = writer.beside(ranks, "Add", [begin, step], f"{out}.end")
+    writer.emit(ranks, "Slice", [name, begin, end, axis], out, after.value.producer())
+
+
+def keep(writer: Writer, move: mv.Keep, name: str, out: str, axes: Sequence[int]) -> None:
+    """Terms of a sum of what all ranks have: it on the first along the axes, zeros on the others."""
+    if move.reduce != "sum":
+        writer.identity_on(move.group, name, out)
+        return
+    ranks, (_, group) = move.group, writer.circles(move.after.mesh, tuple(axes), move.group)
+    once = writer.constant(ranks, out, "once", RankConstant.first(group, _numbers_of(writer, ranks, name)))
+    writer.emit(ranks, "Mul", [name, once], out, None)
+
+
+def pad(writer: Writer, move: mv.Pad, before: Copy, name: str, out: str, dim: int, axes: Sequence[int]) -> None:
+    """Terms of a sum of what is cut: the own piece at its place among zeros; fixed ones where the size is fixed."""
+    shape = local_shape(writer.program, before)
+    size = shape[dim] if shape is not None else None
+    pieces = math.prod(move.after.mesh[axis] for axis in axes)
+    ranks, (_, group) = move.group, writer.circles(move.after.mesh, tuple(axes), move.group)
+    axis, last = writer.constant(ranks, out, "axis", [dim]), pieces - 1
+    if isinstance(size, int):
+        around = [f"{size}*place", f"{size * last} - {size}*place"]
+        pads = writer.constant(ranks, out, "pads", RankConstant.of(group, around))
+    else:
+        extent = writer.beside(ranks, "Shape", [name], f"{out}.shape")
+        extent = writer.beside(ranks, "Gather", [extent, axis], f"{out}.extent")
+        numbers = RankConstant.of(group, ["place", f"{last} - place"])
+        pads = writer.beside(ranks, "Mul", [extent, writer.constant(ranks, out, "around", numbers)], f"{out}.pads")
+    writer.emit(ranks, "Pad", [name, pads, "", axis], out, None)
+
+
+def _numbers_of(writer: Writer, ranks: Group, name: str) -> np.dtype[Any]:
+    (draft, *_) = writer.drafts.of(ranks)
+    dtype = draft.types[name][0].dtype
+    assert dtype is not None
+    return dtype.numpy()

@@ -1,0 +1,231 @@
+"""Collectives that the model itself writes, in a local map, and their duals in the backward pass.
+
+AllReduce is its own dual, as are AllToAll with its dims exchanged and SendRecv with its pairs turned round; AllGather and
+ReduceScatter, Broadcast and Reduce, Gather and Scatter are each other's. What a rank does not get is zeros, in the forward pass as
+in the backward one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.ir.choice import Instance
+from partc.compiler.ir.program import Comm, Event, Group, Shape
+from partc.compiler.lower.comm import Writer
+from partc.compiler.lower.versions import made_as, read_as
+from partc.compiler.ops.families.local_map import COLLECTIVES, LINE, is_collective
+from partc.compiler.sharding.strategy import refined
+from partc.runtime.artifact import format as fmt
+
+Attributes = dict[str, int | str | tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A collective of a local map on a group."""
+
+    op_type: str
+    axis: str
+    size: int
+    dim: int = 0
+    to: int = 0
+    root: int = 0
+    reduce: str = "sum"
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    @staticmethod
+    def of(node: ir.Node, rank: int) -> Written:
+        """What a node says; `rank` is the number of dims of its input."""
+        said = node.attributes
+        dim = said.get_int("dim", 0) % max(rank, 1)
+        sources, targets = said.get_ints("sources") or (), said.get_ints("targets") or ()
+        return Written(
+            node.op_type,
+            said.get_string("axis", ""),
+            said.get_int("size", 1),
+            dim,
+            said.get_int("to", dim) % max(rank, 1),
+            said.get_int("root", 0),
+            said.get_string("reduce", "sum"),
+            tuple(zip(sources, targets, strict=True)),
+        )
+
+    @property
+    def dual(self) -> Written:
+        """What its cotangents go through."""
+        turned = tuple((target, source) for source, target in self.pairs)
+        dims = (self.to, self.dim) if self.op_type == "AllToAll" else (self.dim, self.to)
+        name = COLLECTIVES[self.op_type].dual
+        return Written(name, self.axis, self.size, *dims, self.root, "sum", turned)
+
+
+def write(
+    writer: Writer, one: Written, group: Group, names: tuple[str, str], values: tuple[ir.Value, ir.Value], cause: str
+) -> None:
+    """Writes the collective into the programs of a group: of the first name the second is made, which `values` list."""
+    mesh, named = refined(writer.program.plan.axes_of(group))
+    sets, circle = writer.circles(mesh, named[one.axis], group)
+    shape = writer.program.values[values[0]].shape
+    work = _Work(writer, one, group, sets, circle, names, values, shape, cause)
+    for draft in writer.drafts.of(group):
+        draft.types[names[1]] = (values[1], writer.program.values[values[1]].shape)
+    match one.op_type:
+        case "AllReduce":
+            work.everywhere(fmt.ALL_REDUCE, {fmt.REDUCE: one.reduce})
+        case "AllGather":
+            work.everywhere(fmt.ALL_GATHER, {fmt.AXIS: one.dim})
+        case "ReduceScatter":
+            work.everywhere(fmt.REDUCE_SCATTER, {fmt.AXIS: one.dim, fmt.REDUCE: fmt.SUM})
+        case "AllToAll":
+            work.everywhere(fmt.ALL_TO_ALL, {fmt.SPLIT_AXIS: one.dim, fmt.CONCAT_AXIS: one.to})
+        case "Spread":
+            writer.emit(group, "Identity", [names[0]], names[1], None)
+        case "Broadcast" | "Reduce":
+            work.rooted()
+        case _:
+            work.exchanged()
+
+
+def is_written(node: ir.Node) -> bool:
+    """Whether a node is a collective of several ranks."""
+    return is_collective(node) and node.attributes.get_int("size", 1) > 1
+
+
+def write_forward(writer: Writer, instance: Instance) -> None:
+    """The collective of a node, in the programs of its group."""
+    node = instance.node
+    read, made = read_as(writer.program, instance, 0), made_as(writer.program, instance, 0)
+    names = writer.names[read], writer.names[made]
+    write(
+        writer, Written.of(node, len(read.layout.cuts)), instance.group, names, (read.value, made.value), cause_of(node)
+    )
+
+
+def write_backward(
+    writer: Writer, instance: Instance, names: tuple[str, str], cotangents: tuple[ir.Value, ir.Value]
+) -> None:
+    """The dual of a node's collective: of the output's cotangent that of the input; `names` and values in this order."""
+    one = Written.of(instance.node, len(read_as(writer.program, instance, 0).layout.cuts)).dual
+    write(writer, one, instance.group, names, cotangents, f"gradient of '{writer.program.paths[instance.node]}'")
+
+
+def cause_of(node: ir.Node) -> str:
+    """Why a collective of the model is there."""
+    return f"written at {node.metadata_props.get(LINE, 'the model')}"
+
+
+@dataclass
+class _Work:
+    writer: Writer
+    one: Written
+    group: Group
+    sets: tuple[Group, ...]
+    circle: str
+    names: tuple[str, str]
+    values: tuple[ir.Value, ir.Value]
+    shape: Shape | None
+    cause: str
+
+    def event(self, op_type: str) -> tuple[int, str]:
+        count = self.one.size
+        sent = {
+            fmt.ALL_REDUCE: Fraction(2 * (count - 1), count),
+            fmt.ALL_GATHER: Fraction(count - 1),
+            fmt.REDUCE_SCATTER: Fraction(count - 1, count),
+            fmt.ALL_TO_ALL: Fraction(count - 1, count),
+        }.get(op_type, Fraction(count - 1, count) if self.one.op_type == "Scatter" else Fraction(1))
+        amount = self.writer.amount(self.values[0], sent)
+        tag = len(self.writer.events)
+        self.writer.events.append(
+            Event(tag, op_type, self.values[1], self.names[1], self.sets, self.circle, self.shape, amount, self.cause)
+        )
+        return tag, amount
+
+    def comm(
+        self, ranks: Group, op_type: str, given: bool, made: bool, said: Attributes, event: tuple[int, str]
+    ) -> None:
+        inputs, outputs = (self.names[0],) if given else (), (self.names[1],) if made else ()
+        attributes: Attributes = {fmt.GROUP: self.circle, **said}
+        step = Comm(op_type, inputs, outputs, attributes, event[0], self.values[1], self.cause, event[1])
+        self.writer.append(ranks, step)
+
+    def everywhere(self, op_type: str, said: Attributes) -> None:
+        self.comm(self.group, op_type, True, True, said, self.event(op_type))
+
+    def rooted(self) -> None:
+        op_type = fmt.BROADCAST if self.one.op_type == "Broadcast" else fmt.REDUCE_TO
+        said: Attributes = {fmt.ROOT: self.one.root}
+        roots = tuple(ranks[self.one.root] for ranks in self.sets)
+        others = tuple(rank for rank in self.group if rank not in roots)
+        event = self.event(op_type)
+        if op_type == fmt.BROADCAST:
+            self.comm(roots, op_type, True, True, said, event)
+            self.comm(others, op_type, False, True, said, event)
+            return
+        said[fmt.REDUCE] = fmt.SUM
+        self.comm(roots, op_type, True, True, said, event)
+        self.comm(others, op_type, True, False, said, event)
+        self.zeros(others, [1] * len(self.shape or ()))
+
+    def exchanged(self) -> None:
+        """A Gather, Scatter or SendRecv: boxes from rank to rank."""
+        event = self.event(fmt.EXCHANGE)
+        rank = len(self.shape or ())
+        without: list[int] = []
+        for ranks in self.sets:
+            sends: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+            receives: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+            for source, target, given, taken in self.routes():
+                sends.setdefault(source, []).append((ranks[target], _box(rank, self.one.dim, given)))
+                receives.setdefault(target, []).append((ranks[source], _box(rank, self.one.dim, taken)))
+            for place, own in enumerate(ranks):
+                leaving, coming = sends.get(place, []), receives.get(place, [])
+                if not coming:
+                    without.append(own)
+                if not leaving and not coming:
+                    continue
+                said: Attributes = {
+                    fmt.SEND_PEERS: tuple(peer for peer, _ in leaving),
+                    fmt.SEND_BOXES: tuple(number for _, box in leaving for number in box),
+                    fmt.RECV_PEERS: tuple(peer for peer, _ in coming),
+                    fmt.RECV_BOXES: tuple(number for _, box in coming for number in box),
+                    fmt.RANK: rank,
+                }
+                self.comm((own,), fmt.EXCHANGE, bool(leaving), bool(coming), said, event)
+        if without:
+            grows = self.one.size if self.one.op_type == "Gather" else 1
+            self.zeros(tuple(without), [grows if dim == self.one.dim else 1 for dim in range(rank)])
+
+    def routes(self) -> Sequence[tuple[int, int, tuple[int, int], tuple[int, int]]]:
+        """Source and target by their places, and which piece along the dim is given and taken, of how many."""
+        size, root, whole = self.one.size, self.one.root, (0, 1)
+        match self.one.op_type:
+            case "Gather":
+                return [(place, root, whole, (place, size)) for place in range(size)]
+            case "Scatter":
+                return [(root, place, (place, size), whole) for place in range(size)]
+            case _:
+                return [(source, target, whole, whole) for source, target in self.one.pairs]
+
+    def zeros(self, ranks: Group, times: Sequence[int]) -> None:
+        """Zeros in the place of what the ranks do not get, in the shape of what they give, each dim so many times."""
+        if not ranks:
+            return
+        out, dtype = self.names[1], self.values[0].dtype
+        assert dtype is not None
+        shape = self.writer.beside(ranks, "Shape", [self.names[0]], f"{out}.given")
+        if any(count > 1 for count in times):
+            factors = self.writer.constant(ranks, out, "times", list(times))
+            shape = self.writer.beside(ranks, "Mul", [shape, factors], f"{out}.shape")
+        zero = ir.tensor(np.zeros(1, dtype.numpy()))
+        self.writer.emit(ranks, "ConstantOfShape", [shape], out, None, value=zero)
+
+
+def _box(rank: int, dim: int, piece: tuple[int, int]) -> tuple[int, ...]:
+    """Begin, end and denominator per dim: one piece along `dim`, all along the others."""
+    number, of = piece
+    return tuple(one for place in range(rank) for one in ((number, number + 1, of) if place == dim else (0, 1, 1)))

@@ -1,0 +1,278 @@
+"""Gradients of ops that work on every element by itself: the cotangent times the slope, in every operand.
+
+A slope is written with the output where that is cheaper, or where the output is kept anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+from partc.compiler.autodiff.engine import Gradients, gradient, no_gradient
+from partc.compiler.ops.registry import CONTRIB
+
+FLOATING = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+SELU_ALPHA, SELU_GAMMA = 1.6732632423543772, 1.0507009873554805
+
+Slope = Callable[[Gradients, str], str]
+SLOPES: dict[str, Slope] = {
+    "Abs": lambda g, x: g.Sign(x),
+    "Acos": lambda g, x: g.Neg(_over_root(g, _one_minus(g, g.Mul(x, x)))),
+    "Acosh": lambda g, x: _over_root(g, g.Sub(g.Mul(x, x), g.constant(1, x))),
+    "Asin": lambda g, x: _over_root(g, _one_minus(g, g.Mul(x, x))),
+    "Asinh": lambda g, x: _over_root(g, _one_plus(g, g.Mul(x, x))),
+    "Atan": lambda g, x: g.Reciprocal(_one_plus(g, g.Mul(x, x))),
+    "Atanh": lambda g, x: g.Reciprocal(_one_minus(g, g.Mul(x, x))),
+    "Celu": lambda g, x: g.Exp(g.Div(g.Min(x, g.constant(0, x)), g.constant(g.attribute("alpha", 1.0), x))),
+    "Cos": lambda g, x: g.Neg(g.Sin(x)),
+    "Cosh": lambda g, x: g.Sinh(x),
+    "Elu": lambda g, x: _right_of_zero(g, x, 1, g.Add(g.output(0), g.constant(g.attribute("alpha", 1.0), x))),
+    "Erf": lambda g, x: g.Mul(g.Exp(g.Neg(g.Mul(x, x))), g.constant(2 / math.sqrt(math.pi), x)),
+    "Exp": lambda g, x: g.output(0),
+    "Gelu": lambda g, x: gelu_tanh(g, x) if g.attribute("approximate", "none") == "tanh" else gelu(g, x),
+    "HardSigmoid": lambda g, x: g.Mul(_between(g, 0, 1), g.constant(g.attribute("alpha", 0.2), x)),
+    "HardSwish": lambda g, x: hard_swish(g, x),
+    "LeakyRelu": lambda g, x: _right_of_zero(g, x, 1, g.constant(g.attribute("alpha", 0.01), x)),
+    "Mish": lambda g, x: mish(g, x),
+    "Relu": lambda g, x: g.mask(g.Greater(g.output(0), g.constant(0, x)), x),
+    "Selu": lambda g, x: _selu(g, x, g.attribute("alpha", SELU_ALPHA), g.attribute("gamma", SELU_GAMMA)),
+    "Shrink": lambda g, x: g.mask(g.Greater(g.Abs(x), g.constant(g.attribute("lambd", 0.5), x)), x),
+    "Sigmoid": lambda g, x: g.Mul(g.output(0), _one_minus(g, g.output(0))),
+    "Sin": lambda g, x: g.Cos(x),
+    "Sinh": lambda g, x: g.Cosh(x),
+    "Softplus": lambda g, x: g.Sigmoid(x),
+    "Softsign": lambda g, x: _square(g, _one_minus(g, g.Abs(g.output(0)))),
+    "Swish": lambda g, x: swish(g, x, g.attribute("alpha", 1.0)),
+    "Tan": lambda g, x: _one_plus(g, _square(g, g.output(0))),
+    "Tanh": lambda g, x: _one_minus(g, _square(g, g.output(0))),
+    "ThresholdedRelu": lambda g, x: g.mask(g.Greater(x, g.constant(g.attribute("alpha", 1.0), x)), x),
+}
+"""By op the derivative of its output by its input, element by element."""
+
+
+def _by_slope(slope: Slope) -> Callable[[Gradients, str, str], str]:
+    return lambda g, dy, x: g.Mul(dy, slope(g, x))
+
+
+for _op, _slope in SLOPES.items():
+    gradient(_op)(_by_slope(_slope))
+gradient("Gelu", domain=CONTRIB)(_by_slope(lambda g, x: gelu(g, x)))
+gradient("QuickGelu", domain=CONTRIB)(_by_slope(lambda g, x: swish(g, x, g.attribute("alpha", 1.702))))
+no_gradient("Ceil", "Floor", "Round", "Sign", "IsInf", "IsNaN", "Not", "BitwiseNot")
+no_gradient("And", "Or", "Xor", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
+no_gradient("BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor")
+
+
+@gradient("BiasGelu", domain=CONTRIB)
+def bias_gelu(g: Gradients, dy: str, x: str, bias: str) -> tuple[str, str]:
+    """dX = dB = dY gelu'(X + B)."""
+    dx = g.Mul(dy, gelu(g, g.Add(x, bias)))
+    return dx, dx
+
+
+@gradient("FastGelu", domain=CONTRIB)
+def fast_gelu(g: Gradients, dy: str, x: str, bias: str | None = None) -> tuple[str, str]:
+    """dX = dB = dY gelu'(X + B), the form with tanh."""
+    dx = g.Mul(dy, gelu_tanh(g, g.Add(x, bias) if bias else x))
+    return dx, dx
+
+
+@gradient("Identity")
+def identity(g: Gradients, dy: str, x: str) -> str:
+    """dX = dY."""
+    return dy
+
+
+@gradient("Neg")
+def negative(g: Gradients, dy: str, x: str) -> str:
+    """dX = -dY."""
+    return g.Neg(dy)
+
+
+@gradient("Log")
+def logarithm(g: Gradients, dy: str, x: str) -> str:
+    """dX = dY / X."""
+    return g.Div(dy, x)
+
+
+@gradient("Reciprocal")
+def reciprocal(g: Gradients, dy: str, x: str) -> str:
+    """dX = -dY Y Y."""
+    return g.Neg(g.Mul(dy, _square(g, g.output(0))))
+
+
+@gradient("Sqrt")
+def root(g: Gradients, dy: str, x: str) -> str:
+    """dX = dY / 2 Y."""
+    return g.Div(g.Mul(dy, g.constant(0.5, x)), g.output(0))
+
+
+@gradient("Cast", "CastLike")
+def cast(g: Gradients, dy: str, x: str, like: str | None = None) -> str | None:
+    """dX = dY in the type of X; nothing flows through integers."""
+    if g.dtype(x) not in FLOATING or g.dtype(g.output(0)) not in FLOATING:
+        return None
+    return dy if g.dtype(x) == g.dtype(g.output(0)) else g.Cast(dy, to=g.dtype(x))
+
+
+@gradient("Add")
+def add(g: Gradients, dy: str, a: str, b: str) -> tuple[str, str]:
+    """dA = dB = dY."""
+    return dy, dy
+
+
+@gradient("Sub")
+def subtract(g: Gradients, dy: str, a: str, b: str) -> tuple[str, str | None]:
+    """dA = dY, dB = -dY."""
+    return dy, g.Neg(dy) if g.wants(1) else None
+
+
+@gradient("Mul")
+def multiply(g: Gradients, dy: str, a: str, b: str) -> tuple[str | None, str | None]:
+    """dA = dY B, dB = dY A."""
+    return g.Mul(dy, b) if g.wants(0) else None, g.Mul(dy, a) if g.wants(1) else None
+
+
+@gradient("Div")
+def divide(g: Gradients, dy: str, a: str, b: str) -> tuple[str, str | None]:
+    """dA = dY / B, dB = -dA Y."""
+    da = g.Div(dy, b)
+    return da, g.Neg(g.Mul(da, g.output(0))) if g.wants(1) else None
+
+
+@gradient("Pow")
+def power(g: Gradients, dy: str, a: str, b: str) -> tuple[str | None, str | None]:
+    """dA = dY B A^(B-1); dB = dY Y log A where A is positive, else 0."""
+    da = db = None
+    exponent = g.known(b)
+    if g.wants(0) and exponent is not None and exponent.size == 1 and float(exponent.item()) == 2.0:
+        da = g.Mul(dy, g.Add(a, a))
+    elif g.wants(0) and exponent is not None and exponent.size == 1:
+        number = float(exponent.item())
+        da = g.Mul(g.Mul(dy, g.constant(number, a)), g.Pow(a, g.constant(number - 1, a)))
+    elif g.wants(0):
+        of_type = b if g.dtype(a) == g.dtype(b) else g.Cast(b, to=g.dtype(a))
+        da = g.Mul(g.Mul(dy, of_type), g.Pow(a, g.Sub(of_type, g.constant(1, a))))
+    if g.wants(1) and g.dtype(b) in FLOATING:
+        zero = g.constant(0, a)
+        log = g.Log(g.Where(g.Greater(a, zero), a, g.constant(1, a)))
+        db = g.Mul(g.Mul(dy, g.output(0)), log)
+        db = db if g.dtype(a) == g.dtype(b) else g.Cast(db, to=g.dtype(b))
+    return da, db
+
+
+@gradient("Sum")
+def total(g: Gradients, dy: str, *terms: str) -> Sequence[str]:
+    """dXi = dY."""
+    return [dy] * len(terms)
+
+
+@gradient("Mean")
+def mean(g: Gradients, dy: str, *terms: str) -> Sequence[str]:
+    """dXi = dY / n."""
+    share = dy if len(terms) == 1 else g.Mul(dy, g.constant(1 / len(terms), dy))
+    return [share] * len(terms)
+
+
+@gradient("Max", "Min")
+def extreme(g: Gradients, dy: str, *operands: str) -> Sequence[str | None]:
+    """dXi = dY where Xi is Y; operands that are equal there share it."""
+    if len(operands) == 1:
+        return [dy]
+    chosen = [g.mask(g.Equal(one, g.output(0)), dy) for one in operands]
+    share = g.Div(dy, g.Sum(*chosen))
+    return [g.Mul(share, one) if g.wants(k) else None for k, one in enumerate(chosen)]
+
+
+@gradient("Clip")
+def clip(g: Gradients, dy: str, x: str, low: str | None = None, high: str | None = None) -> Sequence[str | None]:
+    """dX = dY where X is within its bounds; elsewhere it is the bound's."""
+    dx = g.Mul(dy, g.mask(g.Equal(x, g.output(0)), dy))
+    dlow = g.Mul(dy, g.mask(g.Less(x, low), dy)) if low and g.wants(1) else None
+    dhigh = g.Mul(dy, g.mask(g.Greater(x, high), dy)) if high and g.wants(2) else None
+    return dx, dlow, dhigh
+
+
+@gradient("Where")
+def where(g: Gradients, dy: str, condition: str, a: str, b: str) -> Sequence[str | None]:
+    """dA = dY where the condition holds, dB = dY where it does not."""
+    zero = g.constant(0, dy)
+    da = g.Where(condition, dy, zero) if g.wants(1) else None
+    return None, da, g.Where(condition, zero, dy) if g.wants(2) else None
+
+
+@gradient("PRelu")
+def parametric_relu(g: Gradients, dy: str, x: str, slope: str) -> Sequence[str | None]:
+    """dX = dY, times the slope left of 0; dS = dY X left of 0."""
+    right, zero = g.Greater(x, g.constant(0, x)), g.constant(0, x)
+    dx = g.Mul(dy, g.Where(right, g.constant(1, x), slope)) if g.wants(0) else None
+    return dx, g.Mul(dy, g.Where(right, zero, x)) if g.wants(1) else None
+
+
+def gelu(g: Gradients, x: str) -> str:
+    """The slope of x F(x), F the normal distribution: F(x) + x exp(-x x / 2) / sqrt(2 pi)."""
+    erf = g.Erf(g.Mul(x, g.constant(math.sqrt(0.5), x)))
+    below = g.Mul(_one_plus(g, erf), g.constant(0.5, x))
+    density = g.Exp(g.Mul(g.Mul(x, x), g.constant(-0.5, x)))
+    return g.Add(below, g.Mul(x, g.Mul(density, g.constant(1 / math.sqrt(2 * math.pi), x))))
+
+
+def gelu_tanh(g: Gradients, x: str) -> str:
+    """The slope of x (1 + t) / 2, t = tanh(u), u = sqrt(2 / pi) (x + 0.044715 x^3): (1 + t + x u' (1 - t t)) / 2."""
+    outer, inner, square = math.sqrt(2 / math.pi), 0.044715, g.Mul(x, x)
+    cubic = g.Add(g.Mul(square, g.constant(outer * inner, x)), g.constant(outer, x))
+    tanh = g.Tanh(g.Mul(x, cubic))
+    bend = g.Add(g.Mul(square, g.constant(3 * outer * inner, x)), g.constant(outer, x))
+    rest = g.Mul(g.Mul(x, bend), _one_minus(g, g.Mul(tanh, tanh)))
+    return g.Mul(g.Add(_one_plus(g, tanh), rest), g.constant(0.5, x))
+
+
+def swish(g: Gradients, x: str, alpha: float) -> str:
+    """The slope of x s, s = sigmoid(a x): s + a x s (1 - s)."""
+    scaled = x if alpha == 1.0 else g.Mul(x, g.constant(alpha, x))
+    sigmoid = g.Sigmoid(scaled)
+    return g.Mul(sigmoid, _one_plus(g, g.Mul(scaled, _one_minus(g, sigmoid))))
+
+
+def hard_swish(g: Gradients, x: str) -> str:
+    """The slope of x min(max(x / 6 + 1 / 2, 0), 1): 0 below -3, 1 above 3, x / 3 + 1 / 2 between."""
+    three = g.constant(3, x)
+    between = g.Add(g.Div(x, three), g.constant(0.5, x))
+    return g.Where(g.Less(g.Abs(x), three), between, g.mask(g.Greater(x, g.constant(0, x)), x))
+
+
+def mish(g: Gradients, x: str) -> str:
+    """The slope of x t, t = tanh(softplus(x)): t + x (1 - t t) sigmoid(x)."""
+    tanh = g.Tanh(g.Softplus(x))
+    return g.Add(tanh, g.Mul(g.Mul(x, g.Sigmoid(x)), _one_minus(g, g.Mul(tanh, tanh))))
+
+
+def _selu(g: Gradients, x: str, alpha: float, gamma: float) -> str:
+    return _right_of_zero(g, x, gamma, g.Add(g.output(0), g.constant(alpha * gamma, x)))
+
+
+def _right_of_zero(g: Gradients, x: str, right: float, left: str) -> str:
+    return g.Where(g.Greater(x, g.constant(0, x)), g.constant(right, x), left)
+
+
+def _between(g: Gradients, low: float, high: float) -> str:
+    y = g.output(0)
+    inside = g.And(g.Greater(y, g.constant(low, y)), g.Less(y, g.constant(high, y)))
+    return g.mask(inside, y)
+
+
+def _one_plus(g: Gradients, x: str) -> str:
+    return g.Add(x, g.constant(1, x))
+
+
+def _one_minus(g: Gradients, x: str) -> str:
+    return g.Sub(g.constant(1, x), x)
+
+
+def _square(g: Gradients, x: str) -> str:
+    return g.Mul(x, x)
+
+
+def _over_root(g: Gradients, x: str) -> str:
+    return g.Reciprocal(g.Sqrt(x))

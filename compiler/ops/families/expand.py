@@ -1,0 +1,117 @@
+"""Ops that repeat elements: dims that are kept may be cut, and so may dims of 1 along their repetition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+from partc.compiler.autodiff.engine import Gradients, gradient, no_gradient
+from partc.compiler.autodiff.shapes import like, numbers, once, vector
+from partc.compiler.ops.local import Local
+from partc.compiler.ops.local_shapes import as_int64, divided, integers, local_dims, pieces_of
+from partc.compiler.ops.node import LETTERS, Dim, constant_ints, dims, opset_of, same
+from partc.compiler.ops.registry import op
+from partc.compiler.ops.rule import WHOLE, Rule
+
+
+@op("Expand")
+def expand(node: ir.Node) -> Rule | None:
+    """`.b,_->ab`; a sum passes."""
+    source, made = dims(node.inputs[0]), dims(node.outputs[0])
+    if source is None or made is None:
+        return None
+    if opset_of(node) < 10 and not all(isinstance(dim, int) for dim in made):
+        return None
+    ones: tuple[Dim, ...] = (1,) * (len(made) - len(source))
+    return _repeated(ones + source, made, len(source), _local_shape)
+
+
+@op("Tile")
+def tile(node: ir.Node) -> Rule | None:
+    """`.b,_->ab`; dims above 1 that are repeated whole; a sum passes."""
+    source, made = dims(node.inputs[0]), dims(node.outputs[0])
+    return None if source is None or made is None else _repeated(source, made, len(source), _local_repeats)
+
+
+@gradient("Expand")
+def expand_gradient(g: Gradients, dy: str, x: str, shape: str) -> str:
+    """dX = dY, summed where X was repeated, as of every operand that broadcasts."""
+    return dy
+
+
+@gradient("Tile")
+def tile_gradient(g: Gradients, dy: str, x: str, repeats: str) -> str:
+    """dX = the sum of dY over the repetitions, which are the major part of each dim."""
+    times = numbers(g, repeats)
+    if times is not None:
+        return once(g, dy, x, times, major=True)
+    rank = g.rank(x)
+    pairs = g.Concat(g.unsqueeze(vector(g, repeats), 1), g.unsqueeze(g.shape_of(x), 1), axis=1)
+    made = g.Reshape(dy, g.reshape(pairs, [-1]), allowzero=1)
+    return like(g, g.sum(made, range(0, 2 * rank, 2)), x)
+
+
+@op("ConstantOfShape")
+def constant_of_shape(node: ir.Node) -> Rule | None:
+    """`_->ab`."""
+    made = dims(node.outputs[0])
+    return None if made is None else Rule((WHOLE,), (LETTERS[: len(made)],), local=_local_extents)
+
+
+no_gradient("ConstantOfShape")
+
+
+def _repeated(source: Sequence[Dim], made: Sequence[Dim], rank: int, local: Callable[[Local], None]) -> Rule:
+    """The rule by source dims aligned with the output's, of which the last `rank` are the operand's."""
+    given, out = "", ""
+    for letter, before, after in zip(LETTERS, source, made, strict=False):
+        kept = same(before, after)
+        given += letter if kept and before != 1 else WHOLE
+        out += letter if kept or before == 1 else WHOLE
+    return Rule((given[len(given) - rank :], WHOLE), (out,), linear="joint", terms=(0,), local=local)
+
+
+def _local_shape(local: Local) -> None:
+    """Dims that the operand has need no extent; those along which it is repeated get the local one.
+
+    A dynamic shape may be shorter than the output's: it is filled up with ones.
+    """
+    given, made = local.rule.inputs[0] or "", local.rule.outputs[0] or ""
+    kept = "-" * (len(made) - len(given)) + given
+    known = local_dims(local, local.outputs[0]) or (None,) * len(made)
+    wanted = [1 if letter == here != WHOLE else dim for letter, here, dim in zip(made, kept, known, strict=True)]
+    numbers = [dim for dim in wanted if isinstance(dim, int)]
+    if len(numbers) == len(wanted):
+        local.same([local.inputs[0], integers(local, "local_shape", numbers)])
+        return
+    ones = integers(local, "ones", [1] * len(made))
+    longer = local.emit("Concat", [ones, as_int64(local, 1)], "longer", axis=0)
+    begin, end = integers(local, "begin", [-len(made)]), integers(local, "end", [2**31 - 1])
+    aligned = local.emit("Slice", [longer, begin, end], "aligned")
+    local.same([local.inputs[0], divided(local, aligned, pieces_of(local, made), round_up=True)])
+
+
+def _local_repeats(local: Local) -> None:
+    """Repeats of dims of 1 are divided where the output is cut along them."""
+    given, made = local.rule.inputs[0] or "", local.rule.outputs[0] or ""
+    pieces = [
+        1 if here == letter else count for here, letter, count in zip(given, made, pieces_of(local, made), strict=True)
+    ]
+    repeats = constant_ints(local.node, 1)
+    if set(pieces) == {1}:
+        local.same()
+    elif repeats is not None:
+        numbers = [number // count for number, count in zip(repeats, pieces, strict=True)]
+        local.same([local.inputs[0], integers(local, "repeats", numbers)])
+    else:
+        local.same([local.inputs[0], divided(local, as_int64(local, 1), pieces)])
+
+
+def _local_extents(local: Local) -> None:
+    """The shape divided by the pieces."""
+    known = local_dims(local, local.outputs[0]) or (None,)
+    numbers = [dim for dim in known if isinstance(dim, int)]
+    if len(numbers) == len(known):
+        local.same([integers(local, "local_shape", numbers)])
+    else:
+        local.same([divided(local, as_int64(local, 0), pieces_of(local, local.rule.outputs[0]))])

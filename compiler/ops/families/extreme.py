@@ -1,0 +1,48 @@
+"""The extreme of what may be cut, where a gradient flows: the value of one op, and the gradient by what all ranks know.
+
+A rank that has a piece cannot tell from its own extreme whether it is the whole's, nor how many elements share it. So a model that
+trains on several ranks has the extreme in parts (`rewrite/extremes.py`): the extreme itself and the number of elements that
+equal it, which ranks reduce, and `partc.nn.Extreme(x, top, same, count) {axes}`, which is `top`. Its gradient is that of the whole op.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_shape_inference import ShapeInferenceContext, registry
+from partc.compiler.autodiff.engine import Gradients, gradient
+from partc.compiler.ops.local import Local
+from partc.compiler.ops.node import LETTERS, rank_of
+from partc.compiler.ops.registry import op
+from partc.compiler.ops.rule import OWN, WHOLE, Rule
+
+EXTREME = "Extreme"
+
+
+@op(EXTREME, domain=OWN)
+def extreme(node: ir.Node) -> Rule | None:
+    """`ax,a.,ax,a.->a.`; x contracted; every rank has the whole's extreme."""
+    rank = rank_of(node.inputs[0]) or 0
+    axes = {axis % rank for axis in node.attributes.get_ints("axes") or ()} if rank else set()
+    letters = LETTERS[:rank]
+    kept = "".join(WHOLE if dim in axes else letter for dim, letter in enumerate(letters))
+    contracted = {letters[axis]: "" for axis in sorted(axes)}
+    return Rule((letters, kept, letters, kept), (kept,), reduce=contracted, local=_taken)
+
+
+@gradient(EXTREME, domain=OWN)
+def extreme_gradient(g: Gradients, dy: str, x: str, top: str, same: str, count: str) -> str:
+    """dX = dY where X is the extreme; equal ones share it."""
+    return g.Mul(g.mask(same, x), g.Div(dy, count))
+
+
+def _taken(local: Local) -> None:
+    local.emit("Identity", [local.inputs[1]], local.outputs[0])
+
+
+def _shapes(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    top = node.inputs[1]
+    assert top is not None
+    ctx.set_shape_and_dtype(node.outputs[0], top.shape, top.dtype)
+
+
+registry.register(OWN, EXTREME)(_shapes)

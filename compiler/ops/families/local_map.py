@@ -1,0 +1,179 @@
+"""Ops of a local map: a part of the model that speaks of one rank's shards, with its borders and the collectives inside.
+
+    Enter(x) {spec, axes, pieces}     the shard of a global value; `spec` has per dim the mesh axes that cut it, `pieces` their product
+    Leave(y) {spec, axes, pieces}     the global value of shards; what no axis of the map cuts is the same along it
+    AllReduce(x) {axis, size, ...}    and the other collectives, among the ranks that differ along the axis
+
+Between the borders nodes are ordinary ones in local shapes: every rank runs them on what it has. So are cotangents: each
+rank's are its own. A value that enters uncut has on every rank a term of its cotangent; one that leaves uncut takes terms. `size`
+and `pieces` are filled in from the plan's mesh (`rewrite/local_maps.py`), all 1 on one rank, where every op here is an Identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnx_shape_inference import ShapeInferenceContext, registry
+from partc.compiler.ops.local import Local
+from partc.compiler.ops.node import LETTERS, rank_of
+from partc.compiler.ops.registry import op
+from partc.compiler.ops.rule import OWN, WHOLE, Rule
+
+ENTER, LEAVE, AXIS_INDEX = "Enter", "Leave", "AxisIndex"
+INSIDE = "partc.local"
+"""The metadata of nodes inside of a local map: which one it is."""
+LINE = "partc.line"
+"""The metadata of its borders and collectives: the line of the model that says so."""
+ALONG = "#"
+"""The factor of a border that no operand has: axes of the map that do not cut the value."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What a collective does with `dim` (and `to`): by how many ranks it divides the one and multiplies the other."""
+
+    dual: str
+    divides: bool = False
+    multiplies: bool = False
+    same: bool = False
+    """Whether all ranks have the same result."""
+
+
+SPREAD = "Spread"
+"""What is the same on all ranks anyway, as each rank's own: nothing forwards, an AllReduce of the cotangents backwards."""
+COLLECTIVES = {
+    "AllReduce": Collective("AllReduce", same=True),
+    "AllGather": Collective("ReduceScatter", multiplies=True, same=True),
+    "ReduceScatter": Collective("AllGather", divides=True),
+    "AllToAll": Collective("AllToAll", divides=True, multiplies=True),
+    "Broadcast": Collective("Reduce", same=True),
+    "Reduce": Collective("Broadcast"),
+    "Gather": Collective("Scatter", multiplies=True),
+    "Scatter": Collective("Gather", divides=True),
+    "SendRecv": Collective("SendRecv"),
+    "Spread": Collective("AllReduce", same=True),
+}
+
+
+def is_inside(node: ir.Node) -> bool:
+    """Whether a node belongs to a local map, borders and collectives included."""
+    return INSIDE in node.metadata_props
+
+
+def is_border(node: ir.Node) -> bool:
+    """Whether values enter or leave a local map by a node."""
+    return node.domain == OWN and node.op_type in (ENTER, LEAVE)
+
+
+def is_collective(node: ir.Node) -> bool:
+    """Whether a node is a collective of a local map."""
+    return node.domain == OWN and node.op_type in COLLECTIVES
+
+
+def specs(node: ir.Node) -> tuple[tuple[str, ...], ...]:
+    """Per dim of a border's value the mesh axes that cut it, major first; () where none does."""
+    return tuple(tuple(filter(None, text.split(","))) for text in node.attributes.get_strings("spec") or ())
+
+
+def dims_changed(node: ir.Node) -> tuple[int | None, int | None]:
+    """The dims that a collective divides and multiplies."""
+    law, rank = COLLECTIVES[node.op_type], rank_of(node.inputs[0]) or 1
+    dim = node.attributes.get_int("dim", 0) % rank
+    to = node.attributes.get_int("to", dim) % rank
+    return dim if law.divides else None, to if law.multiplies else None
+
+
+@op(ENTER, domain=OWN)
+def enter(node: ir.Node) -> Rule | None:
+    """`_->_`; as its spec says; every rank has its shard."""
+    letters, plain = _letters(node)
+    return Rule((letters,), (plain,), reduce=dict.fromkeys([*letters.replace(WHOLE, ""), ALONG], ""), local=_identity)
+
+
+@op(LEAVE, domain=OWN)
+def leave(node: ir.Node) -> Rule | None:
+    """`_->_`; as its spec says; what is not cut is the same."""
+    letters, plain = _letters(node)
+    return Rule((plain,), (letters,), local=_identity, apart=frozenset({0}))
+
+
+def _letters(node: ir.Node) -> tuple[str, str]:
+    spec = specs(node) or ((),) * (rank_of(node.inputs[0]) or 0)
+    return "".join(LETTERS[dim] if axes else WHOLE for dim, axes in enumerate(spec)), WHOLE * len(spec)
+
+
+def _collective(node: ir.Node) -> Rule | None:
+    """`_->_`; every rank has its own."""
+    rank = rank_of(node.inputs[0])
+    return Rule((None if rank is None else WHOLE * rank,), (None if rank is None else WHOLE * rank,), local=_identity)
+
+
+for _name in COLLECTIVES:
+    op(_name, domain=OWN)(_collective)
+
+
+@op(AXIS_INDEX, domain=OWN)
+def axis_index(node: ir.Node) -> Rule | None:
+    """`->`; the rank's place along the axis."""
+    return Rule((), ("",), reduce={ALONG: ""}, local=_index)
+
+
+def _identity(local: Local) -> None:
+    local.emit("Identity", [local.inputs[0]], local.outputs[0])
+
+
+def _index(local: Local) -> None:
+    number = local.constant("place", np.array(local.index(ALONG), np.int64))
+    local.emit("Identity", [number], local.outputs[0])
+
+
+def _border_shapes(times: bool) -> Callable[[ShapeInferenceContext, ir.Node], None]:
+    def shapes(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+        x = node.inputs[0]
+        assert x is not None
+        pieces = node.attributes.get_ints("pieces") or (1,) * (rank_of(x) or 0)
+        dims = None
+        if x.shape is not None and len(x.shape) == len(pieces):
+            dims = ir.Shape(
+                [scaled(dim, n if times else 1, 1 if times else n) for dim, n in zip(x.shape, pieces, strict=True)]
+            )
+        ctx.set_shape_and_dtype(node.outputs[0], dims, x.dtype)
+
+    return shapes
+
+
+def _collective_shapes(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    x, size = node.inputs[0], node.attributes.get_int("size", 1)
+    assert x is not None
+    if x.shape is None:
+        ctx.set_shape_and_dtype(node.outputs[0], None, x.dtype)
+        return
+    divided, multiplied = dims_changed(node)
+    dims = [
+        scaled(dim, size if place == multiplied else 1, size if place == divided else 1)
+        for place, dim in enumerate(x.shape)
+    ]
+    ctx.set_shape_and_dtype(node.outputs[0], ir.Shape(dims), x.dtype)
+
+
+def scaled(dim: int | ir.SymbolicDim, times: int, by: int) -> int | ir.SymbolicDim:
+    """The dim multiplied by `times` and divided by `by`."""
+    if times == by:
+        return dim
+    if isinstance(dim, int):
+        return dim * times // by
+    return dim if dim.value is None else dim * times / by
+
+
+def _index_shapes(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    ctx.set_shape_and_dtype(node.outputs[0], ir.Shape([]), ir.DataType.INT64)
+
+
+registry.register(OWN, ENTER)(_border_shapes(False))
+registry.register(OWN, LEAVE)(_border_shapes(True))
+registry.register(OWN, AXIS_INDEX)(_index_shapes)
+for _name in COLLECTIVES:
+    registry.register(OWN, _name)(_collective_shapes)

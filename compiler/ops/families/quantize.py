@@ -1,0 +1,47 @@
+"""Quantization: elements by themselves, scales and zero points cut with the axis that they belong to."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from partc.compiler.ops.node import LETTERS, axis_of, dims, operand, rank_of, same
+from partc.compiler.ops.registry import op, uncut
+from partc.compiler.ops.rule import WHOLE, Rule
+
+
+@op("QuantizeLinear")
+def quantize(node: ir.Node) -> Rule | None:
+    """`a,a,a->a`; scales of one number whole; blocks are cut whole."""
+    return _scaled(node, "")
+
+
+@op("DequantizeLinear")
+def dequantize(node: ir.Node) -> Rule | None:
+    """`a,a,a->a`; scales of one number whole; blocks are cut whole; a sum passes in the scale."""
+    return _scaled(node, "each")
+
+
+uncut("DynamicQuantizeLinear", why="its scale is that of the whole's extremes")
+
+
+def _scaled(node: ir.Node, linear: str) -> Rule | None:
+    source, scale = dims(node.inputs[0]), dims(operand(node, 1))
+    if source is None or scale is None:
+        return None
+    letters = LETTERS[: len(source)]
+    axis = axis_of(node, len(source), 1) if source else 0
+    if not scale or scale == (1,):
+        scales = WHOLE * len(scale)
+    elif len(scale) == 1:
+        scales = letters[axis]
+    else:
+        if len(scale) != len(source) or not all(
+            same(a, b) for k, (a, b) in enumerate(zip(source, scale, strict=True)) if k != axis
+        ):
+            return None
+        block, blocks, extent = node.attributes.get_int("block_size", 0), scale[axis], source[axis]
+        if not (isinstance(blocks, int) and isinstance(extent, int) and blocks * block == extent):
+            letters = letters[:axis] + WHOLE + letters[axis + 1 :]
+        scales = letters
+    point = operand(node, 2)
+    points = () if len(node.inputs) < 3 else (None if point is None else scales if rank_of(point) else "",)
+    return Rule((letters, scales, *points), (letters,), linear=linear, terms=(1,))

@@ -1,0 +1,24 @@
+"""Recurrent networks: sequences of the batch are independent, everything else is whole."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from partc.compiler.ops.notation import rule
+from partc.compiler.ops.registry import op
+from partc.compiler.ops.rule import Rule
+
+
+@op("RNN", "GRU")
+def gated(node: ir.Node) -> Rule | None:
+    """`.b.,_,_,_,b,.b.->..b.,.b.`; with layout 1 the batch comes first."""
+    if node.attributes.get_int("layout", 0):
+        return rule(node, "b..,_,_,_,b,b..->b...,b..")
+    return rule(node, ".b.,_,_,_,b,.b.->..b.,.b.")
+
+
+@op("LSTM")
+def lstm(node: ir.Node) -> Rule | None:
+    """`.b.,_,_,_,b,.b.,.b.,_->..b.,.b.,.b.`; with layout 1 the batch comes first."""
+    if node.attributes.get_int("layout", 0):
+        return rule(node, "b..,_,_,_,b,b..,b..,_->b...,b..,b..")
+    return rule(node, ".b.,_,_,_,b,.b.,.b.,_->..b.,.b.,.b.")

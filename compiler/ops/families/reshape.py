@@ -1,0 +1,192 @@
+"""Ops that keep the elements and their order and change only how they are grouped into dims.
+
+Input and output dims are matched in groups of equal products. A group of one dim on each side is that dim; in any other the
+major-most dims share a letter, since a cut there takes the same contiguous block of elements on both sides.
+
+    (batch, 128, 512) -> (batch, 128, 8, 64)    abc->abc.
+    (batch, 128, 512) -> (batch*128, 512)       a.b->ab
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+from partc.compiler.autodiff.engine import Gradients, gradient
+from partc.compiler.autodiff.shapes import shaped
+from partc.compiler.ops.local import Local
+from partc.compiler.ops.local_shapes import as_int64, integer, integers, local_dims, pieces_of
+from partc.compiler.ops.node import LETTERS, Dim, axes_of, axis_of, constant_ints, counted, dims, operand, opset_of
+from partc.compiler.ops.registry import op
+from partc.compiler.ops.rule import WHOLE, Rule
+
+if TYPE_CHECKING:
+    import sympy
+
+
+@op("Reshape")
+def reshape(node: ir.Node) -> Rule | None:
+    """`a,_->bc as the dims group`; the major-most dim of a group shares its cut; a sum passes."""
+    source, target = dims(node.inputs[0]), dims(node.outputs[0])
+    if source is None or target is None or len(node.inputs) < 2:
+        return None
+    if constant_ints(node, 1) is None and opset_of(node) < 9:
+        return None
+    letters = matched(source, target)
+    return letters and Rule((letters[0], WHOLE), (letters[1],), linear="joint", terms=(0,), local=_local_target)
+
+
+@op("Flatten")
+def flatten(node: ir.Node) -> Rule | None:
+    """`a_b_->ab`; the major-most dim of each side shares its cut; a sum passes."""
+    source = dims(node.inputs[0])
+    if source is None:
+        return None
+    at = axis_of(node, len(source), 1)
+    first, second = _major(source[:at], "a"), _major(source[at:], "b")
+    made = ("a" if "a" in first else WHOLE) + ("b" if "b" in second else WHOLE)
+    return Rule((first + second,), (made,), linear="joint")
+
+
+@op("Squeeze")
+def squeeze(node: ir.Node) -> Rule | None:
+    """`a.b->ab`; a sum passes."""
+    source, made = dims(node.inputs[0]), dims(node.outputs[0])
+    axes = axes_of(node, 0 if source is None else len(source))
+    if source is None or axes is None:
+        return None
+    if not axes:
+        axes = tuple(k for k, dim in enumerate(source) if dim == 1)
+        if made is None or len(made) != len(source) - len(axes):
+            return None
+    letters = "".join(WHOLE if k in axes else LETTERS[k] for k in range(len(source)))
+    local = None if node.attributes.get("axes") or operand(node, 1) else functools.partial(_named_axes, axes=axes)
+    return Rule((letters, *_axes_operand(node)), (letters.replace(WHOLE, ""),), linear="joint", terms=(0,), local=local)
+
+
+def _named_axes(local: Local, axes: Sequence[int]) -> None:
+    """The axes that the whole value loses are named, for a piece may have other dims of size 1."""
+    local.same([local.inputs[0], integers(local, "axes", axes)])
+
+
+@op("Unsqueeze")
+def unsqueeze(node: ir.Node) -> Rule | None:
+    """`ab->a.b`; a sum passes."""
+    source = dims(node.inputs[0])
+    if source is None:
+        return None
+    given = node.attributes.get_ints("axes") or constant_ints(node, 1)
+    if given is None:
+        return None
+    rank = len(source) + len(given)
+    axes = {counted(axis, rank) for axis in given}
+    letters = iter(LETTERS[: len(source)])
+    made = "".join(WHOLE if k in axes else next(letters) for k in range(rank))
+    return Rule((LETTERS[: len(source)], *_axes_operand(node)), (made,), linear="joint", terms=(0,))
+
+
+@gradient("Reshape", "Flatten", "Squeeze", "Unsqueeze")
+def regrouped_gradient(g: Gradients, dy: str, x: str, *_: str | None) -> str:
+    """dX = dY in the shape of X."""
+    return shaped(g, dy, x)
+
+
+def matched(source: Sequence[Dim], target: Sequence[Dim]) -> tuple[str, str] | None:
+    """The letters of both sides of a reshape; None where an extent is 0, so that nothing is known."""
+    sides = tuple(tuple(dim if isinstance(dim, int) else dim.value for dim in side) for side in (source, target))
+    return None if 0 in sides[0] or 0 in sides[1] else _matched(*sides)
+
+
+@functools.lru_cache(maxsize=4096)
+def _matched(source: tuple[int | str | None, ...], target: tuple[int | str | None, ...]) -> tuple[str, str]:
+    here, there = (tuple(k for k, dim in enumerate(side) if dim != 1) for side in (source, target))
+    left, right = _products([source[k] for k in here]), _products([target[k] for k in there])
+    ends = {product: q for q, product in enumerate(right, 1)}
+    letters = ([WHOLE] * len(source), [WHOLE] * len(target))
+    p = q = 0
+    for k, product in enumerate(left, 1):
+        closes = ends.get(product, 0) if k < len(left) else len(right)
+        if closes <= q:
+            continue
+        letters[0][here[p]] = letters[1][there[q]] = LETTERS[here[p]]
+        p, q = k, closes
+    return "".join(letters[0]), "".join(letters[1])
+
+
+def _products(side: Sequence[int | str | None]) -> list[sympy.Expr]:
+    """The product of the first dim, of the first two, and so on; a dim of which nothing is known is equal to none."""
+    import sympy
+
+    product: Any = sympy.Integer(1)
+    found = []
+    for dim in side:
+        product = sympy.expand(product * (sympy.Dummy() if dim is None else _expression(dim)))
+        found.append(product)
+    return found
+
+
+def _expression(dim: int | str) -> Any:
+    import sympy
+    from partc.compiler.dims.reading import read
+
+    found = sympy.Integer(dim) if isinstance(dim, int) else read(dim)
+    return sympy.Dummy() if found is None else found
+
+
+def _major(side: Sequence[Dim], letter: str) -> str:
+    """The letters of dims that become one: the first that is not 1 has the letter."""
+    found = [WHOLE] * len(side)
+    for k, dim in enumerate(side):
+        if dim != 1:
+            found[k] = letter
+            break
+    return "".join(found)
+
+
+def _axes_operand(node: ir.Node) -> tuple[str | None, ...]:
+    """The letters of the operand that gives the axes, where there is one."""
+    return () if len(node.inputs) < 2 else (None if node.inputs[1] is None else WHOLE,)
+
+
+def _local_target(local: Local) -> None:
+    """The target in local extents: a constant where one dim at most is dynamic, else the given one with its entries divided."""
+    pieces = pieces_of(local, local.rule.outputs[0])
+    known = local_dims(local, local.outputs[0])
+    given = constant_ints(local.node, 1)
+    kept = "0" if not local.node.attributes.get_int("allowzero", 0) else ""
+    if known is not None and known.count(None) <= 1:
+        target = integers(local, "target", [dim if isinstance(dim, int) else -1 for dim in known])
+    elif given is not None and not (kept and _moved_zero(local, given)):
+        target = integers(
+            local, "target", [n if n <= 0 else n // count for n, count in zip(given, pieces, strict=True)]
+        )
+    else:
+        target = _divided_target(local, pieces, zero_copies=bool(kept))
+    local.same([local.inputs[0], target])
+
+
+def _moved_zero(local: Local, target: Sequence[int]) -> bool:
+    """Whether an entry of 0, which copies the input's dim of that place, stands for a dim that is cut otherwise."""
+    return any(n == 0 for n, here, there in zip(target, *_paired(local), strict=False) if here != there)
+
+
+def _paired(local: Local) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return pieces_of(local, local.rule.inputs[0]), pieces_of(local, local.rule.outputs[0])
+
+
+def _divided_target(local: Local, pieces: Sequence[int], zero_copies: bool) -> str:
+    """The target with its positive entries divided; an entry of 0 that copies a dim cut otherwise is filled in first."""
+    zero = integer(local, "zero", 0)
+    target = as_int64(local, 1)
+    here, there = _paired(local)
+    shared = min(len(here), len(there))
+    if zero_copies and here[:shared] != there[:shared]:
+        shape = local.emit("Shape", [local.inputs[0]], "given_shape")
+        extents = local.emit("Mul", [shape, integers(local, "given", here)], "whole")
+        room = local.emit("Concat", [extents, integers(local, "room", [1] * len(there))], "extended", axis=0)
+        copied = local.emit("Gather", [room, integers(local, "places", range(len(there)))], "copied")
+        target = local.emit("Where", [local.emit("Equal", [target, zero], "copies"), copied, target], "filled")
+    cut = local.emit("Div", [target, integers(local, "pieces", pieces)], "cut")
+    return local.emit("Where", [local.emit("Greater", [target, zero], "given_extents"), cut, target], "target")

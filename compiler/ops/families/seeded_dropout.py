@@ -1,0 +1,163 @@
+"""Dropout whose mask follows from a seed, the number of the step, and where an element stands in the whole tensor.
+
+So the masks of a model are the same on one rank and on many, however a tensor is cut, and those of a step that is run again are
+those that it had. `partc.nn.Dropout(x, step) {ratio, seed}` is no op that a runtime knows: on every rank it becomes plain ones.
+`Dropout(x, step, part) {ratio, seed, parts, records_dim}` draws the masks of one of several parts of a batch: what a rank has of a
+whole batch is `parts` pieces like its own, one behind the other.
+
+The dims are parted in two, rows and columns, and each part gives every place of its own a number: a Weyl sequence begun by seed and
+step, mixed modulo 2**32 by two rounds of a shift, an exclusive or and a product. Numbers of rows are even, those of columns odd. An
+element is kept where (row + column)**2 is below the share to be kept. The square is needed: of sums alone the fourth corner of every
+rectangle follows from the other three. Squares of odd numbers meet all residues of 1 modulo 8 equally often, so the share is exact to
+2**-29. Only the sum, the square, the comparison and what is done with the mask are passes over the whole tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+from onnx_shape_inference import ShapeInferenceContext, registry
+from partc.compiler.ops.local import Local, Shape
+from partc.compiler.ops.local_shapes import integer, integers, local_dims
+from partc.compiler.ops.node import rank_of
+from partc.compiler.ops.notation import rule, whole_rule
+from partc.compiler.ops.registry import op
+from partc.compiler.ops.rule import OWN, Rule
+
+DROPOUT = "Dropout"
+PARTS, RECORDS_DIM = "parts", "records_dim"
+"""Attributes of a dropout that runs on a part of a batch at a time: how many parts there are, and along which dim records lie."""
+_UINT32 = ir.DataType.UINT32.value
+_WEYL = 0x9E3779B1
+"""2**32 over the golden ratio: multiples of it stay as far apart as numbers can."""
+_STEP = {"rows": 0x85EBCA77, "columns": 0xC2B2AE3D}
+_ROUNDS = ((2**16, 0x7FEB352D), (2**15, 2 * 0x046CA68B))
+"""Per round what is divided by, as a shift to the right, and the factor; the last one leaves an even number."""
+_SIZE_OF_A_SYMBOL = 64
+
+
+@op(DROPOUT, domain=OWN)
+def seeded_dropout(node: ir.Node) -> Rule | None:
+    """`*,_,_->*,*`; a sum passes where the mask is not asked for; masks follow from global places."""
+    if rank_of(node.inputs[0]) is None:
+        return replace(whole_rule(node), local=drawn_by_place)
+    linear = "joint" if len(node.outputs) == 1 else ""
+    return rule(node, "*,_,_->*,*", linear=linear, terms=(0,), local=drawn_by_place)
+
+
+def _shapes(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    """Outputs have the shape of the input."""
+    x = node.inputs[0]
+    assert x is not None
+    for out, dtype in zip(node.outputs, (x.dtype, ir.DataType.BOOL), strict=False):
+        ctx.set_shape_and_dtype(out, x.shape, dtype)
+
+
+registry.register(OWN, DROPOUT)(_shapes)
+
+
+def drawn_by_place(local: Local) -> None:
+    """y = x m, m being 1 / (1 - ratio) where the element is kept and 0 elsewhere."""
+    node, x = local.node, local.inputs[0]
+    assert node.inputs[0] is not None
+    dtype = node.inputs[0].dtype or ir.DataType.FLOAT
+    ratio, seed = node.attributes.get_float("ratio", 0.5), node.attributes.get_int("seed", 0)
+    rank = rank_of(node.inputs[0])
+    sizes = local_dims(local, x) or (None,) * (1 if rank is None else rank)
+    at = _parted(local.global_shapes.get(x) or ("?",) * len(sizes))
+    shape = ""
+    if any(size is None for size in sizes):
+        shape = local.emit("Shape", [x], "extents")
+    extents = shape if rank is not None else local.emit("Size", [x], "size")
+    step = local.emit("Cast", [local.inputs[1]], "step", to=_UINT32)
+    rows = _noise(local, "rows", range(at), sizes, extents, step, seed & 0xFFFFFFFF)
+    columns = _noise(local, "columns", range(at, len(sizes)), sizes, extents, step, seed >> 32)
+    odd = local.emit("Add", [columns, _number(local, "one", 1)], "columns.odd")
+    both = local.emit("Add", [rows, odd], "both")
+    drawn = local.emit("Mul", [both, both], "drawn")
+    if shape:
+        drawn = local.emit("Reshape", [drawn, shape], "aligned", allowzero=1)
+        # Says that nothing broadcasts where dims are dynamic; else the gradient would have to find out.
+        dims = local.local_shapes.get(x)
+        local.nodes[-1].outputs[0].shape = None if dims is None else ir.Shape(dims)
+    share = _number(local, "share", min(round((1 - ratio) * 2**32), 2**32 - 1))
+    kept = local.emit("Less", [drawn, share], local.outputs[1] if local.outputs[1:] and local.outputs[1] else "kept")
+    mask = local.emit("Cast", [kept], "mask", to=dtype.value)
+    scale = local.constant("scale", np.array(1 / (1 - ratio), dtype.numpy()))
+    scaled = local.emit("Mul", [mask, scale], "scaled")
+    local.emit("Mul", [x, scaled], local.outputs[0])
+
+
+def _parted(shape: Shape) -> int:
+    """How many dims are rows: so many that rows and columns together are fewest. The same for every cut.
+
+    The first dim counts as a symbol, so that a batch of a fixed size has the masks of a dynamic one.
+    """
+    sizes = [dim if isinstance(dim, int) and k else _SIZE_OF_A_SYMBOL for k, dim in enumerate(shape)]
+    return min(range(len(sizes) + 1), key=lambda k: math.prod(sizes[:k]) + math.prod(sizes[k:]))
+
+
+def _noise(
+    local: Local, part: str, dims: Sequence[int], sizes: Sequence[int | None], extents: str, step: str, seed: int
+) -> str:
+    """A number below 2**32 for every place along some dims, even ones alone; as many dims follow as do in the whole."""
+    often = local.emit("Mul", [step, _number(local, f"{part}.often", _STEP[part])], f"{part}.steps")
+    noise = local.emit("Add", [often, _number(local, f"{part}.seed", seed)], f"{part}.key")
+    for dim in dims:
+        place = _places(local, dim, sizes[dim], extents)
+        times = pow(_WEYL, dims[-1] - dim + 1, 2**32)
+        place = local.emit("Mul", [place, _number(local, f"d{dim}.weyl", times)], f"d{dim}.weighed")
+        behind = len(sizes) - 1 - dim
+        if behind:
+            axes = integers(local, f"d{dim}.axes", range(1, behind + 1))
+            place = local.emit("Unsqueeze", [place, axes], f"d{dim}.aligned")
+        noise = local.emit("Add", [place, noise], f"{part}.{dim}")
+    for k, (shift, factor) in enumerate(_ROUNDS):
+        high = local.emit("Div", [noise, _number(local, f"{part}.shift{k}", shift)], f"{part}.high{k}")
+        folded = local.emit("BitwiseXor", [noise, high], f"{part}.folded{k}")
+        noise = local.emit("Mul", [folded, _number(local, f"{part}.factor{k}", factor)], f"{part}.mixed{k}")
+    return noise
+
+
+def _places(local: Local, dim: int, size: int | None, extents: str) -> str:
+    """The places in the whole of this rank's elements along a dim."""
+    letters = local.rule.inputs[0]
+    letter = letters[dim] if letters else ""
+    index = local.index(letter) if local.cut(letter) > 1 else 0
+    step = integer(local, f"d{dim}.next", 1)
+    if dim == local.node.attributes.get_int(RECORDS_DIM, -1):
+        begin, limit = _span_of_part(local, dim, index, size, extents)
+    elif size is not None:
+        begin = integer(local, f"d{dim}.begin", index * size)
+        limit = integer(local, f"d{dim}.limit", (index + 1) * size)
+    else:
+        length = extents
+        if local.node.inputs[0] is not None and rank_of(local.node.inputs[0]) is not None:
+            length = local.emit("Gather", [extents, integer(local, f"d{dim}.dim", dim)], f"d{dim}.size", axis=0)
+        begin = integer(local, f"d{dim}.begin", 0)
+        limit = length
+        if local.cut(letter) > 1:
+            begin = local.emit("Mul", [length, integer(local, f"d{dim}.index", index)], f"d{dim}.first")
+            limit = local.emit("Add", [begin, length], f"d{dim}.last")
+    places = local.emit("Range", [begin, limit, step], f"d{dim}.places")
+    return local.emit("Cast", [places], f"d{dim}.numbers", to=_UINT32)
+
+
+def _span_of_part(local: Local, dim: int, index: int, size: int | None, extents: str) -> tuple[str, str]:
+    """Begin and end of this rank's records of a part among those of the whole batch."""
+    parts = local.node.attributes.get_int(PARTS, 1)
+    if size is not None:
+        length = integer(local, f"d{dim}.length", size)
+    else:
+        length = local.emit("Gather", [extents, integer(local, f"d{dim}.dim", dim)], f"d{dim}.size", axis=0)
+    before = local.emit("Add", [local.inputs[2], integer(local, f"d{dim}.first", index * parts)], f"d{dim}.before")
+    begin = local.emit("Mul", [before, length], f"d{dim}.begin")
+    return begin, local.emit("Add", [begin, length], f"d{dim}.limit")
+
+
+def _number(local: Local, name: str, number: int) -> str:
+    return local.constant(name, np.array(number, np.uint32))

@@ -1,0 +1,37 @@
+"""The triangle of a matrix: a piece of it is a triangle too, whose diagonal is moved by where the piece begins."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from partc.compiler.autodiff.engine import Gradients, gradient
+from partc.compiler.ops.families.lookup import rows_of
+from partc.compiler.ops.local import Local
+from partc.compiler.ops.local_shapes import integer
+from partc.compiler.ops.notation import rule
+from partc.compiler.ops.registry import op
+from partc.compiler.ops.rule import Rule
+
+
+@op("Trilu")
+def trilu(node: ir.Node) -> Rule | None:
+    """`*rc,_->*rc`; a sum passes."""
+    return rule(node, "*rc,_->*rc", linear="joint", terms=(0,), local=_moved_diagonal)
+
+
+@gradient("Trilu")
+def trilu_gradient(g: Gradients, dy: str, x: str, k: str | None = None) -> str:
+    """dX = the same triangle of dY."""
+    return str(g.Trilu(dy, k, upper=g.attribute("upper", 1)))
+
+
+def _moved_diagonal(local: Local) -> None:
+    """Row i of a piece is row i + begin of the whole, so that k grows by the first row and falls by the first column."""
+    if local.cut("r") == 1 and local.cut("c") == 1:
+        local.same()
+        return
+    k = local.inputs[1] if len(local.inputs) > 1 and local.inputs[1] else integer(local, "diagonal", 0)
+    rank = len(local.rule.inputs[0] or "")
+    for letter, axis, move in (("r", rank - 2, "Add"), ("c", rank - 1, "Sub")):
+        if local.cut(letter) > 1:
+            k = local.emit(move, [k, rows_of(local, 0, axis, letter).offset], f"{letter}.diagonal")
+    local.same([local.inputs[0], k])

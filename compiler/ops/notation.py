@@ -1,0 +1,119 @@
+"""The notation of rules: `*mk,*kn->*mn` read against the shapes of one node.
+
+A letter is a factor and one dim. `*` is any number of dims that correspond across the operands that have it, aligned at the last
+one; where one of them is 1 and another is not, it broadcasts. `.` is one dim that stays whole and `_` any number of them. `-` is
+an operand that is no tensor, and an operand may be missing. A factor that no output has is contracted.
+
+    *mk,*kn->*mn    on (5, 2, 6) and (6, 4)     amk,kn->amn
+    nc_,oc_,o->no_  on (2, 3, 8, 8), (4, 3, 2, 2) and (4)    nc..,oc..,o->no..
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from partc.compiler.ops.node import LETTERS, Dim, dims, operand, rank_of, same
+from partc.compiler.ops.rule import WHOLE, Rule
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    from partc.compiler.ops.local import Local
+
+
+def whole_rule(node: ir.Node) -> Rule:
+    """The rule by which nothing of a node is cut."""
+    return Rule(
+        tuple(None if rank_of(value) is None else WHOLE * len(dims(value) or ()) for value in node.inputs),
+        tuple(None if rank_of(value) is None else WHOLE * len(dims(value) or ()) for value in node.outputs),
+    )
+
+
+def rule(
+    node: ir.Node,
+    factors: str,
+    *,
+    contracted: Mapping[str, str] | None = None,
+    whole: str = "",
+    linear: str = "",
+    terms: Sequence[int] | None = None,
+    local: Callable[[Local], None] | None = None,
+    units: Mapping[str, int] | None = None,
+) -> Rule | None:
+    """The rule that `factors` says of a node; None where an operand has not the rank that its part asks for.
+
+    `contracted`: reductions of factors that no output has, sum where not said. The other arguments are those of `Rule`.
+    """
+    left, right = factors.split("->")
+    ins, outs = left.split(",") if left else [], right.split(",")
+    if len(node.inputs) > len(ins) or len(node.outputs) > len(outs):
+        return None
+    stars: list[Sequence[Dim]] = []
+    plain: list[tuple[str, str, str] | None] = []
+    for k, part in enumerate(ins[: len(node.inputs)]):
+        shape = dims(operand(node, k))
+        if part == "-" or node.inputs[k] is None:
+            plain.append(None)
+            continue
+        if shape is None:
+            return None
+        head, open_dims, tail, count = _opened(part, len(shape))
+        if count < 0 or (count and not open_dims):
+            return None
+        if open_dims == "*":
+            stars.append(shape[len(head) : len(head) + count])
+        plain.append((head, open_dims if open_dims == "*" else WHOLE * count, tail))
+    used = set(factors)
+    free = [letter for letter in LETTERS if letter not in used]
+    common, per_star = broadcast(stars, free)
+    at = iter(per_star)
+    inputs = tuple(None if one is None else one[0] + (next(at) if one[1] == "*" else one[1]) + one[2] for one in plain)
+    outputs = tuple(_output(part, common, rank_of(value)) for part, value in zip(outs, node.outputs, strict=False))
+    made = {letter for one in outputs if one for letter in one}
+    reductions = {
+        letter: (contracted or {}).get(letter, "sum")
+        for letter in dict.fromkeys(letter for one in inputs if one for letter in one)
+        if letter != WHOLE and letter not in made and letter not in whole
+    }
+    of_terms = None if terms is None else tuple(terms)
+    return Rule(inputs, outputs, reductions, frozenset(whole), linear, of_terms, local, units or {})
+
+
+def broadcast(shapes: Sequence[Sequence[Dim]], free: Sequence[str]) -> tuple[str, list[str]]:
+    """Letters of shapes that broadcast together, first of the result, then of each.
+
+    Dims of which it is not certain whether they are equal stay whole.
+    """
+    rank = max(map(len, shapes), default=0)
+    common = [WHOLE] * rank
+    rows = [[WHOLE] * len(shape) for shape in shapes]
+    for place in range(1, rank + 1):
+        there = [k for k, shape in enumerate(shapes) if len(shape) >= place]
+        large = [k for k in there if not _is_one(shapes[k][-place])] or there
+        first = shapes[large[0]][-place]
+        if len(large) == 1 or all(same(first, shapes[k][-place]) for k in large):
+            common[-place] = free[rank - place]
+            for k in large:
+                rows[k][-place] = common[-place]
+    return "".join(common), ["".join(row) for row in rows]
+
+
+def _is_one(dim: Dim) -> bool:
+    return isinstance(dim, int) and dim == 1
+
+
+def _opened(part: str, rank: int) -> tuple[str, str, str, int]:
+    """Letters before and after the part's `*` or `_`, that sign, and how many dims it stands for (negative: too few)."""
+    for sign in "*_":
+        if sign in part:
+            head, tail = part.split(sign)
+            return head, sign, tail, rank - len(head) - len(tail)
+    return part, "", "", rank - len(part)
+
+
+def _output(part: str, common: str, rank: int | None) -> str | None:
+    if part == "-":
+        return None
+    if "_" not in part:
+        return part.replace("*", common)
+    return None if rank is None else part.replace("_", WHOLE * (rank - len(part) + 1))

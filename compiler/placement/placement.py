@@ -1,0 +1,101 @@
+"""Pass: every node gets the rank where it runs, and the reason.
+
+The law, in order; the first that decides holds:
+
+1. A node that depends on no input (a constant) runs on every rank that reads it, wherever the plan puts its module.
+2. Shape arithmetic (from `Shape` and `Size` to integers of rank 0 or 1; where the plan is silent, to anything) runs on every
+   rank that reads it. `Shape(x)` is taken where x is; a rank without x is sent the shape, never x.
+   So is what is cheap to make of inputs of the model where the plan is silent, a mask for instance, if that takes fewer bytes
+   than sending it: `repeated.py` has this law.
+3. The plan's last matching rule, else the model's own last `place`; what a sharding rule matches and no placement does runs on
+   the group of all ranks.
+4. A node joins the producer that has most bytes of its inputs; at a tie, the earliest input's.
+5. Without a placed producer it joins its first consumer, else the rank its output goes to, else rank 0. In a plan that cuts
+   operators, the group of all ranks stands for rank 0.
+6. Nodes that (4) or (5) placed move to their consumers, alone or with the producers that serve them only, where that saves a
+   transfer, never to a smaller group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import onnx_ir as ir
+from partc.compiler.errors import CompileError
+from partc.compiler.ir.program import Group, Placed, Program
+from partc.compiler.ops.families.random import RANDOM
+from partc.compiler.placement.infer import REPEATED, Delivered, Settled, settle
+from partc.compiler.placement.repeated import repeatable, worth_repeating
+from partc.compiler.plan.matching import Rule, default_group, output_ranks, placement_rules, sharding_rules
+from partc.runtime.artifact import format as fmt
+
+
+def place(program: Program) -> Program:
+    """Fills `placement`. Raises CompileError for patterns that match nothing; warns of ranks with nothing to do."""
+    graph = program.model.graph
+    default = default_group(program.plan, program.declared)
+    rules, problems = placement_rules(program)
+    delivered, output_problems = output_ranks(program)
+    cut, cut_problems = sharding_rules(program)
+    problems += [*output_problems, *cut_problems]
+    if problems:
+        raise CompileError(problems)
+    rules = {node: Rule(rule.pattern, default, rule.where) for node, rule in cut.items()} | rules
+    floating = _floating(program, rules)
+    fixed = {node: rule.ranks for node, rule in rules.items() if node not in floating}
+    settled = _settle(program, fixed, floating, {value: ranks for value, (ranks, _) in delivered.items()}, default)
+    placement = {node: _placed(node, rules, settled, floating, program) for node in graph}
+    return replace(program, placement=placement)
+
+
+def _settle(
+    program: Program, fixed: dict[ir.Node, Group], floating: dict[ir.Node, str], delivered: Delivered, default: Group
+) -> Settled:
+    """Settles all nodes; `floating` is given the nodes that are repeated wherever they are read."""
+    basis, chosen = dict(floating), repeatable(program, fixed, floating)
+    while True:
+        floating.clear()
+        floating.update(basis | dict.fromkeys(chosen, REPEATED))
+        settled = settle(program, fixed, floating, delivered, default)
+        kept = worth_repeating(program, chosen, settled, basis)
+        if kept == chosen:
+            return settled
+        chosen = kept
+
+
+def _floating(program: Program, rules: dict[ir.Node, Rule]) -> dict[ir.Node, str]:
+    """Nodes that run wherever they are read, with the reason: constants and shape arithmetic."""
+    constant: set[ir.Value] = set(program.model.graph.initializers.values())
+    of_shape: set[ir.Value] = set()
+    floating: dict[ir.Node, str] = {}
+    for node in program.model.graph:
+        if node.op_type in RANDOM or node.domain not in ("", "ai.onnx", "com.microsoft"):
+            continue
+        values = program.reads[node]
+        if all(value in constant for value in values):
+            constant.update(node.outputs)
+            floating[node] = fmt.CONSTANT
+            continue
+        root = node.op_type in ("Shape", "Size") and node.domain in ("", "ai.onnx")
+        if not root and not all(value in constant or value in of_shape for value in values):
+            continue
+        if node in rules and not all(_is_small(program, out) for out in node.outputs):
+            continue
+        of_shape.update(node.outputs)
+        floating[node] = fmt.SHAPE_ARITHMETIC
+    return floating
+
+
+def _is_small(program: Program, value: ir.Value) -> bool:
+    return value.shape is not None and value.shape.rank() <= 1 and value.dtype is not None and value.dtype.is_integer()
+
+
+def _placed(
+    node: ir.Node, rules: dict[ir.Node, Rule], settled: Settled, floating: dict[ir.Node, str], program: Program
+) -> Placed:
+    groups = settled.groups[node]
+    if node in floating:
+        return Placed(groups, floating[node], follows=True)
+    if node in rules:
+        return Placed(groups, str(rules[node]))
+    return Placed(groups, settled.reasons[node])

@@ -1,0 +1,177 @@
+"""Which rule of the plan or of the model decides for a node or an output: the last one that matches, the plan over the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import PurePath
+
+import onnx_ir as ir
+from partc.compiler.errors import Problem
+from partc.compiler.frontend.declare import Declared
+from partc.compiler.frontend.functions import OWN_NAME
+from partc.compiler.ir.program import Group, Program
+from partc.compiler.plan.groups import Frame, group_of
+from partc.compiler.plan.pattern import compile_pattern, nearest
+from partc.compiler.plan.rules import FULL_BATCH, Plan, ShardingRule
+from partc.compiler.plan.violation import Violation
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A line that places: prints as `plan.yaml:8 'conv1'`, without the folder, which differs by machine."""
+
+    pattern: str
+    ranks: tuple[int, ...]
+    where: str
+
+    def __str__(self) -> str:
+        return f"{PurePath(self.where).name} '{self.pattern}'"
+
+
+def modules_of(paths: Iterable[str]) -> list[str]:
+    """Every module path that the nodes' paths run through, in order of first appearance."""
+    found: dict[str, None] = {}
+    for path in paths:
+        parts = path.split(".")
+        for end in range(1, len(parts)):
+            found[".".join(parts[:end])] = None
+    return list(found)
+
+
+def placement_rules(program: Program) -> tuple[dict[ir.Node, Rule], list[Problem]]:
+    """Per placed node the rule that decides, and a problem per rule that matches nothing or names a rank that is not there."""
+    problems: list[Problem] = []
+    decided = _annotated(program)
+    rules = _declared(program, problems)
+    rules += [Rule(p.pattern, p.ranks, p.where) for p in program.plan.placement]
+    for rule in rules:
+        ranks = program.plan.ranks
+        if outside := [rank for rank in rule.ranks if not 0 <= rank < ranks]:
+            problems.append(
+                Problem(
+                    rule.where,
+                    f"rank {outside[0]} is outside of 0..{ranks - 1}",
+                    f"{program.plan.file} says `ranks: {ranks}`",
+                    "raise `ranks`, or place it on another rank",
+                )
+            )
+            continue
+        hit = matched_nodes(program, rule.pattern)
+        decided.update(dict.fromkeys(hit, rule))
+        if not hit and not _of_the_whole(program, rule.pattern):
+            problems.append(
+                _nothing(
+                    rule.pattern,
+                    rule.where,
+                    [*modules_of(program.paths.values()), *program.paths.values()],
+                    "module or node",
+                )
+            )
+    return decided, problems
+
+
+def matched_nodes(program: Program, pattern: str) -> list[ir.Node]:
+    """The nodes whose paths the pattern matches; where there are none, those whose own ONNX names, as Netron shows them, it does."""
+    matches = compile_pattern(pattern).matches
+    hit = [node for node, path in program.paths.items() if matches(path)]
+    return hit or [node for node in program.paths if matches(own_name(node))]
+
+
+def own_name(node: ir.Node) -> str:
+    """A node's own ONNX name, as Netron shows it."""
+    return str(node.meta.get(OWN_NAME) or node.name or "")
+
+
+def _of_the_whole(program: Program, pattern: str) -> bool:
+    """Whether a pattern names what the model has and training does not need, such as a second head."""
+    return any(map(compile_pattern(pattern).matches, program.whole))
+
+
+def _declared(program: Program, problems: list[Problem]) -> list[Rule]:
+    """The placements of the model; groups are held against the plan's ranks and mesh."""
+    plan, found = program.plan, []
+    lists = [rule.ranks for rule in plan.placement] + [p.on for p in program.declared.placements]
+    sizes = tuple(len(ranks) for ranks in lists if isinstance(ranks, tuple) and len(ranks) > 1)
+    for placed in program.declared.placements:
+        if isinstance(placed.on, int):
+            found.append(Rule(placed.pattern, (placed.on,), placed.where))
+            continue
+        try:
+            group = group_of(placed.on, Frame(plan.ranks, plan.mesh, sizes))
+            found.append(Rule(placed.pattern, group.ranks, placed.where))
+        except Violation as violation:
+            problems.append(violation.at(placed.where, f"place of '{placed.pattern}'"))
+    return found
+
+
+def _readers(program: Program, pattern: str) -> list[ir.Node]:
+    """The nodes that compute with a weight whose name the pattern matches, as it is or transposed, cast and the like."""
+    matches = compile_pattern(pattern).matches
+    graph = program.model.graph
+    named = {value for name, value in graph.initializers.items() if matches(name)}
+    constant = set(graph.initializers.values())
+    found = []
+    for node in graph if named else ():
+        reads = program.reads[node]
+        of_weights = any(value in named for value in reads)
+        if all(value in constant for value in reads):
+            constant.update(node.outputs)
+            named.update(node.outputs if of_weights else ())
+        elif of_weights:
+            found.append(node)
+    return found
+
+
+def _annotated(program: Program) -> dict[ir.Node, Rule]:
+    """What the model's own annotations place; every rule is weaker."""
+    return {
+        node: Rule(program.paths[node], one.group, program.name)
+        for node, one in program.followed.items()
+        if one.group and not one.follows
+    }
+
+
+def default_group(plan: Plan, declared: Declared) -> Group:
+    """Where operators run that nothing places: rank 0, or all ranks in a plan that cuts operators."""
+    if declared.annotations is not None and declared.annotations.several:
+        return tuple(range(plan.ranks))
+    asked = plan.sharding or declared.sharding or plan.mesh or plan.dataset.style != FULL_BATCH or plan.dataset.cuts
+    return tuple(range(plan.ranks)) if asked else (0,)
+
+
+def sharding_rules(program: Program) -> tuple[dict[ir.Node, ShardingRule], list[Problem]]:
+    """Per node the sharding rule that decides, the plan's over the model's, and a problem per rule that matches nothing."""
+    problems: list[Problem] = []
+    decided: dict[ir.Node, ShardingRule] = {}
+    for rule in (*program.declared.sharding, *program.plan.sharding):
+        hit = matched_nodes(program, rule.pattern) or (_readers(program, rule.pattern) if rule.style else [])
+        decided.update(dict.fromkeys(hit, rule))
+        if not hit and not _of_the_whole(program, rule.pattern):
+            names = [*modules_of(program.paths.values()), *program.paths.values()]
+            problems.append(_nothing(rule.pattern, rule.where, names, "module or node"))
+    return decided, problems
+
+
+def output_ranks(program: Program) -> tuple[dict[ir.Value, tuple[tuple[int, ...] | None, bool]], list[Problem]]:
+    """Per output of the model its ranks and whether it stays cut: rank 0 unless the plan says otherwise, None where it stays."""
+    outputs = program.model.graph.outputs
+    problems: list[Problem] = []
+    decided: dict[ir.Value, tuple[tuple[int, ...] | None, bool]] = dict.fromkeys(outputs, ((0,), False))
+    for rule in program.plan.outputs:
+        matches = compile_pattern(rule.pattern).matches
+        hit = [value for value in outputs if matches(value.name or "")]
+        decided.update(dict.fromkeys(hit, (rule.ranks, rule.cut)))
+        if not hit:
+            problems.append(_nothing(rule.pattern, rule.where, [value.name or "" for value in outputs], "output"))
+    return decided, problems
+
+
+def _nothing(pattern: str, where: str, names: list[str], kind: str) -> Problem:
+    close = nearest(pattern, names)
+    listed = ", ".join(f"'{name}'" for name in close)
+    return Problem(
+        where,
+        f"'{pattern}' matches no {kind} of the model",
+        help=f"the nearest names are {listed}" if close else "`partc plan MODEL` lists all names",
+    )

@@ -1,0 +1,310 @@
+"""Pass: a packed weight, several weights in one, is taken apart, so that each rank gets its part of every one of them.
+
+Exporters keep queries, keys and values in one matrix, or the gate and the up projection, and split the product behind it:
+
+    y = x W + b;  q, k, v = Split(y)     ->     q = x W.0 + b.0;  k = x W.1 + b.1;  v = x W.2 + b.2
+
+A contiguous piece of W would be most of q, and the Split would gather y. The parts of W run forward through every op that treats
+their elements alike, until a Split, Slice or Gather asks for just these parts; where something else reads them they are joined
+again. What is cut is then said of each part by itself, whatever their sizes are: fewer keys than queries are nothing special.
+
+A part is a parameter of its own that knows where it lies in the whole (`PartOf`): what is kept of it from step to step is listed
+under the name of the whole, as a box of it, so that a checkpoint is the same whatever plan wrote it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.program import PART, PartOf, Program
+from partc.compiler.ops.node import constant_ints
+from partc.compiler.ops.registry import rule_of
+from partc.compiler.ops.rule import WHOLE
+from partc.compiler.plan.matching import sharding_rules
+from partc.compiler.plan.rules import ShardingRule
+from partc.compiler.rewrite.rewriting import Rewriting
+from partc.compiler.sharding.asked import Outlet, asked_parts, outlets, through
+from partc.compiler.sharding.seeds import TENSOR_PARALLEL
+from partc.compiler.sharding.styles import parameter_factor, source_of, styled
+from partc.compiler.training.config import Learned
+
+MOST_PARTS = 8
+"""A Split into more, of which nothing is said, takes something else apart: heads, positions."""
+_EAGER = 1 << 16
+
+Parts = tuple[int, list[ir.Value]]
+"""The dim of a value that is taken apart, and the values of its parts."""
+
+
+def unpack(program: Program) -> Program:
+    """The program with the packed weights taken apart that a colwise rule speaks of.
+
+    Raises CompileError where a rule says `packed` and the weight has no such parts.
+    """
+    rules = {node: rule for node, rule in sharding_rules(program)[0].items() if rule.style == "colwise"}
+    if program.plan.ranks == 1 or not rules:
+        return program
+    work = _Unpacking(program)
+    for node, rule in rules.items():
+        if node in work.paths and node not in work.constants:
+            work.node(node, rule)
+    if work.problems:
+        raise CompileError(work.problems)
+    return work.finished()
+
+
+class _Unpacking(Rewriting):
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.problems: list[Problem] = []
+        self.parts: dict[ir.Value, Parts] = {}
+        self.joined: dict[ir.Value, ir.Value] = {}
+        self.split: dict[ir.Value, list[ir.Value]] = {}
+        self.constants: set[ir.Node] = set()
+        known = set(self.graph.initializers.values())
+        for node in self.graph:
+            if all(value in known for value in program.reads[node]):
+                known.update(node.outputs)
+                self.constants.add(node)
+        self.known = known
+        mesh = dict(program.plan.mesh)
+        self.ranks = mesh.get(TENSOR_PARALLEL, 1) if mesh else program.plan.ranks
+
+    def finished(self) -> Program:
+        """The program, with the parts of a parameter in its place among those that training changes."""
+        training = self.before.training
+        if training is None:
+            return self.done()
+        parameters: dict[ir.Value, Learned] = {}
+        for value, learned in training.parameters.items():
+            parameters |= dict.fromkeys(self.split.get(value, [value]), learned)
+        return self.done(training=replace(training, parameters=parameters))
+
+    def node(self, node: ir.Node, rule: ShardingRule) -> None:
+        """Takes the weight of one node apart, if the rule or the graph says into what."""
+        said, subject, node = rule.packed, f"sharding of '{self.paths[node]}'", styled(node)
+        factor = parameter_factor(rule_of(node), node, "colwise", self.known.__contains__)
+        if factor is None:
+            return
+        k, letter = factor
+        operand = node.inputs[k]
+        assert operand is not None
+        at = (rule_of(node).inputs[k] or "").index(letter)
+        source = source_of(operand, at, self.known.__contains__)
+        size = source[0].shape[source[1]] if source is not None and source[0].shape is not None else None
+        if source is None or not isinstance(size, int) or len(list(source[0].uses())) > 1:
+            if said is not None:
+                law = "a packed weight is an initializer that one node reads, transposed or looked up at most"
+                self.problems.append(Problem(rule.where, f"{subject}: the weight cannot be taken apart", law))
+            return
+        weight, dim = source
+        sizes = self._sizes(weight, dim, size, rule, subject)
+        if len(sizes) > 1:
+            self._take_apart(weight, dim, sizes)
+
+    def _sizes(self, weight: ir.Value, dim: int, size: int, rule: ShardingRule, subject: str) -> list[int]:
+        """The sizes of the parts; one alone where the weight stays as it is."""
+        said, named = rule.packed, f"{subject}: '{weight.name}' dim {dim} ({size})"
+        if isinstance(said, tuple):
+            if sum(said) == size:
+                return self._whole_norms(list(said), rule, subject)
+            shown = ", ".join(map(str, said))
+            self.problems.append(
+                Problem(rule.where, f"{named} cannot be packed as {shown}", f"they add up to {sum(said)}")
+            )
+            return []
+        if said:
+            if size % said == 0:
+                return self._whole_norms([size // said] * said, rule, subject)
+            help_ = "write the sizes of the parts: packed: [64, 16, 16]"
+            self.problems.append(Problem(rule.where, f"{named} cannot be packed as {said} equal parts", help=help_))
+            return []
+        ends = asked_parts(weight, dim)
+        sizes = [int((end - begin) * size) for begin, end in itertools.pairwise(ends)]
+        fits = all((end * size).denominator == 1 for end in ends) and all(part % self.ranks == 0 for part in sizes)
+        if not fits or len(sizes) > MOST_PARTS:
+            return [size]
+        return self._whole_norms(sizes, rule, "") if len(sizes) > 1 else sizes
+
+    def _whole_norms(self, sizes: list[int], rule: ShardingRule, subject: str) -> list[int]:
+        """The sizes; none for an optimizer that takes norms of whole parameters, an error where a rule says `packed`."""
+        training = self.before.training
+        if training is None or training.optimizer.is_elementwise:
+            return sizes
+        if subject:
+            fact = f"{subject}: the optimizer {training.optimizer.type} takes the norm of a parameter, not of its parts"
+            self.problems.append(
+                Problem(rule.where, fact, help="take another optimizer, or 'colwise' without 'packed'")
+            )
+        return []
+
+    def _take_apart(self, weight: ir.Value, dim: int, sizes: list[int]) -> None:
+        self.parts = {weight: (dim, self._pieces(weight, dim, sizes))}
+        self.joined = {}
+        old: list[ir.Node] = []
+        for node in list(self.graph):
+            packed = [k for k, value in enumerate(node.inputs) if value in self.parts]
+            if not packed:
+                continue
+            value = node.inputs[packed[0]]
+            assert value is not None
+            after = through(node, packed[0], self.parts[value][0])
+            taken = len(packed) == 1 and self._take_out(node, packed[0])
+            if taken or (after is not None and self._clone(node, packed, after)):
+                old.append(node)
+            else:
+                for k in packed:
+                    node.replace_input_with(k, self._whole(node, node.inputs[k]))
+        for value in [output for output in self.graph.outputs if output in self.parts]:
+            last = value.producer()
+            assert last is not None
+            self.take_place(self._whole(last, value), value, last)
+        self.drop(old)
+        for value in [value for value in self.split if value in self.values and not value.uses()]:
+            del self.graph.initializers[str(value.name)]
+            del self.values[value]
+
+    def _pieces(self, value: ir.Value, dim: int, sizes: Sequence[int]) -> list[ir.Value]:
+        """A weight's parts as weights of their own."""
+        found, begin = [], 0
+        tensor, shape = value.const_value, tuple(value.shape.numpy()) if value.shape is not None else ()
+        assert tensor is not None
+        around = value.meta.get(PART)
+        for k, size in enumerate(sizes):
+            part = self.like(value, f"{value.name}.{k}", {dim: size})
+            part.const_value = _slice_of(tensor, dim, begin, begin + size, part)
+            part.meta.update(value.meta)
+            if around is None:
+                part.meta[PART] = PartOf(str(value.name), shape, tuple((0, n) for n in shape)).within(dim, begin, size)
+            else:
+                part.meta[PART] = around.within(dim, begin, size)
+            self.graph.register_initializer(part)
+            found.append(part)
+            begin += size
+        self.split[value] = found
+        return found
+
+    def _take_out(self, node: ir.Node, k: int) -> bool:
+        """Gives the readers of a Split, Slice or Gather the parts that it takes; False where it takes others."""
+        value = node.inputs[k]
+        assert value is not None
+        dim, parts = self.parts[value]
+        found = outlets(node, k, dim)
+        ends = _ends(parts, dim)
+        if found is None or not all(outlet.begin in ends and outlet.end in ends for outlet in found):
+            return False
+        for outlet in found:
+            some = parts[ends.index(outlet.begin) : ends.index(outlet.end)]
+            self.take_place(self._outlet(node, outlet, some, dim), outlet.value, node)
+        return True
+
+    def _outlet(self, node: ir.Node, outlet: Outlet, parts: list[ir.Value], dim: int) -> ir.Value:
+        if len(parts) == 1 and not outlet.drops:
+            return parts[0]
+        made = self.like(outlet.value, str(outlet.value.name))
+        if outlet.drops:
+            axes = self.constant(f"{outlet.value.name}.axes", [dim])
+            self.put(node, "Squeeze", [parts[0], axes], [made])
+        else:
+            self.put(node, "Concat", parts, [made], axis=dim)
+        return made
+
+    def _clone(self, node: ir.Node, packed: Sequence[int], after: int) -> bool:
+        """The node once for each part; False where a part of its result is not a whole number of elements."""
+        value, out = node.inputs[packed[0]], node.outputs[0]
+        assert value is not None
+        dim, parts = self.parts[value]
+        rule = rule_of(node)
+        letter = (rule.inputs[packed[0]] or "")[dim]
+        made = out.shape[after] if out.shape is not None else None
+        total = sum(_extent(part, dim) for part in parts)
+        if not isinstance(made, int) or any(_extent(part, dim) * made % total for part in parts):
+            return False
+        places = [
+            None if not letters or letter not in letters or letter == WHOLE else letters.index(letter)
+            for letters in rule.inputs
+        ]
+        if any(self.parts[v][0] != places[k] or _ends(self.parts[v][1], self.parts[v][0]) != _ends(parts, dim)
+               for k in packed if (v := node.inputs[k]) is not None):  # fmt: skip
+            return False
+        sizes = [_extent(part, dim) for part in parts]
+        operands = [
+            [operand] * len(parts)
+            if operand is None or place is None
+            else self.parts[operand][1]
+            if operand in self.parts
+            else self._parts_of(node, operand, place, sizes)
+            for operand, place in zip(node.inputs, [*places, *[None] * len(node.inputs)], strict=False)
+        ]
+        results = []
+        for k, size in enumerate(sizes):
+            inputs = [each[k] for each in operands]
+            result = self.like(out, f"{out.name}.{k}", {after: size * made // total})
+            if node.op_type == "Reshape":
+                inputs[1] = self._target(node, after, size * made // total, k)
+            attributes = list(node.attributes.values())
+            self.put(node, node.op_type, inputs, [result], f".{k}", attributes, node.domain)
+            results.append(result)
+        self.parts[out] = (after, results)
+        return True
+
+    def _parts_of(self, node: ir.Node, value: ir.Value, dim: int, sizes: Sequence[int]) -> list[ir.Value]:
+        """The same parts of another operand: a bias's own, else of a value that is split."""
+        if value.is_initializer() and len(list(value.uses())) == 1 and value.const_value is not None:
+            return self._pieces(value, dim, sizes)
+        lengths = self.constant(f"{self.paths[node]}.{value.name}.sizes", list(sizes))
+        made = [self.like(value, f"{self.paths[node]}.{value.name}.{k}", {dim: n}) for k, n in enumerate(sizes)]
+        self.put(node, "Split", [value, lengths], made, ".parts", axis=dim)
+        return made
+
+    def _target(self, node: ir.Node, after: int, size: int, k: int) -> ir.Value:
+        """A Reshape's target with the extent of a part."""
+        given, name = node.inputs[1], f"{node.outputs[0].name}.{k}"
+        assert given is not None
+        numbers = constant_ints(node, 1)
+        if numbers is not None:
+            return self.constant(f"{name}.part_target", [size if at == after else n for at, n in enumerate(numbers)])
+        places = self.constant(f"{name}.part_place", [after])
+        sizes, made = self.constant(f"{name}.part_size", [size]), self.like(given, f"{name}.part_target")
+        self.put(node, "ScatterElements", [given, places, sizes], [made], f".target.{k}")
+        return made
+
+    def _whole(self, node: ir.Node, value: ir.Value | None) -> ir.Value:
+        """The value out of its parts, for a reader that takes it as one."""
+        assert value is not None
+        if value not in self.joined:
+            dim, parts = self.parts[value]
+            self.joined[value] = self.like(value, str(value.name))
+            self.put(node, "Concat", parts, [self.joined[value]], ".whole", axis=dim)
+        return self.joined[value]
+
+
+def _extent(value: ir.Value, dim: int) -> int:
+    size = value.shape[dim] if value.shape is not None else None
+    assert isinstance(size, int)
+    return size
+
+
+def _ends(parts: Sequence[ir.Value], dim: int) -> list[Fraction]:
+    """Where parts begin and end, as fractions of them all."""
+    sizes = [_extent(part, dim) for part in parts]
+    return [Fraction(sum(sizes[:k]), sum(sizes)) for k in range(len(sizes) + 1)]
+
+
+def _slice_of(tensor: ir.TensorProtocol, dim: int, begin: int, end: int, part: ir.Value) -> ir.TensorProtocol:
+    """A part of a tensor; of a large one it is read when it is written."""
+
+    def cut() -> ir.TensorProtocol:
+        pieces = (slice(None),) * dim + (slice(begin, end),)
+        return ir.Tensor(np.ascontiguousarray(tensor.numpy()[pieces]), dtype=tensor.dtype)
+
+    assert part.shape is not None
+    if tensor.nbytes <= _EAGER:
+        return cut()
+    return ir.LazyTensor(cut, dtype=tensor.dtype, shape=part.shape, name=part.name, cache=False)

@@ -1,0 +1,98 @@
+"""A model that is rewritten after its shapes are known: new nodes and values get their paths, types and shapes as they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.ir.program import Dim, Program, ValueInfo
+
+
+class Rewriting:
+    """The graph of a program in the making; `done` gives the program of it."""
+
+    def __init__(self, program: Program) -> None:
+        self.before = program
+        self.graph = program.model.graph
+        self.paths, self.values = dict(program.paths), dict(program.values)
+
+    def done(self, **changed: Any) -> Program:
+        """The program after all changes."""
+        paths = {node: self.paths[node] for node in self.graph}
+        return replace(self.before, paths=paths, values=self.values, **changed)
+
+    def like(self, value: ir.Value, name: str, sizes: Mapping[int, Dim] | None = None) -> ir.Value:
+        """A new value as `value` is, but for the sizes of these dims."""
+        info, shape = self.values[value], value.shape
+        dims = None if shape is None else [(sizes or {}).get(k, dim) for k, dim in enumerate(shape.dims)]
+        made = ir.Value(name=name, type=value.type, shape=None if dims is None else ir.Shape(dims))
+        known = None if info.shape is None else tuple((sizes or {}).get(k, dim) for k, dim in enumerate(info.shape))
+        self.values[made] = replace(info, shape=known)
+        return made
+
+    def turned(self, value: ir.Value, name: str, order: Sequence[int]) -> ir.Value:
+        """A new value as `value` is, with its dims in this order."""
+        info, shape = self.values[value], value.shape
+        assert shape is not None
+        made = ir.Value(name=name, type=value.type, shape=ir.Shape([shape[axis] for axis in order]))
+        self.values[made] = replace(info, shape=None if info.shape is None else tuple(info.shape[k] for k in order))
+        return made
+
+    def constant(self, name: str, numbers: Sequence[int] | int) -> ir.Value:
+        """A new constant of int64: a vector, or one number."""
+        tensor = ir.Tensor(np.array(numbers, np.int64), name=name)
+        shape = tuple(tensor.shape.numpy())
+        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(shape), const_value=tensor)
+        self.graph.register_initializer(value)
+        self.values[value] = ValueInfo("tensor(int64)", shape, 8)
+        return value
+
+    def vector(self, name: str, size: int) -> ir.Value:
+        """A new vector of int64 that a node makes."""
+        value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([size]))
+        self.values[value] = ValueInfo("tensor(int64)", (size,), 8)
+        return value
+
+    def put(
+        self,
+        before: ir.Node,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        outputs: Sequence[ir.Value],
+        suffix: str = "",
+        attributes: Sequence[ir.Attr] = (),
+        domain: str = "",
+        **more: Any,
+    ) -> ir.Node:
+        """A new node in front of `before`, in whose module it is: its path is that one's with the suffix."""
+        extra = ir.convenience.convert_attributes(more)
+        path = f"{self.paths[before]}{suffix}"
+        node = ir.Node(domain, op_type, list(inputs), [*attributes, *extra], outputs=list(outputs), name=path)
+        node.metadata_props.update(before.metadata_props)
+        node.meta.update(before.meta)
+        self.paths[node] = path
+        self.graph.insert_before(before, node)
+        return node
+
+    def take_place(self, new: ir.Value, old: ir.Value, at: ir.Node) -> None:
+        """All readers of `old` read `new`; an output of the graph keeps its name by an Identity in front of `at`."""
+        if old.is_graph_output():
+            leaving = self.like(old, old.name or "")
+            self.put(at, "Identity", [new], [leaving], ".output")
+            for k, output in enumerate(self.graph.outputs):
+                if output is old:
+                    self.graph.outputs[k] = leaving
+        old.replace_all_uses_with(new)
+
+    def drop(self, nodes: Sequence[ir.Node]) -> None:
+        """Takes out those of the nodes, given in the graph's order, that are read no more."""
+        for node in reversed(nodes):
+            if any(out.uses() or out.is_graph_output() for out in node.outputs):
+                continue
+            for out in node.outputs:
+                self.values.pop(out, None)
+            del self.paths[node]
+            self.graph.remove(node, safe=True)

@@ -1,0 +1,51 @@
+"""Pass: the tables of a rotary embedding get a record for each of the batch, which onnxruntime asks for.
+
+By the standard a table of one record serves all of a batch, and exporters write it so: cosine (1, seq, half) beside X (batch, heads, seq,
+size). onnxruntime refuses the node where the batch is larger. Repeated to the batch's records, the tables are cut as X is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import onnx_ir as ir
+from partc.compiler.ir.program import Program
+from partc.compiler.ops.node import dims, operand
+from partc.compiler.rewrite.rewriting import Rewriting
+
+
+def repeat_tables(program: Program) -> Program:
+    """The program with an Expand in front of every table of one record that more records read."""
+    work = Rewriting(program)
+    found = [node for node in work.graph if node.op_type == "RotaryEmbedding" and node.domain in ("", "ai.onnx")]
+    for node in found:
+        source = dims(node.inputs[0])
+        if operand(node, 3) is not None or source is None or source[0] == 1 or node.device_configurations:
+            continue
+        for k in (1, 2):
+            table = node.inputs[k]
+            shape = dims(table)
+            if table is not None and shape is not None and len(shape) == 3 and shape[0] == 1:
+                node.replace_input_with(k, _repeated(work, node, table))
+    return work.done() if found else program
+
+
+def _repeated(work: Rewriting, node: ir.Node, table: ir.Value) -> ir.Value:
+    path, data = work.paths[node], node.inputs[0]
+    assert data is not None
+    name = f"{path}.{table.name}"
+    records = work.vector(f"{name}.records", 1)
+    work.put(node, "Shape", [data], [records], f".{table.name}.records", start=0, end=1)
+    target = work.vector(f"{name}.target", 3)
+    rest = work.constant(f"{name}.rest", [1, 1])
+    work.put(node, "Concat", [records, rest], [target], f".{table.name}.target", axis=0)
+    known = work.values[data].shape
+    made = work.like(table, f"{name}.repeated")
+    assert data.shape is not None
+    assert table.shape is not None
+    made.shape = ir.Shape([data.shape[0], *table.shape.dims[1:]])
+    rest_known = work.values[table].shape
+    shape = None if known is None or rest_known is None else (known[0], *rest_known[1:])
+    work.values[made] = replace(work.values[table], shape=shape)
+    work.put(node, "Expand", [table, target], [made], f".{table.name}.repeated")
+    return made

@@ -1,0 +1,35 @@
+"""A rank's program made lean: what `rewrite/simplify.py` finds in its nodes, put in the place of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import onnx_ir as ir
+from partc.compiler.frontend.onnx_file import bodies
+from partc.compiler.ir.program import Op, Shape, Step, captured
+from partc.compiler.rewrite.simplify import lean
+
+
+def lean_steps(
+    steps: Sequence[Step], kept: Collection[str], types: Mapping[str, tuple[ir.Value, Shape | None]]
+) -> list[Step]:
+    """The steps, of which some fall away and others read what these read; `kept` is what is read after the last."""
+    read = set(kept)
+    for step in steps:
+        if not isinstance(step, Op):
+            read.update(step.inputs)
+            continue
+        for body in bodies(step.node):
+            read.update(step.captured.get(value.name or "", value.name or "") for value in captured(body))
+
+    def dims(name: str) -> Shape | None:
+        return types[name][1] if name in types else None
+
+    changed = lean([step.node if isinstance(step, Op) else None for step in steps], read, dims)
+    found: list[Step] = []
+    for index, step in enumerate(steps):
+        if index in changed and isinstance(step, Op):
+            found += [Op(node, step.source, step.captured) for node in changed[index]]
+        else:
+            found.append(step)
+    return found

@@ -1,0 +1,99 @@
+"""Pass: a matrix transposed through a reshape to fewer dims is transposed where it is, so that a cut of any of its dims passes.
+
+Exporters that do not know a rank merge the leading dims, transpose the last ones, and take the leading dims apart again. Of a merged
+dim only the major-most part can be cut, and heads are not:
+
+    (batch, 8, seq, 16) -> Reshape (8*batch, seq, 16) -> Transpose (8*batch, 16, seq) -> Reshape (batch, 8, 16, seq)
+    (batch, 8, seq, 16) -> Reshape (batch, 8, seq, 16) -> Transpose (batch, 8, 16, seq)
+
+Nothing else changes: the elements move alike. A plan that cuts nothing leaves the model as it is.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from partc.compiler.autodiff.shapes import inverse
+from partc.compiler.ir.program import Program
+from partc.compiler.ops.node import constant_ints, counted, same
+from partc.compiler.rewrite.opset import cuts
+from partc.compiler.rewrite.rewriting import Rewriting
+
+
+def straighten(program: Program) -> Program:
+    """The program with every such detour taken out of its model; `paths` and `values` follow."""
+    if not cuts(program.plan, program.declared):
+        return program
+    work = Rewriting(program)
+    for node in list(work.graph):
+        if node.op_type == "Reshape" and (found := _detour(node)):
+            _straight(work, *found)
+    return work.done()
+
+
+def _detour(last: ir.Node) -> tuple[ir.Node, ir.Node, ir.Node] | None:
+    """The Reshape, the Transpose and the Reshape that end in `last`, if they are one."""
+    turn = _producer(last.inputs[0], "Transpose")
+    first = _producer(turn.inputs[0], "Reshape") if turn is not None else None
+    if turn is None or first is None or first.inputs[0] is None or len(list(turn.outputs[0].uses())) > 1:
+        return None
+    source, merged, made = (value.shape for value in (first.inputs[0], first.outputs[0], last.outputs[0]))
+    turned = turn.outputs[0].shape
+    if source is None or merged is None or made is None or turned is None or turn.outputs[0].is_graph_output():
+        return None
+    order = _order(turn, len(merged))
+    inner = len(merged) - 1
+    if not inner or order[0] != 0 or len(made) <= len(merged) or len(source) <= inner:
+        return None
+    if any(node.device_configurations for node in (first, turn, last)):
+        return None  # what an annotation says, it says of these nodes
+    kept = all(same(source[-k], merged[-k]) and same(turned[-k], made[-k]) for k in range(1, inner + 1))
+    return (first, turn, last) if kept and not _copies_a_dim(last) else None
+
+
+def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == op_type and node.domain in ("", "ai.onnx") else None
+
+
+def _order(turn: ir.Node, rank: int) -> list[int]:
+    return [counted(axis, rank) for axis in turn.attributes.get_ints("perm") or reversed(range(rank))]
+
+
+def _copies_a_dim(node: ir.Node) -> bool:
+    """Whether an entry of a Reshape's target may be a 0 that copies a dim: another input has others there."""
+    if node.attributes.get_int("allowzero", 0):
+        return False
+    target = constant_ints(node, 1)
+    if target is not None:
+        return 0 in target
+    joined = _producer(node.inputs[1], "Concat")
+    return joined is None or any(0 in (constant_ints(joined, k) or ()) for k in range(len(joined.inputs)))
+
+
+def _straight(work: Rewriting, first: ir.Node, turn: ir.Node, last: ir.Node) -> None:
+    """Reshapes to the dims of the end at once, and transposes there."""
+    end, merged = last.outputs[0], first.outputs[0].shape
+    assert end.shape is not None
+    assert merged is not None
+    lead = len(end.shape) - len(merged) + 1
+    perm = [*range(lead), *(axis - 1 + lead for axis in _order(turn, len(merged))[1:])]
+    back = inverse(perm)
+    regrouped = work.turned(end, str(turn.outputs[0].name), back)
+    turned = work.like(end, str(end.name))
+    kept = [attribute for name, attribute in last.attributes.items() if name == "allowzero"]
+    work.put(last, "Reshape", [first.inputs[0], _target(work, last, back)], [regrouped], ".regrouped", kept)
+    work.put(last, "Transpose", [regrouped], [turned], perm=perm)
+    end.replace_all_uses_with(turned, replace_graph_outputs=True)
+    work.drop([first, turn, last])
+
+
+def _target(work: Rewriting, last: ir.Node, back: list[int]) -> ir.Value:
+    """The target of `last` with its entries in the order that the dims have before they are transposed."""
+    given = last.inputs[1]
+    assert given is not None
+    numbers, path = constant_ints(last, 1), work.paths[last]
+    if numbers is not None:
+        return work.constant(f"{path}.regrouped_to", [numbers[axis] for axis in back])
+    made = work.like(given, f"{path}.regrouped_to")
+    work.put(last, "Gather", [given, work.constant(f"{path}.regrouped_order", back)], [made], ".regrouped_to", axis=0)
+    return made

@@ -1,0 +1,185 @@
+"""What the plan and the model give: cuts of nodes, of what enters and leaves modules, of parameters and inputs.
+
+A sharding rule speaks of regions: a node, or a module with all that is inside. Its `in` are cuts of the node's operands, or of what the
+module is given; what is inside is derived. Styles cut the parameters of a region's nodes: colwise the factor that the
+parameter brings to the output, rowwise the factor that it sums over; along the axis `tp` where the mesh has names, else along
+all of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+from partc.compiler.annotations.seed import seed_annotations
+from partc.compiler.errors import Problem
+from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.ir.program import Group, Program
+from partc.compiler.layout.layout import Layout, primes
+from partc.compiler.placement.infer import spelled
+from partc.compiler.plan.cut import Cut
+from partc.compiler.plan.groups import shown_mesh
+from partc.compiler.plan.matching import sharding_rules
+from partc.compiler.plan.pattern import compile_pattern
+from partc.compiler.plan.rules import DATA_AXIS, DATA_PARALLEL
+from partc.compiler.sharding.joint import cut_layout, is_text
+from partc.compiler.sharding.propagate import Given
+from partc.compiler.sharding.region_cuts import Region, RegionCuts, line_of
+from partc.compiler.sharding.strategy import refined
+from partc.compiler.sharding.styles import parameter_factor, styled
+
+TENSOR_PARALLEL = "tp"
+
+
+def seed(program: Program, choices: Mapping[Instance, Choice]) -> tuple[Given, list[Problem]]:
+    """Fills in the choices that are given and closes those that are given whole; layouts of operands go into `Given`."""
+    work = _Seeds(program, choices)
+    work.annotations()
+    work.dataset()
+    for region in work.regions():
+        work.region(region)
+    return work.given, work.problems
+
+
+class _Seeds:
+    def __init__(self, program: Program, choices: Mapping[Instance, Choice]) -> None:
+        self.program, self.choices = program, choices
+        self.given = Given()
+        self.problems: list[Problem] = []
+        self.cuts = RegionCuts(program, choices, self.given, self.problems)
+        self.constants, self.instances, self.problem = self.cuts.constants, self.cuts.instances, self.cuts.problem
+
+    def annotations(self) -> None:
+        """What the model's own annotations cut, where no rule speaks of the node."""
+        if self.program.followed:
+            decided, _ = sharding_rules(self.program)
+            self.problems += seed_annotations(self.program, self.choices, self.given, decided)
+
+    def regions(self) -> list[Region]:
+        """The regions in order; a node belongs to the last rule that matches it."""
+        rules, _ = sharding_rules(self.program)
+        found: dict[tuple[int, str], Region] = {}
+        for node, rule in rules.items():
+            matches = compile_pattern(rule.pattern).matches
+            parts = self.program.paths[node].split(".")
+            prefixes = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+            path = next((prefix for prefix in prefixes if matches(prefix)), self.program.paths[node])
+            found.setdefault((id(rule), path), Region(path, rule)).nodes.append(node)
+        return list(found.values())
+
+    def region(self, region: Region) -> None:
+        alone = [node for node in region.nodes if not any(self.instances([node])) and node not in self.constants]
+        if region.rule.outputs is not None:
+            alone = alone or region.nodes
+        placed = next((placed for node in alone if (placed := self.program.placement[node]).groups), None)
+        if placed is not None and not any(self.instances(region.nodes)):
+            self.problem(
+                region,
+                f"runs on {spelled(placed.groups[0])} alone ({placed.rule})",
+                "a cut needs a group of several ranks",
+                "place it on a list of ranks, or take the line out",
+            )
+            return
+        match region.rule.style:
+            case "replicate":
+                for instance in self.instances(region.nodes):
+                    self.choices[instance].open = False
+            case "colwise" | "rowwise":
+                self._style(region, region.rule.style)
+        if region.rule.gathers:
+            self._gather(region)
+        self.cuts.cut(region)
+
+    def _style(self, region: Region, style: str) -> None:
+        done = False
+        for instance in self.instances(region.nodes):
+            if instance.node in self.constants:
+                continue  # what makes a parameter is cut as its reader is
+            meant = Instance(styled(instance.node), instance.group)
+            instance = meant if meant in self.choices else instance
+            choice = self.choices[instance]
+            found = parameter_factor(choice.rule, instance.node, style, self.cuts.is_constant)
+            if found is None:
+                continue
+            letter = found[1]
+            axes = self._style_axes(region, instance.group)
+            if axes is None:
+                return
+            done = True
+            choice.axes[letter] = axes
+            choice.why[letter] = f"{line_of(region.rule)} {style}"
+        if not done:
+            what = "brings a dim to the output" if style == "colwise" else "sums over a dim"
+            self.problem(
+                region,
+                f"{style}, but no parameter inside {what}",
+                help="name the linear, convolution or embedding itself",
+            )
+
+    def _gather(self, region: Region) -> None:
+        """What leaves the region is whole on every rank of its group."""
+        inside = set(region.nodes)
+        for instance in self.instances(region.nodes):
+            for k, out in enumerate(instance.node.outputs):
+                leaves = out.is_graph_output() or any(use.node not in inside for use in out.uses())
+                if leaves and out.shape is not None and instance.node not in self.constants:
+                    whole = Layout.whole(self.choices[instance].mesh, len(out.shape))
+                    self.given.outputs[instance, k] = (whole, region.rule.where)
+
+    def _style_axes(self, region: Region, group: Group) -> tuple[int, ...] | None:
+        axes = self.program.plan.axes_of(group)
+        if not axes:
+            return tuple(range(len(primes(len(group)))))
+        named = refined(axes)[1]
+        if TENSOR_PARALLEL not in named:
+            self.problem(
+                region,
+                f"the mesh {shown_mesh(axes)} has no axis '{TENSOR_PARALLEL}'",
+                "styles cut along it",
+                "name an axis so, or give `in`",
+            )
+            return None
+        return named[TENSOR_PARALLEL]
+
+    def dataset(self) -> None:
+        """How inputs arrive on every group that reads them."""
+        plan = self.program.plan
+        for value in self.program.model.graph.inputs:
+            given = plan.dataset.cuts.get(value.name or "")
+            if plan.dataset.style != DATA_PARALLEL and given is None:
+                continue
+            wrong: list[Problem] = []
+            fits = False
+            for group in dict.fromkeys(i.group for i in self.choices if value in self.program.reads[i.node]):
+                if len(group) == 1 or value.shape is None or not len(value.shape):
+                    continue
+                if is_text(value):
+                    if given is not None:
+                        fact = f"dataset of '{value.name}': it is of strings, which no collective takes"
+                        self.problems.append(Problem(given.where, fact, help="take the line out: it arrives whole"))
+                    continue
+                cut = given.cut if given else self._batch_cut(value, group)
+                where = given.where if given else plan.dataset.where
+                try:
+                    self.given.arriving[value, group] = (cut_layout(self.program, cut, value, group), where)
+                    fits = True
+                except ValueError as error:
+                    wrong.append(Problem(where, f"dataset of '{value.name}': {error}"))
+            if not fits:  # else a group that cannot have it so is sent what it needs
+                self.problems += wrong
+        for name, entry in plan.dataset.cuts.items():
+            names = [value.name or "" for value in self.program.model.graph.inputs]
+            if name not in names:
+                self.problems.append(
+                    Problem(entry.where, f"the model has no input '{name}'", help=f"its inputs are {', '.join(names)}")
+                )
+
+    def _batch_cut(self, value: ir.Value, group: Group) -> Cut:
+        assert value.shape is not None
+        axes = self.program.plan.axes_of(group)
+        first: int | tuple[str, ...] = len(group)
+        rest: int | tuple[str, ...] = 1
+        if axes:
+            names = [name for name, _ in axes]
+            first, rest = ((DATA_AXIS,) if DATA_AXIS in names else tuple(names)), ()
+        return (first, *([rest] * (len(value.shape) - 1)))

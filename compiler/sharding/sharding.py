@@ -1,0 +1,191 @@
+"""Pass: how every node is cut on its group, and so how every value lies; all in global shapes.
+
+What is given is seeded (`seeds.py`), the rest derived (`propagate.py`), and then every cut is held against the law: a dim is cut only
+into pieces that are proven to be equal, for all sizes that its symbols may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import PurePath
+
+import onnx_ir as ir
+from partc.compiler.analysis.lost import dim_of, how_lost
+from partc.compiler.dims.facts import Facts, facts_of
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.ir.program import Program
+from partc.compiler.ops import families as ops  # noqa: F401  (registers the table)
+from partc.compiler.ops.registry import rule_of
+from partc.compiler.ops.rule import Rule
+from partc.compiler.plan.matching import sharding_rules
+from partc.compiler.rewrite.local_maps import seed_local_maps
+from partc.compiler.sharding.joint import is_text
+from partc.compiler.sharding.lost_cuts import lost_cuts
+from partc.compiler.sharding.propagate import Given, Propagation
+from partc.compiler.sharding.region_cuts import group_mesh
+from partc.compiler.sharding.seeds import seed
+from partc.compiler.sharding.uncut import uncut
+from partc.compiler.sharding.unmet import gathered_inside, not_taken
+
+
+def shard(program: Program) -> Program:
+    """Fills `choices` and `given`. Raises CompileError, all violations at once: strategies that an op cannot have, and dims
+    that are not proven to be divisible.
+    """
+    rules, _ = sharding_rules(program)
+    together = any(len(group) > 1 for placed in program.placement.values() for group in placed.groups)
+    if program.plan.ranks == 1 or not (together or rules):
+        if wrong := seed_local_maps(program, {}):
+            raise CompileError(wrong)
+        return program
+    instances = [
+        Instance(node, group)
+        for node in program.model.graph
+        for group in program.placement[node].groups
+        if len(group) > 1
+    ]
+    choices = {instance: Choice(_rule(instance.node), group_mesh(program, instance.group)) for instance in instances}
+    laws = _Laws(program)
+    given, problems = seed(program, choices)
+    problems += seed_local_maps(program, choices)
+    if not problems:
+        derived = Propagation(instances, choices, given, program.paths, laws.bytes_of, laws.divides_in(choices))
+        derived.run()
+        uncut(program, derived)
+        unmet, told = not_taken(program, choices, given, laws.refusal)
+        problems = [*unmet, *laws.violations(choices, given)]
+        told += gathered_inside(program, choices)
+        told += lost_cuts(program, choices, derived)
+        program = replace(program, warnings=(*program.warnings, *told, *_levels(program)))
+        wheres = [rule.where for rule in (*program.declared.sharding, *program.plan.sharding)]
+        wheres += [where for _, where in (*given.arriving.values(), *given.outputs.values())]
+        lines = {PurePath(where).name: where for where in wheres}
+        problems = [replace(problem, where=lines.get(problem.where, problem.where)) for problem in problems]
+    if problems:
+        raise CompileError(problems)
+    return replace(program, choices=choices, given=given)
+
+
+def _rule(node: ir.Node) -> Rule:
+    """The rule of a node, without the factors of dims that strings have: no collective takes them."""
+    rule = rule_of(node)
+    operands = [*zip(rule.inputs, node.inputs, strict=False), *zip(rule.outputs, node.outputs, strict=False)]
+    text = {letter for letters, value in operands if letters and is_text(value) for letter in letters}
+    return replace(rule, whole=rule.whole | text) if text else rule
+
+
+def _levels(program: Program) -> Iterator[str]:
+    """That a level changes nothing, of every rule that gives one."""
+    for rule in (*program.declared.sharding, *program.plan.sharding):
+        if rule.level:
+            yield f"{rule.where}: level {rule.level} has no effect yet; what is not given follows its neighbours"
+
+
+class _Laws:
+    """Divisibility and bytes, from what is known of the symbols."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.known = {name: info.facts for name, info in program.symbols.items()}
+        self.memo: dict[str, Facts] = {}
+
+    def facts(self, dim: int | str) -> Facts:
+        if isinstance(dim, int):
+            return Facts.constant(dim)
+        if dim not in self.memo:
+            self.memo[dim] = facts_of(dim, self.known)
+        return self.memo[dim]
+
+    def bytes_of(self, value: ir.Value) -> float:
+        info = self.program.values[value]
+        size = float(info.item_bytes or 1)
+        for dim in info.shape or ():
+            size *= max(1, self.facts(dim).min or 1)
+        return size
+
+    def dims(self, instance: Instance, choice: Choice, letter: str) -> Iterator[tuple[ir.Value, int, int | str | None]]:
+        """The dims that a factor names, with their values; None for a dim of unknown size."""
+        operands = [
+            *zip(choice.rule.inputs, instance.node.inputs, strict=False),
+            *zip(choice.rule.outputs, instance.node.outputs, strict=False),
+        ]
+        for letters, value in operands:
+            if letters is None or value is None:
+                continue
+            for dim, each in enumerate(letters):
+                if each == letter:
+                    yield value, dim, dim_of(self.program, value, dim)
+
+    def divides_in(self, choices: dict[Instance, Choice]) -> Callable[[Instance, str, int], bool]:
+        def divides(instance: Instance, letter: str, pieces: int) -> bool:
+            choice = choices[instance]
+            if choice.rule.units.get(letter, 0) % pieces:
+                return False
+            sizes = [size for _, _, size in self.dims(instance, choice, letter)]
+            return all(size is not None and self.facts(size).divisible_by(pieces) for size in sizes)
+
+        return divides
+
+    def refusal(self, instance: Instance, choice: Choice, letter: str, pieces: int, where: str) -> Problem | None:
+        """Why a node's factor cannot be cut into so many pieces; None where nothing forbids it."""
+        subject = f"{instance.node.op_type} ({self.program.paths[instance.node]})"
+        if (unit := choice.rule.units.get(letter, 0)) % pieces:
+            return Problem(where, f"{subject}: {unit} heads or groups cannot be cut into {pieces}")
+        for value, dim, size in self.dims(instance, choice, letter):
+            if size is None or not self.facts(size).divisible_by(pieces):
+                return self._indivisible(where, subject, value, dim, size, pieces)
+        return None
+
+    def violations(self, choices: dict[Instance, Choice], given: Given) -> Iterator[Problem]:
+        """Every cut that was given and is not proven to give equal pieces."""
+        for instance, choice in choices.items():
+            for letter, pieces in choice.cut.items():
+                where = choice.why.get(letter, "").split(" ")[0]
+                if refusal := self.refusal(instance, choice, letter, pieces, where):
+                    yield refusal
+        lying = [(value, group, layout, where) for (value, group), (layout, where) in given.arriving.items()]
+        lying += [(i.node.outputs[k], i.group, layout, where) for (i, k), (layout, where) in given.outputs.items()]
+        for value, group, layout, where in lying:
+            for dim in range(len(layout.cuts)):
+                pieces = layout.pieces(dim)
+                size = dim_of(self.program, value, dim)
+                if pieces > 1 and (size is None or not self.facts(size).divisible_by(pieces)):
+                    yield self._indivisible(where, f"'{value.name}' on {len(group)} ranks", value, dim, size, pieces)
+
+    def _indivisible(
+        self, where: str, subject: str, value: ir.Value, dim: int, size: int | str | None, pieces: int
+    ) -> Problem:
+        fact = f"{subject}: cannot cut '{value.name}' dim {dim} ({'unknown' if size is None else size}) into {pieces}"
+        if size is None:
+            return Problem(where, fact, *how_lost(self.program, value, dim))
+        if isinstance(size, int):
+            fitting = [str(n) for n in range(2, min(size, 64) + 1) if size % n == 0]
+            return Problem(
+                where,
+                fact,
+                f"{size} is not divisible by {pieces}",
+                f"cut it into {', '.join(fitting)}, or leave it whole" if fitting else "leave it whole",
+            )
+        facts = self.facts(size)
+        if size in self.program.symbols:
+            info = self.program.symbols[size]
+            remedy = f"declare `{size}: {{divisor: {pieces * info.parts}}}` under symbols, or cut it into less"
+            of_part = f" in each of the {info.parts} parts that `accumulate` makes of a batch" if info.parts > 1 else ""
+            law = f"'{size}' is {_spelled(facts)}{of_part} ({info.where}), not always divisible by {pieces}"
+            return Problem(where, fact, law, remedy)
+        return Problem(
+            where,
+            fact,
+            f"{size} is {_spelled(facts)}, not always divisible by {pieces}",
+            "give its symbols a larger divisor",
+        )
+
+
+def _spelled(facts: Facts) -> str:
+    """The sizes that facts allow, for people: `4*N`, `4*N + 1`, `any size`."""
+    if facts.value is not None:
+        return str(facts.value)
+    steps = "any size" if facts.divisor == 1 else f"{facts.divisor}*N"
+    return f"{steps} + {facts.remainder}" if facts.remainder else steps

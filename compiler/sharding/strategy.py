@@ -1,0 +1,169 @@
+"""From a strategy, the cuts of an op's tensor inputs, to the mesh axes that cut each factor of its rule.
+
+By integers: each factor is cut into the pieces that its dims are given; dims of one factor agree. The device matrix is the
+factors' pieces in the rule's factor order, row-major, and what is left of the group is a repeat axis, last: neighbouring
+ranks are replicas. By names: each factor is cut by the named axes of its dims, major first. In both every axis is refined
+into its prime factors, rising, so that strategies with different device matrices meet on one mesh:
+
+    mk,kn->mn   [[2, 4], [4, 1]] on 8     m: 2, k: 4, n: 1     mesh (2, 2, 2)   m (0,), k (1, 2), n ()
+    mk,kn->mn   [[2, 2], [2, 1]] on 8     m: 2, k: 2, n: 1     mesh (2, 2, 2)   m (0,), k (1,), n (), the last repeats
+    mk,kn->mn   [[dp, tp], [tp, null]]    dp: 2, tp: 4         mesh (2, 2, 2)   m (0,), k (1, 2), n ()
+
+A factor that only derived inputs (null) have is left open: it is in no result.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from partc.compiler.errors import Problem
+from partc.compiler.layout.layout import Mesh, primes
+from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.plan.groups import Axes, shown_mesh
+from partc.compiler.plan.violation import Violation
+
+Piece = TypeVar("Piece", int, tuple[str, ...])
+
+
+class WrongStrategy(ValueError):
+    """A strategy that an op or its group cannot have, with all that is wrong with it."""
+
+    def __init__(self, violations: Sequence[Violation]) -> None:
+        super().__init__("; ".join(violation.fact for violation in violations))
+        self.violations = tuple(violations)
+
+    def problems(self, where: str, subject: str) -> list[Problem]:
+        """The problems of `subject`, such as `sharding of 'matmul1' (MatMul)`, at the line that gives the strategy."""
+        return [violation.at(where, subject) for violation in self.violations]
+
+
+def assign_integers(rule: Rule, cuts: Sequence[Sequence[int] | None], group_size: int) -> dict[str, int]:
+    """Per factor the number of pieces; raises WrongStrategy.
+
+    `cuts`: one entry for each tensor input, None for one that is derived. Dims of one factor are cut alike, a dim that stays
+    whole into 1, and the product of all factors' pieces divides the group's size.
+    """
+    pieces, violations = _by_factor(rule, cuts, 1)
+    product = math.prod(pieces.values())
+    if not violations and group_size % product:
+        fact = f"the strategy has {product} pieces, but the group has {group_size} ranks"
+        law = f"the product of the cuts, {_product(pieces)}, divides the number of ranks"
+        violations.append(Violation(fact, law, _divisors(group_size)))
+    if violations:
+        raise WrongStrategy(violations)
+    return pieces
+
+
+def to_axes(
+    pieces: Mapping[str, int], factors: Sequence[str], group_size: int
+) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
+    """The refined mesh of a group, and per factor in `pieces` the axes that cut it; `factors` is the rule's order."""
+    product = math.prod(pieces.values())
+    if group_size % product or not set(pieces) <= set(factors):
+        raise ValueError(f"{dict(pieces)} of the factors {''.join(factors)} is no cut over {group_size} ranks")
+    given = [(factor, pieces[factor]) for factor in factors if factor in pieces]
+    mesh, axes = refined((*given, ("", group_size // product)))
+    return mesh, {factor: axes[factor] for factor, _ in given}
+
+
+def from_names(rule: Rule, cuts: Sequence[Sequence[tuple[str, ...]] | None], mesh: Axes) -> dict[str, tuple[int, ...]]:
+    """Per factor the axes of the refined mesh that cut it, major first; raises WrongStrategy.
+
+    `cuts` as for `assign_integers`, each dim with the names that cut it. An axis cuts one factor of an op.
+    """
+    names, violations = _by_factor(rule, cuts, ())
+    known = dict(mesh)
+    unknown = [name for name in dict.fromkeys(itertools.chain.from_iterable(names.values())) if name not in known]
+    if unknown:
+        listed = ", ".join(f"'{name}'" for name in unknown)
+        there = f"the group's mesh is {shown_mesh(mesh)}" if mesh else "the group has no mesh"
+        violations.append(Violation(f"{listed} {'is no axis' if len(unknown) == 1 else 'are no axes'} of it", there))
+    for one, other in itertools.combinations(names, 2):
+        if shared := [name for name in names[one] if name in names[other]]:
+            fact = f"the axis '{shared[0]}' cuts {_dims_of(rule, one)} and {_dims_of(rule, other)}, which differ"
+            violations.append(Violation(fact, "an axis cuts one factor of an op: dims that correspond"))
+    if violations:
+        raise WrongStrategy(violations)
+    _, axes = refined(mesh)
+    return {factor: tuple(axis for name in cut for axis in axes[name]) for factor, cut in names.items()}
+
+
+def refined(mesh: Axes) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
+    """The mesh with every axis in its prime factors, rising, and per name the axes that it became, major first."""
+    sizes: list[int] = []
+    axes: dict[str, tuple[int, ...]] = {}
+    for name, size in mesh:
+        parts = primes(size)
+        axes[name] = tuple(range(len(sizes), len(sizes) + len(parts)))
+        sizes += parts
+    return tuple(sizes), axes
+
+
+def _by_factor(
+    rule: Rule, cuts: Sequence[Sequence[Piece] | None], uncut: Piece
+) -> tuple[dict[str, Piece], list[Violation]]:
+    """Per factor what its dims are given, in the order of factors, and what cannot be."""
+    found: dict[str, tuple[Piece, str]] = {}
+    violations: list[Violation] = []
+    for index, letters, cut in _operands(rule, cuts):
+        if cut is None:
+            continue
+        if len(cut) != len(letters):
+            fact = f"input {index} is cut in {len(cut)} dims, but has {len(letters)}"
+            violations.append(Violation(fact, "a cut has one entry for each dim"))
+            continue
+        for dim, (letter, piece) in enumerate(zip(letters, cut, strict=True)):
+            at = f"input {index}, dim {dim}"
+            if letter not in rule.factors:
+                if piece != uncut:
+                    law = "it broadcasts, or the op needs it whole" if letter == WHOLE else "the op needs it whole"
+                    violations.append(
+                        Violation(f"{at} is cut {_into(piece)}, but stays whole", law, f"write {uncut or 'null'}")
+                    )
+                continue
+            other, first = found.setdefault(letter, (piece, at))
+            if other != piece:
+                fact = f"{first} is cut {_into(other)}, but {at} {_into(piece)}"
+                violations.append(Violation(fact, "these dims correspond: they are cut alike"))
+    return {factor: found[factor][0] for factor in rule.factors if factor in found}, violations
+
+
+def _operands(rule: Rule, cuts: Sequence[Sequence[Piece] | None]) -> list[tuple[int, str, Sequence[Piece] | None]]:
+    """The op's tensor inputs with their cuts; entries for absent inputs may be left out, or be None or empty."""
+    tensors = [(index, letters) for index, letters in enumerate(rule.inputs) if letters is not None]
+    if len(cuts) == len(rule.inputs):
+        absent = [k for k, letters in enumerate(rule.inputs) if letters is None and cuts[k]]
+        if absent:
+            raise WrongStrategy([Violation(f"input {k} is cut, but is absent or no tensor") for k in absent])
+        return [(index, letters, cuts[index]) for index, letters in tensors]
+    if len(cuts) != len(tensors):
+        fact = f"the strategy has {len(cuts)} input{'s' * (len(cuts) != 1)}, but the op has {len(tensors)}"
+        help = "write null for an input whose cut is to be derived"
+        raise WrongStrategy([Violation(fact, "a strategy has one entry for each tensor input", help)])
+    return [(index, letters, cut) for (index, letters), cut in zip(tensors, cuts, strict=True)]
+
+
+def _into(piece: int | tuple[str, ...]) -> str:
+    if isinstance(piece, int):
+        return f"into {piece}"
+    return f"along {', '.join(piece)}" if piece else "not at all"
+
+
+def _dims_of(rule: Rule, factor: str) -> str:
+    """Where a factor first stands: `input 0, dim 1`."""
+    for index, letters in enumerate(rule.inputs):
+        if letters and factor in letters:
+            return f"input {index}, dim {letters.index(factor)}"
+    return f"the factor {factor}"
+
+
+def _product(pieces: Mapping[str, int]) -> str:
+    return " * ".join(str(count) for count in pieces.values() if count > 1)
+
+
+def _divisors(size: int) -> str:
+    fitting = [str(count) for count in range(1, size + 1) if size % count == 0]
+    return f"cut into {', '.join(fitting[:-1])} or {fitting[-1]} pieces" if len(fitting) > 1 else "cut nothing"

@@ -1,0 +1,376 @@
+"""Pass: through which nodes terms of a sum are passed on, so that they are reduced where it costs least.
+
+A contracted factor that is cut leaves terms of a sum on the ranks along its axes. Reduced behind the node that makes them, they are whole
+for every reader. But a node that is linear in an operand (`Rule.linear`) makes terms of terms, and then its output is reduced instead:
+
+    x + attn + mlp     reduced at once   (x + AllReduce(attn.terms)) + AllReduce(mlp.terms)
+                       passed on         AllReduce((x.kept + attn.terms) + mlp.terms)
+
+The law: a value made as terms is open, if every reader takes its terms, or is reduced once, for all of its readers as if it had been
+made whole. What a sum joins with terms, and is whole, its first rank keeps (`lower/kept.py`). So what a choice of nodes costs is the
+sum of what every value costs by itself, and the least of all choices is a least cut of the graph: a node on the source's side makes
+terms, a value of it with a reader on the other side is paid for. Of equal costs the cut nearest to the source is taken, so nothing
+moves without a gain.
+
+What is moved must be proven to take no more bytes and no more collectives than before, for all sizes that the symbols may have. Not
+passed on are maxima and minima, sums of whose size only a run tells, those to a narrower type (each term would be rounded), through
+what is computed for several groups, in bodies or in local maps, and what the plan wants in a layout of its own. In training a product
+passes a sum only where the other factor has no gradient: that would be terms, too, and one more thing to reduce.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+import onnx_ir as ir
+import sympy
+from partc.compiler.dims.facts import Facts, facts_of
+from partc.compiler.dims.reading import read
+from partc.compiler.emit.transfer_bytes import whole_bytes
+from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.ir.program import Copy, Group, Program
+from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.mesh import normal
+from partc.compiler.layout.moves import bytes_moved, is_local
+from partc.compiler.layout.reshard import lower
+from partc.compiler.lower.versions import Copies, deliver, proven_divisors, read_as, settle, whole_on
+from partc.compiler.ops.families.local_map import is_inside
+from partc.compiler.plan.matching import output_ranks
+from partc.compiler.sharding.least_cut import ALWAYS, LeastCut
+from partc.compiler.training.gradient_reach import learned_from
+
+_FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+_TYPICAL = 512
+"""The size at which dims without bounds are weighed."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What is moved to the readers of some values: expressions of bytes with their shares, and collectives and messages."""
+
+    bytes: tuple[tuple[Fraction, sympy.Expr], ...] = ()
+    count: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.bytes + other.bytes, self.count + other.count)
+
+
+def pass_sums(program: Program) -> Program:
+    """Fills in, per choice, over which axes a node passes terms of a sum on."""
+    if not program.choices:
+        return program
+    work = _Sums(program)
+    for terms in work.sources():
+        work.place(terms)
+    return replace(program, choices=work.choices) if work.changed else program
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What terms of one kind have in common: the ranks that are summed over."""
+
+    group: Group
+    layout: Layout
+    """Of one of the values that are made so."""
+
+
+@dataclass
+class _Passing:
+    """Nodes that could pass terms of one kind on, in order, and the values that are terms then: `made` of them all."""
+
+    makers: list[Instance] = field(default_factory=list)
+    choices: dict[Instance, Choice] = field(default_factory=dict)
+    operands: dict[Instance, tuple[int, ...]] = field(default_factory=dict)
+    """Of nodes that could, the inputs that are terms or are kept."""
+    made: dict[ir.Value, Layout] = field(default_factory=dict)
+
+
+class _Sums:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.choices = dict(program.choices)
+        self.changed = False
+        self.prices: dict[tuple[Layout, Layout, bool, tuple[int, ...]], tuple[Fraction, int]] = {}
+        self.known = {name: info.facts for name, info in program.symbols.items()}
+        self.typical = {name: Facts.constant(_typical(facts)) for name, facts in self.known.items()}
+        self.delivered, _ = output_ranks(program)
+        training = program.training
+        learns = training is not None and training.part.backward
+        self.learned = learned_from(program.reads, training) if training is not None and learns else set()
+        self.ends = {*program.model.graph.outputs}
+        if training is not None:
+            self.ends |= {training.loss, *(value for value in training.statistics.values() if value is not None)}
+        alone = (self._alone(node) for node in program.model.graph)
+        self.instances = [instance for instance in alone if instance is not None]
+
+    def sources(self) -> Iterator[_Terms]:
+        """One kind of terms after the other, in the order of the first node that makes each."""
+        found: dict[tuple[Group, Layout], _Terms] = {}
+        for instance in self.instances:
+            for layout in self._made(instance).values():
+                if layout.partial:
+                    found.setdefault((instance.group, _kind(layout)), _Terms(instance.group, layout))
+        yield from found.values()
+
+    def place(self, terms: _Terms) -> None:
+        """Decides on all nodes that could pass terms of this kind on."""
+        found = self._passing(terms)
+        if not found.choices:
+            return
+        costs = {value: self._reduced(value, layout, terms.group) for value, layout in found.made.items()}
+        costs |= {
+            value: self._now(value, found.made[value], one.group) for one in found.makers for value in self._made(one)
+        }
+        for per_byte, per_move in ((1 << 20, 1), (1, 1 << 80)):
+            extra = {value: self._weight(cost, per_byte, per_move) for value, cost in costs.items()}
+            side = self._cheapest(found, extra)
+            for part in self._connected(found, side):
+                if self._gains(found, part, side, costs):
+                    self._take(found, part, side)
+            found = replace(found, choices={i: c for i, c in found.choices.items() if self.choices[i].passing == ()})
+
+    def _passing(self, terms: _Terms) -> _Passing:
+        found = _Passing()
+        kind = _kind(terms.layout)
+        for instance in self.instances:
+            made = self._made(instance)
+            if instance.group != terms.group or not made:
+                continue
+            if any(layout.partial for layout in made.values()):
+                alike = all(_kind(layout) == kind for layout in made.values())
+                if alike and not self.choices[instance].passing and self._are_sized(made):
+                    found.makers.append(instance)
+                    found.made |= {value: normal(layout) for value, layout in made.items()}
+            elif choice := self._giving(instance, terms):
+                operands = self._operands(instance, choice, found)
+                if operands and self._are_sized(made):
+                    found.choices[instance], found.operands[instance] = choice, operands
+                    outputs = {
+                        value: choice.output(k) for k, value in enumerate(instance.node.outputs) if value in made
+                    }
+                    found.made |= {value: normal(layout) for value, layout in outputs.items() if layout is not None}
+        return found
+
+    def _alone(self, node: ir.Node) -> Instance | None:
+        """A node on the one group that runs it, if all that it makes are numbers of known sizes, in layouts that nobody asks for."""
+        placed = self.program.placement[node]
+        if len(placed.groups) != 1 or placed.follows or is_inside(node) or self.program.around[node]:
+            return None
+        instance = Instance(node, placed.groups[0])
+        if instance not in self.choices:
+            return None
+        given = self.program.given.outputs if self.program.given else {}
+        fits = all(
+            value.dtype in _FLOATS and self.program.values[value].shape is not None and (instance, k) not in given
+            for k, value in enumerate(node.outputs)
+            if value.name
+        )
+        return instance if fits else None
+
+    def _made(self, instance: Instance) -> dict[ir.Value, Layout]:
+        """What a node makes, in its layouts; nothing where these await anything but a sum, or differ in what they await."""
+        choice, found = self.choices[instance], dict[ir.Value, Layout]()
+        for k, value in enumerate(instance.node.outputs):
+            if value.name:
+                layout = choice.output(k)
+                if layout is None or any(reduce != "sum" for _, reduce in layout.partial):
+                    return {}
+                found[value] = layout
+        return found
+
+    def _are_sized(self, values: Iterable[ir.Value]) -> bool:
+        """Whether the bytes of all values are known as expressions."""
+        return all(self._bytes(value) is not None for value in values)
+
+    def _giving(self, instance: Instance, terms: _Terms) -> Choice | None:
+        """How a node is cut where it passes terms on; None where it does not."""
+        choice = self.choices[instance]
+        return choice.giving(terms.layout) if choice.rule.partial_inputs else None
+
+    def _operands(self, instance: Instance, choice: Choice, found: _Passing) -> tuple[int, ...]:
+        """The inputs that are terms, or kept, where a node passes terms on; none where it cannot."""
+        node, rule = instance.node, choice.rule
+        rows = [tuple(k for k in row if k < len(node.inputs) and node.inputs[k]) for row in rule.partial_inputs]
+        arriving = {k for row in rows for k in row if self._arrives(instance, choice, k, found)}
+        if rule.linear == "each":
+            rows = [row for row in rows if arriving.issuperset(row)] if len(arriving) == 1 else []
+        for row in rows:
+            others = [value for k, value in enumerate(node.inputs) if value is not None and k not in row]
+            if arriving.intersection(row) and self.learned.isdisjoint(others):
+                return row if all(_holds(node.inputs[k], node.outputs) for k in row) else ()
+        return ()
+
+    def _arrives(self, instance: Instance, choice: Choice, k: int, found: _Passing) -> bool:
+        """Whether an input could be terms just as they are made."""
+        value = instance.node.inputs[k]
+        if value is None or value not in found.made or choice.input(k) is None:
+            return False
+        return normal(choice.kept_as(k)) == found.made[value]
+
+    def _readers(self, value: ir.Value, found: _Passing) -> Iterator[Instance | None]:
+        """The nodes that could take a value's terms; None for each that cannot, and for the outside."""
+        if value in self.ends:
+            yield None
+        for node, k in value.uses():
+            instance = Instance(node, self._group(value))
+            could = instance in found.choices and k in found.operands[instance]
+            yield instance if could and self._arrives(instance, found.choices[instance], k, found) else None
+
+    def _group(self, value: ir.Value) -> Group:
+        producer = value.producer()
+        assert producer is not None
+        return self.program.placement[producer].groups[0]
+
+    def _reduced(self, value: ir.Value, layout: Layout, group: Group) -> Cost:
+        """What it costs to reduce terms on all ranks that have them. Readers may want less: that is no gain of passing them on."""
+        return self._moved(value, [(Copy(value, group, layout), Copy(value, group, Layout(layout.mesh, layout.cuts)))])
+
+    def _now(self, value: ir.Value, layout: Layout, group: Group) -> Cost:
+        """What it costs that the readers of terms get them reduced, if none takes them as they are."""
+        home, copies = Copy(value, group, normal(layout)), Copies()
+        wanted = [
+            read_as(self.program, Instance(node, each), k)
+            for node, k in value.uses()
+            if node in self.program.placement
+            for each in self.program.placement[node].groups
+        ]
+        inner = [node for node, around in self.program.around.items() if value in around]
+        wanted += [whole_on(value, each) for node in inner for each in self.program.placement[node].groups]
+        copies.homes[value], copies.needs[value] = [home], dict.fromkeys(wanted, "")
+        if value in self.delivered:
+            ranks, cut = self.delivered[value]
+            deliver(copies, value, ranks, cut)
+        settle(self.program, copies, value, home)
+        pairs = [(copies.home_for(copy), copy) for copy in copies.needs[value]]
+        pairs += [(home, copies.settled[home])] if home in copies.settled else []
+        return self._moved(value, pairs)
+
+    def _moved(self, value: ir.Value, pairs: Iterable[tuple[Copy, Copy]]) -> Cost:
+        """What it costs to make copies of a value from others."""
+        total, whole, divisors = Cost(), self._bytes(value), proven_divisors(self.program, value)
+        assert whole is not None
+        for one, other in pairs:
+            most, count = self._price(one, other, divisors)
+            total += Cost(((most, whole),) if most else (), count)
+        return total
+
+    def _price(self, one: Copy, other: Copy, divisors: tuple[int, ...]) -> tuple[Fraction, int]:
+        """The share of a value that a rank receives at most, and in how many steps; within a group, of all groups of that size at once."""
+        key = one.layout, other.layout, one.group == other.group, divisors
+        if not key[2] or key not in self.prices:
+            moves = lower(one.layout, other.layout, one.group, other.group, divisors)
+            self.prices[key] = bytes_moved(moves).most, sum(not is_local(move) for move in moves)
+        return self.prices[key]
+
+    def _bytes(self, value: ir.Value) -> sympy.Expr | None:
+        found = whole_bytes(self.program.values[value])
+        return found if found is None else sympy.Integer(found) if isinstance(found, int) else read(str(found.value))
+
+    def _weight(self, cost: Cost, per_byte: int, per_move: int) -> int:
+        """A cost as a number, at typical sizes."""
+        found = 0
+        for share, whole in cost.bytes:
+            facts = facts_of(whole, self.typical)
+            found += math.ceil(share * (facts.max if facts.max is not None else max(1, facts.min or 1)))
+        return found * per_byte + cost.count * per_move
+
+    def _cheapest(self, found: _Passing, extra: Mapping[ir.Value, int]) -> set[Instance | ir.Value | str]:
+        """The nodes that make terms, and of the values that they make those whose terms all readers take."""
+        cut = LeastCut[Instance | ir.Value | str]()
+        cut.edge("source", "drain", 0)
+        for instance in (*found.makers, *found.choices):
+            if instance not in found.choices:
+                cut.edge("source", instance, ALWAYS)
+            for value in instance.node.outputs:
+                if value in found.made:
+                    cut.edge(instance, value, extra[value])
+                    for reader in self._readers(value, found):
+                        cut.edge(value, "drain" if reader is None else reader, ALWAYS)
+        return cut.source_side("source", "drain")
+
+    def _connected(self, found: _Passing, side: set[Instance | ir.Value | str]) -> Iterator[list[Instance]]:
+        """Nodes that are to pass terms on, or make them for such, by what hangs together."""
+        leads: dict[Instance, Instance] = {}
+
+        def lead(one: Instance) -> Instance:
+            while leads.setdefault(one, one) != one:
+                leads[one] = one = leads[leads[one]]
+            return one
+
+        for instance in (*found.makers, *found.choices):
+            for value in instance.node.outputs:
+                for reader in self._readers(value, found) if instance in side and value in side else ():
+                    assert reader is not None
+                    leads[lead(reader)] = lead(instance)
+        parts: dict[Instance, list[Instance]] = {}
+        for instance in (*found.makers, *found.choices):
+            if instance in leads:
+                parts.setdefault(lead(instance), []).append(instance)
+        yield from parts.values()
+
+    def _gains(
+        self,
+        found: _Passing,
+        part: Iterable[Instance],
+        side: set[Instance | ir.Value | str],
+        costs: Mapping[ir.Value, Cost],
+    ) -> bool:
+        """Whether nothing gets dearer, for any sizes, and something cheaper."""
+        before, after = Cost(), Cost()
+        for instance in part:
+            for value in instance.node.outputs:
+                if value in found.made:
+                    before += Cost() if instance in found.choices else costs[value]
+                    after += Cost() if value in side else costs[value]
+        weights = [self._weight(cost, 1, 0) for cost in (before, after)]
+        if after.count > before.count or weights[1] > weights[0]:
+            return False
+        return (after.count < before.count or weights[1] < weights[0]) and self._is_no_more(after, before)
+
+    def _is_no_more(self, one: Cost, other: Cost) -> bool:
+        """Whether it is proven that one takes no more bytes than another."""
+        shares = [(share, whole) for share, whole in other.bytes] + [(-share, whole) for share, whole in one.bytes]
+        scale = math.lcm(*(share.denominator for share, _ in shares))
+        summed: dict[sympy.Expr, int] = {}
+        for share, whole in shares:
+            summed[whole] = summed.get(whole, 0) + int(share * scale)
+        rest = sympy.expand(sympy.Add(*(whole * times for whole, times in summed.items())))
+        least = facts_of(rest, self.known).min
+        return least is not None and least >= 0
+
+    def _take(self, found: _Passing, part: Iterable[Instance], side: set[Instance | ir.Value | str]) -> None:
+        """Has the nodes of a part pass terms on."""
+        for instance in part:
+            if instance in found.choices:
+                there = frozenset(
+                    k
+                    for k in found.operands[instance]
+                    if instance.node.inputs[k] in side and self._arrives(instance, found.choices[instance], k, found)
+                )
+                kept = frozenset(found.operands[instance]) - there
+                self.choices[instance] = replace(found.choices[instance], terms=there, kept=kept)
+                self.changed = True
+
+
+def _kind(layout: Layout) -> Layout:
+    """What tells over which ranks terms are summed up, whatever cuts them."""
+    return normal(Layout(layout.mesh, (), layout.partial))
+
+
+def _typical(facts: Facts) -> int:
+    """One of the sizes that a dim may have, the largest if that is told."""
+    if facts.max is not None:
+        return facts.max
+    least = max(facts.min or 1, _TYPICAL)
+    return least + (facts.remainder - least) % facts.divisor if facts.divisor else facts.remainder
+
+
+def _holds(operand: ir.Value | None, outputs: Iterable[ir.Value]) -> bool:
+    """Whether every output's type has all numbers of an operand's: terms are not rounded."""
+    if operand is None or operand.dtype not in _FLOATS:
+        return False
+    wider = {operand.dtype, *(_FLOATS[2:] if operand.dtype in _FLOATS[:2] else _FLOATS[3:])}
+    return all(out.dtype in wider for out in outputs if out.name)

@@ -1,0 +1,102 @@
+"""Cuts of what enters a region that its ops do not take: resharded there, told, or refused with the op's own reason.
+
+What enters is cut as the rule says if one op inside takes it so. Where none does, because another value of the region was given a
+cut that the op follows, it is resharded at the op; so it is, with a warning, where the op needs the dim whole. Where an op could take
+the cut but for a law, such as a size that is not proven to be divisible, that is an error. A parameter whose cut contradicts what enters is
+told of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from partc.compiler.errors import Problem
+from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.ir.program import Program
+from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.mesh import normal
+from partc.compiler.ops.rule import WHOLE
+from partc.compiler.plan.matching import sharding_rules
+from partc.compiler.plan.pattern import compile_pattern
+from partc.compiler.plan.rules import ShardingRule
+from partc.compiler.sharding.propagate import Given
+
+Refusal = Callable[[Instance, Choice, str, int, str], Problem | None]
+"""Why a factor of a node cannot be cut into so many pieces, at the line that asks for it; None where nothing forbids it."""
+
+
+def not_taken(
+    program: Program, choices: Mapping[Instance, Choice], given: Given, refusal: Refusal
+) -> tuple[list[Problem], list[str]]:
+    """The problems of cuts that no op of a region takes, and what is to be told of them."""
+    entering: dict[tuple[object, Layout, str], list[tuple[Instance, int]]] = {}
+    for (instance, k), (layout, where) in given.inputs.items():
+        entering.setdefault((instance.node.inputs[k], normal(layout), where), []).append((instance, k))
+    problems: list[Problem] = []
+    told: list[str] = []
+    for (_, layout, where), readers in entering.items():
+        if any(have is not None and normal(have) == layout for have in (choices[i].input(k) for i, k in readers)):
+            continue
+        laws = [why for i, k in readers for why in _laws(choices[i], i, k, given.inputs[i, k][0], where, refusal)]
+        problems += laws
+        if not laws:
+            told += [text for i, k in readers[:1] if (text := _needs_whole(program, choices[i], i, k, layout, where))]
+    return problems, [*told, *_parameters(program, choices, given)]
+
+
+def _parameters(program: Program, choices: Mapping[Instance, Choice], given: Given) -> Iterator[str]:
+    """Warnings of parameters that no op takes as a rule lays them out, since other cuts of these ops came first."""
+    for (value, group), (layout, where) in given.arriving.items():
+        if not value.is_initializer():
+            continue
+        readers = [(use.node, choices.get(Instance(use.node, group)), use.idx) for use in value.uses()]
+        taken = [(node, choice.input(k)) for node, choice, k in readers if choice is not None]
+        if taken and all(have is None or normal(have) != normal(layout) for _, have in taken):
+            node, have = taken[0]
+            op = f"{node.op_type} ({program.paths[node]})"
+            yield f"{where}: '{value.name}' is not cut {layout}: {op} takes it {have or 'replicated'}, as its other cuts want"
+
+
+def _laws(choice: Choice, instance: Instance, k: int, layout: Layout, where: str, refusal: Refusal) -> list[Problem]:
+    """What forbids a node to take an operand as it is laid out, of the dims that it could cut."""
+    letters = choice.rule.inputs[k] if k < len(choice.rule.inputs) else None
+    wanted = [(letter, layout.pieces(dim)) for dim, letter in enumerate(letters or "") if dim < len(layout.cuts)]
+    cuttable = [(letter, pieces) for letter, pieces in wanted if pieces > 1 and letter in choice.rule.factors]
+    found = [refusal(instance, choice, letter, pieces, where) for letter, pieces in cuttable]
+    return [problem for problem in found if problem is not None]
+
+
+def _needs_whole(program: Program, choice: Choice, instance: Instance, k: int, layout: Layout, where: str) -> str:
+    """A warning where a node reads whole what enters cut; empty where it takes another cut that was given."""
+    letters = choice.rule.inputs[k] if k < len(choice.rule.inputs) else None
+    value, op = instance.node.inputs[k], f"{instance.node.op_type} ({program.paths[instance.node]})"
+    cut = [dim for dim in range(len(layout.cuts)) if layout.pieces(dim) > 1]
+    whole = [dim for dim in cut if letters is None or letters[dim] == WHOLE or letters[dim] not in choice.rule.factors]
+    if not whole or value is None:
+        return ""
+    dims = f"dim {whole[0]}" if len(whole) == 1 else f"dims {', '.join(map(str, whole))}"
+    return f"{where}: '{value.name}' enters cut {layout}, but {op} needs {dims} of it whole: it is gathered there"
+
+
+def gathered_inside(program: Program, choices: Mapping[Instance, Choice]) -> Iterator[str]:
+    """Warnings of ops inside a module with a strategy or a style that need whole what another op inside gives them cut."""
+    rules, _ = sharding_rules(program)
+    for instance, choice in choices.items():
+        rule = rules.get(instance.node)
+        if rule is None or rule.style == "replicate" or not _is_inside(rule, program.paths[instance.node]):
+            continue
+        for k, value in enumerate(instance.node.inputs):
+            producer = value.producer() if value is not None else None
+            maker = choices.get(Instance(producer, instance.group)) if producer is not None else None
+            if value is None or producer is None or maker is None or rules.get(producer) is not rule:
+                continue
+            made = maker.output(producer.outputs.index(value))
+            text = _needs_whole(program, choice, instance, k, made, rule.where) if made is not None else ""
+            if text:
+                yield text.replace(" enters cut ", " is cut ")
+
+
+def _is_inside(rule: ShardingRule, path: str) -> bool:
+    """Whether a rule speaks of a module around the node, not of the node itself."""
+    matches, parts = compile_pattern(rule.pattern).matches, path.split(".")
+    return any(matches(".".join(parts[:end])) for end in range(1, len(parts)))

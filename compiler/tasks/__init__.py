@@ -1,0 +1,1 @@
+"""The forward, backward and update parts of a step, on every rank."""

@@ -1,0 +1,88 @@
+"""Buckets: values that one collective moves for many parameters, as soon as there are enough of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+from partc.compiler.ir.program import Shape
+from partc.compiler.layout import moves as mv
+from partc.compiler.lower.comm import Writer
+
+Together = mv.AllReduce | mv.ReduceScatter | mv.AllGather
+
+
+def can_join(moves: tuple[mv.Move, ...]) -> bool:
+    """Whether a change of layout is one collective that others of its kind may join: of sums, or of pieces along axis 0."""
+    if len(moves) != 1:
+        return False
+    match moves[0]:
+        case mv.AllReduce(reduce=reduce):
+            return reduce == "sum"
+        case mv.ReduceScatter(reduce=reduce, dim=dim):
+            return reduce == "sum" and dim == 0
+        case mv.AllGather(dim=dim):
+            return dim == 0
+    return False
+
+
+@dataclass
+class _Bucket:
+    move: Together
+    values: list[ir.Value] = field(default_factory=list)
+    terms: list[str] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)
+    then: list[Callable[[], None]] = field(default_factory=list)
+    elements: int = 0
+    bytes: int = 0
+
+
+class Buckets:
+    """Collects values by kind of collective, ranks and type; a bucket of `limit` bytes is moved at once.
+
+    `what` names it in the dumps: `gradients of 8 parameters`.
+    """
+
+    def __init__(self, writer: Writer, limit: int, what: str) -> None:
+        self.writer, self.limit, self.what = writer, limit, what
+        self._open: dict[tuple[str, str, str], _Bucket] = {}
+
+    def add(
+        self,
+        move: Together,
+        value: ir.Value,
+        term: str,
+        shape: Shape,
+        made: str,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Has `term`, of this shape, moved and called `made`; `then` is called when it has been written."""
+        info = self.writer.program.values[value]
+        kind = type(move).__name__
+        key = (kind, self.writer.circles(move.after.mesh, move.axes, move.group)[1], info.type)
+        bucket = self._open.setdefault(key, _Bucket(move))
+        bucket.values.append(value)
+        bucket.terms.append(term)
+        bucket.made.append(made)
+        bucket.then.append(then)
+        elements = math.prod(dim for dim in shape if isinstance(dim, int))
+        bucket.elements += elements
+        bucket.bytes += elements * (info.item_bytes or 1)
+        if bucket.bytes >= self.limit:
+            self._move(key)
+
+    def flush(self) -> None:
+        """Moves what is left."""
+        for key in list(self._open):
+            self._move(key)
+
+    def _move(self, key: tuple[str, str, str]) -> None:
+        bucket = self._open.pop(key)
+        count = len(bucket.made)
+        name = str(bucket.values[0].name).removesuffix(".grad").removesuffix(".next")
+        cause = f"{self.what}s of {count} parameters" if count > 1 else f"{self.what} of '{name}'"
+        self.writer.together(bucket.move, bucket.values, bucket.terms, bucket.made, bucket.elements, cause)
+        for then in bucket.then:
+            then()

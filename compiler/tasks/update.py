@@ -1,0 +1,290 @@
+"""The end of a training step: gradients clipped, then every parameter and what the optimizer keeps of it replaced by its next value.
+
+One node a parameter, a function of `partc.optimizer` whose body is plain ONNX, behind everything that reads the parameter:
+
+    %fc1.weight.next, %fc1.weight.momentum.next = partc.optimizer::Momentum(%fc1.weight, %fc1.weight.grad, %fc1.weight.momentum, %lr)
+
+A parameter that lies in several ways is updated in each of them, from the same gradient, so its copies stay equal bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, cast
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.ir.program import PART, Copy, Group, Held, Kept, Op, PartOf, Program, RankConstant
+from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.moves import AllReduce
+from partc.compiler.layout.reshard import lower
+from partc.compiler.lower.builders import Drafts
+from partc.compiler.lower.comm import Writer
+from partc.compiler.lower.versions import Copies, whole_on
+from partc.compiler.tasks.buckets import Buckets, Together, can_join
+from partc.compiler.tasks.duals import typed
+from partc.compiler.tasks.localize import local_shape
+from partc.compiler.tasks.reduce_gradients import Gradient, Sum
+from partc.compiler.training.config import Training
+from partc.compiler.training.optimizers import clip_scale
+
+Kind: TypeAlias = Literal["parameter", "optimizer", "statistics", "gradient"]
+_NO_BOUND = float(np.finfo(np.float32).max)
+"""A norm that no gradient is scaled down to."""
+
+
+class Updates:
+    """Writes the updates of all parameters into the drafts, and lists what ranks keep."""
+
+    def __init__(self, program: Program, copies: Copies, writer: Writer, drafts: Drafts) -> None:
+        assert program.training is not None
+        self.program, self.copies, self.writer, self.drafts = program, copies, writer, drafts
+        self.training: Training = program.training
+        self.gathers = Buckets(writer, self.training.bucket_bytes, "update")
+        names = ("gradients.squares", "gradients.square_norm", "gradients.scale")
+        self.squares, self.total, self.scale = (drafts.derived(name) for name in names)
+        self._squares: dict[ir.Value, Copy] = {}
+        """Per parameter the sums of squares that LAMB has where it is first updated."""
+
+    def write(self, gradients: Sequence[Gradient]) -> None:
+        """All updates. `gradients` are in the order in which they are there."""
+        clipped = (self.training.clip_norm is not None or self.training.guarded) and bool(gradients)
+        if clipped:
+            self._clip(gradients)
+        for one in gradients:
+            self._update(one, clipped)
+        self.gathers.flush()
+        updated = {(one.parameter, one.home) for one in gradients}
+        for value in self.training.parameters:
+            for home in self.copies.homes.get(value, ()):
+                if (value, home) not in updated:
+                    self._keep(home, self.writer.names[home], "", _tensor(value), "parameter")
+        for value, following in self.training.statistics.items():
+            for home in self.copies.homes.get(value, ()):
+                made = "" if following is None else self._replacing(home, following)
+                self._keep(home, self.writer.names[home], made, value.name or "", "statistics")
+
+    def keep_sums(self, sums: Sequence[Sum]) -> None:
+        """Lists the sums of gradients over the parts of a batch."""
+        for one in sums:
+            parameter = _tensor(one.parameter)
+            self._keep(one.copy, one.name, one.next, one.name, "gradient", parameter)
+
+    def _update(self, one: Gradient, clipped: bool) -> None:
+        optimizer, learned = self.training.optimizer, self.training.parameters[one.parameter]
+        name, group, tensor = self.writer.names[one.home], one.home.group, _tensor(one.parameter)
+        shared = one.share != one.home
+        shape = ir.Shape(local_shape(self.program, one.share) or ())
+        piece = self._share(one, name) if shared else name
+        kind = one.parameter.type
+
+        def value(name: str) -> ir.Value:
+            return ir.Value(name=name, type=kind, shape=shape)
+
+        slots = [value(self.drafts.derived(f"{name}.{slot}")) for slot in optimizer.slots]
+        made = [value(self.drafts.derived(f"{of}.next")) for of in (piece, *(slot.name for slot in slots))]
+        scalars = {scalar: ir.Value(name=scalar) for scalar in optimizer.scalars}
+        if clipped:
+            scalars["scale"] = ir.Value(name=self.scale)
+        cut = tuple(axis for axes in one.share.layout.cuts for axis in axes)
+        first = self._squares.get(one.parameter)
+        reduced = None
+        if first is not None or (cut and not optimizer.is_elementwise):
+            reduced = ir.Value(name=self.drafts.derived(f"{name}.squares.whole"), type=kind, shape=ir.Shape([2]))
+        update = optimizer.update(
+            value(piece),
+            value(one.name),
+            slots,
+            scalars,
+            made,
+            weight_decay=learned.weight_decay,
+            lr_multiplier=learned.lr,
+            clip_value=self.training.clip_value or 0.0,
+            reduced=reduced,
+        )
+        for out in (out for node in (*update.before, *update.after) for out in node.outputs):
+            if out not in made and out is not reduced:
+                out.name = self.drafts.derived(str(out.name))
+        if reduced is not None and first is not None:
+            # Another order of a sum would be another number, and copies must stay equal bit by bit.
+            self._append(group, update.before[:1])
+            reduced.name = self._brought(first, group, str(reduced.name), tensor)
+        else:
+            self._append(group, update.before)
+            self._sum_up(one, update.squares, reduced, cut)
+        self._append(group, update.after)
+        for draft in self.drafts.of(group):
+            draft.scalars |= dict.fromkeys(optimizer.scalars)
+        self._types(group, [*slots, *made])
+        if shared:
+            self._gather(one, name, str(made[0].name))
+        self._keep(one.home, name, self.drafts.derived(f"{name}.next"), tensor, "parameter")
+        for slot, state, following in zip(optimizer.slots, slots, made[1:], strict=True):
+            self._keep(
+                one.share,
+                str(state.name),
+                str(following.name),
+                self.drafts.derived(f"{tensor}.{slot}"),
+                "optimizer",
+                tensor,
+                optimizer.initial(slot),
+            )
+
+    def _sum_up(self, one: Gradient, terms: ir.Value | None, reduced: ir.Value | None, cut: tuple[int, ...]) -> None:
+        """LAMB's sums of squares: of a cut parameter those of all pieces."""
+        if terms is None:
+            return
+        group, made = one.home.group, typed(self.program, reduced or terms)[0]
+        if reduced is not None:
+            self._types(group, [reduced])
+            move = AllReduce(group, Layout(one.share.layout.mesh, ((),)), cut, "sum")
+            cause = f"norms of '{one.parameter.name}'"
+            self.writer.together(move, [made], [str(terms.name)], [str(reduced.name)], 2, cause)
+        self._squares[one.parameter] = whole_on(made, group)
+
+    def _brought(self, first: Copy, group: Group, wanted: str, tensor: str) -> str:
+        """The sums of squares on another group."""
+        target = whole_on(first.value, group)
+        if target == first:
+            return str(first.value.name)
+        self.writer.names |= {first: str(first.value.name), target: wanted}
+        self.writer.make(first, target, f"norms of '{tensor}'")
+        return self.writer.names[target]
+
+    def _share(self, one: Gradient, name: str) -> str:
+        """The name of a rank's share of a parameter, cut out of what it holds."""
+        self.writer.names[one.share] = self.drafts.free(one.home.group, f"{name}.share")
+        self.writer.make(one.home, one.share, f"update of '{one.parameter.name}'")
+        return self.writer.names.pop(one.share)
+
+    def _gather(self, one: Gradient, name: str, made: str) -> None:
+        """The next parameter out of the shares that ranks have updated."""
+        after = self.drafts.derived(f"{name}.next")
+        following = ir.Value(name=after, type=one.parameter.type, shape=one.parameter.shape)
+        assert isinstance(self.program.values, dict)
+        self.program.values[following] = self.program.values[one.parameter]
+        share, whole = (Copy(following, copy.group, copy.layout) for copy in (one.share, one.home))
+        for draft in self.drafts.of(whole.group):
+            draft.types[after] = (following, local_shape(self.program, whole))
+        moves = lower(share.layout, whole.layout, share.group, whole.group)
+        if can_join(moves):
+            shape = local_shape(self.program, share)
+            assert shape is not None
+            self.gathers.add(cast(Together, moves[0]), following, made, shape, after)
+            return
+        self.writer.names |= {share: made, whole: after}
+        self.writer.make(share, whole, f"update of '{one.parameter.name}'")
+
+    def _keep(
+        self, home: Copy, name: str, made: str, tensor: str, kind: Kind, parameter: str = "", initial: float = 0.0
+    ) -> None:
+        """Lists a tensor as one that the ranks of a home keep."""
+        for draft in self.drafts.of(home.group):
+            draft.kept.setdefault(name, Kept(name, home, made, tensor, kind, parameter, initial))
+
+    def _replacing(self, home: Copy, following: ir.Value) -> str:
+        """The name of what a node of the forward pass makes in place of a tensor, brought to where that lies."""
+        homes = self.copies.homes.get(following, [])
+        source = next((one for one in homes if one.group == home.group), homes[0])
+        at = self.copies.settled.get(source, source)
+        wanted = Copy(following, home.group, home.layout)
+        if at != wanted and wanted not in self.writer.names:
+            self.writer.names[wanted] = self.drafts.free(home.group, f"{self.writer.names[home]}.next")
+            self.writer.make(at, wanted, f"update of '{home.value.name}'")
+        return self.writer.names[wanted if wanted in self.writer.names else at]
+
+    def _clip(self, gradients: Sequence[Gradient]) -> None:
+        """What gradients are multiplied with, from the squares of all their elements on all ranks, each element once."""
+        terms: dict[Group, dict[str, list[str]]] = {}
+        seen: set[ir.Value] = set()
+        for one in gradients:
+            if one.parameter in seen:
+                continue
+            seen.add(one.parameter)
+            name, group = self.drafts.derived(f"{one.name}.squares"), one.home.group
+            self._emit(group, "ReduceSumSquare", [one.name], name, keepdims=0)
+            terms.setdefault(group, {}).setdefault(self._holding(one.share), []).append(name)
+        counted: dict[int, list[str]] = {}
+        for group, by_holders in terms.items():
+            for holders, names in by_holders.items():
+                made = names if not holders else [self._counted(group, holders, names)]
+                for rank in group:
+                    counted.setdefault(rank, []).extend(made)
+        everyone: Group = tuple(range(self.program.plan.ranks))
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for rank in everyone:
+            alike.setdefault(tuple(counted.get(rank, ())), []).append(rank)
+        for summed, ranks in alike.items():
+            if summed:
+                self._emit(tuple(ranks), "Sum", summed, self.squares)
+                continue
+            self._types(tuple(ranks), [_number(self.squares)])
+            for draft in self.drafts.of(tuple(ranks)):
+                draft.constants[self.squares] = np.zeros((), np.float32)
+        total = self.squares
+        if len(everyone) > 1:
+            total = self.total
+            self._types(everyone, [_number(self.total)])
+            move = AllReduce(everyone, Layout.whole((len(everyone),), 0), (0,), "sum")
+            value = typed(self.program, _number(self.total))[0]
+            self.writer.together(move, [value], [self.squares], [self.total], 1, "norm of all gradients")
+        self._types(everyone, [_number(self.scale)])
+        bound = self.training.clip_norm if self.training.clip_norm is not None else _NO_BOUND
+        self._append(everyone, [clip_scale(ir.Value(name=total), _number(self.scale), bound)])
+        if self.training.guarded:
+            self._guard(everyone, total)
+
+    def _guard(self, everyone: Group, total: str) -> None:
+        """Gives every rank the sum of all squares, which is no finite number where a gradient is none."""
+        value = typed(self.program, _number(total))[0]
+        copy = whole_on(value, everyone)
+        for draft in self.drafts.of(everyone):
+            draft.types[total] = (value, ())
+            draft.outputs[total] = Held(total, copy, 0)
+
+    def _holding(self, home: Copy) -> str:
+        """The group whose lists hold one piece each; "" where every rank has a piece of its own."""
+        holders = home.holders
+        return "" if len(holders) == len(home.group) else self.writer.group(tuple(ranks for _, ranks in holders))
+
+    def _counted(self, group: Group, holders: str, names: Sequence[str]) -> str:
+        """The sum of squares of pieces that several ranks hold, on the first of these; 0 on the others."""
+        wanted = f"{self.squares}.of.{holders}"
+        total = names[0]
+        if len(names) > 1:
+            total = self.drafts.free(group, wanted)
+            self._emit(group, "Sum", names, total)
+        once, made = (self.drafts.free(group, f"{wanted}.{word}") for word in ("once", "counted"))
+        for draft in self.drafts.of(group):
+            draft.constants[once] = RankConstant.first(holders, np.float32)
+        self._emit(group, "Mul", [total, once], made)
+        return made
+
+    def _emit(self, ranks: Group, op_type: str, names: Sequence[str], made: str, **attributes: int) -> None:
+        operands = [ir.Value(name=name) for name in names]
+        extra = ir.convenience.convert_attributes(attributes)
+        self._types(ranks, [_number(made)])
+        self._append(ranks, [ir.Node("", op_type, operands, extra, outputs=[_number(made)], name=made)])
+
+    def _append(self, ranks: Group, nodes: Sequence[ir.Node]) -> None:
+        steps = [Op(node, node) for node in nodes]
+        for node in nodes:
+            self._types(ranks, [value for value in node.outputs if value.type is not None])
+        for draft in self.drafts.of(ranks):
+            draft.steps += steps
+
+    def _types(self, ranks: Group, values: Sequence[ir.Value]) -> None:
+        for value in values:
+            for draft in self.drafts.of(ranks):
+                if value.name not in draft.types:
+                    draft.types[str(value.name)] = typed(self.program, value)
+
+
+def _tensor(parameter: ir.Value) -> str:
+    """The name under which a parameter is kept: of a part of a packed one that of the whole."""
+    part: PartOf | None = parameter.meta.get(PART)
+    return parameter.name or "" if part is None else part.tensor
+
+
+def _number(name: str) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(()))

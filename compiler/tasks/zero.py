@@ -1,0 +1,41 @@
+"""Where a parameter is updated: as it lies, or each rank its share (ZeRO, stage 1).
+
+Ranks along a mesh axis that hold the same piece of a parameter would all do the same update, and keep the same state of the optimizer.
+With `optimizer: {shard: dp}` each of them gets the sum of its share of the gradient (a ReduceScatter), updates that with its share of
+the state, and the shares are gathered (an AllGather).
+
+    weight [512, 256], whole on dp=4     ->     gradient, momentum and update [128, 256] on each
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias
+
+from partc.compiler.ir.program import Copy, Program
+from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.mesh import normal, on_common_mesh
+
+Over: TypeAlias = str | Literal[True] | None
+"""The mesh axis whose ranks share the work; True: all ranks that hold the same."""
+
+
+def shared_out(program: Program, home: Copy, over: Over) -> Copy:
+    """The copy of a parameter that each rank updates: cut further along the first dim that is divisible, if there is one."""
+    if not over:
+        return home
+    axes = program.plan.axes_of(home.group) or (("", len(home.group)),)
+    places = tuple(place for place, (name, _) in enumerate(axes) if over is True or name == over)
+    common = on_common_mesh(home.layout, Layout(tuple(size for _, size in axes), (places,))) if places else None
+    shape = program.values[home.value].shape
+    if common is None or shape is None:
+        return home
+    layout, marked = common
+    used = {axis for cuts in layout.cuts for axis in cuts}
+    free = tuple(axis for axis in marked.cuts[0] if axis not in used)
+    pieces = math.prod(layout.mesh[axis] for axis in free)
+    for dim, size in enumerate(shape) if pieces > 1 else ():
+        if isinstance(size, int) and size and size % (layout.pieces(dim) * pieces) == 0:
+            cuts = tuple(own + free if at == dim else own for at, own in enumerate(layout.cuts))
+            return Copy(home.value, home.group, normal(Layout(layout.mesh, cuts)))
+    return home

@@ -1,0 +1,144 @@
+"""Makes a model one that is trained: training forms of its nodes, the loss and the metrics in place of its outputs.
+
+This happens to the single-device model, before anything is placed or cut, so that all of it is placed and cut like the rest. The
+evaluation of a model is the same with its nodes as they are, and without a backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+from partc.compiler.analysis.shape_rules import Known
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.names import node_paths
+from partc.compiler.frontend.onnx_file import take_out
+from partc.compiler.plan.pattern import compile_pattern, nearest
+from partc.compiler.plan.training import ParameterRule, TrainRules
+from partc.compiler.rewrite.extremes import in_parts
+from partc.compiler.rewrite.local_maps import enter_parameters, refuse_modes
+from partc.compiler.rewrite.split_sequences import split_sequences
+from partc.compiler.rewrite.train_mode import STEP, to_evaluation, to_training
+from partc.compiler.rewrite.uneven_means import split_uneven_means
+from partc.compiler.training.config import Learned, Part, Training
+from partc.compiler.training.losses import add_loss
+from partc.compiler.training.metrics import add_metric
+from partc.compiler.training.shared import give_own
+from partc.compiler.training.trainable import candidates, learned_names, running_statistics
+
+__all__ = ["attach", "learned_names"]
+
+
+def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool, part: Part, known: Known) -> Training:
+    """Changes `model` to give the loss and the metrics; what is said of its training.
+
+    `learned`: the weights that may be; `cut`: whether operators run on several ranks; `known`: what is promised of the inputs' dims.
+    CompileError for patterns that match nothing.
+    """
+    graph = model.graph
+    split_sequences(model)
+    split_uneven_means(model)
+    learned, shared = give_own(model, learned, _shared_by(rules))
+    others = [str(value.name) for value in candidates(model) if value.name not in learned]
+    how = _learned(rules, learned, others)
+    statistics: dict[ir.Value, ir.Value | None] = {}
+    scalars: list[str] = []
+    if part is Part.EVALUATION:
+        to_evaluation(model)
+        statistics.update(dict.fromkeys(running_statistics(graph)))
+    else:
+        refuse_modes(model, node_paths(model))
+        modes = to_training(
+            model, cut=cut, seed=rules.seed, frozen=lambda name: name in how and how[name].frozen, known=known
+        )
+        statistics.update(dict.fromkeys(running_statistics(graph)))
+        statistics.update(modes.statistics)
+        scalars += [STEP] if modes.needs_step else []
+    loss = add_loss(model, rules.loss, rules.where_loss, known)
+    metrics = [
+        add_metric(model, name, metric, rules.where_metrics, rules.loss, known)
+        for name, metric in rules.metrics.items()
+    ]
+    graph.outputs[:] = list(dict.fromkeys([loss, *metrics]))
+    _drop_unread(graph, {value for value in statistics.values() if value is not None})
+    kept = {graph.initializers[name]: one for name, one in how.items() if name in graph.initializers}
+    training = Training(
+        loss=loss,
+        optimizer=rules.optimizer,
+        parameters=kept,
+        statistics=statistics,
+        metrics=tuple(str(value.name) for value in metrics),
+        bucket_bytes=rules.bucket_bytes,
+        clip_norm=rules.clip_norm,
+        clip_value=rules.clip_value,
+        per_rank_mean=rules.per_rank_mean,
+        shard=rules.shard,
+        scalars=tuple(scalars),
+        schedule=rules.schedule,
+        settings=rules.settings,
+        accumulate=rules.accumulate,
+        guarded=rules.guarded,
+        pieces=rules.loss.pieces,
+        shared=tuple(one.text(own) for one, own in shared),
+        part=part,
+    )
+    if cut and part.backward:
+        in_parts(model, training, known)
+        enter_parameters(model, {value: one for value, one in kept.items() if not one.frozen})
+    return training
+
+
+def _shared_by(rules: TrainRules) -> Callable[[str], bool | None]:
+    """Whether the plan wants a weight that several modules read to stay one: the last rule that says so counts; a frozen one does."""
+    patterns = [(rule, compile_pattern(rule.pattern)) for rule in rules.parameters]
+
+    def said(name: str) -> bool | None:
+        hit = [rule for rule, pattern in patterns if pattern.matches(name)]
+        frozen = next((rule.frozen for rule in reversed(hit) if rule.frozen is not None), False)
+        return next((rule.shared for rule in reversed(hit) if rule.shared is not None), True if frozen else None)
+
+    return said
+
+
+def _learned(rules: TrainRules, names: list[str], others: list[str]) -> dict[str, Learned]:
+    """How each parameter is learned: of all rules that match, the later wins, key by key.
+
+    One of the `others` becomes a parameter by a rule of its whole name that says `frozen: false`.
+    """
+    freed = {rule.pattern for rule in rules.parameters if rule.frozen is False}
+    found = {
+        name: {"frozen": False, "weight_decay": None, "lr": 1.0}
+        for name in (*names, *(name for name in others if name in freed))
+    }
+    problems = []
+    for rule in rules.parameters:
+        matches = compile_pattern(rule.pattern).matches
+        hit = [name for name in found if matches(name)]
+        said = {"frozen": rule.frozen, "weight_decay": rule.weight_decay, "lr": rule.lr}
+        for name in hit:
+            found[name] |= {key: value for key, value in said.items() if value is not None}
+        kept = [name for name in others if matches(name)]
+        if not hit and not (kept and rule.frozen):
+            problems.append(_unmatched(rule, list(found), kept))
+    if problems:
+        raise CompileError(problems)
+    return {name: Learned(**said) for name, said in found.items()}  # type: ignore[arg-type]
+
+
+def _unmatched(rule: ParameterRule, names: list[str], kept: list[str]) -> Problem:
+    fact = f"'{rule.pattern}' matches no parameter of the model"
+    if kept:
+        law = f"it matches '{kept[0]}', a tensor of floats that is not learned"
+        return Problem(rule.where, fact, law, f'"{kept[0]}": {{frozen: false}} has it learned')
+    close = ", ".join(f"'{name}'" for name in nearest(rule.pattern, names))
+    return Problem(rule.where, fact, help=f"the nearest are {close}" if close else "the model has no parameters")
+
+
+def _drop_unread(graph: ir.Graph, used: set[ir.Value]) -> None:
+    """Takes out nodes that neither the loss nor a metric nor running statistics need, and then inputs that nobody reads."""
+    used = {*graph.outputs, *used}
+    for node in reversed(list(graph)):
+        if not any(out in used or out.uses() for out in node.outputs):
+            take_out(graph, node)
+    for value in [value for value in graph.inputs if not value.uses() and value not in used]:
+        graph.inputs.remove(value)

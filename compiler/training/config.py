@@ -1,0 +1,104 @@
+"""What training adds to a program: the loss, which weights are learned and how, and what else changes from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Literal
+
+import onnx_ir as ir
+from partc.compiler.training.optimizers import Optimizer
+from partc.runtime.artifact.format import LabelRecord, TrainingRecord
+from pydantic import JsonValue
+
+
+class Part(Enum):
+    """What a program does of a training; the name of its folder inside of the artifact."""
+
+    STEP = ""
+    """A whole step, with the update."""
+    ACCUMULATION = "accumulation"
+    """A part of a batch but the last: its gradients are added to sums that are kept."""
+    EVALUATION = "evaluation"
+    """The loss and the metrics alone."""
+    TOTALS = "totals"
+    """What the parts of a batch are given of the whole batch."""
+
+    @property
+    def backward(self) -> bool:
+        """Whether gradients are computed."""
+        return self in (Part.STEP, Part.ACCUMULATION)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """How one parameter is learned; frozen ones are kept as they are."""
+
+    frozen: bool = False
+    weight_decay: float | None = None
+    lr: float = 1.0
+    """What the learning rate is multiplied with."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """The training half of a program.
+
+    `parameters` are the weights that are learned, or frozen; `statistics` those that a node replaces itself, with what it makes.
+    `per_rank_mean`: the gradient is that of the sum over ranks of the mean of what each has, not of the mean over the whole batch.
+    """
+
+    loss: ir.Value
+    optimizer: Optimizer
+    parameters: Mapping[ir.Value, Learned]
+    statistics: Mapping[ir.Value, ir.Value | None] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ()
+    bucket_bytes: int = 10 << 20
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    per_rank_mean: bool = False
+    summed: frozenset[str] = frozenset()
+    """The outputs of a batch that are the sums of those of its parts; the others are their means."""
+    totals: tuple[str, ...] = ()
+    """What the parts are given of the whole batch, which another program makes of the inputs alone."""
+    fixed: tuple[str, ...] = ()
+    """Inputs that hold one value for all records."""
+    labels: Mapping[str, LabelRecord] = field(default_factory=dict)
+    """By input the labels that there may be."""
+    shard: str | Literal[True] | None = None
+    """Along which mesh axis ranks share the optimizer's state and work."""
+    scalars: tuple[str, ...] = ()
+    schedule: Mapping[str, JsonValue] = field(default_factory=dict)
+    settings: Mapping[str, JsonValue] = field(default_factory=dict)
+    accumulate: int = 1
+    """Into how many parts a batch is cut, whose gradients are added up."""
+    guarded: bool = False
+    """Whether a step whose gradients are not finite changes nothing, on any rank."""
+    pieces: int = 1
+    """Into how many pieces a batch is dealt out that have means of their own."""
+    shared: tuple[str, ...] = ()
+    """Lines for the user about weights that several modules read."""
+    part: Part = Part.STEP
+
+    def from_folder(self, folder: str) -> Training:
+        """The same with the plan's folder, as it is seen from the artifact: the files that the plan names are there."""
+        return replace(self, settings={**self.settings, "folder": folder})
+
+    def record(self) -> TrainingRecord:
+        """What the manifest says of it."""
+        return TrainingRecord(
+            loss=self.loss.name or "",
+            metrics=list(self.metrics),
+            scalars=list(dict.fromkeys((*self.optimizer.scalars, *self.scalars))),
+            optimizer={"type": self.optimizer.type, "lr": self.optimizer.lr, **self.optimizer.hyper},
+            schedule=dict(self.schedule),
+            settings=dict(self.settings),
+            evaluation=Part.EVALUATION.value,
+            accumulate=self.accumulate,
+            accumulation=Part.ACCUMULATION.value if self.accumulate > 1 else "",
+            summed=sorted(self.summed),
+            totals=list(self.totals),
+            fixed=list(self.fixed),
+            pieces=self.pieces,
+        )

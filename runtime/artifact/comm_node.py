@@ -1,0 +1,257 @@
+"""A collective node as data: what it says, and which shape it makes of which.
+
+    call = read_call(node, "rank_0000.onnx")
+    result_shape(call, (4, 6), 3)          # what one of 3 ranks gets where each gives (4, 6)
+
+The law of sizes, for p ranks: AllReduce, Reduce and Broadcast keep the shape, AllGather multiplies the dim `axis` by p, ReduceScatter
+divides it by p, AllToAll divides `split_axis` and multiplies `concat_axis`. Negative axes count from the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from ..errors import ArtifactError
+from .format import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    AXIS,
+    BROADCAST,
+    COLLECTIVES,
+    CONCAT_AXIS,
+    DOMAIN,
+    EXCHANGE,
+    GROUP,
+    PATH,
+    RANK,
+    RECV_BOXES,
+    RECV_PEERS,
+    REDUCE,
+    REDUCE_SCATTER,
+    REDUCE_TO,
+    REDUCTIONS,
+    ROOT,
+    SEND_BOXES,
+    SEND_PEERS,
+    SPLIT_AXIS,
+    TAG,
+)
+
+if TYPE_CHECKING:
+    from onnx import AttributeProto, NodeProto
+
+Shape: TypeAlias = tuple[int, ...]
+Span: TypeAlias = tuple[tuple[int, int, int], ...]
+"""A box: per dim begin, end and denominator."""
+
+LOOSE = (ALL_REDUCE, ALL_GATHER)
+"""The ops that take a value whose shape is known only when the step runs."""
+
+MANY = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
+"""The ops that take several values of one type, of which they make one message."""
+
+ROOTED = (REDUCE_TO, BROADCAST)
+"""The ops in which one rank is the root: a Reduce has its output there alone, a Broadcast needs none there."""
+
+_NUMBERS = {
+    ALL_REDUCE: (),
+    ALL_GATHER: (AXIS,),
+    REDUCE_SCATTER: (AXIS,),
+    ALL_TO_ALL: (SPLIT_AXIS, CONCAT_AXIS),
+    REDUCE_TO: (ROOT,),
+    BROADCAST: (ROOT,),
+    EXCHANGE: (RANK,),
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a value that goes to `peer` or comes from it."""
+
+    peer: int
+    box: Span
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective node; `source` is None where the rank gives nothing, `result` where it gets nothing.
+
+    `axis` is AllGather's and ReduceScatter's, and AllToAll's split axis; `gives` and `takes` are Exchange's. One of several
+    values (`MANY`) has them as `parts`, what goes in and what comes out; `source` and `result` of an AllReduce then name the memory where
+    all of them lie, and the others have none.
+    """
+
+    op: str
+    source: str | None
+    result: str | None
+    group: str
+    tag: int
+    path: str
+    reduce: str = ""
+    axis: int = 0
+    concat_axis: int = 0
+    root: int = 0
+    gives: tuple[Piece, ...] = ()
+    takes: tuple[Piece, ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def value(self) -> str:
+        """The value that reports name: what comes out, or what goes in where nothing does."""
+        return self.parts[0][1] if self.parts else self.result or self.source or ""
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The values that the rank gives."""
+        return tuple(source for source, _ in self.parts) or ((self.source,) if self.source else ())
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """The values that the rank gets."""
+        return tuple(result for _, result in self.parts) or ((self.result,) if self.result else ())
+
+
+def read_call(node: NodeProto, where: str) -> Call:
+    """The call that a node states; ArtifactError, naming the file `where`, if it is no sound node of `COLLECTIVES`."""
+    if node.op_type not in COLLECTIVES:
+        raise ArtifactError(
+            f"{where}: this partc does not know the op '{DOMAIN}.{node.op_type}'\n  help: install a newer partc"
+        )
+    found = {attribute.name: attribute for attribute in node.attribute}
+    name = node.name or next(filter(None, (*node.output, *node.input)), "")
+    problems = [*_problems(node, found)]
+    if problems:
+        lines = [f"{where}: {node.op_type} '{name}': {problem}" for problem in problems]
+        raise ArtifactError("\n".join([*lines, "  help: compile again"]))
+
+    def number(name: str) -> int:
+        return found[name].i if name in found else 0
+
+    parts = tuple(zip(node.input, node.output, strict=True)) if len(node.input) > 1 else ()
+    source, result = next(filter(None, node.input), None), next(filter(None, node.output), None)
+    if parts:
+        source = result = f"{node.output[0]} and {len(parts) - 1} more" if node.op_type == ALL_REDUCE else None
+    return Call(
+        op=node.op_type,
+        source=source,
+        result=result,
+        group=found[GROUP].s.decode(errors="replace"),
+        tag=number(TAG),
+        path=next((item.value for item in node.metadata_props if item.key == PATH), ""),
+        reduce=found[REDUCE].s.decode(errors="replace") if REDUCE in found else "",
+        axis=number(SPLIT_AXIS) if node.op_type == ALL_TO_ALL else number(AXIS),
+        concat_axis=number(CONCAT_AXIS),
+        root=number(ROOT),
+        gives=_pieces(found, SEND_PEERS, SEND_BOXES),
+        takes=_pieces(found, RECV_PEERS, RECV_BOXES),
+        parts=parts,
+    )
+
+
+def result_shape(call: Call, shape: Shape, ranks: int) -> Shape:
+    """The shape of what a rank gets where each of so many gives `shape`; ValueError says why there is none.
+
+    An Exchange's result has the shape that its rank file states.
+    """
+    if call.op in (ALL_REDUCE, REDUCE_TO, BROADCAST):
+        return shape
+    axis = place_of(call.axis, shape)
+    if call.op == ALL_GATHER:
+        return _scaled(shape, axis, ranks, 1)
+    split = _scaled(shape, axis, 1, ranks)
+    if call.op == REDUCE_SCATTER:
+        return split
+    return _scaled(split, place_of(call.concat_axis, shape), ranks, 1)
+
+
+def wrong_end(call: Call, is_root: bool) -> str:
+    """What is wrong with the ends of a call with a root, on the root or on another rank; empty where nothing is."""
+    who = "its root" if is_root else "a rank that is not its root"
+    if call.op == REDUCE_TO and bool(call.result) != is_root:
+        return f"{who} {'gets nothing' if is_root else 'gets a result'}"
+    if call.op == BROADCAST and is_root and not call.source:
+        return f"{who} gives nothing"
+    return f"{who} gets nothing" if call.op == BROADCAST and not is_root and not call.result else ""
+
+
+def place_of(axis: int, shape: Shape) -> int:
+    """An axis counted from the front; ValueError where the shape has none such."""
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"there is no axis {axis} in a value of {len(shape)} dims")
+    return axis % len(shape)
+
+
+def slices(box: Span, shape: Shape) -> tuple[slice, ...]:
+    """The part of a value of `shape` that a box means; ValueError where its edges are not whole numbers."""
+    if len(box) != len(shape):
+        raise ValueError(f"a box of {len(box)} dims in a value of {len(shape)}")
+    found = []
+    for axis, ((begin, end, denominator), size) in enumerate(zip(box, shape, strict=True)):
+        first, last = size * begin, size * end
+        if first % denominator or last % denominator:
+            raise ValueError(
+                f"axis {axis} of {size} has no whole place for {begin}/{denominator} to {end}/{denominator}"
+            )
+        found.append(slice(first // denominator, last // denominator))
+    return tuple(found)
+
+
+def _scaled(shape: Shape, axis: int, times: int, by: int) -> Shape:
+    size = shape[axis] * times
+    if size % by:
+        raise ValueError(f"axis {axis} of {size} is not divisible by {by} ranks")
+    return (*shape[:axis], size // by, *shape[axis + 1 :])
+
+
+def _pieces(found: Mapping[str, AttributeProto], peers: str, boxes: str) -> tuple[Piece, ...]:
+    if peers not in found:
+        return ()
+    rank = found[RANK].i
+    numbers = list(found[boxes].ints) if boxes in found else []
+    dims = [(numbers[at], numbers[at + 1], numbers[at + 2]) for at in range(0, len(numbers), 3)]
+    return tuple(
+        Piece(peer, tuple(dims[index * rank : (index + 1) * rank])) for index, peer in enumerate(found[peers].ints)
+    )
+
+
+def _problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> list[str]:
+    """What keeps a node from being a call."""
+    op = node.op_type
+    needed = [GROUP, TAG, *_NUMBERS[op], *([REDUCE] if op in (ALL_REDUCE, REDUCE_SCATTER, REDUCE_TO) else [])]
+    problems = [f"its attribute '{name}' is missing" for name in needed if name not in found]
+    sources, results = [*filter(None, node.input)], [*filter(None, node.output)]
+    optional = op == EXCHANGE
+    if op in MANY and len(sources) > 1:
+        if op != ALL_REDUCE and AXIS in found and found[AXIS].i != 0:
+            problems.append(f"its axis is {found[AXIS].i}, and several values are cut along axis 0")
+        if len(sources) != len(results) or len(sources) != len(node.input):
+            problems.append(f"it has {len(sources)} inputs and {len(results)} outputs, and makes one of each")
+        sources, results = sources[:1], results[:1]
+    if len(sources) > 1 or (not sources and not optional and op != BROADCAST):
+        problems.append(f"it has {len(sources)} inputs, and takes one")
+    if len(results) > 1 or (not results and not optional and op not in ROOTED):
+        problems.append(f"it has {len(results)} outputs, and makes one")
+    if REDUCE in found and found[REDUCE].s.decode(errors="replace") not in REDUCTIONS:
+        problems.append(
+            f"its reduction is '{found[REDUCE].s.decode(errors='replace')}'; it is one of {', '.join(REDUCTIONS)}"
+        )
+    if op == EXCHANGE and not problems:
+        problems += _box_problems(found, bool(sources), SEND_PEERS, SEND_BOXES, "input")
+        problems += _box_problems(found, bool(results), RECV_PEERS, RECV_BOXES, "output")
+    return problems
+
+
+def _box_problems(found: Mapping[str, AttributeProto], there: bool, peers: str, boxes: str, kind: str) -> Sequence[str]:
+    count = len(found[peers].ints) if peers in found else 0
+    numbers = list(found[boxes].ints) if boxes in found else []
+    rank = found[RANK].i
+    if len(numbers) != 3 * rank * count:
+        return [f"'{boxes}' has {len(numbers)} numbers, and {count} boxes of {rank} dims need {3 * rank * count}"]
+    if bool(count) != there:
+        return [f"it has {count} '{peers}' and {'an' if there else 'no'} {kind}"]
+    cells = [tuple(numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
+    wrong = [cell for cell in cells if not 0 <= cell[0] <= cell[1] <= cell[2] or cell[2] == 0]
+    return [f"'{boxes}' has {cell[0]}/{cell[2]} to {cell[1]}/{cell[2]}" for cell in wrong[:1]]

@@ -1,0 +1,332 @@
+"""The artifact's format: names of communication ops and their attributes, metadata keys, and the manifest's schema.
+
+This is the one contract between compiler and runtime; `runtime/README.md` explains it to people. A rank file is a standard
+ONNX model: nodes of the standard domains plus nodes of `partc.comm`, in the order in which the rank executes and
+communicates. `Send(X) ->` and `-> Recv(Y)` of one transfer carry the same `tag`.
+
+Collectives are one node on every rank that takes part, and these nodes carry the same `tag`, which no other message or collective
+has. `group` names an entry of `Manifest.groups`: disjoint lists of ranks. A rank works with the list that holds it, so that ranks
+which do the same share one file. A collective over p ranks of a list:
+
+    AllReduce(X...) -> Y... reduce                   the element-wise sum, max or min of all X, the same bits on every rank; several
+                                                     X of one type travel as one
+    AllGather(X...) -> Y... axis                     all X joined along axis, in the list's order; several along axis 0
+    ReduceScatter(X...) -> Y... axis, reduce         the i-th of p equal pieces along axis, reduced, for the list's i-th rank
+    AllToAll(X) -> Y        split_axis, concat_axis  the i-th piece along split_axis goes to the i-th rank; what comes is joined
+    Reduce(X) -> Y          root, reduce             the element-wise reduction of all X, for the list's root-th rank; the others
+                                                     have no Y
+    Broadcast(X) -> Y       root                     X of the list's root-th rank, for the others, which may leave X out; the
+                                                     root may leave Y out
+    Exchange(X) -> Y        send_peers, send_boxes, recv_peers, recv_boxes, rank
+                            boxes of X go to ranks, boxes of Y come from ranks; X is left out where nothing is given, Y where
+                            nothing is taken. Peers are ranks of the job; oneself means a copy. A box is `begin, end,
+                            denominator` for each of `rank` dims: fractions of the dim of X or Y as this rank has it. The k-th
+                            box for a peer is the k-th that it takes from here.
+
+What differs by rank besides weights is a constant, and the file says by which law, so that it is the same on all ranks:
+
+    RankConstant() -> Y     group, dtype, shape, items
+                            a tensor of `shape`, each of its items an expression over `place`, the rank's place in its list
+
+Types are written as onnxruntime writes them: `tensor(float)`, `seq(tensor(float))`, `optional(tensor(int64))`.
+A dim is an integer or an expression over the dims named in `Manifest.symbols` (`batch`, `floor(seq/2) + 1`); None where the shape
+is known only when the step runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Annotated, Literal, TypeAlias
+
+from partc.runtime.artifact.ranks import MOST_RANKS, Box, Boxes, Grid, Programs, Ranks, order_text, ranks_of, ranks_text
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+
+__all__ = ["MOST_RANKS", "Box", "Grid", "order_text", "ranks_of", "ranks_text"]
+FORMAT = 1
+DOMAIN = "partc.comm"
+OPTIMIZER = "partc.optimizer"
+DOMAIN_VERSION = 1
+
+SEND = "Send"
+RECV = "Recv"
+ALL_REDUCE = "AllReduce"
+ALL_GATHER = "AllGather"
+REDUCE_SCATTER = "ReduceScatter"
+ALL_TO_ALL = "AllToAll"
+REDUCE_TO = "Reduce"
+BROADCAST = "Broadcast"
+EXCHANGE = "Exchange"
+RANK_CONSTANT = "RankConstant"
+COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, REDUCE_TO, BROADCAST, EXCHANGE)
+
+PEER = "peer"
+TAG = "tag"
+GROUP = "group"
+REDUCE = "reduce"
+AXIS = "axis"
+SPLIT_AXIS = "split_axis"
+CONCAT_AXIS = "concat_axis"
+ROOT = "root"
+SEND_PEERS = "send_peers"
+SEND_BOXES = "send_boxes"
+RECV_PEERS = "recv_peers"
+RECV_BOXES = "recv_boxes"
+RANK = "rank"
+DTYPE = "dtype"
+SHAPE = "shape"
+ITEMS = "items"
+PLACE = "place"
+"""What the items of a RankConstant are expressions over."""
+
+SUM = "sum"
+MAX = "max"
+MIN = "min"
+REDUCTIONS = (SUM, MAX, MIN)
+
+# metadata_props keys of nodes in a rank file
+PATH = "partc.path"
+RULE = "partc.rule"
+CAUSE = "partc.cause"
+BYTES = "partc.bytes"
+CUT = "partc.cut"
+
+# rules of nodes that run wherever they are read: on several groups, on each in the form that fits there
+CONSTANT = "constant"
+SHAPE_ARITHMETIC = "shape arithmetic"
+MADE_OF_INPUTS = "made of inputs"
+FOLLOWING = frozenset({CONSTANT, SHAPE_ARITHMETIC, MADE_OF_INPUTS})
+
+# of a rank file the ranks whose it is, and of its weights which part of which tensor they are, and a hash of those inside the file
+OF_RANKS = "partc.ranks"
+PIECE = "partc.piece"
+DIGEST = "partc.sha256"
+
+MANIFEST = "manifest.json"
+LARGEST_MANIFEST = 1 << 29
+"""A manifest has at most so many bytes."""
+WEIGHTS = "weights"
+BEGIN_IR = "ir/step_parallel_begin.ir"
+END_IR = "ir/step_parallel_end.ir"
+
+
+def rank_file(rank: int) -> str:
+    """The file name of a rank's program."""
+    return f"rank_{rank:04d}.onnx"
+
+
+def weights_file(rank: int) -> str:
+    """The file that holds the weights whose lowest using rank is `rank`."""
+    return f"{WEIGHTS}/rank_{rank:04d}.safetensors"
+
+
+def stays_inside(path: str) -> bool:
+    """Whether a relative path names something inside its folder, on any operating system."""
+    parts = PurePosixPath(path.replace("\\", "/"))
+    return bool(path) and not parts.is_absolute() and ".." not in parts.parts and ":" not in path
+
+
+def _inside(path: str) -> str:
+    if not stays_inside(path):
+        raise ValueError(f"the path '{path}' leaves the folder")
+    return path
+
+
+def _all_inside(paths: list[str]) -> list[str]:
+    for path in dict.fromkeys(paths):
+        _inside(path)
+    return paths
+
+
+Dim: TypeAlias = int | str
+Shape: TypeAlias = list[Dim] | None
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SymbolRecord(_Record):
+    """A dynamic dim: `divisor*N + remainder`, N >= 1 where `divisor > 1`, within [min, max]; max None: no bound."""
+
+    min: int = Field(0, ge=0)
+    max: int | None = None
+    divisor: int = Field(1, ge=1)
+    remainder: int = Field(0, ge=0)
+
+
+class LabelRecord(_Record):
+    """The numbers that an input of labels may have: 0 to `classes` - 1 (0: only a run tells how many), and the `ignored` ones."""
+
+    classes: int = Field(0, ge=0)
+    ignored: list[int] = []
+
+
+class Port(_Record):
+    """A model input with the ranks that read it, or a model output with the ranks that it is delivered to.
+
+    The shape is the whole value's. `boxes` says what each of the ranks reads or gets of it, in their order; None: all of it. `labels`:
+    the numbers that an input of labels may have.
+    """
+
+    name: str
+    type: str
+    shape: Shape
+    ranks: Ranks
+    boxes: Boxes = None
+    labels: LabelRecord | None = None
+
+    def box(self, rank: int) -> Box | None:
+        """The piece of a rank that reads or gets it; None where that is the whole."""
+        return None if self.boxes is None else self.boxes[self.ranks.index(rank)]
+
+
+class Transfer(_Record):
+    """One message: `value` from rank `source` to rank `target`; `bytes` is an expression, 'unknown' where the shape is."""
+
+    tag: int
+    value: str
+    source: int
+    target: int
+    type: str
+    shape: Shape
+    bytes: str
+    cause: str
+
+
+class LayoutRecord(_Record):
+    """How a value lies on ranks (`0-3,8`, in order): they are a grid of the sizes `mesh`, row-major, the last axis fastest.
+
+    `cuts`: by dim the axes that cut it, the first is the major one. `partial`: axes along which ranks have terms, with what reduces them.
+    """
+
+    ranks: str
+    mesh: list[int]
+    cuts: list[list[int]]
+    partial: list[tuple[int, str]] = []
+
+
+class Collective(_Record):
+    """One collective: `value` is its output's name, `type` and `shape` those of one rank's input, as large on all of them.
+
+    `bytes`, an expression or 'unknown', is what a rank sends. `given` and `made`: how the value lies before and after. `sources`: the
+    names of what a rank gives, empty where ranks have several for one.
+    """
+
+    tag: int
+    op: str
+    value: str
+    group: str
+    type: str
+    shape: Shape
+    bytes: str
+    cause: str
+    sources: list[str] = []
+    given: LayoutRecord | None = None
+    made: LayoutRecord | None = None
+
+
+class StateRecord(_Record):
+    """A tensor that training keeps from step to step: a parameter, what the optimizer keeps of one, or running statistics; or, within a
+    step, the sum of gradients over the parts of a batch, which is cleared when the step is done, and is no part of a checkpoint.
+
+    `value` is its name in the rank files, an input there; `next` the output there that takes its place after a step, empty where
+    nothing does. `tensor` is its global name, which checkpoints use: `fc1.weight`, `fc1.weight.momentum`; a tensor that lies in
+    several ways has a record for each. `shape` is the whole's; `ranks` hold it, whole, or the piece that `boxes` says. `parameter`:
+    of whom an optimizer's tensor is. Without a weight of its own in the rank file every number of a tensor begins as `initial`.
+    """
+
+    value: str
+    next: str
+    tensor: str
+    kind: Literal["parameter", "optimizer", "statistics", "gradient"]
+    type: str
+    shape: list[int]
+    ranks: Ranks
+    boxes: Boxes = None
+    parameter: str = ""
+    initial: float = 0.0
+
+    def box(self, rank: int) -> Box | None:
+        """The piece of a rank that holds it; None where that is the whole."""
+        return None if self.boxes is None else self.boxes[self.ranks.index(rank)]
+
+
+TOTALS = "totals"
+"""The folder of the programs that make numbers of a whole batch."""
+
+
+class TrainingRecord(_Record):
+    """How an artifact is trained: the outputs that are the loss and the metrics, and what the runtime needs beside the programs.
+
+    `scalars` are inputs of rank files without dims that every step is given: `lr`, `scale`, `step` and what `optimizer` derives
+    from the number of the step. `settings` are those of the loop (data, batch, epochs), as the plan has them. `evaluation`: the
+    folder with the forward programs over the same parameters. `accumulate`: into how many parts a batch is cut; all but the last run
+    the programs in the folder `accumulation`, which add to the gradients' sums. `summed`: the outputs of a batch that are sums over its
+    parts, the others are means. `totals`: inputs of the parts' programs that are the same in all of them, the outputs of the programs in
+    the folder `totals`, which run on the whole batch first. `symbols`: the laws of the whole batch, where those of a part differ.
+    `fixed`: inputs that hold no records, but one value for all. `guard`: an output that every rank has before it updates anything; where
+    it is no finite number the step replaces nothing of what is kept. `pieces`: how many of a batch have means
+    of their own, of each of which a part has a share.
+    """
+
+    loss: str
+    metrics: list[str] = []
+    scalars: list[str] = []
+    optimizer: dict[str, JsonValue] = {}
+    schedule: dict[str, JsonValue] = {}
+    settings: dict[str, JsonValue] = {}
+    evaluation: str = ""
+    accumulate: int = Field(1, ge=1)
+    accumulation: str = ""
+    summed: list[str] = []
+    totals: list[str] = []
+    symbols: dict[str, SymbolRecord] = {}
+    fixed: list[str] = []
+    guard: str = ""
+    pieces: int = Field(1, ge=1)
+
+
+class FileRecord(_Record):
+    """What a file of the artifact must be."""
+
+    bytes: int
+    sha256: str
+
+
+class SourceRecord(_Record):
+    """A file that the artifact was compiled from: its name without folder, and its hash."""
+
+    name: str
+    sha256: str
+
+
+class Manifest(_Record):
+    """The index of an artifact.
+
+    `groups`: by name disjoint lists of ranks. `programs`: by rank its rank file, which equal ranks share; empty: `rank_file`.
+    `state`: what ranks keep from step to step; `training` is there where steps train.
+    """
+
+    format: Literal[1]
+    partc: str
+    ranks: int = Field(ge=1, le=MOST_RANKS)
+    symbols: dict[str, SymbolRecord]
+    inputs: list[Port]
+    outputs: list[Port]
+    transfers: list[Transfer]
+    groups: dict[str, list[Ranks]] = {}
+    collectives: list[Collective] = []
+    programs: Annotated[Programs, AfterValidator(_all_inside)] = []
+    state: list[StateRecord] = []
+    training: TrainingRecord | None = None
+    files: dict[Annotated[str, AfterValidator(_inside)], FileRecord]
+    model: SourceRecord
+    plan: SourceRecord | None
+
+    def program(self, rank: int) -> str:
+        """The file that holds a rank's program."""
+        return self.programs[rank] if self.programs else rank_file(rank)
+
+    def circles(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """By group the list of ranks that holds this rank; groups without it are left out."""
+        return {name: tuple(ranks) for name, lists in self.groups.items() for ranks in lists if rank in ranks}

@@ -1,0 +1,302 @@
+"""Opening an artifact: the manifest, and the proof that the files a rank needs are those that the compiler wrote.
+
+Nothing is believed: the manifest is held against its schema, every needed file against its recorded size and SHA-256, every path
+of external data against the folder (links resolved) and every region against its file. With `trust` the contents are not hashed;
+sizes and paths are checked all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from ..errors import ArtifactError, breaks_lines, one_line
+from ..files.regular import fault, open_regular, read_regular
+from . import dim_expression as expression
+from .format import COLLECTIVES, FORMAT, LARGEST_MANIFEST, MANIFEST, Manifest, Port, Shape, stays_inside
+from .rank_constants import bound
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, TensorProto
+
+_LINE_END = re.compile(
+    rb"(?<!\\)(?:\\\\)*\\(?:[nrf]|u000[a-dA-D]|u001[c-eC-E]|u0085|u202[89])|\xc2\x85|\xe2\x80[\xa8\xa9]"
+)
+"""A line end inside of a text of JSON, where it can only be an escape, or one of those that JSON takes as they are."""
+_DIGITS = 18
+"""A whole number of a manifest has at most so many: what is computed of it is told by its own law, not by an overflow."""
+_SHOWN = 32
+_AGAIN = "help: compile again, or copy the whole folder again"
+
+
+class Artifact:
+    """An artifact on disk: its folder, its manifest, and the checked programs of its ranks."""
+
+    def __init__(self, folder: Path, trust: bool) -> None:
+        self.folder = folder
+        self.trust = trust
+        self._stamp = stamp(folder)  # before it is read: what comes in between is seen as well
+        self.manifest, self.digest = _manifest(folder)
+        self._checked: set[str] = set()
+
+    def refuse_replaced(self) -> None:
+        """Raises ArtifactError where another artifact has taken the place of this one since it was opened."""
+        if stamp(self.folder) != self._stamp:
+            raise ArtifactError(f"{self.folder}: was replaced while it was read\n  help: try again")
+
+    def model(self, rank: int) -> ModelProto:
+        """The program of a rank, its weights left in their files, its constants among its initializers.
+
+        ArtifactError where any file it needs is not what it was.
+        """
+        import onnx
+
+        name = self.manifest.program(rank)
+        self._check([name])
+        try:
+            model = onnx.load_model_from_string(read_regular(self.folder / name))
+        except _decode_error():
+            raise ArtifactError(f"{self.folder / name}: is not an ONNX model\n  {_AGAIN}") from None
+        if broken := next(filter(breaks_lines, _names(model.graph)), None):
+            raise ArtifactError(f"{self.folder / name}: the name '{one_line(broken)}' has a line end\n  {_AGAIN}")
+        regions = [(tensor.name, *_region(tensor)) for tensor in _external(model.graph)]
+        self._check(dict.fromkeys(path for _, path, _, _ in regions))
+        problems = [
+            f"{self.folder / name}: weight '{weight}' lies at bytes {offset} to {offset + length} of {path}, which has "
+            f"{self.manifest.files[path].bytes}"
+            for weight, path, offset, length in regions
+            if offset < 0 or length < 0 or offset + length > self.manifest.files[path].bytes
+        ]
+        if problems:
+            raise ArtifactError("\n".join([*problems, f"  {_AGAIN}"]))
+        return bound(model, self.manifest.circles(rank), rank, str(self.folder / name))
+
+    def _check(self, names: Iterable[str]) -> None:
+        problems = [problem for name in names if name not in self._checked for problem in self._violations(name)]
+        if problems:
+            self.refuse_replaced()
+            raise ArtifactError("\n".join([*problems, f"  {_AGAIN}"]))
+        self._checked.update(names)
+
+    def _violations(self, name: str) -> Iterator[str]:
+        file = self.folder / name
+        record = self.manifest.files.get(name)
+        if not stays_inside(name) or not file.resolve().is_relative_to(self.folder.resolve()):
+            yield f"{self.folder}: the path '{name}' leaves the folder\n  a file of an artifact lies inside its folder"
+        elif record is None:
+            yield f"{file}: is needed, but the manifest does not list it"
+        elif not os.path.lexists(file):
+            yield f"{file}: is missing"
+        elif why := fault(file):
+            yield f"{file}: {why}"
+        elif (size := file.stat().st_size) != record.bytes:
+            yield f"{file}: has {size} bytes, the manifest says {record.bytes}"
+        elif not self.trust and (found := sha256(file)) != record.sha256:
+            yield f"{file}: was changed: its SHA-256 begins with {found[:12]}, the manifest says {record.sha256[:12]}"
+
+
+def open_artifact(folder: str | Path, *, rank: int | None = None, trust: bool = False) -> Artifact:
+    """The artifact in a folder, its manifest checked; with `rank`, that rank's files too. ArtifactError says what is wrong."""
+    place = Path(folder)
+    artifact = Artifact(place, trust)
+    if rank is not None:
+        artifact.model(rank)
+    return artifact
+
+
+def _decode_error() -> type[Exception]:
+    """What protobuf raises for bytes that are no message."""
+    from google.protobuf import message
+
+    found: type[Exception] = message.DecodeError
+    return found
+
+
+def sha256(file: Path) -> str:
+    """The SHA-256 of a file's contents, in hexadecimal."""
+    with open_regular(file) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def stamp(folder: Path) -> tuple[int, ...] | None:
+    """What tells one artifact from another that takes its place; None where there is none."""
+    try:
+        of = os.stat(folder / MANIFEST)
+    except OSError:
+        return None
+    return of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns
+
+
+def _manifest(folder: Path) -> tuple[Manifest, str]:
+    """The manifest, and the hash of its text."""
+    file = folder / MANIFEST
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder}: there is no such folder\n  help: give the folder that `partc compile` wrote")
+    if not os.path.lexists(file):
+        raise ArtifactError(f"{folder}: has no {MANIFEST}\n  help: give the folder that `partc compile` wrote")
+    try:
+        text = read_regular(file, LARGEST_MANIFEST)
+        data = json.loads(text, parse_int=_whole)
+    except OSError as error:
+        raise ArtifactError(f"{file}: {error.strerror}\n  {_AGAIN}") from None
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{file}: is not JSON: {error}\n  {_AGAIN}") from None
+    if found := _LINE_END.search(text):
+        fact = f"a text in it has a line end, at byte {found.start()}"
+        raise ArtifactError(f"{file}: {fact}\n  {_AGAIN}")
+    if isinstance(data, dict) and (version := data.get("format")) != FORMAT:
+        raise ArtifactError(
+            f"{file}: is of format {version!r}, this partc reads format {FORMAT}\n"
+            f"  help: compile again with this partc, or install the one that wrote it ({data.get('partc')})"
+        )
+    try:
+        manifest = Manifest.model_validate(data)
+    except ValidationError as error:
+        lines = [f"{file}: {'.'.join(map(str, item['loc'])) or 'the whole'}: {item['msg']}" for item in error.errors()]
+        raise ArtifactError("\n".join([*lines, f"  {_AGAIN}"])) from None
+    problems = [f"{file}: {problem}" for problem in _contradictions(manifest)]
+    if problems:
+        raise ArtifactError("\n".join([*problems, f"  {_AGAIN}"]))
+    return manifest, hashlib.sha256(text).hexdigest()
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """What a schema cannot say: ranks within range, tags unique, dims that are expressions over the symbols."""
+    last = manifest.ranks - 1
+    if not manifest.programs and last >= len(manifest.files):
+        yield f"it has {manifest.ranks} ranks and lists {len(manifest.files)} files: each rank has a program"
+        return
+    tags: set[int] = set()
+    for kind, ports in (("input", manifest.inputs), ("output", manifest.outputs)):
+        for port in ports:
+            yield from (
+                f"{kind} '{port.name}' names rank {rank}: the ranks are 0 to {last}"
+                for rank in port.ranks
+                if not 0 <= rank <= last
+            )
+            yield from (f"{kind} '{port.name}': {problem}" for problem in _bad_dims(port.shape, manifest))
+    yield from _bad_collectives(manifest)
+    tags |= {one.tag for one in manifest.collectives}
+    for transfer in manifest.transfers:
+        where = f"transfer {transfer.tag} of '{transfer.value}'"
+        ends = (transfer.source, transfer.target)
+        if transfer.source == transfer.target or not all(0 <= rank <= last for rank in ends):
+            yield f"{where} goes from rank {transfer.source} to {transfer.target}: two different ranks of 0 to {last} are needed"
+        if transfer.tag in tags:
+            yield f"{where}: another transfer has the same tag"
+        tags.add(transfer.tag)
+        yield from (f"{where}: {problem}" for problem in _bad_dims(transfer.shape, manifest))
+
+
+def _bad_collectives(manifest: Manifest) -> Iterator[str]:
+    """What is wrong with groups, programs, boxes and collectives."""
+    ranks = manifest.ranks
+    if manifest.programs and len(manifest.programs) != ranks:
+        yield f"{len(manifest.programs)} programs are named for {ranks} ranks"
+    for name, lists in manifest.groups.items():
+        members = [rank for one in lists for rank in one]
+        if any(not 0 <= rank < ranks for rank in members) or len(set(members)) != len(members) or not all(lists):
+            shown = str(lists) if len(members) <= _SHOWN else f"{len(lists)} lists of {len(members)} ranks"
+            yield f"group '{name}' is {shown}: disjoint lists of ranks 0 to {ranks - 1} are needed"
+    for port in (*manifest.inputs, *manifest.outputs):
+        yield from (f"'{port.name}': {problem}" for problem in _bad_boxes(port))
+    tags: set[int] = set()
+    for one in manifest.collectives:
+        where = f"collective {one.tag}, {one.op} of '{one.value}'"
+        if one.op not in COLLECTIVES:
+            yield f"{where}: this partc does not know the op"
+        if one.group not in manifest.groups:
+            yield f"{where}: there is no group '{one.group}'"
+        if one.tag in tags:
+            yield f"{where}: another collective has the same tag"
+        tags.add(one.tag)
+        yield from (f"{where}: {problem}" for problem in _bad_dims(one.shape, manifest))
+
+
+def _bad_boxes(port: Port) -> Iterator[str]:
+    if port.boxes is None:
+        return
+    dims = None if port.shape is None else len(port.shape)
+    if not port.type.startswith("tensor(") or dims is None:
+        yield "only a tensor of known dims can be cut"
+    elif len(port.boxes) != len(port.ranks):
+        yield f"it has {len(port.boxes)} boxes for {len(port.ranks)} ranks"
+    elif any(len(box) != dims or any(not _is_cut(cut) for cut in box) for box in port.boxes):
+        yield f"its boxes must be {dims} times begin, end, denominator with 0 <= begin < end <= denominator"
+
+
+def _is_cut(cut: Sequence[int]) -> bool:
+    return len(cut) == 3 and 0 <= cut[0] < cut[1] <= cut[2]
+
+
+def _bad_dims(shape: Shape, manifest: Manifest) -> Iterator[str]:
+    for dim in shape or ():
+        try:
+            names = expression.parse(dim, manifest.symbols).names
+        except ValueError as error:
+            yield str(error)
+        else:
+            yield from (
+                f"the dim '{dim}' needs '{name}', which is no symbol"
+                for name in sorted(names - manifest.symbols.keys())
+            )
+
+
+def _names(graph: GraphProto) -> Iterator[str]:
+    """What a graph and the bodies in it call their nodes and values."""
+    from onnx import AttributeProto
+
+    yield from (value.name for value in (*graph.input, *graph.initializer))
+    for node in graph.node:
+        yield node.name
+        yield node.op_type
+        yield from node.output
+        yield from (entry.value for entry in node.metadata_props if entry.key.startswith("partc."))
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.GRAPH:
+                yield from _names(attribute.g)
+
+
+def _region(tensor: TensorProto) -> tuple[str, int, int]:
+    """Where a tensor's bytes lie: path, offset and length (0 where the entry does not say)."""
+    entry = {item.key: item.value for item in tensor.external_data}
+    try:
+        return entry.get("location", ""), int(entry.get("offset", 0)), int(entry.get("length", 0))
+    except ValueError:
+        raise ArtifactError(
+            f"weight '{tensor.name}' has external data that is not at a number of bytes\n  {_AGAIN}"
+        ) from None
+
+
+def _external(graph: GraphProto) -> Iterator[TensorProto]:
+    """Every tensor of a graph and of the bodies in it whose bytes are in another file."""
+    from onnx import TensorProto
+
+    for tensor in _tensors(graph):
+        if tensor.data_location == TensorProto.EXTERNAL:
+            yield tensor
+
+
+def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield attribute.t
+            yield from attribute.tensors
+            for body in (attribute.g, *attribute.graphs):
+                yield from _tensors(body)

@@ -1,0 +1,197 @@
+"""The safetensors format: tensors streamed into a file one after the other, and mapped from it without a copy.
+
+    8 bytes of little-endian header length | the header in JSON, padded | the tensors without a gap between them
+
+The header stands first, so a file is written from what is known of its tensors before any of them is read: at no time is more
+than one in memory. Wider elements come before narrower ones, then names decide: every tensor is aligned to its elements.
+
+A file that is written here has sums of its tensors in its metadata, by name the CRC-32 and the SHA-256 of each `PART` bytes. Their
+length is known before they are, so they are filled in last. The header's own SHA-256 therefore vouches for every tensor, and any part of
+a file can be checked alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import TypeGuard
+
+import numpy as np
+from partc.runtime.artifact.dtypes import BY_NAME, Array, Bytes, Dtype
+from partc.runtime.checker.files import sound_header
+
+_CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+STORED: Mapping[str, Dtype] = {row.shown: row for row in BY_NAME.values() if row.shown in _CODES}
+"""By numpy's name the element types that the format has."""
+_DTYPES = {code: STORED[shown] for shown, code in _CODES.items()}
+_METADATA = "__metadata__"
+_ALIGNMENT = 64
+_CHUNK = 1 << 20
+PART = 1 << 24
+"""Bytes that have a hash of their own, so that several threads or ranks share a large tensor."""
+_CRC_DIGITS = 8
+_DIGITS = _CRC_DIGITS + 64
+_DIMS = 64
+_ELEMENTS = 1 << 56
+_HEXADECIMAL = re.compile("[0-9a-f]*")
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of bytes that were written: `crc32` tells any damage at a third of the cost, `sha256` also what was made to look alike."""
+
+    crc32: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file: its element type and shape, the byte of the file at which it begins, and the sums of its parts, if known."""
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    offset: int = 0
+    sums: tuple[Sums, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """The size of the tensor."""
+        return self.dtype.bytes_of(self.shape)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that was written: its size, and the SHA-256 of its header, which holds the sums of its tensors."""
+
+    bytes: int
+    header: str
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Stored], read: Callable[[str], Array]) -> Written:
+    """Writes a new file of the tensors, which `read` gives by name one at a time, and waits until the disk has it.
+
+    An OSError names the file.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.bits, name))
+    sums = {name: "0" * (_DIGITS * _parts(tensors[name].bytes)) for name in names}
+    text = _header(names, tensors, sums)
+    try:
+        with path.open("xb", buffering=0) as out:
+            _write(out, memoryview(text))
+            for name in names:
+                array = read(name)
+                assert (array.dtype, array.shape) == (tensors[name].dtype.numpy, tensors[name].shape)
+                sums[name] = _write(out, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                del array
+            size = out.tell()
+            out.seek(0)
+            text = _header(names, tensors, sums)
+            _write(out, memoryview(text))
+            os.fsync(out.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    return Written(size, hashlib.sha256(text).hexdigest())
+
+
+def _header(names: Iterable[str], tensors: Mapping[str, Stored], sums: Mapping[str, str]) -> bytes:
+    """The bytes before the tensors."""
+    header: dict[str, object] = {_METADATA: sums}
+    end = 0
+    for name in names:
+        one = tensors[name]
+        begin, end = end, end + one.bytes
+        header[name] = {"dtype": _CODES[one.dtype.shown], "shape": list(one.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _parts(size: int) -> int:
+    return -(-size // PART)
+
+
+def _write(out: FileIO, data: memoryview) -> str:
+    """Writes all of the data; the sums of its parts, one after the other."""
+    sums = []
+    for begin in range(0, len(data), PART):
+        digest, crc, rest = hashlib.sha256(), 0, data[begin : begin + PART]
+        while rest:
+            written = out.write(rest[:_CHUNK])
+            digest.update(rest[:written])
+            crc = zlib.crc32(rest[:written], crc)
+            rest = rest[written:]
+        sums.append(f"{crc:0{_CRC_DIGITS}x}{digest.hexdigest()}")
+    return "".join(sums)
+
+
+def read_header(path: Path, sha256: str = "") -> dict[str, Stored]:
+    """The tensors of a file by name; ValueError where the file is not sound, or its header has another hash than the given one."""
+    text, header = sound_header(path)
+    if sha256 and (found := hashlib.sha256(text).hexdigest()) != sha256:
+        raise ValueError(
+            f"its header is not the one that was written: its SHA-256 begins with {found[:12]}, that was {sha256[:12]}"
+        )
+    metadata = header.pop(_METADATA, None)
+    sums = metadata if isinstance(metadata, dict) else {}
+    found_tensors = {}
+    for name, entry in header.items():
+        assert isinstance(entry, dict)
+        shape, code, (first, last) = entry.get("shape"), entry.get("dtype"), entry["data_offsets"]
+        if not isinstance(code, str) or code not in _DTYPES:
+            raise ValueError(f"tensor {name!r} is of type {code!r}; known are {', '.join(_DTYPES)}")
+        if not is_shape(shape):
+            raise ValueError(f"tensor {name!r} has no shape of at most {_DIMS} whole numbers")
+        stored = Stored(_DTYPES[code], tuple(shape), len(text) + first, _sums(sums.get(name), last - first))
+        if (needed := stored.bytes) != last - first:
+            raise ValueError(f"tensor {name!r} has {last - first} bytes; its type and shape need {needed}")
+        found_tensors[name] = stored
+    return found_tensors
+
+
+def is_shape(shape: object) -> TypeGuard[list[int]]:
+    """Whether it is a list of sizes that a tensor may have."""
+    if not isinstance(shape, list) or len(shape) > _DIMS or any(type(dim) is not int or dim < 0 for dim in shape):
+        return False
+    return bool(math.prod(max(dim, 1) for dim in shape) < _ELEMENTS)
+
+
+def _sums(text: object, size: int) -> tuple[Sums, ...]:
+    """The sums of a tensor's parts; none where the text is not that of sums, which another tool may have written."""
+    if not isinstance(text, str) or len(text) != _DIGITS * _parts(size) or not _HEXADECIMAL.fullmatch(text):
+        return ()
+    parts = (text[at : at + _DIGITS] for at in range(0, len(text), _DIGITS))
+    return tuple(Sums(part[:_CRC_DIGITS], part[_CRC_DIGITS:]) for part in parts)
+
+
+def mapped(path: Path) -> Bytes:
+    """The bytes of a file as they lie there: read only where they are looked at."""
+    return np.asarray(np.memmap(path, np.uint8, "r"))
+
+
+def tensor_in(data: Bytes, stored: Stored) -> Array:
+    """A tensor in the bytes of its file, which it shares."""
+    return data[stored.offset : stored.offset + stored.bytes].view(stored.dtype.numpy).reshape(stored.shape)

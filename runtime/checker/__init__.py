@@ -1,0 +1,1 @@
+"""What `partc check` proves of an artifact."""

@@ -1,0 +1,1 @@
+"""What ranks must agree on: collectives, their order, layouts, places of pieces."""

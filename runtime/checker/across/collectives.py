@@ -1,0 +1,356 @@
+"""Checks collectives: each node against the manifest, against the nodes of the other ranks, and against the law of shapes.
+
+Dims are compared as numbers, at a few legal sizes of the symbols, because equal expressions may be written in many ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import zip_longest
+from math import lcm, prod
+
+from onnx import ModelProto
+from partc.runtime.artifact import dim_expression as expression
+from partc.runtime.artifact.comm_node import LOOSE, Call, Piece, read_call, result_shape, slices, wrong_end
+from partc.runtime.artifact.dtypes import dense
+from partc.runtime.artifact.format import COLLECTIVES, DOMAIN, EXCHANGE, MANIFEST, Box, Collective, Manifest, Shape
+from partc.runtime.checker.graph import node_title
+from partc.runtime.checker.violation import Violation
+from partc.runtime.communication.packing import reducible
+from partc.runtime.errors import ArtifactError
+from partc.runtime.execution.symbol_bindings import Bindings
+
+ValueType = tuple[str, Shape]
+
+_AGAIN = "compile the model again"
+_SAMPLES = 3
+
+
+@dataclass(frozen=True)
+class CallNode:
+    """A collective node of a rank, with what the file declares of its input and output.
+
+    Of several values, which travel as one vector, that vector stands for input and output; `parts` are what goes in and what comes out.
+    """
+
+    call: Call
+    rank: int
+    file: str
+    title: str
+    given: ValueType | None
+    made: ValueType | None
+    parts: tuple[tuple[ValueType | None, ValueType | None], ...] = ()
+
+    def on(self, rank: int) -> CallNode:
+        """The node on another rank of its file."""
+        return self if rank == self.rank else replace(self, rank=rank)
+
+    def violation(self, fact: str, help: str = _AGAIN) -> Violation:
+        """A violation at this node."""
+        return Violation(self.file, f"on rank {self.rank}: {fact}", self.title, self.call.path, help)
+
+    def __str__(self) -> str:
+        return f"{self.title} of group '{self.call.group}', tag {self.call.tag}"
+
+
+def call_nodes(
+    rank: int, file: str, model: ModelProto, types: Mapping[str, ValueType]
+) -> tuple[list[CallNode], list[Violation]]:
+    """The collective nodes of a rank, in their order, and those that cannot be read."""
+    found: list[CallNode] = []
+    problems: list[Violation] = []
+    for node in model.graph.node:
+        if node.domain == DOMAIN and node.op_type in COLLECTIVES:
+            try:
+                call = read_call(node, file)
+            except ArtifactError as error:
+                problems.append(
+                    Violation(file, str(error).splitlines()[0].split(": ", 2)[-1], node_title(node), help=_AGAIN)
+                )
+                continue
+            parts = tuple((types.get(source), types.get(result)) for source, result in call.parts)
+            given, made = types.get(call.source or ""), types.get(call.result or "")
+            if parts:
+                given, made = _together([one for one, _ in parts]), _together([one for _, one in parts])
+            found.append(CallNode(call, rank, file, node_title(node), given, made, parts))
+    return found, problems
+
+
+def _together(types: Sequence[ValueType | None]) -> ValueType | None:
+    """The vector as which values of one type travel; None where a shape is not a fixed one, or the types differ."""
+    shapes = [type[1] for type in types if type is not None and type[1] is not None]
+    kinds = {type[0] for type in types if type is not None}
+    numbers = [[dim for dim in shape if isinstance(dim, int)] for shape in shapes]
+    if (
+        len(shapes) < len(types)
+        or len(kinds) != 1
+        or any(len(a) < len(b) for a, b in zip(numbers, shapes, strict=True))
+    ):
+        return None
+    return kinds.pop(), [sum(prod(dims) for dims in numbers)]
+
+
+def check_collectives(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -> Iterator[Violation]:
+    """Every disagreement of collective nodes with the manifest and among the ranks; `calls` holds the ranks that can be read."""
+    records = {one.tag: one for one in manifest.collectives}
+    circles = {rank: manifest.circles(rank) for rank in range(manifest.ranks)}
+    by_tag: dict[int, dict[int, CallNode]] = {}
+    checked: set[tuple[str, int, tuple[int, ...]]] = set()
+    laws: set[tuple[str, int, int]] = set()
+    for rank, nodes in calls.items():
+        for node in nodes:
+            tag, record = node.call.tag, records.get(node.call.tag)
+            if rank in by_tag.setdefault(tag, {}):
+                yield node.violation(f"its tag {tag} is already that of {by_tag[tag][rank].title}")
+                continue
+            by_tag[tag][rank] = node
+            if record is None:
+                yield node.violation(f"{MANIFEST} lists no collective {tag}")
+            elif node.call.group not in circles[rank]:
+                yield node.violation(f"rank {rank} is in no list of group '{node.call.group}'")
+            elif (key := (node.file, tag, circles[rank][node.call.group])) not in checked:
+                checked.add(key)
+                sound = not (problems := [*_check_node(manifest, node, record, key[2])])
+                yield from problems
+                if sound and (law := (node.file, tag, len(key[2]))) not in laws:
+                    laws.add(law)
+                    yield from _check_law(manifest, node, record, len(key[2]))
+    for one in manifest.collectives:
+        nodes_there = by_tag.get(one.tag, {})
+        for ranks in manifest.groups.get(one.group, []):
+            yield from _check_list(manifest, one, [rank for rank in ranks if rank in calls], nodes_there)
+    for nodes in calls.values():
+        own = {node.call.tag for node in nodes}
+        wanted = [one.tag for one in manifest.collectives if one.tag in own]
+        for node, tag in zip(nodes, wanted, strict=False):
+            if node.call.tag != tag:
+                yield node.violation(f"it stands where {MANIFEST} has collective {tag}")
+                break
+
+
+def same_dims(one: Shape, other: Shape, manifest: Manifest) -> bool:
+    """Whether two shapes are equal at all sample sizes; a dim that the symbols do not tell is equal to any."""
+    if one is None or other is None or one == other:
+        return True
+    if len(one) != len(other):
+        return False
+    return all(
+        first is None or second is None or first == second
+        for sizes in samples(manifest)
+        for first, second in zip(numbers(one, manifest, sizes), numbers(other, manifest, sizes), strict=True)
+    )
+
+
+def local_shape(shape: Shape, box: Box | None) -> Shape:
+    """The dims of a piece as expressions."""
+    if shape is None or box is None:
+        return shape
+    return [
+        dim if (begin, end) == (0, denominator) else f"({dim})*{end - begin}/{denominator}"
+        for dim, (begin, end, denominator) in zip(shape, box, strict=True)
+    ]
+
+
+def samples(manifest: Manifest) -> list[Bindings]:
+    """A few legal sizes of the symbols, no two of them alike where the laws let them differ."""
+    found = []
+    for number in range(_SAMPLES):
+        sizes: Bindings = {}
+        for place, (name, law) in enumerate(sorted(manifest.symbols.items())):
+            least = max(law.min, law.divisor + law.remainder if law.divisor > 1 else 1)
+            least += (law.remainder - least) % law.divisor
+            size = least + law.divisor * number * (place + 1)
+            sizes[name] = least if law.max is not None and size > law.max else size
+        found.append(sizes)
+    return found
+
+
+def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: tuple[int, ...]) -> Iterator[Violation]:
+    call, dtype = node.call, dense(record.type)
+    if (call.op, call.group) != (record.op, record.group) or (call.result and call.value != record.value):
+        yield node.violation(
+            f"{MANIFEST} has {record.op} of '{record.value}' in group '{record.group}' as {record.tag}"
+        )
+        return
+    if record.sources and call.given and [*call.given] != record.sources:
+        have, want = (", ".join(f"'{name}'" for name in names) for names in (call.given, record.sources))
+        yield node.violation(f"it gives {have}; {MANIFEST} says {want}")
+    if dtype is None:
+        yield node.violation(f"a {record.type} cannot take part in a collective")
+    elif call.reduce and not reducible(dtype, call.reduce):
+        yield node.violation(f"a {record.type} has no {call.reduce}")
+    if record.shape is None and call.op not in LOOSE:
+        yield node.violation(f"the shape of its input is not known; only {' and '.join(LOOSE)} take such")
+    if not 0 <= call.root < len(ranks):
+        yield node.violation(f"its root is {call.root}, and its list has {len(ranks)} ranks")
+    elif wrong := wrong_end(call, ranks[call.root] == node.rank):
+        yield node.violation(wrong)
+    if strangers := sorted({one.peer for one in (*call.gives, *call.takes)} - {*ranks}):
+        yield node.violation(f"its peer {strangers[0]} is not in its list, ranks {', '.join(map(str, ranks))}")
+    for kind, name, declared in (("input", call.source, node.given), ("output", call.result, node.made)):
+        if name and declared is None and not call.parts:
+            yield node.violation(f"its file declares no type of its {kind} '{name}'")
+        if declared is not None and declared[0] != record.type:
+            yield node.violation(f"its {kind} is a {declared[0]}; {MANIFEST} says {record.type}")
+    for (source, result), (given, made) in zip(call.parts, node.parts, strict=True):
+        if given is None or made is None or given[1] is None or not all(isinstance(dim, int) for dim in given[1]):
+            yield node.violation(
+                f"the shape of '{source}' or of '{result}' is not fixed; values that travel as one have such"
+            )
+        elif (given[0], made) != (record.type, _made_of(call, given, len(ranks))):
+            fact = f"'{source}' is {given[0]} {_text(given[1])}, and '{result}' {made[0]} {_text(made[1])}"
+            yield node.violation(f"{fact}; all are one {record.type}, each what {call.op} makes of its input")
+    if node.given is not None and not same_dims(node.given[1], record.shape, manifest):
+        yield node.violation(f"its input is {_text(node.given[1])}; {MANIFEST} says {_text(record.shape)}")
+
+
+def _made_of(call: Call, given: ValueType, ranks: int) -> ValueType | None:
+    """The type of what comes of one of several values, whose shape is a fixed one; None where its pieces are not equal."""
+    try:
+        return given[0], list(result_shape(call, tuple(dim for dim in given[1] or () if isinstance(dim, int)), ranks))
+    except ValueError:
+        return None
+
+
+def _check_law(manifest: Manifest, node: CallNode, record: Collective, ranks: int) -> Iterator[Violation]:
+    """The declared output must be what the op makes of the input, at all sample sizes."""
+    for sizes in samples(manifest) if record.shape is not None and node.call.op != EXCHANGE else ():
+        given = numbers(record.shape or [], manifest, sizes)
+        if None in given:
+            continue
+        try:
+            wanted = result_shape(node.call, tuple(size or 0 for size in given), ranks)
+        except ValueError as error:
+            yield node.violation(f"with {sizes}: {error}" if sizes else str(error))
+            return
+        if node.made is not None and node.made[1] is not None:
+            made = numbers(node.made[1], manifest, sizes)
+            if len(made) != len(wanted) or any(one not in (None, two) for one, two in zip(made, wanted, strict=True)):
+                yield node.violation(
+                    f"its output is {_text(node.made[1])}; {node.call.op} of {_text(record.shape)} "
+                    f"on {ranks} ranks makes {list(wanted)}" + (f" with {sizes}" if sizes else "")
+                )
+                return
+
+
+def _check_list(
+    manifest: Manifest, record: Collective, ranks: Sequence[int], nodes: Mapping[int, CallNode]
+) -> Iterator[Violation]:
+    """The nodes of the ranks of one list fit together."""
+    there = [nodes[rank] for rank in ranks if rank in nodes]
+    if record.op != EXCHANGE:
+        for rank in ranks:
+            if rank not in nodes:
+                fact = f"collective {record.tag}, {record.op} of '{record.value}', has no node on rank {rank}"
+                yield Violation(MANIFEST, fact, help=_AGAIN)
+        for node in there[1:]:
+            first, other = there[0].call, node.call
+            facts = [(one.op, one.reduce, one.axis, one.concat_axis, one.root) for one in (first, other)]
+            if facts[0] != facts[1]:
+                yield node.violation(f"it differs from the node of rank {there[0].rank} in op, reduction, axis or root")
+            elif first.parts or other.parts:
+                yield from _check_parts(there[0], node)
+        return
+    for node in there:
+        for verb, pieces in (("gives a box to", node.call.gives), ("takes a box from", node.call.takes)):
+            for peer in dict.fromkeys(piece.peer for piece in pieces):
+                if peer in ranks and peer not in nodes:
+                    yield node.violation(f"it {verb} rank {peer}, which has no such node")
+        for peer in dict.fromkeys(piece.peer for piece in (*node.call.gives, *node.call.takes)):
+            if peer in nodes:
+                yield from _check_pair(manifest, node, nodes[peer])
+        yield from _check_cover(node)
+
+
+def _check_cover(node: CallNode) -> Iterator[Violation]:
+    """The boxes that a rank takes are all of its output, each element once."""
+    if not node.call.result:
+        return
+    boxes = [piece.box for piece in node.call.takes]
+    scale = [lcm(*(cut[2] for cut in cuts)) for cuts in zip(*boxes, strict=True)]
+    places = [
+        [(begin * of // end, to * of // end) for (begin, to, end), of in zip(box, scale, strict=True)] for box in boxes
+    ]
+    covered = Fraction(sum(prod(end - begin for begin, end in box) for box in places), prod(scale))
+    if covered != 1:
+        yield node.violation(f"the boxes that it takes are {covered} of its output, not all of it once")
+    elif twice := overlapping(places):
+        one, two = (node.call.takes[at] for at in twice)
+        fact = f"the boxes that it takes from ranks {one.peer} and {two.peer} overlap, so a part of its output is never written"
+        yield node.violation(fact)
+
+
+def overlapping(boxes: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, int] | None:
+    """Two of the boxes, by their places, that have an element in common; boxes are begin and end for each dim."""
+    order = sorted(
+        (at for at, box in enumerate(boxes) if all(begin < end for begin, end in box)), key=lambda at: tuple(boxes[at])
+    )
+    open_: list[int] = []
+    for at in order:
+        if boxes[at]:
+            open_ = [other for other in open_ if boxes[other][0][1] > boxes[at][0][0]]
+        for other in open_:
+            if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(boxes[at], boxes[other], strict=True)):
+                return min(at, other), max(at, other)
+        open_.append(at)
+    return None
+
+
+def _check_parts(first: CallNode, node: CallNode) -> Iterator[Violation]:
+    """Values that travel as one are the same ones in the same order on all ranks: nothing but their places tells them apart."""
+    for place, (one, other) in enumerate(zip_longest(first.call.made, node.call.made)):
+        if one != other:
+            fact = (
+                f"its value {place} is '{other}', that of rank {first.rank} is '{one}': one would be added to the other"
+            )
+            yield node.violation(
+                fact if one and other else f"it has {len(node.parts)} values, rank {first.rank} {len(first.parts)}"
+            )
+            return
+
+
+def _check_pair(manifest: Manifest, giver: CallNode, taker: CallNode) -> Iterator[Violation]:
+    """What one rank gives to another is what that one takes from it, box by box."""
+    gives = [piece for piece in giver.call.gives if piece.peer == taker.rank]
+    takes = [piece for piece in taker.call.takes if piece.peer == giver.rank]
+    if len(gives) != len(takes):
+        yield giver.violation(f"it gives {len(gives)} boxes to rank {taker.rank}, which takes {len(takes)} from it")
+        return
+    for sizes in samples(manifest):
+        for give, take in zip(gives, takes, strict=True):
+            try:
+                given, taken = _size(give, giver.given, manifest, sizes), _size(take, taker.made, manifest, sizes)
+            except ValueError as error:
+                yield giver.violation(f"between ranks {giver.rank} and {taker.rank}: {error}")
+                return
+            if given is not None and taken is not None and given != taken:
+                fact = f"it gives a box of {list(given)} to rank {taker.rank}, which takes one of {list(taken)}"
+                yield giver.violation(fact + (f" with {sizes}" if sizes else ""))
+                return
+
+
+def _size(piece: Piece, declared: ValueType | None, manifest: Manifest, sizes: Bindings) -> tuple[int, ...] | None:
+    shape = numbers(declared[1], manifest, sizes) if declared is not None and declared[1] is not None else [None]
+    if None in shape:
+        return None
+    return tuple(at.stop - at.start for at in slices(piece.box, tuple(size or 0 for size in shape)))
+
+
+def numbers(shape: Shape, manifest: Manifest, sizes: Bindings) -> list[int | None]:
+    """The dims at these sizes; None for those that the symbols do not tell."""
+    found: list[int | None] = []
+    for dim in shape or []:
+        if isinstance(dim, int):
+            found.append(dim)
+            continue
+        try:
+            found.append(expression.parse(dim, manifest.symbols)(sizes))
+        except ValueError:
+            found.append(None)
+    return found
+
+
+def _text(shape: Shape) -> str:
+    return "of unknown shape" if shape is None else f"[{', '.join(map(str, shape))}]"

@@ -1,0 +1,235 @@
+"""Proves of each collective that it makes of one layout the other: what the manifest says of both is held against the nodes.
+
+A layout gives every rank a piece of the value, as fractions of its dims, and where it is partial the number of its term. Of the
+ranks of a list, in its order, and the same along all other dims:
+
+    AllReduce       they have one piece, and all terms that are reduced, each once, by the reduction of the layout; the piece stays
+    ReduceScatter   the same, and the i-th gets the i-th of p equal parts along `axis`
+    AllGather       their pieces follow one another along `axis`, and each gets what they are together
+    AllToAll        the i-th gets the i-th part along `split_axis` of pieces that follow one another along `concat_axis`
+    Reduce          as AllReduce, and the root gets it
+    Broadcast       what the root has is what each of the others gets
+    Exchange        each box that one gives lies where the other puts it in the value, and is of the same term
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from math import prod
+
+from partc.runtime.artifact.comm_node import Call
+from partc.runtime.artifact.format import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    EXCHANGE,
+    REDUCE_SCATTER,
+    REDUCE_TO,
+    Collective,
+    LayoutRecord,
+    Manifest,
+    ranks_of,
+)
+from partc.runtime.checker.across.collectives import CallNode
+from partc.runtime.checker.violation import Violation
+
+Span = tuple[Fraction, Fraction]
+Piece = tuple[Span, ...]
+
+_AGAIN = "compile the model again"
+_PROVEN = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, REDUCE_TO, BROADCAST, EXCHANGE)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank has of a value: its piece, and of terms its own one's number."""
+
+    piece: Piece
+    term: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """By rank what it has; how many terms there are, and what reduces them."""
+
+    held: Mapping[int, Held]
+    terms: int
+    reductions: frozenset[str]
+
+
+def check_layouts(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -> Iterator[Violation]:
+    """Violations for collectives that do not lead from the layout before to the layout after; their nodes are sound and fit together."""
+    known: dict[str, Layout] = {}
+    nodes: dict[int, dict[int, CallNode]] = {}
+    for rank, there in calls.items():
+        for node in there:
+            nodes.setdefault(node.call.tag, {})[rank] = node
+    for record in manifest.collectives:
+        if record.given is None or record.made is None or record.op not in _PROVEN:
+            continue
+        try:
+            given, made = (layout_of(one, known) for one in (record.given, record.made))
+            lists = [
+                ranks
+                for ranks in manifest.groups.get(record.group, [])
+                if any(r in nodes.get(record.tag, {}) for r in ranks)
+            ]
+            for ranks in lists:
+                _check_list(record, ranks, nodes[record.tag], given, made)
+        except (ValueError, KeyError, IndexError) as error:
+            fact = f"collective {record.tag}, {record.op} of '{record.value}', does not make its second layout of its first: {_text(error)}"
+            yield Violation("manifest.json", fact, help=_AGAIN)
+
+
+def _text(error: Exception) -> str:
+    return f"rank {error.args[0]} has no piece of it" if isinstance(error, KeyError) else str(error)
+
+
+def layout_of(record: LayoutRecord, known: dict[str, Layout]) -> Layout:
+    """What each rank has in a layout; ValueError where that is no sound one. Those in `known` are not made again."""
+    key = record.model_dump_json()
+    if key not in known:
+        ranks = ranks_of(record.ranks)
+        if prod(record.mesh) != len(ranks):
+            raise ValueError(f"a grid of {record.mesh} is not one of {len(ranks)} ranks")
+        axes = [axis for axis, _ in record.partial]
+        held = {}
+        for index, rank in enumerate(ranks):
+            at = _coordinates(index, record.mesh)
+            piece = []
+            for cut in record.cuts:
+                count, number = prod(record.mesh[axis] for axis in cut), _number(at, record.mesh, cut)
+                piece.append((Fraction(number, count), Fraction(number + 1, count)))
+            held[rank] = Held(tuple(piece), _number(at, record.mesh, axes))
+        terms = prod(record.mesh[axis] for axis in axes)
+        known[key] = Layout(held, terms, frozenset(word for axis, word in record.partial if record.mesh[axis] > 1))
+    return known[key]
+
+
+def _coordinates(index: int, mesh: Sequence[int]) -> list[int]:
+    found = []
+    for size in reversed(mesh):
+        index, coordinate = divmod(index, size)
+        found.append(coordinate)
+    return found[::-1]
+
+
+def _number(at: Sequence[int], mesh: Sequence[int], axes: Sequence[int]) -> int:
+    number = 0
+    for axis in axes:
+        number = number * mesh[axis] + at[axis]
+    return number
+
+
+def _check_list(
+    record: Collective, ranks: Sequence[int], nodes: Mapping[int, CallNode], given: Layout, made: Layout
+) -> None:
+    """Raises ValueError where the ranks of a list do not bring the one layout to the other."""
+    if record.op == EXCHANGE:
+        for rank in ranks:
+            if rank in nodes:
+                _check_exchange(nodes[rank].call, rank, nodes, given, made)
+        return
+    call = nodes[ranks[0]].call
+    if record.op == BROADCAST:
+        root = given.held[ranks[call.root]]
+        for rank in ranks:
+            if rank != ranks[call.root] and made.held[rank] != root:
+                raise ValueError(
+                    f"rank {rank} gets {_box(root.piece)} of the value, and is to have {_box(made.held[rank].piece)}"
+                )
+        return
+    getting = [ranks[call.root]] if record.op == REDUCE_TO else ranks
+    before, after = [given.held[rank] for rank in ranks], [made.held[rank] for rank in getting]
+    if record.op in (ALL_REDUCE, REDUCE_SCATTER, REDUCE_TO):
+        _check_terms(call, ranks, before, given, made)
+    axis = _place(call.axis, before[0].piece)
+    match record.op:
+        case "AllReduce" | "Reduce":
+            wanted = [one.piece for one in before[: len(getting)]]
+        case "ReduceScatter":
+            wanted = [_part(one.piece, axis, at, len(ranks)) for at, one in enumerate(before)]
+        case "AllGather":
+            wanted = [_joined([one.piece for one in before], axis)] * len(ranks)
+        case _:
+            parts = [_part(before[0].piece, axis, at, len(ranks)) for at in range(len(ranks))]
+            joined = _joined([one.piece for one in before], _place(call.concat_axis, before[0].piece))
+            wanted = [_with(joined, axis, part[axis]) for part in parts]
+    for rank, want, have in zip(getting, wanted, after, strict=True):
+        if want != have.piece:
+            raise ValueError(f"rank {rank} gets {_box(want)} of the value, and is to have {_box(have.piece)}")
+
+
+def _check_terms(call: Call, ranks: Sequence[int], before: Sequence[Held], given: Layout, made: Layout) -> None:
+    if (
+        len(ranks) > 1
+        and given.reductions != {call.reduce}
+        and not (given.reductions - made.reductions) <= {call.reduce}
+    ):
+        raise ValueError(
+            f"its {call.reduce} is not the reduction of its terms, {' and '.join(sorted(given.reductions)) or 'none'}"
+        )
+    if len(ranks) > 1 and call.reduce not in given.reductions:
+        raise ValueError(f"its {call.reduce} reduces a value that is not in terms")
+    if len({one.term for one in before}) != len(ranks) or len(ranks) * made.terms != given.terms:
+        raise ValueError(
+            f"ranks {', '.join(map(str, ranks))} reduce terms {[one.term for one in before]} of {given.terms}"
+        )
+    if len({one.piece for one in before}) > 1:
+        raise ValueError(f"ranks {', '.join(map(str, ranks))} reduce pieces of different places")
+
+
+def _check_exchange(call: Call, rank: int, nodes: Mapping[int, CallNode], given: Layout, made: Layout) -> None:
+    """Each box that a rank takes lies in the value where the box lies that it is given."""
+    taken: dict[int, int] = {}
+    for piece in call.takes:
+        at = taken[piece.peer] = taken.get(piece.peer, -1) + 1
+        gives = [one for one in nodes[piece.peer].call.gives if one.peer == rank]
+        source, target = given.held[piece.peer], made.held[rank]
+        here, there = _inside(target.piece, piece.box), _inside(source.piece, gives[at].box)
+        if here != there:
+            raise ValueError(
+                f"rank {piece.peer} gives {_box(there)} of the value, and rank {rank} takes it as {_box(here)}"
+            )
+        if source.term != target.term:
+            raise ValueError(
+                f"rank {piece.peer} gives term {source.term}, and rank {rank} takes it as term {target.term}"
+            )
+
+
+def _inside(piece: Piece, box: Sequence[tuple[int, int, int]]) -> Piece:
+    """A box of a piece as a box of the value."""
+    return tuple(
+        (first + (last - first) * Fraction(begin, of), first + (last - first) * Fraction(end, of))
+        for (first, last), (begin, end, of) in zip(piece, box, strict=True)
+    )
+
+
+def _place(axis: int, piece: Piece) -> int:
+    return axis % len(piece) if piece else 0
+
+
+def _part(piece: Piece, axis: int, at: int, count: int) -> Piece:
+    first, last = piece[axis]
+    step = (last - first) / count
+    return _with(piece, axis, (first + at * step, first + (at + 1) * step))
+
+
+def _joined(pieces: Sequence[Piece], axis: int) -> Piece:
+    """Pieces that follow one another along an axis, as one."""
+    for one, two in pairwise(pieces):
+        if one[axis][1] != two[axis][0] or _with(one, axis, two[axis]) != two:
+            raise ValueError(f"{_box(two)} does not follow {_box(one)} along axis {axis}")
+    return _with(pieces[0], axis, (pieces[0][axis][0], pieces[-1][axis][1]))
+
+
+def _with(piece: Piece, axis: int, span: Span) -> Piece:
+    return (*piece[:axis], span, *piece[axis + 1 :])
+
+
+def _box(piece: Piece) -> str:
+    return f"[{', '.join(f'{begin} to {end}' for begin, end in piece)}]"

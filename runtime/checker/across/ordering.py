@@ -1,0 +1,286 @@
+"""Checks that the ranks' communication fits together: every Send has its Recv, in an order that ends.
+
+The proof of the order is a run in which every transfer waits for both its ends, and every collective for all its ranks (a
+rendezvous): it happens when it is the next one of each. Buffered sends can only do more, so an order that ends here ends
+everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from onnx import ModelProto, TypeProto, helper
+from partc.runtime.artifact.dtypes import type_text
+from partc.runtime.artifact.format import (
+    COLLECTIVES,
+    DOMAIN,
+    MANIFEST,
+    PEER,
+    RECV,
+    SEND,
+    TAG,
+    Manifest,
+    Port,
+    Shape,
+    Transfer,
+)
+from partc.runtime.checker.across.collectives import CallNode, call_nodes, check_collectives, local_shape, same_dims
+from partc.runtime.checker.across.layouts import check_layouts
+from partc.runtime.checker.constants import check_constants
+from partc.runtime.checker.graph import node_title
+from partc.runtime.checker.violation import Violation
+from partc.runtime.program.segmentation import path_of
+
+ValueType = tuple[str, Shape]
+
+
+@dataclass(frozen=True)
+class CommNode:
+    """A Send or Recv of a rank file: what it says of the transfer, and the type that the file declares."""
+
+    kind: str
+    rank: int
+    peer: int
+    tag: int
+    value: str
+    declared: ValueType | None
+    title: str
+    path: str
+
+    file: str
+
+    def violation(self, fact: str, help: str = "") -> Violation:
+        """A violation at this node."""
+        return Violation(self.file, fact, self.title, self.path, help)
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Source and target rank."""
+        return (self.rank, self.peer) if self.kind == SEND else (self.peer, self.rank)
+
+    def __str__(self) -> str:
+        side = f"to rank {self.peer}" if self.kind == SEND else f"from rank {self.peer}"
+        return f"{self.title} {side}, tag {self.tag}"
+
+
+def type_of(type: TypeProto) -> ValueType:
+    """A type as the manifest writes it, and shape: `("tensor(float)", ["batch", 10])`; None if not known."""
+    tensor = type.tensor_type
+    if not type.HasField("tensor_type") or not tensor.HasField("shape"):
+        return type_text(type), None
+    shape = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in tensor.shape.dim]
+    return type_text(type), None if "" in shape else shape
+
+
+def declared_types(model: ModelProto) -> dict[str, ValueType]:
+    """What a rank file declares of its values: inputs, outputs, value_info and initializers."""
+    graph = model.graph
+    types: dict[str, ValueType] = {}
+    for tensor in graph.initializer:
+        types[tensor.name] = type_text(helper.make_tensor_type_proto(tensor.data_type, None)), list(tensor.dims)
+    for port in [*graph.value_info, *graph.input, *graph.output]:
+        types[port.name] = type_of(port.type)
+    return types
+
+
+def comm_nodes(rank: int, file: str, model: ModelProto, types: Mapping[str, ValueType]) -> list[CommNode]:
+    """The Send and Recv nodes of a rank, in their order; `types` is what its file declares."""
+    found = []
+    for node in model.graph.node:
+        if node.domain != DOMAIN or node.op_type not in (SEND, RECV):
+            continue
+        numbers = {attribute.name: attribute.i for attribute in node.attribute}
+        value = next(iter(node.input if node.op_type == SEND else node.output), "")
+        peer, tag = numbers.get(PEER, -1), numbers.get(TAG, -1)
+        title, path = node_title(node), path_of(node)
+        found.append(CommNode(node.op_type, rank, peer, tag, value, types.get(value), title, path, file))
+    return found
+
+
+def check_order(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
+    """Every disagreement between the ranks, and with the manifest; `models` holds the rank files that can be read."""
+    files = {manifest.program(rank): rank for rank in models}
+    types = {file: declared_types(models[rank]) for file, rank in files.items()}
+    programs = {
+        rank: comm_nodes(rank, (file := manifest.program(rank)), model, types[file]) for rank, model in models.items()
+    }
+    found = [*_check_ports(manifest, models), *_check_nodes(manifest, programs), *check_constants(manifest, models)]
+    read = {file: call_nodes(rank, file, models[rank], types[file]) for file, rank in files.items()}
+    found += [violation for _, unread in read.values() for violation in unread]
+    calls = {rank: [one.on(rank) for one in read[manifest.program(rank)][0]] for rank in models}
+    unmatched = [*_check_matching(manifest, programs), *check_collectives(manifest, calls)]
+    if found or unmatched or len(models) < manifest.ranks:
+        return [*dict.fromkeys([*found, *unmatched])]
+    if found := [*check_layouts(manifest, calls)]:
+        return found
+    events = {rank: _events(rank, models[rank], programs[rank], calls) for rank in models}
+    return [*_check_sequence(manifest, programs), *_check_rendezvous(events, manifest)]
+
+
+def _check_ports(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterator[Violation]:
+    """Inputs and outputs as the manifest lists them; what ranks keep from step to step is looked at elsewhere."""
+    for rank, model in models.items():
+        graph = model.graph
+        records_there = [record for record in manifest.state if rank in record.ranks]
+        kept, following = {record.value for record in records_there}, {record.next for record in records_there}
+        sides = (("input", graph.input, manifest.inputs, kept), ("output", graph.output, manifest.outputs, following))
+        for side, ports, records, state in sides:
+            listed = {record.name: record for record in records}
+            for port in ports:
+                if port.name in state and port.name not in listed:
+                    continue
+                record = listed.get(port.name)
+                if record is None or rank not in record.ranks:
+                    fact = f"{MANIFEST} lists no {side} '{port.name}' for rank {rank}"
+                    yield Violation(manifest.program(rank), fact, f"graph {side} '{port.name}'")
+                elif not _port_agrees(type_of(port.type), record, rank, manifest):
+                    wanted = (record.type, local_shape(record.shape, record.box(rank)))
+                    fact = f"it is {_text(type_of(port.type))}; {MANIFEST} says {_text(wanted)}"
+                    yield Violation(manifest.program(rank), fact, f"graph {side} '{port.name}'")
+            there = {port.name for port in ports}
+            for record in records:
+                if rank in record.ranks and record.name not in there:
+                    yield Violation(
+                        manifest.program(rank), f"{MANIFEST} gives it the {side} '{record.name}', and the file has none"
+                    )
+    for record in [*manifest.inputs, *manifest.outputs]:
+        if wrong := [rank for rank in record.ranks if not 0 <= rank < manifest.ranks]:
+            yield Violation(
+                MANIFEST, f"'{record.name}' names rank {wrong[0]}; there are ranks 0 to {manifest.ranks - 1}"
+            )
+
+
+def _check_nodes(manifest: Manifest, programs: Mapping[int, Sequence[CommNode]]) -> Iterator[Violation]:
+    for rank, nodes in programs.items():
+        seen: dict[tuple[str, int], CommNode] = {}
+        for node in nodes:
+            if not 0 <= node.peer < manifest.ranks or node.peer == rank:
+                yield node.violation(
+                    f"its peer is rank {node.peer}; it must be another one of 0 to {manifest.ranks - 1}"
+                )
+            if (first := seen.setdefault((node.kind, node.tag), node)) is not node:
+                yield node.violation(f"its tag {node.tag} is already that of {first.title}")
+
+
+def _check_matching(manifest: Manifest, programs: Mapping[int, Sequence[CommNode]]) -> Iterator[Violation]:
+    sides = {(node.kind, node.rank, node.tag): node for nodes in programs.values() for node in nodes}
+    listed = {transfer.tag: transfer for transfer in manifest.transfers}
+    if len(listed) != len(manifest.transfers):
+        yield Violation(MANIFEST, f"it has {len(manifest.transfers)} transfers with {len(listed)} different tags")
+    for node in (node for nodes in programs.values() for node in nodes):
+        other = RECV if node.kind == SEND else SEND
+        match = sides.get((other, node.peer, node.tag))
+        if node.peer in programs and (match is None or match.peer != node.rank):
+            yield node.violation(f"tag {node.tag} has no {other} on rank {node.peer}", "compile the model again")
+        elif match is not None and node.kind == SEND:
+            yield from _check_pair(node, match)
+        transfer = listed.get(node.tag)
+        if transfer is None or (transfer.source, transfer.target) != node.ends or transfer.value != node.value:
+            source, target = node.ends
+            transfer_text = f"transfer {node.tag} of '{node.value}' from rank {source} to rank {target}"
+            fact = f"{MANIFEST} lists no {transfer_text}"
+            yield node.violation(fact)
+        elif node.declared is not None and not _agree(node.declared, transfer):
+            fact = f"its value is {_text(node.declared)}; {MANIFEST} says {_text((transfer.type, transfer.shape))}"
+            yield node.violation(fact)
+    for transfer in manifest.transfers:
+        for kind, rank in ((SEND, transfer.source), (RECV, transfer.target)):
+            if (rank in programs or not 0 <= rank < manifest.ranks) and (kind, rank, transfer.tag) not in sides:
+                fact = f"transfer {transfer.tag} of '{transfer.value}' has no {kind} on rank {rank}"
+                yield Violation(MANIFEST, fact, help="compile the model again")
+
+
+def _check_pair(send: CommNode, recv: CommNode) -> Iterator[Violation]:
+    if send.value != recv.value:
+        yield send.violation(
+            f"it sends '{send.value}', and {recv.title} on rank {recv.rank} makes '{recv.value}' of it"
+        )
+    if send.declared is not None and recv.declared is not None and send.declared != recv.declared:
+        yield send.violation(f"it sends {_text(send.declared)}, and rank {recv.rank} expects {_text(recv.declared)}")
+    for node in (send, recv):
+        if node.declared is None:
+            yield node.violation(f"its file declares no type for '{node.value}'")
+
+
+def _check_sequence(manifest: Manifest, programs: Mapping[int, Sequence[CommNode]]) -> Iterator[Violation]:
+    for rank, nodes in programs.items():
+        wanted = [transfer.tag for transfer in manifest.transfers if rank in (transfer.source, transfer.target)]
+        for node, tag in zip(nodes, wanted, strict=True):
+            if node.tag != tag:
+                fact = f"it stands where {MANIFEST} has transfer {tag}; its own is {node.tag}"
+                yield node.violation(fact, "compile the model again: the order of communication has been changed")
+                break
+
+
+def _events(
+    rank: int, model: ModelProto, nodes: Sequence[CommNode], calls: Mapping[int, Sequence[CallNode]]
+) -> list[CommNode | CallNode]:
+    """The communication of a rank in the order of its file."""
+    messages, collectives = iter(nodes), iter(calls[rank])
+    return [
+        next(messages) if node.op_type in (SEND, RECV) else next(collectives)
+        for node in model.graph.node
+        if node.domain == DOMAIN and node.op_type in (SEND, RECV, *COLLECTIVES)
+    ]
+
+
+def _check_rendezvous(programs: Mapping[int, Sequence[CommNode | CallNode]], manifest: Manifest) -> Iterator[Violation]:
+    position = dict.fromkeys(programs, 0)
+    members = _members(programs, manifest)
+    ready = list(programs)
+    while ready:
+        rank = ready.pop()
+        while position[rank] < len(programs[rank]):
+            ranks = members[rank][position[rank]]
+            tag = _tag(programs[rank][position[rank]])
+            if any(
+                position[other] == len(programs[other]) or _tag(programs[other][position[other]]) != tag
+                for other in ranks
+            ):
+                break
+            for other in ranks:
+                position[other] += 1
+            ready.extend(other for other in ranks if other != rank)
+    stuck = {rank: programs[rank][at] for rank, at in position.items() if at < len(programs[rank])}
+    if stuck:
+        waits = "; ".join(f"rank {rank} waits at {node}" for rank, node in sorted(stuck.items()))
+        first = stuck[min(stuck)]
+        yield first.violation(f"a deadlock of {len(stuck)} ranks: {waits}", "compile the model again")
+
+
+def _members(
+    programs: Mapping[int, Sequence[CommNode | CallNode]], manifest: Manifest
+) -> dict[int, list[tuple[int, ...]]]:
+    """By rank, for each of its nodes, the ranks that must come to it; those of a list that have no such node need not."""
+    there = {(_tag(node), rank) for rank, nodes in programs.items() for node in nodes}
+    circles = {rank: manifest.circles(rank) for rank in programs}
+    return {
+        rank: [
+            tuple(other for other in circles[rank][node.call.group] if (node.call.tag, other) in there)
+            if isinstance(node, CallNode)
+            else node.ends
+            for node in nodes
+        ]
+        for rank, nodes in programs.items()
+    }
+
+
+def _tag(node: CommNode | CallNode) -> int:
+    return node.call.tag if isinstance(node, CallNode) else node.tag
+
+
+def _port_agrees(declared: ValueType, record: Port, rank: int, manifest: Manifest) -> bool:
+    if record.boxes is None:
+        return _agree(declared, record)
+    return declared[0] == record.type and same_dims(declared[1], local_shape(record.shape, record.box(rank)), manifest)
+
+
+def _agree(declared: ValueType, record: Transfer | Port) -> bool:
+    type, shape = declared
+    return type == record.type and (shape is None or record.shape is None or shape == record.shape)
+
+
+def _text(type: ValueType) -> str:
+    name, shape = type
+    return name if shape is None else f"{name} [{', '.join(map(str, shape))}]"

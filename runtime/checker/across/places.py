@@ -1,0 +1,338 @@
+"""Proves where pieces lie and that sums become whole: ranks that run one node on pieces of values must agree on both.
+
+A rank's piece of a value begins, along each dim, at some element. That is known of inputs, weights, what ranks keep, and what
+collectives make; nodes hand it on. Nothing is taken as known that no table here tells, so an op that is not in it is no reason for
+doubt. Three facts follow:
+
+    places   where two values meet in a node, element by element or in a sum of products, the one lies as far from the other on all
+             ranks that run the node; so do an output and its box, and what a collective is given and its layout
+    node     what is cut over ranks is one node: its op, operands and attributes are the same on all of them
+    terms    a sum over a dim of which ranks have different parts is a term of a sum. Terms may be added, scaled and moved; a term
+             that goes through another function, is added to what is whole, or is an output, has missed its reduction
+
+    %h [0:4, 0:6] . %w [0:6, 0:5] on rank 0, %h [0:4, 6:12] . %w [6:12, 0:5] on rank 1     makes terms; the file has to reduce them
+
+Only nodes that say which factor is cut (`partc.cut`) hand places on and make terms: inside of a local map a value is each rank's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from onnx import ModelProto, NodeProto, TensorProto
+from partc.runtime.artifact.comm_node import read_call
+from partc.runtime.artifact.format import (
+    CUT,
+    DOMAIN,
+    FOLLOWING,
+    OPTIMIZER,
+    PIECE,
+    RECV,
+    RULE,
+    SEND,
+    TAG,
+    Collective,
+    Manifest,
+)
+from partc.runtime.checker.across import place_rules
+from partc.runtime.checker.across.collectives import numbers, samples
+from partc.runtime.checker.across.layouts import Layout, layout_of
+from partc.runtime.checker.across.ordering import declared_types
+from partc.runtime.checker.across.place_rules import Begins, Places, Sizes
+from partc.runtime.checker.graph import node_title
+from partc.runtime.checker.training.state import piece_of
+from partc.runtime.checker.violation import Violation
+from partc.runtime.execution.state import SUM
+from partc.runtime.program.segmentation import path_of
+
+_AGAIN = "compile the model again"
+_BOX = re.compile(r"\[([\d:, ]*)\]$")
+
+
+class Kind(Enum):
+    """Whether a value is known to be a term of a sum, or known to be none."""
+
+    TERM = "term"
+    WHOLE = "whole"
+
+
+@dataclass
+class _File:
+    """A rank file, the ranks whose it is, and what is known of its values."""
+
+    name: str
+    model: ModelProto
+    ranks: list[int]
+    sizes: dict[str, Sizes]
+    places: dict[str, Places] = field(default_factory=dict)
+    kinds: dict[str, Kind] = field(default_factory=dict)
+
+
+def check_places(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
+    """Pieces that meet in the wrong place, and terms that nothing reduces; the files are sound, and fit together."""
+    return _Places(manifest, models).check()
+
+
+class _Places:
+    """What is known of the values of all ranks."""
+
+    def __init__(self, manifest: Manifest, models: Mapping[int, ModelProto]) -> None:
+        self.manifest = manifest
+        self.symbols = samples(manifest)[-1]
+        self.records = {one.tag: one for one in manifest.collectives}
+        self.files: dict[str, _File] = {}
+        for rank, model in models.items():
+            name = manifest.program(rank)
+            if name not in self.files:
+                self.files[name] = _File(name, model, [], self._sizes(model))
+            self.files[name].ranks.append(rank)
+        self.layouts: dict[str, Layout] = {}
+        self.begun: dict[tuple[object, ...], Places] = {}
+        self.shifts: dict[tuple[object, ...], int] = {}
+        self.nodes: dict[str, tuple[str, tuple[object, ...]]] = {}
+        self.sums: dict[tuple[str, ...], set[int]] = {}
+        self.sent: dict[int, Kind | None] = {}
+        self.found: list[Violation] = []
+        self.told: set[tuple[object, ...]] = set()
+
+    def check(self) -> list[Violation]:
+        for file in self.files.values():
+            self._begin(file)
+            for node in file.model.graph.node:
+                self._place(file, node)
+            self._end(file)
+        changed = True
+        while changed:  # a term may be sent to a rank whose file has been looked at before
+            before = dict(self.sent)
+            for file in self.files.values():
+                for node in file.model.graph.node:
+                    self._classify(file, node)
+            changed = before != self.sent
+        for file in self.files.values():
+            self._check_terms(file)
+        return self.found
+
+    def _sizes(self, model: ModelProto) -> dict[str, Sizes]:
+        return {
+            name: numbers(shape, self.manifest, self.symbols)
+            for name, (_, shape) in declared_types(model).items()
+            if shape is not None
+        }
+
+    def _begin(self, file: _File) -> None:
+        """The values that are there before the first node."""
+        for tensor in file.model.graph.initializer:
+            if (begins := _piece(tensor)) is not None:
+                file.places[tensor.name] = [(begin,) * len(file.ranks) for begin in begins]
+                file.kinds[tensor.name] = Kind.WHOLE
+        for port in self.manifest.inputs:
+            if {*file.ranks} <= {*port.ranks} and port.shape is not None:
+                whole = numbers(port.shape, self.manifest, self.symbols)
+                boxes = [port.box(rank) or [[0, 1, 1] for _ in whole] for rank in file.ranks]
+                file.places[port.name] = _begins(boxes, whole)
+                file.kinds[port.name] = Kind.WHOLE
+        for record in self.manifest.state:
+            if {*file.ranks} <= {*record.ranks} and record.kind != SUM:
+                pieces = [piece_of(record, rank) for rank in file.ranks]
+                file.places[record.value] = _begins(pieces, list(record.shape))
+                file.kinds[record.value] = Kind.WHOLE
+
+    def _place(self, file: _File, node: NodeProto) -> None:
+        """Where the pieces of what a node makes lie, and whether what it reads meets in the same places on all ranks."""
+        if node.domain == DOMAIN:
+            if (record := self.records.get(_tag(node))) is not None and node.op_type not in (SEND, RECV):
+                self._place_call(file, node, record)
+            return
+        if node.domain not in ("", "ai.onnx") or not _is_cut(node):
+            return
+        self._alike(file, node)
+        ruled = place_rules.apply(node, file.places, file.sizes, file.model)
+        if ruled is None:
+            return
+        for name, places in zip(node.output, ruled.made, strict=False):
+            file.places[name] = places
+        for at, (one, two, axis) in enumerate(ruled.meetings):
+            fact = f"its operands '{one.name}' and '{two.name}' lie in different places along dim {axis}"
+            self._meet(("node", _key(node), at), file, node, fact, one.begins, two.begins)
+        for begins in ruled.summed:
+            if begins is not None:
+                self.sums.setdefault(_key(node), set()).update(begins)
+
+    def _alike(self, file: _File, node: NodeProto) -> None:
+        """A node that is cut is the same one on all ranks that run it; what differs by rank is a constant that it reads.
+
+        One that runs wherever it is read does so on several groups, and may be another one on each.
+        """
+        if any(entry.key == RULE and entry.value in FOLLOWING for entry in node.metadata_props):
+            return
+        attributes = tuple(sorted(one.SerializeToString(deterministic=True) for one in node.attribute))
+        own = (node.op_type, tuple(node.input), tuple(node.output), attributes)
+        first, there = self.nodes.setdefault(node.output[0], (file.name, own))
+        if there != own:
+            parts = zip(("op", "inputs", "outputs", "attributes"), there, own, strict=True)
+            other = next(what for what, one, two in parts if one != two)
+            fact = f"its {other} differ from those in {first}, and it is one node that is cut over their ranks"
+            self._tell(file, node, fact)
+
+    def _place_call(self, file: _File, node: NodeProto, record: Collective) -> None:
+        call = read_call(node, file.name)
+        if call.parts or record.given is None or record.made is None:
+            return
+        if call.source and (given := self._begins_of(file, call.source, layout_of(record.given, self.layouts))):
+            there = file.places.get(call.source) or ()
+            for axis, (one, two) in enumerate(zip(there, given, strict=False)):
+                fact = f"its input '{call.source}' does not lie along dim {axis} as the layout says that it is given"
+                self._meet(("given", call.tag, axis), file, node, fact, one, two)
+        if call.result and (made := self._begins_of(file, call.result, layout_of(record.made, self.layouts))):
+            file.places[call.result] = made
+
+    def _begins_of(self, file: _File, name: str, layout: Layout) -> Places:
+        """Where the pieces of a layout begin on the ranks of a file."""
+        sizes = file.sizes.get(name)
+        if sizes is None:
+            return None
+        key = (id(layout), file.name, tuple(sizes))
+        if key not in self.begun:
+            self.begun[key] = _laid(layout, file.ranks, sizes)
+        return self.begun[key]
+
+    def _end(self, file: _File) -> None:
+        """Outputs lie where the manifest says."""
+        nodes = {name: node for node in file.model.graph.node for name in node.output}
+        for port in self.manifest.outputs:
+            there = file.places.get(port.name)
+            if there is None or port.boxes is None or port.name not in nodes or not {*file.ranks} <= {*port.ranks}:
+                continue
+            boxes = [port.box(rank) or [] for rank in file.ranks]
+            wanted = _begins(boxes, numbers(port.shape, self.manifest, self.symbols))
+            for axis, (one, two) in enumerate(zip(there, wanted or (), strict=False)):
+                fact = f"the output '{port.name}' does not lie along dim {axis} where the box of its rank does"
+                self._meet(("output", port.name, axis), file, nodes[port.name], fact, one, two)
+
+    def _meet(
+        self, key: tuple[object, ...], file: _File, node: NodeProto, fact: str, one: Begins | None, two: Begins | None
+    ) -> None:
+        """Holds the distance of two pieces on each rank against that on the first rank that was looked at."""
+        for rank, first, second in zip(file.ranks, one or (), two or (), strict=False):
+            shift = self.shifts.setdefault(key, first - second)
+            if shift != first - second and key not in self.told:
+                self.told.add(key)
+                where = f"on rank {rank}: {fact}: {first - second} elements apart, and {shift} on other ranks"
+                self.found.append(Violation(file.name, where, node_title(node), path_of(node), _AGAIN))
+
+    def _classify(self, file: _File, node: NodeProto) -> None:
+        """Whether what a node makes is a term."""
+        kinds = file.kinds
+        if node.domain == DOMAIN and node.op_type == SEND:
+            self.sent[_tag(node)] = kinds.get(node.input[0])
+        elif node.domain == DOMAIN and node.op_type == RECV:
+            self._know(kinds, node.output[0], self.sent.get(_tag(node)))
+        elif node.domain == DOMAIN:
+            record = self.records.get(_tag(node))
+            made = record.made if record is not None else None
+            terms = made is None or any(made.mesh[axis] > 1 for axis, _ in made.partial)
+            for name in filter(None, node.output):
+                self._know(kinds, name, None if made is None else Kind.TERM if terms else Kind.WHOLE)
+        elif node.domain in ("", "ai.onnx"):
+            makes = len(self.sums.get(_key(node), ())) > 1
+            term = makes or place_rules.hands_on(node, lambda name: kinds.get(name) is Kind.TERM)
+            for name in filter(None, node.output):
+                self._know(kinds, name, Kind.TERM if term else None)
+
+    def _know(self, kinds: dict[str, Kind], name: str, kind: Kind | None) -> None:
+        if kind is None:
+            kinds.pop(name, None)
+        else:
+            kinds[name] = kind
+
+    def _check_terms(self, file: _File) -> None:
+        """Terms that go where only what is whole may go."""
+        kinds = file.kinds
+        for node in file.model.graph.node:
+            terms = [name for name in node.input if kinds.get(name) is Kind.TERM]
+            if not terms:
+                continue
+            if node.domain == DOMAIN:
+                fact = self._given_whole(node)
+            elif node.domain == OPTIMIZER:
+                fact = f"it updates a tensor by '{terms[0]}', which is a term of a sum that no collective has reduced"
+            elif node.domain in ("", "ai.onnx"):
+                fact = place_rules.misuse(node, lambda name: kinds.get(name) is Kind.TERM, lambda name: name in kinds)
+            else:
+                continue
+            self._tell(file, node, fact)
+        outputs = {port.name for port in self.manifest.outputs}
+        kept = {record.next for record in self.manifest.state if record.kind not in (SUM, "statistics")}
+        for node in file.model.graph.node:
+            for name in node.output:
+                if kinds.get(name) is Kind.TERM and name in outputs | kept:
+                    self._tell(file, node, f"'{name}' is a term of a sum that no collective has reduced")
+
+    def _given_whole(self, node: NodeProto) -> str:
+        record = self.records.get(_tag(node))
+        if (
+            record is None
+            or record.given is None
+            or any(record.given.mesh[axis] > 1 for axis, _ in record.given.partial)
+        ):
+            return ""
+        return f"it is given '{node.input[0]}' as a value, and that is a term of a sum that no collective has reduced"
+
+    def _tell(self, file: _File, node: NodeProto, fact: str) -> None:
+        key = ("term", node.output[0] if node.output else _tag(node))
+        if fact and key not in self.told:
+            self.told.add(key)
+            self.found.append(Violation(file.name, fact, node_title(node), path_of(node), _AGAIN))
+
+
+def _begins(boxes: Sequence[Sequence[Sequence[int]]], whole: Sizes) -> Places:
+    """Where boxes begin along each dim, in elements; None along a dim whose size, or an edge in it, is not told."""
+    found: list[Begins | None] = []
+    for axis, size in enumerate(whole):
+        edges = [(size or 0) * box[axis][0] / box[axis][2] for box in boxes if axis < len(box)]
+        known = size is not None and len(edges) == len(boxes) and all(edge == int(edge) for edge in edges)
+        found.append(tuple(map(int, edges)) if known else None)
+    return found
+
+
+def _piece(tensor: TensorProto) -> list[int] | None:
+    """Where a weight begins in its tensor; None where the file does not say."""
+    text = next((entry.value for entry in tensor.metadata_props if entry.key == PIECE), "")
+    if not text:
+        return None
+    box = _BOX.search(text)
+    if box is None:
+        return [0] * len(tensor.dims)
+    begins = [span.split(":")[0].strip() for span in box[1].split(",")]
+    if len(begins) != len(tensor.dims) or not all(map(str.isdecimal, begins)):
+        return None
+    return [int(begin) for begin in begins]
+
+
+def _key(node: NodeProto) -> tuple[str, ...]:
+    """What one node is known by on all its ranks; groups without a rank in common may use a name for different values."""
+    return (node.op_type, *node.output, "", *node.input)
+
+
+def _is_cut(node: NodeProto) -> bool:
+    return any(entry.key == CUT for entry in node.metadata_props)
+
+
+def _tag(node: NodeProto) -> int:
+    return next((one.i for one in node.attribute if one.name == TAG), -1)
+
+
+def _laid(layout: Layout, ranks: Sequence[int], sizes: Sizes) -> Places:
+    """Where the pieces of a layout begin on some ranks, which have so many elements along each dim."""
+    if not all(rank in layout.held for rank in ranks):
+        return None
+    found: list[Begins | None] = []
+    for axis, size in enumerate(sizes):
+        spans = [layout.held[rank].piece[axis] for rank in ranks]
+        at = {(first, last): first / (last - first) * (size or 0) for first, last in {*spans}}
+        whole = size is not None and all(begin.denominator == 1 for begin in at.values())
+        found.append(tuple(at[span].numerator for span in spans) if whole else None)
+    return found

@@ -1,0 +1,31 @@
+"""Checks the constants that differ by rank: each can be computed on every rank whose file has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from onnx import ModelProto
+from partc.runtime.artifact.format import MANIFEST, Manifest
+from partc.runtime.artifact.rank_constants import constant_of, group_of, is_rank_constant
+from partc.runtime.checker.graph import node_title
+from partc.runtime.checker.violation import Violation
+from partc.runtime.program.segmentation import path_of
+
+
+def check_constants(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterator[Violation]:
+    """The constants that a rank cannot compute; of ranks that share a file all are looked at."""
+    nodes = {id(model): [*filter(is_rank_constant, model.graph.node)] for model in models.values()}
+    for rank, model in models.items():
+        if not nodes[id(model)]:
+            continue
+        circles = manifest.circles(rank)
+        for node in nodes[id(model)]:
+            group = group_of(node)
+            fact = f"{MANIFEST} has no list of group '{group}' with rank {rank} in it"
+            if group in circles:
+                try:
+                    constant_of(node, circles[group].index(rank))
+                    continue
+                except ValueError as error:
+                    fact = f"on rank {rank} it has no value: {error}"
+            yield Violation(manifest.program(rank), fact, node_title(node), path_of(node), "compile the model again")

@@ -1,0 +1,225 @@
+"""Checks one rank's graph: each value made once and before its use, known ops, sound functions.
+
+A body of If, Loop or Scan sees the values of the graphs around it, as they are at its node. A value that nobody makes
+is told apart from one that is made too late, since the remedies differ. A function of the model sees its inputs only, and is made of
+plain ops: it neither communicates nor calls another one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import onnx
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
+from partc.runtime.artifact.format import COLLECTIVES, DOMAIN, DOMAIN_VERSION, RANK_CONSTANT, RECV, SEND
+from partc.runtime.checker.violation import Violation
+from partc.runtime.program.segmentation import path_of
+
+
+def node_title(node: NodeProto) -> str:
+    """A node as messages name it: its op and its name, or what it makes or takes where it has none."""
+    name = node.name or next(iter([*node.output, *node.input]), "")
+    return f"{node.op_type} '{name}'"
+
+
+def graph_bodies(node: NodeProto) -> Iterator[GraphProto]:
+    """The bodies that a node carries as attributes."""
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            yield attribute.g
+        elif attribute.type == AttributeProto.GRAPHS:
+            yield from attribute.graphs
+
+
+def reads(node: NodeProto) -> Iterator[str]:
+    """The values around a node that it reads, by itself or in a body."""
+    yield from filter(None, node.input)
+    for body in graph_bodies(node):
+        own = {port.name for port in body.input} | {tensor.name for tensor in body.initializer}
+        for inner in body.node:
+            yield from (name for name in reads(inner) if name not in own)
+            own.update(inner.output)
+        yield from (port.name for port in body.output if port.name not in own)
+
+
+def check_graph(file: str, model: ModelProto) -> list[Violation]:
+    """Dangling, late and doubly made values, graph outputs without a producer, ops or domains that no one knows, unsound functions."""
+    return [*_check_scope(file, model.graph, set()), *_check_ops(file, model), *_check_functions(file, model)]
+
+
+def _check_scope(file: str, graph: GraphProto, outer: set[str]) -> Iterator[Violation]:
+    made = {port.name for port in graph.input}
+    made.update(tensor.name for tensor in graph.initializer)
+    made.update(tensor.values.name for tensor in graph.sparse_initializer)
+    results = [port.name for port in graph.output]
+    return _check_nodes(
+        file, f"graph '{graph.name}'", graph.node, made, results, outer, "is made by no node of this rank"
+    )
+
+
+def _check_nodes(
+    file: str,
+    owner: str,
+    nodes: Iterable[NodeProto],
+    made: set[str],
+    results: Sequence[str],
+    outer: set[str],
+    lost: str,
+) -> Iterator[Violation]:
+    """`made` are the values that are there before the nodes, `results` those that must be there after them."""
+    later = {name for node in nodes for name in node.output if name}
+    for node in nodes:
+        for name in dict.fromkeys(node.input):
+            if name and name not in made and name not in outer:
+                fact = f"its input '{name}' {'is made after it' if name in later else lost}"
+                yield Violation(file, fact, node_title(node), path_of(node))
+        for body in graph_bodies(node):
+            yield from _check_scope(file, body, made | outer)
+        for name in node.output:
+            if name and name in made:
+                yield Violation(file, f"its output '{name}' is made twice", node_title(node), path_of(node))
+            if name:
+                made.add(name)
+    for name in results:
+        if name not in made and name not in outer:
+            yield Violation(file, f"its output '{name}' {lost}", owner)
+
+
+def _check_ops(file: str, model: ModelProto) -> Iterator[Violation]:
+    imported = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
+    known = _known_ops() | {(function.domain, function.name) for function in model.functions}
+    if imported.get(DOMAIN, DOMAIN_VERSION) != DOMAIN_VERSION:
+        yield Violation(
+            file, f"it uses version {imported[DOMAIN]} of {DOMAIN}; this partc knows version {DOMAIN_VERSION}"
+        )
+    for node in all_nodes(model.graph.node):
+        domain = node.domain or "ai.onnx"
+        if domain not in imported:
+            yield Violation(file, f"its domain {domain} has no opset_import", node_title(node), path_of(node))
+        if (domain, node.op_type) not in known:
+            fact = (
+                f"neither ONNX nor onnxruntime knows {domain}.{node.op_type}, and no function of the file is called so"
+            )
+            yield Violation(file, fact, node_title(node), path_of(node))
+    yield from check_calls(file, model)
+
+
+def check_calls(file: str, model: ModelProto) -> Iterator[Violation]:
+    """Calls of the model's functions with other inputs, outputs or attributes than they have."""
+    functions = {(function.domain, function.name): function for function in model.functions}
+    for node in all_nodes(model.graph.node) if functions else ():
+        if (key := (node.domain, node.op_type)) in functions:
+            for fact in _wrong_call(node, functions[key]):
+                yield Violation(file, fact, node_title(node), path_of(node), "compile the model again")
+
+
+def _wrong_call(node: NodeProto, function: FunctionProto) -> Iterator[str]:
+    """What keeps a node from being a call of a function."""
+    for kind, there, formal in (("input", node.input, function.input), ("output", node.output, function.output)):
+        if len(there) != len(formal):
+            yield f"it has {len(there)} {kind}s, and {function.domain}.{function.name} has {len(formal)}"
+    given = {attribute.name for attribute in node.attribute}
+    optional = {attribute.name for attribute in function.attribute_proto}
+    for name in sorted({*function.attribute} - given):
+        yield f"its attribute '{name}' is missing"
+    for name in sorted(given - {*function.attribute} - optional):
+        yield f"its attribute '{name}' is none of {function.domain}.{function.name}"
+
+
+def _check_functions(file: str, model: ModelProto) -> Iterator[Violation]:
+    """Functions are each there once, and their bodies sound in themselves."""
+    seen = set()
+    plain = _known_ops() if model.functions else set()
+    for function in model.functions:
+        owner = f"function '{function.domain}.{function.name}'"
+        if owner in seen:
+            yield Violation(file, "it is there twice", owner)
+        seen.add(owner)
+        made, results = {*function.input}, list(function.output)
+        for found in _check_nodes(
+            file, owner, function.node, made, results, set(), "is made by no node of the function"
+        ):
+            yield found if found.node == owner else replace(found, node=f"{owner}: {found.node}")
+        imported = {entry.domain or "ai.onnx" for entry in function.opset_import}
+        for node in all_nodes(function.node):
+            domain, title = node.domain or "ai.onnx", f"{owner}: {node_title(node)}"
+            if domain == DOMAIN:
+                fact = "it communicates, and a function runs on one rank as if it were one op"
+                yield Violation(file, fact, title, help="compile the model again")
+            elif (domain, node.op_type) not in plain:
+                yield Violation(file, f"neither ONNX nor onnxruntime knows {domain}.{node.op_type}", title)
+            elif domain not in imported:
+                yield Violation(file, f"its domain {domain} has no opset_import in the function", title)
+
+
+def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """The nodes, and those of their bodies."""
+    for node in nodes:
+        yield node
+        for body in graph_bodies(node):
+            yield from all_nodes(body.node)
+
+
+@functools.cache
+def _known_ops() -> set[tuple[str, str]]:
+    from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime
+
+    schemas = [*onnx.defs.get_all_schemas(), *onnxruntime.get_all_operator_schema()]
+    return {(schema.domain or "ai.onnx", schema.name) for schema in schemas} | {
+        (DOMAIN, op) for op in (SEND, RECV, RANK_CONSTANT, *COLLECTIVES)
+    }
+
+
+def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    """The initializers and the tensors of nodes, those of bodies included."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.TENSOR:
+                yield attribute.t
+        for body in graph_bodies(node):
+            yield from all_tensors(body)
+
+
+def not_text(model: ModelProto) -> str:
+    """The first name or text of a model that is not UTF-8, as protobuf gives it: as bytes; '' where all are."""
+    for text in _texts(model):
+        if not isinstance(text, str):
+            return repr(text)
+    return ""
+
+
+def _texts(model: ModelProto) -> Iterator[object]:
+    yield from _graph_texts(model.graph)
+    for function in model.functions:
+        yield from (function.name, function.domain, *function.input, *function.output, *function.attribute)
+        yield from _node_texts(function.node)
+    for entry in model.opset_import:
+        yield entry.domain
+    for prop in model.metadata_props:
+        yield from (prop.key, prop.value)
+
+
+def _graph_texts(graph: GraphProto) -> Iterator[object]:
+    yield graph.name
+    for tensor in graph.initializer:
+        yield tensor.name
+        for entry in (*tensor.external_data, *tensor.metadata_props):
+            yield from (entry.key, entry.value)
+    for port in (*graph.input, *graph.output, *graph.value_info):
+        yield port.name
+        yield from (dim.dim_param for dim in port.type.tensor_type.shape.dim if dim.HasField("dim_param"))
+    yield from _node_texts(graph.node)
+
+
+def _node_texts(nodes: Iterable[NodeProto]) -> Iterator[object]:
+    for node in nodes:
+        yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
+        for prop in node.metadata_props:
+            yield from (prop.key, prop.value)
+        for attribute in node.attribute:
+            yield from (attribute.name, attribute.ref_attr_name)
+        for body in graph_bodies(node):
+            yield from _graph_texts(body)

@@ -1,0 +1,1 @@
+"""What training promises: state, copies, updates in place, parts of a batch."""

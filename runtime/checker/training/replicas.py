@@ -1,0 +1,97 @@
+"""Proves that copies of a tensor stay equal: ranks that hold the same piece replace it by the same value.
+
+Values that are equal have equal numbers (`value_numbering.py`), under the assumption that copies were equal before the step. What is
+proven is the step of an induction: copies that are equal stay so, bit by bit, where equal ops make equal bits of equal inputs. That
+is so for ranks of one kind of machine, with as many threads each. The first values of copies are compared, too. Of pieces that
+overlap without being the same nothing is said, and sums of gradients are terms, which differ (`accumulation.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TypeAlias
+
+from onnx import AttributeProto, NodeProto, helper
+from partc.runtime.artifact.format import DOMAIN, Manifest, StateRecord
+from partc.runtime.checker.graph import node_title
+from partc.runtime.checker.training.state import piece_of
+from partc.runtime.checker.training.value_numbering import Numbering
+from partc.runtime.checker.violation import Violation
+from partc.runtime.execution.state import SUM
+from partc.runtime.program.segmentation import path_of
+
+Holder: TypeAlias = tuple[int, StateRecord]
+
+_AGAIN = "compile the model again"
+
+
+def copies_of(manifest: Manifest) -> list[list[Holder]]:
+    """The pieces that several ranks hold, each with all who do."""
+    found: dict[tuple[str, str], list[Holder]] = {}
+    for record in manifest.state:
+        for rank in record.ranks if record.kind != SUM else ():
+            found.setdefault((record.tensor, str(piece_of(record, rank))), []).append((rank, record))
+    return [holders for holders in found.values() if len(holders) > 1]
+
+
+def check_replicas(numbering: Numbering, copies: Sequence[Sequence[Holder]]) -> list[Violation]:
+    """The copies that may differ."""
+    comparison = _Comparison(numbering)
+    return [one for holders in copies for one in comparison.compare(holders)]
+
+
+class _Comparison:
+    """Ranks side by side."""
+
+    def __init__(self, numbering: Numbering) -> None:
+        self.numbering = numbering
+
+    def compare(self, holders: Sequence[Holder]) -> Iterator[Violation]:
+        """What of the copies of one piece is not proven equal."""
+        (rank, record), *others = holders
+        first = self._first_value(rank, record)
+        for other, copy in others:
+            file = self.numbering.manifest.program(other)
+            if self._first_value(other, copy) != first:
+                fact = f"rank {other} begins with another value of '{copy.tensor}' than rank {rank}"
+                yield Violation(file, fact, f"state '{copy.value}'", help=_AGAIN)
+            if not copy.next or not record.next:
+                continue
+            if self.numbering.numbers[other].get(copy.next) != self.numbering.numbers[rank].get(record.next):
+                node = self.numbering.makers[other].get(copy.next)
+                title, path = (node_title(node), path_of(node)) if node else (f"state '{copy.value}'", "")
+                fact = f"'{copy.tensor}' on rank {other} may become another one than on rank {rank}, which holds the same piece"
+                reason = self._difference(rank, record.next, other, copy.next)
+                yield Violation(file, f"{fact}: {reason}", title, path, _AGAIN)
+
+    def _first_value(self, rank: int, record: StateRecord) -> Hashable:
+        tensors = self.numbering.models[rank].graph.initializer
+        return next((self.numbering.content(one) for one in tensors if one.name == record.value), record.initial)
+
+    def _difference(self, rank: int, name: str, other: int, twin: str) -> str:
+        """Where two values begin to differ, seen from what they have become."""
+        while True:
+            one, two = self.numbering.makers[rank].get(name), self.numbering.makers[other].get(twin)
+            if one is None or two is None or DOMAIN in (one.domain, two.domain):
+                return f"'{twin}' is not known to be the '{name}' of rank {rank}"
+            if (one.domain, one.op_type) != (two.domain, two.op_type):
+                return f"{node_title(two)} is {node_title(one)} there"
+            if self.numbering.attributes(one) != self.numbering.attributes(two):
+                return f"{node_title(two)} has {_text(two, one)}, and there {_text(one, two)}"
+            pairs = zip(one.input, two.input, strict=False)
+            mine, own = self.numbering.numbers[rank], self.numbering.numbers[other]
+            parted = [(a, b) for a, b in pairs if a and b and mine.get(a) != own.get(b)]
+            if not parted:
+                return f"{node_title(two)} is not known to make what it makes on rank {rank}"
+            name, twin = parted[0]
+
+
+def _text(node: NodeProto, other: NodeProto) -> str:
+    """The attributes of a node that another one has otherwise."""
+    theirs = {one.name: one.SerializeToString(deterministic=True) for one in other.attribute}
+    different = [one for one in node.attribute if theirs.get(one.name) != one.SerializeToString(deterministic=True)]
+    return ", ".join(f"{one.name}={_value(one)}" for one in different) or "nothing of that"
+
+
+def _value(attribute: AttributeProto) -> str:
+    return f"{attribute.f:g}" if attribute.type == AttributeProto.FLOAT else str(helper.get_attribute_value(attribute))

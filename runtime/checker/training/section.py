@@ -1,0 +1,141 @@
+"""Checks what a manifest says of a training: names that are there, numbers that the update nodes have, a schedule that can be followed.
+
+outputs    the loss, the metrics, the guard and what is summed over parts are outputs; `guard` is there just where steps may be skipped
+scalars    each is one that the runtime can compute, and a number; each that an update node reads is listed
+optimizer  a number that update nodes have as an attribute is that attribute, since the runtime derives scalars from it
+schedule   it has a type and the options of that type
+symbols    the laws of a batch that is cut into parts are of symbols of the parts
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from onnx import AttributeProto, ModelProto, NodeProto
+from partc.runtime.artifact.format import MANIFEST, OPTIMIZER, Manifest, TrainingRecord
+from partc.runtime.artifact.lr_schedule import SCALARS, scalars, schedule
+from partc.runtime.checker.graph import node_title
+from partc.runtime.checker.violation import Violation
+from partc.runtime.errors import UsageError
+
+_AGAIN = "compile the model again"
+_COUNTS = ("step", "part")
+_OF_A_PARAMETER = ("weight_decay", "lr_multiplier")
+"""Attributes that a plan may give each parameter of its own."""
+_SKIP = "skip"
+_NONFINITE = ("stop", "warn", _SKIP)
+
+
+def check_training(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
+    """What is wrong with the part `training` of a manifest, alone and beside the rank files."""
+    training = manifest.training
+    if training is None:
+        replaced = [one for one in manifest.state if one.kind == "parameter" and one.next]
+        fact = f"'{replaced[0].next}' takes its place, and the manifest has no training" if replaced else ""
+        return [Violation(MANIFEST, fact, f"state '{replaced[0].value}'", help=_AGAIN)] if replaced else []
+    facts = [
+        *_names(manifest, training),
+        *_scalars(manifest, training),
+        *_schedule(training),
+        *_symbols(manifest, training),
+    ]
+    return [
+        *(Violation(MANIFEST, fact, "training", help=_AGAIN) for fact in facts),
+        *_optimizer(manifest, training, models),
+    ]
+
+
+def _names(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
+    outputs = {port.name: port for port in manifest.outputs}
+    inputs = {port.name for port in manifest.inputs}
+    for kind, name in [("loss", training.loss), *(("metric", metric) for metric in training.metrics)]:
+        if name not in outputs:
+            yield f"the {kind} '{name}' is no output"
+    for name in training.summed:
+        if name not in outputs and name not in training.totals:
+            yield f"'{name}', which is summed over the parts of a batch, is no output"
+    for kind, names in (("fixed input", training.fixed), ("total", training.totals)):
+        for name in names:
+            if name not in inputs:
+                yield f"the {kind} '{name}' is no input"
+    said = training.settings.get("on_nonfinite", "stop")
+    if said not in _NONFINITE:
+        yield f"'on_nonfinite' is {said!r}; it is one of {', '.join(_NONFINITE)}"
+    skips = training.settings.get("on_nonfinite") == _SKIP
+    if skips != bool(training.guard):
+        there = f"the guard is '{training.guard}'" if training.guard else "there is no guard"
+        yield f"{there}, and 'on_nonfinite' is {training.settings.get('on_nonfinite')!r}"
+    if training.guard and [*range(manifest.ranks)] != sorted(
+        outputs[training.guard].ranks if training.guard in outputs else []
+    ):
+        yield f"the guard '{training.guard}' is no output that every rank has"
+
+
+def _scalars(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
+    inputs = {port.name: port for port in manifest.inputs}
+    hyper = {name: float(one) for name, one in training.optimizer.items() if isinstance(one, int | float)}
+    for name in training.scalars:
+        if name in inputs and inputs[name].shape != []:
+            yield f"the scalar '{name}' is an input of shape {inputs[name].shape}; it is one number"
+        if name in _COUNTS:
+            continue
+        if name not in SCALARS:
+            yield f"the runtime knows no scalar '{name}'; it knows {', '.join([*SCALARS, *_COUNTS])}"
+            continue
+        try:
+            scalars([name], 0, hyper)
+        except KeyError as error:
+            yield f"the scalar '{name}' is made of {error}, which the optimizer does not have"
+    if len({*training.scalars}) < len(training.scalars):
+        yield f"its scalars are {', '.join(training.scalars)}; each stands there once"
+
+
+def _schedule(training: TrainingRecord) -> Iterator[str]:
+    rate = training.optimizer.get("lr", 0.0)
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < float("inf"):
+        yield f"the optimizer's 'lr' is {rate!r}; it is a number, at least 0"
+    elif training.schedule and training.schedule.get("type") != "python":
+        try:
+            schedule(training.schedule, float(rate), folder=Path())
+        except (UsageError, OverflowError) as error:
+            yield str(error).splitlines()[0]
+
+
+def _symbols(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
+    if training.symbols and training.accumulate == 1:
+        yield "it has symbols of a whole batch, which is not cut into parts"
+    for name in training.symbols:
+        if name not in manifest.symbols:
+            yield f"the batch has a symbol '{name}', and its parts have none"
+
+
+def _optimizer(manifest: Manifest, training: TrainingRecord, models: Mapping[int, ModelProto]) -> Iterator[Violation]:
+    numbers = {
+        name: float(one)
+        for name, one in training.optimizer.items()
+        if isinstance(one, int | float) and name not in _OF_A_PARAMETER
+    }
+    for file, model in {manifest.program(rank): model for rank, model in models.items()}.items():
+        for node in model.graph.node:
+            if node.domain == OPTIMIZER:
+                lost = sorted({*node.input} & SCALARS.keys() - {*training.scalars})
+                unlisted = [f"it reads '{name}', which is none of the training's scalars" for name in lost]
+                for fact in [*_other_numbers(node, numbers), *unlisted]:
+                    yield Violation(file, fact, node_title(node), help=_AGAIN)
+
+
+def _other_numbers(node: NodeProto, numbers: Mapping[str, float]) -> Iterator[str]:
+    for one in node.attribute:
+        if one.type == AttributeProto.FLOAT and one.name in numbers and one.f != _rounded(numbers[one.name]):
+            yield f"its {one.name} is {one.f:g}, and that of the training's optimizer {numbers[one.name]:g}"
+
+
+def _rounded(number: float) -> float:
+    """As float32, in which attributes are."""
+    try:
+        found: float = struct.unpack("f", struct.pack("f", number))[0]
+    except OverflowError:
+        return float("nan")
+    return found

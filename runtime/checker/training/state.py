@@ -1,0 +1,204 @@
+"""Checks what ranks keep from step to step: the records in themselves, and each rank file against them.
+
+records    of one tensor: one type, shape and kind; boxes that fit, and that together are all of it
+file       a state is an input, its `next` an output, both of the type and shape of the piece; a parameter has a first value
+optimizer  what it keeps of a parameter lies with it, piece by piece, or a part of each piece
+gradient   a sum has the shape of its parameter, and begins as zeros
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import combinations, pairwise, product
+
+from onnx import ModelProto
+from partc.runtime.artifact.dtypes import dense
+from partc.runtime.artifact.format import MANIFEST, Box, Manifest, Shape, StateRecord
+from partc.runtime.checker.across.ordering import declared_types, type_of
+from partc.runtime.checker.violation import Violation
+from partc.runtime.execution.state import SUM, local_shape
+
+_AGAIN = "compile the model again"
+
+
+def check_state(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
+    """Everything wrong with what ranks keep; `models` holds the rank files that can be read."""
+    malformed = [_violation(record, fact) for record in manifest.state for fact in _malformed(record, manifest)]
+    if malformed:
+        return malformed
+    found = [*_check_tensors(manifest.state), *_check_slots(manifest)]
+    seen = set()
+    for rank, model in models.items():
+        records = [record for record in manifest.state if rank in record.ranks]
+        key = (manifest.program(rank), tuple((record.value, str(record.box(rank))) for record in records))
+        if key not in seen:
+            seen.add(key)
+            found += _check_file(manifest, rank, model, records)
+    return found
+
+
+def check_kept(manifest: Manifest, rank: int, model: ModelProto) -> list[Violation]:
+    """What is wrong with the state of one rank and the file that has it."""
+    records = [record for record in manifest.state if rank in record.ranks]
+    malformed = [_violation(record, fact) for record in records for fact in _malformed(record, manifest)]
+    return malformed or [*_check_file(manifest, rank, model, records)]
+
+
+def piece_of(record: StateRecord, rank: int) -> Box:
+    """The piece that a rank holds, with the whole as a box too."""
+    return record.box(rank) or [[0, 1, 1] for _ in record.shape]
+
+
+def _malformed(record: StateRecord, manifest: Manifest) -> Iterator[str]:
+    """What is wrong with a record alone."""
+    if wrong := [rank for rank in record.ranks if not 0 <= rank < manifest.ranks]:
+        yield f"it names rank {wrong[0]}; there are ranks 0 to {manifest.ranks - 1}"
+    if len({*record.ranks}) < len(record.ranks) or not record.ranks:
+        yield f"its ranks are {record.ranks}; each that holds it stands there once"
+    if dense(record.type) is None:
+        yield f"it is a {record.type}, which cannot be kept from step to step"
+    if any(dim < 0 for dim in record.shape):
+        yield f"its shape is {record.shape}"
+    if record.boxes is None:
+        return
+    if len(record.boxes) != len(record.ranks):
+        yield f"it has {len(record.boxes)} boxes for {len(record.ranks)} ranks"
+    for rank, box in zip(record.ranks, record.boxes, strict=False):
+        cuts = [tuple(cut) for cut in box]
+        if len(cuts) != len(record.shape):
+            yield f"the box of rank {rank} has {len(cuts)} dims, and the tensor {len(record.shape)}"
+        elif wrong_cuts := [cut for cut in cuts if len(cut) != 3 or not 0 <= cut[0] < cut[1] <= cut[2]]:
+            yield f"the box of rank {rank} has the cut {list(wrong_cuts[0])}; it is begin, end, denominator"
+        else:
+            for axis, (size, (begin, end, of)) in enumerate(zip(record.shape, cuts, strict=True)):
+                if size * begin % of or size * end % of:
+                    yield f"the box of rank {rank} is {begin}/{of} to {end}/{of} of dim {axis}, which is {size}"
+
+
+def _check_tensors(records: Sequence[StateRecord]) -> Iterator[Violation]:
+    """Records of one tensor agree, and hold all of it; no rank has two values of one name."""
+    by_tensor: dict[str, list[StateRecord]] = {}
+    for record in records:
+        for one, two in combinations(sorted({_places(record, rank) for rank in record.ranks}), 2):
+            if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, two, strict=True)):
+                yield _violation(
+                    record, f"its pieces {_span(one)} and {_span(two)} overlap; they are equal or disjoint"
+                )
+                break
+        by_tensor.setdefault(record.tensor, []).append(record)
+    for tensor, same in by_tensor.items():
+        first = same[0]
+        for other in same[1:]:
+            for what in ("type", "shape", "kind", "parameter", "initial"):
+                one, two = getattr(first, what), getattr(other, what)
+                if one != two:
+                    yield _violation(other, f"its {what} is {two}, and that of '{first.value}', the same tensor, {one}")
+            if bool(first.next) != bool(other.next):
+                kept, moved = (first, other) if other.next else (other, first)
+                yield _violation(
+                    kept, f"no step replaces it, and '{moved.value}', the same tensor, becomes '{moved.next}'"
+                )
+        if all(one.shape == first.shape for one in same) and (hole := _hole(same)) is not None:
+            yield _violation(first, f"no rank holds {_span(hole)} of '{tensor}' {first.shape}")
+    names: dict[tuple[str, int], StateRecord] = {}
+    for record in records:
+        for rank in record.ranks:
+            for name in filter(None, (record.value, record.next)):
+                if (other := names.setdefault((name, rank), record)) is not record:
+                    yield _violation(record, f"on rank {rank} '{name}' is also of '{other.tensor}'")
+
+
+def _hole(records: Iterable[StateRecord]) -> list[tuple[int, int]] | None:
+    """A part of a tensor that nobody holds, as begin and end for each dim; None where all of it is held."""
+    boxes = {_places(record, rank) for record in records for rank in record.ranks}
+    shape = next(iter(records)).shape
+    edges = [sorted({0, size, *(place for box in boxes for place in box[axis])}) for axis, size in enumerate(shape)]
+    for cell in product(*(pairwise(places) for places in edges)):
+        inside = any(
+            all(begin <= first and last <= end for (first, last), (begin, end) in zip(cell, box, strict=True))
+            for box in boxes
+        )
+        if not inside:
+            return list(cell)
+    return None
+
+
+def _places(record: StateRecord, rank: int) -> tuple[tuple[int, int], ...]:
+    """Where in the tensor a rank's piece lies, in elements."""
+    spans = zip(record.shape, piece_of(record, rank), strict=True)
+    return tuple((int(Fraction(size * begin, of)), int(Fraction(size * end, of))) for size, (begin, end, of) in spans)
+
+
+def _is_inside(one: Sequence[tuple[int, int]], pieces: Iterable[Sequence[tuple[int, int]]]) -> bool:
+    """Whether one of the pieces has all of this one."""
+    return any(all(a <= c and d <= b for (a, b), (c, d) in zip(piece, one, strict=True)) for piece in pieces)
+
+
+def _span(places: Iterable[tuple[int, int]]) -> str:
+    return f"[{', '.join(f'{begin} to {end}' for begin, end in places)}]"
+
+
+def _check_slots(manifest: Manifest) -> Iterator[Violation]:
+    """What an optimizer keeps of a parameter lies within pieces of it that the same rank has."""
+    held: dict[tuple[str, int], list[tuple[tuple[int, int], ...]]] = {}
+    for record in manifest.state:
+        for rank in record.ranks if record.kind == "parameter" else ():
+            held.setdefault((record.tensor, rank), []).append(_places(record, rank))
+    shapes = {record.tensor: record.shape for record in manifest.state if record.kind == "parameter"}
+    for record in manifest.state:
+        if record.kind not in ("optimizer", SUM):
+            if record.parameter:
+                yield _violation(record, f"it is of kind {record.kind}, and names the parameter '{record.parameter}'")
+            continue
+        if record.parameter not in shapes:
+            yield _violation(record, f"it is of the parameter '{record.parameter}', which no rank keeps")
+        elif shapes[record.parameter] != record.shape:
+            fact = f"its shape is {record.shape}, and that of its parameter '{record.parameter}' {shapes[record.parameter]}"
+            yield _violation(record, fact)
+        elif record.kind == SUM:
+            if record.initial:
+                yield _violation(record, f"it begins as {record.initial:g}; a sum of gradients begins as zeros")
+        elif lost := [
+            r for r in record.ranks if not _is_inside(_places(record, r), held.get((record.parameter, r), []))
+        ]:
+            yield _violation(
+                record, f"rank {lost[0]} holds it without that piece of its parameter '{record.parameter}'"
+            )
+
+
+def _check_file(
+    manifest: Manifest, rank: int, model: ModelProto, records: Sequence[StateRecord]
+) -> Iterator[Violation]:
+    file, graph = manifest.program(rank), model.graph
+    inputs = {port.name: type_of(port.type) for port in graph.input}
+    outputs = {port.name: type_of(port.type) for port in graph.output}
+    first = {tensor.name: tensor for tensor in graph.initializer}
+    declared = declared_types(model)
+    # the programs inside of an artifact that trains run over its tensors, and have no values of their own
+    trains = manifest.training is not None
+    for record in records:
+        title = f"state '{record.value}'"
+        wanted: Shape = list(local_shape(record, rank))
+        sides = [("input", record.value, inputs)] + ([("output", record.next, outputs)] if record.next else [])
+        for side, name, there in sides:
+            if name not in there:
+                yield Violation(
+                    file, f"{MANIFEST} has '{name}' as state of rank {rank}, and the file has no such {side}", title
+                )
+            elif declared[name] != (record.type, wanted) or there[name] != (record.type, wanted):
+                have = " ".join(map(str, there[name]))
+                fact = f"its {side} '{name}' is {have}; {MANIFEST} makes it {record.type} {wanted} on rank {rank}"
+                yield Violation(file, fact, title, help=_AGAIN)
+        if record.value in first:
+            if list(first[record.value].dims) != wanted:
+                fact = f"its first value has the shape {list(first[record.value].dims)}, and its piece {wanted}"
+                yield Violation(file, fact, title, help=_AGAIN)
+        elif record.kind not in ("optimizer", SUM) and trains:
+            yield Violation(
+                file, f"this {record.kind} has no first value: no initializer is called so", title, help=_AGAIN
+            )
+
+
+def _violation(record: StateRecord, fact: str) -> Violation:
+    return Violation(MANIFEST, fact, f"state '{record.value}'", help=_AGAIN)

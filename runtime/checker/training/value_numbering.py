@@ -1,0 +1,243 @@
+"""Numbers the values of all ranks, in the order of the files, so that equal numbers are equal values.
+
+A value's number is that of what made it:
+
+    state             the tensor and the piece: equal before the step
+    a gradients' sum  its class: those of one class are equal, and two classes may differ
+    input             its name and the piece that the rank reads
+    weight            its bytes; of a constant that differs by rank those that it has there
+    Recv, Identity    the number of what was sent
+    Shape, Size       where the file tells the input's shape, its dims: pieces of another place, but as large, have one shape
+    AllReduce, ...    the op and the numbers of what all ranks of the list gave, in its order; where each rank gets another piece,
+                      the rank's place; of an Exchange the boxes and the numbers of what they are cut from
+    another node      op, attributes, function body, and the numbers of its inputs; a random one without a seed is like no other
+
+Programs that are numbered with one `known` share their numbers: what both compute has one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
+from partc.runtime.artifact.comm_node import Call, read_call
+from partc.runtime.artifact.format import (
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    DOMAIN,
+    EXCHANGE,
+    RECV,
+    REDUCE_SCATTER,
+    SEND,
+    TAG,
+    Manifest,
+)
+from partc.runtime.artifact.rank_constants import constant_of, group_of, is_rank_constant
+from partc.runtime.checker.across.collectives import numbers as dims_at
+from partc.runtime.checker.across.collectives import samples
+from partc.runtime.checker.across.ordering import ValueType, declared_types
+from partc.runtime.checker.graph import reads
+from partc.runtime.checker.training.state import piece_of
+from partc.runtime.execution.state import SUM
+
+Held: TypeAlias = tuple[int, str]
+"""A rank, and the name in its file of what it keeps."""
+
+# The check proves the compiler's work by what it knows itself: this list is not the compiler's.
+_RANDOM = (
+    "Bernoulli",
+    "Dropout",
+    "Multinomial",
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+)
+
+
+_OF_SHAPE = ("Shape", "Size")
+"""Ops that read nothing of their input but its shape."""
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Which sums of gradients are equal, and the numbers under which that was found."""
+
+    of: Mapping[Held, int] = field(default_factory=dict)
+    known: dict[Hashable, int] = field(default_factory=dict)
+
+
+class Numbering:
+    """The numbers of the values of all ranks."""
+
+    def __init__(self, folder: Path, manifest: Manifest, models: Mapping[int, ModelProto], sums: Classes) -> None:
+        self.folder, self.manifest, self.models = folder, manifest, models
+        self.sums, self.known = sums, sums.known
+        self.numbers: dict[int, dict[str, int]] = {rank: {} for rank in models}
+        self.makers = {
+            rank: {name: node for node in model.graph.node for name in node.output} for rank, model in models.items()
+        }
+        self.sent: dict[int, int] = {}
+        self.given: dict[tuple[int, int], tuple[Call, list[int]]] = {}
+        self.circles = {rank: manifest.circles(rank) for rank in models}
+        self.ops = {rank: _ops(model) for rank, model in models.items()}
+        self._texts: dict[int, tuple[bytes, ...]] = {}
+        self._bytes: dict[Hashable, bytes] = {}
+        self._declared: dict[int, dict[str, ValueType]] = {}
+        self._sizes = samples(manifest)
+        for rank in models:
+            self._begin(rank)
+        self.done = self._run()
+
+    def _number(self, *key: Hashable) -> int:
+        return self.known.setdefault(key, len(self.known))
+
+    def _begin(self, rank: int) -> None:
+        """The values that are there before the first node."""
+        numbers, graph = self.numbers[rank], self.models[rank].graph
+        for tensor in graph.initializer:
+            numbers[tensor.name] = self._number("weight", self.content(tensor))
+        for sparse in graph.sparse_initializer:
+            numbers[sparse.values.name] = self._number("sparse", sparse.SerializeToString(deterministic=True))
+        for port in self.manifest.inputs:
+            if rank in port.ranks:
+                numbers[port.name] = self._number("input", port.name, str(port.box(rank)))
+        for record in self.manifest.state:
+            if rank in record.ranks:
+                own = self.sums.of.get((rank, record.value), ("rank", rank)) if record.kind == SUM else None
+                numbers[record.value] = self._number("state", record.tensor, str(piece_of(record, rank)), own)
+
+    def _run(self) -> bool:
+        """Numbers everything; False where a rank waits for what never comes."""
+        places = dict.fromkeys(self.models, 0)
+        moved = True
+        while moved:
+            moved = False
+            for rank, model in self.models.items():
+                nodes = model.graph.node
+                while places[rank] < len(nodes) and self._visit(rank, nodes[places[rank]]):
+                    places[rank] += 1
+                    moved = True
+        return all(places[rank] == len(model.graph.node) for rank, model in self.models.items())
+
+    def _visit(self, rank: int, node: NodeProto) -> bool:
+        """Numbers what a node makes; False where another rank must come first."""
+        numbers = self.numbers[rank]
+        if node.domain == DOMAIN and node.op_type == SEND:
+            self.sent[_tag(node)] = numbers[node.input[0]]
+            return True
+        if node.domain == DOMAIN and node.op_type == RECV:
+            if _tag(node) in self.sent:
+                numbers[node.output[0]] = self.sent[_tag(node)]
+            return _tag(node) in self.sent
+        if is_rank_constant(node):
+            array = constant_of(node, self.circles[rank][group_of(node)].index(rank))
+            numbers[node.output[0]] = self._number("weight", self.content(numpy_helper.from_array(array)))
+            return True
+        if node.domain == DOMAIN:
+            return self._visit_call(rank, node)
+        if node.op_type == "Identity" and not node.domain:
+            numbers[node.output[0]] = numbers[node.input[0]]
+            return True
+        inputs = tuple(numbers[name] if name else -1 for name in node.input)
+        if node.op_type in _OF_SHAPE and not node.domain:
+            inputs = (self._dims(rank, node.input[0], inputs[0]),)
+        captured = tuple(numbers[name] for name in list(reads(node))[sum(map(bool, node.input)) :])
+        own = (rank, *node.output) if _is_random(node) else ()
+        made = (
+            "node",
+            self.ops[rank].get((node.domain, node.op_type)),
+            node.domain,
+            node.op_type,
+            self.attributes(node),
+        )
+        for place, name in enumerate(node.output):
+            if name:
+                numbers[name] = self._number(*made, inputs, captured, own, place)
+        return True
+
+    def _dims(self, rank: int, name: str, number: int) -> int:
+        """The number of a value's shape: that of its dims at a few sizes of the symbols, or of the value where these are not told."""
+        model = self.models[rank]
+        if id(model) not in self._declared:
+            self._declared[id(model)] = declared_types(model)
+        shape = self._declared[id(model)].get(name, ("", None))[1]
+        if shape is None:
+            return number
+        sizes = tuple(tuple(dims_at(shape, self.manifest, sizes)) for sizes in self._sizes)
+        return number if any(None in dims for dims in sizes) else self._number("dims", sizes)
+
+    def _visit_call(self, rank: int, node: NodeProto) -> bool:
+        call, numbers = read_call(node, ""), self.numbers[rank]
+        ranks = self.circles[rank][call.group]
+        self.given[call.tag, rank] = call, [numbers[name] for name in call.given]
+        if call.op == EXCHANGE:
+            return self._visit_exchange(rank, call)
+        if any((call.tag, other) not in self.given for other in ranks):
+            return False
+        given = [self.given[call.tag, other][1] for other in ranks]
+        for place, name in enumerate(call.made):
+            if call.op == BROADCAST:
+                numbers[name] = given[call.root][0]
+                continue
+            values = tuple(one[place] for one in given)
+            own = ranks.index(rank) if call.op in (REDUCE_SCATTER, ALL_TO_ALL) else None
+            made = ("collective", call.op, call.reduce, call.axis, call.concat_axis, values, own)
+            numbers[name] = values[0] if call.op == ALL_REDUCE and len(ranks) == 1 else self._number(*made)
+        return True
+
+    def _visit_exchange(self, rank: int, call: Call) -> bool:
+        if any((call.tag, piece.peer) not in self.given for piece in call.takes):
+            return False
+        taken: dict[int, int] = {}
+        pieces = []
+        for piece in call.takes:
+            other, values = self.given[call.tag, piece.peer]
+            gives = [one for one in other.gives if one.peer == rank]
+            at = taken[piece.peer] = taken.get(piece.peer, -1) + 1
+            pieces.append((piece.box, gives[at].box, values[0]))
+        for name in call.made:
+            whole = all(cut[0] == 0 and cut[1] == cut[2] for box in pieces[0][:2] for cut in box)
+            made = self._number("exchange", tuple(sorted(pieces)))
+            self.numbers[rank][name] = pieces[0][2] if len(pieces) == 1 and whole else made
+        return True
+
+    def attributes(self, node: NodeProto) -> tuple[bytes, ...]:
+        """The attributes of a node, in one order."""
+        if id(node) not in self._texts:
+            texts = sorted(one.SerializeToString(deterministic=True) for one in node.attribute)
+            self._texts[id(node)] = tuple(texts)
+        return self._texts[id(node)]
+
+    def content(self, tensor: TensorProto) -> Hashable:
+        """Type, shape and a hash of the bytes of a weight."""
+        copy = TensorProto()
+        copy.CopyFrom(tensor)
+        copy.name, copy.doc_string = "", ""
+        if tensor.data_location != TensorProto.EXTERNAL:
+            return hashlib.sha256(copy.SerializeToString(deterministic=True)).digest()
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        key = tuple(sorted(entries.items()))
+        if key not in self._bytes:
+            with (self.folder / entries["location"]).open("rb") as file:
+                file.seek(int(entries.get("offset", 0)))
+                self._bytes[key] = hashlib.sha256(file.read(int(entries.get("length", -1)))).digest()
+        return tensor.data_type, tuple(tensor.dims), self._bytes[key]
+
+
+def _ops(model: ModelProto) -> dict[tuple[str, str], bytes]:
+    """By domain and name the bodies of a model's functions."""
+    return {(one.domain, one.name): one.SerializeToString(deterministic=True) for one in model.functions}
+
+
+def _is_random(node: NodeProto) -> bool:
+    return node.op_type in _RANDOM and all(attribute.name != "seed" for attribute in node.attribute)
+
+
+def _tag(node: NodeProto) -> int:
+    return next((attribute.i for attribute in node.attribute if attribute.name == TAG), -1)

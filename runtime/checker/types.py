@@ -1,0 +1,179 @@
+"""Checks the types inside a rank file: what its nodes make, inferred anew from inputs and weights, is what the file declares.
+
+Inference begins at the graph's inputs, the weights, what arrives from other ranks, and what ops without an ONNX schema make; all
+that lies between is inferred by onnx, at a few legal sizes of the symbols, because equal expressions may be written in many ways.
+A dim that neither side tells is equal to any.
+
+    h [batch/2, 8] = MatMul(x [batch/2, 4], w [4, 7])       declared [batch/2, 8], and the node makes [batch/2, 7]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import onnx
+from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper
+from partc.runtime.artifact.dtypes import type_text
+from partc.runtime.artifact.format import Manifest, Shape
+from partc.runtime.checker.across.collectives import numbers, samples
+from partc.runtime.checker.graph import all_nodes, node_title
+from partc.runtime.checker.violation import Violation
+from partc.runtime.program.segmentation import path_of
+
+_AGAIN = "compile the model again"
+_SIZES = 2
+_OPAQUE = ("If", "Loop", "Scan", "Optional", "OptionalGetElement", "SequenceAt", "SequenceMap")
+"""Ops whose shapes onnx tells more surely than they are known."""
+
+
+def check_types(file: str, model: ModelProto, manifest: Manifest, count: int = _SIZES) -> list[Violation]:
+    """The first node that makes another type or shape than the file declares; the file is a sound graph.
+
+    Held against each other at so many sizes of the symbols.
+    """
+    declared = {port.name: port.type for port in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
+    makers = {name: node for node in model.graph.node for name in node.output if name}
+    for sizes in samples(manifest)[: count if manifest.symbols else 1]:
+        try:
+            made = _inferred(model, manifest, sizes)
+            if lost := _lost(model, declared, made):
+                made |= _inferred(model, manifest, sizes, lost)
+        except (onnx.shape_inference.InferenceError, MemoryError, UnicodeDecodeError) as error:
+            return [Violation(file, f"its types contradict each other: {' '.join(str(error).split())}", help=_AGAIN)]
+        for name, node in makers.items():
+            if name in declared and name in made:
+                for fact in _differs(name, _type(declared[name]), _type(made[name]), manifest, sizes):
+                    return [Violation(file, fact, node_title(node), path_of(node), _AGAIN)]
+    return []
+
+
+def as_plain_onnx(model: ModelProto) -> ModelProto:
+    """The model as `onnx.checker` can take it: without external data, the ops that only onnxruntime has in a domain of their own.
+
+    What the checker says of external data is checked elsewhere; of an output that has no shape it demands one, though the standard
+    has values of unknown rank.
+    """
+    plain = without_weights(model)
+    opset = next((entry.version for entry in plain.opset_import if not entry.domain), 1)
+    for node in all_nodes(plain.graph.node):
+        if not node.domain and not onnx.defs.has(node.op_type, max_inclusive_version=opset):
+            node.domain = "com.microsoft"
+    if all(entry.domain != "com.microsoft" for entry in plain.opset_import):
+        plain.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    for port in plain.graph.output:
+        if port.type.HasField("tensor_type") and not port.type.tensor_type.HasField("shape"):
+            port.type.tensor_type.shape.SetInParent()
+    return plain
+
+
+def without_weights(model: ModelProto) -> ModelProto:
+    """A copy whose external weights are graph inputs."""
+    light = ModelProto()
+    light.CopyFrom(model)
+    listed = {port.name for port in light.graph.input}
+    for tensor in model.graph.initializer:
+        if tensor.data_location == TensorProto.EXTERNAL and tensor.name not in listed:
+            light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    kept = [tensor for tensor in light.graph.initializer if tensor.data_location != TensorProto.EXTERNAL]
+    del light.graph.initializer[:]
+    light.graph.initializer.extend(kept)
+    return light
+
+
+def _lost(model: ModelProto, declared: Mapping[str, TypeProto], made: Mapping[str, TypeProto]) -> set[str]:
+    """The declared values where onnx loses a size, such as slices that begin where a node says: what follows is inferred from these."""
+    lost: set[str] = set()
+    unknown: set[str] = set()
+    for node in model.graph.node:
+        for name in filter(None, node.output):
+            if name in made and None in _sizes(made[name]):
+                unknown.add(name)
+                if unknown.isdisjoint(node.input) and name in declared and None not in _sizes(declared[name], True):
+                    lost.add(name)
+    return lost
+
+
+def _sizes(type: TypeProto, names: bool = False) -> list[int | None]:
+    """The dims of a tensor, None for one that is not told; with `names` a name tells one."""
+    tensor = type.tensor_type
+    if not type.HasField("tensor_type") or not tensor.HasField("shape"):
+        return [None]
+    return [
+        dim.dim_value if dim.HasField("dim_value") else 0 if names and dim.dim_param else None
+        for dim in tensor.shape.dim
+    ]
+
+
+def _inferred(
+    model: ModelProto, manifest: Manifest, sizes: Mapping[str, int], believed: Collection[str] = ()
+) -> dict[str, TypeProto]:
+    """By name the types of what nodes make, with dims in numbers where the sizes of the symbols tell them.
+
+    What is `believed` is taken as declared, as what comes from other ranks is.
+    """
+    light = without_weights(model)
+    graph = light.graph
+    known = {schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain}
+    given = {name for node in graph.node if _is_given(node, known, light) for name in node.output} | {*believed}
+    types = {port.name: port for port in (*graph.value_info, *graph.output)}
+    kept = [types[name] for name in sorted(given & types.keys())]
+    fixed = [_at(port, manifest, sizes) for port in kept]
+    del graph.value_info[:]
+    graph.value_info.extend(fixed)
+    for port in graph.input:
+        port.CopyFrom(_at(port, manifest, sizes))
+    for port in graph.output:
+        port.CopyFrom(ValueInfoProto(name=port.name) if port.name not in given else _at(port, manifest, sizes))
+    made = onnx.shape_inference.infer_shapes(light, data_prop=True)
+    return {port.name: port.type for port in (*made.graph.value_info, *made.graph.output) if port.name not in given}
+
+
+def _is_given(node: NodeProto, known: set[str], model: ModelProto) -> bool:
+    """Whether what a node makes is taken as declared: it comes from other ranks, or onnx does not know the op, or knows too much."""
+    if any((node.domain, node.op_type) == (one.domain, one.name) for one in model.functions):
+        return False
+    if node.op_type == "Split" and any(one.name == "num_outputs" for one in node.attribute):
+        return True  # of a dim that is smaller than the number of outputs onnx says what cannot be, and nothing runs
+    return bool(node.domain) or node.op_type not in known or node.op_type in _OPAQUE
+
+
+def _at(port: ValueInfoProto, manifest: Manifest, sizes: Mapping[str, int]) -> ValueInfoProto:
+    """A declared type with its dims as numbers."""
+    fixed = ValueInfoProto()
+    fixed.CopyFrom(port)
+    if fixed.type.HasField("tensor_type"):
+        for dim in fixed.type.tensor_type.shape.dim:
+            if dim.HasField("dim_param"):
+                (size,) = numbers([dim.dim_param], manifest, dict(sizes))
+                if size is None or not 0 <= size < 1 << 63:
+                    dim.ClearField("dim_param")
+                else:
+                    dim.dim_value = size
+    return fixed
+
+
+def _type(type: TypeProto) -> tuple[str, Shape]:
+    """Type and shape; None for a shape of unknown rank, an empty text for a dim that is not told."""
+    tensor = type.tensor_type
+    text = (
+        type_text(type) if type.WhichOneof("value") and (not type.HasField("tensor_type") or tensor.elem_type) else ""
+    )
+    if not type.HasField("tensor_type") or not tensor.HasField("shape"):
+        return text, None
+    return text, [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in tensor.shape.dim]
+
+
+def _differs(
+    name: str, declared: tuple[str, Shape], made: tuple[str, Shape], manifest: Manifest, sizes: Mapping[str, int]
+) -> Iterator[str]:
+    if declared[0] and made[0] and declared[0] != made[0]:
+        yield f"it makes '{name}' a {made[0]}, and the file declares a {declared[0]}"
+        return
+    if declared[1] is None or made[1] is None or declared[1] == made[1]:
+        return
+    wanted, have = (numbers(shape, manifest, dict(sizes)) for shape in (declared[1], made[1]))
+    if len(wanted) != len(have) or any(None not in (a, b) and a != b for a, b in zip(wanted, have, strict=True)):
+        text = ", ".join("?" if size is None else str(size) for size in have)
+        stated = ", ".join(str(dim) or "?" for dim in declared[1])
+        at = f" with {dict(sizes)}" if sizes else ""
+        yield f"it makes '{name}' of [{text}]{at}, and the file declares [{stated}]"

@@ -1,0 +1,167 @@
+"""Checks a rank file's weights: external tensors lie inside their files, each just where its own tensor lies, and are that one.
+
+A weight says which part of which tensor it is (`fc1.weight[0:8, 16:32]`), and so does the file that has its data, for each tensor by
+its name there. What stands in the rank file itself has a hash beside it. The file says whose ranks' it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from onnx import ModelProto, TensorProto
+from partc.runtime.artifact.dtypes import BY_CODE
+from partc.runtime.artifact.format import DIGEST, OF_RANKS, PIECE, Manifest, ranks_text, stays_inside
+from partc.runtime.checker.files import sound_header
+from partc.runtime.checker.graph import all_tensors
+from partc.runtime.checker.violation import Violation
+
+_AGAIN = "compile the model again"
+_TYPES = {
+    "F32": 1,
+    "U8": 2,
+    "I8": 3,
+    "U16": 4,
+    "I16": 5,
+    "I32": 6,
+    "I64": 7,
+    "BOOL": 9,
+    "F16": 10,
+    "F64": 11,
+    "U32": 12,
+}
+_TYPES |= {"U64": 13, "BF16": 16, "F8_E4M3": 17, "F8_E5M2": 19}
+_BYTES = "U8"
+"""As which tensors are stored whose type the format lacks."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of a weights file: its name there, the piece that it is, its type and shape."""
+
+    name: str
+    piece: str
+    type: str
+    shape: object
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The data of a weights file: where it begins and ends, and the tensors by begin and end; None in a file without a header."""
+
+    begin: int
+    end: int
+    tensors: dict[tuple[int, int], list[_Stored]] | None
+
+
+def check_weights(
+    folder: Path, file: str, model: ModelProto, manifest: Manifest, wrong: Collection[str] = ()
+) -> Iterator[Violation]:
+    """Weights whose bytes are not inside the folder and the file's data, or are another tensor's; a file that is another rank's.
+
+    The files `wrong` are not those of the manifest, which is said elsewhere, and are not read.
+    """
+    yield from _check_ranks(file, model, manifest)
+    opened: dict[str, _Weights | None] = {}
+    for tensor in all_tensors(model.graph):
+        title = f"weight '{tensor.name}'"
+        if tensor.data_location != TensorProto.EXTERNAL:
+            known = _said(tensor, DIGEST)
+            if known and known != hashlib.sha256(tensor.raw_data).hexdigest()[: len(known)]:
+                fact = f"its numbers are not those of '{_said(tensor, PIECE)}', whose hash stands beside it"
+                yield Violation(file, fact, title, help=_AGAIN)
+            continue
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        location = entries.get("location", "")
+        if not stays_inside(location):
+            yield Violation(file, f"its data lies at '{location}', out of the folder", title)
+            continue
+        if location not in manifest.files:
+            yield Violation(file, f"its data lies in '{location}', which the manifest does not list", title)
+            continue
+        if location in wrong:
+            continue
+        if location not in opened:
+            opened[location] = _open(folder / location)
+        weights = opened[location]
+        if weights is not None:
+            offset = _number(entries, "offset")
+            yield from _check_region(
+                file, title, tensor, location, weights, (offset, offset + _number(entries, "length"))
+            )
+
+
+def _check_ranks(file: str, model: ModelProto, manifest: Manifest) -> Iterator[Violation]:
+    said = next((entry.value for entry in model.metadata_props if entry.key == OF_RANKS), "")
+    ranks = ranks_text(rank for rank in range(manifest.ranks) if manifest.program(rank) == file)
+    if said and said != ranks:
+        fact = f"it is the program of ranks {said}, and the manifest makes it that of ranks {ranks}"
+        yield Violation(file, fact, help=_AGAIN)
+
+
+def _check_region(
+    file: str, title: str, tensor: TensorProto, location: str, weights: _Weights, span: tuple[int, int]
+) -> Iterator[Violation]:
+    offset, end = span
+    need = _bytes_of(tensor)
+    if not weights.begin <= offset <= end <= weights.end:
+        fact = (
+            f"its data would be bytes {offset} to {end} of {location}, whose data is {weights.begin} to {weights.end}"
+        )
+        yield Violation(file, fact, title)
+    elif need is not None and need != end - offset:
+        yield Violation(file, f"it has {end - offset} bytes of data, and its type and shape need {need}", title)
+    elif weights.tensors is not None:
+        there, piece = weights.tensors.get(span, []), _said(tensor, PIECE)
+        if not there:
+            fact = f"no tensor of {location} lies at bytes {offset} to {end}"
+            yield Violation(file, fact, title, help=_AGAIN)
+        elif all(piece != one.piece if piece and one.piece else tensor.name != one.name for one in there):
+            named = there[0].piece or there[0].name
+            yield Violation(
+                file, f"its data is that of '{named}' in {location}; it is '{piece or tensor.name}'", title, help=_AGAIN
+            )
+        elif all(_TYPES.get(one.type) not in (tensor.data_type, _TYPES[_BYTES]) for one in there):
+            fact = (
+                f"its data in {location} is {there[0].type}, and it is a {TensorProto.DataType.Name(tensor.data_type)}"
+            )
+            yield Violation(file, fact, title, help=_AGAIN)
+        elif all(one.type != _BYTES and one.shape != [*tensor.dims] for one in there):
+            fact = f"its data in {location} is of shape {there[0].shape}, and it is of {[*tensor.dims]}"
+            yield Violation(file, fact, title, help=_AGAIN)
+
+
+def _said(tensor: TensorProto, key: str) -> str:
+    return next((entry.value for entry in tensor.metadata_props if entry.key == key), "")
+
+
+def _open(path: Path) -> _Weights | None:
+    """What a weights file holds; None where the file itself is already reported."""
+    try:
+        if path.suffix != ".safetensors":
+            return _Weights(0, path.stat().st_size, None)
+        text, header = sound_header(path)
+        begin, end = len(text), path.stat().st_size
+    except (OSError, ValueError):
+        return None
+    pieces = cast(dict[str, str], header.pop("__metadata__", {}))
+    tensors: dict[tuple[int, int], list[_Stored]] = {}
+    for name, entry in cast(dict[str, dict[str, Any]], header).items():
+        first, last = entry["data_offsets"]
+        one = _Stored(name, pieces.get(name, ""), str(entry.get("dtype", "")), entry.get("shape"))
+        tensors.setdefault((begin + first, begin + last), []).append(one)
+    return _Weights(begin, end, tensors)
+
+
+def _number(entries: dict[str, str], key: str) -> int:
+    text = entries.get(key, "0")
+    return int(text) if text.isdecimal() else -1
+
+
+def _bytes_of(tensor: TensorProto) -> int | None:
+    """The bytes that a tensor's data takes; None for texts and unknown types."""
+    dtype = BY_CODE.get(tensor.data_type)
+    return None if dtype is None else dtype.bytes_of(tuple(tensor.dims))

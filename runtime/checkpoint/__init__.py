@@ -1,0 +1,1 @@
+"""Checkpoints: saved by all ranks, read by any number of them."""

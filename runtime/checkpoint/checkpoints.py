@@ -1,0 +1,123 @@
+"""The checkpoints of a training: what its ranks keep is written to folders and read from them. Every call is collective.
+
+Nothing is taken from a checkpoint before all of it was found to be as it was written. So one that is refused leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import JsonValue
+
+from ..communication.agree import together
+from ..errors import DamagedError
+from ..execution.program import Program
+from ..execution.state import SUM
+from .ahead import Ahead
+from .checkpoint import Checkpoint
+from .compatibility import OPTIMIZER, is_file_of_weights, meet, meet_weights
+from .hashes import Proof
+from .index import CheckpointIndex
+from .lock import Lock
+from .newest import take_whole
+from .save import save
+
+Result = TypeVar("Result")
+
+
+class Checkpoints:
+    """A rank's end of them. `source` is the checkpoint from which tensors were taken last."""
+
+    def __init__(self, program: Program, optimizer: str, ahead: Ahead | None = None) -> None:
+        self.source: Path | None = None
+        self._ahead = ahead
+        self._program, self._optimizer = program, optimizer
+        self._kept = [one for one in program.manifest.state if one.kind != SUM]
+        self._claimed: set[Path] = set()
+        self._ours: set[Path] = set()
+        """The folders to which this run has written, now or before it was resumed."""
+        self._locks: dict[Path, Lock] = {}
+
+    def save(self, folder: Path, step: int, meta: Mapping[str, JsonValue], keep: int | None) -> Path:
+        """Writes a checkpoint into a folder that all ranks share; its path."""
+        self.claim(folder)
+        state, share, rank = self._program.state, self._program.share, self._program.rank
+        known: dict[str, JsonValue] = {OPTIMIZER: self._optimizer, **meta}
+        lock, goes_on = self._locks.get(folder), folder.resolve() in self._ours
+        path = save(folder, step, rank, state.arrays(), self._kept, known, share, keep, lock, goes_on)
+        self._ours.add(folder.resolve())
+        return path
+
+    def claim(self, folder: Path) -> None:
+        """Takes the lock of a folder until `release`; CheckpointError where another job has it."""
+        if folder in self._claimed:
+            return
+
+        def take() -> None:
+            if self._program.rank == 0:
+                self._locks[folder] = Lock(folder)
+
+        self._together(take)
+        self._claimed.add(folder)
+
+    def release(self) -> None:
+        """Gives all locks back, and ends what goes on."""
+        if self._ahead is not None:
+            self._ahead.close()
+        for lock in self._locks.values():
+            lock.release()
+        self._locks.clear()
+        self._claimed.clear()
+
+    def load(self, path: Path, option: str) -> CheckpointIndex:
+        """Takes all tensors from the checkpoint that a path means; its index. `option` is how the user gives another path."""
+
+        def take(place: Path) -> CheckpointIndex:
+            checkpoint = self._together(lambda: Checkpoint.at(place))
+            self._together(lambda: meet(checkpoint, self._kept, self._optimizer))
+            self._read(checkpoint, {record.tensor for record in self._kept})
+            return checkpoint.index
+
+        self.source, index = take_whole(path, take, option, self._program.rank, self._program.share)
+        self._ours.add(self.source.parent.resolve())
+        return index
+
+    def begin(self, path: Path, strict: bool, option: str) -> frozenset[str]:
+        """Takes the weights of a checkpoint or of a safetensors file; the names of those taken."""
+
+        def take(source: Checkpoint) -> frozenset[str]:
+            names = self._together(lambda: meet_weights(source, self._kept, strict))
+            self._read(source, names)
+            return names
+
+        def take_checkpoint(place: Path) -> frozenset[str]:
+            return take(self._together(lambda: Checkpoint.at(place)))
+
+        if self._together(lambda: is_file_of_weights(path)):
+            return take(self._together(lambda: Checkpoint.of_file(path)))
+        self.source, names = take_whole(path, take_checkpoint, option, self._program.rank, self._program.share)
+        return names
+
+    def _read(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
+        """Fills what is kept of these tensors, once all ranks together have hashed the checkpoint."""
+        wanted, rank = frozenset(names), self._program.rank
+
+        def prove() -> None:
+            begun = self._ahead and self._ahead.take(checkpoint)
+            with begun or Proof(checkpoint, rank, self._program.manifest.ranks) as proof:
+                if problems := proof.problems():
+                    raise DamagedError(problems)
+
+        def fill() -> None:
+            for record, array in self._program.state.arrays():
+                if record.tensor in wanted:
+                    checkpoint.load_into(record, rank, array)
+
+        self._together(prove)
+        self._together(fill)
+
+    def _together(self, action: Callable[[], Result]) -> Result:
+        """The action's result where it succeeds on every rank; else the same failure on all."""
+        return together(action, self._program.share)

@@ -1,0 +1,152 @@
+"""A checkpoint meets a program: whether it holds what the program keeps, and nothing else, by name, shape and type.
+
+To go on with a run everything must fit: parameters, statistics, and what the optimizer keeps. To begin a new one from weights
+(`--init`) the optimizer's part does not matter. All that does not fit is one error.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from partc.runtime.artifact.dtypes import dense
+from partc.runtime.artifact.format import StateRecord
+from partc.runtime.errors import CheckpointError, UsageError
+
+from .checkpoint import Checkpoint
+from .index import Kind, TensorRecord
+
+OPTIMIZER = "optimizer"
+"""The key of `meta` under which a training run gives its optimizer's name."""
+_SUGGESTED = 20
+_WEIGHTS: tuple[Kind, ...] = ("parameter", "statistics")
+
+
+def meet(checkpoint: Checkpoint, records: Sequence[StateRecord], optimizer: str = "") -> None:
+    """Checks that the checkpoint holds exactly the tensors of the records, so that each can be loaded.
+
+    `optimizer` is the name of the program's, for the message where the checkpoint is another one's. CheckpointError has all that
+    does not fit.
+    """
+    wanted = {record.tensor: record for record in records}
+    held = checkpoint.index.tensors
+    ours, theirs = _slots(records), _held_slots(held)
+    problems = list(_weight_problems(checkpoint, wanted, strict=True))
+    remedy = "give the checkpoint of a run of this model, or begin from its weights alone with --init PATH"
+    if ours != theirs:
+        named = checkpoint.index.meta.get(OPTIMIZER)
+        problems.append(
+            f"{checkpoint.path}: was written with {_optimizer(str(named or ''), theirs)}; "
+            f"the program has {_optimizer(optimizer, ours)}"
+        )
+        remedy = f"begin from its weights alone with --init {checkpoint.path}, or compile with the same optimizer"
+    else:
+        problems += _slot_problems(checkpoint, wanted)
+    if problems:
+        raise CheckpointError("\n".join([*problems, f"  help: {remedy}"]))
+
+
+def is_file_of_weights(path: Path) -> bool:
+    """Whether initial weights come from a `.safetensors` file of anyone's, and not from a checkpoint."""
+    if path.suffix == ".safetensors" and not path.exists():
+        raise UsageError(f"{path}: there is no such file\n  help: give a .safetensors file or a checkpoint's folder")
+    return path.is_file()
+
+
+def meet_weights(source: Checkpoint, records: Sequence[StateRecord], strict: bool = True) -> frozenset[str]:
+    """The tensors of the records to load from a source of initial weights: parameters and statistics of the same name.
+
+    With `strict` all of the program's parameters must be there, and nothing that it lacks; without, whatever is there under a
+    name of the program's, at least one. Shapes and types must be the same in any case. CheckpointError has all that does not fit.
+    A file without statistics fits: they begin anew.
+    """
+    wanted = {record.tensor: record for record in records if record.kind != "optimizer"}
+    held = source.index.tensors
+    problems = list(_weight_problems(source, wanted, strict, statistics=False))
+    found = frozenset(name for name in wanted if name in held and held[name].kind != "optimizer")
+    if not found and not problems:
+        like = _nearest(next(iter(wanted), ""), held)
+        problems.append(f"{source.path}: none of its {len(held)} tensors has the name of one of the program's{like}")
+    if problems:
+        help = "names, shapes and types must be the program's" if strict else "shapes and types must be the program's"
+        raise CheckpointError("\n".join([*problems, f"  help: {help}; `partc checkpoint export` writes such a file"]))
+    return found
+
+
+def _weight_problems(
+    checkpoint: Checkpoint, wanted: Mapping[str, StateRecord], strict: bool, statistics: bool = True
+) -> Iterator[str]:
+    """What does not fit of parameters and statistics; without `statistics` those may be absent."""
+    where = checkpoint.path
+    ours = {name: record for name, record in wanted.items() if record.kind != "optimizer"}
+    theirs = {name: held for name, held in checkpoint.index.tensors.items() if held.kind != "optimizer"}
+    absent = [
+        name for name, record in ours.items() if name not in theirs and (statistics or record.kind == "parameter")
+    ]
+    strangers = [name for name in theirs if name not in ours]
+    if strict:
+        for at, name in enumerate(absent):
+            like = _nearest(name, strangers) if at < _SUGGESTED else ""
+            yield f"{where}: has no '{name}' {_text(ours[name])}{like}"
+        for at, name in enumerate(strangers):
+            like = _nearest(name, absent) if at < _SUGGESTED else ""
+            yield f"{where}: has '{name}' {_held_text(theirs[name])}, which the program lacks{like}"
+    for name, record in ours.items():
+        if name in theirs:
+            yield from _difference(checkpoint, record, theirs[name])
+
+
+def _slot_problems(checkpoint: Checkpoint, wanted: Mapping[str, StateRecord]) -> Iterator[str]:
+    """What does not fit of an optimizer's tensors, where the optimizer is the same: those of parameters that both have."""
+    held = checkpoint.index.tensors
+    for name, record in wanted.items():
+        if record.kind != "optimizer":
+            continue
+        if name in held:
+            yield from _difference(checkpoint, record, held[name])
+        elif not record.parameter or record.parameter in held:
+            yield f"{checkpoint.path}: has no '{name}' {_text(record)}"
+    for name, found in held.items():
+        if found.kind == "optimizer" and name not in wanted and (not found.parameter or found.parameter in wanted):
+            yield f"{checkpoint.path}: has '{name}' {_held_text(found)}, which the program lacks"
+
+
+def _difference(checkpoint: Checkpoint, record: StateRecord, held: TensorRecord) -> Iterator[str]:
+    if _text(record) != _held_text(held):
+        yield f"{checkpoint.path}: '{record.tensor}' is {_held_text(held)}; the program's is {_text(record)}"
+
+
+def _text(record: StateRecord) -> str:
+    dtype = dense(record.type)
+    return f"{dtype.shown if dtype else record.type} {record.shape}"
+
+
+def _held_text(held: TensorRecord) -> str:
+    return f"{held.dtype} {list(held.shape)}"
+
+
+def _slots(records: Iterable[StateRecord]) -> list[str]:
+    """What an optimizer keeps of each parameter: the names of its tensors without the parameter's."""
+    own = (record for record in records if record.kind == "optimizer")
+    return sorted({record.tensor.removeprefix(f"{record.parameter}.") for record in own})
+
+
+def _held_slots(held: Mapping[str, TensorRecord]) -> list[str]:
+    own = ((name, tensor.parameter) for name, tensor in held.items() if tensor.kind == "optimizer")
+    return sorted({name.removeprefix(f"{parameter}.") for name, parameter in own})
+
+
+def _optimizer(name: str, slots: Sequence[str]) -> str:
+    """An optimizer by its name and by what it keeps: `the optimizer 'adam', which keeps m, v`."""
+    keeps = ", ".join(slots) or "nothing"
+    return f"the optimizer '{name}', which keeps {keeps}" if name else f"an optimizer that keeps {keeps}"
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    """The names most like one, as the end of a message; those that end alike first, since prefixes differ most often."""
+    last = name.rpartition(".")[2]
+    some = list(names)
+    ending = [other for other in some if other.endswith((f".{name}", f"_{name}")) or name.endswith(f".{other}")]
+    alike = ending or difflib.get_close_matches(name, [other for other in some if other.endswith(last)] or some, 3, 0.5)
+    return f"; the nearest {'is' if len(alike[:3]) == 1 else 'are'} {', '.join(map(repr, alike[:3]))}" if alike else ""

@@ -1,0 +1,35 @@
+"""A checkpoint as one safetensors file under the tensors' own names, which any tool reads: written tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from partc.runtime.files.replace import replacing_together
+
+from ..artifact.safetensors_stream import STORED, Stored, write_tensors
+from ..errors import CheckpointError, DamagedError
+from .checkpoint import Checkpoint
+from .hashes import Proof
+from .index import Kind
+
+WEIGHTS: tuple[Kind, ...] = ("parameter", "statistics")
+
+
+def export_tensors(checkpoint: Checkpoint, path: Path, kinds: Sequence[Kind] = WEIGHTS) -> list[str]:
+    """Writes the whole tensors of some kinds into one file, which is there when it is whole; their names.
+
+    No more than one tensor is in memory at a time. DamagedError, and no file, where the checkpoint turns out not to be as it was written.
+    """
+    tensors = {
+        name: Stored(STORED[tensor.dtype], tensor.shape)
+        for name, tensor in checkpoint.index.tensors.items()
+        if tensor.kind in kinds
+    }
+    if path.resolve().parent.is_relative_to(checkpoint.path.resolve()):
+        raise CheckpointError(f"{path}: lies in the checkpoint itself\n  help: give another place with -o")
+    with replacing_together(path) as scratch, Proof(checkpoint) as proof:
+        write_tensors(scratch / path.name, tensors, checkpoint.read)
+        if problems := proof.problems():
+            raise DamagedError(problems)
+    return sorted(tensors)

@@ -1,0 +1,258 @@
+"""The index of a checkpoint, `checkpoint.json`: its schema, its text, and what a folder of checkpoints holds.
+
+    checkpoints/
+      step_00000120/
+        checkpoint.json          step, meta, every tensor by its global name with the pieces that make it, every file's header's hash
+        rank_0000.safetensors    the pieces that rank 0 wrote; a key is the tensor's name, and the box of a piece: fc1.weight[0:4, 0:7]
+        rank_0001.safetensors
+      step_00000140/
+
+The index is written last: a folder without one is no checkpoint. Its last line is the hash of the lines before it, and a file's header
+has the hashes of its tensors: so one hash vouches for the whole, and each part can be checked alone.
+
+While something is done to a checkpoint its folder is hidden: `.step_00000160.saving` is being written, `.step_00000120.removed` is being
+removed, and `.step_00000140.old` is whole and gives way to a new `step_00000140`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from partc.runtime.artifact.format import stays_inside
+from partc.runtime.errors import CheckpointError, DamagedError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from ..artifact.safetensors_stream import STORED, is_shape
+from .box import Box, overlap
+
+INDEX = "checkpoint.json"
+FORMAT: Literal[2] = 2
+_FORMATS = (1, FORMAT)
+"""Format 1 has a hash of each file as a whole, and none of the index."""
+_INDEX_BYTES = 1 << 30
+_SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
+_SEAL_BYTES = len(',\n "sha256": ""\n}\n') + 64
+_TOLD = 20
+"""How many problems of one kind are said."""
+_STEP = re.compile(r"step_(\d{8,})")
+_HIDDEN = re.compile(r"\.(step_\d{8,})\.(saving|old|removed)")
+SAVING, OLD, REMOVED = "saving", "old", "removed"
+
+Kind = Literal["parameter", "optimizer", "statistics"]
+
+
+def _inside(path: str) -> str:
+    if not stays_inside(path):
+        raise ValueError(f"the path '{path}' leaves the folder")
+    return path
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PieceRecord(_Record):
+    """A box of a tensor: the file and the key in it under which it lies."""
+
+    file: Annotated[str, AfterValidator(_inside)]
+    key: str
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        """Where in the tensor it lies."""
+        return Box(self.begin, self.end)
+
+
+class TensorRecord(_Record):
+    """A tensor by its numpy dtype and whole shape; `parameter`: of whom an optimizer's tensor is."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    kind: Kind
+    parameter: str = ""
+    pieces: tuple[PieceRecord, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The size of the whole tensor."""
+        return STORED[self.dtype].bytes_of(self.shape)
+
+    @property
+    def count(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+
+class CheckpointFile(_Record):
+    """A file: its size, and the SHA-256 of its header; in format 1 of the whole."""
+
+    bytes: int = Field(ge=0)
+    header: str = ""
+    sha256: str = ""
+
+
+class CheckpointIndex(_Record):
+    """What a checkpoint holds; `ranks` wrote it, `meta` is whatever the training run wants back."""
+
+    format: Literal[1, 2]
+    partc: str
+    step: int = Field(ge=0)
+    ranks: int = Field(ge=1)
+    meta: dict[str, JsonValue]
+    tensors: dict[str, TensorRecord]
+    files: dict[Annotated[str, AfterValidator(_inside)], CheckpointFile]
+
+    def text(self) -> str:
+        """The index as JSON, a line for each tensor and file, so that it can be compared; the last is the hash of those before."""
+        data = self.model_dump(mode="json", exclude={"files": {"__all__": {"sha256"}}})
+        lists = {key: data.pop(key) for key in ("tensors", "files")}
+        lines = [f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in data.items()]
+        for key, entries in lists.items():
+            inner = ",\n".join(
+                f"  {json.dumps(name, ensure_ascii=False)}: {json.dumps(entry, ensure_ascii=False)}"
+                for name, entry in entries.items()
+            )
+            lines.append(f' "{key}": {{\n{inner}\n }}' if entries else f' "{key}": {{}}')
+        return sealed("{\n" + ",\n".join(lines))
+
+
+def sealed(text: str) -> str:
+    """The text of an index with its last line, the hash of the lines before it."""
+    return f'{text},\n "sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n'
+
+
+def step_folder(step: int) -> str:
+    """The name of a step's folder."""
+    return f"step_{step:08d}"
+
+
+def hidden_folder(name: str, doing: str) -> str:
+    """The name that the folder of a step has while something is done to it."""
+    return f".{name}.{doing}"
+
+
+def rank_tensors(rank: int) -> str:
+    """The name of the file that a rank writes."""
+    return f"rank_{rank:04d}.safetensors"
+
+
+def is_step_name(name: str) -> bool:
+    """Whether it is the name of a checkpoint's folder."""
+    return _STEP.fullmatch(name) is not None
+
+
+def is_step(path: Path) -> bool:
+    """Whether a folder has the name of a checkpoint, or is one."""
+    return is_step_name(path.name) or os.path.lexists(path / INDEX)
+
+
+def steps(folder: Path) -> list[tuple[int, Path]]:
+    """The checkpoints in a folder, whole or not, the oldest first; one that was about to give way, too, where nothing took its place."""
+    found = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        hidden = _HIDDEN.fullmatch(path.name)
+        shown = _STEP.fullmatch(hidden[1] if hidden and hidden[2] == OLD else path.name)
+        if shown and path.is_dir():
+            found[int(shown[1])] = path
+    return sorted(found.items())
+
+
+def left_behind(folder: Path) -> Iterator[tuple[Path, str, str]]:
+    """The hidden folders of saves that did not end: each with the name that it had or was to have, and what was done."""
+    for path in sorted(folder.iterdir()):
+        if (hidden := _HIDDEN.fullmatch(path.name)) is not None:
+            yield path, hidden[1], hidden[2]
+
+
+def read_index(folder: Path) -> CheckpointIndex:
+    """The index of a checkpoint's folder, sound in itself; the files are not looked at. DamagedError says what is wrong."""
+    file = folder / INDEX
+    data = _parsed(file, _read(file))
+    try:
+        index = CheckpointIndex.model_validate(data)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, item['loc'])) or 'the whole'}: {item['msg']}" for item in error.errors()]
+    else:
+        problems = list(_contradictions(index))
+        named = _STEP.fullmatch(folder.name)
+        if named and int(named[1]) != index.step:
+            problems.append(f"the folder has the name of another step: it holds step {index.step}")
+        if not problems:
+            return index
+    raise DamagedError([f"{file}: {problem}" for problem in problems[:_TOLD]])
+
+
+def _read(file: Path) -> bytes:
+    """The bytes of an index: of a plain file of moderate size."""
+    try:
+        found = file.lstat()
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedError([f"{file}: is no plain file"])
+        if found.st_size > _INDEX_BYTES:
+            raise DamagedError([f"{file}: has {found.st_size} bytes; at most {_INDEX_BYTES} are read"])
+        return file.read_bytes()
+    except OSError as error:
+        raise DamagedError(
+            [f"{file}: {'is missing' if isinstance(error, FileNotFoundError) else error.strerror}"]
+        ) from None
+
+
+def _parsed(file: Path, text: bytes) -> dict[str, object]:
+    """What an index says, once its hash is found right; in format 1 it has none."""
+    seal = _SEAL.fullmatch(text[-_SEAL_BYTES:])
+    if seal and seal[1].decode() != hashlib.sha256(text[:-_SEAL_BYTES]).hexdigest():
+        raise DamagedError([f"{file}: was changed: its last line is not the SHA-256 of the lines before it"])
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError([f"{file}: is not JSON: {error}"]) from None
+    if not isinstance(data, dict):
+        raise DamagedError([f"{file}: holds no JSON object"])
+    version = data.get("format")
+    if version not in _FORMATS or isinstance(version, bool):
+        raise CheckpointError(
+            f"{file}: is of format {version!r}, this partc reads formats {' and '.join(map(str, _FORMATS))}\n"
+            f"  help: read it with the partc that wrote it ({data.get('partc')})"
+        )
+    if version == FORMAT and (not seal or data.pop("sha256", None) != seal[1].decode()):
+        raise DamagedError([f"{file}: was changed: its last line is not the SHA-256 of the lines before it"])
+    return data
+
+
+def _contradictions(index: CheckpointIndex) -> Iterator[str]:
+    """What a schema cannot say: known types, boxes within their tensors that have as many elements, files that are listed."""
+    for name, tensor in index.tensors.items():
+        if tensor.dtype not in STORED:
+            yield f"tensor '{name}' is of type '{tensor.dtype}'; known are {', '.join(STORED)}"
+        if not is_shape(list(tensor.shape)):
+            yield f"tensor '{name}' has a shape of {len(tensor.shape)} dims, {str(list(tensor.shape))[:60]}"
+            continue
+        for piece in tensor.pieces:
+            if piece.file not in index.files:
+                yield f"tensor '{name}' has a piece in {piece.file}, which is not listed"
+        outside = [piece for piece in tensor.pieces if not _lies_in(piece, tensor.shape)]
+        for piece in outside:
+            yield f"tensor '{name}' of {list(tensor.shape)} has a piece {list(piece.begin)} to {list(piece.end)}"
+        if outside:
+            continue
+        count = sum(piece.box.count for piece in tensor.pieces)
+        if count != tensor.count:
+            yield f"tensor '{name}' has {tensor.count} elements, and its pieces {count}"
+        elif (twice := overlap([piece.box for piece in tensor.pieces])) is not None:
+            yield f"tensor '{name}' has the elements {twice} in two pieces"
+
+
+def _lies_in(piece: PieceRecord, shape: tuple[int, ...]) -> bool:
+    if not len(piece.begin) == len(piece.end) == len(shape):
+        return False
+    return all(0 <= begin < end <= dim for begin, end, dim in zip(piece.begin, piece.end, shape, strict=True))

@@ -1,0 +1,103 @@
+"""Who writes what of a checkpoint: every element of every tensor once, by the lowest rank that holds it.
+
+The list of all records says it alone, so that every rank comes to the same answer without a word. A tensor may have several
+records, one for each way in which it lies: a later layout adds what the boxes before leave out. Boxes of one record are
+equal or disjoint, as a layout's pieces are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from partc.runtime.artifact import boxes as cuts
+from partc.runtime.artifact import format as fmt
+from partc.runtime.artifact.dtypes import dense
+from partc.runtime.artifact.format import StateRecord
+
+from ..artifact.safetensors_stream import STORED
+from .box import Box, left_of, whole
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A piece that a rank writes: `value` is the name of the tensor there of which `held` is all that the rank has."""
+
+    rank: int
+    value: str
+    box: Box
+    held: Box
+
+
+def held_by(record: StateRecord, rank: int) -> Box:
+    """The piece of a record's tensor that a rank has; ValueError where its edges are not whole numbers."""
+    return _whole_numbers(record, record.box(rank))
+
+
+def _whole_numbers(record: StateRecord, box: fmt.Box | None) -> Box:
+    if box is None:
+        return whole(record.shape)
+    edges = cuts.local(box, record.shape)
+    return Box(tuple(edge.start for edge in edges), tuple(edge.stop for edge in edges))
+
+
+def owners(records: Sequence[StateRecord]) -> dict[str, list[Owned]]:
+    """By tensor, in the order of the records, its pieces and who writes each; ValueError with all that makes it impossible."""
+    by_tensor: dict[str, list[StateRecord]] = {}
+    for record in records:
+        by_tensor.setdefault(record.tensor, []).append(record)
+    found: dict[str, list[Owned]] = {}
+    problems: list[str] = []
+    for tensor, some in by_tensor.items():
+        wrong = list(_contradictions(tensor, some))
+        if not wrong:
+            try:
+                found[tensor] = _pieces(some)
+            except ValueError as error:
+                wrong = [f"'{tensor}': {error}"]
+        problems += wrong
+    if problems:
+        raise ValueError("\n".join(problems))
+    return found
+
+
+def _contradictions(tensor: str, records: Sequence[StateRecord]) -> Iterator[str]:
+    first = records[0]
+    for other in records[1:]:
+        if (other.type, other.shape, other.kind) != (first.type, first.shape, first.kind):
+            yield (
+                f"'{tensor}' is {first.kind} {first.type} {first.shape} as '{first.value}' and "
+                f"{other.kind} {other.type} {other.shape} as '{other.value}'"
+            )
+    dtype = dense(first.type)
+    if dtype is None or dtype.shown not in STORED:
+        yield f"'{tensor}' is {first.type}, which the safetensors format lacks"
+
+
+def _pieces(records: Sequence[StateRecord]) -> list[Owned]:
+    candidates = sorted((rank, at, box) for at, record in enumerate(records) for box, rank in _distinct(record).items())
+    taken: list[tuple[int, Box]] = []
+    pieces = []
+    for rank, at, box in candidates:
+        rest = left_of([box], (other for layout, other in taken if layout != at))
+        taken.append((at, box))
+        pieces += [Owned(rank, records[at].value, part, box) for part in rest]
+    pieces = [piece for piece in pieces if piece.box.count]
+    count, needed = sum(piece.box.count for piece in pieces), math.prod(records[0].shape)
+    if count != needed:
+        raise ValueError(f"the ranks hold {count} of its {needed} elements, each counted once")
+    return pieces
+
+
+def _distinct(record: StateRecord) -> dict[Box, int]:
+    """The boxes of a record, each with the lowest rank that has it."""
+    if record.boxes is None:
+        return {whole(record.shape): min(record.ranks)}
+    found: dict[tuple[tuple[int, ...], ...], tuple[int, fmt.Box]] = {}
+    pairs: Iterable[tuple[int, fmt.Box]] = zip(record.ranks, record.boxes, strict=True)
+    if isinstance(record.boxes, fmt.Grid) and record.ranks == sorted(record.ranks):
+        pairs = ((record.ranks[place], box) for place, box in record.boxes.distinct())
+    for rank, box in sorted(pairs, key=lambda pair: pair[0]):
+        found.setdefault(tuple(map(tuple, box)), (rank, box))
+    return {_whole_numbers(record, box): rank for rank, box in found.values()}

@@ -1,0 +1,261 @@
+"""Writes a checkpoint so that a crash at any moment leaves the last one whole.
+
+Each rank writes what it owns into a hidden folder beside the place where the checkpoint will be, and waits for the disk. When all
+have, rank 0 writes the index, and renames the folder: before the rename there is no new checkpoint, after it there is a whole
+one. What ranks tell one another is a line of text each: the size and hash of a file, or why there is none. A rank that fails makes
+all fail, with what went wrong on each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeAlias
+
+from partc.runtime.artifact.dtypes import Array, dense
+from partc.runtime.artifact.format import StateRecord
+from pydantic import JsonValue
+
+from ..artifact.safetensors_stream import Stored, write_tensors
+from ..errors import CheckpointError, PartcError
+from .index import (
+    FORMAT,
+    INDEX,
+    OLD,
+    SAVING,
+    CheckpointFile,
+    CheckpointIndex,
+    PieceRecord,
+    TensorRecord,
+    hidden_folder,
+    rank_tensors,
+    step_folder,
+)
+from .lock import Lock
+from .ownership import Owned, owners
+from .written import add, clear, discard, prune, strangers, written
+
+Share: TypeAlias = Callable[[str], Sequence[str]]
+"""A collective: takes this rank's text and gives the texts of all ranks, in their order."""
+_DONE, _FAILED = "+", "-"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def save(
+    folder: Path,
+    step: int,
+    rank: int,
+    pieces: Sequence[tuple[StateRecord, Array]],
+    records: Sequence[StateRecord],
+    meta: Mapping[str, JsonValue],
+    share: Share,
+    keep: int | None = None,
+    lock: Lock | None = None,
+    goes_on: bool = True,
+) -> Path:
+    """Writes the checkpoint of a step into `folder`, which all ranks share, and removes the run's oldest beyond `keep`; its path.
+
+    Every rank calls it, with its own `pieces` and with the same other arguments. `lock` is rank 0's lock of the folder, which else is
+    taken for this save alone; `goes_on`: whether the run is the one that wrote there before. When it returns, on any rank, the
+    checkpoint is whole. CheckpointError is raised on all ranks alike; the checkpoints that were there are then as they were.
+    """
+    target = folder / step_folder(step)
+    scratch = folder / hidden_folder(target.name, SAVING)
+    owned: dict[str, list[Owned]] = {}
+    own: list[Lock] = []
+
+    def begin() -> str:
+        owned.update(owners(records))
+        if rank == 0:
+            if lock is None:
+                own.append(Lock(folder))
+            clear(folder)
+            refuse_others(target)
+            scratch.mkdir()
+        return ""
+
+    def write() -> str:
+        scratch.mkdir(parents=True, exist_ok=True)
+        record = _write(scratch / rank_tensors(rank), rank, pieces, owned)
+        return "" if record is None else record.model_dump_json(exclude={"sha256"})
+
+    def commit() -> str:
+        if rank == 0:
+            _commit(scratch, target, _index(step, records, owned, meta, said), goes_on, keep)
+        return ""
+
+    try:
+        _together(target, share, begin)
+        said = _together(target, share, write)
+        _together(target, share, commit)
+    except CheckpointError:
+        with contextlib.suppress(OSError):
+            (scratch / rank_tensors(rank)).unlink(missing_ok=True)
+        if rank == 0:
+            discard(scratch)
+        raise
+    finally:
+        for one in own:
+            one.release()
+    return target
+
+
+def refuse_others(target: Path) -> None:
+    """Raises ValueError where something is in the place of a checkpoint that is none, or holds what partc has not put there."""
+    if os.path.lexists(target) and (found := strangers(target)):
+        what = f"holds '{found[0]}', which partc has not written" if found != ["."] else "is no folder"
+        raise ValueError(f"{target.name} is there and {what}: move it away")
+
+
+def _together(target: Path, share: Share, act: Callable[[], str]) -> list[str]:
+    """What the act says on each rank; CheckpointError on all ranks where it raises on any."""
+    failure: Exception | None = None
+    try:
+        text = _DONE + act()
+    except Exception as error:
+        failure = error
+        text = _FAILED + _told(error)
+    said = share(text)
+    ranks: dict[str, list[int]] = {}
+    for rank, one in enumerate(said):
+        if not one.startswith(_DONE):
+            ranks.setdefault(one.removeprefix(_FAILED), []).append(rank)
+    if ranks:
+        count = sum(map(len, ranks.values()))
+        lines = [f"{target}: was not written: {count} of {len(said)} ranks failed"]
+        for reason, some in ranks.items():
+            who = f"rank {some[0]}" if len(some) == 1 else f"ranks {', '.join(map(str, some))}"
+            lines += [f"  {who}: {line}" for line in reason.splitlines() or ["no reason was given"]]
+        raise CheckpointError(
+            "\n".join([*lines, "  help: the checkpoints before it are whole; mend this, and go on from the last"])
+        ) from failure
+    return [one.removeprefix(_DONE) for one in said]
+
+
+def _told(error: Exception) -> str:
+    match error:
+        case OSError(strerror=str(reason), filename=file) if file is not None:
+            full = "; make room on the disk" if error.errno in _FULL else ""
+            return f"{file}: {reason}{full}"
+        case OSError() | ValueError() | PartcError():
+            return str(error).replace("\n  help: ", "; ")
+    return f"{type(error).__name__}: {error}"
+
+
+def _write(
+    path: Path, rank: int, pieces: Sequence[tuple[StateRecord, Array]], owned: Mapping[str, Sequence[Owned]]
+) -> CheckpointFile | None:
+    """Writes what a rank owns, and gives the file's record; None where it owns nothing."""
+    arrays = {record.value: (record, array) for record, array in pieces}
+    mine: dict[str, tuple[Owned, Array]] = {}
+    problems = []
+    for tensor, some in owned.items():
+        for one in some:
+            if one.rank != rank:
+                continue
+            if one.value not in arrays:
+                problems.append(f"'{tensor}', which is '{one.value}' here, was not handed over")
+                continue
+            record, array = arrays[one.value]
+            dtype = dense(record.type)
+            if dtype is None or array.dtype != dtype.numpy or array.shape != one.held.shape:
+                problems.append(
+                    f"'{tensor}' was handed over as {array.dtype.name} {list(array.shape)}; the rank's piece is "
+                    f"{record.type} {list(one.held.shape)}"
+                )
+                continue
+            mine[_key(tensor, one, record.shape)] = one, array
+    if problems:
+        raise ValueError("\n".join(problems))
+    if not mine:
+        return None
+    types = {key: dense(arrays[one.value][0].type) for key, (one, _) in mine.items()}
+    stored = {key: Stored(dtype, mine[key][0].box.shape) for key, dtype in types.items() if dtype is not None}
+    written = write_tensors(path, stored, lambda key: mine[key][1][mine[key][0].box.inside(mine[key][0].held)])
+    return CheckpointFile(bytes=written.bytes, header=written.header)
+
+
+def _key(tensor: str, owned: Owned, shape: Sequence[int]) -> str:
+    return tensor if owned.box.shape == tuple(shape) else f"{tensor}{owned.box}"
+
+
+def _index(
+    step: int,
+    records: Sequence[StateRecord],
+    owned: Mapping[str, Sequence[Owned]],
+    meta: Mapping[str, JsonValue],
+    said: Sequence[str],
+) -> CheckpointIndex:
+    tensors: dict[str, TensorRecord] = {}
+    for record in records:
+        dtype = dense(record.type)
+        assert dtype is not None
+        if record.tensor in tensors or record.kind == "gradient":
+            continue
+        tensors[record.tensor] = TensorRecord(
+            dtype=dtype.shown,
+            shape=tuple(record.shape),
+            kind=record.kind,
+            parameter=record.parameter,
+            pieces=tuple(
+                PieceRecord(
+                    file=rank_tensors(one.rank),
+                    key=_key(record.tensor, one, record.shape),
+                    begin=one.box.begin,
+                    end=one.box.end,
+                )
+                for one in owned[record.tensor]
+            ),
+        )
+    files = {rank_tensors(rank): CheckpointFile.model_validate_json(text) for rank, text in enumerate(said) if text}
+    return CheckpointIndex(
+        format=FORMAT, partc=version("partc"), step=step, ranks=len(said), meta=dict(meta), tensors=tensors, files=files
+    )
+
+
+def _commit(scratch: Path, target: Path, index: CheckpointIndex, goes_on: bool, keep: int | None) -> None:
+    """Gives the written folder its name, and removes the run's oldest."""
+    for name, record in index.files.items():
+        size = (scratch / name).stat().st_size if (scratch / name).is_file() else None
+        if size != record.bytes:
+            have = "no such file" if size is None else f"one of {size} bytes"
+            raise ValueError(
+                f"{name} was written with {record.bytes} bytes, and rank 0 sees {have}: "
+                f"{target.parent} must be on a file system that all ranks share"
+            )
+    text = index.text()
+    with (scratch / INDEX).open("x", encoding="utf-8") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    _settle(scratch)
+    folder = target.parent
+    listed = add(folder, written(folder) if goes_on else {}, target.name, text)
+    old = target.with_name(hidden_folder(target.name, OLD))
+    if target.exists():
+        os.replace(target, old)
+    try:
+        os.replace(scratch, target)
+    except OSError:
+        if old.exists():
+            os.replace(old, target)
+        raise
+    _settle(folder)
+    discard(old)
+    if keep is not None:
+        prune(folder, target, listed, keep)
+
+
+def _settle(folder: Path) -> None:
+    """Waits until the disk has a folder's list of names, where the operating system lets a folder be opened."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,65 @@
+"""Proves a checkpoint whole: every file as it was written, every piece where the index says, every element exactly once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..artifact.safetensors_stream import Stored, read_header
+from ..errors import CheckpointError, printable
+from .checkpoint import Checkpoint
+from .hashes import Proof
+from .index import INDEX, CheckpointIndex, read_index
+
+
+def verify(folder: Path) -> list[str]:
+    """All that is wrong with the checkpoint in a folder, a line each; empty where it is whole."""
+    try:
+        index = read_index(folder)
+    except CheckpointError as error:
+        return [line for line in str(error).splitlines() if not line.startswith("  help: ")]
+    checkpoint = Checkpoint(folder, index)
+    problems = checkpoint.missing_files()
+    headers: dict[str, dict[str, Stored]] = {}
+    if not problems:
+        for name, record in index.files.items():
+            try:
+                headers[name] = read_header(folder / name, record.header)
+            except (OSError, ValueError) as error:
+                problems.append(f"{folder / name}: {error.strerror if isinstance(error, OSError) else error}")
+    if not problems:
+        with Proof(checkpoint, thorough=True) as proof:
+            problems = proof.problems()
+    problems += _pieces(folder, index, headers)
+    return [*problems, *_strangers(folder, index)]
+
+
+def _pieces(folder: Path, index: CheckpointIndex, headers: dict[str, dict[str, Stored]]) -> Iterator[str]:
+    listed: dict[str, set[str]] = {name: set() for name in headers}
+    for name, tensor in index.tensors.items():
+        for piece in tensor.pieces:
+            if piece.file not in headers:
+                continue
+            where = f"{folder / piece.file}: '{piece.key}' of '{name}'"
+            stored = headers[piece.file].get(piece.key)
+            if piece.key in listed[piece.file]:
+                yield f"{where}: stands in the index twice"
+            listed[piece.file].add(piece.key)
+            if stored is None:
+                yield f"{where}: is not there"
+            elif (stored.dtype.shown, stored.shape) != (tensor.dtype, piece.box.shape):
+                have, wanted = f"{stored.dtype.shown} {list(stored.shape)}", f"{tensor.dtype} {list(piece.box.shape)}"
+                yield f"{where}: is {have}; the index says {wanted}"
+    for name, keys in listed.items():
+        yield from (f"{folder / name}: '{key}' is not in the index" for key in headers[name] if key not in keys)
+
+
+def _strangers(folder: Path, index: CheckpointIndex) -> Iterator[str]:
+    known = {*index.files, INDEX}
+    for root, folders, files in os.walk(folder):
+        folders.sort()
+        for file in sorted(files):
+            path = Path(root) / file
+            if path.relative_to(folder).as_posix() not in known:
+                yield printable(f"{path}: is not in the index")

@@ -1,0 +1,76 @@
+"""A ReduceScatter or AllGather of several values as one message: packed side by side, and taken apart when it has come.
+
+All values are cut along axis 0, where the pieces of one follow each other. For values a and b and ranks 0 and 1:
+
+    ReduceScatter   [a0 a1] [b0 b1]   --packed-->   [a0 b0 | a1 b1]   --reduced-->    rank 0 has [a0 b0]
+    AllGather       [a0] [b0]         --packed-->   [a0 b0]           --gathered-->   [a0 b0 | a1 b1]   --apart-->   [a0 a1] [b0 b1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from ..artifact.comm_node import Call
+from ..artifact.dtypes import Bytes, Dtype
+from ..artifact.format import ALL_GATHER, ALL_REDUCE
+from ..execution.tensor import Tensor
+from .collective import Action, Bound, Work
+from .transport import Transport
+
+
+class Together:
+    """The collective among `ranks` where each gives `elements` of `dtype` in all, values of these `sizes` in bytes."""
+
+    def __init__(
+        self, call: Call, ranks: tuple[int, ...], sizes: Sequence[int], dtype: Dtype, transport: Transport, tag: int
+    ) -> None:
+        self.call, self.ranks, self.sizes = call, ranks, list(sizes)
+        self.given = sum(self.sizes)
+        elements = self.given * 8 // dtype.bits
+        flat = Call(call.op, "packed", "landing", call.group, call.tag, call.path, call.reduce)
+        self.work = Work(flat, ranks, (elements,), dtype, transport, tag)
+        self.made = dtype.bytes_of(self.work.result)
+        self.packed = self.given
+        self.landing = self.made + self.work.landing
+        assert call.op != ALL_REDUCE
+        assert not self.work.packed
+
+    def bind(
+        self, sources: Sequence[Tensor], results: Sequence[Tensor], packed: Bytes, landing: Bytes, at_once: bool
+    ) -> Bound:
+        """The collective on this memory."""
+        dtype, count = self.work.dtype, len(self.ranks)
+        gathers = self.call.op == ALL_GATHER
+        whole, own = Tensor(dtype, self.work.shape, packed[: self.given]), landing[: self.made]
+        flat = Tensor(dtype, self.work.result, own)
+        bound = self.work.bind(whole, flat, landing[:0], landing[self.made : self.landing], at_once)
+        before = partial(_copy, _rows([one.data for one in sources], packed[: self.given], 1 if gathers else count))
+        after = partial(_copy, _rows([one.data for one in results], own, count if gathers else 1, apart=True))
+        return Bound(bound.start, partial(_all, before, bound.before), partial(_all, bound.after, after))
+
+
+def _rows(values: Sequence[Bytes], together: Bytes, ranks: int, apart: bool = False) -> list[tuple[Bytes, Bytes]]:
+    """Pairs of memory, from where to where: each value's pieces beside the others' of one rank, or `apart` the other way."""
+    row, at = len(together) // ranks, 0
+    table = together.reshape(ranks, row)
+    found = []
+    for value in values:
+        size = len(value) // ranks
+        pair = value.reshape(ranks, size), table[:, at : at + size]
+        found.append(pair[::-1] if apart else pair)
+        at += size
+    return found
+
+
+def _copy(pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
+    for source, target in pairs:
+        np.copyto(target, source)
+
+
+def _all(*actions: Action | None) -> None:
+    for action in actions:
+        if action is not None:
+            action()

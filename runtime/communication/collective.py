@@ -1,0 +1,216 @@
+"""A collective of one schedule: what it copies before it begins and after it is finished, and the scratch memory for that.
+
+A `Work` knows the sizes. Bound to memory it is a `Bound`: what packs, what starts, and what unpacks or reduces once the transport
+is done. Where the memory stays, that is made once, else in each step. Scratch lies in the arena as values do: `packed` until the
+bytes have left, `landing` until they are unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+
+from ..artifact.comm_node import Call, Shape, place_of, result_shape
+from ..artifact.dtypes import BY_NAME, Bytes, Dtype
+from ..artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, REDUCE_TO
+from ..errors import RankError, StepError
+from ..execution.tensor import Tensor, aligned
+from .packing import carried, carrier, is_front, moved_bytes, reduced, split, store
+from .transport import GATHER, Movement, Request, Transport
+
+Action: TypeAlias = Callable[[], object]
+What: TypeAlias = Callable[[], str]
+
+NOTHING = np.empty(0, np.uint8)
+_DIMS = 12
+_MISSING = -1
+"""In place of a number of dims: the rank has no value."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A collective on its memory: `before` packs, `start` gives the request, `after` unpacks what has come."""
+
+    start: Callable[[], Request]
+    before: Action | None = None
+    after: Action | None = None
+
+
+class Work:
+    """A collective among `ranks` where each gives `shape` of `dtype`. `tag` is the transport's."""
+
+    def __init__(
+        self, call: Call, ranks: tuple[int, ...], shape: Shape, dtype: Dtype, transport: Transport, tag: int
+    ) -> None:
+        self.call = call
+        self.ranks = ranks
+        self.shape = shape
+        self.dtype = dtype
+        self.transport = transport
+        self.tag = tag
+        self.result = result_shape(call, shape, len(ranks))
+        self.native = transport.reduces(dtype, call.reduce) if call.reduce else True
+        narrow = dtype.bits < 8 and call.op != BROADCAST
+        self._from = place_of(call.axis, shape) if call.op in (REDUCE_SCATTER, ALL_TO_ALL) else 0
+        into = {ALL_GATHER: call.axis, ALL_TO_ALL: call.concat_axis}.get(call.op)
+        self._into = 0 if into is None else place_of(into, self.result)
+        self.piece = self._piece()
+        moved = moved_bytes(dtype, shape)
+        alone = len(ranks) == 1
+        self.packed = moved if not alone and (narrow or not is_front(shape, self._from)) else 0
+        landed = moved * (len(ranks) if call.op in (ALL_GATHER, ALL_REDUCE, REDUCE_TO) else 1)
+        joins = not is_front(self.piece, self._into) or not self.native
+        takes = call.op != REDUCE_TO or transport.rank == ranks[call.root]
+        self.landing = landed if not alone and takes and (narrow or joins) else 0
+
+    @property
+    def gives_shape(self) -> Shape:
+        """The shape of what each rank gives."""
+        return self.shape
+
+    def bind(self, source: Tensor | None, result: Tensor | None, packed: Bytes, landing: Bytes, at_once: bool) -> Bound:
+        """The collective on this memory; scratch may be longer than it needs. Without a result the rank gets nothing."""
+        place = self.ranks.index(self.transport.rank)
+        packed, landing = packed[: self.packed], landing[: self.landing]
+        if len(self.ranks) == 1 or (self.call.op == BROADCAST and place == self.call.root):
+            assert source is not None
+            before: Action | None = None
+            if result is not None and source.pointer != result.pointer:
+                before = partial(np.copyto, result.data, source.data)
+        else:
+            before = self._packing(source, packed) if self.packed and source else None
+        if len(self.ranks) == 1:
+            return Bound(nothing, before)
+        given = packed if self.packed else source.data if source else NOTHING
+        if self.call.op == BROADCAST:
+            result = result or source
+            given = result.data if place == self.call.root and result else NOTHING
+        taken = landing if self.landing else result.data if result else NOTHING
+        movement = Movement(
+            self._movement(),
+            self.ranks,
+            self.tag,
+            given,
+            taken,
+            self.dtype,
+            self.call.reduce if self.native else "",
+            self.call.root,
+            at_once,
+        )
+        after = self._placing(landing, result) if self.landing and result else None
+        return Bound(self.transport.ready(movement), before, after)
+
+    def _movement(self) -> str:
+        if self.native:
+            return self.call.op
+        return {ALL_REDUCE: ALL_GATHER, REDUCE_TO: GATHER}.get(self.call.op, ALL_TO_ALL)
+
+    def _piece(self) -> Shape:
+        """The shape of what one rank gives to one other."""
+        if self.call.op not in (REDUCE_SCATTER, ALL_TO_ALL):
+            return self.shape
+        size = self.shape[self._from] // len(self.ranks)
+        return (*self.shape[: self._from], size, *self.shape[self._from + 1 :])
+
+    def _packing(self, source: Tensor, packed: Bytes) -> Action:
+        if self.call.op not in (REDUCE_SCATTER, ALL_TO_ALL):
+            whole = carrier(packed, self.dtype, self.shape)
+            return lambda: np.copyto(whole, carried(source))
+        pieces = carrier(packed, self.dtype, (len(self.ranks), *self.piece))
+        if self.dtype.bits < 8:
+            return lambda: np.copyto(pieces, split(carried(source), self._from, len(self.ranks)))
+        return partial(np.copyto, pieces, split(carried(source), self._from, len(self.ranks)))
+
+    def _placing(self, landing: Bytes, result: Tensor) -> Action:
+        pieces = carrier(landing, self.dtype, (len(self.ranks), *self.piece))
+        if self.call.reduce:
+            return lambda: store(reduced(list(pieces), self.dtype, self.call.reduce), result)
+        if self.dtype.bits < 8:
+            return lambda: store(np.concatenate(list(pieces), self._into), result)
+        return partial(np.copyto, split(carried(result), self._into, len(self.ranks)), pieces)
+
+
+def at_large(call: Call, ranks: tuple[int, ...], tag: int, source: Tensor, transport: Transport, what: What) -> Tensor:
+    """The result of a collective on values of unknown shape, whole at once; StepError on all ranks where the shapes do not fit together.
+
+    AllReduce wants equal shapes. AllGather wants them equal but for `axis`: shorter pieces travel filled up to the longest.
+    """
+    shapes = _shapes(call, ranks, tag, source, transport, what)
+    if call.op == ALL_GATHER and shapes and len({len(shape) for shape in shapes}) == 1:
+        axis = place_of(call.axis, source.shape)
+        lengths = [shape[axis] for shape in shapes]
+        rests = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
+        fits = len(rests) == 1
+    else:
+        axis, lengths, fits = 0, [0], len(set(shapes)) == 1
+    if not fits:
+        told = ", ".join(f"{list(shape)} on rank {rank}" for rank, shape in zip(ranks, shapes, strict=True))
+        raise StepError(f"rank {transport.rank} failed in {what()}: the shapes do not fit together: {told}")
+    if len(set(lengths)) == 1:
+        return _whole(call, ranks, tag, source, transport, what)
+    longest = max(lengths)
+    wide = list(source.shape)
+    wide[axis] = longest
+    elements = np.zeros(wide, source.dtype.numpy)
+    elements[tuple(slice(size) for size in source.shape)] = source.array()
+    filled = Tensor.of(elements, source.dtype)
+    everything = _whole(call, ranks, tag, filled, transport, what).array()
+    kept = [
+        np.take(everything, range(index * longest, index * longest + length), axis)
+        for index, length in enumerate(lengths)
+    ]
+    return Tensor.of(np.concatenate(kept, axis), source.dtype)
+
+
+def _whole(call: Call, ranks: tuple[int, ...], tag: int, source: Tensor, transport: Transport, what: What) -> Tensor:
+    work = Work(call, ranks, source.shape, source.dtype, transport, tag)
+    result = Tensor.empty(source.dtype, work.result)
+    bound = work.bind(source, result, aligned(work.packed), aligned(work.landing), False)
+    if bound.before:
+        bound.before()
+    request = bound.start()
+    if len(ranks) > 1:
+        transport.wait(request, what)
+    if bound.after:
+        bound.after()
+    return result
+
+
+def _shapes(
+    call: Call, ranks: tuple[int, ...], tag: int, source: Tensor, transport: Transport, what: What
+) -> list[Shape]:
+    """The shape that each rank gives."""
+    if len(ranks) == 1:
+        return [source.shape]
+    if len(source.shape) > _DIMS:
+        raise RankError(f"{what()}: a value of unknown shape has {len(source.shape)} dims, and {_DIMS} are possible")
+    mine = [len(source.shape), *source.shape, *[0] * (_DIMS - len(source.shape))]
+    rows = _rows(mine, ranks, tag, transport, what)
+    if missing := [rank for rank, row in zip(ranks, rows, strict=True) if row[0] == _MISSING]:
+        raise StepError(f"rank {transport.rank} failed in {what()}: rank {missing[0]} has nothing to give")
+    return [tuple(row[1 : 1 + row[0]]) for row in rows]
+
+
+def give_up(call: Call, ranks: tuple[int, ...], tag: int, transport: Transport, what: What) -> None:
+    """Takes part in a collective on values of unknown shape with nothing to give: it ends for all its ranks by a StepError."""
+    if len(ranks) > 1:
+        _rows([_MISSING] * (1 + _DIMS), ranks, tag, transport, what)
+
+
+def _rows(mine: Sequence[int], ranks: tuple[int, ...], tag: int, transport: Transport, what: What) -> list[list[int]]:
+    """The numbers that each rank gives."""
+    given = np.array(mine, np.int64)
+    rows = np.empty((len(ranks), given.size), np.int64)
+    movement = Movement(ALL_GATHER, ranks, tag, given.view(np.uint8), rows.reshape(-1).view(np.uint8), BY_NAME["int64"])
+    transport.wait(transport.ready(movement)(), what)
+    found: list[list[int]] = rows.tolist()
+    return found
+
+
+def nothing() -> Request:
+    """What begins where nothing moves."""
+    return None

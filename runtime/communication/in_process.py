@@ -1,0 +1,240 @@
+"""Ranks as threads of one process: mailboxes in place of MPI, for tests, `partc verify` and machines without MPI.
+
+A send copies its bytes into a mailbox and is complete at once; a collective is a meeting to which each rank brings a copy of its
+bytes, and which is complete when all have come. Waits end at once when a rank has failed, and when no rank can
+ever go on: then the error says what each one waits for, so that a wrong order of communication is a message and not a hang.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from threading import Condition
+
+import numpy as np
+
+from ..artifact.dtypes import Bytes, Dtype
+from ..artifact.format import ALL_GATHER, ALL_TO_ALL, BROADCAST
+from ..errors import RankError
+from .transport import GATHER, Movement, Request, Transport, Vector, stalled, usable_cores
+
+_Key = tuple[int, int, int]
+
+
+@dataclass
+class _Meeting:
+    """One round in which every rank brings something and takes what all brought."""
+
+    brought: dict[int, object] = field(default_factory=dict)
+    complete: bool = False
+
+
+@dataclass(frozen=True)
+class _Receive:
+    buffer: Bytes
+    key: _Key
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    meeting: _Meeting
+    movement: Movement
+
+
+class LocalWorld:
+    """The ranks of one process; `transport(rank)` is what a rank's thread uses."""
+
+    def __init__(self, size: int, stall: float = 30.0) -> None:
+        self.size = size
+        self.stall = stall
+        self._changed = Condition()
+        self._mail: dict[_Key, deque[Bytes]] = {}
+        self._gatherings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
+        self._waiting: dict[int, tuple[Callable[[], bool], Callable[[], str]]] = {}
+        self._finished: set[int] = set()
+        self._failure: str | None = None
+        self._why = ""
+        self._meeting = _Meeting()
+
+    def transport(self, rank: int) -> Transport:
+        """The end of the job that belongs to a rank."""
+        return LocalTransport(self, rank)
+
+    def reset(self) -> None:
+        """Forget messages and failures; only between steps, when no rank is inside a call."""
+        with self._changed:
+            self._mail.clear()
+            self._gatherings.clear()
+            self._finished.clear()
+            self._failure, self._why = None, ""
+            self._meeting = _Meeting()
+
+    def finish(self, rank: int, why: str = "") -> None:
+        """A rank says that it will not communicate until the next reset, and where the others do not know it, why."""
+        with self._changed:
+            self._finished.add(rank)
+            self._why = self._why or why
+            self._check_progress()
+
+    def fail(self, message: str) -> None:
+        """End every wait with the message; the first failure is the one that counts."""
+        with self._changed:
+            self._failure = self._failure or message
+            self._changed.notify_all()
+
+    def put(self, key: _Key, data: Bytes) -> None:
+        """Leave a message."""
+        with self._changed:
+            self._mail.setdefault(key, deque()).append(data)
+            self._changed.notify_all()
+
+    def take(self, key: _Key, what: Callable[[], str]) -> Bytes:
+        """The oldest message of a mailbox, when there is one."""
+        with self._changed:
+            self._wait(key[1], lambda: bool(self._mail.get(key)), what)
+            return self._mail[key].popleft()
+
+    def bring(self, ranks: tuple[int, ...], tag: int, rank: int, data: Bytes) -> _Meeting:
+        """The meeting of a collective, to which a rank now has brought its bytes."""
+        with self._changed:
+            meeting = self._gatherings.setdefault((ranks, tag), _Meeting())
+            meeting.brought[rank] = data
+            if len(meeting.brought) == len(ranks):
+                meeting.complete = True
+                del self._gatherings[ranks, tag]
+                self._changed.notify_all()
+            return meeting
+
+    def gathered(self, rank: int, meeting: _Meeting, what: Callable[[], str]) -> dict[int, object]:
+        """What all ranks of a collective have brought, when they have."""
+        with self._changed:
+            self._wait(rank, lambda: meeting.complete, what)
+            return meeting.brought
+
+    def meet(self, rank: int, thing: object, what: Callable[[], str]) -> list[object]:
+        """What every rank brought to this round, in order of ranks."""
+        with self._changed:
+            meeting = self._meeting
+            meeting.brought[rank] = thing
+            if len(meeting.brought) == self.size:
+                meeting.complete = True
+                self._meeting = _Meeting()
+                self._changed.notify_all()
+            self._wait(rank, lambda: meeting.complete, what)
+            return [meeting.brought[other] for other in range(self.size)]
+
+    def _wait(self, rank: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        begun = time.monotonic()
+        report = self.stall
+        self._waiting[rank] = (ready, what)
+        try:
+            while not ready():
+                self._check_progress()
+                if self._failure is not None:
+                    raise RankError(self._failure)
+                if not self._changed.wait(max(begun + report - time.monotonic(), 0.0)) and not ready():
+                    print(stalled(rank, time.monotonic() - begun, what()), file=sys.stderr, flush=True)
+                    report *= 2
+        finally:
+            del self._waiting[rank]
+
+    def _check_progress(self) -> None:
+        """Fail when every rank waits for what nobody will send."""
+        blocked = [rank for rank, (ready, _) in self._waiting.items() if not ready()]
+        if not blocked or self._failure is not None or len(set(blocked) | self._finished) < self.size:
+            return
+        lines = [f"  rank {rank} waits in {self._waiting[rank][1]()}" for rank in sorted(blocked)]
+        self._failure = self._why or "\n".join(
+            ["no rank can go on: what they wait for is never sent", *lines, "  help: compile again"]
+        )
+        self._changed.notify_all()
+
+
+class LocalTransport:
+    """One rank's end of a LocalWorld."""
+
+    tags = sys.maxsize
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        self.world = world
+        self.rank = rank
+        self.size = world.size
+        self.stall = world.stall
+        self.cores = max(1, len(usable_cores()) // world.size)
+        self.crowded = world.size > 1
+        self.together, self.spins = True, False
+
+    def isend(self, buffer: Bytes, peer: int, tag: int) -> Request:
+        self.world.put((self.rank, peer, tag), buffer.copy())
+        return None
+
+    def irecv(self, buffer: Bytes, peer: int, tag: int) -> Request:
+        return _Receive(buffer, (peer, self.rank, tag))
+
+    def wait(self, request: Request, what: Callable[[], str]) -> None:
+        if isinstance(request, _Receive):
+            data = self.world.take(request.key, what)
+            if data.size != request.buffer.size:
+                raise RankError(f"rank {self.rank} got {data.size} bytes instead of {request.buffer.size}: {what()}")
+            request.buffer[:] = data
+        elif isinstance(request, _Gathering):
+            brought = self.world.gathered(self.rank, request.meeting, what)
+            _distribute(
+                self.rank, request.movement, [np.asarray(brought[rank]) for rank in request.movement.ranks], what
+            )
+
+    def join(self, circles: Sequence[tuple[int, ...]]) -> None:
+        pass
+
+    def reduces(self, dtype: Dtype, reduce: str) -> bool:
+        return False
+
+    def ready(self, movement: Movement) -> Callable[[], Request]:
+        def begin() -> Request:
+            data = movement.source.copy()
+            return _Gathering(self.world.bring(movement.ranks, movement.tag, self.rank, data), movement)
+
+        return begin
+
+    def agree(self, vector: Vector) -> Vector:
+        vectors = self.world.meet(self.rank, vector.copy(), lambda: "the agreement on the sizes of a step")
+        highest: Vector = np.stack([np.asarray(one, np.int64) for one in vectors]).max(axis=0)
+        return highest
+
+    def share(self, text: str) -> list[str]:
+        return [str(one) for one in self.world.meet(self.rank, text, lambda: "the exchange of messages")]
+
+    def fail(self, message: str, buffers: object = None) -> None:
+        self.world.fail(message)
+
+    def leave(self, message: str) -> None:
+        self.world.finish(self.rank, message)
+
+    def abort(self, message: str) -> None:
+        self.world.fail(message)
+
+    def close(self) -> None:
+        pass
+
+
+def _distribute(rank: int, movement: Movement, brought: Sequence[Bytes], what: Callable[[], str]) -> None:
+    """Give a rank its part of what all have brought."""
+    ranks, target = len(movement.ranks), movement.target
+    if movement.op in (GATHER, BROADCAST) and (rank == movement.ranks[movement.root]) != (movement.op == GATHER):
+        return
+    if movement.op in (ALL_GATHER, GATHER):
+        parts = list(brought)
+    elif movement.op == ALL_TO_ALL:
+        place = movement.ranks.index(rank)
+        size = target.size // ranks
+        parts = [data[place * size : (place + 1) * size] for data in brought]
+    else:
+        parts = [brought[movement.root]]
+    if any(part.size * len(parts) != target.size for part in parts):
+        sizes = ", ".join(str(part.size) for part in parts)
+        raise RankError(f"rank {rank} got {sizes} bytes instead of {target.size} from all: {what()}")
+    if target.size:
+        np.concatenate(parts, out=target)

@@ -1,0 +1,227 @@
+"""Ranks as MPI processes, by mpi4py, on a communicator of the runtime's own.
+
+A wait tests for a moment and then sleeps, 20 microseconds first and twice as long each time, up to a tenth of a millisecond and,
+once it has lasted long, up to a whole one: ranks may outnumber cores, and a rank that spins takes its core from the one it waits
+for. While it sleeps it looks whether another rank has failed, or has left: a rank says, when it leaves, how many agreements and
+exchanges of all ranks it has taken part in, and who waits beyond those waits in vain. MPI counts in 32-bit integers, so that a longer
+message travels in pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import struct
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, cast
+
+import numpy as np
+from mpi4py import MPI
+
+from ..artifact.dtypes import Bytes, Dtype
+from ..errors import RankError
+from ..execution.status_board import processes
+from . import mpi_calls as calls
+from .leaving import expected
+from .mpi_group import Circle
+from .mpi_watch import Watch
+from .transport import Movement, Request, Vector, usable_cores
+
+_PIECE = 1 << 30
+_ALONE_SPIN = 2e-3
+_CROWDED_SPIN = 5e-5
+_SHORTEST_SLEEP = 2e-5
+_LONGEST_SLEEP = 1e-4
+_LONG_WAIT = 0.1
+_BETWEEN_LOOKS = 2e-3
+_LONGEST_SLEEP_OF_A_LONG_WAIT = 1e-3
+_NOTICE = 1
+_NOTICE_BYTES = 3000
+_ROUNDS = struct.Struct("<q")
+_FAILED = -1
+_LEFT: list[object] = []
+"""What messages under way may still touch after a failure: it must outlive every user."""
+
+
+class _Tested(Protocol):
+    def Test(self) -> bool: ...
+
+
+class _Pieces:
+    """A message in several pieces."""
+
+    def __init__(self, requests: list[MPI.Request]) -> None:
+        self.requests = requests
+
+    def Test(self) -> bool:
+        return MPI.Request.Testall(self.requests)
+
+
+class MpiTransport:
+    """One rank's end of an MPI communicator; creating it and closing it is collective."""
+
+    def __init__(self, comm: MPI.Intracomm, stall: float = 30.0, piece: int = _PIECE) -> None:
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.stall = stall
+        self.piece = piece
+        self.tags: int = cast(int, comm.Get_attr(MPI.TAG_UB))
+        self.notices: MPI.Intracomm | None = None
+        self._processes: Mapping[int, int] = processes()
+        self._watch = Watch(self.rank, stall, lambda: self._processes)
+        self._yields, self._spin = False, _CROWDED_SPIN
+        self._failure: str | None = None
+        self._left: list[tuple[int, str]] = []
+        self._begun = self._done = 0
+        """How many agreements and exchanges of all ranks this one has begun, and has taken part in."""
+        self._circles: dict[tuple[int, ...], Circle] = {}
+        self.wait(comm.Ibarrier(), lambda: "all ranks to begin to load")
+        self.comm = calls.duplicate(comm, self._watch)
+        self.notices = calls.duplicate(comm, self._watch)
+        expected(self)
+        self._meet()
+
+    def _meet(self) -> None:
+        """Learns which ranks are on this machine, and with how many they share its cores."""
+        rows = [json.loads(text) for text in self.share(json.dumps([_machine(), os.getpid(), sorted(usable_cores())]))]
+        self._machines = [machine for machine, _, _ in rows]
+        here = self._machines[self.rank]
+        near = [rank for rank, machine in enumerate(self._machines) if machine == here]
+        self._processes = {rank: rows[rank][1] for rank in near}
+        everyone = frozenset().union(*(rows[rank][2] for rank in near))
+        self.cores = min(len(usable_cores()), max(1, len(everyone) // len(near)))
+        self.crowded = len(near) > 1
+        self.together = len(near) == self.size
+        self.spins = len(near) <= len(everyone)
+        self._yields = not self.spins and hasattr(os, "sched_yield")
+        self._spin = _ALONE_SPIN if self.spins else _CROWDED_SPIN
+
+    def isend(self, buffer: Bytes, peer: int, tag: int) -> Request:
+        if buffer.size > self.piece:
+            return _Pieces([self.comm.Isend([part, MPI.BYTE], peer, tag) for part in self._parts(buffer)])
+        return self.comm.Isend([buffer, MPI.BYTE], peer, tag)
+
+    def irecv(self, buffer: Bytes, peer: int, tag: int) -> Request:
+        if buffer.size > self.piece:
+            return _Pieces([self.comm.Irecv([part, MPI.BYTE], peer, tag) for part in self._parts(buffer)])
+        return self.comm.Irecv([buffer, MPI.BYTE], peer, tag)
+
+    def wait(self, request: Request, what: Callable[[], str]) -> None:
+        test: Callable[[], bool] = request.Test  # type: ignore[attr-defined]
+        if test():
+            return
+        begun = time.monotonic()
+        while time.monotonic() - begun < self._spin:
+            if self._yields:
+                os.sched_yield()
+            if test():
+                return
+        self._watch.begin(what)
+        try:
+            sleep, look = _SHORTEST_SLEEP, 0.0
+            while not test():
+                time.sleep(sleep)
+                waited = time.monotonic() - begun
+                if waited >= look:
+                    self._look()
+                    look = waited + _BETWEEN_LOOKS
+                sleep = min(2 * sleep, _LONGEST_SLEEP if waited < _LONG_WAIT else _LONGEST_SLEEP_OF_A_LONG_WAIT)
+        except BaseException:
+            # MPI may still write where a wait was given up.
+            _LEFT.append(request)
+            raise
+        finally:
+            self._watch.end()
+
+    def join(self, circles: Sequence[tuple[int, ...]]) -> None:
+        for index, ranks in enumerate(circles):
+            if self.rank in ranks and ranks not in self._circles:
+                near = len({self._machines[rank] for rank in ranks}) == 1
+                self._circles[ranks] = Circle(self.comm, ranks, index % self.tags, near, self._watch, self.wait)
+
+    def reduces(self, dtype: Dtype, reduce: str) -> bool:
+        return calls.reduces(dtype, reduce)
+
+    def ready(self, movement: Movement) -> Callable[[], Request]:
+        return self._circles[movement.ranks].ready(movement)
+
+    def agree(self, vector: Vector) -> Vector:
+        result = np.empty_like(vector)
+        self._begun += 1
+        self.wait(self.comm.Iallreduce(vector, result, MPI.MAX), lambda: "the agreement on the sizes of a step")
+        self._done += 1
+        return result
+
+    def share(self, text: str) -> list[str]:
+        mine = np.frombuffer(text.encode(), np.uint8)
+        sizes = np.empty(self.size, np.int64)
+        self._begun += 1
+        self.wait(self.comm.Iallgather(np.array([mine.size], np.int64), sizes), lambda: "the exchange of messages")
+        longest = int(sizes.max())
+        rows = np.zeros((self.size, longest), np.uint8)
+        row = np.pad(mine, (0, longest - mine.size))
+        self.wait(self.comm.Iallgather(row, rows), lambda: "the exchange of messages")
+        self._done += 1
+        return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+    def fail(self, message: str, buffers: object = None) -> None:
+        if self._failure is None:
+            self._failure = message
+            self._notify(_FAILED, message)
+        _LEFT.append((self, buffers))
+
+    def leave(self, message: str) -> None:
+        if self._failure is None:
+            self._failure = message
+            self._notify(self._done, message)
+            _LEFT.append(self)
+
+    def abort(self, message: str) -> None:
+        sys.stdout.flush()
+        print(message, file=sys.stderr, flush=True)
+        calls.abort(self.comm, 1)
+
+    def close(self) -> None:
+        # After a failure messages may still be under way: the communicators must outlive them.
+        if self._failure is None and not MPI.Is_finalized():
+            self._failure = "it was closed"
+            for circle in self._circles.values():
+                circle.free()
+            calls.free(self.comm, self._watch)
+            if self.notices is not None:
+                calls.free(self.notices, self._watch)
+
+    def _notify(self, rounds: int, message: str) -> None:
+        """Tells all other ranks, in a message short enough to leave at once: nobody is sure to wait for it."""
+        if self.notices is None or MPI.Is_finalized():
+            return
+        notice = np.frombuffer(_ROUNDS.pack(rounds) + message.encode()[:_NOTICE_BYTES], np.uint8)
+        peers = (peer for peer in range(self.size) if peer != self.rank)
+        _LEFT.append([notice, *(self.notices.Isend([notice, MPI.BYTE], peer, _NOTICE) for peer in peers)])
+
+    def _parts(self, buffer: Bytes) -> list[Bytes]:
+        return [buffer[start : start + self.piece] for start in range(0, buffer.size, self.piece)]
+
+    def _look(self) -> None:
+        """Raises RankError where another rank has failed, or has left what this one waits for, or the launcher has ended."""
+        while self.notices is not None and (notice := calls.receive(self.notices, _NOTICE)) is not None:
+            rounds, text = _ROUNDS.unpack_from(notice)[0], notice[_ROUNDS.size :].decode(errors="ignore")
+            if rounds == _FAILED:
+                self._failure = self._failure or text
+            self._left.append((rounds, text))
+        if self._failure is None:
+            self._failure = next((text for rounds, text in self._left if rounds < self._begun), None)
+        if self._watch.orphaned:
+            self._failure = self._failure or f"rank {self.rank}: the launcher of the job has ended"
+        if self._failure is not None:
+            raise RankError(self._failure)
+
+
+def _machine() -> str:
+    """What tells this machine from others."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"

@@ -1,0 +1,181 @@
+"""Every call of MPI that may block, in one file: nothing else in partc makes one, which a test holds.
+
+Nothing interrupts a call that blocks. So each is made while a `Watch` looks on, or where it is known to return at once: behind a gate that
+opens when all ranks have come, or for a message that has arrived. MPI's calls for collectives are here in both forms.
+
+MPI reduces what it gives to all ranks in the same bits: integers, and sums of floats. A maximum of floats is not among them,
+because for NaN and for zeros of two signs MPI's depends on the order of the operands.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+from mpi4py import MPI
+
+from ..artifact.dtypes import Bytes, Dtype
+from ..artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, MAX, REDUCE_SCATTER, REDUCE_TO, SUM
+from ..errors import RankError
+from .mpi_watch import Watch
+from .transport import GATHER, Movement, Request
+
+_CHUNK = 1 << 22
+"""Bytes that are reduced at once: Open MPI takes longer for a large array than for its pieces."""
+_COUNTS = (1 << 31) - 1
+
+_TYPES = {
+    "int8": MPI.INT8_T,
+    "int16": MPI.INT16_T,
+    "int32": MPI.INT32_T,
+    "int64": MPI.INT64_T,
+    "uint8": MPI.UINT8_T,
+    "uint16": MPI.UINT16_T,
+    "uint32": MPI.UINT32_T,
+    "uint64": MPI.UINT64_T,
+    "float32": MPI.FLOAT,
+    "float64": MPI.DOUBLE,
+    "complex64": MPI.C_FLOAT_COMPLEX,
+    "complex128": MPI.C_DOUBLE_COMPLEX,
+}
+_UNITS = ((8, MPI.UINT64_T), (4, MPI.UINT32_T), (2, MPI.UINT16_T), (1, MPI.UINT8_T))
+
+Spec = tuple[Bytes, int, MPI.Datatype]
+
+
+def reduces(dtype: Dtype, reduce: str) -> bool:
+    """Whether MPI reduces the type, in the same bits for all."""
+    return dtype.shown in _TYPES and (reduce == SUM or dtype.shown.startswith(("int", "uint")))
+
+
+def begin(watch: Watch) -> MPI.Intracomm:
+    """MPI, begun, with the communicator of all ranks, where it has not been begun by the import of mpi4py (`mpi4py.rc.initialize`).
+
+    By ctypes, which lets other threads of Python run meanwhile, as mpi4py does not.
+    """
+    if not MPI.Is_initialized():
+        library = ctypes.CDLL(MPI.__file__)
+        with watch.during(lambda: "the start of MPI, for which all ranks must have begun"):
+            library.MPI_Init_thread(None, None, ctypes.c_int(MPI.THREAD_MULTIPLE), ctypes.byref(ctypes.c_int()))
+        for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
+            comm.Set_errhandler(MPI.ERRORS_RETURN)
+    return MPI.COMM_WORLD
+
+
+def end(watch: Watch) -> None:
+    """Ends MPI; all ranks call it."""
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        library = ctypes.CDLL(MPI.__file__)
+        with watch.during(lambda: "the end of MPI, for which all ranks must have ended"):
+            library.MPI_Finalize()
+
+
+def duplicate(comm: MPI.Intracomm, watch: Watch) -> MPI.Intracomm:
+    """A communicator of the same ranks; collective."""
+    with watch.during(lambda: "a communicator of all ranks"):
+        return comm.Dup()
+
+
+def among(world: MPI.Intracomm, ranks: Sequence[int], tag: int, watch: Watch) -> MPI.Intracomm:
+    """A communicator of some ranks, collective among them."""
+    everyone = world.Get_group()
+    mine = everyone.Incl(list(ranks))
+    with watch.during(lambda: f"a communicator of ranks {', '.join(map(str, ranks))}"):
+        comm = world.Create_group(mine, tag)
+    mine.Free()
+    everyone.Free()
+    return comm
+
+
+def free(comm: MPI.Intracomm, watch: Watch) -> None:
+    """Gives back a communicator; collective."""
+    with watch.during(lambda: "the end of a communicator"):
+        comm.Free()
+
+
+def receive(comm: MPI.Intracomm, tag: int) -> bytes | None:
+    """A short message that has arrived; None where there is none."""
+    status = MPI.Status()
+    if not comm.Iprobe(MPI.ANY_SOURCE, tag, status):
+        return None
+    message = bytearray(status.Get_count(MPI.BYTE))
+    comm.Recv([message, MPI.BYTE], status.Get_source(), tag)
+    return bytes(message)
+
+
+def abort(comm: MPI.Intracomm, code: int) -> None:
+    """Ends the job; does not return."""
+    comm.Abort(code)
+
+
+def call(comm: MPI.Intracomm, movement: Movement, blocking: bool) -> Callable[[], Request]:
+    """MPI's call for a collective, with its buffers; one that blocks is made only when all ranks have come."""
+    source, target, ranks = movement.source, movement.target, len(movement.ranks)
+    if movement.op == REDUCE_TO:
+        return _reduce_to(comm, movement, blocking)
+    if movement.op in (ALL_REDUCE, REDUCE_SCATTER):
+        kind = _TYPES[movement.dtype.shown]
+        operation = _operation(movement)
+        into = _spec(target, kind)
+        same = source.ctypes.data == target.ctypes.data
+        given = MPI.IN_PLACE if same and movement.op == ALL_REDUCE else _spec(source, kind)
+        if movement.op == ALL_REDUCE:
+            if blocking and same:
+                pieces = [_spec(target[at : at + _CHUNK], kind) for at in range(0, target.size, _CHUNK)]
+
+                def reduce_pieces() -> None:
+                    for piece in pieces:
+                        comm.Allreduce(given, piece, operation)
+
+                return reduce_pieces
+            reduce = comm.Allreduce if blocking else comm.Iallreduce
+            return lambda: reduce(given, into, operation)
+        scatter = comm.Reduce_scatter_block if blocking else comm.Ireduce_scatter_block
+        # mpi4py wants the count of a block on both sides.
+        return lambda: scatter((source, into[1], kind), into, operation)
+    if movement.op == GATHER:
+        width, unit = _unit(source)
+        given = (source, source.size // width, unit)
+        taken = (target, source.size // width, unit) if target.size else None
+        collect = comm.Gather if blocking else comm.Igather
+        return lambda: collect(given, taken, movement.root)
+    block = target if movement.op not in (ALL_GATHER, ALL_TO_ALL) else target[: target.size // ranks]
+    width, unit = _unit(block)
+    whole = (target, target.size // width, unit)
+    if movement.op == ALL_GATHER:
+        gather = comm.Allgather if blocking else comm.Iallgather
+        return lambda: gather((source, source.size // width, unit), (target, block.size // width, unit))
+    if movement.op == ALL_TO_ALL:
+        every = block.size // width
+        exchange = comm.Alltoall if blocking else comm.Ialltoall
+        return lambda: exchange((source, every, unit), (target, every, unit))
+    broadcast = comm.Bcast if blocking else comm.Ibcast
+    return lambda: broadcast(whole, movement.root)
+
+
+def _reduce_to(comm: MPI.Intracomm, movement: Movement, blocking: bool) -> Callable[[], Request]:
+    """MPI's call for a Reduce; only the root has a target."""
+    source, target, kind = movement.source, movement.target, _TYPES[movement.dtype.shown]
+    given, into = _spec(source, kind), _spec(target, kind) if comm.rank == movement.root else None
+    same = comm.rank == movement.root and source.ctypes.data == target.ctypes.data
+    reduce, operation = comm.Reduce if blocking else comm.Ireduce, _operation(movement)
+    return lambda: reduce(MPI.IN_PLACE if same else given, into, operation, movement.root)
+
+
+def _operation(movement: Movement) -> MPI.Op:
+    return MPI.SUM if movement.reduce == SUM else MPI.MAX if movement.reduce == MAX else MPI.MIN
+
+
+def _unit(block: Bytes) -> tuple[int, MPI.Datatype]:
+    """The widest of MPI's units of which a block is made."""
+    width, unit = next(row for row in _UNITS if block.size % row[0] == 0)
+    if block.size // width > _COUNTS:
+        raise RankError(f"a collective moves blocks of {block.size} bytes, and MPI counts to {_COUNTS} of {width}")
+    return width, unit
+
+
+def _spec(data: Bytes, kind: MPI.Datatype) -> Spec:
+    count = data.size // kind.Get_size()
+    if count > _COUNTS:
+        raise RankError(f"a collective reduces {count} elements, and MPI counts to {_COUNTS}")
+    return data, count, kind

@@ -1,0 +1,96 @@
+"""Packing and reducing in memory: what a collective does to bytes before they leave and after they arrive.
+
+Ranks exchange packed pieces, one contiguous block for each rank. Along the first axis, or where all dims before are 1, a value is
+such blocks already; along another axis it is copied once, with numpy. An element moves as an unsigned integer of its width, so
+that every type moves alike; a type narrower than a byte moves unpacked, one element a byte.
+
+Where the transport itself does not reduce a type, the pieces of all ranks are reduced here, in the order of the ranks: the same
+bits on every rank. Floats narrower than 32 bits are added in float32 and rounded once. A maximum or minimum of which any term is
+NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ..artifact.comm_node import Shape
+from ..artifact.dtypes import Array, Bytes, Dtype
+from ..artifact.format import MAX, SUM
+from ..execution.tensor import Tensor
+
+_CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+def moved_bytes(dtype: Dtype, shape: Shape) -> int:
+    """The bytes of a value on its way through a collective."""
+    return math.prod(shape) * max(dtype.bits // 8, 1)
+
+
+def carried(tensor: Tensor) -> Array:
+    """A tensor's elements as they move: a view, a copy where elements are narrower than a byte."""
+    if tensor.dtype.bits < 8:
+        return np.ascontiguousarray(tensor.array()).view(np.uint8).reshape(tensor.shape)
+    return carrier(tensor.data, tensor.dtype, tensor.shape)
+
+
+def carrier(data: Bytes, dtype: Dtype, shape: Shape) -> Array:
+    """Moved bytes as elements of the type's width, in `shape`."""
+    found: Array = data.view(_CARRIERS[max(dtype.bits // 8, 1)]).reshape(shape)
+    return found
+
+
+def store(array: Array, tensor: Tensor) -> None:
+    """Put elements as they move into a tensor."""
+    if tensor.dtype.bits < 8:
+        elements = np.ascontiguousarray(array).view(tensor.dtype.numpy)
+        tensor.data[:] = Tensor.of(elements, tensor.dtype).data
+    else:
+        np.copyto(carried(tensor), array)
+
+
+def is_front(shape: Shape, axis: int) -> bool:
+    """Whether pieces along an axis are contiguous blocks."""
+    return math.prod(shape[:axis]) == 1
+
+
+def split(array: Array, axis: int, ranks: int) -> Array:
+    """A view whose first axis counts the equal pieces along `axis`, and whose others are a piece's."""
+    shape = array.shape
+    apart = array.reshape(*shape[:axis], ranks, shape[axis] // ranks, *shape[axis + 1 :])
+    return np.moveaxis(apart, axis, 0)
+
+
+def reducible(dtype: Dtype, reduce: str) -> bool:
+    """Whether a type has this reduction at all: complex numbers have no order."""
+    return reduce == SUM or not dtype.name.startswith("complex")
+
+
+def reduced(pieces: Sequence[Array], dtype: Dtype, reduce: str) -> Array:
+    """The element-wise reduction of pieces as they move, in their order."""
+    terms = (piece.view(dtype.numpy) for piece in pieces)
+    if reduce == SUM and dtype.bits < 32 and dtype.shown.startswith(("float", "bfloat")):
+        total = _folded((term.astype(np.float32) for term in terms), np.add)
+        return _as_moved(total.astype(dtype.numpy), pieces[0])
+    if dtype.wide:
+        total = _folded((term.astype(dtype.wide) for term in terms), _ufunc(reduce))
+        return _as_moved(total.astype(dtype.numpy), pieces[0])
+    return _as_moved(_folded(terms, _ufunc(reduce)), pieces[0])
+
+
+def _ufunc(reduce: str) -> np.ufunc:
+    return np.add if reduce == SUM else np.maximum if reduce == MAX else np.minimum
+
+
+def _folded(terms: Iterable[Array], ufunc: np.ufunc) -> Array:
+    rest = iter(terms)
+    total = np.array(next(rest))  # a number without dims too: its items are no arrays
+    for term in rest:
+        ufunc(total, term, out=total)
+    return total
+
+
+def _as_moved(array: Array, like: Array) -> Array:
+    return np.ascontiguousarray(array).view(like.dtype).reshape(like.shape)

@@ -1,0 +1,136 @@
+"""What moves bytes between ranks: the protocol that the runtime needs of MPI, of threads, or of anything else.
+
+Laws: messages of one (source, target, tag) arrive in the order in which they were sent; a buffer given to `isend` or `irecv`
+belongs to the transport until `wait` returns; a wait never lasts for ever, because the failure of any rank ends it with a
+RankError.
+
+A collective begins and is waited for like a message. Each rank of a list calls the list's collectives in one order; each gives
+packed bytes and gets packed bytes:
+
+    AllReduce       source n    target n     reduced element by element (source may be target)
+    ReduceScatter   source p*n  target n     the own block of the reduced source
+    AllGather       source n    target p*n   all sources, in the list's order
+    AllToAll        source p*n  target p*n   block i of the target is the own block of the i-th rank's source
+    Reduce          source n    target n     the sources reduced element by element, on the root; nothing elsewhere
+    Gather          source n    target p*n   all sources, in the list's order, on the root; nothing elsewhere
+    Broadcast       target n                 the target of the root
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from ..artifact.dtypes import Bytes, Dtype
+from ..errors import one_line
+
+Request: TypeAlias = object
+GATHER = "Gather"
+"""What a Reduce is where the transport does not reduce the type; no op of a rank file."""
+Vector: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Movement:
+    """A collective as transports see it: among `ranks`, which include this one, from `source` to `target`.
+
+    `at_once`: on every one of the ranks the wait follows the begin at once, and may be one with it.
+    """
+
+    op: str
+    ranks: tuple[int, ...]
+    tag: int
+    source: Bytes
+    target: Bytes
+    dtype: Dtype
+    reduce: str = ""
+    root: int = 0
+    at_once: bool = False
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """One rank's end of the job."""
+
+    rank: int
+    size: int
+    cores: int
+    """Cores that this rank may keep busy without taking them from its neighbours."""
+    crowded: bool
+    """Whether ranks share a machine, so that none may spin for long."""
+    tags: int
+    """The largest tag."""
+    stall: float
+    """Seconds after which a wait is reported, and again after twice as long."""
+    together: bool
+    """Whether all ranks are on one machine."""
+    spins: bool
+    """Whether every rank has a core of its own, so that a wait may keep it."""
+
+    def isend(self, buffer: Bytes, peer: int, tag: int) -> Request:
+        """Begin to send the buffer."""
+        ...
+
+    def irecv(self, buffer: Bytes, peer: int, tag: int) -> Request:
+        """Begin to receive exactly as many bytes as the buffer has."""
+        ...
+
+    def wait(self, request: Request, what: Callable[[], str]) -> None:
+        """Return when the transfer is complete; `what` names it in reports."""
+        ...
+
+    def join(self, circles: Sequence[tuple[int, ...]]) -> None:
+        """Make ready for collectives among each of these lists of ranks; all ranks call it, with the same lists."""
+        ...
+
+    def reduces(self, dtype: Dtype, reduce: str) -> bool:
+        """Whether AllReduce and ReduceScatter take this type, and give every rank the same bits."""
+        ...
+
+    def ready(self, movement: Movement) -> Callable[[], Request]:
+        """What begins the collective, each time that it is called."""
+        ...
+
+    def agree(self, vector: Vector) -> Vector:
+        """The element-wise maximum over all ranks."""
+        ...
+
+    def share(self, text: str) -> list[str]:
+        """The text of every rank, in order of ranks."""
+        ...
+
+    def fail(self, message: str, buffers: object = None) -> None:
+        """Tell every other rank that this one has failed: their waits raise a RankError with the message.
+
+        `buffers` hold the memory that messages under way may still touch.
+        """
+        ...
+
+    def leave(self, message: str) -> None:
+        """Tell every other rank that this one takes part in nothing more: who waits for what it has not begun gets a RankError."""
+        ...
+
+    def abort(self, message: str) -> None:
+        """End the whole job with a message; over MPI this does not return."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the transport holds; nobody uses it afterwards."""
+        ...
+
+
+def stalled(rank: int, seconds: float, what: str) -> str:
+    """The line that reports a long wait."""
+    return f"partc: rank {rank} has waited {seconds:.0f} s: {one_line(what)}"
+
+
+def usable_cores() -> frozenset[int]:
+    """The cores that the system lets this process use."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))

@@ -1,0 +1,70 @@
+"""The collectives of one schedule, by tag: what each moves, once the sizes are known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from ..artifact.format import ALL_REDUCE, EXCHANGE
+from ..errors import RankError
+from ..program.memory_plan import Life
+from ..program.rank_program import RankProgram
+from ..program.segmentation import Begin, Finish, Step
+from .coalesced import Together
+from .collective import Work
+from .exchange import Redistribution
+from .transport import Transport
+
+Shape: TypeAlias = tuple[int, ...]
+AnyWork: TypeAlias = Work | Together | Redistribution
+
+
+def works_of(
+    program: RankProgram,
+    promises: Mapping[int, Shape],
+    shapes: dict[str, Shape],
+    transport: Transport,
+    wire: Mapping[int, int],
+) -> dict[int, AnyWork]:
+    """The collectives of known shape; the shapes of what they give are filled in. RankError for one that cannot be."""
+    found: dict[int, AnyWork] = {}
+    for step in program.steps:
+        if not isinstance(step, Begin) or step.call.tag not in promises:
+            continue
+        call, promise = step.call, promises[step.call.tag]
+        dtype = program.dtype(call.source or call.value)
+        try:
+            if call.op == EXCHANGE:
+                given, taken = promise if call.source else None, shapes.get(call.result or "")
+                found[call.tag] = Redistribution(call, given, taken, dtype, transport, wire[call.tag])
+            elif call.parts and call.op != ALL_REDUCE:
+                kept = program.state.tensors
+                sizes = [dtype.bytes_of(shapes[name] if name in shapes else kept[name].shape) for name in call.given]
+                found[call.tag] = Together(call, step.ranks, sizes, dtype, transport, call.tag)
+            else:
+                work = found[call.tag] = Work(call, step.ranks, promise, dtype, transport, call.tag)
+                if call.result:
+                    shapes[call.result] = work.result
+        except ValueError as error:
+            raise RankError(f"rank {transport.rank}: {step}: {error}") from None
+    return found
+
+
+def scratch_lives(steps: Sequence[Step], works: Mapping[int, AnyWork]) -> list[Life]:
+    """The memory that collectives need besides their values, each as long as it is used."""
+    finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, Finish)}
+    found = []
+    for index, step in enumerate(steps):
+        if isinstance(step, Begin) and step.call.tag in works:
+            tag, work = step.call.tag, works[step.call.tag]
+            end = finishes.get(tag, index)
+            leaves = isinstance(work, Redistribution) or not step.call.made
+            sends = (index,) if leaves else ()
+            found.append(Life(scratch_name(tag, "out"), work.packed, index, index if leaves else end, sends))
+            found.append(Life(scratch_name(tag, "in"), work.landing, index, end))
+    return found
+
+
+def scratch_name(tag: int, side: str) -> str:
+    """A name that no value of a program has."""
+    return f"{tag} {side}\n"

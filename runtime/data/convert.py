@@ -1,0 +1,175 @@
+"""How fields become what the model's inputs want: laws for type and shape, said before anything runs, and the conversion.
+
+| field | input | |
+|---|---|---|
+| any | the same | as it is |
+| whole numbers, bool | whole numbers | a wider type always; a narrower one where the values of each batch fit |
+| whole numbers, bool | floats | where the float has every value of the type: uint8 in float32, not int32 |
+| floats | floats, complex | rounded once |
+| text | text | |
+
+Everything else is refused. A record may lack dims of 1, or have some too many: [28, 28] is taken for [1, 28, 28].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..artifact import dim_expression as expression
+from ..artifact.boxes import local
+from ..artifact.dtypes import Array, Dtype, by_numpy, dense
+from ..artifact.format import Dim, Port
+from ..errors import UsageError
+from .fields import Field
+
+_TEXT = "tensor(string)"
+_EXACT = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53, "complex64": 24, "complex128": 53}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The way of one field into one input."""
+
+    port: Port
+    dtype: Dtype | None
+    shape: tuple[int, ...] | None
+    """A record's shape where dims of 1 must come or go."""
+
+    def piece(self, batch: Array, rank: int) -> Array:
+        """What a rank reads of some records: along all dims but the first its piece, contiguous and of the input's type."""
+        if self.shape is not None:
+            batch = batch.reshape(len(batch), *self.shape)
+        if (box := self.port.box(rank)) is not None and len(box) > 1:
+            try:
+                batch = batch[:, *local(box[1:], batch.shape[1:])]
+            except ValueError as error:
+                raise UsageError(f"input '{self.port.name}': a record's {error}") from None
+        if self.dtype is None:
+            return batch.astype(object)
+        if batch.dtype.kind == "V" and by_numpy(batch.dtype) is None:
+            batch = batch.view(self.dtype.numpy)
+        if batch.dtype == self.dtype.numpy:
+            return np.ascontiguousarray(batch)
+        if batch.dtype.kind in "iu" and batch.size:
+            self._hold(batch)
+        return np.ascontiguousarray(batch, self.dtype.numpy)
+
+    def _hold(self, batch: Array) -> None:
+        """UsageError where a whole number is none of the input's type."""
+        assert self.dtype is not None
+        if (law := _range(self.dtype)) and not _wider(batch.dtype, law):
+            least, most = int(batch.min()), int(batch.max())
+            if least < law[0] or most > law[1]:
+                raise UsageError(
+                    f"input '{self.port.name}': the data goes from {least} to {most}, "
+                    f"{self.port.type} from {law[0]} to {law[1]}\n  help: make its values smaller by a transform"
+                )
+
+
+def fit(ports: Sequence[Port], fields: Mapping[str, Field], batch: int) -> tuple[dict[str, Fit], list[str]]:
+    """By input the way of its field, and everything in which data and model differ."""
+    found: dict[str, Fit] = {}
+    sizes: dict[str, list[int | None]] = {}
+    problems: list[str] = []
+    names = ", ".join(f"'{name}'" for name in fields) or "none"
+    for port in ports:
+        if port.name not in fields:
+            problems.append(f"input '{port.name}' ({described(port)}) has no field; the fields are {names}")
+            continue
+        one, dtype = fields[port.name], dense(port.type)
+        if dtype is None and port.type != _TEXT:
+            problems.append(f"input '{port.name}' is a {port.type}; data gives plain tensors alone")
+            continue
+        differ = f"input '{port.name}': records are {one}, the model takes {described(port)}"
+        if fault := _type_fault(one.dtype, dtype):
+            problems.append(f"{differ}\n  {fault}")
+        shape = _shape(port, one)
+        if shape is None:
+            problems.append(f"{differ}\n  help: give records of its dims after the first, which is the batch")
+            continue
+        sizes[port.name] = [batch, *([None] if one.ragged else []), *shape]
+        found[port.name] = Fit(port, dtype, None if one.ragged or shape == one.shape else shape)
+    problems += _differences([port for port in ports if port.name in sizes and port.shape is not None], sizes)
+    return found, problems
+
+
+def _differences(ports: Sequence[Port], sizes: Mapping[str, list[int | None]]) -> Iterator[str]:
+    """Dims that are not as the model says, by number or by a name that another dim has bound."""
+    bindings: dict[str, int] = {}
+    dims = [(port, axis, dim) for port in ports for axis, dim in enumerate(port.shape or ())]
+    for port, axis, dim in dims:
+        size = sizes[port.name][axis]
+        if size is not None and isinstance(dim, str) and dim.isidentifier():
+            bindings.setdefault(dim, size)
+    for port, axis, dim in dims:
+        size, wanted = sizes[port.name][axis], _evaluated(dim, bindings)
+        if size is not None and wanted not in (None, size):
+            what = "batches have" if axis == 0 else "records have"
+            said = f"{wanted}" if isinstance(dim, int) else f"{wanted} by '{dim}'"
+            yield f"input '{port.name}' axis {axis}: {what} {size}, the model takes {said}, {described(port)}"
+
+
+def _evaluated(dim: Dim, bindings: Mapping[str, int]) -> int | None:
+    """The size of a dim; None where it needs a name that nothing binds."""
+    try:
+        promise = expression.parse(dim, bindings)
+        return promise(bindings) if promise.names <= bindings.keys() else None
+    except ValueError:
+        return None
+
+
+def described(port: Port) -> str:
+    """A port as messages write it: `tensor(float) [batch, 10]`."""
+    return port.type if port.shape is None else f"{port.type} [{', '.join(map(str, port.shape))}]"
+
+
+def _type_fault(given: np.dtype[np.generic], wanted: Dtype | None) -> str:
+    """Why a type does not become another; empty where it does."""
+    if wanted is None:
+        return "" if given.kind in "OUST" else "help: give text"
+    known = by_numpy(given.newbyteorder("="))
+    if known == wanted:
+        return ""
+    if known is None:
+        same = given.kind == "V" and wanted.wide and given.itemsize == wanted.numpy.itemsize
+        return "" if same else "help: give numbers"
+    if given.kind in "iub":
+        if _range(wanted) or wanted.name == "bool":
+            return "help: convert it by a transform" if wanted.name == "bool" else ""
+        bits = known.bits - (given.kind == "i") if given.kind != "b" else 1
+        if bits <= _EXACT.get(wanted.shown, 0):
+            return ""
+        return f"{given} has values that {wanted.shown} cannot hold\n  help: convert it by a transform"
+    if given.kind == "f" or known.wide == "float32":
+        floats = not _range(wanted) and wanted.name != "bool"
+        return "" if floats else "help: whole numbers are not made of floats; convert it by a transform"
+    return "" if given.kind == "c" and wanted.name.startswith("complex") else "help: convert it by a transform"
+
+
+def _range(dtype: Dtype) -> tuple[int, int] | None:
+    """The least and the greatest value of a type of whole numbers."""
+    if dtype.name.startswith("uint"):
+        return 0, 2**dtype.bits - 1
+    return (-(2 ** (dtype.bits - 1)), 2 ** (dtype.bits - 1) - 1) if dtype.name.startswith("int") else None
+
+
+def _wider(given: np.dtype[np.generic], law: tuple[int, int]) -> bool:
+    own = np.iinfo(given.name)
+    return law[0] <= own.min and own.max <= law[1]
+
+
+def _shape(port: Port, one: Field) -> tuple[int, ...] | None:
+    """A record's shape, the ragged dim left out, with as many dims as the input wants; None where it cannot be."""
+    if port.shape is None:
+        return one.shape
+    dims = port.shape[1 + one.ragged :]
+    if not port.shape or len(port.shape) < 1 + one.ragged:
+        return None
+    if len(dims) == len(one.shape):
+        return one.shape
+    whole = [dim for dim in dims if isinstance(dim, int)]
+    alike = [dim for dim in whole if dim != 1] == [dim for dim in one.shape if dim != 1]
+    return tuple(whole) if alike and len(whole) == len(dims) and not one.ragged else None

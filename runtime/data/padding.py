@@ -1,0 +1,69 @@
+"""To which length the records of a batch are filled up.
+
+The longest of the whole batch, also where a rank reads a piece, rounded up to the spec's multiple and to what a cut of the dim
+needs. Fields whose inputs name the dim alike get one length; an input whose dim is a number gets that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..artifact.boxes import divisor
+from ..artifact.format import Port
+from .dataset import Dataset
+from .fields import Index
+
+
+@dataclass(frozen=True, eq=False)
+class Width:
+    """One length that some ragged fields of a batch share."""
+
+    names: tuple[str, ...]
+    longest: Index
+    """By record the longest of these fields."""
+    multiple: int
+    fixed: int | None
+
+    def of(self, indices: Index) -> int:
+        """The length for a batch."""
+        if self.fixed is not None:
+            return self.fixed
+        return -(-max(int(self.longest[indices].max()), 1) // self.multiple) * self.multiple
+
+
+def widths(data: Dataset, ports: Sequence[Port], names: Collection[str]) -> tuple[list[Width], list[str]]:
+    """The lengths of these fields' ragged ones, and what is wrong: records longer than their input.
+
+    Behind a transform nobody knows which input a field becomes: every field has a length of its own, which all cuts divide.
+    """
+    inputs = {} if data.transform else {port.name: port for port in ports}
+    all_cuts = math.lcm(*(_cut(port) for port in ports)) if data.transform else 1
+    groups: dict[str | int, list[str]] = {}
+    for name in data.ragged(names):
+        dim = _dim(inputs.get(name))
+        groups.setdefault(name if dim is None else f"dim {dim}", []).append(name)
+    found, problems = [], []
+    for members in groups.values():
+        longest = np.maximum.reduce([data.lengths(name) for name in members])
+        dim = _dim(inputs.get(members[0]))
+        fixed = dim if isinstance(dim, int) else None
+        if fixed is not None and longest.max(initial=0) > fixed:
+            problems.append(
+                f"input '{members[0]}' takes records of {fixed}; {int((longest > fixed).sum())} of {len(longest)} "
+                f"are longer, up to {longest.max()}\n  help: shorten them, or compile the model for a dynamic dim"
+            )
+        cuts = (_cut(inputs[name]) for name in members if name in inputs)
+        found.append(Width(tuple(members), longest, math.lcm(data.spec.multiple, all_cuts, *cuts), fixed))
+    return found, problems
+
+
+def _dim(port: Port | None) -> int | str | None:
+    return port.shape[1] if port is not None and port.shape is not None and len(port.shape) > 1 else None
+
+
+def _cut(port: Port) -> int:
+    return divisor(port.boxes, 1) if port.boxes and len(port.boxes[0]) > 1 else 1

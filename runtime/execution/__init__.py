@@ -1,0 +1,1 @@
+"""A loaded program: its steps, state and status."""

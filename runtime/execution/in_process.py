@@ -1,0 +1,119 @@
+"""All ranks of an artifact in this process, each a thread: for tests, `partc verify`, and machines without MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import numpy as np
+
+from ..artifact.boxes import Whole, distinct, merge
+from ..artifact.format import Manifest, Port
+from ..artifact.manifest import Artifact, open_artifact
+from ..communication.in_process import LocalWorld
+from ..communication.message import Value
+from ..program.sessions import Settings
+from .program import CPU, OnError, Outputs, Program, refuse_recovery, settings_for
+from .rank_threads import RankThreads, Result
+
+
+class LocalProgram:
+    """All ranks of an artifact as threads of this process: called with the whole model's inputs, it gives all outputs."""
+
+    def __init__(self, artifact: Artifact, settings: Settings, stall: float, on_error: OnError = "raise") -> None:
+        self.manifest: Manifest = artifact.manifest
+        self._world = LocalWorld(artifact.manifest.ranks, stall)
+        transports = [self._world.transport(rank) for rank in range(self._world.size)]
+        self._ranks = [Program(artifact, transport, settings, on_error) for transport in transports]
+        self._threads = RankThreads(self._world)
+        self._all([partial(self._connect, program) for program in self._ranks])
+
+    @property
+    def ranks(self) -> list[Program]:
+        """Every rank's end."""
+        return self._ranks
+
+    @property
+    def inputs(self) -> list[Port]:
+        """The model's inputs."""
+        return self.manifest.inputs
+
+    @property
+    def outputs(self) -> list[Port]:
+        """The model's outputs."""
+        return self.manifest.outputs
+
+    def __call__(self, inputs: Mapping[str, object] | None = None, /, **named: object) -> Outputs:
+        """Run one step on all ranks, with whole inputs and outputs. After an InputError or a RankError it can be called again."""
+        given = {**(inputs or {}), **named}
+        for port in self.inputs:
+            if port.boxes is not None and port.name in given and not isinstance(given[port.name], Whole):
+                given[port.name] = Whole(given[port.name])
+        return self._merged(self._all([partial(program, given) for program in self._ranks]))
+
+    def _all(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
+        """What all ranks return; raises the failure that is not another one's consequence, with all of them callable again."""
+        try:
+            return self._threads.run(jobs)
+        except BaseException:
+            if self._threads.idle:
+                for program in self._ranks:
+                    program.recover()
+            raise
+        finally:
+            if self._threads.idle:
+                self._world.reset()
+
+    def _connect(self, program: Program) -> None:
+        try:
+            program.connect()
+        except Exception as error:
+            self._world.fail(f"rank {program.rank} failed: {type(error).__name__}: {error}")
+            raise
+
+    def close(self) -> None:
+        """Give back sessions, buffers and threads."""
+        self._threads.close()
+        for program in self._ranks:
+            program.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _merged(self, found: Sequence[Outputs]) -> Outputs:
+        return {port.name: _whole(port, found) for port in self.outputs if port.ranks}
+
+
+def _whole(port: Port, found: Sequence[Outputs]) -> Value:
+    """An output of the model out of what the ranks got."""
+    if port.boxes is None:
+        return found[port.ranks[0]][port.name]
+    chosen = distinct(port)
+    return merge([box for _, box in chosen], [np.asarray(found[rank][port.name]) for rank, _ in chosen])
+
+
+def load_local(
+    folder: str | Path,
+    *,
+    threads: int | None = None,
+    trust: bool = False,
+    stall: float = 30.0,
+    on_error: Literal["raise", "recover"] = "raise",
+    providers: Sequence[str] = CPU,
+) -> LocalProgram:
+    """All ranks of the artifact in `folder` as threads of this process, without MPI; `on_error` as for `load`.
+
+    In one process a program can be called again after any failure; with "recover" it fails as it does over MPI.
+    """
+    artifact = open_artifact(folder, trust=trust)
+    settings = settings_for(LocalWorld(artifact.manifest.ranks).transport(0), threads, providers)
+    refuse_recovery(artifact, on_error)
+    return LocalProgram(artifact, settings, stall, on_error)

@@ -1,0 +1,396 @@
+"""Loading an artifact and calling it: one rank of an MPI job, or all ranks as threads of this process.
+
+    with partc.runtime.load("build") as program:     # on every rank
+        outputs = program(x=images)
+
+A call is one step, collective over the ranks. A step that the inputs make impossible is refused by all ranks with one InputError
+and leaves the program usable. A failure inside a step ends it on all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+
+import numpy as np
+
+from ..artifact.format import ALL_REDUCE, EXCHANGE, Manifest, Port
+from ..artifact.manifest import Artifact, open_artifact
+from ..communication.in_process import LocalWorld
+from ..communication.leaving import said
+from ..communication.message import Value
+from ..communication.transport import Transport
+from ..errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError
+from ..program.rank_program import describe, prepare
+from ..program.segmentation import Finish, cut
+from ..program.sessions import Settings
+from .recover import attempt, failed, settle
+from .state import State
+from .status_board import AGREEING, SLOT, open_board
+from .step_plan import Schedule
+from .symbol_bindings import Bindings, Halted
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Outputs: TypeAlias = dict[str, Value]
+OnError: TypeAlias = Literal["raise", "abort", "recover"]
+
+RECOVER = "recover"
+_SCHEDULES = 8
+CPU = ("CPUExecutionProvider",)
+"""The execution providers by default."""
+
+
+class Program:
+    """One rank's end of a loaded artifact."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        transport: Transport,
+        settings: Settings,
+        on_error: OnError,
+        state: State | None = None,
+    ) -> None:
+        self.manifest: Manifest = artifact.manifest
+        self.rank: int = transport.rank
+        self._transport = transport
+        self._on_error = on_error
+        self._settings = settings
+        self._program = prepare(artifact, transport.rank, settings, state)
+        artifact.refuse_replaced()
+        self._refuse_replaced = artifact.refuse_replaced
+        self._wire = _wire_tags(artifact.manifest, transport.tags)
+        self._at_once: frozenset[int] = frozenset()
+        self._schedules: OrderedDict[tuple[tuple[str, int], ...], Schedule] = OrderedDict()
+        self._board = open_board(transport.rank)
+        self._step = 0
+        self._halt = False
+        self._broken: str | None = None
+
+    @property
+    def state(self) -> State:
+        """What this rank keeps from step to step."""
+        return self._program.state
+
+    @property
+    def inputs(self) -> list[Port]:
+        """The model inputs that this rank reads."""
+        return [port for port in self.manifest.inputs if self.rank in port.ranks]
+
+    @property
+    def outputs(self) -> list[Port]:
+        """The model outputs that are delivered to this rank."""
+        return [port for port in self.manifest.outputs if self.rank in port.ranks]
+
+    def __call__(self, inputs: Mapping[str, object] | None = None, /, **named: object) -> Outputs:
+        """Run one step; give every rank the inputs that it reads (others are ignored), and get the outputs delivered to it.
+
+        Of an input that is cut a rank gives its piece (`Port.box`), or the `Whole` of it; of such an output it gets its piece.
+
+        InputError is raised on all ranks alike and harms nothing. RankError says which rank failed in which op; the program
+        cannot be called again. Where it recovers, that is a StepError on all ranks alike, and it can.
+        """
+        if self._broken is not None:
+            raise RankError(f"the program has stopped: {self._broken}")
+        self._step += 1
+        halt, self._halt = self._halt, False
+        try:
+            SLOT.pack_into(self._board.buffer, self._board.offset, self._step, AGREEING)
+            bindings, values = self._program.binder.bind({**(inputs or {}), **named}, self._transport, halt=halt)
+            if self._on_error == RECOVER:
+                return self._attempt(bindings, values)
+            return self._schedule(bindings).run(values, self._board, self._step)
+        except (InputError, Halted):
+            raise
+        except BaseException as error:
+            if not (isinstance(error, StepError) and self._on_error == RECOVER):
+                self._fail(error)
+            raise
+
+    def _attempt(self, bindings: Bindings, values: Mapping[str, Value]) -> Outputs:
+        """A step that all ranks give up with a StepError where it fails on any."""
+        key = tuple(bindings.items())
+        if key not in self._schedules:
+            failure = None
+            try:
+                self._schedule(bindings)
+            except InputError:
+                raise
+            except Exception as error:
+                failure = failed(self._transport, error)
+            try:
+                settle(self._transport, failure)
+            except StepError:
+                self._schedules.pop(key, None)
+                raise
+        outputs, failure = attempt(self._schedule(bindings), values, self._board, self._step)
+        settle(self._transport, failure)
+        return outputs
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be called: no step has failed, and it was not closed."""
+        return self._broken is None
+
+    def connect(self) -> None:
+        """Make ready for the collectives of the artifact; all ranks call it, once, before the first step.
+
+        A collective that every rank waits for as soon as it has begun may be one blocking call, where each rank has a core; so may all
+        of them where all ranks wait for all in one order. An AllReduce works in place if it can do so on every rank, as MPI wants it.
+        """
+        collectives = self.manifest.collectives
+        if not collectives:
+            return
+        used = {one.group for one in collectives if one.op != EXCHANGE}
+        lists = {tuple(ranks) for group in used for ranks in self.manifest.groups[group] if len(ranks) > 1}
+        self._transport.join(sorted(lists))
+        circles = self.manifest.circles(self.rank)
+        adjacent, in_place = self._program.adjacent() & self._program.promises.keys(), self._program.in_place()
+        if self._waits_alike():
+            adjacent = {one.tag for one in collectives}
+        flags = [
+            (
+                not self._transport.spins or (one.group in circles and one.tag not in adjacent),
+                one.group in circles and one.op == ALL_REDUCE and one.tag not in in_place,
+            )
+            for one in collectives
+        ]
+        agreed = self._transport.agree(np.array(flags, np.int64).reshape(-1)).reshape(-1, 2).tolist()
+        self._at_once = frozenset(one.tag for one, (later, _) in zip(collectives, agreed, strict=True) if not later)
+        self._program.in_place({one.tag for one, (_, apart) in zip(collectives, agreed, strict=True) if apart})
+
+    def _waits_alike(self) -> bool:
+        """Whether all ranks, on one machine, take part in every collective, wait for them in one order, and have no messages beside.
+
+        Then a collective may as well be called when it is waited for: in shared memory MPI's non-blocking calls do not go on while a
+        rank computes, and take twice the time of the blocking ones.
+        """
+        program, collectives = self._program, self.manifest.collectives
+        waited = [step.call.tag for step in program.steps if isinstance(step, Finish)]
+        everyone = tuple(range(self._transport.size))
+        alone = self._transport.together and not self.manifest.transfers and program.promises.keys() >= set(waited)
+        alone = alone and all(self.manifest.groups[one.group] == [list(everyone)] for one in collectives)
+        places = {tag: place for place, tag in enumerate(waited)}
+        row = np.array([places.get(one.tag, -1) for one in collectives], np.int64)
+        most = self._transport.agree(np.concatenate([[not alone], row, -row]))
+        return bool(not most[0] and (most[1 : 1 + len(row)] == -most[1 + len(row) :]).all())
+
+    def share(self, text: str) -> list[str]:
+        """The text of every rank, in order of ranks; collective."""
+        return self._transport.share(text)
+
+    def beside(self, folder: Path, trust: bool) -> Program:
+        """Another program over the same state and the same ranks, such as the evaluation of a model that trains; collective."""
+        other = Program(open_artifact(folder, trust=trust), self._transport, self._settings, self._on_error, self.state)
+        self._refuse_replaced()  # one artifact has all programs
+        other.connect()
+        return other
+
+    def release(self) -> None:
+        """Give back sessions and buffers, and leave the ranks' connection to whom it belongs."""
+        self._broken = self._broken or "it was closed"
+        self._schedules.clear()
+        self._program.runners.clear()
+
+    def agree(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank; collective."""
+        return bool(self._transport.agree(np.array([flag], np.int64))[0])
+
+    def comes(self, part: int, count: int, pieces: int) -> None:
+        """Says which of `count` parts of a batch is given next, so that errors name its records."""
+        self._program.binder.part = part, count, pieces
+
+    def refuse(self, problem: str) -> None:
+        """Take part in a step that this rank's inputs make impossible: all ranks raise the InputError with the problem."""
+        halt, self._halt = self._halt, False
+        self._program.binder.bind({}, self._transport, problem, halt)
+
+    def halt(self, now: bool) -> None:
+        """Says whether this rank wants no further step: the next one is then not begun, and all ranks raise Halted."""
+        self._halt = now
+
+    def describe(self, action: int) -> str:
+        """The text of an action that the status board shows."""
+        return describe(self._program.steps, action)
+
+    def recover(self) -> None:
+        """Make the program callable again after a failure; all ranks must do so, and the transport must hold no old message."""
+        self._broken = None
+
+    def close(self) -> None:
+        """Give back sessions, buffers and communicators; collective."""
+        if self._broken is None:
+            self._broken = "it was closed"
+            self._transport.close()
+        self.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._broken = self._broken or "an error left its block"
+            self._transport.leave(said(self.rank, error))
+        self.close()
+
+    def _schedule(self, bindings: Bindings) -> Schedule:
+        key = tuple(bindings.items())
+        schedule = self._schedules.get(key)
+        if schedule is None:
+            self._program.binder.check_promises(bindings)
+            schedule = Schedule(self._program, bindings, self._transport, self._wire, self._at_once)
+            self._schedules[key] = schedule
+            if len(self._schedules) > _SCHEDULES:
+                self._schedules.popitem(last=False)
+        else:
+            self._schedules.move_to_end(key)
+        return schedule
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, Exception) and not isinstance(error, PartcError):
+            text = f"rank {self.rank} failed: {type(error).__name__}: {error}"
+        else:
+            text = said(self.rank, error)
+        self._broken = text
+        if self._on_error == "abort":
+            self._transport.abort(text)
+        else:
+            self._transport.fail(text, list(self._schedules.values()))
+
+
+def load(
+    folder: str | Path,
+    comm: MPI.Intracomm | Transport | None = None,
+    *,
+    threads: int | None = None,
+    trust: bool = False,
+    stall: float = 30.0,
+    on_error: OnError = "raise",
+    providers: Sequence[str] = CPU,
+    first: Callable[[], object] | None = None,
+) -> Program:
+    """This rank's program of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
+
+    `threads`: of each operator, by default the cores that belong to this rank. `trust`: do not hash the files. `stall`: seconds
+    after which a wait is reported on stderr. `on_error`: what a failure inside a step does to the job: "raise" a RankError on every
+    rank, "abort" it by MPI, or "recover": every rank raises a StepError and the next step runs, of a program that keeps no state.
+    `first`: what each rank does before it opens anything; where that fails on one, loading fails on all. An artifact of one rank needs
+    no MPI.
+    """
+    artifact: Artifact | None = None
+    program: Program | None = None
+    failure: Exception | None = None
+    try:
+        if first is not None:
+            first()
+        artifact = open_artifact(folder, trust=trust)
+    except Exception as error:
+        failure = error
+    if artifact is not None:
+        refuse_recovery(artifact, on_error)
+    transport = _transport(folder, artifact.manifest.ranks if artifact else None, comm, stall)
+    problem = "" if failure is None else _problem(transport.rank, failure)
+    if artifact is not None:
+        try:
+            program = Program(artifact, transport, settings_for(transport, threads, providers), on_error)
+        except Exception as error:
+            problem = _problem(transport.rank, error)
+    said = [text.partition("\n") for text in transport.share(f"{artifact.digest if artifact else ''}\n{problem}")]
+    problems = [text for text in dict.fromkeys(text for _, _, text in said) if text]
+    if not problems and len({digest for digest, _, _ in said}) > 1:
+        fact = "the ranks read different artifacts: it was replaced meanwhile, or is not the same on all hosts"
+        problems = [f"{folder}: {fact}\n  help: try again, with a folder that all ranks share"]
+    if program is None or problems:
+        transport.close()
+        if failure is not None and not isinstance(failure, ArtifactError):
+            raise failure
+        raise ArtifactError("\n".join(problems))
+    try:
+        program.connect()
+    except BaseException as error:
+        program._fail(error)
+        raise
+    return program
+
+
+def _problem(rank: int, error: Exception) -> str:
+    """What all ranks are told of one that cannot load."""
+    return str(error) if isinstance(error, PartcError) else f"rank {rank}: {type(error).__name__}: {error}"
+
+
+def refuse_recovery(artifact: Artifact, on_error: OnError) -> None:
+    """UsageError where steps change what ranks keep: some may have replaced it when another one fails."""
+    if on_error == RECOVER and artifact.manifest.state:
+        fact = "its steps change what ranks keep, so none can be given up once it has begun"
+        raise UsageError(
+            f"{artifact.folder}: {fact}\n  help: leave out on_error='recover', and go on from a checkpoint"
+        )
+
+
+def describe_action(folder: str | Path, rank: int, action: int) -> str:
+    """The text of an action that a rank's slot of the status board shows; reads the manifest and the rank's file, without MPI."""
+    import onnx
+
+    manifest = open_artifact(folder, trust=True).manifest
+    file = Path(folder) / manifest.program(rank)
+    model = onnx.load_model(file, load_external_data=False)
+    return describe(cut(model, str(file), manifest.circles(rank)), action)
+
+
+def settings_for(transport: Transport, threads: int | None, providers: Sequence[str]) -> Settings:
+    """How the sessions of a rank run, by default on the cores that are its own."""
+    return Settings(threads or transport.cores, not transport.crowded, providers)
+
+
+def _transport(
+    folder: str | Path, ranks: int | None, comm: MPI.Intracomm | Transport | None, stall: float
+) -> Transport:
+    """The transport for a job of the right size, `ranks`, unless that is not known; UsageError says the right one."""
+    if comm is None and ranks in (1, None) and not _launched():
+        return LocalWorld(1, stall).transport(0)
+    if comm is None:
+        from ..communication.mpi_start import started
+
+        comm = started(stall)
+    if ranks is not None and comm.size != ranks:
+        right = f"`partc run -n {ranks} {folder}` or `mpiexec -n {ranks} ...`"
+        raise UsageError(
+            f"{folder}: was compiled for {ranks} ranks, this job has {comm.size}\n  help: start it with {right}"
+        )
+    if isinstance(comm, Transport):
+        return comm
+    from ..communication.mpi import MpiTransport
+
+    return MpiTransport(comm, stall)
+
+
+def _launched() -> bool:
+    """Whether an MPI launcher started this process as one of several."""
+    return any(os.environ.get(name, "1") != "1" for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+
+
+def _wire_tags(manifest: Manifest, largest: int) -> dict[int, int]:
+    """The tags as the transport sees them: the manifest's, or where those are too large, a count for each pair of ranks.
+
+    An Exchange is a message between every two ranks of its lists; the other collectives need no tag of the transport.
+    """
+    exchanges = [one for one in manifest.collectives if one.op == EXCHANGE]
+    every = [one.tag for one in manifest.transfers] + [one.tag for one in exchanges]
+    if all(tag <= largest for tag in every):
+        return {tag: tag for tag in every}
+    count: dict[tuple[int, int], int] = {}
+    tags: dict[int, int] = {}
+    for one in manifest.transfers:
+        pair = (one.source, one.target)
+        tags[one.tag] = count.get(pair, 0)
+        count[pair] = tags[one.tag] + 1
+    first = max(count.values(), default=0)
+    return tags | {one.tag: first + index for index, one in enumerate(exchanges)}

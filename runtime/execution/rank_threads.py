@@ -1,0 +1,101 @@
+"""Ranks as threads of one process, which never keep it: whatever ends one of them ends the waits of the others, and Ctrl-C ends all.
+
+    threads = RankThreads(world)
+    results = threads.run([partial(work, rank) for rank in range(world.size)])
+
+The threads are daemons: one that hangs in code of the user's, or in a long computation, is left behind at the end of the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from queue import SimpleQueue
+from typing import Any, TypeAlias, TypeVar
+
+from ..communication.in_process import LocalWorld
+from ..communication.leaving import said
+from ..errors import PartcError, RankError
+
+Result = TypeVar("Result")
+
+_NAME = "partc rank"
+_PATIENCE = 1.0
+_Job: TypeAlias = "tuple[Callable[[], Any], Future[Any]]"
+
+
+class RankThreads:
+    """A thread for each rank of a world, which runs one job after the other."""
+
+    def __init__(self, world: LocalWorld) -> None:
+        self.world = world
+        self._queues: list[SimpleQueue[_Job | None]] = [SimpleQueue() for _ in range(world.size)]
+        self._futures: list[Future[Any]] = []
+        for rank, queue in enumerate(self._queues):
+            threading.Thread(target=_work, args=(queue,), name=f"{_NAME} {rank}", daemon=True).start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no rank runs a job."""
+        return all(future.done() for future in self._futures)
+
+    def run(self, jobs: Sequence[Callable[[], Result]], patience: float | None = None) -> list[Result]:
+        """What each rank's job returns; else the failure that is not another one's consequence.
+
+        `patience`: seconds that the others have to end after the first failure; None: as long as they need.
+        """
+        futures: list[Future[Result]] = [Future() for _ in jobs]
+        self._futures = [*futures]
+        for rank, job in enumerate(jobs):
+            self._queues[rank].put((self._of_rank(rank, job), futures[rank]))
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+            wait(futures, patience)
+        except BaseException as error:
+            self.world.fail(f"the job was ended: {type(error).__name__}")
+            wait(futures, _PATIENCE)
+            raise
+        errors = [error for error in (future.exception() for future in futures if future.done()) if error is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, PartcError)), errors[0])
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """Ends the threads that have nothing to do; the others end with the process."""
+        for queue in self._queues:
+            queue.put(None)
+
+    def _of_rank(self, rank: int, job: Callable[[], Result]) -> Callable[[], Result]:
+        """The job, with word to the others of how it ended."""
+
+        def told() -> Result:
+            try:
+                return job()
+            except Exception as error:
+                self.world.finish(rank, said(rank, error))
+                raise
+            except BaseException as error:
+                # In a thread sys.exit ends nothing: it is a failure like any other.
+                text = said(rank, error)
+                self.world.fail(text)
+                raise RankError(text) from error
+            finally:
+                self.world.finish(rank)
+
+        return told
+
+
+def left_behind() -> bool:
+    """Whether a rank's thread runs on, so that the process cannot end in order."""
+    return any(thread.name.startswith(_NAME) for thread in threading.enumerate())
+
+
+def _work(queue: SimpleQueue[_Job | None]) -> None:
+    while (given := queue.get()) is not None:
+        job, future = given
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+        del given, job, future

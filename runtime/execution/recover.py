@@ -1,0 +1,168 @@
+"""A step that fails on one rank is given up by all, and the next one runs: `load(..., on_error="recover")`.
+
+Messages and collectives of a step come to an end only if every rank takes part in all of them. So a rank whose op fails goes on without
+running ops: what they would have made is replaced by stand-ins, numbers of the promised shape, or where a shape is unknown an
+empty value. Nothing is then left under way. At the end of the step all ranks agree on whether one has failed, and raise the
+same StepError; without a failure that is one small AllReduce. Ops of other ranks may fail on stand-ins, too: of several
+failures the earliest in the order of communication is told, which no other one can have caused.
+
+A failure to communicate, such as a rank that has ended, cannot be recovered from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..artifact.dtypes import dense
+from ..communication.coalesced import Together
+from ..communication.collective import give_up
+from ..communication.message import Value
+from ..communication.transport import Transport
+from ..errors import RankError, StepError
+from ..program.rank_program import Kind
+from ..program.segmentation import Begin, Finish, Segment, Send, Step, Wait
+from .status_board import IDLE, SLOT, Board
+from .step_plan import Schedule
+from .tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What failed on this rank; `order` is the number of the last transfer or collective before it."""
+
+    order: int
+    text: str
+
+
+def attempt(
+    schedule: Schedule, inputs: Mapping[str, Value], board: Board, step: int
+) -> tuple[dict[str, Value], Failure | None]:
+    """The outputs of a step, none where an op fails here; either way all its communication is done. RankError where that fails."""
+    write, buffer, offset = SLOT.pack_into, board.buffer, board.offset
+    schedule.take(inputs)
+    position, index, failure = -1, IDLE, None
+    try:
+        for index, action in schedule.actions:
+            position += 1
+            write(buffer, offset, step, index)
+            action()
+    except Exception as error:
+        failure = _failure(schedule, position, index, error)
+    if failure is not None:
+        try:
+            for at in range(position, len(schedule.actions)):
+                index = schedule.actions[at][0]
+                write(buffer, offset, step, index)
+                _stand_in(schedule, at, at == position)
+        except RankError:
+            raise
+        except Exception as error:
+            raise RankError(
+                f"rank {schedule.transport.rank} failed in {schedule.program.explain(index, error)}"
+            ) from error
+    write(buffer, offset, step, IDLE)
+    if failure is None:
+        return schedule.give(), None
+    for name in schedule.transient:
+        schedule.cells.pop(name, None)
+    return {}, failure
+
+
+def settle(transport: Transport, failure: Failure | None) -> None:
+    """StepError on all ranks alike where any has failed; collective."""
+    if not transport.agree(np.array([failure is not None], np.int64))[0]:
+        return
+    told = transport.share("" if failure is None else json.dumps([failure.order, failure.text]))
+    found = [(*json.loads(text), rank) for rank, text in enumerate(told) if text]
+    _, text, _ = min(found, key=lambda one: (one[0], one[2]))
+    raise StepError(f"{text}\n  the step is given up on all ranks; the next one can run")
+
+
+def failed(transport: Transport, error: Exception) -> Failure:
+    """A failure before a step communicates."""
+    return Failure(-1, f"rank {transport.rank} failed: {type(error).__name__}: {error}")
+
+
+def _failure(schedule: Schedule, position: int, index: int, error: Exception) -> Failure:
+    """What an action's error means for the step; RankError where it concerns the communication itself."""
+    rank, program = schedule.transport.rank, schedule.program
+    text = str(error)
+    if not (isinstance(error, RankError) and text.startswith("rank ")):
+        text = f"rank {rank} failed in {program.explain(index, error)}"
+    step = program.steps[index] if position in schedule.main else None
+    refused = isinstance(step, Send | Begin) and isinstance(error, StepError)
+    refused = refused or (isinstance(step, Send) and isinstance(error, ValueError))
+    if isinstance(step, Segment) or refused:
+        # A collective on values of unknown shape fails after its ranks have met.
+        met = isinstance(step, Begin) and step.call.tag not in schedule.works
+        return Failure(max(map(_tag, program.steps[: index + met]), default=-1), text)
+    if isinstance(error, RankError) and not isinstance(error, StepError):
+        raise error
+    raise RankError(text) from error
+
+
+def _tag(step: Step) -> int:
+    """The number of what a step communicates in the order that all ranks share."""
+    match step:
+        case Send() | Wait():
+            return step.tag
+        case Begin() | Finish():
+            return step.call.tag
+    return -1
+
+
+def _stand_in(schedule: Schedule, at: int, again: bool) -> None:
+    """An action of a step that is given up; `again` is the one that failed, of which nothing has been sent."""
+    program, (index, action) = schedule.program, schedule.actions[at]
+    match program.steps[index] if at in schedule.main else None:
+        case Segment() as segment:
+            for name in segment.outputs:
+                if program.kinds[name] is Kind.SLOT:
+                    _fill(schedule.cells[name])
+                else:
+                    schedule.cells.pop(name, None)
+            return
+        case Send() as send:
+            _provide(schedule, send.value, schedule.promises.get(send.tag), again)
+        case Begin() as begin if begin.call.tag in schedule.works:
+            work = schedule.works[begin.call.tag]
+            if begin.call.source and not isinstance(work, Together):
+                _provide(schedule, begin.call.source, work.gives_shape, again)
+        case Begin() as begin:
+            if not again:
+                give_up(begin.call, begin.ranks, begin.call.tag, schedule.transport, begin.__str__)
+            return
+    action()
+
+
+def _provide(schedule: Schedule, name: str, shape: tuple[int, ...] | None, again: bool) -> None:
+    """Something to send for a value that is not there, or has not the shape that was promised."""
+    kind, value = schedule.program.kinds[name], schedule.cells.get(name)
+    if kind in (Kind.SLOT, Kind.CONSTANT, Kind.INPUT):
+        return
+    dtype = dense(schedule.program.types[name])
+    if shape is not None and dtype is not None:
+        if not isinstance(value, Tensor) or value.shape != shape:
+            schedule.cells[name] = _fill(Tensor.empty(dtype, shape))
+    elif again or name not in schedule.cells:
+        schedule.cells[name] = Tensor.empty(dtype, (0,)) if dtype else _empty(schedule.program.types[name])
+
+
+def _fill(value: Value) -> Value:
+    """Ones where they are whole numbers: an index, a size, a divisor or a count of turns that harms nobody; else zeros."""
+    if isinstance(value, Tensor):
+        if value.dtype.bits >= 8 and value.dtype.numpy.kind in "iu":
+            value.array()[...] = 1
+        else:
+            value.data[:] = 0
+    return value
+
+
+def _empty(type: str) -> Value:
+    """An empty value of a type that is no dense tensor."""
+    head = type.partition("(")[0]
+    return {"seq": [], "map": {}, "optional": None}.get(head, np.empty(0, object))

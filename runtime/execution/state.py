@@ -1,0 +1,105 @@
+"""What a rank keeps from step to step, in memory: parameters, what the optimizer keeps of them, and running statistics.
+
+Tensors that one update runs over follow each other in memory. A training program and the evaluation of the same model share one state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..artifact.dtypes import Array, dense
+from ..artifact.format import StateRecord
+from ..errors import ArtifactError
+from ..updates.fusion import Bundle
+from .tensor import Tensor
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+
+SUM = "gradient"
+"""The kind of what is kept within a step only."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A rank's tensors by their names in its program, and the records of what they are."""
+
+    rank: int
+    tensors: Mapping[str, Tensor]
+    records: Sequence[StateRecord]
+
+    def arrays(self) -> list[tuple[StateRecord, Array]]:
+        """Every tensor that lives from step to step with its memory: what is written there is there in the next step."""
+        return [(record, self.tensors[record.value].array()) for record in self.records if record.kind != SUM]
+
+    def sums(self) -> list[Array]:
+        """The sums of gradients over the parts of a batch."""
+        return [self.tensors[record.value].array() for record in self.records if record.kind == SUM]
+
+
+def local_shape(record: StateRecord, rank: int) -> tuple[int, ...]:
+    """The shape of what a rank holds of a tensor."""
+    box = record.box(rank)
+    if box is None:
+        return tuple(record.shape)
+    sizes = [Fraction(size * (end - begin), of) for size, (begin, end, of) in zip(record.shape, box, strict=True)]
+    return tuple(int(size) for size in sizes)
+
+
+def make_state(
+    records: Iterable[StateRecord], rank: int, laid: Sequence[Bundle], model: ModelProto, folder: Path
+) -> State:
+    """The state as it is before the first step: weights as the artifact has them, the rest filled as the records say."""
+    mine = [record for record in records if rank in record.ranks]
+    tensors: dict[str, Tensor] = {}
+    by_name = {record.value: record for record in mine}
+    for bundle in laid:
+        dtype = dense(bundle.type)
+        if dtype is None:
+            raise ArtifactError(f"'{bundle.members[0]}' is a {bundle.type}, which no optimizer updates")
+        memory = Tensor.empty(dtype, (bundle.size,))
+        for name, at in bundle.places.items():
+            shape = local_shape(by_name[name], rank)
+            begin, size = dtype.bytes_of((at,)), dtype.bytes_of(shape)
+            tensors[name] = Tensor(dtype, shape, memory.data[begin : begin + size])
+    for record in mine:
+        if record.value not in tensors:
+            dtype = dense(record.type)
+            if dtype is None:
+                raise ArtifactError(f"'{record.value}' is a {record.type}, which cannot be kept from step to step")
+            tensors[record.value] = Tensor.empty(dtype, local_shape(record, rank))
+    _fill(mine, tensors, model, folder)
+    return State(rank, tensors, mine)
+
+
+def check_same(state: State, records: Iterable[StateRecord], where: str) -> None:
+    """A program may use the state of another one only if both keep the same tensors in the same way."""
+    known = {record.value: record for record in state.records}
+    problems = [
+        f"{where}: '{record.value}' is not kept as {record.shape}, {record.type} by the program that trains"
+        for record in records
+        if (other := known.get(record.value)) is None
+        or (other.tensor, other.type, other.shape) != (record.tensor, record.type, record.shape)
+        or other.box(state.rank) != record.box(state.rank)
+    ]
+    if problems:
+        raise ArtifactError("\n".join([*problems, "  help: compile again"]))
+
+
+def _fill(records: Sequence[StateRecord], tensors: Mapping[str, Tensor], model: ModelProto, folder: Path) -> None:
+    from onnx import numpy_helper
+
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    for record in records:
+        array = tensors[record.value].array()
+        if record.value in weights:
+            np.copyto(array, numpy_helper.to_array(weights[record.value], base_dir=str(folder)))
+        else:
+            array.fill(record.initial)

@@ -1,0 +1,400 @@
+"""Running a step: the actions of a rank for given bindings, with every buffer bound once.
+
+A schedule holds one callable for each thing to do, made when the bindings are new: run a bound session, post a receive, begin a
+send or a collective, wait. Values lie in cells. A cell is fixed (the arena, a constant) or set in each step (an input, a value of
+unknown shape, a string, a sequence). A session whose operands are all fixed runs without any further word; one with tensors of
+unknown shape binds those anew; one with strings, sequences, optionals or maps is called with Python objects.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+
+from ..artifact.dtypes import Bytes, dense
+from ..communication.coalesced import Together
+from ..communication.collective import Bound, Work, at_large, nothing
+from ..communication.exchange import Redistribution
+from ..communication.message import HEADER, Value, decode, encode, payload_size
+from ..communication.transport import Request, Transport
+from ..communication.works import scratch_lives, scratch_name, works_of
+from ..errors import RankError
+from ..program.bound import as_tensor, bind_whole, check_promise, fed
+from ..program.memory_plan import assign
+from ..program.ort import Binding
+from ..program.rank_program import Kind, RankProgram
+from ..program.segmentation import Begin, Finish, Post, Segment, Send, Update, Wait
+from ..program.sessions import Runner
+from .status_board import IDLE, SLOT, Board
+from .symbol_bindings import Bindings
+from .tensor import Tensor, aligned
+
+Action: TypeAlias = Callable[[], object]
+Shape: TypeAlias = tuple[int, ...]
+
+
+class Schedule:
+    """The actions of one rank for one set of bindings; `run` executes a step."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        bindings: Bindings,
+        transport: Transport,
+        wire: Mapping[int, int],
+        at_once: frozenset[int] = frozenset(),
+    ) -> None:
+        self.program = program
+        self.transport = transport
+        self.wire = wire
+        self.at_once = at_once
+        self.shapes = {name: program.evaluated(shape, bindings) for name, shape in program.shapes.items()}
+        self.promises = {tag: program.evaluated(shape, bindings) for tag, shape in program.promises.items()}
+        self.works = works_of(program, self.promises, self.shapes, transport, wire)
+        self.cells: dict[str, Value] = dict(program.constants)
+        self.transient = [name for name, kind in program.kinds.items() if self._passes(name, kind)]
+        self.requests: list[Request] = [None] * len(program.steps)
+        self.scratch: dict[tuple[int, str], Bytes] = {}
+        self.begun: dict[int, tuple[list[Request], Action | None]] = {}
+        self.posts = {step.tag: index for index, step in enumerate(program.steps) if isinstance(step, Post)}
+        self.headers = {tag: aligned(HEADER) for tag in self.posts if tag not in self.promises}
+        self.readers: dict[str, list[tuple[Binding, int, str]]] = defaultdict(list)
+        """By input the bindings that read it, its type, and the name by which each does."""
+        self.last: dict[str, tuple[int, Shape]] = {}
+        self.actions: list[tuple[int, Action]] = []
+        self.main: set[int] = set()
+        """The places of the actions that are a step itself, and not a wait for a send or the end of a value."""
+        self._plan(self._lay_out())
+
+    def take(self, inputs: Mapping[str, Value]) -> None:
+        """Bind the inputs of a step."""
+        self.cells.update(inputs)
+        for name, value in inputs.items():
+            if isinstance(value, Tensor) and self.last.get(name) != (value.pointer, value.shape):
+                self.last[name] = (value.pointer, value.shape)
+                for binding, code, formal in self.readers[name]:
+                    binding.bind_input(formal, "cpu", 0, code, value.shape, value.pointer)
+
+    def run(self, inputs: Mapping[str, Value], board: Board, step: int) -> dict[str, Value]:
+        """Execute the step; what comes back are the outputs delivered to this rank, in memory of their own."""
+        self.take(inputs)
+        write, buffer, offset, index = SLOT.pack_into, board.buffer, board.offset, IDLE
+        try:
+            for index, action in self.actions:
+                write(buffer, offset, step, index)
+                action()
+        except RankError:
+            raise
+        except Exception as error:
+            raise RankError(f"rank {self.transport.rank} failed in {self.program.explain(index, error)}") from error
+        write(buffer, offset, step, IDLE)
+        return self.give()
+
+    def give(self) -> dict[str, Value]:
+        """The outputs of a step that has run, with what it makes in place of what is kept."""
+        if self._may_replace():
+            for kept, made in self.program.replaced:
+                np.copyto(self._tensor(kept).data, self._tensor(made).data)
+        outputs = {name: self._delivered(name) for name in self.program.outputs}
+        for name in self.transient:
+            del self.cells[name]
+        return outputs
+
+    def _delivered(self, name: str) -> Value:
+        """An output as the caller sees it; memory that the next step overwrites is copied."""
+        value = self.cells[name]
+        if not isinstance(value, Tensor):
+            return value
+        fresh = self.program.kinds[name] is Kind.TENSOR or value.dtype.bits < 8
+        return value.array() if fresh else value.array().copy()
+
+    def _passes(self, name: str, kind: Kind) -> bool:
+        """Whether a cell is of no use after the step, and holds memory that is not the schedule's."""
+        return kind is Kind.INPUT or (kind in (Kind.TENSOR, Kind.OBJECT) and name in self.program.outputs)
+
+    def _lay_out(self) -> dict[int, list[int]]:
+        """Give every value of known shape its place in the arena; by step, the sends to wait for before it."""
+        lives = [*self.program.lives(self.shapes), *scratch_lives(self.program.steps, self.works)]
+        arena = assign(lives)
+        memory = self.program.block(arena.bytes)
+        places = {life.name: memory[arena.offsets[life.name] :] for life in lives}
+        for name, shape in self.shapes.items():
+            dtype = self.program.dtype(name)
+            bundle, at = self.program.bundles.get(name, (name, 0))
+            begin = dtype.bytes_of((at,))
+            place = places[self.program.places.get(bundle, bundle)][begin : begin + dtype.bytes_of(shape)]
+            self.cells[name] = Tensor(dtype, shape, place)
+        self.scratch = {key: places[scratch_name(*key)] for tag in self.works for key in ((tag, "in"), (tag, "out"))}
+        return arena.waits
+
+    def _plan(self, waits: Mapping[int, Sequence[int]]) -> None:
+        unused = self.program.last_uses()
+        sends: dict[int, None] = {}
+        for index, step in enumerate(self.program.steps):
+            for earlier in waits.get(index, ()):
+                self.actions.append((earlier, self._complete(earlier)))
+                del sends[earlier]
+            match step:
+                case Segment():
+                    action = self._segment(self.program.runners[index])
+                case Send():
+                    action = self._send(index, step)
+                    sends[index] = None
+                case Post():
+                    action = self._post(index, step)
+                case Wait():
+                    action = self._receive(step)
+                case Begin():
+                    action = self._begin(index, step)
+                    if isinstance(self.works.get(step.call.tag), Redistribution) or not step.call.made:
+                        sends[index] = None
+                case Finish():
+                    action = self._finish(step)
+                case Update():
+                    action = self._update(index)
+            self.main.add(len(self.actions))
+            self.actions.append((index, action))
+            self.actions += [(index, partial(self.cells.pop, name, None)) for name in unused.get(index, ())]
+        self.actions += [(index, self._complete(index)) for index in sends]
+
+    def _segment(self, runner: Runner) -> Action:
+        if runner.objects or any(self._is_object(name) for name in runner.segment.inputs):
+            return partial(self._run_objects, runner)
+        binding = runner.session.io_binding()
+        loose = [
+            name
+            for name in (*runner.segment.inputs, *runner.segment.outputs)
+            if self.program.kinds[name] is Kind.TENSOR
+        ]
+        for name in runner.segment.inputs:
+            if self.program.kinds[name] is Kind.INPUT:
+                self.readers[name].append((binding, self.program.dtype(name).code, name))
+            elif name not in loose:
+                bind_whole(binding.bind_input, name, self._tensor(name))
+        for name in runner.segment.outputs:
+            if name in loose:
+                binding.bind_output(name)
+            else:
+                bind_whole(binding.bind_output, name, self._tensor(name))
+        if loose:
+            return partial(self._run_loose, runner, binding, frozenset(loose))
+        return partial(runner.session.run_with_iobinding, binding)
+
+    def _update(self, index: int) -> Action:
+        """The updates of a step, each of many parameters at once."""
+        calls: list[Action] = []
+
+        def shared(name: str, binding: Binding, formal: str) -> None:
+            if self.program.kinds[name] is Kind.INPUT:
+                self.readers[name].append((binding, self.program.dtype(name).code, formal))
+            else:
+                bind_whole(binding.bind_input, formal, self._tensor(name))
+
+        for updater in self.program.updates[index]:
+            run = updater.session.run_with_iobinding
+            calls += [partial(run, binding) for binding in updater.bind(self._tensor, shared)]
+
+        def update() -> None:
+            for call in calls:
+                call()
+
+        def guarded() -> None:
+            if self._may_replace():
+                update()
+
+        return guarded if self.program.guard else update
+
+    def _may_replace(self) -> bool:
+        """Whether a step may change what is kept."""
+        return not self.program.guard or bool(np.isfinite(self._tensor(self.program.guard).array()).all())
+
+    def _run_loose(self, runner: Runner, binding: Binding, loose: frozenset[str]) -> None:
+        """Run a session of which some tensors have another place and shape each time."""
+        for name in runner.segment.inputs:
+            if name in loose:
+                bind_whole(binding.bind_input, name, self._tensor(name))
+        for name in runner.segment.outputs:
+            if name in loose:
+                # Bound anew, or the session would write into what it gave last time.
+                binding.bind_output(name)
+        runner.session.run_with_iobinding(binding)
+        for name, value in zip(runner.segment.outputs, binding.get_outputs(), strict=True):
+            if name in loose:
+                self.cells[name] = Tensor.from_ort(value)
+
+    def _run_objects(self, runner: Runner) -> None:
+        """Run a session with Python objects."""
+        feeds = {name: fed(self.cells[name]) for name in runner.segment.inputs}
+        names = [runner.widened.get(name, name) for name in runner.segment.outputs]
+        for name, value in zip(runner.segment.outputs, runner.session.run(names, feeds), strict=True):
+            match self.program.kinds[name]:
+                case Kind.OBJECT:
+                    self.cells[name] = value
+                case Kind.TENSOR:
+                    self.cells[name] = as_tensor(value, self.program.dtype(name))
+                case _:
+                    slot, made = self._tensor(name), as_tensor(value, self.program.dtype(name))
+                    check_promise(name, made.shape, slot.shape)
+                    slot.data[:] = made.data
+
+    def _send(self, index: int, step: Send) -> Action:
+        tag, peer, isend = self.wire[step.tag], step.peer, self.transport.isend
+        promise = self.promises.get(step.tag)
+        if promise is None:
+            return partial(self._send_encoded, index, step)
+        kind = self.program.kinds[step.value]
+        if kind in (Kind.SLOT, Kind.CONSTANT):
+            tensor = self._tensor(step.value)
+            check_promise(step.value, tensor.shape, promise)
+            data = tensor.data
+
+            def send_fixed() -> None:
+                self.requests[index] = isend(data, peer, tag)
+
+            return send_fixed
+
+        def send() -> None:
+            tensor = self._tensor(step.value)
+            check_promise(step.value, tensor.shape, promise)
+            self.requests[index] = isend(tensor.data, peer, tag)
+
+        return send
+
+    def _send_encoded(self, index: int, step: Send) -> None:
+        tag = self.wire[step.tag]
+        self.requests[index] = [self.transport.isend(part, step.peer, tag) for part in encode(self.cells[step.value])]
+
+    def _post(self, index: int, step: Post) -> Action:
+        tag, peer, irecv, requests = self.wire[step.tag], step.peer, self.transport.irecv, self.requests
+        data = self._tensor(step.value).data if step.tag in self.promises else self.headers[step.tag]
+
+        def post() -> None:
+            requests[index] = irecv(data, peer, tag)
+
+        return post
+
+    def _receive(self, step: Wait) -> Action:
+        post, wait, what, requests = self.posts[step.tag], self.transport.wait, step.__str__, self.requests
+
+        def receive() -> None:
+            wait(requests[post], what)
+
+        return receive if step.tag in self.promises else partial(self._receive_encoded, post, step)
+
+    def _receive_encoded(self, post: int, step: Wait) -> None:
+        transport, header = self.transport, self.headers[step.tag]
+        transport.wait(self.requests[post], step.__str__)
+        payload = aligned(payload_size(header))
+        transport.wait(transport.irecv(payload, step.peer, self.wire[step.tag]), step.__str__)
+        self.cells[step.value] = decode(header, payload)
+
+    def _begin(self, index: int, step: Begin) -> Action:
+        call, work = step.call, self.works.get(step.call.tag)
+        if work is None:
+            return partial(self._begin_at_large, step)
+        if isinstance(work, Redistribution):
+            return partial(self._begin_redistribution, index, step, work)
+        if isinstance(work, Together):
+            return self._begin_bound(index, step, self._bound_together(step, work))
+        if call.source and self.program.kinds[call.source] not in (Kind.SLOT, Kind.CONSTANT):
+            return partial(self._begin_anew, index, step, work)
+        return self._begin_bound(index, step, self._bound(step, work))
+
+    def _bound_together(self, step: Begin, work: Together) -> Bound:
+        sources, results = ([self._tensor(name) for name in names] for names in (step.call.given, step.call.made))
+        packed, landing = self.scratch[step.call.tag, "out"], self.scratch[step.call.tag, "in"]
+        return work.bind(sources, results, packed, landing, step.call.tag in self.at_once)
+
+    def _begin_bound(self, index: int, step: Begin, bound: Bound) -> Action:
+        start, begun, tag = bound.start, self.begun, step.call.tag
+        if not step.call.made:
+            return partial(self._leave, index, bound)
+
+        def begin() -> None:
+            if bound.before:
+                bound.before()
+            begun[tag] = ([start()], bound.after)
+
+        return begin
+
+    def _bound(self, step: Begin, work: Work) -> Bound:
+        """A collective on the memory of its values as they are now."""
+        call = step.call
+        source = self._tensor(call.source) if call.source else None
+        if source is not None:
+            check_promise(call.source or "", source.shape, work.shape)
+        packed, landing = self.scratch[call.tag, "out"], self.scratch[call.tag, "in"]
+        result = self._tensor(call.result) if call.result else None
+        return work.bind(source, result, packed, landing, call.tag in self.at_once)
+
+    def _leave(self, index: int, bound: Bound) -> None:
+        """Begin a collective that gives this rank nothing: like a send, it is waited for when its memory is needed."""
+        if bound.before:
+            bound.before()
+        self.requests[index] = bound.start()
+
+    def _begin_anew(self, index: int, step: Begin, work: Work) -> None:
+        """Begin a collective whose input has another place each time."""
+        bound = self._bound(step, work)
+        if not step.call.made:
+            self._leave(index, bound)
+            return
+        if bound.before:
+            bound.before()
+        self.begun[step.call.tag] = ([bound.start()], bound.after)
+
+    def _begin_redistribution(self, index: int, step: Begin, work: Redistribution) -> None:
+        call = step.call
+        source = self._tensor(call.source) if call.source else None
+        if source is not None:
+            check_promise(call.source or "", source.shape, work.given or ())
+        result = self._tensor(call.result) if call.result else None
+        packed, landing = self.scratch[call.tag, "out"], self.scratch[call.tag, "in"]
+        leaving, coming, after = work.begin(source, result, packed, landing)
+        self.requests[index] = leaving
+        self.begun[call.tag] = (coming, after)
+
+    def _begin_at_large(self, step: Begin) -> None:
+        """A collective on values of unknown shape is one with its wait, at its place in the file."""
+        call, finish = step.call, Finish(step.call, step.ranks)
+        source = self._tensor(call.source or "")
+        self.cells[call.result or ""] = at_large(call, step.ranks, call.tag, source, self.transport, finish.__str__)
+
+    def _finish(self, step: Finish) -> Action:
+        if step.call.tag not in self.works:
+            return nothing
+        wait, what, begun, tag = self.transport.wait, step.__str__, self.begun, step.call.tag
+
+        def finish() -> None:
+            requests, after = begun[tag]
+            for request in requests:
+                if request is not None:
+                    wait(request, what)
+            if after:
+                after()
+
+        return finish
+
+    def _complete(self, index: int) -> Action:
+        """Wait for a send."""
+        step, wait, requests = self.program.steps[index], self.transport.wait, self.requests
+
+        def complete() -> None:
+            request = requests[index]
+            for one in request if isinstance(request, list) else (request,):
+                wait(one, step.__str__)
+            requests[index] = None
+
+        return complete
+
+    def _is_object(self, name: str) -> bool:
+        return dense(self.program.types[name]) is None
+
+    def _tensor(self, name: str) -> Tensor:
+        value = self.cells[name]
+        assert isinstance(value, Tensor), name
+        return value

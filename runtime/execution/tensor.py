@@ -1,0 +1,86 @@
+"""A dense value in memory: element type, shape and the packed bytes, whoever owns them.
+
+Everything that moves values (sessions, messages, outputs) works on the same bytes: nothing is copied on the way from a caller's
+array to a session, from a session to a message, or from a message to a session.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from ..artifact.dtypes import BY_CODE, Array, Bytes, Dtype
+from ..program.ort import OrtValue
+
+ALIGNMENT = 64
+
+
+class Tensor:
+    """Bytes with a type and a shape. `data` is one-dimensional and contiguous; it keeps its owner alive."""
+
+    __slots__ = ("data", "dtype", "pointer", "shape")
+
+    def __init__(self, dtype: Dtype, shape: tuple[int, ...], data: Bytes) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.data = data
+        self.pointer: int = data.ctypes.data
+
+    @staticmethod
+    def empty(dtype: Dtype, shape: tuple[int, ...]) -> Tensor:
+        """New memory, not cleared."""
+        return Tensor(dtype, shape, aligned(dtype.bytes_of(shape)))
+
+    @staticmethod
+    def of(array: Array, dtype: Dtype) -> Tensor:
+        """The bytes of an array of `dtype`, shared where it is contiguous and aligned, else copied once."""
+        if dtype.bits < 8:
+            return Tensor(dtype, array.shape, _packed(array, dtype.bits))
+        ready = np.require(array, requirements=("C", "A"))
+        return Tensor(dtype, array.shape, ready.reshape(-1).view(np.uint8))
+
+    @staticmethod
+    def from_ort(value: OrtValue) -> Tensor:
+        """The bytes of onnxruntime's tensor, shared; it lives as long as they do."""
+        dtype, shape = BY_CODE[value.element_type()], tuple(value.shape())
+        size = dtype.bytes_of(shape)
+        if not size:
+            return Tensor.empty(dtype, shape)
+        memory = (ctypes.c_uint8 * size).from_address(value.data_ptr())
+        memory.owner = value  # type: ignore[attr-defined]
+        return Tensor(dtype, shape, np.ctypeslib.as_array(memory))
+
+    def array(self) -> Array:
+        """The value as people see it: a view of the same bytes, or the unpacked elements where they are narrower than a byte."""
+        if self.dtype.bits < 8:
+            return _unpacked(self.data, self.shape, self.dtype)
+        return self.data.view(self.dtype.numpy).reshape(self.shape)
+
+
+def aligned(size: int) -> Bytes:
+    """`size` bytes of new memory that begin at a multiple of `ALIGNMENT`."""
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size]
+
+
+def _packed(array: Array, bits: int) -> Bytes:
+    per = 8 // bits
+    codes = np.ascontiguousarray(array).reshape(-1).view(np.uint8) & ((1 << bits) - 1)
+    rows = np.pad(codes, (0, -codes.size % per)).reshape(-1, per)
+    packed: Bytes = np.bitwise_or.reduce(rows << (bits * np.arange(per, dtype=np.uint8)), axis=1)
+    return packed
+
+
+def _unpacked(data: Bytes, shape: tuple[int, ...], dtype: Dtype) -> Array:
+    per = 8 // dtype.bits
+    codes = (data[:, None] >> (dtype.bits * np.arange(per, dtype=np.uint8))) & ((1 << dtype.bits) - 1)
+    count = int(np.prod(shape))
+    values = codes.reshape(-1)[:count]
+    if dtype.name.startswith("int"):
+        half = 1 << (dtype.bits - 1)
+        return ((values.astype(np.int8) ^ half) - half).astype(dtype.numpy).reshape(shape)
+    if dtype.name.startswith("uint"):
+        return values.astype(dtype.numpy).reshape(shape)
+    return values.view(dtype.numpy).reshape(shape)

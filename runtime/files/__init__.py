@@ -1,0 +1,1 @@
+"""Opening, replacing and locking files: regular ones alone, whole or not at all."""

@@ -1,0 +1,230 @@
+"""Puts a new artifact in the place of an old one, whole or not at all, and never touches what partc did not write.
+
+    with replacing_folder(Path("build")) as folder:
+        ...                                     # the files, manifest.json last
+
+What may be replaced is nothing, an empty folder, or an artifact without anything in it that its manifest does not list. The new
+folder is made beside the old one, and the two change places in one step of the file system (Linux's RENAME_EXCHANGE; where it has
+none, by two renames). Then the old one is removed: the files that its own manifest lists, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..artifact.format import LARGEST_MANIFEST, MANIFEST, stays_inside
+from ..errors import UsageError
+from .regular import kind_of, read_regular
+from .replace import (
+    FOLDER,
+    OLD,
+    WriteError,
+    hold,
+    is_left,
+    left_beside,
+    make_beside,
+    new_beside,
+    new_folder,
+    remove_left,
+    remove_made,
+    told,
+)
+
+_NAMED = 8
+_HERE = -100
+_EXCHANGE = 2
+_CANNOT = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV)
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a folder is not replaced, and what can be done."""
+
+    fact: str
+    help: str
+
+
+@contextmanager
+def replacing_folder(out: Path) -> Iterator[Path]:
+    """A new folder that becomes `out` when the block has ended, and is removed where it raises.
+
+    UsageError where `out` may not be replaced; WriteError where it cannot be written. In both cases it is as it was.
+    """
+    refuse_obstacle(out)
+    place = Path(os.path.abspath(out))
+    with told(out):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _restore(place)
+        remove_left(place, remove_own)
+        hidden, handle = make_beside(place, new_folder)
+        try:
+            yield hidden
+            old = _take_place(hidden, place, out)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                remove_own(hidden)  # which may be the old one already
+            raise
+        finally:
+            os.close(handle)
+        if old is not None:
+            _remove_old(old, out)
+
+
+def obstacle(out: Path) -> Obstacle | None:
+    """What is in the way of a new artifact in this place; None where it may be replaced."""
+    try:
+        mode = os.lstat(out).st_mode
+    except OSError:
+        return None
+    if stat.S_ISLNK(mode):
+        return Obstacle(f"is {kind_of(out, mode)}, and links are not replaced", f"give -o {out.resolve()} itself")
+    if not stat.S_ISDIR(mode):
+        return Obstacle(f"is {kind_of(out, mode)}, and is not replaced", "choose another folder with -o, or remove it")
+    if os.path.ismount(out) or os.path.samefile(out, os.curdir):
+        what = "a mounted file system" if os.path.ismount(out) else "the current folder"
+        return Obstacle(f"is {what}, which no new folder can replace", "give the name of a folder in it with -o")
+    listed = listed_files(out)
+    found = _strangers(out, listed or frozenset())
+    if not found:
+        return None
+    named = ", ".join(found[:_NAMED]) + (f", and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
+    if listed is None:
+        fact = f"exists and is no artifact of partc, so it is not replaced; it has {named}"
+        return Obstacle(fact, "choose another folder with -o, or remove it")
+    fact = f"is not replaced: it has what partc did not write there, {named}"
+    return Obstacle(fact, "move that out of the folder, or choose another one with -o")
+
+
+def refuse_obstacle(out: Path) -> None:
+    """Raises UsageError where something is in the way of a new artifact."""
+    if (found := obstacle(out)) is not None:
+        raise UsageError(f"{out}: {found.fact}\n  help: {found.help}")
+
+
+def listed_files(folder: Path) -> frozenset[str] | None:
+    """The files of an artifact by its manifest, of whatever version, and the manifest; None where it is no artifact."""
+    try:
+        data = json.loads(read_regular(folder / MANIFEST, LARGEST_MANIFEST))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(data, dict) or not {"format", "partc", "ranks", "files"} <= data.keys():
+        return None
+    files = data["files"]
+    if not isinstance(files, dict) or not all(isinstance(one, dict) and "sha256" in one for one in files.values()):
+        return None
+    return frozenset(name for name in files if stays_inside(name)) | {MANIFEST}
+
+
+def _strangers(folder: Path, listed: frozenset[str]) -> list[str]:
+    """What is in the folder besides these files; of a folder without any of them its name alone. Links are no files."""
+    around = {parent.as_posix() for name in listed for parent in Path(name).parents}
+    found = []
+    for root, folders, files in os.walk(folder):
+        inside = Path(root).relative_to(folder)
+        for name in sorted(folders):
+            one = (inside / name).as_posix()
+            if one not in around or (Path(root) / name).is_symlink():
+                found.append(f"'{one}/'")
+                folders.remove(name)
+        for name in files:
+            one = (inside / name).as_posix()
+            if one not in listed or not stat.S_ISREG(os.lstat(Path(root) / name).st_mode):
+                found.append(f"'{one}'")
+    return sorted(found)
+
+
+def remove_own(folder: Path) -> None:
+    """Removes a folder that partc wrote: the files that its manifest lists, the manifest last, or, where a writer died before
+    it wrote one, all of it. What else came into an artifact stays, and the folders around it.
+    """
+    listed = listed_files(folder)
+    if listed is None:
+        remove_made(folder)
+        return
+    for root, folders, files, handle in os.fwalk(folder, topdown=False):
+        inside = Path(root).relative_to(folder)
+        for name in files:
+            if (one := (inside / name).as_posix()) in listed and one != MANIFEST:
+                os.unlink(name, dir_fd=handle)
+        for name in folders:
+            with contextlib.suppress(OSError):  # not empty, or a link
+                os.rmdir(name, dir_fd=handle)
+    if os.listdir(folder) == [MANIFEST]:
+        os.unlink(folder / MANIFEST)
+        os.rmdir(folder)
+
+
+def _take_place(hidden: Path, place: Path, out: Path) -> Path | None:
+    """Lets the new folder have its name; where the old one is now, None where there is none."""
+    refuse_obstacle(out)  # again, for the compile may have taken long
+    if not os.path.lexists(place):
+        os.rename(hidden, place)
+        return None
+    return hidden if exchange(hidden, place) else _swap(hidden, place)
+
+
+def _remove_old(old: Path, out: Path) -> None:
+    """Removes the old folder; where that fails the next writer does it."""
+    try:
+        found = _strangers(old, listed_files(old) or frozenset())
+        remove_own(old)
+    except OSError:
+        return
+    if found:
+        raise WriteError(f"{out}: is written; what came into the old folder meanwhile lies in {old}")
+
+
+def _swap(hidden: Path, place: Path) -> Path | None:
+    """Two renames, for a file system that has no exchange: the old folder's name, None where it is removed."""
+    old = new_beside(place, OLD)
+    handle = os.open(place, FOLDER)
+    try:
+        hold(handle)  # so that no other writer takes it for left behind
+        try:
+            os.rename(place, old)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            remove_own(place)  # of a lower layer of an overlay, where folders cannot be renamed
+            os.rename(hidden, place)
+            return None
+        try:
+            os.rename(hidden, place)
+        except OSError:
+            os.rename(old, place)
+            raise
+        return old
+    finally:
+        os.close(handle)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Lets two folders or files change places in one step; False where the system or the file system cannot."""
+    if not sys.platform.startswith("linux"):
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT:
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+def _restore(place: Path) -> None:
+    """Gives an old artifact its name back, where a writer died between two renames."""
+    for hidden in left_beside(place):
+        if hidden.name.endswith(OLD) and not os.path.lexists(place) and is_left(hidden):
+            os.rename(hidden, place)

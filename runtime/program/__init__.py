@@ -1,0 +1,1 @@
+"""A rank file made executable: segments, sessions, memory."""

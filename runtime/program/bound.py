@@ -1,0 +1,43 @@
+"""Values on their way into sessions and out of them."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TypeAlias
+
+import numpy as np
+
+from ..artifact.dtypes import Array, Dtype
+from ..communication.message import Value
+from ..errors import StepError
+from ..execution.tensor import Tensor
+from .ort import Bind, OrtValue, new_value
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+def fed(value: Value) -> Value | OrtValue:
+    """A value as onnxruntime takes it from Python; what numpy cannot show goes in as onnxruntime's own tensor, by one copy."""
+    if not isinstance(value, Tensor):
+        return value
+    if not value.dtype.wide:
+        return value.array()
+    made = new_value(value.shape, value.dtype.code)
+    ctypes.memmove(made.data_ptr(), value.pointer, value.data.size)
+    return made
+
+
+def as_tensor(value: Array, dtype: Dtype) -> Tensor:
+    """What a session gave as an array, as a tensor of the type that it must have."""
+    return Tensor.of(np.asarray(value).astype(dtype.numpy, copy=False), dtype)
+
+
+def check_promise(name: str, found: Shape, promised: Shape) -> None:
+    """A value must have the shape on which other ranks rely; StepError where it has not."""
+    if found != promised:
+        raise StepError(f"the value '{name}' was promised with shape {list(promised)} and has {list(found)}")
+
+
+def bind_whole(bind: Bind, name: str, tensor: Tensor) -> None:
+    """Binds all of a tensor to an input or an output of a session."""
+    bind(name, "cpu", 0, tensor.dtype.code, tensor.shape, tensor.pointer)

@@ -1,0 +1,123 @@
+"""How long the values of a rank's program live, in step numbers: what the arena shares by, and what a step may forget.
+
+A value lives from the step that makes it, posts its receive or begins the collective that gives it, to its last reader. A
+collective reads its input until it is finished; one that gives the rank nothing, and an Exchange, like a Send, until the messages
+have left, which is waited for as late as possible.
+
+Where nobody else needs a collective's input any more, and its output is as large, both are one place in memory: AllReduce and
+Broadcast work there, and what one rank does with itself is nothing at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..artifact.format import ALL_REDUCE, BROADCAST, EXCHANGE
+from .memory_plan import Life
+from .segmentation import Begin, Finish, Post, Segment, Send, Step, Update, Wait
+
+
+@dataclass
+class Span:
+    """The steps in which a value is made, in which each use of it ends, and in which it begins to leave."""
+
+    born: int
+    ends: list[int] = field(default_factory=list)
+    sends: list[int] = field(default_factory=list)
+
+
+def spans(steps: Sequence[Step], outputs: Iterable[str]) -> dict[str, Span]:
+    """The span of every value of a program; an output of the program is used to its end."""
+    finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, Finish)}
+    found: dict[str, Span] = {}
+    for index, step in enumerate(steps):
+        for name, end in _uses(step, index, finishes):
+            found.setdefault(name, Span(index)).ends.append(end)
+        leaving = _leaving(step)
+        if leaving is not None:
+            found[leaving].sends.append(index)
+    for name in outputs:
+        found.setdefault(name, Span(0)).ends.append(len(steps))
+    return found
+
+
+def bundled(spans: dict[str, Span], members: Mapping[str, str]) -> dict[str, Span]:
+    """The spans with values that lie in one bundle as one; `members` gives a value's bundle."""
+    found: dict[str, Span] = {}
+    for name, span in spans.items():
+        whole = found.setdefault(members.get(name, name), Span(span.born))
+        whole.born = min(whole.born, span.born)
+        whole.ends += span.ends
+        whole.sends += span.sends
+    return found
+
+
+def places(
+    steps: Sequence[Step], spans: Mapping[str, Span], slots: Collection[str], apart: Collection[int] = ()
+) -> dict[str, str]:
+    """Where the output of a collective takes its input's place: by output, the value that first had the place.
+
+    Not so for the collectives whose tags are in `apart`.
+    """
+    finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, Finish)}
+    found: dict[str, str] = {}
+    for index, step in enumerate(steps):
+        if not isinstance(step, Begin) or not _keeps_size(step) or step.call.tag in apart:
+            continue
+        source, result = (None, None) if step.call.parts else (step.call.source, step.call.result)
+        if source not in slots or result not in slots or source is None or result is None:
+            continue
+        others = list(spans[source].ends)
+        others.remove(finishes[step.call.tag])
+        if not spans[source].sends and all(end < index for end in others):
+            found[result] = found.get(source, source)
+    return found
+
+
+def lives(spans: Mapping[str, Span], places: Mapping[str, str], sizes: Mapping[str, int]) -> list[Life]:
+    """Bytes and life of every value that has a place of its own, values that later take the place included."""
+    shared: dict[str, list[str]] = {}
+    for name in sizes:
+        shared.setdefault(places.get(name, name), []).append(name)
+    return [
+        Life(
+            name,
+            max(sizes[one] for one in names),
+            min(spans[one].born for one in names),
+            max(end for one in names for end in spans[one].ends),
+            tuple(sorted({send for one in names for send in spans[one].sends})),
+        )
+        for name, names in shared.items()
+    ]
+
+
+def _keeps_size(step: Begin) -> bool:
+    """Whether the output of a collective is as large as its input, and may begin as its input was."""
+    return step.call.op in (ALL_REDUCE, BROADCAST) or (len(step.ranks) == 1 and step.call.op != EXCHANGE)
+
+
+def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple[str, int]]:
+    """The values that a step touches, each with the step in which this use ends."""
+    match step:
+        case Segment():
+            yield from ((name, index) for name in (*step.inputs, *step.outputs))
+        case Send() | Post() | Wait():
+            yield step.value, index
+        case Begin():
+            call = step.call
+            yield from ((name, finishes.get(call.tag, index) if call.op != EXCHANGE else index) for name in call.given)
+            yield from ((name, index) for name in call.made)
+        case Update():
+            yield from ((name, index) for name in (*step.inputs, *(out for node in step.nodes for out in node.output)))
+        case Finish():
+            yield from ((name, index) for name in step.call.made)
+
+
+def _leaving(step: Step) -> str | None:
+    """The value whose bytes a step lets go, and that must stay as it is until they have gone."""
+    if isinstance(step, Send):
+        return step.value
+    if isinstance(step, Begin) and (step.call.op == EXCHANGE or not step.call.made):
+        return step.call.source
+    return None

@@ -1,0 +1,171 @@
+"""One onnxruntime session for each segment, and the way back from onnxruntime's words to the op that failed.
+
+A session is built from a model in memory whose large weights stay external: onnxruntime maps them from the artifact's folder, as
+initializers, so that they are packed for the kernels once. An onnxruntime message names a node; it is led back to the op type and
+the source name that people know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..artifact.dtypes import BY_CODE, dense, type_proto, type_text
+from ..artifact.format import DOMAIN, Dim
+from ..errors import ArtifactError
+from .ort import Session, new_session, version
+from .segmentation import Segment, name_of
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, TypeProto
+
+_NODE = re.compile(r"Name:\s?'([^']*)'")
+_OUTPUT = re.compile(
+    r"provided for output '([^']*)' .*has shape (\{[^}]*\}) but the computed output shape for this run is (\{[^}]*\})"
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How sessions run: threads of one operator, whether idle threads may spin, the execution providers in order, and whether the rank
+    keeps tensors from step to step: then memory stays in an arena, and copies are made bit by bit alike.
+    """
+
+    threads: int
+    spinning: bool
+    providers: Sequence[str] = ("CPUExecutionProvider",)
+    keeps: bool = False
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A segment with its session. `objects`: strings, sequences, optionals or maps go in or out, so that it is called with Python
+    objects; then `widened` gives the outputs whose element type numpy lacks a wide twin that shows them.
+    """
+
+    segment: Segment
+    session: Session
+    objects: bool
+    widened: Mapping[str, str]
+
+    def explain(self, error: Exception) -> str:
+        """What failed, in the user's words, then onnxruntime's."""
+        text = _plain(str(error))
+        if promise := _OUTPUT.search(text):
+            name, wanted, found = promise.groups()
+            text = f"the value '{name}' was promised with shape {wanted} and has {found}: {text}"
+        return f"{self.culprit(text)}: {text}"
+
+    def culprit(self, text: str) -> str:
+        """The node that a message of onnxruntime names, else the whole segment."""
+        match = _NODE.search(text)
+        # A fused node's name holds the name of one that it was made of.
+        named = [node for node in self.segment.nodes if match and node.name and node.name in match[1]]
+        return name_of(max(named, key=lambda node: len(node.name))) if named else str(self.segment)
+
+
+class Builder:
+    """Makes the sessions of one rank, in order: types are known from the file, the manifest or an earlier session."""
+
+    def __init__(
+        self, model: ModelProto, folder: Path, types: Mapping[str, str], settings: Settings, where: str
+    ) -> None:
+        graph = model.graph
+        self.model = model
+        self.folder = folder
+        self.settings = settings
+        self.where = where
+        self.types = dict(types)
+        self.protos: dict[str, TypeProto] = {}
+        for value in (*graph.value_info, *graph.input, *graph.output):
+            if text := type_text(value.type):
+                self.types[value.name] = text
+                self.protos[value.name] = value.type
+        self.initializers = {tensor.name: tensor for tensor in graph.initializer}
+        self.sparse = {tensor.values.name: tensor for tensor in graph.sparse_initializer}
+
+    def build(self, segment: Segment) -> Runner:
+        """The session of a segment; ArtifactError where onnxruntime does not take it."""
+        model = self._model(segment)
+        session = self._session(model, segment)
+        for output in session.get_outputs():
+            self.types.setdefault(output.name, output.type)
+        objects = not all(dense(self.types[name]) for name in (*segment.inputs, *segment.outputs))
+        widened = _widen(model, segment, self.types) if objects else {}
+        if widened:
+            session = self._session(model, segment)
+        return Runner(segment, session, objects, widened)
+
+    def _session(self, model: ModelProto, segment: Segment) -> Session:
+        threads, spinning, providers = self.settings.threads, self.settings.spinning, self.settings.providers
+        entries = {
+            "session.intra_op.allow_spinning": "1" if spinning else "0",
+            "session.model_external_initializers_file_folder_path": str(self.folder.resolve()),
+        }
+        try:
+            return new_session(
+                model.SerializeToString(), threads, providers, entries, self.settings.keeps, self.settings.keeps
+            )
+        except Exception as error:
+            text = _plain(str(error))
+            raise ArtifactError(
+                f"{self.where}: onnxruntime {version()} does not load {self._refused(segment, text)}: {text}\n"
+                "  help: install the onnxruntime that the artifact was compiled for, or compile again"
+            ) from None
+
+    def _model(self, segment: Segment) -> ModelProto:
+        from onnx import ModelProto
+
+        model = ModelProto(ir_version=self.model.ir_version)
+        model.opset_import.extend(entry for entry in self.model.opset_import if entry.domain != DOMAIN)
+        model.functions.extend(self.model.functions)
+        graph = model.graph
+        graph.name = "segment"
+        graph.node.extend(segment.nodes)
+        graph.initializer.extend(self.initializers[name] for name in segment.initializers if name in self.initializers)
+        graph.sparse_initializer.extend(self.sparse[name] for name in segment.initializers if name in self.sparse)
+        for name in segment.inputs:
+            if name not in self.types:
+                raise ArtifactError(f"{self.where}: the type of '{name}' is not known\n  help: compile again")
+            graph.input.add(name=name, type=self.protos.get(name) or type_proto(self.types[name]))
+        for name in segment.outputs:
+            graph.output.add(name=name, type=self.protos.get(name))
+        return model
+
+    def _refused(self, segment: Segment, text: str) -> str:
+        return next((name_of(node) for node in segment.nodes if node.name and f"({node.name})" in text), str(segment))
+
+
+def _widen(model: ModelProto, segment: Segment, types: Mapping[str, str]) -> dict[str, str]:
+    """Add to the model an exact cast of every output whose element type numpy lacks."""
+    from onnx import helper
+
+    twins: dict[str, str] = {}
+    for name in segment.outputs:
+        dtype = dense(types[name])
+        if dtype and dtype.wide:
+            twin = f"{name}.wide"
+            wide = next(row for row in BY_CODE.values() if row.shown == dtype.wide)
+            model.graph.node.append(helper.make_node("Cast", [name], [twin], to=wide.code))
+            model.graph.output.add(name=twin)
+            twins[name] = twin
+    return twins
+
+
+def stated_shapes(model: ModelProto) -> dict[str, list[Dim] | None]:
+    """The shapes that a rank file states for its values; a value with a dim that is not stated has none."""
+    found: dict[str, list[Dim] | None] = {}
+    for value in (*model.graph.value_info, *model.graph.input, *model.graph.output):
+        if value.type.HasField("tensor_type") and value.type.tensor_type.HasField("shape"):
+            dims = value.type.tensor_type.shape.dim
+            stated: list[Dim] = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims]
+            found[value.name] = stated if all(dim != "" for dim in stated) else None
+    return found
+
+
+def _plain(text: str) -> str:
+    """A message on one line, without the places in onnxruntime's own source."""
+    return re.sub(r"/\S*onnxruntime\S*:\d+ [^\[]*?\)( const)? ", "", " ".join(text.split()))

@@ -1,0 +1,1 @@
+"""Parameters' updates over flat memory."""

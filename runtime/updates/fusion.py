@@ -1,0 +1,178 @@
+"""Updates of many parameters as one: nodes of one function whose operands lie side by side run as one over all of them.
+
+A rank file has one node of `partc.optimizer` a parameter. The functions are element-wise, so it makes no difference whether they run on
+one tensor or on many that follow each other in memory. Memory is laid out so that they do: gradients in the order of their
+updates, which for a bucket is the order in which it is reduced, and parameters and the optimizer's tensors like them.
+
+    Momentum(a, a.grad, a.momentum), Momentum(b, b.grad, b.momentum)     ->     Momentum([a b], [a.grad b.grad], [a.momentum b.momentum])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, TypeAlias
+
+from ..artifact.lr_schedule import SCALARS
+from ..program.segmentation import Update
+
+if TYPE_CHECKING:
+    from onnx import FunctionProto, NodeProto
+
+Shape: TypeAlias = tuple[int, ...]
+NUMBERS = frozenset((*SCALARS, "ratio"))
+"""The functions' inputs that are one number."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Values of one type that follow each other in one piece of memory, which has a name of its own."""
+
+    name: str
+    type: str
+    members: tuple[str, ...]
+    elements: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The elements of all."""
+        return sum(self.elements)
+
+    @property
+    def places(self) -> dict[str, int]:
+        """By member the element at which it begins."""
+        found, at = {}, 0
+        for name, count in zip(self.members, self.elements, strict=True):
+            found[name] = at
+            at += count
+        return found
+
+
+@dataclass(frozen=True)
+class Group:
+    """Nodes that run as one. `operands` and `results`: for each of the function's, the names of all members, in order; of a number
+    that all share, the one name.
+    """
+
+    node: NodeProto
+    function: FunctionProto
+    operands: tuple[tuple[str, ...], ...]
+    results: tuple[tuple[str, ...], ...]
+    shared: tuple[bool, ...]
+    """By operand whether it is one number."""
+    elements: int
+
+
+@dataclass
+class Plan:
+    """All groups by the place of their step, the memory of gradients and of the tensors that are kept."""
+
+    groups: dict[int, list[Group]] = field(default_factory=dict)
+    bundles: list[Bundle] = field(default_factory=list)
+    kept: list[Bundle] = field(default_factory=list)
+
+
+def plan_groups(
+    steps: Sequence[object],
+    functions: Mapping[str, FunctionProto],
+    shapes: Mapping[str, Shape],
+    types: Mapping[str, str],
+    kept: Collection[str],
+    bundled: Mapping[str, str],
+) -> Plan:
+    """Groups the updates among `steps`.
+
+    `shapes` and `types` are those of tensors that an update reads. `bundled`: by value the bundle in which it lies already.
+    """
+    plan = Plan()
+    laid: set[str] = set()
+    loose: dict[str, list[str]] = {}
+    for index, step in enumerate(steps):
+        if not isinstance(step, Update):
+            continue
+        found = [_Member(node, functions[node.op_type], types, kept) for node in step.nodes]
+        runs = list(_runs(found, bundled))
+        plan.groups[index] = [_group(run, shapes) for run in runs]
+        for run in runs:
+            for operand in _columns(run):
+                if operand[0] in kept and not laid.intersection(operand):
+                    laid.update(operand)
+                    plan.kept.append(_bundle(f"{operand[0]} and on", operand, shapes, types))
+            gradients = [one.gradient for one in run]
+            if all(name and name not in bundled for name in gradients):
+                loose.setdefault(f"{types[gradients[0]]} {index}", []).extend(dict.fromkeys(gradients))
+    for key, names in loose.items():
+        plan.bundles.append(_bundle(f"gradients of {names[0]} {key}", tuple(names), shapes, types))
+    return plan
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One update node with its operands told apart."""
+
+    node: NodeProto
+    function: FunctionProto
+    types: Mapping[str, str]
+    kept: Collection[str]
+
+    @property
+    def shared(self) -> tuple[bool, ...]:
+        """By operand whether it is one number."""
+        return tuple(formal in NUMBERS for formal in self.function.input)
+
+    @property
+    def tensors(self) -> list[str]:
+        return [name for name, one in zip(self.node.input, self.shared, strict=True) if not one]
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        return tuple(name for name, one in zip(self.node.input, self.shared, strict=True) if one)
+
+    @property
+    def gradient(self) -> str:
+        """The one tensor that is not kept; empty where there are several."""
+        others = [name for name in self.tensors if name not in self.kept]
+        return others[0] if len(others) == 1 and set(self.node.output).isdisjoint(others) else ""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for nodes that do the same."""
+        attributes = tuple(sorted(one.SerializeToString(deterministic=True) for one in self.node.attribute))
+        return self.node.op_type, attributes, self.numbers, self.types[self.tensors[0]]
+
+
+def _runs(members: Sequence[_Member], bundled: Mapping[str, str]) -> Iterator[list[_Member]]:
+    """Neighbours that can run as one."""
+    run: list[_Member] = []
+    for one in members:
+        fits = bool(run) and bool(one.gradient) and run[-1].key == one.key and bool(run[-1].gradient)
+        if fits and bundled.get(one.gradient) == bundled.get(run[-1].gradient):
+            run.append(one)
+            continue
+        if run:
+            yield run
+        run = [one]
+    if run:
+        yield run
+
+
+def _columns(run: Sequence[_Member]) -> list[tuple[str, ...]]:
+    """By tensor operand the names of all members."""
+    return [tuple(names) for names in zip(*(one.tensors for one in run), strict=True)]
+
+
+def _group(run: Sequence[_Member], shapes: Mapping[str, Shape]) -> Group:
+    first = run[0]
+    shared = first.shared
+    operands = tuple(
+        (names[0],) if one else tuple(names)
+        for one, names in zip(shared, zip(*(member.node.input for member in run), strict=True), strict=True)
+    )
+    results = tuple(tuple(names) for names in zip(*(member.node.output for member in run), strict=True))
+    elements = sum(prod(shapes[member.tensors[0]]) for member in run)
+    return Group(first.node, first.function, operands, results, shared, elements)
+
+
+def _bundle(name: str, members: tuple[str, ...], shapes: Mapping[str, Shape], types: Mapping[str, str]) -> Bundle:
+    return Bundle(name, types[members[0]], members, tuple(prod(shapes[one]) for one in members))

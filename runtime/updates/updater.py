@@ -1,0 +1,60 @@
+"""Runs one group of updates: the optimizer's function over flat memory, in pieces that stay in the cache, in place.
+
+onnxruntime makes a pass over memory for every node of an element-wise chain. In pieces of half a megabyte all passes but the first
+find their operands in the cache; each piece is one bound call of one session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..artifact.dtypes import dense
+from ..execution.tensor import Tensor
+from ..program.ort import Binding, Session, new_session
+from ..program.sessions import Settings
+from .fusion import Group
+from .update_model import flat_model, is_in_place
+
+PIECE = 1 << 17
+"""Elements that are updated at once."""
+
+_sessions: dict[tuple[bytes, int, tuple[str, ...]], Session] = {}
+
+
+class Updater:
+    """A group with its session. The same function with the same attributes has one session for all groups of the process."""
+
+    def __init__(self, group: Group, settings: Settings, type: str) -> None:
+        self.group = group
+        attributes = {attribute.name: attribute.f for attribute in group.node.attribute}
+        dtype = dense(type)
+        assert dtype is not None
+        assert is_in_place(group.function), group.function.name
+        model = flat_model(group.function, attributes, dtype.code)
+        key = (model, settings.threads, tuple(settings.providers))
+        if key not in _sessions:
+            spinning = {"session.intra_op.allow_spinning": "1" if settings.spinning else "0"}
+            _sessions[key] = new_session(model, settings.threads, settings.providers, spinning)
+        self.session = _sessions[key]
+
+    def bind(self, tensor: Callable[[str], Tensor], shared: Callable[[str, Binding, str], None]) -> list[Binding]:
+        """The calls that update all members, in order. `tensor` gives a value's memory; `shared` binds a number to an input."""
+        group, found = self.group, []
+        for begin in range(0, group.elements, PIECE):
+            count = min(PIECE, group.elements - begin)
+            binding = self.session.io_binding()
+            for formal, names, one in zip(group.function.input, group.operands, group.shared, strict=True):
+                if one:
+                    shared(names[0], binding, formal)
+                else:
+                    _bind(binding.bind_input, formal, tensor(names[0]), begin, count)
+            for formal, names in zip(group.function.output, group.results, strict=True):
+                _bind(binding.bind_output, formal, tensor(names[0]), begin, count)
+            found.append(binding)
+        return found
+
+
+def _bind(bind: Callable[..., None], formal: str, first: Tensor, begin: int, count: int) -> None:
+    """Binds the elements from `begin` on, counted from the first member's."""
+    dtype = first.dtype
+    bind(formal, "cpu", 0, dtype.code, (count,), first.pointer + dtype.bytes_of((begin,)))
