@@ -55,7 +55,7 @@ print(time.perf_counter() - begun[0], time.process_time() - begun[1])
 LOADED = """
 import sys, time
 from partc.runtime import load_local
-import partc.runtime.execution.in_process, onnxruntime
+import onnxruntime
 begun = time.perf_counter(), time.process_time()
 with load_local(sys.argv[1], threads=1) as program:
     print(time.perf_counter() - begun[0], time.process_time() - begun[1])
