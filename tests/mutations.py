@@ -37,12 +37,10 @@ from mutations_of_fields import (
     another_op,
     attribute,
     call_attribute,
+    field,
     header,
-    manifest_field,
     operand,
     said_of_itself,
-    state_field,
-    training_field,
 )
 from mutations_of_records import expressions, offset, port_boxes, programs, shapes, types, weights
 from partc.runtime.checker.check import check_artifact
@@ -80,9 +78,9 @@ MUTATIONS: dict[str, Mutation] = {
     "weights of two ranks": weights,
     "offset": offset,
     "another value sent": rewire,
-    "a field of the manifest": manifest_field,
-    "a field of the training": training_field,
-    "a field of the state": state_field,
+    "a field of the manifest": field(),
+    "a field of the training": field("training"),
+    "a field of the state": field("state"),
     "an attribute of a communication": call_attribute,
     "an operand on one rank": operand,
     "an op on one rank": another_op,

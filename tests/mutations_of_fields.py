@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from mutations_of_calls import Draft
 from odd_values import FLOATS, INTS, change
@@ -10,29 +11,17 @@ from onnx import AttributeProto, NodeProto
 from partc.runtime.artifact.format import CUT
 
 
-def manifest_field(draft: Draft) -> bool:
-    """Any field of the manifest."""
-    before = json.dumps(draft.manifest)
-    change(draft.chance, draft.manifest)
-    return json.dumps(draft.manifest) != before
+def field(section: str | None = None) -> Callable[[Draft], bool]:
+    """Any field of the manifest, or of one section of it, such as `training` or `state`."""
 
+    def mutate(draft: Draft) -> bool:
+        if section is not None and not draft.manifest.get(section):
+            return False
+        before = json.dumps(draft.manifest)
+        change(draft.chance, draft.manifest, *([] if section is None else [section]))
+        return json.dumps(draft.manifest) != before
 
-def training_field(draft: Draft) -> bool:
-    """Any field of the training: optimizer, loss, schedule, names, folders."""
-    if not draft.manifest.get("training"):
-        return False
-    before = json.dumps(draft.manifest)
-    change(draft.chance, draft.manifest, "training")
-    return json.dumps(draft.manifest) != before
-
-
-def state_field(draft: Draft) -> bool:
-    """Any field of what ranks keep."""
-    if not draft.manifest.get("state"):
-        return False
-    before = json.dumps(draft.manifest)
-    change(draft.chance, draft.manifest, "state")
-    return json.dumps(draft.manifest) != before
+    return mutate
 
 
 def call_attribute(draft: Draft) -> bool:

@@ -77,27 +77,15 @@ def tensors(folder: Path) -> dict[str, bytes]:
     return {name: checkpoint.read(name).tobytes() for name in checkpoint.index.tensors}
 
 
+def train(build: str, *options: str) -> int:
+    """The exit code of a training on ranks in this process, by its own plan."""
+    return invoke(["train", build, "--plan", f"{build}.yaml", "--in-process", "--threads", "1", *options])
+
+
 def test_killed_at_any_moment_it_goes_on_as_if_it_never_was(folder: Path) -> None:
     build = str(built(folder, PLACED))
     whole = folder / "whole"
-    assert (
-        invoke(
-            [
-                "train",
-                build,
-                "--plan",
-                f"{build}.yaml",
-                "--in-process",
-                "--threads",
-                "1",
-                "--checkpoint",
-                str(whole),
-                "--save",
-                "1",
-            ]
-        )
-        == 0
-    )
+    assert train(build, "--checkpoint", str(whole), "--save", "1") == 0
     kept = folder / "kept"
     words = [build, "--plan", f"{build}.yaml", "--threads", "1", "--checkpoint", str(kept), "--save", "1"]
     for delay in (0.0, 0.02, 0.05):
@@ -174,23 +162,7 @@ def test_a_checkpoint_goes_on_under_any_plan(folder: Path) -> None:
 def test_equal_seeds_are_equal_runs_bit_by_bit(folder: Path) -> None:
     build = str(built(folder, PARALLEL))
     for name, options in (("a", []), ("b", []), ("c", ["--seed", "5"])):
-        assert (
-            invoke(
-                [
-                    "train",
-                    build,
-                    "--plan",
-                    f"{build}.yaml",
-                    "--in-process",
-                    "--threads",
-                    "1",
-                    "--checkpoint",
-                    str(folder / name),
-                    *options,
-                ]
-            )
-            == 0
-        )
+        assert train(build, "--checkpoint", str(folder / name), *options) == 0
     assert tensors(folder / "a") == tensors(folder / "b") != tensors(folder / "c")
 
 
@@ -201,10 +173,7 @@ def test_sharing_out_and_accumulating_change_nothing_but_the_last_bits(folder: P
     for name, plan in (("one", ONE), ("many", text)):
         build = str(built(folder, plan, name))
         kept = str(folder / f"{name}.kept")
-        assert (
-            invoke(["train", build, "--plan", f"{build}.yaml", "--in-process", "--threads", "1", "--checkpoint", kept])
-            == 0
-        )
+        assert train(build, "--checkpoint", kept) == 0
     have, want = (Checkpoint.open(folder / f"{name}.kept" / "step_00000020") for name in ("many", "one"))
     assert len(have.index.tensors["a.weight.exp_avg"].pieces) == 2
     assert have.index.tensors.keys() == want.index.tensors.keys()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from partc.compiler.training import losses, metrics
@@ -16,7 +16,7 @@ NULL: Json = {"type": "null"}
 
 
 class Key(Protocol):
-    """What the value of a key must be; one with a `default` of None must be given."""
+    """What the value of a key must be."""
 
     @property
     def form(self) -> Mapping[str, Any]:
@@ -26,17 +26,17 @@ class Key(Protocol):
 
 def loss_form() -> Json:
     """A loss: one of the types with its keys, or the name of an output."""
-    types = _types(losses.TYPES)
-    for one in types:
-        one["required"] += [key for key in one["properties"] if key in losses.REQUIRED]
-    return {"anyOf": [TEXT, *types]}
+    return {"anyOf": [TEXT, *_types(losses.TYPES, lambda key, law: key in losses.REQUIRED)]}
 
 
 def metrics_form() -> Json:
     """Metrics: a name, names, or names with options; without a type they are the metric of their name."""
     keys = {key: law for one in metrics.TYPES.values() for key, law in one.items()}
     untyped = _mapping({key: dict(law.form) for key, law in keys.items()})
-    named = {"type": "object", "additionalProperties": {"anyOf": [*_types(metrics.TYPES), untyped, NULL]}}
+    named = {
+        "type": "object",
+        "additionalProperties": {"anyOf": [*_types(metrics.TYPES, lambda key, law: False), untyped, NULL]},
+    }
     return {"anyOf": [TEXT, {"type": "array", "items": TEXT}, named, NULL]}
 
 
@@ -44,15 +44,23 @@ def optimizer_form() -> Json:
     """An optimizer: one of the types with its options, and whether ranks share its state."""
     kinds = {name: kind.options for name, kind in OPTIMIZERS.items()}
     shard = {"shard": {"anyOf": [TEXT, {"type": "boolean"}, NULL]}}
-    return {"anyOf": _types(kinds, shard)}
+    return {"anyOf": _types(kinds, _without_default, shard)}
 
 
 def schedule_form() -> Json:
     """A schedule: one of the types with its options."""
-    return {"anyOf": [*_types(SCHEDULES), NULL]}
+    return {"anyOf": [*_types(SCHEDULES, _without_default), NULL]}
 
 
-def _types(types: Mapping[str, Mapping[str, Key]], more: Mapping[str, Json] | None = None) -> list[Json]:
+def _without_default(key: str, law: Any) -> bool:
+    return law.default is None
+
+
+def _types(
+    types: Mapping[str, Mapping[str, Key]],
+    required: Callable[[str, Any], bool],
+    more: Mapping[str, Json] | None = None,
+) -> list[Json]:
     """By type a mapping of its keys; a type has its usual names, too."""
     usual: dict[object, list[str]] = {}
     for name in usual_names(types):
@@ -60,7 +68,7 @@ def _types(types: Mapping[str, Mapping[str, Key]], more: Mapping[str, Json] | No
     found = []
     for kind, laws in types.items():
         keys = {key: dict(law.form) for key, law in laws.items()}
-        needed = [key for key, law in laws.items() if getattr(law, "default", "") is None]
+        needed = [key for key, law in laws.items() if required(key, law)]
         found.append(
             _mapping({"type": {"enum": [kind, *usual.get(kind, ())]}, **keys, **(more or {})}, ["type", *needed])
         )
