@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
 
 RANKS, SIZES, POINTS = 8, 24, 20
 EVALUATES, SAVES = 50, 200
@@ -66,7 +65,7 @@ def compiled(folder: Path, trains: bool) -> Path:
     """The artifact that is run."""
     from partc.compiler.pipeline import compile_source
     from partc.compiler.plan.read import parse_plan
-    from trained import from_text
+    from training_equivalence import from_text
 
     plan = PLAN.replace("TARGET", ", t: [dp, null]" if trains else "") + (TRAIN if trains else "")
     compile_source(from_text(TEXT, WEIGHTS), parse_plan(plan, "plan.yaml"), folder)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.extend([str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir()])
 
 from training_models import Model, dlrm, gpt, lenet, mlp, resnet
 
@@ -56,7 +56,7 @@ def write(folder: Path, case: Case, plan: str, parts: int) -> None:
     """Compiles into `folder/build` and writes the weights, and the feeds of each of so many parts of a batch."""
     from partc.compiler.pipeline import compile_source
     from partc.compiler.plan.read import parse_plan
-    from trained import source_of
+    from training_equivalence import source_of
 
     one = case.model()
     source = source_of(one)

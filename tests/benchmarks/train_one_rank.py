@@ -21,9 +21,9 @@ import numpy as np
 from train_cases import CASES, Case, data_parallel, write
 from train_data_parallel import in_turns, largest_difference, partc_side, torch_side
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.extend([str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir()])
 
-from whole_gradient import Step
+from unsharded_gradient import Step
 
 AIMS = {"mlp": 0.50, "lenet": 1.1, "gpt256": 0.55, "gpt768": 0.50, "resnet": 1.24, "dlrm": 0.35}
 PRODUCTS = ("MatMul", "Gemm", "Conv")

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TypeAlias
 
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path.extend([str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir()])
 
 from partc.cli.main import INTERRUPTED, invoke
 

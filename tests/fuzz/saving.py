@@ -17,9 +17,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-
-sys.path.append(str(Path(__file__).parent.parent))
-
 from partc.compiler.pipeline import compile_model
 from partc.runtime.checkpoint.newest import latest
 from partc.runtime.checkpoint.verify import verify

@@ -17,7 +17,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.extend(
+    str(path) for path in (Path(__file__).parents[1], *Path(__file__).parents[1].iterdir()) if path.is_dir()
+)
 
 from simulation.samples import SAMPLES
 from simulation.session import Found, Session

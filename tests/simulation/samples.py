@@ -14,7 +14,7 @@ import numpy as np
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from trained import from_text
+from training_equivalence import from_text
 
 SERVED = ", served"
 Steps = Sequence[Mapping[str, Any]]

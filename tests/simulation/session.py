@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from equivalence import same
 from partc.runtime import InputError, Program, Trainer, Whole, load, load_trainer
 from partc.runtime.artifact.boxes import local
 from partc.runtime.communication.in_process import LocalWorld
@@ -22,8 +23,7 @@ from partc.runtime.errors import StepError
 from partc.runtime.execution.program import OnError
 from partc.runtime.execution.step_plan import Schedule
 from partc.runtime.program.segmentation import Segment
-from trained import put, same_tensors, tensors
-from whole import same
+from training_equivalence import put, same_tensors, tensors
 
 from .faults import (
     DIES,

@@ -1,0 +1,128 @@
+"""The checker on places and terms: pieces that meet in the wrong place, and sums that no collective makes whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from equivalence import compiled
+from mutated import change_manifest, correct
+from mutation_kinds import KINDS, build
+from onnx import ModelProto
+from partc.runtime.checker.check import check_artifact
+
+BLOCKS = """<ir_version: 10, opset_import: ["": 21]>
+g (float[n, 6] x) => (float[n, 6] y) {
+    [up] h = MatMul(x, v)  [act] t = Tanh(h)  [down] d = MatMul(t, w)  [join] r = Add(d, x)
+    [up2] k = MatMul(r, v)  [act2] u = Tanh(k)  [down2] e = MatMul(u, w)  [join2] y = Add(e, r) }"""
+TENSOR_PARALLEL = 'ranks: 2\nsharding: {"up{,2}": colwise, "down{,2}": rowwise, "join{,2}": {in: [[1, 1], [1, 1]]}}\n'
+
+
+def texts(folder: Path) -> str:
+    return "\n".join(str(violation) for violation in check_artifact(folder))
+
+
+@pytest.fixture
+def blocks(tmp_path: Path) -> Path:
+    proto = onnx.parser.parse_model(BLOCKS)
+    for name, dims in (("v", [6, 12]), ("w", [12, 6])):
+        proto.graph.initializer.append(onnx.helper.make_tensor(name, 1, dims, [0.01 * k for k in range(72)]))
+    compiled(proto, TENSOR_PARALLEL, tmp_path / "build")
+    assert texts(tmp_path / "build") == ""
+    return tmp_path / "build"
+
+
+def without(folder: Path, tag: int) -> None:
+    """The artifact as if a collective had been forgotten: what it reduces goes on as it is, on all ranks and in the manifest."""
+    for path in sorted(folder.glob("rank_*.onnx")):
+        model = onnx.load(path, load_external_data=False)
+        for node in model.graph.node:
+            if node.domain == "partc.comm" and any(one.name == "tag" and one.i == tag for one in node.attribute):
+                node.CopyFrom(onnx.helper.make_node("Identity", list(node.input), list(node.output), name=node.name))
+        path.write_bytes(model.SerializeToString(deterministic=True))
+
+    def kept(data: dict[str, Any]) -> None:
+        data["collectives"] = [one for one in data["collectives"] if one["tag"] != tag]
+
+    change_manifest(folder, kept)
+    correct(folder)
+
+
+@pytest.mark.parametrize("tag", [0, 1])
+def test_a_reduction_that_is_left_out_everywhere_is_told(blocks: Path, tag: int) -> None:
+    without(blocks, tag)
+    found = texts(blocks)
+    assert f"'{'d' if tag == 0 else 'y'}' is a term of a sum that no collective has reduced" in found
+    assert ("which is whole, would be added to each of its terms" in found) == (tag == 0)
+
+
+def test_a_term_that_is_an_output_is_told(tmp_path: Path) -> None:
+    proto = onnx.parser.parse_model(BLOCKS)
+    del proto.graph.node[3:]
+    proto.graph.output[0].name = "d"
+    for name, dims in (("v", [6, 12]), ("w", [12, 6])):
+        proto.graph.initializer.append(onnx.helper.make_tensor(name, 1, dims, [0.01 * k for k in range(72)]))
+    compiled(proto, "ranks: 2\nsharding: {up: colwise, down: rowwise}\noutputs: [0, 1]\n", tmp_path / "build")
+    assert texts(tmp_path / "build") == ""
+    without(tmp_path / "build", 0)
+    assert "'d' is a term of a sum that no collective has reduced" in texts(tmp_path / "build")
+
+
+CUT = "ranks: 2\nsymbols: {n: {divisor: 2}}\ndataset: data_parallel\noutputs: cut\n"
+
+
+def turned(part: str, at: int) -> Callable[[dict[str, Any]], object]:
+    return lambda data: data[part][at]["boxes"].reverse()
+
+
+@pytest.mark.parametrize(("part", "fact"), [("inputs", "output 'y'"), ("outputs", "output 'y'")])
+def test_pieces_of_two_ranks_that_change_places_are_told(tmp_path: Path, part: str, fact: str) -> None:
+    proto = onnx.parser.parse_model(BLOCKS)
+    for name, dims in (("v", [6, 12]), ("w", [12, 6])):
+        proto.graph.initializer.append(onnx.helper.make_tensor(name, 1, dims, [0.01 * k for k in range(72)]))
+    compiled(proto, CUT, tmp_path / "build")
+    assert texts(tmp_path / "build") == ""
+    change_manifest(tmp_path / "build", turned(part, 0))
+    assert f"the {fact} does not lie along dim 0 where the box of its rank does" in texts(tmp_path / "build")
+
+
+def test_records_and_labels_of_other_places_are_told(tmp_path: Path) -> None:
+    folder = build(KINDS["data parallel"], tmp_path / "build")
+    change_manifest(folder, turned("inputs", 0))
+    assert "lie in different places along dim 0: -6 elements apart, and 6 on other ranks" in texts(folder)
+
+
+def test_what_is_each_ranks_own_is_no_term(blocks: Path) -> None:
+    """A node that says of no factor that it is cut, as inside of a local map, is not taken to make terms."""
+    without(blocks, 0)
+    for path in sorted(blocks.glob("rank_*.onnx")):
+        model: ModelProto = onnx.load(path, load_external_data=False)
+        for node in model.graph.node:
+            kept = [entry for entry in node.metadata_props if entry.key != "partc.cut"]
+            del node.metadata_props[:]
+            node.metadata_props.extend(kept)
+        path.write_bytes(model.SerializeToString(deterministic=True))
+    correct(blocks)
+    assert texts(blocks) == ""
+
+
+def test_shape_arithmetic_is_on_each_group_what_fits_there(tmp_path: Path) -> None:
+    """Rank 0 is sent x whole and asks it for its shape; rank 1 has a piece of x, and multiplies what it finds."""
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
+g (float[n, 6] x) => (float[n, 6] y, float[n, 6] v) <float[6] w = {1, 2, 3, 4, 5, 6}> {
+    [size] s = Shape(x)  [expand] e = Expand(w, s)  [abs] f = Abs(x)
+    [alone] y = Mul(f, e)  [other] v = Mul(x, e) }""")
+    plan = "ranks: 2\nsymbols: {n: {divisor: 2}}\ndataset: data_parallel\noutputs: producer\nplacement: {alone: 0}\n"
+    compiled(proto, plan, tmp_path / "build")
+    made = [
+        next(node.op_type for node in file.graph.node if "s" in node.output) for file in rank_files(tmp_path / "build")
+    ]
+    assert made == ["Shape", "Mul"]
+    assert texts(tmp_path / "build") == ""
+
+
+def rank_files(folder: Path) -> list[ModelProto]:
+    return [onnx.load(path, load_external_data=False) for path in sorted(folder.glob("rank_*.onnx"))]

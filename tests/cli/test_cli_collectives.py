@@ -1,0 +1,67 @@
+"""The commands on an artifact with collectives and cut inputs and outputs: run, check, inspect, and its table of bytes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from artifact_text import write
+
+GRAPH = """rank (float[n, 2] x, float[2] bias) => (float[n, 2] y, float[2] total) <float[2] part, int64[1] axis = {0}>
+{ y = Add(x, bias)
+  part = ReduceSum <keepdims = 0> (x, axis)
+  total = partc.comm.AllReduce <group = "all", tag = 0, reduce = "sum"> (part) }"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Rows cut over 3 ranks."""
+    boxes = [[[rank, rank + 1, 3], [0, 1, 1]] for rank in range(3)]
+    cut = {"x": (["rows", 2], boxes), "y": (["rows", 2], boxes)}
+    return write(tmp_path / "build", [GRAPH] * 3, groups={"all": [[0, 1, 2]]}, boxes=cut)
+
+
+def partc(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "partc.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("how", [["--in-process"], []], ids=["in process", "MPI"])
+@pytest.mark.parametrize("packed", [True, False], ids=["npz", "npy"])
+def test_run_cuts_inputs_and_joins_outputs(folder: Path, tmp_path: Path, how: list[str], packed: bool) -> None:
+    x, bias = np.arange(30, dtype=np.float32).reshape(15, 2), np.array([3, 5], np.float32)
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "bias.npy", bias)
+    np.savez(tmp_path / "both.npz", x=x, bias=bias)
+    separate = ["--input", f"x={tmp_path / 'x.npy'}", "--input", f"bias={tmp_path / 'bias.npy'}"]
+    given = ["--input", tmp_path / "both.npz"] if packed else separate
+    result = partc("run", folder, *given, "-o", tmp_path / "y.npz", *how)
+    assert result.returncode == 0, result.stderr
+    with np.load(tmp_path / "y.npz") as found:
+        np.testing.assert_array_equal(found["y"], x + bias)
+        np.testing.assert_array_equal(found["total"], x.sum(0))
+
+
+def test_run_refuses_what_cannot_be_cut(folder: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "both.npz", x=np.zeros((14, 2), np.float32), bias=np.zeros(2, np.float32))
+    result = partc("run", folder, "--input", tmp_path / "both.npz", "--in-process")
+    assert result.returncode == 2
+    assert "input 'x' axis 0 in all is 14, and it is cut into 3\n  help: give a multiple of 3" in result.stderr
+
+
+def test_check_and_inspect_show_collectives(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["collectives"][0] |= {"bytes": "8", "cause": "the rows of x are cut"}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert "3 ranks, 2 files, 9 nodes, 0 transfers, 1 collective" in partc("check", folder).stdout
+    text = partc("inspect", folder).stdout
+    assert "AllReduce  0-2    total  float[2]" in text
+    assert "the rows of x are cut" in text
+    assert "AllReduce with 0,2" in partc("inspect", folder, "--rank", 1).stdout
+    found = json.loads(partc("inspect", folder, "--json").stdout)
+    assert found["collectives"][0]["op"] == "AllReduce"
+    assert [(one["sent"]["text"], one["received"]["text"]) for one in found["ranks"]] == [("8", "8")] * 3

@@ -1,0 +1,277 @@
+"""The launcher: what is found, what is started, and what is said once when a rank fails or is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from artifact_edit import chain, chain_reference
+from partc.cli.job.launcher import Hosts, Kind, Launcher, Place, command_line, find_launcher, surrounding_job
+from partc.cli.job.noise import Ended, Noise
+from partc.cli.job.scratch import Scratch
+from partc.cli.job.signals import Signals
+from partc.cli.job.supervise import supervise
+from partc.runtime.errors import UsageError
+
+WITHIN = 10.0
+
+OPEN_MPI_KILLED = """\
+--------------------------------------------------------------------------
+prterun noticed that process rank 1 with PID 4400 on node vm exited on
+signal 9 (Killed).
+--------------------------------------------------------------------------
+"""
+OPEN_MPI_EXITED = """\
+--------------------------------------------------------------------------
+prterun detected that one or more processes exited with non-zero status,
+thus causing the job to be terminated. The first process to do so was:
+
+   Process name: [prterun-vm-4562@1,2]
+   Exit code:    3
+--------------------------------------------------------------------------
+"""
+OPEN_MPI_LEFT = """\
+--------------------------------------------------------------------------
+prterun has exited due to process rank 1 with PID 17855 on node vm exiting
+improperly. There are three reasons this could occur:
+--------------------------------------------------------------------------
+"""
+MPICH_KILLED = """\
+
+===================================================================================
+=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+=   PID 6499 RUNNING AT vm
+=   EXIT CODE: 9
+=   CLEANING UP REMAINING PROCESSES
+=   YOU CAN IGNORE THE BELOW CLEANUP MESSAGES
+===================================================================================
+YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)
+This typically refers to a problem with your application.
+Please see the FAQ page for debugging suggestions
+"""
+SLURM_KILLED = "srun: error: node3: task 4: Killed\nsrun: Terminating StepId=12.0\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (OPEN_MPI_KILLED, Ended(rank=1, pid=4400, signal=9)),
+        (OPEN_MPI_LEFT, Ended(rank=1, pid=17855, code=0)),
+        (OPEN_MPI_EXITED, Ended(rank=2, code=3)),
+        (MPICH_KILLED, Ended(pid=6499, signal=9)),
+        (SLURM_KILLED, Ended(rank=4, signal=9)),
+    ],
+)
+def test_a_launchers_words_are_held_back_and_read(text: str, expected: Ended) -> None:
+    noise = Noise()
+    passed = [line for line in text.splitlines() if not noise.hold(line) and line]
+    assert passed == []
+    assert noise.ended() == expected
+
+
+@pytest.mark.parametrize("line", ["partc: rank 0 has waited 2 s: Recv of 'y'", "[rank 3] hello", "-- a list", ""])
+def test_a_ranks_words_pass(line: str) -> None:
+    assert not Noise().hold(line)
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "5", "OMPI_COMM_WORLD_RANK": "3", "PMIX_RANK": "3"}, Place(3, 5)),
+        ({"PMI_RANK": "2", "PMI_SIZE": "7"}, Place(2, 7)),
+        ({"PMIX_RANK": "1"}, Place(1, None)),
+        ({"SLURM_JOB_ID": "9", "SLURM_NTASKS": "6", "SLURM_PROCID": "0"}, None),
+        ({"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "6", "SLURM_PROCID": "0"}, None),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "6", "SLURM_PROCID": "4"}, Place(4, 6)),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+    ],
+)
+def test_a_surrounding_launcher_is_known_by_its_variables(environment: Mapping[str, str], place: Place | None) -> None:
+    assert surrounding_job(environment) == place
+
+
+@pytest.mark.parametrize(
+    ("kind", "hosts", "expected"),
+    [
+        (Kind.OPEN_MPI, Hosts(names="a,b"), "run -n 300 --bind-to none --host a,b -x A prog"),
+        (Kind.OPEN_MPI, Hosts(file="h"), "run -n 300 --bind-to none --hostfile h -x A prog"),
+        (Kind.OPEN_MPI, Hosts(), "run -n 300 --bind-to none --oversubscribe -x A prog"),
+        (Kind.HYDRA, Hosts(file="h"), "run -n 300 -f h -x A prog"),
+        (Kind.HYDRA, Hosts(names="a,b"), "run -n 300 -hosts a,b -x A prog"),
+        (Kind.SLURM, Hosts(names="a,b"), "run -n 300 --kill-on-bad-exit=1 --cpu-bind=none --nodelist a,b -x A prog"),
+    ],
+)
+def test_each_launcher_gets_its_own_options(kind: Kind, hosts: Hosts, expected: str) -> None:
+    assert command_line(Launcher("run", kind), 300, hosts, ["-x", "A"], ["prog"]) == expected.split()
+
+
+def test_the_users_binding_is_kept() -> None:
+    command = command_line(Launcher("run", Kind.OPEN_MPI), 2, Hosts("h"), ["--bind-to", "core"], ["prog"])
+    assert command.count("--bind-to") == 1
+
+
+def test_no_mpi_is_one_error_with_two_remedies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"the 5 ranks\n  help: .*partc\[mpi\].*--in-process"):
+        find_launcher(5)
+
+
+needs_mpi = pytest.mark.skipif(
+    not (Path(sys.executable).parent / "mpiexec").exists(), reason="the environment has no mpiexec of its own"
+)
+
+
+def partc(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "partc.cli", *map(str, arguments)]
+    environment = {**os.environ, "TMPDIR": str(cwd)}
+    # A shell starts what it puts in the background with SIGINT ignored, and that is inherited; here it is to be heard.
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, heard)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str, float]:
+    begin = time.monotonic()
+    try:
+        out, err = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, out, err, time.monotonic() - begin
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Path]:
+    """The chain's artifact; afterwards nothing else may be left in the folder that was the run's temporary one."""
+    yield chain(tmp_path / "build")
+    left = [path.name for path in tmp_path.iterdir() if path.name.startswith(("partc-", ".never", "never"))]
+    assert left == []
+
+
+def save_inputs(folder: Path, index: list[int]) -> dict[str, np.ndarray]:
+    x = np.random.default_rng(3).normal(size=(6, 5)).astype(np.float32)
+    inputs = {"x": x, "index": np.array(index)}
+    np.savez(folder / "in.npz", x=x, index=inputs["index"])
+    return inputs
+
+
+@needs_mpi
+def test_outputs_of_all_ranks_come_into_one_file(build: Path) -> None:
+    inputs = save_inputs(build.parent, [0, 5])
+    code, out, err, _ = finish(partc("run", "--input", "in.npz", "-o", "out.npz", "--repeat", 3, cwd=build.parent))
+    assert (code, err) == (0, "")
+    assert "then 2 steps: median" in out
+    expected = chain_reference(inputs["x"], inputs["index"])
+    with np.load(build.parent / "out.npz") as found:
+        assert sorted(found) == ["mid", "y"]
+        for name, array in expected.items():
+            np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-5)
+
+
+@needs_mpi
+def test_a_failing_op_is_told_once_and_leaves_nothing(build: Path) -> None:
+    save_inputs(build.parent, [0, 9])
+    code, out, err, seconds = finish(partc("run", "--input", "in.npz", "-o", "never.npz", cwd=build.parent))
+    assert code == 1
+    assert seconds < WITHIN
+    assert out == ""
+    assert err.count("rank 2") == 1
+    assert "(pick)" in err
+    assert "MPI_ABORT" not in err
+    assert "Traceback" not in err
+
+
+@needs_mpi
+def test_a_truncated_file_of_one_rank_is_told_once(build: Path) -> None:
+    file = build / "weights" / "rank_0001.safetensors"
+    file.write_bytes(file.read_bytes()[:-3])
+    code, _, err, seconds = finish(partc("run", "--random", 1, cwd=build.parent))
+    assert code == 1
+    assert seconds < WITHIN
+    assert err.count("rank_0001.safetensors: has 161 bytes, the manifest says 164") == 1
+    assert len(err.splitlines()) == 2
+
+
+def wait_for_steps(process: subprocess.Popen[str], scratch: Path) -> list[int]:
+    """The ranks' process ids, once each has taken a step."""
+    from partc.runtime.execution.status_board import read_board, read_pids
+
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        assert process.poll() is None, process.communicate()
+        for folder in scratch.glob("partc-run-*"):
+            if not ((folder / "pids").exists() and (folder / "board").exists()):
+                continue
+            pids, board = read_pids(folder), read_board(folder / "board")
+            if all(pids) and all(step > 2 for step, _ in board):
+                return pids
+        time.sleep(0.05)
+    raise AssertionError("the ranks do not step")
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def kill_rank(process: subprocess.Popen[str], pids: list[int]) -> None:
+    os.kill(pids[1], signal.SIGKILL)
+
+
+def end_parent(process: subprocess.Popen[str], pids: list[int]) -> None:
+    process.send_signal(signal.SIGTERM)
+
+
+def interrupt_parent(process: subprocess.Popen[str], pids: list[int]) -> None:
+    process.send_signal(signal.SIGINT)
+
+
+@needs_mpi
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("act", "code", "expected"),
+    [
+        (kill_rank, 1, "rank 1 was killed by signal 9 (SIGKILL)"),
+        (end_parent, 143, ""),
+        (interrupt_parent, 130, ""),
+    ],
+)
+def test_the_end_of_one_process_is_the_end_of_all(
+    build: Path, act: Callable[[subprocess.Popen[str], list[int]], None], code: int, expected: str
+) -> None:
+    save_inputs(build.parent, [0, 5])
+    process = partc("run", "--input", "in.npz", "-o", "never.npz", "--repeat", 10**9, cwd=build.parent)
+    pids = wait_for_steps(process, build.parent)
+    act(process, pids)
+    found, out, err, seconds = finish(process)
+    assert found == code
+    assert seconds < WITHIN
+    assert out == ""
+    assert err.startswith(expected)
+    assert err.count("rank") == expected.count("rank") or " step " in err
+    assert "Traceback" not in err
+    assert not any(running(pid) for pid in pids)
+
+
+def test_a_launcher_that_refuses_root_is_told_with_the_remedy(capfd: pytest.CaptureFixture[str]) -> None:
+    words = "prterun has detected an attempt to run as root.\\n\\nYou can override this by adding the --allow-run-as-root\\n"
+    with Scratch(2) as scratch:
+        command = ["sh", "-c", f"printf '%b' '{words}' >&2; exit 1"]
+        code = supervise(command, os.environ, scratch, lambda rank, action: "", lambda: None, lambda: None, Signals())
+    assert code == 1
+    assert "help: Open MPI refuses root: give it its option, partc run -- --allow-run-as-root" in capfd.readouterr().err

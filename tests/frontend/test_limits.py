@@ -1,0 +1,86 @@
+"""What plans and manifests may have is bounded before anything is allocated for it, and told as any other mistake."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from artifact_edit import chain
+from partc.compiler.errors import CompileError
+from partc.compiler.plan.read import parse_plan
+from partc.runtime import load_local
+from partc.runtime.artifact.format import MOST_RANKS
+from partc.runtime.checker.check import check_artifact
+from partc.runtime.errors import ArtifactError
+
+SECONDS = 5
+HUGE = 10**12
+NESTED = "[" * 200 + "1" + "]" * 200
+
+
+@pytest.mark.parametrize(
+    ("plan", "fact"),
+    [
+        (f"ranks: {HUGE}", f"p.yaml:1: 'ranks': expected at most {MOST_RANKS}, but got {HUGE}"),
+        (f"ranks: {10**40}", "p.yaml:1: the number 10000000000000000000... of 41 digits"),
+        (f"ranks: 2\nmesh: {{dp: {HUGE}}}", f"the mesh dp={HUGE} has {HUGE} ranks, but there are 2 ranks"),
+        (f"ranks: 2\nplacement: {{a: [{'1,' * 90_000}]}}", "rank 1 stands twice in the list"),
+        (f"ranks: 2\nplacement: {{a: {HUGE}}}", f"rank {HUGE}, but there are 2 ranks"),
+        (f"ranks: 2\nsymbols: {{b: {{divisor: {10**13}}}}}", "the 'divisor' value should be at most 1099511627776"),
+        (f"ranks: 2\ninputs: {{x: [{10**13}]}}", f"dim 0: the size {10**13} is above 1099511627776"),
+        (f"ranks: 2\n? {'a' * 20_000}\n: 1", "p.yaml:2: a key of 20,000 letters"),
+        (f"ranks: 2\noutputs: {'a' * 20_000}", "p.yaml:2: a text of 20,000 letters"),
+        (f"ranks: 2\nplacement: {{a: {NESTED}}}", "p.yaml:2: lists and mappings are nested too deeply"),
+        (f"ranks: 2\nplacement: {{a: {NESTED * 20}}}", "lists and mappings are nested too deeply to be read"),
+        (f"ranks: 2\nplacement: [{'a,' * 300_000}]", "p.yaml:1: the plan has more than 200,000 entries"),
+    ],
+)
+def test_plans(plan: str, fact: str) -> None:
+    if NESTED * 20 in plan:
+        plan = plan.replace(NESTED * 20, "[" * 20_000)
+    begin = time.process_time()
+    with pytest.raises(CompileError) as caught:
+        parse_plan(plan, "p.yaml")
+    assert fact in str(caught.value)
+    assert len(str(caught.value)) < 500
+    assert time.process_time() - begin < SECONDS
+
+
+def deep(manifest: dict[str, object]) -> None:
+    inner: object = 1
+    for _ in range(500):
+        inner = [inner]
+    manifest["symbols"] = inner
+
+
+def set_to(key: str, value: object) -> Callable[[dict[str, object]], None]:
+    def change(manifest: dict[str, object]) -> None:
+        manifest[key] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (set_to("ranks", HUGE), "ranks: Input should be less than or equal to 65536"),
+        (set_to("ranks", 60_000), "it has 60000 ranks and lists 6 files: each rank has a program"),
+        (set_to("ranks", 10**30), "a number of 31 digits"),
+        (set_to("groups", {"g": [list(range(100_000))]}), "disjoint lists of ranks 0 to 2 are needed"),
+        (set_to("symbols", {"b": {"divisor": 10**20}}), "a number of 21 digits"),
+        (deep, "symbols: Input should be a valid dictionary"),
+    ],
+)
+def test_manifests(tmp_path: Path, change: Callable[[dict[str, object]], None], fact: str) -> None:
+    folder = chain(tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    begin = time.process_time()
+    with pytest.raises(ArtifactError) as caught:
+        load_local(folder)
+    assert fact in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert check_artifact(folder) != []
+    assert time.process_time() - begin < SECONDS

@@ -1,0 +1,107 @@
+"""ONNX's own node tests: whatever stock onnxruntime passes also passes with its nodes spread over two in-process ranks."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from equivalence import same
+from onnx.backend.test.case.test_case import TestCase
+from partc.compiler.frontend.names import node_paths
+from partc.compiler.frontend.onnx_file import NEWEST_OPSET, OLDEST_OPSET, from_proto
+from partc.compiler.frontend.source import Source
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
+from partc.runtime import load_local
+
+# tests that stock onnxruntime passes and partc does not, each with its reason
+CANNOT: dict[str, str] = {}
+
+
+@cache
+def cases() -> dict[str, TestCase]:
+    """ONNX's node tests whose opset onnxruntime loads and partc takes."""
+    from onnx.backend.test.loader import load_model_tests
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = load_model_tests(kind="node")
+    return {
+        case.name: case
+        for case in found
+        if all(OLDEST_OPSET <= e.version <= NEWEST_OPSET for e in case.model.opset_import if e.domain == "")
+    }
+
+
+def stock_outputs(case: TestCase, inputs: dict[str, Any], expected: list[Any]) -> dict[str, Any] | None:
+    """What stock onnxruntime gives, or None where it refuses the model or fails the test."""
+    try:
+        session = onnxruntime.InferenceSession(
+            case.model.SerializeToString(), quiet(), providers=["CPUExecutionProvider"]
+        )
+        outputs = session.run(None, inputs)
+        for have, want in zip(outputs, expected, strict=True):
+            close(have, want, case)
+    except Exception:
+        return None
+    return dict(zip((out.name for out in session.get_outputs()), outputs, strict=True))
+
+
+def quiet() -> onnxruntime.SessionOptions:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    return options
+
+
+def close(have: Any, want: Any, case: TestCase) -> None:
+    if want is None or isinstance(want, list):
+        same(have, want, case.name, case.rtol, case.atol)
+    elif np.asarray(want).dtype.kind in "OUSb":
+        np.testing.assert_array_equal(have, want)
+    else:
+        np.testing.assert_allclose(have, want, rtol=case.rtol, atol=case.atol)
+
+
+def spread(model: onnx.ModelProto) -> tuple[Source, str]:
+    """The model and a plan that deals its nodes to two ranks in turn, the first one away from where outputs are wanted."""
+    source = Source(from_proto(model, Path("model.onnx")))
+    rules = [f"  {quoted(path)}: {(k + 1) % 2}" for k, path in enumerate(node_paths(source.model).values())]
+    return source, "\n".join(["ranks: 2", "placement:" if rules else "", *rules, ""])
+
+
+def quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+@pytest.mark.parametrize("name", sorted(cases()))
+def test_node(name: str, tmp_path: Path) -> None:
+    case = cases()[name]
+    names = [
+        value.name
+        for value in case.model.graph.input
+        if value.name not in {w.name for w in case.model.graph.initializer}
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for values, expected in case.data_sets:
+            inputs = dict(zip(names, values, strict=False))
+            want = stock_outputs(case, inputs, expected)
+            if want is None:
+                pytest.skip("stock onnxruntime does not pass it")
+            if name in CANNOT:
+                pytest.xfail(CANNOT[name])
+            source, plan = spread(case.model)
+            compile_source(source, parse_plan(plan, "plan.yaml"), tmp_path / "build")
+            with load_local(tmp_path / "build", threads=1) as ranks:
+                have = ranks(inputs)
+            assert set(have) == set(want)
+            for output, value in want.items():
+                half = np.asarray(value).dtype == np.float16 if not isinstance(value, list) else False
+                same(have[output], value, output, rtol=2e-3 if half else 1e-5, atol=1e-3 if half else 1e-6)

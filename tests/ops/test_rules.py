@@ -1,0 +1,156 @@
+"""Every op rule is proven: what it claims holds, what it lacks is listed with a reason, what it says is a golden text."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+from conftest import Golden
+from partc.compiler.ops.notation import whole_rule
+from partc.compiler.ops.registry import Entry, entries, rule_of, standard_ops
+from partc.compiler.ops.rule import Rule
+from partc.compiler.rewrite.decompose import BENT, decompose
+from rule_case import feeds_of, run
+from rule_prover import Case, case, equal, node_of, text_of, unclaimed, violations
+
+HERE = Path(__file__).parent
+MODULES = [importlib.import_module(path.stem) for path in sorted(HERE.glob("rule_cases_*.py"))]
+CASES: list[Case] = [one for module in MODULES for one in module.CASES]
+FIRST = {(one.domain, one.op_type): one for one in reversed(CASES)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_the_rule_claims_holds(case: Case) -> None:
+    assert violations(case) == []
+
+
+@pytest.mark.parametrize("case", [one for one in CASES if one.enumerated], ids=str)
+def test_what_the_rule_lacks_is_listed(case: Case) -> None:
+    assert unclaimed(case) == set(case.lacks)
+
+
+def test_every_standard_op_has_an_entry() -> None:
+    assert set(standard_ops(23)) - {entry.op_type for entry in entries() if entry.domain == ""} == set()
+
+
+def test_every_cuttable_op_has_a_case() -> None:
+    unproven = {name: reason for module in MODULES for name, reason in getattr(module, "UNPROVEN", {}).items()}
+    without = {entry.name for entry in entries() if entry.cuttable and (entry.domain, entry.op_type) not in FIRST}
+    assert without == set(unproven)
+
+
+def line(entry: Entry) -> str:
+    """What an op says of itself, and the rule of its first case."""
+    first = FIRST.get((entry.domain, entry.op_type))
+    return str(entry) if first is None else f"{entry}  |  {text_of(rule_of(node_of(first)))}"
+
+
+def test_the_table_reads_as_it_did(golden: Golden) -> None:
+    golden("ops.txt", "".join(f"{line(entry)}\n" for entry in entries()))
+
+
+GEMM = case("Gemm", [(6, 12), (12, 18), (18,)])
+WRONG = {
+    "rows and columns exchanged": (case("MatMul", [(6, 12), (12, 6)]), Rule(("mk", "kn"), ("nm",), {"k": "sum"})),
+    "a bias added by every rank": (GEMM, Rule(("mk", "kn", "n"), ("mn",), {"k": "sum"})),
+    "a largest taken for a sum": (
+        case("ReduceMax", [(6, 12)], {"axes": [1]}, opset=17),
+        Rule(("ax",), ("a.",), {"x": "sum"}),
+    ),
+    "a mean without its share": (
+        case("ReduceMean", [(6, 12)], {"axes": [1]}, opset=17),
+        Rule(("ax",), ("a.",), {"x": "sum"}),
+    ),
+    "what is normalized over": (case("Softmax", [(6, 12)]), Rule(("ab",), ("ab",))),
+    "a product of two sums": (case("Mul", [(6,), (6,)]), Rule(("a", "a"), ("a",), linear="joint")),
+    "a sum with one of its terms": (case("Add", [(6,), (6,)]), Rule(("a", "a"), ("a",), linear="each")),
+    "a row whose dims were not cut by 3": (case("Relu", [(8, 6)]), Rule(("ab",), ("ab",))),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_rule_is_found(name: str) -> None:
+    this, rule = WRONG[name]
+    assert violations(this, lambda node: rule) != []
+
+
+def test_every_row_that_a_rule_lacks_is_found() -> None:
+    found = unclaimed(case("MatMul", [(6, 12), (12, 18)]), whole_rule)
+    assert found == {"S(0),R->S(0)", "R,S(1)->S(1)", "S(1),S(0)->P", "P,R->P", "R,P->P"}
+    assert unclaimed(case("ReduceMax", [(6, 12)], constants={1: [1]}), whole_rule) == {"S(0),R->S(0)", "S(1),R->P(max)"}
+
+
+def value(name: str, *dims: int | str, dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
+    return ir.Value(name=name, shape=ir.Shape(dims), type=ir.TensorType(dtype))
+
+
+Shapes = list[tuple[int | str, ...]]
+READ: list[tuple[str, Shapes, dict[str, object], str]] = [
+    ("Add", [("b", 1), (6, "b", 4)], {}, "b.,abc->abc"),
+    ("Add", [("b",), ("c",)], {}, ".,.->."),
+    ("Add", [("b",), (4,)], {}, ".,.->."),
+    ("Add", [("2*b",), ("b*2",)], {}, "a,a->a"),
+    ("Add", [("b",), (1,)], {}, "a,.->a"),
+    ("Where", [("b", 4), (4,), ()], {}, "ab,b,->ab"),
+    ("MatMul", [("b", "s", 6), ("b", 6, 4)], {}, "amk,akn->amn"),
+    ("MatMul", [("b", "s", 6), ("c", 6, 4)], {}, ".mk,.kn->.mn"),
+    ("MatMul", [("k",), ("k",)], {}, "k,k->"),
+    ("Gemm", [("b", 6), (4, 6), ("b", 1)], {"transB": 1}, "mk,nk,m.->mn"),
+    ("Gemm", [("b", 6), (6, 4), (4,)], {}, "mk,kn,n->mn"),
+    ("Einsum", [(1, 3, 5), (6, 5, 7)], {"equation": "bij,bjk->bik"}, ".ij,bjk->bik"),
+    ("Einsum", [("b", 5), ("b", 7)], {"equation": "bi,bj"}, "bi,bj->ij"),
+    ("Conv", [("b", 6, "h", "w"), (4, 6, 1, 1)], {}, "nchw,oc..->nohw"),
+    ("Conv", [("b", 6, "h", 8), (4, 6, 2, 2)], {"strides": [2, 2]}, "nc.w,oc..->no.w"),
+    ("Softmax", [("b", "s", 6)], {}, "ab.->ab."),
+    ("MatMul", [(3,), (3, 4, 5, 6)], {}, "k,abkn->abn"),
+    ("Unheard", [("b", 6)], {}, "..->-"),
+]
+
+
+@pytest.mark.parametrize(("op_type", "shapes", "attributes", "text"), READ, ids=lambda one: str(one))
+def test_dims_correspond_only_where_that_is_certain(
+    op_type: str, shapes: Shapes, attributes: dict[str, Any], text: str
+) -> None:
+    inputs = [value(f"x{k}", *dims) for k, dims in enumerate(shapes)]
+    node = ir.Node("", op_type, inputs, ir.convenience.convert_attributes(attributes))
+    if op_type == "Conv":
+        node.outputs[0].shape = ir.Shape([None] * 4)
+    assert text_of(rule_of(node)) == text
+
+
+def test_a_factor_whose_dims_may_broadcast_is_whole() -> None:
+    node = ir.Node("", "Gemm", [value("x", "b", 6), value("w", 6, 4), value("c", "d", 4)])
+    assert rule_of(node).factors == ("k", "n")
+
+
+def test_an_operand_of_unknown_rank_leaves_the_op_whole() -> None:
+    node = ir.Node("", "Add", [value("x", 6), ir.Value(name="y")])
+    assert rule_of(node).factors == ()
+
+
+@pytest.mark.parametrize("op_type", sorted(BENT))
+def test_a_bent_sum_is_taken_apart(op_type: str) -> None:
+    this = case(op_type, [(6, 12)], constants={1: [1]}, span=(0.5, 1.5))
+    node = node_of(this)
+    graph, feeds = node.graph, feeds_of(this)
+    want = run([node], feeds, {}, this)
+    assert graph is not None
+    assert decompose(node) is not None
+    assert [one.op_type for one in graph] == list(BENT[op_type])
+    assert [one.name for one in graph.outputs] == ["y0"]
+    assert rule_of(graph[0]).reduce == {"b": "sum"}
+    assert equal(run(list(graph), feeds, {}, this)[0], want[0], 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("op_type", "shapes"), [("Gemm", [(6, 12), (12, 18), (18,)]), ("GlobalAveragePool", [(6, 12, 18)])]
+)
+def test_a_sum_that_needs_a_constant_of_unknown_type_is_not_cut(op_type: str, shapes: Shapes) -> None:
+    typed = ir.Node("", op_type, [value(f"x{k}", *dims) for k, dims in enumerate(shapes)])
+    untyped = ir.Node(
+        "", op_type, [value(f"x{k}", *dims, dtype=ir.DataType.UNDEFINED) for k, dims in enumerate(shapes)]
+    )
+    assert len(rule_of(untyped).factors) == len(rule_of(typed).factors) - 1

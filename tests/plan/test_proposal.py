@@ -1,0 +1,218 @@
+"""What `partc plan --tp, --dp, --stages` proposes: the cuts and stages that it recognizes, equal to the whole model, and what it says."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from click.testing import CliRunner
+from equivalence import same_as_whole
+from onnx import TensorProto, helper, numpy_helper
+from partc.cli.commands.plan import command
+from partc.compiler.errors import CompileError
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
+from partc.compiler.plan.pattern import compile_pattern
+from partc.compiler.plan.read import parse_plan
+from partc.compiler.proposal.names import among, patterns
+from partc.compiler.proposal.propose import Degrees, propose
+from partc.compiler.proposal.stages import _partition
+
+WIDTH, HEADS, HIDDEN, WORDS = 12, 6, 30, 42
+
+
+class _Graph:
+    """Nodes with dotted names and seeded weights."""
+
+    def __init__(self) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.weights: list[onnx.TensorProto] = []
+        self.random = np.random.default_rng(6)
+
+    def node(self, name: str, op: str, *inputs: str, **attributes) -> str:
+        self.nodes.append(helper.make_node(op, inputs, [f"{name}.out"], name, **attributes))
+        return f"{name}.out"
+
+    def weight(self, name: str, *shape: int) -> str:
+        array = (self.random.standard_normal(shape) / 4).astype(np.float32)
+        self.weights.append(numpy_helper.from_array(array, name))
+        return name
+
+    def integers(self, name: str, *numbers: int) -> str:
+        self.weights.append(numpy_helper.from_array(np.array(numbers, np.int64), name))
+        return name
+
+    def linear(self, name: str, x: str, rows: int, columns: int) -> str:
+        made = self.node(f"{name}.MatMul", "MatMul", x, self.weight(f"{name}.weight", rows, columns))
+        return self.node(f"{name}.Add", "Add", made, self.weight(f"{name}.bias", columns))
+
+    def norm(self, name: str, x: str) -> str:
+        return self.node(f"{name}.Norm", "LayerNormalization", x, self.weight(f"{name}.weight", WIDTH))
+
+
+def projections(g: _Graph, layer: str, h: str, packed: bool) -> list[str]:
+    """Queries, keys and values; `packed` of one product."""
+    if not packed:
+        return [g.linear(f"{layer}.attn.{name}", h, WIDTH, WIDTH) for name in "qkv"]
+    made = [f"{layer}.attn.{name}.out" for name in "qkv"]
+    both = g.linear(f"{layer}.attn.qkv", h, WIDTH, 3 * WIDTH)
+    g.nodes.append(helper.make_node("Split", [both], made, f"{layer}.attn.split", axis=2, num_outputs=3))
+    return made
+
+
+def transformer(layers: int = 3, batch: int | str = "batch", packed: bool = False) -> onnx.ModelProto:
+    g = _Graph()
+    split, joined = g.integers("split", 0, 0, HEADS, WIDTH // HEADS), g.integers("joined", 0, 0, WIDTH)
+    x = g.node("embed.Gather", "Gather", g.weight("embed.weight", WORDS, WIDTH), "ids")
+    for layer in (f"layers.{k}" for k in range(layers)):
+        h = g.norm(f"{layer}.norm1", x)
+        heads = []
+        for name, order, made in zip(
+            "qkv", ((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3)), projections(g, layer, h, packed), strict=True
+        ):
+            one = g.node(f"{layer}.{name}_split", "Reshape", made, split)
+            heads.append(g.node(f"{layer}.{name}_heads", "Transpose", one, perm=order))
+        scores = g.node(f"{layer}.attn.scores", "Softmax", g.node(f"{layer}.attn.qk", "MatMul", *heads[:2]))
+        mixed = g.node(f"{layer}.attn.mix", "MatMul", scores, heads[2])
+        back = g.node(f"{layer}.attn.back", "Transpose", mixed, perm=(0, 2, 1, 3))
+        out = g.linear(f"{layer}.attn.out", g.node(f"{layer}.attn.join", "Reshape", back, joined), WIDTH, WIDTH)
+        x = g.node(f"{layer}.add1", "Add", x, out)
+        h = g.node(f"{layer}.act", "Relu", g.linear(f"{layer}.up", g.norm(f"{layer}.norm2", x), WIDTH, HIDDEN))
+        x = g.node(f"{layer}.add2", "Add", x, g.linear(f"{layer}.down", h, HIDDEN, WIDTH))
+    logits = g.node("head.MatMul", "MatMul", g.norm("norm", x), g.weight("head.weight", WIDTH, WORDS))
+    graph = helper.make_graph(
+        g.nodes,
+        "g",
+        [helper.make_tensor_value_info("ids", TensorProto.INT64, [batch, "seq"])],
+        [helper.make_tensor_value_info(logits, TensorProto.FLOAT, [batch, "seq", WORDS])],
+        g.weights,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def source(proto: onnx.ModelProto) -> Source:
+    return Source(from_proto(proto, Path("model.onnx")))
+
+
+def ids(batch: int, seq: int) -> dict[str, np.ndarray]:
+    return {"ids": np.random.default_rng(seq).integers(0, WORDS, (batch, seq))}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "reduces"),
+    [
+        (Degrees(tp=2), 7),
+        (Degrees(tp=3), 7),
+        (Degrees(dp=2), 0),
+        (Degrees(stages=3), 0),
+        (Degrees(tp=2, dp=2, stages=2), 7),
+    ],
+    ids=["tp 2", "tp 3", "dp", "stages", "all"],
+)
+def test_a_transformer_is_recognized(degrees: Degrees, reduces: int) -> None:
+    """Two AllReduces a layer and one of the table, on every slice of the mesh at once."""
+    proto = transformer()
+    text, missing = propose(source(proto), "model.onnx", degrees)
+    assert not missing
+    program = same_as_whole(proto, text, ids(4, 5), ids(2, 3), rtol=1e-4, atol=1e-5)
+    assert sum(event.op_type == "AllReduce" for event in program.events) == reduces
+    assert {event.op_type for event in program.events} <= {"AllReduce", "Exchange", "Send"}
+    assert all(part.steps for part in program.parts)
+
+
+def test_cuts_are_lines_with_reasons() -> None:
+    text, _ = propose(source(transformer()), "model.onnx", Degrees(tp=2))
+    rules = {rule.pattern: rule.style for rule in parse_plan(text, "plan.yaml").sharding}
+    assert rules == {
+        "embed": "rowwise",
+        "layers.*.attn.q": "colwise",
+        "layers.*.attn.k": "colwise",
+        "layers.*.attn.v": "colwise",
+        "layers.*.attn.out": "rowwise",
+        "layers.*.up": "colwise",
+        "layers.*.down": "rowwise",
+        "head": "colwise",
+    }
+    assert "# each rank makes 15 of 30 columns in up, summed over in down: 1 AllReduce, 3 times" in text
+    assert "# Communication in a step: 7 AllReduce, 1 Exchange." in text
+
+
+def test_packed_projections_are_recognized_by_their_split() -> None:
+    proto = transformer(2, packed=True)
+    text, _ = propose(source(proto), "model.onnx", Degrees(tp=2))
+    rules = {rule.pattern: rule.style for rule in parse_plan(text, "plan.yaml").sharding}
+    assert (rules["layers.*.attn.qkv"], rules["layers.*.attn.out"]) == ("colwise", "rowwise")
+    program = same_as_whole(proto, text, ids(2, 5), rtol=1e-4, atol=1e-5)
+    assert sum(event.op_type == "AllReduce" for event in program.events) == 5
+
+
+def test_what_cannot_be_cut_is_said_and_left_whole() -> None:
+    """30 hidden units are no multiple of 4, nor are 6 heads: nothing is left."""
+    text, missing = propose(source(transformer(1)), "model.onnx", Degrees(tp=4))
+    assert missing == ["nothing that can be cut into 4 over the axis tp; all its ranks would do the same"]
+    assert "(30) is not divisible by 4" in text
+    assert not parse_plan(text, "plan.yaml").sharding
+
+
+def test_stages_are_even_and_keep_members_of_a_list_together() -> None:
+    text, _ = propose(source(transformer(6)), "model.onnx", Degrees(stages=3))
+    placed = [(rule.pattern, rule.ranks) for rule in parse_plan(text, "plan.yaml").placement]
+    assert placed == [
+        ("embed", (0,)),
+        ("layers.[0-1]", (0,)),
+        ("layers.[2-3]", (1,)),
+        ("layers.[4-5]", (2,)),
+        ("norm", (2,)),
+        ("head", (2,)),
+    ]
+
+
+def test_stages_within_slack_are_cut_where_less_goes_over() -> None:
+    costs = [0.25, 0.25, 0.25, 0.25]
+    assert _partition(costs, [0, 9, 9, 9], 2) == [2]
+    assert _partition([0.24, 0.25, 0.02, 0.25, 0.24], [0, 9, 100, 10, 9], 2) == [3]
+    assert _partition([0.5, 0.3, 0.2], [0, 1, 1], 3) == [1, 2]
+
+
+def test_more_stages_than_parts_are_said() -> None:
+    _, missing = propose(source(transformer(1)), "model.onnx", Degrees(stages=40))
+    assert missing[0].startswith("40 stages: the model has ")
+
+
+def test_inputs_with_another_first_dim_arrive_whole() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    main (float[batch, 6] x, float[batch, 6] y, float[6] scale) => (float[batch, 6] z) {
+        [a] h = Mul(x, scale)
+        [b] z = Add(h, y)
+    }"""
+    proto = onnx.parser.parse_model(text)
+    plan, _ = propose(source(proto), "model.onnx", Degrees(dp=3))
+    assert "scale has another first dim and arrives whole" in plan
+    assert parse_plan(plan, "plan.yaml").symbols["batch"].symbol.divisor == 3
+    draw = np.random.default_rng(0).standard_normal
+    inputs = {"x": draw((6, 6), np.float32), "y": draw((6, 6), np.float32), "scale": draw(6, np.float32)}
+    same_as_whole(proto, plan, inputs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_fixed_batch_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(CompileError, match=r"'ids' has 5 records, which is not divisible by 2"):
+        propose(source(transformer(1, batch=5)), "model.onnx", Degrees(dp=2))
+
+
+def test_patterns_match_what_was_chosen_and_nothing_else() -> None:
+    paths = [f"layers.{k}.{name}.MatMul" for k in range(12) for name in ("q", "out")]
+    chosen = [f"layers.{k}.q" for k in (0, 1, 2, 10)]
+    assert patterns(chosen, among(paths, chosen)) == ["layers.[0-2,10].q"]
+    whole = [f"layers.{k}.q" for k in range(12)]
+    (one,) = patterns(whole, among(paths, whole))
+    assert one == "layers.*.q"
+    assert [path for path in paths if compile_pattern(one).matches(path)] == [f"{path}.MatMul" for path in whole]
+
+
+def test_the_command_writes_it(tmp_path: Path) -> None:
+    onnx.save(transformer(1), tmp_path / "net.onnx")
+    result = CliRunner().invoke(
+        command, [str(tmp_path / "net.onnx"), "--tp", "2", "--dp", "2", "-o", str(tmp_path / "p")]
+    )
+    assert result.exit_code == 0, result.output
+    assert parse_plan((tmp_path / "p").read_text(), "p").mesh == (("dp", 2), ("tp", 2))

@@ -1,0 +1,164 @@
+"""Collectives over real MPI: the values of every op on 4 ranks, equal bits on all of them, failures and stalls by name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from artifact_text import write
+
+MPIEXEC = Path(sys.executable).parent / "mpiexec"
+if not MPIEXEC.exists():
+    pytest.skip("no mpiexec beside this Python", allow_module_level=True)
+
+GRAPH = """rank (float[n, 6] x, int64[i] index, float16[3, 4] half) =>
+    (float[a, 3] rows, float[b, 6] columns, float[n, 6] sums, float[n, 6] highest, int64[c, d] loose, float16[3, 4] halves,
+     float[i, 6] ring, float[i, 6] crown, float16[3, 4] widest)
+<float[i, 6] top, float16[3, 4] most, float[n, 6] h, float[n, 12] wide, float[n, 3] part,
+ int64[one, count] places, float[n, 6] spare, float[n, 6] again>
+{ h = Gather(x, index)
+  sums = partc.comm.AllReduce <group = "all", tag = 0, reduce = "sum"> (h)
+  wide = partc.comm.AllGather <group = "pairs", tag = 1, axis = 1> (h)
+  rows = partc.comm.ReduceScatter <group = "all", tag = 2, axis = 1, reduce = "sum"> (wide)
+  columns = partc.comm.AllToAll <group = "pairs", tag = 3, split_axis = 1, concat_axis = 1> (h)
+  highest = partc.comm.AllReduce <group = "crossed", tag = 4, reduce = "max"> (h)
+  places = NonZero(h)
+  loose = partc.comm.AllGather <group = "pairs", tag = 5, axis = 1> (places)
+  halves = partc.comm.AllReduce <group = "all", tag = 6, reduce = "sum"> (half)
+  ring = partc.comm.Exchange <group = "all", tag = 8, rank = 2, send_peers = [NEXT, SELF], recv_peers = [LAST, SELF],
+         send_boxes = [0, 1, 1, 0, 1, 2, 0, 1, 1, 1, 2, 2], recv_boxes = [0, 1, 1, 0, 1, 2, 0, 1, 1, 1, 2, 2]> (h)
+  spare = partc.comm.Broadcast <group = "all", tag = 7, root = 2> (h)
+  again = Neg(spare)
+  TOP partc.comm.Reduce <group = "all", tag = 9, root = 1, reduce = "sum"> (h)
+  CROWN partc.comm.Broadcast <group = "all", tag = 10, root = 1> (GIVEN)
+  HALF partc.comm.Reduce <group = "all", tag = 11, root = 1, reduce = "max"> (half)
+  FULL partc.comm.Broadcast <group = "all", tag = 12, root = 1> (WIDEST)
+  crown = Neg(top)
+  widest = Neg(most) }"""
+GROUPS = {"all": [[0, 1, 2, 3]], "pairs": [[0, 1], [3, 2]], "crossed": [[0, 2], [1, 3]]}
+
+SCRIPT = """
+import faulthandler, sys, time
+import numpy as np
+from mpi4py import MPI
+import partc.runtime as runtime
+from partc.runtime.communication.mpi import MpiTransport
+folder, comm = sys.argv[1], MPI.COMM_WORLD
+rank = comm.rank
+faulthandler.dump_traceback_later(110, exit=True)
+
+def inputs(rank, step):
+    x = np.random.default_rng([rank, step]).normal(size=(5, 6)).astype(np.float32)
+    x[0, 0], x[1, 1], x[2, 2] = 0, [0.0, -0.0, 0.0, -0.0][rank], np.nan if rank == 2 else 1
+    return {"x": x, "index": np.arange(5), "half": x[:3, :4].astype(np.float16)}
+
+def pair(rank, lists):
+    return next(one for one in lists if rank in one)
+
+def check(found, step):
+    every = [inputs(one, step) for one in range(4)]
+    x = [one["x"] for one in every]
+    pairs, crossed = pair(rank, [[0, 1], [3, 2]]), pair(rank, [[0, 2], [1, 3]])
+    np.testing.assert_allclose(found["sums"], sum(x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found["highest"], np.maximum(x[crossed[0]], x[crossed[1]]))
+    wide = {one: np.concatenate([x[other] for other in pair(one, [[0, 1], [3, 2]])], 1) for one in range(4)}
+    np.testing.assert_allclose(found["rows"], np.split(sum(wide.values()), 4, 1)[rank], rtol=1e-5, atol=1e-6)
+    mine = pairs.index(rank)
+    np.testing.assert_array_equal(found["columns"], np.concatenate([np.split(x[one], 2, 1)[mine] for one in pairs], 1))
+    np.testing.assert_array_equal(found["loose"], np.concatenate([np.nonzero(x[one]) for one in pairs], 1))
+    ring = np.concatenate([x[(rank + 3) % 4][:, :3], x[rank][:, 3:]], 1)
+    np.testing.assert_array_equal(found["ring"], ring)
+    halves = sum(one["half"].astype(np.float32) for one in every).astype(np.float16)
+    np.testing.assert_array_equal(found["halves"], halves)
+    np.testing.assert_allclose(found["crown"], -sum(x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found["widest"], -np.maximum.reduce([one["half"] for one in every]))
+    for name, among in (("sums", [0, 1, 2, 3]), ("highest", crossed), ("halves", [0, 1, 2, 3])):
+        bits = comm.allgather(found[name].tobytes())
+        assert all(bits[one] == bits[rank] for one in among), name
+
+for spins in (False, True):
+    transport = MpiTransport(comm)
+    transport.spins = spins
+    with runtime.load(folder, transport, threads=1) as program:
+        at_once = sorted(program._at_once)
+        for step in range(3):
+            check(program(inputs(rank, step)), step)
+    if rank == 0:
+        print("at once", at_once, flush=True)
+
+transport = MpiTransport(comm, stall=0.2)
+transport.spins = True
+with runtime.load(folder, transport, threads=1) as program:
+    program(inputs(rank, 0))
+    run = program._program.runners[0].session.run_with_iobinding
+    if rank == 3:
+        schedule = next(iter(program._schedules.values()))
+        index, action = next(pair for pair in schedule.actions if pair[0] == 0)
+        schedule.actions[schedule.actions.index((index, action))] = (index, lambda: (time.sleep(0.7), action()))
+    program(inputs(rank, 0))
+
+for spins in (False, True):
+    transport = MpiTransport(comm)
+    transport.spins = spins
+    program = runtime.load(folder, transport, threads=1)
+    begun = time.monotonic()
+    try:
+        program({**inputs(rank, 0), "index": np.array([0, 77 if rank == 1 else 1])})
+        print("not raised", flush=True)
+    except runtime.RankError as error:
+        assert time.monotonic() - begun < 5
+        print("raised:", str(error)[:37], flush=True)
+print("done", flush=True)
+"""
+
+
+def every_op(folder: Path) -> Path:
+    """An artifact of 4 ranks with every collective; its first op is a Gather, which fails where `index` is out of range."""
+    return write(
+        folder,
+        [
+            GRAPH.replace("float[n, 6] h", "float[i, 6] h")
+            .replace("NEXT", str((rank + 1) % 4))
+            .replace("SELF", str(rank))
+            .replace("LAST", str((rank + 3) % 4))
+            .replace("TOP", "top =" if rank == 1 else " =")
+            .replace("CROWN", " =" if rank == 1 else "top =")
+            .replace("GIVEN", "top" if rank == 1 else "")
+            .replace("HALF", "most =" if rank == 1 else " =")
+            .replace("FULL", " =" if rank == 1 else "most =")
+            .replace("WIDEST", "most" if rank == 1 else "")
+            for rank in range(4)
+        ],
+        groups=GROUPS,
+        shapes={"places": None, "h": ["i", 6], "wide": ["i", 12]},
+    )
+
+
+@pytest.fixture(scope="module")
+def one_job(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """A job that does all of it, one after the other."""
+    folder = every_op(tmp_path_factory.mktemp("artifact"))
+    command = [str(MPIEXEC), "--oversubscribe", "-n", "4", sys.executable, "-c", SCRIPT, str(folder)]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **root})
+    assert result.stdout.splitlines().count("done") == 4, result.stderr
+    return result
+
+
+def test_values_and_equal_bits(one_job: subprocess.CompletedProcess[str]) -> None:
+    """Waited for as soon as they begin, where each rank has a core: those whose output is the next thing needed."""
+    lines = [line for line in one_job.stdout.splitlines() if line.startswith("at once")]
+    assert lines == ["at once []", "at once [1, 7]"]
+
+
+def test_a_late_rank_is_reported_by_the_collective(one_job: subprocess.CompletedProcess[str]) -> None:
+    what = "AllGather of 'wide' in group 'pairs', ranks 3, 2 (net.wide)"
+    assert f"partc: rank 2 has waited 0 s: {what}" in one_job.stderr
+
+
+def test_a_failure_is_raised_on_every_rank(one_job: subprocess.CompletedProcess[str]) -> None:
+    lines = [line for line in one_job.stdout.splitlines() if "raised" in line]
+    assert lines == ["raised: rank 1 failed in Gather (net.h): Erro"] * 8

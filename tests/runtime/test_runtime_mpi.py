@@ -1,0 +1,207 @@
+"""The runtime over real MPI: values, refusals, failures, a killed rank, stalls, and the status board, each as one small job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from artifact_text import write
+from partc.runtime import UsageError, describe_action, load
+from partc.runtime.communication.in_process import LocalWorld
+from partc.runtime.execution.status_board import VARIABLE, create_board, read_board
+
+MPIEXEC = Path(sys.executable).parent / "mpiexec"
+if not MPIEXEC.exists():
+    pytest.skip("no mpiexec beside this Python", allow_module_level=True)
+
+GRAPHS = [
+    """rank0 (float[n, 3] x, int64[k] index) => (float[k, 3] y, string[k] t) <float[n, 3] h, float[k, 3] g>
+    { h = Neg(x)
+      = partc.comm.Send <peer = 1, tag = 0> (h)
+      = partc.comm.Send <peer = 1, tag = 1> (index)
+      g = partc.comm.Recv <peer = 2, tag = 3> ()
+      t = partc.comm.Recv <peer = 2, tag = 4> ()
+      y = Neg(g) }""",
+    """rank1 () => () <float[n, 3] h, int64[k] index, float[k, 3] f>
+    { h = partc.comm.Recv <peer = 0, tag = 0> ()
+      index = partc.comm.Recv <peer = 0, tag = 1> ()
+      f = Gather(h, index)
+      = partc.comm.Send <peer = 2, tag = 2> (f) }""",
+    """rank2 () => () <float[k, 3] f, float[k, 3] g, float[k] m, string[k] t, int64[1] axis = {1}>
+    { f = partc.comm.Recv <peer = 1, tag = 2> ()
+      g = Abs(f)
+      = partc.comm.Send <peer = 0, tag = 3> (g)
+      m = ReduceSum <keepdims = 0> (g, axis)
+      t = Cast <to = 8> (m)
+      = partc.comm.Send <peer = 0, tag = 4> (t) }""",
+]
+
+HEAD = """
+import os, signal, sys, time
+import numpy as np
+from mpi4py import MPI
+import partc.runtime as runtime
+from partc.runtime.communication.mpi import MpiTransport
+folder = sys.argv[1]
+rank = MPI.COMM_WORLD.rank
+x = np.arange(21, dtype=np.float32).reshape(7, 3)
+good = {"x": x, "index": np.array([1, 6])}
+bad = {"x": x, "index": np.array([1, 77])}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("artifact"), GRAPHS)
+
+
+def job(
+    folder: Path, script: str, ranks: int = 3, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a script on every rank."""
+    command = [str(MPIEXEC), "--oversubscribe", "-n", str(ranks), sys.executable, "-c", HEAD + script, str(folder)]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    variables = {**os.environ, **root, **(environment or {})}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables)
+
+
+ONE_JOB = """
+broken = sys.argv[1] + "/broken"
+def say(*words):
+    print(*words, flush=True)
+
+try:
+    runtime.load(broken)
+except runtime.ArtifactError as error:
+    say("broken:", str(error).splitlines()[0].replace(broken + "/", ""))
+
+transport = MpiTransport(MPI.COMM_WORLD, piece=16)
+with runtime.load(folder, transport, threads=1) as program:
+    for indices in ([1, 6], [0], [], [2, 2, 2], [1, 6]):
+        outputs = program(x=x, index=np.array(indices, np.int64))
+        assert (rank == 0) == bool(outputs), outputs
+        if rank == 0:
+            assert outputs["y"].tolist() == [[-value for value in x[i]] for i in indices], outputs
+            assert [float(text) for text in outputs["t"]] == [x[i].sum() for i in indices], outputs
+    for inputs in ({"x": x[:, :2], "index": np.array([1])}, {"x": x} if rank == 0 else {}):
+        try:
+            program(inputs)
+            say("not refused")
+        except runtime.InputError as error:
+            say("refused:", str(error).splitlines()[0])
+    assert program(good).keys() == ({"y", "t"} if rank == 0 else set())
+
+transport = MpiTransport(MPI.COMM_WORLD, stall=0.2)
+if rank == 1:
+    isend = transport.isend
+    def late(*rest):
+        time.sleep(0.7)
+        return isend(*rest)
+    transport.isend = late
+with runtime.load(folder, transport, threads=1) as program:
+    program(good)
+    if rank == 0:
+        time.sleep(0.5)
+    program(good)
+
+program = runtime.load(folder, threads=1)
+for inputs in (bad, good):
+    try:
+        program(inputs)
+        say("not raised")
+    except runtime.RankError as error:
+        say("raised:", str(error)[:44])
+say("done")
+"""
+
+
+@pytest.fixture(scope="module")
+def one_job(folder: Path) -> subprocess.CompletedProcess[str]:
+    """A job that does, one after the other, all that leaves a job alive."""
+    broken = write(folder / "broken", GRAPHS) / "rank_0002.onnx"
+    broken.write_bytes(broken.read_bytes()[:-1])
+    result = job(folder, ONE_JOB)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines().count("done") == 3, result.stderr
+    return result
+
+
+def test_steps_run_in_pieces_and_bad_inputs_are_refused_by_all(one_job: subprocess.CompletedProcess[str]) -> None:
+    lines = [line for line in one_job.stdout.splitlines() if line.startswith(("refused", "not refused"))]
+    axis, missing = (
+        "refused: input 'x' axis 1 is 2, the model was compiled for 3",
+        "refused: the input 'index' is missing",
+    )
+    assert sorted(lines) == [axis] * 3 + [missing] * 3
+
+
+def test_a_failure_is_raised_on_every_rank(one_job: subprocess.CompletedProcess[str]) -> None:
+    lines = [line for line in one_job.stdout.splitlines() if line.startswith(("raised", "not raised"))]
+    first = "raised: rank 1 failed in Gather (net.f): Error in ex"
+    again = "raised: the program has stopped: rank 1 failed in Ga"
+    assert sorted(lines) == [first] * 3 + [again] * 3
+
+
+def test_long_waits_are_reported(one_job: subprocess.CompletedProcess[str]) -> None:
+    for rank, what in (
+        (2, "Recv of 'f' from rank 1 (net.f)"),
+        (0, "Recv of 'g' from rank 2 (net.g)"),
+        (2, "the agreement on the sizes of a step"),
+    ):
+        assert f"partc: rank {rank} has waited 0 s: {what}" in one_job.stderr
+
+
+def test_a_broken_file_is_an_error_on_every_rank(one_job: subprocess.CompletedProcess[str], folder: Path) -> None:
+    size = (folder / "broken" / "rank_0002.onnx").stat().st_size
+    message = f"broken: rank_0002.onnx: has {size} bytes, the manifest says {size + 1}"
+    assert [line for line in one_job.stdout.splitlines() if line.startswith("broken")] == [message] * 3
+
+
+def test_a_failure_aborts_the_job(folder: Path) -> None:
+    begun = time.monotonic()
+    result = job(folder, "runtime.load(folder, threads=1, on_error='abort')(bad)\n")
+    assert result.returncode == 1
+    assert result.stderr.count("rank 1 failed in Gather (net.f): ") == 1
+    assert "Traceback" not in result.stderr
+    assert time.monotonic() - begun < 10
+
+
+def test_a_killed_rank_ends_the_job_and_the_board_says_where_it_was(folder: Path, tmp_path: Path) -> None:
+    script = """
+import partc.runtime.execution.step_plan as execute
+transport = MpiTransport(MPI.COMM_WORLD)
+isend, deadly = transport.isend, []
+def perhaps(*rest):
+    if deadly:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return isend(*rest)
+transport.isend = perhaps
+program = runtime.load(folder, transport, threads=1)
+program(good)
+deadly += [rank] if rank == 1 else []
+program(good)
+"""
+    board = tmp_path / "board"
+    create_board(board, 3)
+    begun = time.monotonic()
+    result = job(folder, script, environment={VARIABLE: str(board)})
+    assert result.returncode not in (0, 1)
+    assert time.monotonic() - begun < 10
+    step, action = read_board(board)[1]
+    assert (step, describe_action(folder, 1, action)) == (2, "Send of 'f' to rank 2 (net.f)")
+    step, action = read_board(board)[2]
+    assert (step, describe_action(folder, 2, action)) == (2, "Recv of 'f' from rank 1 (net.f)")
+
+
+def test_a_wrong_number_of_ranks_says_the_right_one(folder: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        load(folder, LocalWorld(1).transport(0))
+    assert str(caught.value) == (
+        f"{folder}: was compiled for 3 ranks, this job has 1\n"
+        f"  help: start it with `partc run -n 3 {folder}` or `mpiexec -n 3 ...`"
+    )

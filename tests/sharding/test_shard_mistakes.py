@@ -1,0 +1,162 @@
+"""What is said of mistakes in a model.py's `shard` calls: each with its line, all of a call at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from shard_call_models import INPUTS, NET, line, refused
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("shard(BasicBlock, ((8, 1),))", "shard got the class BasicBlock\n  help: make an instance of it"),
+        ("shard(3, ((8, 1),))", "shard takes a module, a function or an op such as op.MatMul, but got 3"),
+        (
+            "model.block1.shard((1, 8))",
+            "in_strategy is (1, 8), which has no tuple for each input\n"
+            "  a strategy is a tuple with a tuple for each tensor, or None to derive it: ((4, 2), None)\n"
+            "  help: write ((1, 8),) for one input",
+        ),
+        (
+            "model.block1.shard(())",
+            "in_strategy is (), which has no tuple for any input\n"
+            "  a strategy is a tuple with a tuple for each tensor, or None to derive it: ((4, 2), None)",
+        ),
+        (
+            "model.block1.shard(((0, 1.5),), level=3, device=1)",
+            "device is 1\n  supported devices: CPU\n  help: write 'CPU', or leave it out\n"
+            "model.py:N: level is 3\n  a level is 0, 1 or 2\n"
+            "model.py:N: in_strategy[0], dim 0: expected at least 1 piece, but got 0\n"
+            "  help: write 1 for a dim that stays whole\n"
+            "model.py:N: in_strategy[0], dim 1: expected a number of pieces or a mesh axis, but got the number 1.5\n"
+            "  a dim is cut into a number of pieces, along a mesh axis, or along a list of them, major first; null: not at all",
+        ),
+        (
+            'model.block1.shard(((8, 1),), device="Banana")',
+            "device is 'Banana'\n  supported devices: CPU\n  help: write 'CPU', or leave it out",
+        ),
+        (
+            'model.block1.shard((("dp", 2),))',
+            "shard: the axis 'dp' and 2 pieces stand side by side\n"
+            "  a rule is spelled by mesh axes or by numbers of pieces, not by both\n"
+            "  help: 1 and null are a whole dim beside mesh axes",
+        ),
+        (
+            "model.block1.shard(((8, 1), None))",
+            "in_strategy is for 2 tensors, but 'BasicBlock' is called with 1\n  help: write None for one to derive",
+        ),
+        (
+            "model.block1.shard(((8, 1),), ((8,),))",
+            "out_strategy[0] [8] cuts 1 dim, but the tensor has 2, [batch, 32]\n  help: write one entry for each dim",
+        ),
+        (
+            "model.block1.shard(((8, 1),), parameter_plan={'self.block1.dense3.weight': (8, 1)})",
+            "parameter_plan: BasicBlock has no parameter 'self.block1.dense3.weight'\n"
+            "  a parameter is named from the module, 'dense2.weight', or as the caller sees it, 'self.block1.dense2.weight'\n"
+            "  help: the nearest are 'dense1.weight', 'dense2.weight'",
+        ),
+        (
+            "model.block1.shard(((8, 1),), parameter_plan={'dense1.bias': (8, 1), 'dense1.weight': (3, 5)})",
+            "parameter_plan: [8, 1] cuts another number of dims than 'dense1.bias' [32] has\n"
+            "  help: write one entry for each dim\n"
+            "model.py:N: parameter_plan: cannot cut 'dense1.weight' dim 0 (32) into 3\n"
+            "  32 is not divisible by 3\n  help: choose a divisor, or 1 to leave it whole\n"
+            "model.py:N: parameter_plan: cannot cut 'dense1.weight' dim 1 (32) into 5\n"
+            "  32 is not divisible by 5\n  help: choose a divisor, or 1 to leave it whole",
+        ),
+        (
+            "shard(len, ((8, 1),), parameter_plan={'w': (8,)})",
+            "parameter_plan is given for what is no module\n  parameters belong to modules\n"
+            "  help: shard the module, or cut the tensor by in_strategy",
+        ),
+        (
+            "shard(BasicBlock(), ((8, 1),))",
+            "shard speaks of a BasicBlock that is not part of the model\n"
+            "  help: shard a module that the model holds as an attribute",
+        ),
+        (
+            "shard(lambda op, x: op.Relu(x), ((8, 1),))",
+            "'function' is never called while the model is built\n  help: call what shard gives back, in forward",
+        ),
+    ],
+)
+def test_mistakes(tmp_path: Path, call: str, message: str) -> None:
+    said = refused(tmp_path, f"{NET}\nmodel = Net()\n{INPUTS}{call}\n")
+    where = f"model.py:{line(tmp_path, call)}"
+    assert said == f"{where}: {message.replace('model.py:N', where)}"
+
+
+def test_shard_within_shard_is_refused(tmp_path: Path) -> None:
+    law = "\n  regions of shard do not nest\n  help: shard one of the two; the plan's 'sharding' may speak of the other"
+    text = f"{NET}\nmodel = Net()\n{INPUTS}model.block1.dense2.shard(((1, 8),))\nmodel.block1.shard(((8, 1),))\n"
+    said = refused(tmp_path, text)
+    inner, outer = line(tmp_path, "dense2.shard"), line(tmp_path, "block1.shard")
+    assert (
+        said == f"model.py:{inner}: shard of 'block1.dense2' is inside of 'block1', which model.py:{outer} shards{law}"
+    )
+    functions = """
+def inner(op, x):
+    return op.Relu(x)
+
+def outer(op, x):
+    return shard(inner, ((2, 1),))(op, op.Neg(x))
+
+class Net(nn.Module):
+    def forward(self, op, x):
+        return shard(outer, ((4, 1),))(op, x)
+
+model = Net()
+inputs = {"x": [8, 3]}
+"""
+    said = refused(tmp_path, functions)
+    inner, outer = line(tmp_path, "shard(inner"), line(tmp_path, "shard(outer")
+    assert said == f"model.py:{inner}: shard of 'outer.inner' is inside of 'outer', which model.py:{outer} shards{law}"
+    said = refused(tmp_path, functions.replace("shard(inner, ((2, 1),))(op, op.Neg(x))", "shard(op.Neg, ((2, 1),))(x)"))
+    assert "shard of 'outer.Neg' is inside of 'outer'" in said
+    said = refused(tmp_path, f"{NET}\nmodel = Net()\n{INPUTS}model.block1.shard(((1, 8),))\nmodel.shard(((8, 1),))\n")
+    assert "shard of 'block1' is inside of the model, which model.py" in said
+
+
+def test_functions_that_cannot_be_regions(tmp_path: Path) -> None:
+    net = """
+class Net(nn.Module):
+    def forward(self, op, x):
+        {body}
+
+model = Net()
+inputs = {{"x": [8, 3]}}
+"""
+    said = refused(tmp_path, net.format(body="return op.Relu(shard(lambda op, x: x, ((2, 1),))(op, x))"))
+    assert said == "model.py:5: 'function' emits no op\n  help: shard what computes"
+    said = refused(tmp_path, net.format(body="return shard(lambda op, x: op.Relu(x), ((2, 1, 1),))(op, x)"))
+    assert said.startswith("model.py:5: in_strategy[0] [2, 1, 1] cuts 3 dims, but the tensor has 2, [8, 3]")
+    said = refused(tmp_path, net.format(body="return shard(lambda x: op.Relu(x), ((2, 1),))(x)"))
+    assert said.startswith("model.py:5: 'function' is called without the op builder\n")
+    body = (
+        "yes = op.builder.subgraph(lambda o: shard(o.Neg, ((2, 1),))(x), [], [__import__('onnx_ir').Value(name='y')])"
+    )
+    said = refused(tmp_path, net.format(body=body))
+    assert said.startswith("model.py:5: 'Neg' is called in a body of If, Loop or Scan, whose ops run whole\n")
+
+
+def test_a_function_with_the_path_of_a_module(tmp_path: Path) -> None:
+    text = """
+def act(op, x):
+    return op.Neg(x)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.ReLU()
+
+    def forward(self, op, x):
+        return shard(act, ((2, 1),))(op, self.act(op, x))
+
+model = Net()
+inputs = {"x": [8, 3]}
+"""
+    said = refused(tmp_path, text)
+    where = f"model.py:{line(tmp_path, 'shard(act')}"
+    assert said == f"{where}: the function 'act' has the path of a module, 'act'\n  help: rename one of the two"

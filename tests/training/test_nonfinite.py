@@ -1,0 +1,226 @@
+"""Numbers that are not finite: a step that gives some is told on all ranks, or changes nothing; good checkpoints stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from partc.compiler.frontend.source import Source
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
+from partc.runtime import NonFiniteError, Trainer
+from partc.runtime.checker.check import check
+from partc.runtime.checkpoint.newest import latest
+from test_parts_of_a_batch import piece
+from test_trainer import on_all
+from training_equivalence import from_text
+
+NORMALIZED = """<ir_version: 10, opset_import: ["" : 21]>
+m (float[batch, 6] x) => (float[batch, 4] y)
+<float[6, 8] w, float[8, 4] v, float[8] weight, float[8] bias, float[8] running_mean, float[8] running_var> {
+    [up] a = MatMul (x, w)
+    [bn] b = BatchNormalization (a, weight, bias, running_mean, running_var)
+    [down] y = MatMul (b, v)
+}"""
+WEIGHTS: dict[str, tuple[int, ...]] = {"w": (6, 8), "v": (8, 4), "weight": (8,), "bias": (8,), "running_mean": (8,)}
+LOSS = "train:\n  loss: {type: mean_squared, prediction: y, target: t}\n"
+PLANS = {
+    "alone": (1, "ranks: 1\n", "optimizer: {type: adam, lr: 0.1}"),
+    "shared": (
+        2,
+        "ranks: 2\nmesh: {dp: 2}\ndataset: data_parallel\nsymbols: {batch: {divisor: 8}}\n",
+        "optimizer: {type: adam, lr: 0.1, shard: dp}\n  clip: {norm: 1}",
+    ),
+    "placed": (2, "ranks: 2\nplacement: {up: 0, bn: 0, down: 1}\n", "optimizer: {type: lamb, lr: 0.1}"),
+    "cut": (
+        2,
+        "ranks: 2\nmesh: {tp: 2}\nsharding: {down: {parameters: {v: [tp, null]}}}\n",
+        "optimizer: {type: lamb, lr: 0.1}\n  clip: {value: 0.5}",
+    ),
+    "in parts": (
+        2,
+        "ranks: 2\ndataset: data_parallel\nsymbols: {batch: {divisor: 8}}\n",
+        "optimizer: {type: momentum, lr: 0.1, momentum: 0.9}\n  accumulate: 2",
+    ),
+}
+
+
+def source() -> Source:
+    return from_text(NORMALIZED, {**WEIGHTS, "running_var": (8,)}, seed=8)
+
+
+def batch(step: int, bad: float | None = None) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(step)
+    found = {name: rng.standard_normal((8, size)).astype(np.float32) for name, size in (("x", 6), ("t", 4))}
+    if bad is not None:
+        found["x"][5, 2] = bad
+    return found
+
+
+def fed(trainer: Trainer, whole: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {port.name: piece(whole[port.name], port.box(trainer.rank)) for port in trainer.inputs}
+
+
+def kept(trainer: Trainer) -> dict[str, bytes]:
+    return {record.tensor: array.tobytes() for record, array in trainer.program.state.arrays()}
+
+
+def built(folder: Path, name: str, policy: str) -> tuple[Path, int]:
+    ranks, plan, more = PLANS[name]
+    text = f"{plan}{LOSS}  {more}\n  on_nonfinite: {policy}\n"
+    compile_source(source(), parse_plan(text, "plan.yaml"), folder)
+    assert check(folder).violations == []
+    return folder, ranks
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_skipped_step_changes_nothing(name: str, bad: float, tmp_path: Path) -> None:
+    folder, ranks = built(tmp_path / "build", name, "skip")
+
+    def act(steps: list[dict[str, np.ndarray]]) -> Callable[[Trainer], Any]:
+        def run(trainer: Trainer) -> Any:
+            found = []
+            for step in steps:
+                before, skipped = kept(trainer), trainer.skipped
+                trainer.train(fed(trainer, step))
+                found.append((trainer.skipped > skipped, kept(trainer) == before))
+            return found, kept(trainer), trainer.step
+
+        return run
+
+    have = on_all(folder, ranks, act([batch(0), batch(1, bad), batch(2)]))
+    want = on_all(folder, ranks, act([batch(0), batch(2)]))
+    for (steps, tensors, taken), (_, other, _) in zip(have, want, strict=True):
+        assert steps == [(False, False), (True, True), (False, False)]
+        assert tensors == other
+        assert taken == 3
+
+
+NEXT: dict[str, Callable[[Trainer, Path], Any]] = {
+    "trains": lambda trainer, _: trainer.train(fed(trainer, batch(2))),
+    "is refused": lambda trainer, _: trainer.train({}),
+    "evaluates": lambda trainer, _: trainer.evaluate([(fed(trainer, batch(2)), 8)]),
+    "saves": lambda trainer, path: trainer.save(path / "runs"),
+    "loads": lambda trainer, path: trainer.load(path / "runs"),
+    "closes": lambda trainer, _: trainer.close(),
+}
+
+
+def stopped(folder: Path, ranks: int, following: Callable[[Trainer, Path], Any]) -> tuple[str, list[dict[str, bytes]]]:
+    """The text that all ranks raise alike, with what comes after the step or in it, and what each keeps then."""
+
+    def act(trainer: Trainer) -> tuple[str, dict[str, bytes]]:
+        def on() -> None:
+            trainer.train(fed(trainer, batch(1, np.nan)))
+            assert ranks > 1
+            following(trainer, folder.parent)
+
+        trainer.train(fed(trainer, batch(0)))
+        with pytest.raises(NonFiniteError) as found:
+            on()
+        return str(found.value), kept(trainer)
+
+    found = on_all(folder, ranks, act)
+    assert len({text for text, _ in found}) == 1
+    assert not (folder.parent / "runs").exists()
+    return found[0][0], [tensors for _, tensors in found]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_training_stops_on_all_ranks_before_the_next_step(name: str, tmp_path: Path) -> None:
+    folder, ranks = built(tmp_path / "build", name, "stop")
+    text, after = stopped(folder, ranks, NEXT["trains"])
+    rank = 1 if "data_parallel" in PLANS[name][1] else 0
+    assert text.startswith("step 2: the loss is nan\n")
+    assert f"\n  rank {rank}: input 'x': record 5 of the batch holds nan\n" in text
+
+    def two_steps(trainer: Trainer) -> dict[str, bytes]:
+        for step in (batch(0), batch(1, np.nan)):
+            try:
+                trainer.train(fed(trainer, step))
+            except NonFiniteError:
+                assert ranks == 1
+        found = kept(trainer)
+        trainer._untold = None
+        return found
+
+    assert after == on_all(folder, ranks, two_steps)
+
+
+@pytest.mark.parametrize("following", NEXT)
+def test_nothing_is_done_after_a_step_whose_loss_is_not_finite(following: str, tmp_path: Path) -> None:
+    folder, ranks = built(tmp_path / "build", "in parts" if following == "is refused" else "shared", "stop")
+    text, _ = stopped(folder, ranks, NEXT[following])
+    assert text.startswith("step 2: the loss is nan\n  rank 1: input 'x': record 5 of the batch holds nan\n")
+
+
+@pytest.mark.parametrize("name", ["shared", "placed"])
+def test_a_step_that_goes_well_agrees_once(name: str, tmp_path: Path) -> None:
+    folder, ranks = built(tmp_path / "build", name, "stop")
+
+    def act(trainer: Trainer) -> int:
+        transport, found = trainer.program._transport, []
+        agree = transport.agree
+        transport.agree = lambda vector: found.append(1) or agree(vector)  # type: ignore[func-returns-value,method-assign]
+        for step in range(5):
+            trainer.train(fed(trainer, batch(step)))
+        return len(found)
+
+    assert on_all(folder, ranks, act) == [5] * ranks
+
+
+def test_leaving_the_block_and_the_end_of_a_loop_tell_it_too(tmp_path: Path) -> None:
+    folder, ranks = built(tmp_path / "build", "placed", "stop")
+    with pytest.raises(NonFiniteError, match="step 1: the loss is nan"):
+        on_all(folder, ranks, lambda trainer: trainer.train(fed(trainer, batch(1, np.nan))))
+
+
+def test_inputs_that_were_overwritten_are_not_blamed(tmp_path: Path) -> None:
+    folder, ranks = built(tmp_path / "build", "placed", "stop")
+
+    def act(trainer: Trainer) -> str:
+        given = fed(trainer, batch(1, np.nan))
+        trainer.train(given)
+        for array in given.values():
+            array[...] = 1
+        with pytest.raises(NonFiniteError) as found:
+            trainer.train(given)
+        return str(found.value)
+
+    assert "rank 0: its inputs were overwritten since" in on_all(folder, ranks, act)[0]
+
+
+def test_a_parameter_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
+    folder, ranks = built(tmp_path / "build", "placed", "stop")
+
+    def act(trainer: Trainer) -> None:
+        trainer.save(tmp_path / "runs", keep=1)
+        arrays = {record.tensor: array for record, array in trainer.program.state.arrays()}
+        if "v" in arrays:
+            arrays["v"][0, 0] = np.inf
+        trainer.train(fed(trainer, batch(0))) if trainer.on_nonfinite != "stop" else None
+        with pytest.raises(NonFiniteError, match="'v' holds numbers that are not finite, so no checkpoint"):
+            trainer.save(tmp_path / "runs", keep=1)
+
+    on_all(folder, ranks, act)
+    assert [path.name for path in (tmp_path / "runs").glob("step_*")] == ["step_00000000"]
+
+
+def test_good_checkpoints_stay_and_are_gone_on_from(tmp_path: Path) -> None:
+    folder, ranks = built(tmp_path / "build", "alone", "warn")
+
+    def act(trainer: Trainer) -> None:
+        for step in range(6):
+            trainer.train(fed(trainer, batch(step, np.nan if step >= 2 else None)))
+            trainer.save(tmp_path / "runs", keep=2)
+
+    on_all(folder, ranks, act)
+    names = sorted(path.name for path in (tmp_path / "runs").glob("step_*"))
+    assert names == ["step_00000001", "step_00000002", "step_00000006"]
+    found = latest(tmp_path / "runs")
+    assert found is not None
+    assert found.name == "step_00000002"

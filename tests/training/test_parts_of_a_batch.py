@@ -1,0 +1,368 @@
+"""A batch that is run in parts: losses, metrics and gradients are those of the whole batch, however unevenly its labels count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from partc.compiler.dims.symbol import Symbol
+from partc.compiler.errors import CompileError
+from partc.compiler.frontend.source import Source
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
+from partc.compiler.training.in_parts import quotient
+from partc.runtime import InputError, load_trainer
+from partc.runtime.artifact.boxes import local
+from partc.runtime.artifact.format import Manifest, SymbolRecord
+from partc.runtime.checker.check import check
+from partc.runtime.communication.in_process import LocalWorld
+from training_equivalence import from_text
+
+HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
+NET = (
+    HEAD
+    + """m (float[batch, 6] x) => (float[batch, 5] y) <float[6, 8] w, float[8, 5] v, float[5] shift> {
+    [up] a = MatMul (x, w)
+    [bend] b = Tanh (a)
+    [down] c = MatMul (b, v)
+    [add] y = Add (c, shift)
+}"""
+)
+WEIGHTS = {"w": (6, 8), "v": (8, 5), "shift": (5,)}
+CLASSES = "type: softmax_cross_entropy, logits: y, labels: label"
+WEIGHED = "weights: [0.1, 3, 1, 0.5, 2]"
+LOSSES = {
+    "mean": f"{{{CLASSES}}}",
+    "ignored": f"{{{CLASSES}, ignore_index: -1}}",
+    "weights": f"{{{CLASSES}, {WEIGHED}}}",
+    "both, smoothed": f"{{{CLASSES}, {WEIGHED}, ignore_index: -1, label_smoothing: 0.1}}",
+    "sum": f"{{{CLASSES}, {WEIGHED}, reduction: sum}}",
+    "squares": "{type: mean_squared, prediction: y, target: t}",
+    "sum of squares": "{type: mean_squared, prediction: y, target: t, reduction: sum}",
+    "chances": "{type: binary_cross_entropy, logits: y, labels: t}",
+}
+PLANS = {
+    1: "ranks: 1\n",
+    2: "ranks: 2\ndataset: data_parallel\nsymbols: {batch: {divisor: 16}}\n",
+    4: (
+        "ranks: 4\nmesh: {dp: 2, tp: 2}\nsymbols: {batch: {divisor: 16}}\ndataset: {x: [dp, null], DATA}\n"
+        "sharding: {up: {parameters: {w: [null, tp]}}, down: {parameters: {v: [tp, null]}}}\n"
+    ),
+}
+MEASURED = "  metrics: {right: {type: accuracy, logits: y, labels: label}, best: {type: top_k, logits: y, labels: label, k: 2}}\n"
+
+
+def train(loss: str, parts: int, optimizer: str = "{type: sgd, lr: 1.0}", more: str = "") -> str:
+    return f"train:\n  loss: {loss}\n  optimizer: {optimizer}\n  accumulate: {parts}\n{more}"
+
+
+def numbers(loss: str = "label") -> dict[str, np.ndarray]:
+    """A batch whose first quarter has no label at all, and the second few."""
+    rng = np.random.default_rng(6)
+    label = rng.integers(0, 5, 16)
+    if "ignore_index" in loss:
+        label[:4], label[[5, 6, 9]] = -1, -1
+    found = {"x": rng.normal(size=(16, 6)).astype(np.float32)}
+    if "label" in loss and "binary" not in loss:
+        return found | {"label": label}
+    name = "labels" if "labels: t" in loss else "target"
+    return found | {
+        "t": rng.random((16, 5)).astype(np.float32) if name == "labels" else rng.normal(size=(16, 5)).astype(np.float32)
+    }
+
+
+def trained(
+    folder: Path, source: Source, plan: str, steps: list[dict[str, Any]]
+) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    """What every step gives, and all tensors after the last, whole; the artifact is sound."""
+    ranks = compile_source(source, parse_plan(plan, "plan.yaml"), folder).program.plan.ranks
+    assert check(folder).violations == []
+    world = LocalWorld(ranks)
+
+    def run(number: int) -> tuple[list[dict[str, Any]], list[Any]]:
+        with load_trainer(folder, world.transport(number), threads=1) as trainer:
+            given = []
+            for step in steps:
+                pieces = {port.name: piece(step[port.name], port.box(number)) for port in trainer.inputs}
+                given.append(trainer.train(pieces))
+            return given, [
+                (record, record.box(number), array.copy()) for record, array in trainer.program.state.arrays()
+            ]
+
+    with ThreadPoolExecutor(ranks) as threads:
+        found = list(threads.map(run, range(ranks)))
+    tensors: dict[str, np.ndarray] = {}
+    for _, arrays in found:
+        for record, box, array in arrays:
+            whole = tensors.setdefault(record.tensor, np.zeros(record.shape, array.dtype))
+            whole[... if box is None else local(box, whole.shape)] = array
+    return [{name: float(value) for name, value in one.items()} for one in found[0][0]], tensors
+
+
+def piece(array: np.ndarray, box: Any) -> np.ndarray:
+    return array if box is None else array[local(box, array.shape)]
+
+
+def close(
+    have: tuple[Any, Any], want: tuple[Any, Any], before: dict[str, np.ndarray] | None = None, tolerance: float = 1e-6
+) -> None:
+    """Outputs within a relative tolerance; of tensors, of the largest element of the change."""
+    for one, other in zip(have[0], want[0], strict=True):
+        assert one == pytest.approx(other, rel=tolerance, abs=tolerance / 10)
+    for name, array in want[1].items():
+        change = np.abs(array - (before or {}).get(name, 0)).max()
+        rounding = 1.2e-7 * np.abs(array).max()
+        np.testing.assert_allclose(have[1][name], array, rtol=0, atol=tolerance * change + rounding, err_msg=name)
+
+
+CASES = [
+    *[(1, name, (4,)) for name in LOSSES],
+    (1, "both, smoothed", (2, 8)),
+    (2, "both, smoothed", (1, 2, 4, 8)),
+    (2, "sum", (4,)),
+    (4, "both, smoothed", (1, 2, 4, 8)),
+    (4, "sum of squares", (2,)),
+]
+
+
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {"": tmp_path_factory.mktemp("wholes")}
+
+
+@pytest.mark.parametrize(("ranks", "name", "parts"), CASES, ids=lambda one: str(one))
+def test_parts_are_as_the_whole(ranks: int, name: str, parts: tuple[int, ...], wholes: Any, tmp_path: Path) -> None:
+    loss, given = LOSSES[name], numbers(LOSSES[name])
+    more = MEASURED if "label" in given else ""
+    if "ignore_index" in loss:
+        more = more.replace("labels: label", "labels: label, ignore_index: -1")
+    if name not in wholes:
+        text = PLANS[1] + train(loss, 1, more=more)
+        wholes[name] = trained(wholes[""] / name, from_text(NET, WEIGHTS), text, [given])
+    plan = PLANS[ranks].replace("DATA", "label: [dp]" if "label" in given else "t: [dp, null]")
+    for count in parts:
+        text = plan + train(loss, count, more=more)
+        close(trained(tmp_path / str(count), from_text(NET, WEIGHTS), text, [given]), wholes[name], start_of())
+
+
+def start_of(weights: Mapping[str, tuple[int, ...]] = WEIGHTS, text: str = NET) -> dict[str, np.ndarray]:
+    known = from_text(text, weights).model.graph.initializers.values()
+    return {str(one.name): one.const_value.numpy() for one in known if one.const_value is not None}
+
+
+OWN_LOSS = (
+    HEAD
+    + """m (float[batch, 6] x, int64[batch] label, float keep) => (float loss, float other)
+<float[6, 5] w, float[5] k = {0.1, 3, 1, 0.5, 2}, float small = {0.01}> {
+    y = MatMul (x, w)
+    ENTROPY
+    w2 = Mul (w, w)
+    decay = ReduceSum<keepdims = 0> (w2)
+    less = Mul (decay, small)
+    loss = Add (own, less)
+    off = ReduceMean<keepdims = 0> (y)
+    kept = Mul (off, keep)
+    other = Neg (kept)
+}"""
+)
+LABELLED = {
+    "entropy": 'own = SoftmaxCrossEntropyLoss<ignore_index = -1, reduction = "mean"> (y, label, k)',
+    "entropy of none": 'own = SoftmaxCrossEntropyLoss<ignore_index = -1, reduction = "mean"> (y, label)',
+    "entropy and logs": 'own, logs = SoftmaxCrossEntropyLoss<ignore_index = -1, reduction = "mean"> (y, label, k)',
+    "a sum of it": 'own = SoftmaxCrossEntropyLoss<ignore_index = -1, reduction = "sum"> (y, label, k)',
+    "likelihood": """l = LogSoftmax<axis = 1> (y)
+    own = NegativeLogLikelihoodLoss<ignore_index = -1, reduction = \"mean\"> (l, label, k)""",
+    "an even mean of it": """l = LogSoftmax<axis = 1> (y)
+    z = Max (label, zero)
+    own = NegativeLogLikelihoodLoss<reduction = \"mean\"> (l, z)""",
+    "counted": """l = LogSoftmax<axis = 1> (y)
+    z = Max (label, zero)
+    one = NegativeLogLikelihoodLoss<reduction = \"none\"> (l, z)
+    sum = ReduceSum<keepdims = 0> (one)
+    size = Shape (label)
+    count = Cast<to = 1> (size)
+    many = Squeeze (count)
+    own = Div (sum, many)""",
+}
+
+
+@pytest.mark.parametrize("name", LABELLED)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_of_the_models_own(ranks: int, name: str, tmp_path: Path) -> None:
+    text = OWN_LOSS.replace("ENTROPY", LABELLED[name]).replace("small = {0.01}", "small = {0.01}, int64 zero = {0}")
+    given = {**numbers(LOSSES["ignored"]), "keep": np.array(0.5, np.float32)}
+    more = "  metrics: [other]\n"
+    want = trained(tmp_path / "whole", from_text(text, {"w": (6, 5)}), PLANS[1] + train("loss", 1, more=more), [given])
+    have = trained(
+        tmp_path / "parts", from_text(text, {"w": (6, 5)}), PLANS[ranks] + train("loss", 4, more=more), [given]
+    )
+    close(have, want, start_of({"w": (6, 5)}, text))
+
+
+POSITIONS = (
+    HEAD
+    + """m (float[batch, seq, 6] x) => (float[batch, seq, 5] y) <float[6, 8] w, float[8, 5] v> {
+    [up] a = MatMul (x, w)
+    [drop] b = Dropout (a)
+    [flat] f = Reshape (b, rows)
+    [down] c = MatMul (f, v)
+    [wide] s = Shape (x)
+    [lead] l = Slice (s, zero, two)
+    [all] t = Concat<axis = 0> (l, five)
+    [back] y = Reshape (c, t)
+}"""
+).replace("<float[6", "<int64[2] rows = {-1, 8}, int64[1] zero = {0}, int64[1] two = {2}, int64[1] five = {5}, float[6")
+PER_POSITION = f"{{{CLASSES}, axis: 2, ignore_index: -1}}"
+AROUND = {
+    "alone": "ranks: 1\n",
+    "data parallel": "ranks: 2\nmesh: {dp: 2}\ndataset: data_parallel\nsymbols: {batch: {divisor: 16}}\n",
+    "placed": "ranks: 2\nplacement: {up: 0, drop: 0, flat: 0, down: 1, wide: 1, lead: 1, all: 1, back: 1}\n",
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_masks_positions_clipping_and_shares(around: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    steps = []
+    for _ in range(3):
+        label = rng.integers(0, 5, (16, 3))
+        label[:4], label[7, 1:] = -1, -1
+        steps.append({"x": rng.normal(size=(16, 3, 6)).astype(np.float32), "label": label})
+    optimizer, more = "{type: adam, lr: 0.05}", "  clip: {norm: 0.1}\n  seed: 3\n"
+    source = {"w": (6, 8), "v": (8, 5)}
+    text = PLANS[1] + train(PER_POSITION, 1, optimizer, more)
+    want = trained(tmp_path / "whole", from_text(POSITIONS, source), text, steps)
+    if "dp" in AROUND[around]:
+        optimizer = optimizer.replace("}", ", shard: dp}")
+    text = AROUND[around] + train(PER_POSITION, 4, optimizer, more)
+    have = trained(tmp_path / "parts", from_text(POSITIONS, source), text, steps)
+    close(have, want, start_of(source, POSITIONS), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["both, smoothed", "squares", "sum of squares"])
+def test_a_model_of_one_size_has_it_in_every_part(name: str, tmp_path: Path) -> None:
+    loss, given = LOSSES[name], numbers(LOSSES[name])
+    want = trained(tmp_path / "whole", from_text(NET, WEIGHTS), PLANS[1] + train(loss, 1), [given])
+    fixed = NET.replace("batch", "4")
+    have = trained(tmp_path / "parts", from_text(fixed, WEIGHTS), PLANS[1] + train(loss, 4), [given])
+    close(have, want, start_of())
+
+
+def test_the_symbols_of_a_plan_speak_of_the_whole_batch(tmp_path: Path) -> None:
+    def compiled(symbols: str, parts: int) -> Manifest:
+        plan = f"ranks: 2\ndataset: data_parallel\nsymbols: {{batch: {symbols}}}\n" + train(LOSSES["mean"], parts)
+        return compile_source(from_text(NET, WEIGHTS), parse_plan(plan, "plan.yaml"), tmp_path / "build").manifest
+
+    manifest = compiled("{divisor: 8, max: 64}", 4)
+    assert manifest.symbols["batch"] == SymbolRecord(min=2, max=16, divisor=2)
+    assert manifest.training is not None
+    assert manifest.training.symbols["batch"] == SymbolRecord(min=8, max=64, divisor=8)
+    text = r"'batch' is any size in each of the 4 parts.*\n.*declare `batch: \{divisor: 8\}` under symbols"
+    with pytest.raises(CompileError, match=text):
+        compiled("{divisor: 2}", 4)
+    with pytest.raises(CompileError, match=r"no batch of 'batch', .*8N\+4, can be cut into 8 parts"):
+        compiled("{divisor: 8, remainder: 4}", 8)
+
+
+@pytest.mark.parametrize(("divisor", "remainder"), [(1, 0), (2, 0), (6, 3), (8, 4), (3, 1), (5, 2)])
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 8])
+def test_a_part_may_have_just_the_sizes_whose_multiple_is_legal(divisor: int, remainder: int, parts: int) -> None:
+    whole = Symbol(divisor=divisor, remainder=remainder, min=2, max=90).facts()
+    part = quotient(whole, parts)
+    legal = [size for size in range(100) if whole.contains(size * parts)]
+    assert legal == [size for size in range(100) if part is not None and part.contains(size)]
+
+
+def test_what_sees_one_part_at_a_time_is_named(tmp_path: Path) -> None:
+    text = NET.replace("[bend] b = Tanh (a)", "largest = ReduceMax<keepdims = 0> (a)\n    [bend] b = Sub (a, largest)")
+    plan = PLANS[1] + train(LOSSES["mean"], 4)
+    program = compile_source(from_text(text, WEIGHTS), parse_plan(plan, "plan.yaml"), tmp_path / "build").program
+    (warning,) = program.warnings
+    assert warning.startswith("with `accumulate: 4` these see the records of one part of a batch at a time: ")
+    assert "ReduceMax" in warning
+
+
+def test_a_batch_that_parts_refuse_leaves_no_gradient_behind(tmp_path: Path) -> None:
+    plan = PLANS[1] + train(LOSSES["mean"], 2)
+    compile_source(from_text(NET, WEIGHTS), parse_plan(plan, "plan.yaml"), tmp_path / "build")
+    given = numbers(LOSSES["mean"])
+    with load_trainer(tmp_path / "build", LocalWorld(1).transport(0), threads=1) as trainer:
+        with pytest.raises(InputError, match="15 records cannot be cut into 2 parts"):
+            trainer.train({name: array[1:] for name, array in given.items()})
+        bad = {**given, "label": np.where(np.arange(16) == 12, 7, given["label"])}
+        with pytest.raises(InputError, match="record 12 of the batch has the label 7"):
+            trainer.train(bad)
+        assert all(not array.any() for array in trainer.program.state.sums())
+
+
+def test_all_ranks_refuse_what_one_cannot_cut_and_statistics_stay(tmp_path: Path) -> None:
+    text = (
+        HEAD
+        + """m (float[batch, 6] x) => (float[batch, 6] y) <float[6, 6] w, float[6] a, float[6] b, float[6] c, float[6] d> {
+        [up] h = MatMul (x, w) [bn] y = BatchNormalization (h, a, b, c, d) }"""
+    )
+    source = from_text(text, {"w": (6, 6), **dict.fromkeys("abcd", (6,))})
+    plan = parse_plan(PLANS[2] + train(LOSSES["mean"], 2), "plan.yaml")
+    compile_source(source, plan, tmp_path)
+    given = {"x": np.ones((8, 6), np.float32), "label": np.zeros(8, np.int64)}
+    world = LocalWorld(2, stall=2)
+
+    def act(rank: int) -> tuple[str, bytes, bytes]:
+        def kept() -> bytes:
+            return b"".join(array.tobytes() for _, array in trainer.program.state.arrays())
+
+        with load_trainer(tmp_path, world.transport(rank), threads=1) as trainer:
+            before, bad = kept(), given["label"].copy()
+            with pytest.raises(InputError) as found:
+                trainer.train({name: array[rank:] for name, array in given.items()})
+            bad[-1] = 9 * rank
+            with pytest.raises(InputError, match="has the label 9"):
+                trainer.train({**given, "label": bad})
+            after = kept()
+            trainer.train(given)
+            return str(found.value), before, after
+
+    with ThreadPoolExecutor(2) as threads:
+        (text, before, after), (other, *_) = threads.map(act, (0, 1))
+    assert text == other
+    assert "7 records cannot be cut into 2 parts" in text
+    assert before == after
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_sum_over_ranks_is_of_the_mean_of_each(ranks: int, parts: int, tmp_path: Path) -> None:
+    given = numbers(LOSSES["ignored"])
+    given["label"][:4] = [1, -1, 0, 3]
+    loss = LOSSES["both, smoothed"]
+    plan = PLANS[ranks].replace("DATA", "label: [dp]")
+    summed = loss.replace("}", ", reduction: sum_over_ranks}")
+    have = trained(tmp_path / "cut", from_text(NET, WEIGHTS), plan + train(summed, parts), [given])
+    start, change, means = start_of(), dict.fromkeys(WEIGHTS, np.zeros(())), []
+    for half in (slice(0, 8), slice(8, 16)):
+        one = {name: array[half] for name, array in given.items()}
+        folder = tmp_path / f"{half.start}"
+        told, tensors = trained(folder, from_text(NET, WEIGHTS), PLANS[1] + train(loss, 1), [one])
+        means.append(told[0]["loss"])
+        change = {name: change[name] + tensors[name] - start[name] for name in WEIGHTS}
+    close(have, ([{"loss": float(np.mean(means))}], {name: start[name] + change[name] for name in WEIGHTS}), start)
+
+
+@pytest.mark.parametrize("labels", ["label: [dp]", "label: [null]"])
+def test_parts_have_the_same_records_wherever_these_are(labels: str, tmp_path: Path) -> None:
+    loss, given = LOSSES["both, smoothed"], numbers(LOSSES["ignored"])
+    plan = "ranks: 3\nmesh: {dp: 3}\nsymbols: {batch: {divisor: 12}}\ndataset: {x: [dp, null], LABELS}\n"
+    given = {name: array[:12] for name, array in given.items()}
+    want = trained(tmp_path / "whole", from_text(NET, WEIGHTS), PLANS[1] + train(loss, 1), [given])
+    have = trained(tmp_path / "a", from_text(NET, WEIGHTS), plan.replace("LABELS", labels) + train(loss, 4), [given])
+    close(have, want, start_of())
+    plan = "ranks: 3\nplacement: {up: [0, 1], bend: [0, 1], down: 2, add: 2}\ndataset: data_parallel\nsymbols: {batch: {divisor: 4}}\n"
+    have = trained(tmp_path / "b", from_text(NET, WEIGHTS), plan + train(loss, 2), [given])
+    close(have, want, start_of())
+    given["label"][7] = 5
+    with pytest.raises(InputError, match="record 7 of the batch has the label 5"):
+        trained(tmp_path / "c", from_text(NET, WEIGHTS), plan + train(loss, 2), [given])

@@ -1,0 +1,107 @@
+"""Weights that several modules read: an exporter's merged ones become each module's own, tied ones stay one; the plan overrules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from click.testing import CliRunner
+from onnx import numpy_helper
+from partc.cli.commands.compile import command as compile_command
+from partc.cli.commands.plan import command as plan_command
+from partc.cli.comparison.checkpoint_model import export_model
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
+from partc.runtime import load_trainer
+from partc.runtime.checkpoint.checkpoint import Checkpoint
+from partc.runtime.communication.in_process import LocalWorld
+from training_equivalence import run, same_tensors
+
+HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
+TEXT = (
+    HEAD
+    + """net (float[batch, 4] x) => (float[batch, 4] y) <float[4, 4] tied, float[4] SCALE> {
+    [layers__0__linear__MatMul] a = MatMul (x, tied)
+    [layers__0__norm__LayerNormalization] b = LayerNormalization (a, FIRST)
+    [layers__1__linear__MatMul] c = MatMul (b, tied)
+    [layers__1__norm__LayerNormalization] d = LayerNormalization (c, SECOND)
+    [layers__2__norm__Mul] y = Mul (d, THIRD)
+}"""
+)
+TRAIN = "train:\n  loss: {type: mean_squared, prediction: y, target: t}\n  optimizer: {type: momentum, lr: 0.2}\n"
+TIED = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+
+
+def proto(*names: str) -> onnx.ModelProto:
+    """The model with norms whose scales have these names."""
+    text = TEXT.replace("float[4] SCALE", ", ".join(f"float[4] {name}" for name in dict.fromkeys(names)))
+    for word, name in zip(("FIRST", "SECOND", "THIRD"), names, strict=True):
+        text = text.replace(word, name)
+    model = onnx.parser.parse_model(text)
+    for node in model.graph.node:
+        node.name = node.name.replace("__", ".")
+    for name in dict.fromkeys(names):
+        model.graph.initializer.append(numpy_helper.from_array(np.ones(4, np.float32), name))
+    model.graph.initializer.append(numpy_helper.from_array(TIED, "tied"))
+    return model
+
+
+def steps() -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(1)
+    return [{name: rng.normal(size=(6, 4)).astype(np.float32) for name in ("x", "t")} for _ in range(3)]
+
+
+def trained(model: onnx.ModelProto, folder: Path, more: str = "", around: str = "ranks: 1\n") -> dict[str, np.ndarray]:
+    return run(Source(from_proto(model, Path("model.onnx"))), around + TRAIN + more, folder, steps()).after
+
+
+@pytest.mark.parametrize("around", ["ranks: 1\n", "ranks: 2\ndataset: data_parallel\nsymbols: {batch: {divisor: 2}}\n"])
+def test_what_an_exporter_merged_is_each_modules_own(around: str, tmp_path: Path) -> None:
+    have = trained(proto("ones", "ones", "ones"), tmp_path / "merged", around=around)
+    want = trained(proto("one", "two", "three"), tmp_path / "apart")
+    names = {"layers.1.norm.ones": "two", "layers.2.norm.ones": "three", "ones": "one", "tied": "tied"}
+    renamed = {
+        names[name.removesuffix(".momentum")] + ".momentum" * name.endswith(".momentum"): have[name] for name in have
+    }
+    same_tensors(renamed, want, {name: np.zeros_like(array) for name, array in want.items()}, 1e-5)
+    assert not np.allclose(have["ones"], have["layers.1.norm.ones"])
+
+
+def test_the_plan_has_the_last_word(tmp_path: Path) -> None:
+    one = trained(proto("ones", "ones", "ones"), tmp_path / "one", "  parameters: {ones: {shared: true}}\n")
+    assert {name for name in one if not name.endswith(".momentum")} == {"tied", "ones"}
+    own = trained(proto("ones", "ones", "ones"), tmp_path / "own", "  parameters: {tied: {shared: false}}\n")
+    assert not np.allclose(own["tied"], own["layers.1.linear.tied"])
+    frozen = trained(proto("ones", "ones", "ones"), tmp_path / "frozen", "  parameters: {ones: {frozen: true}}\n")
+    assert np.array_equal(frozen["ones"], np.ones(4))
+    assert {name for name in frozen if not name.endswith(".momentum")} == {"tied", "ones"}
+
+
+def test_both_are_told(tmp_path: Path) -> None:
+    onnx.save(proto("ones", "ones", "ones"), tmp_path / "model.onnx")
+    (tmp_path / "plan.yaml").write_text("ranks: 1\n" + TRAIN)
+    paths = [str(tmp_path / name) for name in ("model.onnx", "plan.yaml", "build")]
+    said = CliRunner().invoke(compile_command, [paths[0], "--plan", paths[1], "-o", paths[2]]).output
+    assert "'tied' is read by layers.0.linear, layers.1.linear: they share one parameter\n" in said
+    norms = "layers.0.norm, layers.1.norm, layers.2.norm"
+    assert f"'ones' is read by {norms}, and repeats one number: each has a parameter of its own\n" in said
+    plan = CliRunner().invoke(plan_command, [paths[0]]).output
+    assert "#     tied: {shared: false}   # 'tied' is read by layers.0.linear" in plan
+    assert "#     ones: {shared: true}   # 'ones' is read by layers.0.norm" in plan
+
+
+def test_a_checkpoint_goes_back_into_the_model(tmp_path: Path) -> None:
+    onnx.save(proto("ones", "ones", "ones"), tmp_path / "model.onnx")
+    trained(proto("ones", "ones", "ones"), tmp_path / "build")
+    with load_trainer(tmp_path / "build", LocalWorld(1).transport(0)) as trainer:
+        for step in steps():
+            trainer.train(step)
+        kept = {record.tensor: array.copy() for record, array in trainer.program.state.arrays()}
+        path = trainer.save(tmp_path / "runs")
+    assert export_model(Checkpoint.open(path), tmp_path / "model.onnx", tmp_path / "out.onnx") == 4
+    made = {one.name: numpy_helper.to_array(one) for one in onnx.load(tmp_path / "out.onnx").graph.initializer}
+    for name, array in made.items():
+        assert np.array_equal(array, kept[name]), name
+    assert {*made} == {"tied", "ones", "layers.1.norm.ones", "layers.2.norm.ones"}
