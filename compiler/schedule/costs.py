@@ -1,0 +1,92 @@
+"""What tasks take and keep: times per stage and kind, messages per edge, what one microbatch saves from F for its backward pass.
+
+Units are the caller's: seconds or any other for times, bytes or microbatches for what is saved. Times that were measured of single tasks
+stand in `measured` and win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from partc.compiler.schedule.stages import Stages
+from partc.compiler.schedule.task import Kind, Task
+
+MICROBATCHES, BYTES = "microbatches", "bytes"
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """`backward`: B where W is apart; `whole`: B where it is not, by default both together.
+
+    `saved`: what a microbatch keeps from the begin of F to the end of B. `deferred`: what is kept from the end of B to the end of W where
+    these are apart; by default as much as `saved` (a linear layer keeps its input and the cotangent of its output).
+    """
+
+    forward: float = 1.0
+    backward: float = 1.0
+    weight: float = 1.0
+    whole: float | None = None
+    saved: float = 1.0
+    deferred: float | None = None
+
+    @property
+    def whole_backward(self) -> float:
+        """The time of a backward pass that is one task."""
+        return self.backward + self.weight if self.whole is None else self.whole
+
+    @property
+    def kept_for_weight(self) -> float:
+        """What is kept from B to W."""
+        return self.saved if self.deferred is None else self.deferred
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of all stages; `message` is the time of a message, unless `messages` has one for its edge (source, target)."""
+
+    stages: tuple[StageCost, ...]
+    message: float = 0.0
+    messages: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    measured: Mapping[Task, float] = field(default_factory=dict)
+    unit: str = MICROBATCHES
+
+    def time(self, task: Task, split: bool) -> float:
+        """How long a task takes; `split`: its stage and microbatch have a W."""
+        if task in self.measured:
+            return self.measured[task]
+        cost = self.stages[task.stage]
+        if task.kind is Kind.FORWARD:
+            return cost.forward
+        if task.kind is Kind.WEIGHT:
+            return cost.weight
+        return cost.backward if split else cost.whole_backward
+
+    def travel(self, stages: Stages, reader: int, maker: int) -> float:
+        """How long a value or cotangent is on its way from one stage to another: nothing where both are on the same homes."""
+        if reader == maker or not stages.crosses(reader, maker):
+            return 0.0
+        return self.messages.get((min(reader, maker), max(reader, maker)), self.message)
+
+    def in_microbatches(self, stages: Stages) -> Costs:
+        """The same times; what is saved is counted in microbatches of a home."""
+        shares = _shares(stages)
+        some = [replace(c, saved=share, deferred=share) for c, share in zip(self.stages, shares, strict=True)]
+        return replace(self, stages=tuple(some), unit=MICROBATCHES)
+
+
+def unit_costs(stages: Stages, message: float = 0.0) -> Costs:
+    """F = B = W = 1 for every home and microbatch, in equal parts for its stages; so is what a microbatch saves."""
+    return Costs(tuple(StageCost(share, share, share, saved=share) for share in _shares(stages)), message)
+
+
+def transfer_times(
+    sizes: Mapping[tuple[int, int], float], latency: float, bandwidth: float
+) -> dict[tuple[int, int], float]:
+    """The time of a message per edge: latency + bytes / bandwidth."""
+    return {edge: latency + size / bandwidth for edge, size in sizes.items()}
+
+
+def _shares(stages: Stages) -> list[float]:
+    """Per stage its part of what its home does: 1 over the number of stages there."""
+    return [1.0 / max(len(stages.on[home]) for home in homes) for homes in stages.homes]

@@ -1,0 +1,82 @@
+"""What rows keep: saved values of microbatches per home, and the limit that a plan sets on them.
+
+A microbatch is saved from the begin of F to the end of B; where B and W are apart, its deferred part from the end of B to that of W. While
+B ends both may be there, so the larger of the two counts. Rows alone decide this, not times:
+
+    1f1b, rank r of p: min(m, p - r) microbatches      zb_h1: min(m, p) on every rank      gpipe: m
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from partc.compiler.schedule.costs import BYTES, MICROBATCHES, Costs
+from partc.compiler.schedule.schedule import Schedule
+from partc.compiler.schedule.task import Kind, Task
+
+_LIMIT = re.compile(r"(\d+(?:\.\d+)?) ?(B|[kMGT]B|[KMGT]iB|microbatch(?:es)?)")
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMGT", 1)}
+TOLERANCE = 1e-9
+"""Relative difference below which sums of times or sizes count as equal."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How much every home may keep of saved values, in bytes or in microbatches."""
+
+    amount: float
+    unit: str = BYTES
+
+    def __str__(self) -> str:
+        return amount_text(self.amount, self.unit)
+
+
+def parse_limit(text: str | int) -> Limit:
+    """The limit of `4GB`, `512MiB`, a number of bytes, or `2.5 microbatches`; ValueError, with the forms, for anything else."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        found, amount, unit = True, float(text), "B"
+    else:
+        match = _LIMIT.fullmatch(str(text).strip())
+        found, amount, unit = match is not None, float(match[1]) if match else 0.0, match[2] if match else ""
+    if not found or amount <= 0:
+        raise ValueError("a limit is an amount above 0 with its unit, such as 4GB, 512MiB or '2.5 microbatches'")
+    if unit.startswith("microbatch"):
+        return Limit(amount, MICROBATCHES)
+    return Limit(amount * _UNITS[unit], BYTES)
+
+
+def amount_text(amount: float, unit: str) -> str:
+    """An amount of saved values as people read it: `2.5 microbatches`, `1.25 GB`."""
+    if unit == MICROBATCHES:
+        return f"{amount:.6g} {'microbatch' if amount == 1 else 'microbatches'}"
+    name = next((name for name in ("TB", "GB", "MB", "kB") if amount >= _UNITS[name]), "B")
+    return f"{amount / _UNITS[name]:.6g} {name}"
+
+
+def change(task: Task, split: bool, costs: Costs) -> float:
+    """By how much a task changes what its homes keep, once it has ended (F: once it begins)."""
+    cost = costs.stages[task.stage]
+    match task.kind:
+        case Kind.FORWARD:
+            return cost.saved
+        case Kind.BACKWARD:
+            return (cost.kept_for_weight if split else 0.0) - cost.saved
+        case Kind.WEIGHT:
+            return -cost.kept_for_weight
+
+
+def peaks(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """Per home the most that its row keeps at one time, in the costs' unit."""
+    return tuple(max((0.0, *course(schedule, home, costs))) for home in range(schedule.stages.rows))
+
+
+def course(schedule: Schedule, home: int, costs: Costs) -> list[float]:
+    """What a home keeps after each task of its row; stages without a backward pass save nothing."""
+    kept, found = 0.0, []
+    for task in schedule.rows[home]:
+        if schedule.stages.backward[task.stage]:
+            kept += change(task, schedule.is_split(task), costs)
+        found.append(kept)
+    return found

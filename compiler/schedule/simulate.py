@@ -1,0 +1,83 @@
+"""The times of a schedule: when every task begins and ends, how long a step takes, who idles, what the step waits for.
+
+A task begins when the one before it in its row has ended and all that it reads has arrived; a message travels beside the work of both
+ranks. A stage on several homes begins on all of them at once.
+
+    begin(t) = max of end(before t in its rows), end(u) + travel(u -> t) for all u that t reads       end(t) = begin(t) + time(t)
+
+`total` is the step from the first begin to the last end: all ranks begin a step together. `period` is the time from step to step where
+a rank may begin the next step as soon as it has ended its own row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from partc.compiler.schedule.costs import Costs
+from partc.compiler.schedule.precedence import precedence
+from partc.compiler.schedule.schedule import Schedule
+from partc.compiler.schedule.task import Task
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Begin and end of every task, in an order in which they can run; per home the busy time; the tasks that make up the total."""
+
+    spans: Mapping[Task, tuple[float, float]]
+    total: float
+    period: float
+    busy: tuple[float, ...]
+    critical: tuple[Task, ...]
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Per home the time of the step in which it runs no task: its bubble."""
+        return tuple(self.total - busy for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of all homes that have tasks."""
+        some = [busy for busy in self.busy if busy]
+        return 1 - sum(some) / len(some) / self.total if self.total else 0.0
+
+    @property
+    def overhead(self) -> float:
+        """The total over what the busiest home needs, less one: what papers give as the bubble's ratio."""
+        return self.total / max(self.busy) - 1 if self.total else 0.0
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timing:
+    """The times of a valid schedule; ValueError for rows that wait for each other."""
+    stages, known = schedule.stages, precedence(schedule)
+    if known.cycle:
+        raise ValueError(f"tasks wait for each other: {' '.join(map(str, known.cycle))}")
+    spans: dict[Task, tuple[float, float]] = {}
+    cause: dict[Task, Task | None] = {}
+    for task in known.order:
+        begin, last = 0.0, None
+        reads = stages.needs(task)
+        for other in known.waits[task]:
+            ended = spans[other][1]
+            if other in reads:
+                ended += costs.travel(stages, task.stage, other.stage)
+            if last is None or ended > begin:
+                begin, last = ended, other
+        spans[task] = (begin, begin + costs.time(task, schedule.is_split(task)))
+        cause[task] = last
+    total = max((end for _, end in spans.values()), default=0.0)
+    busy = tuple(sum(spans[task][1] - spans[task][0] for task in row) for row in schedule.rows)
+    period = max((spans[row[-1]][1] - spans[row[0]][0] for row in schedule.rows if row), default=0.0)
+    return Timing(spans, total, period, busy, _critical(spans, cause, total))
+
+
+def _critical(
+    spans: Mapping[Task, tuple[float, float]], cause: Mapping[Task, Task | None], total: float
+) -> tuple[Task, ...]:
+    """The tasks that led to the end of the step, each the one for which the next waited."""
+    at = next((task for task, (_, end) in spans.items() if end == total), None)
+    way = []
+    while at is not None:
+        way.append(at)
+        at = cause[at]
+    return tuple(reversed(way))

@@ -1,0 +1,41 @@
+"""A task: one pass of one stage over one microbatch, written `2F0`.
+
+2F0   the forward pass of stage 2 over microbatch 0
+2B0   its backward pass: the whole of it, or, where the schedule has a 2W0, the gradients of the stage's inputs alone
+2W0   the gradients of its parameters, which no other task reads
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+_CELL = re.compile(r"(\d+)([FBW])(\d+)")
+
+
+class Kind(StrEnum):
+    """What a task computes; the letter stands between the stage and the microbatch."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    WEIGHT = "W"
+
+
+class Task(NamedTuple):
+    """Stage, kind and microbatch; `str` gives `2F0`, and `parse` reads it back."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+def parse(text: str) -> Task:
+    """The task that a cell such as `2F0` names; ValueError, with what a cell is, for any other text."""
+    found = _CELL.fullmatch(text)
+    if found is None or not text.isascii():
+        raise ValueError("a cell is a stage, F, B or W, and a microbatch, such as 2F0")
+    return Task(int(found[1]), Kind(found[2]), int(found[3]))
