@@ -43,13 +43,17 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of all stages; `message` is the time of a message, unless `messages` has one for its edge (source, target)."""
+    """The costs of all stages; `message` is the time of a message, unless `messages` has one for its edge (source, target).
+
+    `unit` is that of what is saved, `clock` that of times.
+    """
 
     stages: tuple[StageCost, ...]
     message: float = 0.0
     messages: Mapping[tuple[int, int], float] = field(default_factory=dict)
     measured: Mapping[Task, float] = field(default_factory=dict)
     unit: str = MICROBATCHES
+    clock: str = "units"
 
     def time(self, task: Task, split: bool) -> float:
         """How long a task takes; `split`: its stage and microbatch have a W."""

@@ -114,12 +114,12 @@ class Stages:
         """Whether what goes from one stage to another is a message: not where both are on the same homes."""
         return self.homes[a] != self.homes[b]
 
-    def label(self, home: int) -> str:
-        """A home as people read it: `rank 3`, `ranks 0-3`, `ranks 0,2`."""
-        ranks = self.ranks[home]
+    def label(self, *homes: int) -> str:
+        """Homes as people read them: `rank 3`, `ranks 0-3`, `ranks 0,2`."""
+        ranks = [rank for home in homes for rank in self.ranks[home]]
         if len(ranks) == 1:
             return f"rank {ranks[0]}"
-        run = len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
+        run = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[0] + len(ranks)))
         return f"ranks {ranks[0]}-{ranks[-1]}" if run else f"ranks {','.join(map(str, ranks))}"
 
     @cached_property

@@ -23,36 +23,42 @@ _ONCE = "every F and every B runs once on each home of its stage, a W at most on
 _WAITS = "F waits for the F of the stages that it reads from; B for its own F and for the B of the stages that read from it; W for its B"
 
 
-def validate(schedule: Schedule, where: str = "schedule") -> list[Problem]:
+def validate(schedule: Schedule, where: str | Sequence[str] = "schedule") -> list[Problem]:
     """All violations, in the order of rows and cells; empty for a valid schedule."""
-    found = [*_wrong_cells(schedule), *_missing(schedule)]
+    found = [*wrong_cells(schedule.rows, schedule.stages, schedule.microbatches), *_missing(schedule)]
     if not found:
         found = list(_early(schedule)) or list(_waiting(schedule))
     return problems(found, where, schedule.stages, [list(map(str, row)) for row in schedule.rows])
 
 
-def check(schedule: Schedule, where: str = "schedule") -> Schedule:
+def check(schedule: Schedule, where: str | Sequence[str] = "schedule") -> Schedule:
     """The schedule itself; CompileError with all violations if it is not valid."""
     if found := validate(schedule, where):
         raise CompileError(found)
     return schedule
 
 
-def problems(wrong: Iterable[WrongCell], where: str, stages: Stages, rows: Sequence[Sequence[str]]) -> list[Problem]:
-    """The problems of wrong cells, by row; cells of one row that break the same law in the same way are one problem."""
+def problems(
+    wrong: Iterable[WrongCell], where: str | Sequence[str], stages: Stages, rows: Sequence[Sequence[str]]
+) -> list[Problem]:
+    """The problems of wrong cells, by row; cells of one row that break the same law are one problem. `where`: of all rows, or of each."""
     kinds: dict[tuple[int, str], list[WrongCell]] = {}
     for one in sorted(wrong, key=lambda one: (one.row, one.cell)):
         kinds.setdefault((one.row, one.law), []).append(one)
     return [
-        first.problem(where, stages.label(row), rows[row], len(others)) for (row, _), (first, *others) in kinds.items()
+        first.problem(where if isinstance(where, str) else where[row], stages.label(row), rows[row], len(others))
+        for (row, _), (first, *others) in kinds.items()
     ]
 
 
-def _wrong_cells(schedule: Schedule) -> Iterator[WrongCell]:
-    for home, row in enumerate(schedule.rows):
+def wrong_cells(rows: Sequence[Sequence[Task | None]], stages: Stages, microbatches: int) -> Iterator[WrongCell]:
+    """Tasks that cannot stand where they are, whatever stands elsewhere, and tasks that stand twice; None is passed over."""
+    for home, row in enumerate(rows):
         first: dict[Task, int] = {}
         for cell, task in enumerate(row):
-            if wrong := _wrong(task, home, schedule):
+            if task is None:
+                continue
+            if wrong := _wrong(task, home, stages, microbatches):
                 yield WrongCell(home, cell, *wrong)
             elif task in first:
                 fact = f"{task} stands there again; it is cell {first[task] + 1} already"
@@ -61,9 +67,8 @@ def _wrong_cells(schedule: Schedule) -> Iterator[WrongCell]:
                 first[task] = cell
 
 
-def _wrong(task: Task, home: int, schedule: Schedule) -> tuple[str, str, str] | None:
+def _wrong(task: Task, home: int, stages: Stages, microbatches: int) -> tuple[str, str, str] | None:
     """Fact, law and help if a task cannot stand in this row at all."""
-    stages = schedule.stages
     if task.stage >= len(stages):
         last = len(stages) - 1
         return (
@@ -71,17 +76,17 @@ def _wrong(task: Task, home: int, schedule: Schedule) -> tuple[str, str, str] | 
             f"the stages are 0 to {last}",
             f"the first number is the stage: 0 to {last}",
         )
-    if task.microbatch >= schedule.microbatches:
-        last = schedule.microbatches - 1
+    if task.microbatch >= microbatches:
+        last = microbatches - 1
         return (
             f"{task} is of microbatch {task.microbatch}",
-            f"{schedule.microbatches} microbatches are 0 to {last}",
+            f"the microbatches are 0 to {last}",
             f"the last number is the microbatch: 0 to {last}; or set microbatches: {task.microbatch + 1}",
         )
     if home not in stages.homes[task.stage]:
-        homes = " and ".join(stages.label(one) for one in stages.homes[task.stage])
+        homes = stages.label(*stages.homes[task.stage])
         own = ", ".join(map(str, stages.on[home])) or "none"
-        law = f"a stage runs where its nodes are placed; the stages of {stages.label(home)} are: {own}"
+        law = f"a stage runs where its nodes are placed; stages on {stages.label(home)}: {own}"
         return f"{task} is of stage {task.stage}, which is on {homes}", law, f"move it to the row of {homes}"
     if task.kind is not Kind.FORWARD and not stages.backward[task.stage]:
         return f"{task} is of a stage that has F alone", "no gradient goes through this stage", f"remove {task}"

@@ -1,0 +1,139 @@
+"""A schedule as text: its rows, and a grid of ranks over time. The same schedule gives the same bytes.
+
+    # partc schedule, grammar 1
+    # Schedule: 1f1b   Stages: 2   Microbatches: 2
+    # Stage 0: rank 0   read by 1
+    # Stage 1: rank 1
+    # Total: 9 units   Bubble: 33.33%   Overhead: 50%
+    # rank 0: idle 3, keeps 2 microbatches
+    # rank 1: idle 3, keeps 1 microbatch
+    # rank 0 - rank 1: 4 messages
+
+    rank 0: 0F0 0F1 0B0 0B1
+    rank 1: 1F0 1B0 1F1 1B1
+
+    # time  0                   5
+    rank 0 |0F0 0F1 .   .   0B0 --- .   0B1 --- |
+    rank 1 |.   1F0 1B0 --- 1F1 1B1 --- .   .   |
+
+Columns are equal where a column of few characters can hold every task: then one is the greatest time of which all times are multiples. Else
+a column begins where some rank begins a second task, so that every task has a cell of its own, and times stand above. `---` goes on with
+the task before, `.` is idle.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import NamedTuple
+
+from partc.compiler.schedule.costs import Costs, unit_costs
+from partc.compiler.schedule.memory import TOLERANCE, amount_text, peaks
+from partc.compiler.schedule.messages import message_counts
+from partc.compiler.schedule.schedule import Row, Schedule
+from partc.compiler.schedule.simulate import Timing, simulate
+from partc.compiler.schedule.task import Task
+
+GRAMMAR = 1
+_WIDTH = 120
+_FINEST = 8
+"""Columns that an average task may take before columns are made coarser."""
+
+
+class Columns(NamedTuple):
+    """The time at which each column begins, and each task's column."""
+
+    begins: list[float]
+    of: dict[Task, int]
+
+
+def schedule_text(schedule: Schedule, costs: Costs | None = None) -> str:
+    """The text of `ir/schedule.txt`; unit times where no costs are given."""
+    costs = costs or unit_costs(schedule.stages)
+    timing = simulate(schedule, costs)
+    return "\n".join([*_head(schedule, costs, timing), "", str(schedule), "", *_grid(schedule, timing), ""])
+
+
+def grid(schedule: Schedule, timing: Timing) -> str:
+    """The ranks over time."""
+    return "\n".join(_grid(schedule, timing))
+
+
+def _head(schedule: Schedule, costs: Costs, timing: Timing) -> Iterator[str]:
+    stages = schedule.stages
+    yield f"# partc schedule, grammar {GRAMMAR}"
+    yield f"# Schedule: {schedule.name}   Stages: {len(stages)}   Microbatches: {schedule.microbatches}"
+    for s, homes in enumerate(stages.homes):
+        read = " ".join(f"{e.target}{'' if e.gradient else ' (no gradient)'}" for e in stages.edges if e.source == s)
+        yield f"# Stage {s}: {stages.label(*homes)}{f'   read by {read}' if read else ''}"
+    yield f"# Total: {timing.total:.6g} {costs.clock}   Bubble: {percent(timing.bubble)}   Overhead: {percent(timing.overhead)}"
+    for home, (idle, peak) in enumerate(zip(timing.idle, peaks(schedule, costs), strict=True)):
+        yield f"# {stages.label(home)}: idle {idle:.6g}, keeps {amount_text(peak, costs.unit)}"
+    for (one, other), count in message_counts(schedule).items():
+        yield f"# {one} - {other}: {count} {'message' if count == 1 else 'messages'}"
+
+
+def percent(share: float) -> str:
+    """A share in percent, with at most two decimals."""
+    return f"{round(100 * share, 2):g}%"
+
+
+def _grid(schedule: Schedule, timing: Timing) -> Iterator[str]:
+    columns = _equal_columns(timing) or _own_columns(schedule, timing)
+    begins = columns.begins
+    wide = max((len(str(task)) for task in timing.spans), default=1)
+    labels = [schedule.stages.label(home) for home in range(len(schedule.rows))]
+    margin = max(6, *map(len, labels))
+    lines = [_cells(row, timing, columns, wide) for row in schedule.rows]
+    most = max(5, (_WIDTH - margin - 3) // (wide + 1) // 5 * 5)
+    blocks = math.ceil(len(begins) / most)
+    block = math.ceil(len(begins) / blocks / 5) * 5
+    for begin in range(0, len(begins), block):
+        end = min(len(begins), begin + block)
+        marks = "".join(f"{begins[k]:<{5 * (wide + 1)}.6g}" for k in range(begin, end, 5))
+        yield f"{'# time':<{margin}}  {marks}".rstrip()
+        for label, cells in zip(labels, lines, strict=True):
+            yield f"{label:<{margin}} |{' '.join(cell.ljust(wide) for cell in cells[begin:end])} |"
+        if end < len(begins):
+            yield ""
+
+
+def _cells(row: Row, timing: Timing, columns: Columns, wide: int) -> list[str]:
+    cells = ["."] * len(columns.begins)
+    for task in row:
+        first, end = columns.of[task], timing.spans[task][1] - TOLERANCE * timing.total
+        cells[first] = str(task)
+        for k in range(first + 1, bisect.bisect_left(columns.begins, end)):
+            cells[k] = "-" * wide
+    return cells
+
+
+def _equal_columns(timing: Timing) -> Columns | None:
+    """Equal columns, each as long as the greatest common measure of all times; None where these would be too many."""
+    lengths = [end - begin for begin, end in timing.spans.values()]
+    points = [*lengths, *(begin for begin, _ in timing.spans.values())]
+    exact = [Fraction(point).limit_denominator(1000) for point in points]
+    near = all(abs(float(e) - point) <= TOLERANCE * timing.total for e, point in zip(exact, points, strict=True))
+    if not lengths or not near or min(lengths) <= 0:
+        return None
+    common = math.lcm(*(e.denominator for e in exact))
+    unit = Fraction(math.gcd(*(int(e * common) for e in exact)), common)
+    if not unit or sum(lengths) / len(lengths) > _FINEST * unit:
+        return None
+    of = {task: round(begin / unit) for task, (begin, _) in timing.spans.items()}
+    return Columns([float(k * unit) for k in range(round(timing.total / unit))], of)
+
+
+def _own_columns(schedule: Schedule, timing: Timing) -> Columns:
+    """The fewest columns of which each has at most one task of every row that begins there."""
+    begins, begun, of = [0.0], set[int](), {}
+    for task in sorted(timing.spans, key=lambda task: timing.spans[task][0]):
+        homes = schedule.stages.homes[task.stage]
+        if begun.intersection(homes):
+            begins.append(timing.spans[task][0])
+            begun.clear()
+        begun.update(homes)
+        of[task] = len(begins) - 1
+    return Columns(begins, of)
