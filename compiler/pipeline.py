@@ -42,7 +42,7 @@ from partc.compiler.sharding.budget import check_budget
 from partc.compiler.sharding.sharding import shard
 from partc.compiler.sharding.sums import pass_sums
 from partc.compiler.training.add_training import attach, learned_names
-from partc.compiler.training.config import Part
+from partc.compiler.training.config import ProgramKind
 from partc.compiler.training.in_parts import in_parts, only_totals, part_facts
 from partc.compiler.verify import is_asked_for, verify
 from partc.runtime.artifact.format import Manifest, SourceRecord
@@ -80,7 +80,12 @@ class Report:
 
 
 def start(
-    source: Source, plan: Plan | None, name: str, configuration: str | None = None, *, part: Part = Part.STEP
+    source: Source,
+    plan: Plan | None,
+    name: str,
+    configuration: str | None = None,
+    *,
+    part: ProgramKind = ProgramKind.STEP,
 ) -> Program:
     """The program before any pass. Without a plan the model's own annotations are one, else all runs on one rank.
 
@@ -174,8 +179,8 @@ def _inner(
     """The other programs of a plan that trains, over the same parameters; `program` is the step's."""
     if plan is None or plan.train is None or program.training is None:
         return []
-    parts = [Part.EVALUATION, *([Part.ACCUMULATION] if plan.train.accumulate > 1 else [])]
-    parts += [Part.TOTALS] if program.training.totals else []
+    parts = [ProgramKind.EVALUATION, *([ProgramKind.ACCUMULATION] if plan.train.accumulate > 1 else [])]
+    parts += [ProgramKind.TOTALS] if program.training.totals else []
     found = []
     for part in parts:
         watch(part.name.lower())

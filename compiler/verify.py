@@ -22,8 +22,8 @@ import onnx_ir as ir
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.dims.reading import read
 from partc.compiler.frontend.onnx_file import bodies
-from partc.compiler.ir.choice import Choice, Instance
-from partc.compiler.ir.program import Comm, Part, Program, captured
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.program import CommOp, Program, RankProgram, captured
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.lower.lower import read_names
@@ -142,7 +142,7 @@ def _sums(program: Program) -> Iterator[str]:
         for k in sorted(choice.terms):
             value = instance.node.inputs[k]
             producer = None if value is None else value.producer()
-            maker = program.choices.get(Instance(producer, instance.group)) if producer is not None else None
+            maker = program.choices.get(NodeOnGroup(producer, instance.group)) if producer is not None else None
             made = maker.output(producer.outputs.index(value)) if maker and producer is not None and value else None
             wanted = choice.input(k)
             if made is None or wanted is None or normal(made) != normal(wanted):
@@ -154,7 +154,7 @@ def _sums(program: Program) -> Iterator[str]:
             yield f"{where}: it passes a sum on, and is not linear in what it is given"
 
 
-def _operands(instance: Instance, choice: Choice) -> Iterator[tuple[ir.Value, Layout]]:
+def _operands(instance: NodeOnGroup, choice: NodeSharding) -> Iterator[tuple[ir.Value, Layout]]:
     node = instance.node
     for values, layout_of in ((node.inputs, choice.input), (node.outputs, choice.output)):
         for k, value in enumerate(values):
@@ -187,20 +187,20 @@ def _parts(program: Program) -> Iterator[str]:
     yield from _events(program)
 
 
-def _part(part: Part) -> Iterator[str]:
+def _part(part: RankProgram) -> Iterator[str]:
     held = [one.name for one in (*part.inputs, *part.weights)]
     kept = [one.name for one in part.kept]
     made = Counter([*held, *(name for name in kept if name not in held), *part.constants, *part.scalars])
     for step in part.steps:
         what = (
             f"{step.op_type} of '{step.value.name}'"
-            if isinstance(step, Comm)
+            if isinstance(step, CommOp)
             else f"{step.node.op_type} '{step.node.name}'"
         )
         yield from (
             f"{what} reads '{name}', which it does not have" for name in read_names(step) if name and name not in made
         )
-        names = step.outputs if isinstance(step, Comm) else [value.name for value in step.node.outputs]
+        names = step.outputs if isinstance(step, CommOp) else [value.name for value in step.node.outputs]
         made.update(name for name in names if name)
     yield from (f"'{name}' is made {count} times" for name, count in made.items() if count > 1)
     wanted = [*(one.name for one in part.outputs), *(one.next for one in part.kept if one.next)]
@@ -215,7 +215,7 @@ def _events(program: Program) -> Iterator[str]:
             expected.setdefault(rank, []).append(event.tag)
     by_tag = {event.tag: event for event in program.events}
     for part in program.parts:
-        tags = [step.tag for step in part.steps if isinstance(step, Comm)]
+        tags = [step.tag for step in part.steps if isinstance(step, CommOp)]
         distinct = list(dict.fromkeys(tags))
         if unknown := [tag for tag in distinct if tag not in by_tag]:
             yield f"rank {part.rank}: it takes part in {unknown}, which are no events"

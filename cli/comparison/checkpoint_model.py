@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from partc.compiler.emit.whole import INLINE_BYTES, write_whole
+from partc.compiler.emit.whole import INLINE_BYTES, save_unsharded
 from partc.runtime.checkpoint.checkpoint import Checkpoint
 from partc.runtime.checkpoint.hashes import Proof
 from partc.runtime.checkpoint.index import TensorRecord
@@ -43,7 +43,7 @@ def export_model(checkpoint: Checkpoint, model: Path, path: Path, inline_bytes: 
     replaced = _replace(program, checkpoint, model)
     to_evaluation(program)
     RemoveUnusedNodesPass()(program)
-    write_whole(program, path, "-o", inline_bytes)
+    save_unsharded(program, path, "-o", inline_bytes)
     return replaced
 
 

@@ -22,7 +22,7 @@ from partc.runtime.artifact.format import Manifest, Port
 from partc.runtime.program.segmentation import path_of
 
 if TYPE_CHECKING:
-    from partc.compiler.ir.program import Copy, Program
+    from partc.compiler.ir.program import Program, ShardedValue
 
 Arrays: TypeAlias = dict[str, Array]
 
@@ -45,7 +45,7 @@ class _Seen:
     output: str
     value: str
     rank: int
-    copy: Copy
+    copy: ShardedValue
 
 
 @dataclass
@@ -123,11 +123,11 @@ def _shown(
         return look, flatten(program({port.name: inputs[port.name] for port in program.inputs if port.name in inputs}))
 
 
-def _names(program: Program, only_gradients: bool) -> dict[int, dict[str, Copy]]:
+def _names(program: Program, only_gradients: bool) -> dict[int, dict[str, ShardedValue]]:
     """By rank and name there the copies of values that it has; terms of sums are left out."""
     learned = program.training.parameters if program.training is not None else ()
     wanted = {f"{value.name}.grad" for value in learned} if only_gradients else None
-    found: dict[int, dict[str, Copy]] = {}
+    found: dict[int, dict[str, ShardedValue]] = {}
     for copy, name in program.names.items():
         if copy.layout.partial or (wanted is not None and copy.value.name not in wanted):
             continue
@@ -136,7 +136,7 @@ def _names(program: Program, only_gradients: bool) -> dict[int, dict[str, Copy]]
     return found
 
 
-def _show(rank: int, model: ModelProto, manifest: Manifest, names: Mapping[str, Copy], look: _Look) -> Manifest:
+def _show(rank: int, model: ModelProto, manifest: Manifest, names: Mapping[str, ShardedValue], look: _Look) -> Manifest:
     """Adds an output for every known value that a node of a rank makes."""
     graph = model.graph
     types = {port.name: port.type.tensor_type.elem_type for port in (*graph.value_info, *graph.output)}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from partc.runtime.artifact.lr_schedule import Rate
     from partc.runtime.communication.transport import Transport
     from partc.runtime.data import Loader, Spec
-    from partc.runtime.training.loop import Course
+    from partc.runtime.training.loop import RunConfig
     from partc.runtime.training.trainer import Trainer
 
 
@@ -247,16 +247,16 @@ class Settings:
         return replace(found, values={**values, **found.values}, max_bytes=self.told.max_bytes)
 
     @property
-    def course(self) -> Course:
+    def course(self) -> RunConfig:
         """How far training goes."""
-        from partc.runtime.training.loop import Course
+        from partc.runtime.training.loop import RunConfig
 
         planned = self.planned.get("checkpoint") or {}
         folder = self.told.checkpoint or (self.base / planned["folder"] if planned else None)
         steps, epochs = self.told.steps, self.told.epochs
         if steps is None and epochs is None:
             steps, epochs = self.planned.get("steps"), self.planned.get("epochs")
-        return Course(
+        return RunConfig(
             steps=steps,
             epochs=epochs,
             log=_every(self.told.log, self.planned.get("log", 10), "--log"),

@@ -61,13 +61,13 @@ def typical_sizes(manifest: Manifest) -> dict[str, int]:
 
 def rank_figures(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankFigures:
     """The numbers of a rank, with the symbols at these sizes."""
-    from partc.runtime.program.segmentation import Segment, Update, cut
+    from partc.runtime.program.segmentation import Segment, Update, segmented
 
     model = artifact.model(rank)
     manifest = artifact.manifest
     transfers = manifest.transfers
     collectives = list(_collectives(model, manifest))
-    steps = cut(model, manifest.program(rank))
+    steps = segmented(model, manifest.program(rank))
     state = {record.value for record in manifest.state if rank in record.ranks}
     kept = kept_bytes(manifest, rank)
     weights = sum(_tensor_bytes(tensor) for tensor in model.graph.initializer if tensor.name not in state)

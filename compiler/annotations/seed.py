@@ -14,19 +14,19 @@ from partc.compiler.annotations import keys
 from partc.compiler.annotations.check import Followed
 from partc.compiler.annotations.spread import Spread, any_layout, layout_on, meshes
 from partc.compiler.errors import Problem
-from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.layout.layout import Layout, Mesh
 from partc.compiler.layout.mesh import normal
 from partc.compiler.ops.rule import WHOLE
 from partc.compiler.plan.rules import FULL_BATCH
-from partc.compiler.sharding.propagate import Given
+from partc.compiler.sharding.propagate import Pinned
 
 _LAW = "the cuts of a node's operands are layouts of one grid of its ranks"
 
 
 def seed_annotations(
-    program: Program, choices: Mapping[Instance, Choice], given: Given, decided: Mapping[ir.Node, object]
+    program: Program, choices: Mapping[NodeOnGroup, NodeSharding], given: Pinned, decided: Mapping[ir.Node, object]
 ) -> list[Problem]:
     """Fills in the choices that annotations give, of all nodes but the `decided`; gives what is wrong with them."""
     problems: list[Problem] = []
@@ -47,7 +47,7 @@ def seed_annotations(
     return problems
 
 
-def cut_by_operands(instance: Instance, choice: Choice, followed: Followed) -> list[Problem]:
+def cut_by_operands(instance: NodeOnGroup, choice: NodeSharding, followed: Followed) -> list[Problem]:
     """Cuts the factors of a node as its operands' spreads tell; closes it where every tensor input has one."""
     node, rule, group = instance.node, choice.rule, instance.group
     inputs = {k: spread for k, spread in followed.inputs.items() if spread.count > 1}
@@ -120,7 +120,7 @@ def cut_by_operands(instance: Instance, choice: Choice, followed: Followed) -> l
     return []
 
 
-def settle_outputs(instance: Instance, choice: Choice, followed: Followed, given: Given) -> None:
+def settle_outputs(instance: NodeOnGroup, choice: NodeSharding, followed: Followed, given: Pinned) -> None:
     """Outputs whose spread is not what the cut node makes, or that are to be reduced at once, are given."""
     for k, spread in followed.outputs.items():
         made = choice.output(k)
@@ -130,7 +130,9 @@ def settle_outputs(instance: Instance, choice: Choice, followed: Followed, given
         if wanted is None:
             continue
         reduced = Layout(made.mesh, made.cuts)
-        both_whole = wanted.is_whole and reduced.is_whole  # also where the spec alone tells how many dims there are
+        both_whole = (
+            wanted.is_replicated and reduced.is_replicated
+        )  # also where the spec alone tells how many dims there are
         unlike = normal(wanted) != normal(reduced) and not both_whole
         if unlike or instance.node.outputs[k].name in followed.reduced:
             given.outputs[instance, k] = (wanted, followed.where)
@@ -148,7 +150,7 @@ def _common(preferred: Mesh, inputs: list[Spread], outputs: list[Spread], group:
     )
 
 
-def _arriving(program: Program, given: Given) -> list[Problem]:
+def _arriving(program: Program, given: Pinned) -> list[Problem]:
     """How inputs arrive, by metadata, where the plan does not say."""
     annotations = program.declared.annotations
     if annotations is None or program.plan.dataset.where or program.plan.dataset.style != FULL_BATCH:

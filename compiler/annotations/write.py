@@ -16,8 +16,8 @@ from partc.compiler.annotations.check import Followed
 from partc.compiler.annotations.seed import cut_by_operands
 from partc.compiler.annotations.spread import Spread, spec_of, spread_of
 from partc.compiler.dims.facts import Facts
-from partc.compiler.emit.whole import write_whole
-from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.emit.whole import save_unsharded
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
@@ -32,7 +32,7 @@ def write_annotated(program: Program, path: Path) -> None:
 
     Raises CompileError where that would overwrite weights that the model is read from.
     """
-    write_whole(annotated(program), path, "--annotated")
+    save_unsharded(annotated(program), path, "--annotated")
 
 
 def annotated(program: Program) -> ir.Model:
@@ -88,7 +88,7 @@ def _annotate(program: Program, old: ir.Node, new: ir.Node, configuration: ir.Mo
     if len(placed.groups) != 1:
         _cuts(program, old, new, placed.groups)
         return
-    instance = Instance(old, placed.groups[0])
+    instance = NodeOnGroup(old, placed.groups[0])
     group, choice = instance.group, _choice(program, instance)
     inputs = {k: _read(choice, k, group) for k, value in enumerate(old.inputs) if value is not None and value.name}
     outputs = {k: _made(program, instance, k) for k, value in enumerate(old.outputs) if value.name}
@@ -131,30 +131,30 @@ def _cuts(program: Program, old: ir.Node, new: ir.Node, groups: tuple[Group, ...
     records = [
         {"ranks": group, "mesh": choice.mesh, "axes": {letter: axes for letter, axes in choice.axes.items() if axes}}
         for group in groups
-        if (choice := _choice(program, Instance(old, group))) is not None
+        if (choice := _choice(program, NodeOnGroup(old, group))) is not None
     ]
     if any(record["axes"] for record in records):
         new.metadata_props[keys.CUTS] = keys.encode(records)
 
 
-def _might_pass(choice: Choice, k: int, wanted: Layout) -> bool:
+def _might_pass(choice: NodeSharding, k: int, wanted: Layout) -> bool:
     """Whether a node could make an output as terms of a sum, and the wanted layout does not tell that it must not."""
     made = choice.output(k)
     return bool(choice.rule.partial_inputs) and made is not None and normal(made) == normal(wanted)
 
 
-def _choice(program: Program, instance: Instance) -> Choice | None:
+def _choice(program: Program, instance: NodeOnGroup) -> NodeSharding | None:
     """How a node is cut, with sums reduced where they are made: through which nodes they pass follows from the cuts."""
     choice = program.choices.get(instance)
     return choice.settled() if choice else None
 
 
-def _read(choice: Choice | None, k: int, group: Group) -> Spread:
+def _read(choice: NodeSharding | None, k: int, group: Group) -> Spread:
     layout = choice.input(k) if choice else None
     return Spread((), (tuple(sorted(group)),)) if layout is None else spread_of(normal(layout), group)
 
 
-def _made(program: Program, instance: Instance, k: int) -> Spread:
+def _made(program: Program, instance: NodeOnGroup, k: int) -> Spread:
     """How an output lies once it is what readers may take: as the plan asks for it, else reduced."""
     choice = _choice(program, instance)
     layout = choice.output(k) if choice else None
@@ -175,9 +175,9 @@ def _unlike(node: ir.Node, inputs: dict[int, Spread]) -> bool:
     )
 
 
-def _told(instance: Instance, choice: Choice, followed: Followed) -> bool:
+def _told(instance: NodeOnGroup, choice: NodeSharding, followed: Followed) -> bool:
     """Whether the operands' spreads alone give the node's cut."""
-    again = Choice(choice.rule, choice.mesh)
+    again = NodeSharding(choice.rule, choice.mesh)
     if cut_by_operands(instance, again, followed) or again.open:
         return False
     return all(_same(again.input(k), choice.input(k)) for k in range(len(choice.rule.inputs))) and all(

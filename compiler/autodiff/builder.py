@@ -30,7 +30,7 @@ class Emit(Protocol):
     def __call__(self, *inputs: Name, **attributes: Any) -> str: ...
 
 
-class Gradients:
+class GradientBuilder:
     """What a rule builds with: `g.<Op>(*names, **attributes)` emits a standard op and gives its output's name.
 
     `outputs=2` gives a tuple of names. An input that is absent is None or "". An attribute of None is left out.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.builder import Gradients, NoGradient, extend
+from partc.compiler.autodiff.builder import GradientBuilder, NoGradient, extend
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.ir.program import captured
 from partc.compiler.ops.local import Shape, likeness
@@ -28,7 +28,7 @@ __all__ = [
     "Backward",
     "Bodies",
     "Cotangents",
-    "Gradients",
+    "GradientBuilder",
     "NoGradient",
     "body_gradient",
     "differentiate",
@@ -56,7 +56,7 @@ class Bodies:
 
 Cotangents = Sequence[tuple[str, str]]
 """Names of what a node reads, by itself or in its bodies, each with that of a cotangent."""
-BodyRule = Callable[[Gradients, Sequence["str | None"], Bodies], Cotangents]
+BodyRule = Callable[[GradientBuilder, Sequence["str | None"], Bodies], Cotangents]
 
 _RULES: dict[tuple[str, str], GradientRule] = {}
 _BODIES: dict[str, BodyRule] = {}
@@ -152,7 +152,7 @@ def differentiate(
     rule = _RULES.get((domain, node.op_type))
     if rule is None:
         raise NoGradient(f"{node.op_type} has no gradient")
-    g = Gradients(scope, node, wanted)
+    g = GradientBuilder(scope, node, wanted)
     count = _OUTPUTS[domain, node.op_type] or len(node.outputs)
     beyond = [k for k, dy in enumerate(cotangents) if k >= count and dy is not None]
     if beyond:
@@ -232,7 +232,7 @@ def differentiate_nodes(
     return Backward({name: dx for name, dx in totals.items() if dx is not None}, forward[::-1], scope)
 
 
-def unbroadcast(g: Gradients, dx: str, x: str) -> str:
+def unbroadcast(g: GradientBuilder, dx: str, x: str) -> str:
     """The cotangent `dx` summed over the dims along which `x` was broadcast, in the shape of `x`."""
     have, want = g.shape(dx), g.shape(x)
     if have is not None and want is not None:
@@ -284,7 +284,7 @@ def _through_bodies(
     rule = _BODIES.get(node.op_type) if node.domain in ("", "ai.onnx") else None
     if rule is None:
         raise NoGradient(f"a gradient does not flow into the body of {node.op_type}")
-    found = rule(Gradients(scope, node, wanted), dys, inside)
+    found = rule(GradientBuilder(scope, node, wanted), dys, inside)
     return found, inside.forward or node
 
 

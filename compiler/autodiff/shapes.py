@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import Gradients, NoGradient
+from partc.compiler.autodiff.engine import GradientBuilder, NoGradient
 
 
-def numbers(g: Gradients, x: str | None, attribute: str = "") -> tuple[int, ...] | None:
+def numbers(g: GradientBuilder, x: str | None, attribute: str = "") -> tuple[int, ...] | None:
     """The integers that the node is given by an attribute or by a constant operand; None where they are not known."""
     given = g.attribute(attribute) if attribute else None
     if given is not None:
@@ -21,18 +21,18 @@ def numbers(g: Gradients, x: str | None, attribute: str = "") -> tuple[int, ...]
     return None if known is None else tuple(int(number) for number in known.ravel())
 
 
-def vector(g: Gradients, x: str) -> str:
+def vector(g: GradientBuilder, x: str) -> str:
     """An operand of one dim as integers of 64 bits."""
     return x if g.dtype(x) == ir.DataType.INT64 else str(g.Cast(x, to=ir.DataType.INT64))
 
 
-def scalar(g: Gradients, x: str) -> str:
+def scalar(g: GradientBuilder, x: str) -> str:
     """The one number of a vector, without dims."""
     known = g.known(x)
     return g.constant(int(known.ravel()[0])) if known is not None else str(g.Squeeze(x))
 
 
-def extents(g: Gradients, x: str, axes: Sequence[int]) -> str:
+def extents(g: GradientBuilder, x: str, axes: Sequence[int]) -> str:
     """The dims of a value along axes."""
     shape = g.shape(x)
     if shape is None:
@@ -44,7 +44,7 @@ def extents(g: Gradients, x: str, axes: Sequence[int]) -> str:
     return str(g.Gather(g.shape_of(x), places))
 
 
-def joined(g: Gradients, *parts: str | Sequence[int]) -> str:
+def joined(g: GradientBuilder, *parts: str | Sequence[int]) -> str:
     """Vectors one after the other."""
     names = [one if isinstance(one, str) else g.constant(np.array(one, np.int64)) for one in parts]
     known = [found for found in map(g.known, names) if found is not None]
@@ -53,7 +53,7 @@ def joined(g: Gradients, *parts: str | Sequence[int]) -> str:
     return names[0] if len(names) == 1 else str(g.Concat(*names, axis=0))
 
 
-def shaped(g: Gradients, dy: str, x: str) -> str:
+def shaped(g: GradientBuilder, dy: str, x: str) -> str:
     """The elements of `dy` in the shape of `x`."""
     shape = g.shape(x)
     dynamic = None if shape is None else sum(not isinstance(dim, int) for dim in shape)
@@ -62,7 +62,7 @@ def shaped(g: Gradients, dy: str, x: str) -> str:
     return g.reshape(dy, [dim if isinstance(dim, int) else -1 for dim in shape])
 
 
-def once(g: Gradients, dy: str, x: str, times: Sequence[int], *, major: bool) -> str:
+def once(g: GradientBuilder, dy: str, x: str, times: Sequence[int], *, major: bool) -> str:
     """`dy` summed over the repetitions of `x`, which are the major or the minor part of each dim."""
     shape, repeated = g.shape(x) or (), [axis for axis, count in enumerate(times) if count != 1]
     if not repeated:
@@ -78,12 +78,12 @@ def once(g: Gradients, dy: str, x: str, times: Sequence[int], *, major: bool) ->
     return like(g, g.sum(g.Reshape(dy, joined(g, *parts), allowzero=1), summed), x)
 
 
-def filled(g: Gradients, shape: str, like: str) -> str:
+def filled(g: GradientBuilder, shape: str, like: str) -> str:
     """Zeros of a shape, in the type of `like`."""
     return str(g.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, g.dtype(like).numpy()))))
 
 
-def moved(g: Gradients, x: str, order: Sequence[int]) -> str:
+def moved(g: GradientBuilder, x: str, order: Sequence[int]) -> str:
     """The value with its dims in another order; itself where they stay."""
     return x if list(order) == list(range(len(order))) else str(g.Transpose(x, perm=list(order)))
 
@@ -93,7 +93,7 @@ def inverse(order: Sequence[int]) -> list[int]:
     return [list(order).index(k) for k in range(len(order))]
 
 
-def added_along(g: Gradients, indices: str, updates: str, axis: int, x: str) -> str:
+def added_along(g: GradientBuilder, indices: str, updates: str, axis: int, x: str) -> str:
     """Zeros with as many rows along an axis as `x` has, to which updates are added where indices say.
 
     The dims of the indices stand in the updates where the rows come.
@@ -110,7 +110,7 @@ def added_along(g: Gradients, indices: str, updates: str, axis: int, x: str) -> 
     return moved(g, made, [*range(1, axis + 1), 0, *range(axis + 1, rank - count + 1)])
 
 
-def like(g: Gradients, dx: str, x: str) -> str:
+def like(g: GradientBuilder, dx: str, x: str) -> str:
     """`dx`, of which the rule knows that it has the shape of `x`."""
     g.scope.value(dx).shape = g.scope.value(x).shape
     return dx

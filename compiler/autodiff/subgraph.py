@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.builder import Gradients, NoGradient
+from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.engine import differentiate_nodes
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.ir.program import captured
@@ -24,7 +24,7 @@ Outer = Callable[[ir.Value], ir.Value]
 class Body:
     """The nodes of a body; `scope` knows them and what they read, `inputs` and `outputs` are the body's by their names here."""
 
-    owner: Gradients
+    owner: GradientBuilder
     prefix: str
     nodes: list[ir.Node]
     inputs: list[str]
@@ -33,7 +33,9 @@ class Body:
     leading: int = 0
 
     @staticmethod
-    def of(g: Gradients, graph: ir.Graph, names: Mapping[str, str], prefix: str, inputs: Sequence[ir.Value]) -> Body:
+    def of(
+        g: GradientBuilder, graph: ir.Graph, names: Mapping[str, str], prefix: str, inputs: Sequence[ir.Value]
+    ) -> Body:
         """A body of the node that `g` differentiates; `names` of what it reads from around, `inputs` what is known of its own.
 
         An input that is a constant becomes a node. Raises NoGradient where doing the body again would not give the same.
@@ -96,7 +98,7 @@ class Body:
         around = self.owner.scope.values
         self.scope.know(around[name] for name in (*cotangents.values(), *wanted) if name in around)
         found = differentiate_nodes(self.nodes, cotangents, wanted, scope=self.scope)
-        zeros = Gradients(self.scope, self.owner.node, [])
+        zeros = GradientBuilder(self.scope, self.owner.node, [])
         made = {}
         for k, name in enumerate(wanted):
             made[name] = self.scope.derived(f"{self.prefix}grad{k}")

@@ -20,8 +20,20 @@ from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.emit.helper_types import helper_types
 from partc.compiler.emit.transfer_bytes import bytes_text
-from partc.compiler.ir.choice import Choice, Instance
-from partc.compiler.ir.program import Comm, Constant, Copy, Event, Group, Held, Op, Part, Program, RankConstant, Shape
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.program import (
+    CommOp,
+    ComputeOp,
+    Constant,
+    Event,
+    Group,
+    LocalTensor,
+    Program,
+    RankConstant,
+    RankProgram,
+    Shape,
+    ShardedValue,
+)
 from partc.compiler.layout.layout import Layout
 from partc.runtime.artifact.format import SEND, order_text
 
@@ -80,12 +92,12 @@ def end_text(program: Program, bodies: Iterable[tuple[Sequence[int], str]] | Non
     return "\n".join([*lines, ""])
 
 
-def rank_text(program: Program, part: Part, body: str) -> str:
+def rank_text(program: Program, part: RankProgram, body: str) -> str:
     """`rank_0000.ir`: the program of a rank, whose `part_text` is `body`."""
     return "\n".join([*_head(program, f"rank_{part.rank:04d}"), body, ""])
 
 
-def part_text(program: Program, part: Part, ranks: Sequence[int]) -> str:
+def part_text(program: Program, part: RankProgram, ranks: Sequence[int]) -> str:
     """A program as the dumps show it, of the ranks that share it."""
     return "\n".join(_part_lines(program, part, ranks))
 
@@ -98,7 +110,7 @@ def _listing(title: str, rows: Sequence[str]) -> list[str]:
     return [f"# {title}: {len(rows)}", *(f"#   {row}" for row in rows)]
 
 
-def _holders(program: Program, held: Callable[[Part], Sequence[Held]]) -> dict[ir.Value, list[int]]:
+def _holders(program: Program, held: Callable[[RankProgram], Sequence[LocalTensor]]) -> dict[ir.Value, list[int]]:
     """Per value the ranks that read or hold it, rising."""
     found: dict[ir.Value, list[int]] = {}
     for part in program.parts:
@@ -147,10 +159,10 @@ def _strategies(program: Program, node: ir.Node, rank: int | None = None) -> Ite
     return (f" {{in_strategy: {choice.strategy()}}}" for choice in _choices(program, node, rank))
 
 
-def _choices(program: Program, node: ir.Node, rank: int | None) -> Iterator[Choice]:
+def _choices(program: Program, node: ir.Node, rank: int | None) -> Iterator[NodeSharding]:
     placed = program.placement.get(node)
     for group in placed.groups if placed else ():
-        choice = program.choices.get(Instance(node, group)) if rank is None or rank in group else None
+        choice = program.choices.get(NodeOnGroup(node, group)) if rank is None or rank in group else None
         if choice is not None:
             yield choice
 
@@ -167,7 +179,7 @@ def cut_text(program: Program, node: ir.Node, rank: int | None = None) -> Iterat
             )
 
 
-def _part_lines(program: Program, part: Part, ranks: Sequence[int]) -> Iterator[str]:
+def _part_lines(program: Program, part: RankProgram, ranks: Sequence[int]) -> Iterator[str]:
     kinds = _kinds(program, part)
     yield f"program @rank_{part.rank:04d}({', '.join(f'%{held.name}' for held in part.inputs)}) {{"
     for held in part.weights:
@@ -181,14 +193,16 @@ def _part_lines(program: Program, part: Part, ranks: Sequence[int]) -> Iterator[
     if part.scalars:
         yield f"  # Scalars: {', '.join(f'%{name}' for name in part.scalars)}"
     for step in part.steps:
-        yield from _op_lines(program, part, step, kinds) if isinstance(step, Op) else _comm_lines(program, step, kinds)
+        yield from (
+            _op_lines(program, part, step, kinds) if isinstance(step, ComputeOp) else _comm_lines(program, step, kinds)
+        )
     names = [held.name for held in part.outputs]
     yield f"  Return({', '.join(f'%{name}' for name in names)})"
     yield f"      : {kinds(names)}"
     yield "}"
 
 
-def _kinds(program: Program, part: Part) -> Callable[[Sequence[str]], str]:
+def _kinds(program: Program, part: RankProgram) -> Callable[[Sequence[str]], str]:
     """The types of a rank's values, by their names, as a text: `(<tensor(float), (batch, 8)>, <>)`."""
     helpers = helper_types(program, part)
 
@@ -202,7 +216,9 @@ def _kinds(program: Program, part: Part) -> Callable[[Sequence[str]], str]:
     return lambda names: f"({', '.join(kind(name) if name else '<>' for name in names)})"
 
 
-def _op_lines(program: Program, part: Part, step: Op, kinds: Callable[[Sequence[str]], str]) -> Iterator[str]:
+def _op_lines(
+    program: Program, part: RankProgram, step: ComputeOp, kinds: Callable[[Sequence[str]], str]
+) -> Iterator[str]:
     """A node of a rank; strategy and cuts stand at the one that makes the outputs of the model's own node."""
     node, source = step.node, step.source
     outs, ins = [v.name or "" for v in node.outputs], [v.name or "" if v else "" for v in node.inputs]
@@ -224,14 +240,14 @@ def _alike(layout: Layout, group: Group, ranks: Group) -> bool:
     return len({layout.piece(index) for index, rank in enumerate(group) if rank in wanted}) == 1
 
 
-def _part_of(program: Program, copy: Copy, ranks: Sequence[int]) -> str:
+def _part_of(program: Program, copy: ShardedValue, ranks: Sequence[int]) -> str:
     """Which part of a tensor ranks have: `   Part: [0:16, 32:64] of (64, 128)`; empty where it is all of it.
 
     Where they have each another one it is told how large these are: `   Part: (16, 32) of (64, 128) by rank`.
     """
     shape = program.values[copy.value].shape if copy.value in program.values else None
     sizes = [size for size in shape or () if isinstance(size, int)]
-    if copy.layout.is_whole or shape is None or len(sizes) != len(copy.layout.cuts):
+    if copy.layout.is_replicated or shape is None or len(sizes) != len(copy.layout.cuts):
         return ""
     box = copy.layout.box(copy.group.index(ranks[0]), sizes)
     if not _alike(copy.layout, copy.group, tuple(ranks)):
@@ -241,7 +257,7 @@ def _part_of(program: Program, copy: Copy, ranks: Sequence[int]) -> str:
     return f"   Part: [{', '.join(f'{begin}:{end}' for begin, end in box)}] of ({', '.join(map(str, sizes))})"
 
 
-def _comm_lines(program: Program, step: Comm, kinds: Callable[[Sequence[str]], str]) -> Iterator[str]:
+def _comm_lines(program: Program, step: CommOp, kinds: Callable[[Sequence[str]], str]) -> Iterator[str]:
     outs, ins = ", ".join(f"%{name}" for name in step.outputs), ", ".join(f"%{name}" for name in step.inputs)
     attributes = ", ".join(f"{key}: {_plain(value)}" for key, value in {**step.attributes, "tag": step.tag}.items())
     yield f"  {outs + ' = ' if outs else ''}{step.op_type}({ins}) {{{attributes}}}"

@@ -14,7 +14,7 @@ from partc.compiler.emit.dump import begin_text, cut_text, end_text, part_text, 
 from partc.compiler.emit.manifest import manifest_of
 from partc.compiler.emit.weights import Location, Stored, is_inline, owners, piece_of, piece_text, stored, write_weights
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.program import Comm, Held, Op, Part, Program, RankConstant
+from partc.compiler.ir.program import CommOp, ComputeOp, LocalTensor, Program, RankConstant, RankProgram
 from partc.compiler.training.optimizer_functions import functions as optimizer_functions
 from partc.runtime.artifact import format as fmt
 from partc.runtime.errors import printable
@@ -69,7 +69,7 @@ def _write_all(
     files, locations = write_weights(folder, owners({part.rank: part.weights for part, _ in program.alike}))
     files |= inner
     nodes: dict[int, onnx.NodeProto] = {}
-    programs: dict[bytes, tuple[Part, list[int]]] = {}
+    programs: dict[bytes, tuple[RankProgram, list[int]]] = {}
     for part, ranks in program.alike:
         data = _rank_model(program, part, locations, nodes).SerializeToString(deterministic=True)
         programs.setdefault(data, (part, []))[1].extend(ranks)
@@ -116,14 +116,14 @@ def _write(folder: Path, file: str, data: bytes) -> fmt.FileRecord:
 
 
 def _rank_model(
-    program: Program, part: Part, locations: Mapping[Stored, Location], cache: dict[int, onnx.NodeProto]
+    program: Program, part: RankProgram, locations: Mapping[Stored, Location], cache: dict[int, onnx.NodeProto]
 ) -> onnx.ModelProto:
     graph = onnx.GraphProto(name="program")
     named = set[str]()
     graph.node.extend(_rank_constant(name, one) for name, one in _by_rank(part))
     named.update(node.name for node in graph.node)
     for step in part.steps:
-        if isinstance(step, Comm):
+        if isinstance(step, CommOp):
             graph.node.append(_comm_node(program, step))
         else:
             if id(step) not in cache:
@@ -153,7 +153,9 @@ def _rank_model(
     imports.setdefault("", imports.pop("ai.onnx", 21))
     if any(node.domain == fmt.DOMAIN for node in graph.node):
         imports[fmt.DOMAIN] = fmt.DOMAIN_VERSION
-    called = {step.node.op_type for step in part.steps if isinstance(step, Op) and step.node.domain == fmt.OPTIMIZER}
+    called = {
+        step.node.op_type for step in part.steps if isinstance(step, ComputeOp) and step.node.domain == fmt.OPTIMIZER
+    }
     functions = optimizer_functions(called, imports[""])
     if functions:
         imports[fmt.OPTIMIZER] = 1
@@ -169,7 +171,7 @@ def _rank_model(
     )
 
 
-def _by_rank(part: Part) -> Iterator[tuple[str, RankConstant]]:
+def _by_rank(part: RankProgram) -> Iterator[tuple[str, RankConstant]]:
     return ((name, one) for name, one in part.constants.items() if isinstance(one, RankConstant))
 
 
@@ -182,7 +184,7 @@ def _rank_constant(name: str, one: RankConstant) -> onnx.NodeProto:
     return node
 
 
-def _node(program: Program, step: Op) -> onnx.NodeProto:
+def _node(program: Program, step: ComputeOp) -> onnx.NodeProto:
     proto = ir.serde.serialize_node(step.node)
     del proto.metadata_props[:]
     _forget_annotations(proto)
@@ -231,7 +233,7 @@ def _rename_captured(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
                 _rename_captured(body, names)
 
 
-def _comm_node(program: Program, step: Comm) -> onnx.NodeProto:
+def _comm_node(program: Program, step: CommOp) -> onnx.NodeProto:
     name = (step.inputs or step.outputs)[0]
     proto = onnx.NodeProto(op_type=step.op_type, domain=fmt.DOMAIN, name=f"{name}.{step.op_type.lower()}.{step.tag}")
     proto.input.extend(step.inputs)
@@ -253,7 +255,7 @@ def _add_metadata(proto: onnx.NodeProto, metadata: Mapping[str, str]) -> None:
     proto.metadata_props.extend(onnx.StringStringEntryProto(key=key, value=value) for key, value in metadata.items())
 
 
-def _value_info(part: Part, name: str, known: frozenset[str]) -> onnx.ValueInfoProto:
+def _value_info(part: RankProgram, name: str, known: frozenset[str]) -> onnx.ValueInfoProto:
     """A value's type with its local shape; dims that no symbol tells are left open."""
     value, shape = part.types[name]
     proto = ir.serde.serialize_value(value)
@@ -276,7 +278,7 @@ def _value_info(part: Part, name: str, known: frozenset[str]) -> onnx.ValueInfoP
     return proto
 
 
-def _weight(held: Held, locations: Mapping[Stored, Location]) -> onnx.TensorProto:
+def _weight(held: LocalTensor, locations: Mapping[Stored, Location]) -> onnx.TensorProto:
     tensor = piece_of(held)
     if is_inline(tensor):
         proto = ir.serde.serialize_tensor(

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping
 import onnx
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
-from partc.compiler.ir.program import Op, Part, Program, RankConstant, Shape
+from partc.compiler.ir.program import ComputeOp, Program, RankConstant, RankProgram, Shape
 
 
-def helper_types(program: Program, part: Part) -> dict[str, str]:
+def helper_types(program: Program, part: RankProgram) -> dict[str, str]:
     """By name the types of a part's values that no pass has typed, as the dumps write them."""
     known: dict[str, onnx.TypeProto] = {}
     opsets = program.model.graph.opset_imports
     for step in part.steps:
-        if not isinstance(step, Op) or not any(_untyped(part, value) for value in step.node.outputs):
+        if not isinstance(step, ComputeOp) or not any(_untyped(part, value) for value in step.node.outputs):
             continue
         made = _outputs(part, step.node, known, opsets)
         names = [value.name or "" for value in step.node.outputs if _untyped(part, value)]
@@ -27,12 +27,12 @@ def helper_types(program: Program, part: Part) -> dict[str, str]:
     return {name: _text(kind) for name, kind in known.items() if name not in part.types and name not in part.constants}
 
 
-def _untyped(part: Part, value: ir.Value) -> bool:
+def _untyped(part: RankProgram, value: ir.Value) -> bool:
     return bool(value.name) and value.name not in part.types
 
 
 def _outputs(
-    part: Part, node: ir.Node, known: dict[str, onnx.TypeProto], opsets: Mapping[str, int]
+    part: RankProgram, node: ir.Node, known: dict[str, onnx.TypeProto], opsets: Mapping[str, int]
 ) -> Mapping[str, onnx.TypeProto]:
     """What the op's schema infers of a node's outputs; nothing where it cannot."""
     if any(attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attr in node.attributes.values()):
@@ -50,7 +50,7 @@ def _outputs(
     return found
 
 
-def _type_of(part: Part, name: str, known: dict[str, onnx.TypeProto]) -> onnx.TypeProto | None:
+def _type_of(part: RankProgram, name: str, known: dict[str, onnx.TypeProto]) -> onnx.TypeProto | None:
     if name not in known:
         if name in part.constants:
             array = part.constants[name]

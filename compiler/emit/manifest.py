@@ -9,9 +9,20 @@ from itertools import pairwise
 
 import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
-from partc.compiler.ir.program import PART, Comm, Copy, Event, Group, Held, Kept, PartOf, Program, Shape
+from partc.compiler.ir.program import (
+    PART,
+    CommOp,
+    Event,
+    Group,
+    LocalTensor,
+    PackedBox,
+    Program,
+    Shape,
+    ShardedValue,
+    StateTensor,
+)
 from partc.compiler.layout.layout import Layout
-from partc.compiler.training.config import Part
+from partc.compiler.training.config import ProgramKind
 from partc.runtime.artifact import format as fmt
 
 
@@ -61,7 +72,7 @@ def manifest_of(
 
 def _training(program: Program) -> fmt.TrainingRecord | None:
     """How it is trained, of the program that the others are inside of."""
-    if program.training is None or program.training.part is not Part.STEP:
+    if program.training is None or program.training.part is not ProgramKind.STEP:
         return None
     symbols = {name: _law(info.whole) for name, info in sorted(program.symbols.items()) if info.whole is not None}
     guard = "".join(str(value.name) for value in _guards(program))
@@ -86,7 +97,7 @@ def _scalars(program: Program) -> list[fmt.Port]:
 
 def _state(program: Program) -> list[fmt.StateRecord]:
     """What ranks keep, one record for each name in rank files, what it holds, and into which pieces it is cut."""
-    found: dict[tuple[str, str, str, tuple[int, ...]], tuple[Kept, dict[Copy, list[int]]]] = {}
+    found: dict[tuple[str, str, str, tuple[int, ...]], tuple[StateTensor, dict[ShardedValue, list[int]]]] = {}
     for part, ranks in program.alike:
         for one in part.kept:
             layout = one.copy.layout
@@ -96,9 +107,9 @@ def _state(program: Program) -> list[fmt.StateRecord]:
     return [_kept(program, first, holders) for first, holders in found.values()]
 
 
-def _kept(program: Program, first: Kept, holders: Mapping[Copy, Sequence[int]]) -> fmt.StateRecord:
+def _kept(program: Program, first: StateTensor, holders: Mapping[ShardedValue, Sequence[int]]) -> fmt.StateRecord:
     info = program.values[first.copy.value]
-    part: PartOf | None = None if first.kind == "gradient" else first.copy.value.meta.get(PART)
+    part: PackedBox | None = None if first.kind == "gradient" else first.copy.value.meta.get(PART)
     ranks, boxes = _lying(holders, part)
     shape = info.shape if part is None else part.shape
     return fmt.StateRecord(
@@ -116,13 +127,13 @@ def _kept(program: Program, first: Kept, holders: Mapping[Copy, Sequence[int]]) 
 
 
 def _lying(
-    holders: Mapping[Copy, Sequence[int]], part: PartOf | None = None
+    holders: Mapping[ShardedValue, Sequence[int]], part: PackedBox | None = None
 ) -> tuple[list[int], Sequence[fmt.Box] | None]:
     """The ranks that hold something, rising, and what each has of it; None where all have the whole.
 
     Ranks that are one grid have their boxes by its layout, so that nothing is made for each.
     """
-    whole = part is None and all(copy.layout.is_whole for copy in holders)
+    whole = part is None and all(copy.layout.is_replicated for copy in holders)
     within = () if part is None else tuple((*span, size) for span, size in zip(part.box, part.shape, strict=True))
     (copy, held), *others = holders.items()
     if not others and _rising(copy.group) and len(held) == len(copy.group):
@@ -164,9 +175,9 @@ def _law(facts: Facts) -> fmt.SymbolRecord:
     return fmt.SymbolRecord(min=low, max=facts.max, divisor=facts.divisor, remainder=facts.remainder)
 
 
-def _port(program: Program, value: ir.Value, held: Sequence[tuple[int, Held]]) -> fmt.Port:
+def _port(program: Program, value: ir.Value, held: Sequence[tuple[int, LocalTensor]]) -> fmt.Port:
     info = program.values[value]
-    holders: dict[Copy, list[int]] = {}
+    holders: dict[ShardedValue, list[int]] = {}
     for rank, one in held:
         holders.setdefault(one.copy, []).append(rank)
     ranks, boxes = _lying(holders) if holders else ([], None)
@@ -199,7 +210,7 @@ def _given(program: Program) -> dict[int, list[str]]:
     found: dict[int, set[tuple[str, ...]]] = {}
     for steps in {id(part.steps): part.steps for part in program.parts}.values():
         for step in steps:
-            if isinstance(step, Comm) and step.inputs:
+            if isinstance(step, CommOp) and step.inputs:
                 found.setdefault(step.tag, set()).add(step.inputs)
     return {tag: [*names.pop()] for tag, names in found.items() if len(names) == 1}
 

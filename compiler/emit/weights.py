@@ -20,7 +20,7 @@ from typing import Protocol
 import ml_dtypes  # noqa: F401  (registers numpy's views of bfloat16 and float8)
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.program import Held
+from partc.compiler.ir.program import LocalTensor
 from partc.runtime.artifact.format import FileRecord, weights_file
 
 INLINE_BYTES = 128
@@ -72,7 +72,7 @@ def is_inline(tensor: ir.TensorProtocol) -> bool:
 
 
 def write_weights(
-    folder: Path, weights_of: Mapping[int, Sequence[Held]]
+    folder: Path, weights_of: Mapping[int, Sequence[LocalTensor]]
 ) -> tuple[dict[str, FileRecord], dict[Stored, Location]]:
     """Writes the weights that each rank owns into its file in `folder`; gives the files' records and the place of every weight.
 
@@ -172,10 +172,10 @@ def _write_all(out: FileIO, data: memoryview) -> None:
         data = data[out.write(data) :]
 
 
-def owners(held_by: Mapping[int, Sequence[Held]]) -> dict[int, list[Held]]:
+def owners(held_by: Mapping[int, Sequence[LocalTensor]]) -> dict[int, list[LocalTensor]]:
     """Per rank the weights that stand in its file: those that no lower rank holds, without the inline ones."""
     seen: set[Stored] = set()
-    owned: dict[int, list[Held]] = {}
+    owned: dict[int, list[LocalTensor]] = {}
     for rank in sorted(held_by):
         own = [one for one in held_by[rank] if stored(one) not in seen and not is_inline(piece_of(one))]
         seen.update(map(stored, own))
@@ -184,7 +184,7 @@ def owners(held_by: Mapping[int, Sequence[Held]]) -> dict[int, list[Held]]:
     return owned
 
 
-def piece_text(held: Held) -> str:
+def piece_text(held: LocalTensor) -> str:
     """Which part of which weight it is, as people slice arrays: `fc1.weight[0:8, 16:32]`; of a whole one its name alone."""
     tensor, layout = held.copy.value.const_value, held.copy.layout
     name = held.copy.value.name or ""
@@ -193,13 +193,13 @@ def piece_text(held: Held) -> str:
     return f"{name}[{', '.join(f'{begin}:{end}' for begin, end in layout.box(held.index, tensor.shape.numpy()))}]"
 
 
-def stored(held: Held) -> Stored:
+def stored(held: LocalTensor) -> Stored:
     """What a weight on a rank is stored as: the same piece of the same weight is stored once."""
     layout = held.copy.layout
     return held.copy.value, tuple(layout.pieces(dim) for dim in range(len(layout.cuts))), layout.piece(held.index)
 
 
-def piece_of(held: Held) -> ir.TensorProtocol:
+def piece_of(held: LocalTensor) -> ir.TensorProtocol:
     """The tensor of a weight on a rank: the whole one, or a view of its piece that is read when it is written."""
     tensor, layout = held.copy.value.const_value, held.copy.layout
     assert tensor is not None

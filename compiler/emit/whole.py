@@ -12,7 +12,7 @@ INLINE_BYTES = 256 * 1024 * 1024
 """Weights of more bytes stand in a file of their own; protobuf allows two gigabytes in all."""
 
 
-def write_whole(model: ir.Model, path: Path, option: str, inline_bytes: int = INLINE_BYTES) -> None:
+def save_unsharded(model: ir.Model, path: Path, option: str, inline_bytes: int = INLINE_BYTES) -> None:
     """Writes the model into `path`, and weights of more than `inline_bytes` beside it, into `path` and `.data`.
 
     Raises CompileError, which names the `option` that gives another name, where that would overwrite weights that the model is read

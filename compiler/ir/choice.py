@@ -20,7 +20,7 @@ Axes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Instance:
+class NodeOnGroup:
     """A node on one of its groups: constants and shape arithmetic may run on several."""
 
     node: ir.Node
@@ -32,7 +32,7 @@ class Instance:
 
 
 @dataclass
-class Choice:
+class NodeSharding:
     """Axes by factor, major first. While `open`, axes that cut nothing yet may be given to factors that have none.
 
     `passing`: axes over which the node is given terms of a sum, and gives such: those of inputs `terms` are there, inputs `kept` are
@@ -72,7 +72,7 @@ class Choice:
         ]
         return self._laid_out(letters, tuple(sorted((*pending, *self._passed))))
 
-    def giving(self, terms: Layout) -> Choice | None:
+    def giving(self, terms: Layout) -> NodeSharding | None:
         """This choice, with all inputs and outputs whole along axes of its own that are those of `terms`; None where these cut it.
 
         What is left is to say which inputs are `terms`, and which are `kept`.
@@ -88,7 +88,7 @@ class Choice:
             self, mesh=common[0].mesh, axes=dict(zip(self.axes, common[0].cuts, strict=True)), passing=passing
         )
 
-    def settled(self) -> Choice:
+    def settled(self) -> NodeSharding:
         """The choice as it is where sums are reduced as soon as they are made."""
         return replace(self, passing=(), terms=frozenset(), kept=frozenset()) if self.passing else self
 

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from partc.compiler.annotations.check import Followed
     from partc.compiler.dims.facts import Facts
     from partc.compiler.frontend.declare import Declared
-    from partc.compiler.ir.choice import Choice, Instance
+    from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
     from partc.compiler.layout.layout import Layout
     from partc.compiler.plan.rules import Plan
-    from partc.compiler.sharding.propagate import Given
+    from partc.compiler.sharding.propagate import Pinned
     from partc.compiler.training.config import Training
 
 Dim = int | str
@@ -84,7 +84,7 @@ def _members(groups: tuple[Group, ...]) -> Group:
 
 
 @dataclass(frozen=True)
-class Copy:
+class ShardedValue:
     """A value as it lies on a group: whole, cut, or to be reduced."""
 
     value: ir.Value
@@ -108,7 +108,7 @@ def _holders(group: Group, layout: Layout) -> tuple[tuple[int, Group], ...]:
 
 
 @dataclass(frozen=True)
-class Op:
+class ComputeOp:
     """In a rank's program: a node with the names that its operands have there; `source` is the model's node that it stands for.
 
     `captured` renames what bodies read from outside of themselves.
@@ -120,7 +120,7 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Comm:
+class CommOp:
     """In a rank's program: a message or a collective, by the op's name in the artifact; `tag` tells events apart.
 
     `bytes` is what the rank sends (Send) or receives, an expression in the symbols.
@@ -136,7 +136,7 @@ class Comm:
     bytes: str
 
 
-Step = Op | Comm
+RankOp = ComputeOp | CommOp
 
 
 Way = tuple[tuple[Group, "Layout"], tuple[Group, "Layout"]]
@@ -165,23 +165,23 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalTensor:
     """A model input, weight or output on a rank: its name there and the layout's piece, by the rank's place in the group."""
 
     name: str
-    copy: Copy
+    copy: ShardedValue
     index: int
 
 
 @dataclass(frozen=True)
-class Kept:
+class StateTensor:
     """A tensor that ranks keep from step to step, and the value that takes its place after one, "" where nothing does.
 
     Each rank of `copy` has its piece of it, under `name`. `tensor` is its global name; `parameter`: of whom an optimizer's tensor is.
     """
 
     name: str
-    copy: Copy
+    copy: ShardedValue
     next: str
     tensor: str
     kind: Literal["parameter", "optimizer", "statistics", "gradient"]
@@ -213,7 +213,7 @@ Constant: TypeAlias = Array | RankConstant
 
 
 @dataclass(frozen=True)
-class Part:
+class RankProgram:
     """One rank's program: its steps in order, the inputs that it reads, its weights, the outputs delivered to it.
 
     `constants` belong to no weight of the model, and may differ by rank; `types` has every value by its name there, with local shapes.
@@ -221,13 +221,13 @@ class Part:
     """
 
     rank: int
-    steps: tuple[Step, ...]
-    inputs: tuple[Held, ...]
-    weights: tuple[Held, ...]
-    outputs: tuple[Held, ...]
+    steps: tuple[RankOp, ...]
+    inputs: tuple[LocalTensor, ...]
+    weights: tuple[LocalTensor, ...]
+    outputs: tuple[LocalTensor, ...]
     constants: Mapping[str, Constant] = field(default_factory=dict)
     types: Mapping[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[StateTensor, ...] = ()
     scalars: tuple[str, ...] = ()
 
     @property
@@ -238,14 +238,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class PartOf:
+class PackedBox:
     """Where a weight lies in a packed one: the name and shape of that, and per dim begin and end."""
 
     tensor: str
     shape: tuple[int, ...]
     box: tuple[tuple[int, int], ...]
 
-    def within(self, dim: int, begin: int, size: int) -> PartOf:
+    def within(self, dim: int, begin: int, size: int) -> PackedBox:
         """A part of the part."""
         start = self.box[dim][0] + begin
         return replace(self, box=(*self.box[:dim], (start, start + size), *self.box[dim + 1 :]))
@@ -253,7 +253,7 @@ class PartOf:
 
 _OF_THE_MODEL = ("parameter", "statistics")
 PART = "partc.part_of"
-"""Key of `ir.Value.meta`: the `PartOf` of a weight that is part of a packed one."""
+"""Key of `ir.Value.meta`: the `PackedBox` of a weight that is part of a packed one."""
 
 
 @dataclass(frozen=True)
@@ -273,13 +273,13 @@ class Program:
     values: Mapping[ir.Value, ValueInfo] = field(default_factory=dict)
     followed: Mapping[ir.Node, Followed] = field(default_factory=dict)
     placement: Mapping[ir.Node, Placed] = field(default_factory=dict)
-    choices: Mapping[Instance, Choice] = field(default_factory=dict)
-    given: Given | None = None
+    choices: Mapping[NodeOnGroup, NodeSharding] = field(default_factory=dict)
+    given: Pinned | None = None
     training: Training | None = None
     events: tuple[Event, ...] = ()
     groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    parts: tuple[Part, ...] = ()
-    names: Mapping[Copy, str] = field(default_factory=dict)
+    parts: tuple[RankProgram, ...] = ()
+    names: Mapping[ShardedValue, str] = field(default_factory=dict)
     """What every copy of a value is called on the ranks of its group, for those who look inside."""
     warnings: tuple[str, ...] = ()
     whole: frozenset[str] = frozenset()
@@ -291,9 +291,9 @@ class Program:
         return frozenset(self.paths.values())
 
     @cached_property
-    def alike(self) -> tuple[tuple[Part, tuple[int, ...]], ...]:
+    def alike(self) -> tuple[tuple[RankProgram, tuple[int, ...]], ...]:
         """Every distinct rank program once, as its lowest rank's, with all ranks that have it."""
-        found: dict[Hashable, tuple[Part, list[int]]] = {}
+        found: dict[Hashable, tuple[RankProgram, list[int]]] = {}
         for part in self.parts:
             found.setdefault(part.likeness, (part, []))[1].append(part.rank)
         return tuple((part, tuple(ranks)) for part, ranks in found.values())
@@ -310,7 +310,7 @@ class Program:
     def lying(self) -> dict[str, dict[tuple[Group, Layout], str]]:
         """Per input and parameter the groups and layouts in which ranks get it, each with its name there."""
         found: dict[str, dict[tuple[Group, Layout], str]] = {}
-        there: dict[Copy, str] = {held.copy: held.name for part in self.parts for held in part.inputs}
+        there: dict[ShardedValue, str] = {held.copy: held.name for part in self.parts for held in part.inputs}
         kept = (one for part, _ in self.alike for one in part.kept if one.kind in _OF_THE_MODEL)
         there |= {one.copy: one.name for one in kept}
         for copy, name in there.items():

@@ -32,7 +32,7 @@ Numbers: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class ExchangeBox:
     """A box of the value that rank `target` gets from rank `source`; the two are equal where it keeps what it has."""
 
     source: int
@@ -58,27 +58,29 @@ class Routes:
         if not can_travel(self.before, self.after):
             raise ValueError(f"the terms of {self.before} are not those of {self.after}: reduce them first")
 
-    def of_target(self, rank: int) -> tuple[Part, ...]:
+    def of_target(self, rank: int) -> tuple[ExchangeBox, ...]:
         """What `rank` puts together, by ascending place in the value: messages it receives, and the part it keeps, if any."""
         index = self.target_group.index(rank)
         wanted = numbers(self.after, index)
         found = []
         for piece in _overlapping(wanted, self.after, self.before):
             source = _givers(self, piece)[index]
-            found.append(Part(self.source_group[source], rank, _common(piece, self.before, wanted, self.after)))
+            found.append(ExchangeBox(self.source_group[source], rank, _common(piece, self.before, wanted, self.after)))
         return tuple(found)
 
-    def of_source(self, rank: int) -> tuple[Part, ...]:
+    def of_source(self, rank: int) -> tuple[ExchangeBox, ...]:
         """What `rank` gives, by the target's place in its group; the part that it keeps is among them, if any."""
         index = self.source_group.index(rank)
         piece = numbers(self.before, index)
         return tuple(
-            Part(rank, self.target_group[target], _common(piece, self.before, numbers(self.after, target), self.after))
+            ExchangeBox(
+                rank, self.target_group[target], _common(piece, self.before, numbers(self.after, target), self.after)
+            )
             for target, source in _givers(self, piece).items()
             if source == index
         )
 
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ExchangeBox, ...]:
         """All of them, by target."""
         return tuple(part for rank in self.target_group for part in self.of_target(rank))
 

@@ -68,7 +68,7 @@ class Layout:
         return math.prod(self.mesh)
 
     @property
-    def is_whole(self) -> bool:
+    def is_replicated(self) -> bool:
         return not self.partial and not any(self.cuts)
 
     def placement(self, axis: int) -> Placement:

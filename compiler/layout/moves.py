@@ -75,13 +75,13 @@ class Slice(_Step):
 
 
 @dataclass(frozen=True)
-class Pad(_Step):
+class ZeroPad(_Step):
     dim: int
     axes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Keep(_Step):
+class MaskReplicas(_Step):
     axes: tuple[int, ...]
     reduce: str
 
@@ -121,7 +121,9 @@ class Reduce(_Step):
         return tuple(tuple(self.source_group[index] for index in one) for one in self.before.groups(self.axes))
 
 
-Move: TypeAlias = AllReduce | ReduceScatter | AllGather | AllToAll | Slice | Pad | Keep | Exchange | Transfer | Reduce
+Move: TypeAlias = (
+    AllReduce | ReduceScatter | AllGather | AllToAll | Slice | ZeroPad | MaskReplicas | Exchange | Transfer | Reduce
+)
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class Traffic:
 def is_local(move: Move) -> bool:
     """Whether no rank needs anything of another."""
     match move:
-        case Slice() | Pad() | Keep():
+        case Slice() | ZeroPad() | MaskReplicas():
             return True
         case Exchange() | Transfer():
             return not any(move.routes.received())

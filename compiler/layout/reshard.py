@@ -3,7 +3,7 @@
 Within a group both layouts are first written on a mesh that subdivides both. What the two have in common stays. Then the cuts
 that the target lacks leave, and those that it has are taken on, as soon as the order of axes within the dims allows it, the
 cheapest first: local slices, reduce_scatter, all_to_all, all_reduce of the terms that are left, all_gather, and padding and
-keeping where the target is to be summed (`walk`).
+keeping where the target is to be summed (`greedy_path`).
 
     rows -> whole              all_gather              whole -> rows      slice
     rows -> columns            all_to_all              sum -> rows        reduce_scatter
@@ -32,15 +32,15 @@ from partc.compiler.layout.moves import (
     AllGather,
     AllReduce,
     Exchange,
-    Keep,
+    MaskReplicas,
     Move,
-    Pad,
     Slice,
     Transfer,
+    ZeroPad,
     bytes_moved,
     is_local,
 )
-from partc.compiler.layout.walk import SHRINKING, all_reduce, recut, reduce_scatter, reduce_to, walk
+from partc.compiler.layout.walk import SHRINKING, all_reduce, greedy_path, reduce_scatter, reduce_to, with_shards
 
 Moves = tuple[Move, ...]
 
@@ -112,7 +112,7 @@ class _Ways:
         """The walk, where it is known that no way has fewer bytes: slices, and one more step at most, the last."""
         if self.source_group != self.target_group or source.mesh != target.mesh:
             return ()
-        moves = walk(source, target, self.source_group)
+        moves = greedy_path(source, target, self.source_group)
         arrived = bool(moves) and moves[-1].after == target
         return moves if arrived and all(isinstance(move, Slice) for move in moves[:-1]) else ()
 
@@ -131,7 +131,7 @@ class _Ways:
         starts: list[Moves] = [()]
         same = self.source_group == self.target_group and source.mesh == target.mesh
         if same:
-            starts.append(walk(source, target, self.source_group, SHRINKING))
+            starts.append(greedy_path(source, target, self.source_group, SHRINKING))
         for start in dict.fromkeys(starts):
             at = start[-1].after if start else source
             terms = tuple(term[0] for term in at.partial if not (same and term in target.partial))
@@ -188,12 +188,12 @@ class _Ways:
         if not terms:
             return
         reduce = dict(target.partial)[terms[0]]
-        without = recut(target, {}, dict.fromkeys(terms, ""))
-        yield without, (Keep(self.target_group, target, terms, reduce),)
+        without = with_shards(target, {}, dict.fromkeys(terms, ""))
+        yield without, (MaskReplicas(self.target_group, target, terms, reduce),)
         for dim in range(len(target.cuts)):
-            cut = recut(without, {dim: without.cuts[dim] + terms})
+            cut = with_shards(without, {dim: without.cuts[dim] + terms})
             if reduce == "sum" and self._proven(cut, dim):
-                yield cut, (Pad(self.target_group, target, dim, terms),)
+                yield cut, (ZeroPad(self.target_group, target, dim, terms),)
 
     def _between(self, source: Layout, target: Layout) -> Iterator[Moves]:
         """The walk, if there is one, and all messages at once, if nothing is left to reduce."""
@@ -207,7 +207,7 @@ class _Ways:
             return
         if common := on_common_mesh(source, target):
             source, target = common
-            moves = walk(source, target, self.source_group)
+            moves = greedy_path(source, target, self.source_group)
             if moves and moves[-1].after == target:
                 yield moves
         if can_travel(source, target):

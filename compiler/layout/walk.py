@@ -13,11 +13,21 @@ from itertools import takewhile
 from typing import TypeAlias
 
 from partc.compiler.layout.layout import Layout, Partial, Placement, Replicate, Shard
-from partc.compiler.layout.moves import AllGather, AllReduce, AllToAll, Keep, Move, Pad, Reduce, ReduceScatter, Slice
+from partc.compiler.layout.moves import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    MaskReplicas,
+    Move,
+    Reduce,
+    ReduceScatter,
+    Slice,
+    ZeroPad,
+)
 
 
 @dataclass(frozen=True)
-class Place:
+class WalkState:
     """A layout on the way to another one on the same mesh."""
 
     at: Layout
@@ -53,35 +63,35 @@ class Place:
         return all(waiting == reduce for _, waiting in self.at.partial)
 
 
-Rule: TypeAlias = Callable[[Place], Move | None]
+Rule: TypeAlias = Callable[[WalkState], Move | None]
 
 
-def walk(source: Layout, target: Layout, group: tuple[int, ...], rules: Sequence[Rule] = ()) -> tuple[Move, ...]:
+def greedy_path(source: Layout, target: Layout, group: tuple[int, ...], rules: Sequence[Rule] = ()) -> tuple[Move, ...]:
     """The steps that the rules allow, from `source` towards `target`; both on one mesh. It has arrived if the last one's
     layout is the target."""
     moves: list[Move] = []
-    place = Place(source, target, group)
+    place = WalkState(source, target, group)
     while step := next((move for rule in rules or RULES if (move := rule(place)) is not None), None):
         moves.append(step)
         place = replace(place, at=step.after)
     return tuple(moves)
 
 
-def slice_free(place: Place) -> Move | None:
+def slice_free(place: WalkState) -> Move | None:
     for dim in place.dims:
         if axes := _run(place, place.wanted(dim), lambda now: now == Replicate()):
-            return Slice(place.group, recut(place.at, {dim: place.at.cuts[dim] + axes}), dim, axes)
+            return Slice(place.group, with_shards(place.at, {dim: place.at.cuts[dim] + axes}), dim, axes)
     return None
 
 
-def scatter(place: Place) -> Move | None:
+def scatter(place: WalkState) -> Move | None:
     for dim in place.dims:
         if axes := _run(place, place.wanted(dim), lambda now: isinstance(now, Partial)):
             return reduce_scatter(place.at, place.group, dim, axes)
     return None
 
 
-def all_to_all(place: Place) -> Move | None:
+def all_to_all(place: WalkState) -> Move | None:
     for split in place.dims:
         wanted = place.wanted(split)
         for concat in place.dims:
@@ -89,36 +99,38 @@ def all_to_all(place: Place) -> Move | None:
             count = next((n for n in range(len(wanted), 0, -1) if n <= len(now) and now[-n:] == wanted[:n]), 0)
             if count and concat != split:
                 cuts = {split: place.at.cuts[split] + wanted[:count], concat: now[:-count]}
-                return AllToAll(place.group, recut(place.at, cuts), split, concat, wanted[:count])
+                return AllToAll(place.group, with_shards(place.at, cuts), split, concat, wanted[:count])
     return None
 
 
-def reduce_rest(place: Place) -> Move | None:
+def reduce_rest(place: WalkState) -> Move | None:
     """Of the terms that are not to be scattered."""
     axes = [axis for axis, _ in place.at.partial if not isinstance(place.target.placement(axis), Shard)]
     return next((all_reduce(place.at, place.group, axes) for axes, _ in place.awaited(axes)), None)
 
 
-def gather(place: Place) -> Move | None:
+def gather(place: WalkState) -> Move | None:
     for dim in place.dims:
         if axes := _suffix(place, dim, lambda then: not isinstance(then, Shard) and then != Partial("sum")):
-            return AllGather(place.group, recut(place.at, {dim: place.at.cuts[dim][: -len(axes)]}), dim, axes)
+            return AllGather(place.group, with_shards(place.at, {dim: place.at.cuts[dim][: -len(axes)]}), dim, axes)
     return None
 
 
-def pad(place: Place) -> Move | None:
+def pad(place: WalkState) -> Move | None:
     for dim in place.dims if place.may_await("sum") else ():
         if axes := _suffix(place, dim, lambda then: then == Partial("sum")):
-            after = recut(place.at, {dim: place.at.cuts[dim][: -len(axes)]}, dict.fromkeys(axes, "sum"))
-            return Pad(place.group, after, dim, axes)
+            after = with_shards(place.at, {dim: place.at.cuts[dim][: -len(axes)]}, dict.fromkeys(axes, "sum"))
+            return ZeroPad(place.group, after, dim, axes)
     return None
 
 
-def keep(place: Place) -> Move | None:
+def keep(place: WalkState) -> Move | None:
     axes = {axis: reduce for axis, reduce in place.target.partial if place.at.placement(axis) == Replicate()}
     reduce = next(iter(axes.values()), "")
     return (
-        Keep(place.group, recut(place.at, {}, axes), tuple(axes), reduce) if axes and place.may_await(reduce) else None
+        MaskReplicas(place.group, with_shards(place.at, {}, axes), tuple(axes), reduce)
+        if axes and place.may_await(reduce)
+        else None
     )
 
 
@@ -128,12 +140,12 @@ RULES: tuple[Rule, ...] = (*SHRINKING, all_to_all, reduce_rest, gather, pad, kee
 
 def all_reduce(at: Layout, group: tuple[int, ...], axes: tuple[int, ...]) -> AllReduce:
     """The step that ends the waiting over `axes`, of one reduction."""
-    return AllReduce(group, recut(at, {}, dict.fromkeys(axes, "")), axes, _reduction(at, axes))
+    return AllReduce(group, with_shards(at, {}, dict.fromkeys(axes, "")), axes, _reduction(at, axes))
 
 
 def reduce_scatter(at: Layout, group: tuple[int, ...], dim: int, axes: tuple[int, ...]) -> ReduceScatter:
     """The step that ends the waiting over `axes`, of one reduction, with `dim` cut over them."""
-    after = recut(at, {dim: at.cuts[dim] + axes}, dict.fromkeys(axes, ""))
+    after = with_shards(at, {dim: at.cuts[dim] + axes}, dict.fromkeys(axes, ""))
     return ReduceScatter(group, after, dim, axes, _reduction(at, axes))
 
 
@@ -150,7 +162,9 @@ def reduce_to(at: Layout, group: tuple[int, ...], axes: tuple[int, ...], root: i
     return Reduce(roots, after, at, group, axes, _reduction(at, axes), root)
 
 
-def recut(layout: Layout, cuts: Mapping[int, tuple[int, ...]], partial: Mapping[int, str] | None = None) -> Layout:
+def with_shards(
+    layout: Layout, cuts: Mapping[int, tuple[int, ...]], partial: Mapping[int, str] | None = None
+) -> Layout:
     """The layout with other cuts of some dims, and with other reductions over some axes ("" for none)."""
     terms = {**dict(layout.partial), **(partial or {})}
     return Layout(
@@ -164,12 +178,12 @@ def _reduction(layout: Layout, axes: Sequence[int]) -> str:
     return dict(layout.partial)[axes[0]]
 
 
-def _run(place: Place, axes: tuple[int, ...], holds: Callable[[Placement], bool]) -> tuple[int, ...]:
+def _run(place: WalkState, axes: tuple[int, ...], holds: Callable[[Placement], bool]) -> tuple[int, ...]:
     """The first axes that are so now."""
     return tuple(takewhile(lambda axis: holds(place.at.placement(axis)), axes))
 
 
-def _suffix(place: Place, dim: int, holds: Callable[[Placement], bool]) -> tuple[int, ...]:
+def _suffix(place: WalkState, dim: int, holds: Callable[[Placement], bool]) -> tuple[int, ...]:
     """The minor axes of a dim that are to leave it and to be so then."""
     last: Iterator[int] = takewhile(lambda axis: holds(place.target.placement(axis)), reversed(place.leaving(dim)))
     return tuple(reversed(tuple(last)))

@@ -15,28 +15,28 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Constant, Held, Kept, Op, Shape, Step
+from partc.compiler.ir.program import ComputeOp, Constant, LocalTensor, RankOp, Shape, StateTensor
 
 
 @dataclass
-class Draft:
+class ProgramBuilder:
     """A program that is being written, and the ranks whose it is, rising."""
 
     ranks: list[int]
-    steps: list[Step] = field(default_factory=list)
-    weights: dict[str, Held] = field(default_factory=dict)
+    steps: list[RankOp] = field(default_factory=list)
+    weights: dict[str, LocalTensor] = field(default_factory=dict)
     constants: dict[str, Constant] = field(default_factory=dict)
     made: dict[ir.Node, dict[str, Mapping[str, str]]] = field(default_factory=dict)
     """By node the values that it has made here, each with the renamed ones inside: on a smaller group of these ranks it may stand again."""
     types: dict[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
-    replaced: dict[int, tuple[Step, ...]] = field(default_factory=dict)
+    replaced: dict[int, tuple[RankOp, ...]] = field(default_factory=dict)
     """By `id` of a step what stands in its place, where the backward pass asks a node for more than it gave."""
-    kept: dict[str, Kept] = field(default_factory=dict)
+    kept: dict[str, StateTensor] = field(default_factory=dict)
     scalars: dict[str, None] = field(default_factory=dict)
-    outputs: dict[str, Held] = field(default_factory=dict)
+    outputs: dict[str, LocalTensor] = field(default_factory=dict)
     """What a program gives besides the outputs of the model."""
 
-    def replace(self, old: Sequence[Op], new: Sequence[Op], behind: Sequence[Op]) -> None:
+    def replace(self, old: Sequence[ComputeOp], new: Sequence[ComputeOp], behind: Sequence[ComputeOp]) -> None:
         """Puts each new op in the place of an old one, and `behind` after the last, but for ops whose values are here already."""
         tail = [op for op in behind if all((out.name or "") not in self.types for out in op.node.outputs)]
         for k, (before, after) in enumerate(zip(old, new, strict=True)):
@@ -48,16 +48,16 @@ class Draft:
     """Names that `Drafts.free` has given away here."""
 
     @property
-    def program(self) -> list[Step]:
+    def program(self) -> list[RankOp]:
         """The steps in order, each as it finally is."""
         return [final for step in self.steps for final in self.replaced.get(id(step), (step,))]
 
-    def part_with(self, ranks: Sequence[int]) -> Draft:
+    def fork(self, ranks: Sequence[int]) -> ProgramBuilder:
         """Hands some of the ranks over to a draft with the same contents."""
         gone = set(ranks)
         self.ranks = [rank for rank in self.ranks if rank not in gone]
         made = {node: dict(names) for node, names in self.made.items()}
-        return Draft(
+        return ProgramBuilder(
             sorted(gone),
             list(self.steps),
             dict(self.weights),
@@ -76,19 +76,19 @@ class Draft:
         return name in self.types or name in self.constants or name in self.taken
 
 
-class Drafts:
+class ProgramBuilders:
     """The draft of every rank; `reserved` are the names of the model's own values and of their copies."""
 
     def __init__(self, ranks: int, reserved: Collection[str] = ()) -> None:
         self.reserved = frozenset(reserved)
-        self._by_rank = [Draft(list(range(ranks)))] * ranks
-        self._found: dict[tuple[int, ...], tuple[Draft, ...]] = {}
-        self._sharing: dict[tuple[int, ...], list[Draft]] = {}
+        self._by_rank = [ProgramBuilder(list(range(ranks)))] * ranks
+        self._found: dict[tuple[int, ...], tuple[ProgramBuilder, ...]] = {}
+        self._sharing: dict[tuple[int, ...], list[ProgramBuilder]] = {}
 
-    def __iter__(self) -> Iterator[Draft]:
+    def __iter__(self) -> Iterator[ProgramBuilder]:
         return iter(self._by_rank)
 
-    def of(self, ranks: tuple[int, ...]) -> tuple[Draft, ...]:
+    def of(self, ranks: tuple[int, ...]) -> tuple[ProgramBuilder, ...]:
         """The drafts that are just these ranks', each once; a draft that others share is parted first."""
         if (found := self._found.get(ranks)) is not None:
             return found
@@ -98,7 +98,7 @@ class Drafts:
         for some in sharing.values():
             draft = self._by_rank[some[0]]
             if len(some) < len(draft.ranks):
-                own = draft.part_with(some)
+                own = draft.fork(some)
                 for rank in some:
                     self._by_rank[rank] = own
                 self._found.clear()
@@ -130,11 +130,11 @@ class Drafts:
         """What nodes make without a type: the numbers by which a change of layout cuts."""
         found: set[str] = set()
         for draft in {id(draft): draft for draft in self}.values():
-            made = (out.name or "" for step in draft.steps if isinstance(step, Op) for out in step.node.outputs)
+            made = (out.name or "" for step in draft.steps if isinstance(step, ComputeOp) for out in step.node.outputs)
             found.update(name for name in made if name not in draft.types)
         return found
 
-    def _on(self, ranks: tuple[int, ...]) -> list[Draft]:
+    def _on(self, ranks: tuple[int, ...]) -> list[ProgramBuilder]:
         """The drafts that these ranks have a share in."""
         if ranks not in self._sharing:
             self._sharing[ranks] = list({id(self._by_rank[rank]): self._by_rank[rank] for rank in ranks}.values())

@@ -11,12 +11,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.emit.transfer_bytes import whole_bytes
-from partc.compiler.ir.program import Comm, Constant, Copy, Event, Group, Op, Program, Shape, Step
+from partc.compiler.ir.program import CommOp, ComputeOp, Constant, Event, Group, Program, RankOp, Shape, ShardedValue
 from partc.compiler.layout import moves as mv
-from partc.compiler.layout.exchange import Part, Routes, Span, span_of, within
+from partc.compiler.layout.exchange import ExchangeBox, Routes, Span, span_of, within
 from partc.compiler.layout.layout import Layout, Mesh
 from partc.compiler.layout.reshard import lower, lower_unknown
-from partc.compiler.lower.builders import Drafts
+from partc.compiler.lower.builders import ProgramBuilders
 from partc.compiler.lower.local_moves import keep, pad, slice_out
 from partc.compiler.lower.rooted import broadcast, has_size, reduce_to, share_of_piece
 from partc.compiler.lower.versions import proven_divisors
@@ -32,21 +32,21 @@ _NAMED = 8
 
 
 @dataclass
-class Writer:
+class CommLowering:
     """Writes copies into drafts; `events` and `groups` list what was written, `names` are the copies' names."""
 
     program: Program
-    drafts: Drafts
-    names: dict[Copy, str]
+    drafts: ProgramBuilders
+    names: dict[ShardedValue, str]
     events: list[Event] = field(default_factory=list)
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     _known: dict[tuple[Mesh, tuple[int, ...], Group], tuple[tuple[Group, ...], str]] = field(default_factory=dict)
-    _copies: dict[ir.Value, list[Copy]] = field(default_factory=dict)
-    kept: dict[tuple[Copy, Copy], str] = field(default_factory=dict)
+    _copies: dict[ir.Value, list[ShardedValue]] = field(default_factory=dict)
+    kept: dict[tuple[ShardedValue, ShardedValue], str] = field(default_factory=dict)
     """What is called that one rank of each set keeps of a copy, by that and its layout as terms (`kept.py`)."""
     derived: bool = False
 
-    def make(self, source: Copy, target: Copy, cause: str, derived: bool = False) -> None:
+    def make(self, source: ShardedValue, target: ShardedValue, cause: str, derived: bool = False) -> None:
         """Turns one copy into the other, on all ranks that take part."""
         self.derived = derived
         if self.program.values[source.value].shape is None:
@@ -62,7 +62,7 @@ class Writer:
         at = source
         for k, move in enumerate(steps):
             last = k == len(steps) - 1 and move.group == target.group
-            after = target if last else Copy(source.value, move.group, move.after)
+            after = target if last else ShardedValue(source.value, move.group, move.after)
             ranks = tuple(dict.fromkeys((*source.group, *move.group)))
             out = final if last else self.drafts.free(ranks, f"{final}.{type(move).__name__.lower()}")
             self._write(move, at, after, name, out, cause)
@@ -70,24 +70,24 @@ class Writer:
         if name != final:  # more ranks have it than the target's
             self._rename(target, name, final)
 
-    def alike(self, there: Copy, wanted: Copy) -> None:
+    def alike(self, there: ShardedValue, wanted: ShardedValue) -> None:
         """Gives what ranks hold already, as part of a larger copy, its own name."""
         name, out = self.names[there], self.names[wanted]
         if name != out:
             self._rename(wanted, name, out)
 
-    def _rename(self, copy: Copy, name: str, out: str) -> None:
+    def _rename(self, copy: ShardedValue, name: str, out: str) -> None:
         """Gives a copy that its ranks have as `name` the name `out`."""
         self.identity_on(copy.group, name, out)
         self.type_of(copy, out)
 
-    def type_of(self, copy: Copy, name: str) -> None:
+    def type_of(self, copy: ShardedValue, name: str) -> None:
         """Lists what a copy's ranks have under a name."""
         typed = local_value(self.program, copy), local_shape(self.program, copy)
         for draft in self.drafts.of(copy.group):
             draft.types[name] = typed
 
-    def _write(self, move: mv.Move, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
+    def _write(self, move: mv.Move, before: ShardedValue, after: ShardedValue, name: str, out: str, cause: str) -> None:
         match move:
             case mv.Slice(dim=dim, axes=axes):
                 slice_out(self, move, before, after, name, out, dim, axes)
@@ -95,15 +95,17 @@ class Writer:
                 self._exchange(move, before, after, name, out, cause)
             case mv.Reduce():
                 reduce_to(self, move, before, after, name, out, cause)
-            case mv.Pad(dim=dim, axes=axes):
+            case mv.ZeroPad(dim=dim, axes=axes):
                 pad(self, move, before, name, out, dim, axes)
-            case mv.Keep(axes=axes):
+            case mv.MaskReplicas(axes=axes):
                 keep(self, move, name, out, axes)
             case _:
                 self._collective(move, before, after, name, out, cause)
         self.type_of(after, out)
 
-    def _collective(self, move: mv.Move, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
+    def _collective(
+        self, move: mv.Move, before: ShardedValue, after: ShardedValue, name: str, out: str, cause: str
+    ) -> None:
         attributes: dict[str, int | str | tuple[int, ...]]
         match move:
             case mv.AllReduce(reduce=reduce, axes=axes):
@@ -122,7 +124,7 @@ class Writer:
         way = (before.group, before.layout), (after.group, after.layout)
         event = Event(len(self.events), op_type, after.value, out, sets, group, shape, amount, cause, self.derived, way)
         self.events.append(event)
-        step = Comm(op_type, (name,), (out,), {fmt.GROUP: group, **attributes}, event.tag, after.value, cause, amount)
+        step = CommOp(op_type, (name,), (out,), {fmt.GROUP: group, **attributes}, event.tag, after.value, cause, amount)
         self.append(move.group, step)
 
     def together(
@@ -159,10 +161,10 @@ class Writer:
         way = (move.group, _before(move)), (move.group, move.after)
         event = Event(len(self.events), op_type, values[0], made[0], sets, group, shape, amount, cause, way=way)
         self.events.append(event)
-        step = Comm(op_type, tuple(terms), tuple(made), attributes, event.tag, values[0], cause, amount)
+        step = CommOp(op_type, tuple(terms), tuple(made), attributes, event.tag, values[0], cause, amount)
         self.append(move.group, step)
 
-    def append(self, ranks: Group, step: Step) -> None:
+    def append(self, ranks: Group, step: RankOp) -> None:
         for draft in self.drafts.of(ranks):
             draft.steps.append(step)
 
@@ -195,7 +197,13 @@ class Writer:
         return str(found) if isinstance(found, int) else str(found.value)
 
     def _exchange(
-        self, move: mv.Exchange | mv.Transfer, before: Copy, after: Copy, name: str, out: str, cause: str
+        self,
+        move: mv.Exchange | mv.Transfer,
+        before: ShardedValue,
+        after: ShardedValue,
+        name: str,
+        out: str,
+        cause: str,
     ) -> None:
         """Messages where all that is moved are pieces as ranks have them, else one Exchange."""
         parts = move.routes.parts()
@@ -227,9 +235,13 @@ class Writer:
                 fmt.RANK: len(full),
             }
             inputs, outputs = ((name,) if sends else ()), ((out,) if receives else ())
-            self.append((rank,), Comm(fmt.EXCHANGE, inputs, outputs, attributes, event.tag, after.value, cause, amount))
+            self.append(
+                (rank,), CommOp(fmt.EXCHANGE, inputs, outputs, attributes, event.tag, after.value, cause, amount)
+            )
 
-    def _messages(self, parts: Sequence[Part], before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
+    def _messages(
+        self, parts: Sequence[ExchangeBox], before: ShardedValue, after: ShardedValue, name: str, out: str, cause: str
+    ) -> None:
         """A rank's piece to others as it is: a Broadcast of one rank to several, else messages."""
         apart = [part for part in parts if part.source != part.target]
         if len(apart) > 1 and len({part.source for part in apart}) == 1 and has_size(self.program, after.value):
@@ -242,7 +254,9 @@ class Writer:
             else:
                 self._message(part.source, part.target, before, after, name, out, cause)
 
-    def _message(self, source: int, target: int, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
+    def _message(
+        self, source: int, target: int, before: ShardedValue, after: ShardedValue, name: str, out: str, cause: str
+    ) -> None:
         """One message; both ends name the value alike, so where they cannot, it gets its last name behind the receive."""
         shape = local_shape(self.program, after)
         amount = self.amount(after.value, share_of_piece(after.layout))
@@ -258,12 +272,12 @@ class Writer:
         )
         self.events.append(event)
         sent = {fmt.PEER: target}
-        self.append((source,), Comm(fmt.SEND, (way,), (), sent, event.tag, after.value, cause, amount))
+        self.append((source,), CommOp(fmt.SEND, (way,), (), sent, event.tag, after.value, cause, amount))
         received = {fmt.PEER: source}
-        self.append((target,), Comm(fmt.RECV, (), (way,), received, event.tag, after.value, cause, amount))
+        self.append((target,), CommOp(fmt.RECV, (), (way,), received, event.tag, after.value, cause, amount))
         self._identity(target, way, out)
 
-    def _will_have(self, rank: int, name: str, copy: Copy) -> bool:
+    def _will_have(self, rank: int, name: str, copy: ShardedValue) -> bool:
         """Whether another copy of the value has a name on a rank."""
         if not self._copies:
             for one in self.names:
@@ -305,7 +319,7 @@ class Writer:
             outputs=[ir.Value(name=out)],
             name=f"{out}.{op_type.lower()}",  # a value's last copy has the name of the node that makes the first
         )
-        self.append(ranks, Op(node, source or node))
+        self.append(ranks, ComputeOp(node, source or node))
         return out
 
 

@@ -10,28 +10,28 @@ infinity would be no number, so it is chosen. Its cotangent is the whole operand
 from __future__ import annotations
 
 import numpy as np
-from partc.compiler.ir.choice import Choice, Instance
-from partc.compiler.ir.program import Copy, RankConstant
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.program import RankConstant, ShardedValue
 from partc.compiler.layout.mesh import normal
-from partc.compiler.lower.comm import Writer
-from partc.compiler.lower.versions import read_as
+from partc.compiler.lower.comm import CommLowering
+from partc.compiler.lower.versions import input_layout_of
 
 
-def operand_name(writer: Writer, instance: Instance, k: int) -> str:
+def operand_name(writer: CommLowering, instance: NodeOnGroup, k: int) -> str:
     """The name under which a node on a group reads its input `k`, "" where it has none."""
     if instance.node.inputs[k] is None:
         return ""
-    copy, choice = read_as(writer.program, instance, k), writer.program.choices.get(instance)
+    copy, choice = input_layout_of(writer.program, instance, k), writer.program.choices.get(instance)
     return writer.names[copy] if choice is None or k not in choice.kept else writer.kept[copy, _terms(copy, choice, k)]
 
 
-def keep_operands(writer: Writer, instance: Instance) -> None:
+def keep_operands(writer: CommLowering, instance: NodeOnGroup) -> None:
     """Makes terms of the inputs that the first of the ranks keep for a node."""
     choice = writer.program.choices.get(instance)
     if choice is None:
         return
     for k in sorted(choice.kept):
-        copy = read_as(writer.program, instance, k)
+        copy = input_layout_of(writer.program, instance, k)
         after = _terms(copy, choice, k)
         if (copy, after) in writer.kept:
             continue
@@ -45,5 +45,5 @@ def keep_operands(writer: Writer, instance: Instance) -> None:
         writer.type_of(after, out)
 
 
-def _terms(copy: Copy, choice: Choice, k: int) -> Copy:
-    return Copy(copy.value, copy.group, normal(choice.kept_as(k)))
+def _terms(copy: ShardedValue, choice: NodeSharding, k: int) -> ShardedValue:
+    return ShardedValue(copy.value, copy.group, normal(choice.kept_as(k)))

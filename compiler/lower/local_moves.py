@@ -10,16 +10,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from partc.compiler.ir.program import Copy, Group, RankConstant
+from partc.compiler.ir.program import Group, RankConstant, ShardedValue
 from partc.compiler.layout import moves as mv
 from partc.compiler.tasks.localize import local_shape
 
 if TYPE_CHECKING:
-    from partc.compiler.lower.comm import Writer
+    from partc.compiler.lower.comm import CommLowering
 
 
 def slice_out(
-    writer: Writer, move: mv.Slice, before: Copy, after: Copy, name: str, out: str, dim: int, axes: Sequence[int]
+    writer: CommLowering,
+    move: mv.Slice,
+    before: ShardedValue,
+    after: ShardedValue,
+    name: str,
+    out: str,
+    dim: int,
+    axes: Sequence[int],
 ) -> None:
     """The piece of each rank's place: fixed bounds where the size is fixed, else computed from the extent."""
     shape = local_shape(writer.program, before)
@@ -42,7 +49,7 @@ def slice_out(
     writer.emit(ranks, "Slice", [name, begin, end, axis], out, after.value.producer())
 
 
-def keep(writer: Writer, move: mv.Keep, name: str, out: str, axes: Sequence[int]) -> None:
+def keep(writer: CommLowering, move: mv.MaskReplicas, name: str, out: str, axes: Sequence[int]) -> None:
     """Terms of a sum of what all ranks have: it on the first along the axes, zeros on the others."""
     if move.reduce != "sum":
         writer.identity_on(move.group, name, out)
@@ -52,7 +59,9 @@ def keep(writer: Writer, move: mv.Keep, name: str, out: str, axes: Sequence[int]
     writer.emit(ranks, "Mul", [name, once], out, None)
 
 
-def pad(writer: Writer, move: mv.Pad, before: Copy, name: str, out: str, dim: int, axes: Sequence[int]) -> None:
+def pad(
+    writer: CommLowering, move: mv.ZeroPad, before: ShardedValue, name: str, out: str, dim: int, axes: Sequence[int]
+) -> None:
     """Terms of a sum of what is cut: the own piece at its place among zeros; fixed ones where the size is fixed."""
     shape = local_shape(writer.program, before)
     size = shape[dim] if shape is not None else None
@@ -70,7 +79,7 @@ def pad(writer: Writer, move: mv.Pad, before: Copy, name: str, out: str, dim: in
     writer.emit(ranks, "Pad", [name, pads, "", axis], out, None)
 
 
-def _numbers_of(writer: Writer, ranks: Group, name: str) -> np.dtype[Any]:
+def _numbers_of(writer: CommLowering, ranks: Group, name: str) -> np.dtype[Any]:
     (draft, *_) = writer.drafts.of(ranks)
     dtype = draft.types[name][0].dtype
     assert dtype is not None

@@ -7,17 +7,19 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Comm, Copy, Event, Group, Program
+from partc.compiler.ir.program import CommOp, Event, Group, Program, ShardedValue
 from partc.compiler.layout import moves as mv
 from partc.compiler.layout.layout import Layout
 from partc.compiler.tasks.localize import local_shape
 from partc.runtime.artifact import format as fmt
 
 if TYPE_CHECKING:
-    from partc.compiler.lower.comm import Writer
+    from partc.compiler.lower.comm import CommLowering
 
 
-def reduce_to(writer: Writer, move: mv.Reduce, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
+def reduce_to(
+    writer: CommLowering, move: mv.Reduce, before: ShardedValue, after: ShardedValue, name: str, out: str, cause: str
+) -> None:
     """A Reduce: all ranks give their terms, the roots have what comes of them."""
     sets, group = writer.circles(move.before.mesh, move.axes, move.source_group)
     amount, shape = writer.amount(after.value, share_of_piece(after.layout)), local_shape(writer.program, before)
@@ -28,10 +30,12 @@ def reduce_to(writer: Writer, move: mv.Reduce, before: Copy, after: Copy, name: 
     said: dict[str, int | str | tuple[int, ...]] = {fmt.GROUP: group, fmt.ROOT: move.root, fmt.REDUCE: move.reduce}
     others = tuple(rank for rank in move.source_group if rank not in move.group)
     for ranks, made in ((others, ()), (move.group, (out,))):
-        writer.append(ranks, Comm(fmt.REDUCE_TO, (name,), made, said, tag, after.value, cause, amount))
+        writer.append(ranks, CommOp(fmt.REDUCE_TO, (name,), made, said, tag, after.value, cause, amount))
 
 
-def broadcast(writer: Writer, ranks: Group, before: Copy, after: Copy, name: str, out: str, cause: str) -> None:
+def broadcast(
+    writer: CommLowering, ranks: Group, before: ShardedValue, after: ShardedValue, name: str, out: str, cause: str
+) -> None:
     """A Broadcast of what the first of the ranks has whole; it keeps what it has, and the others get it."""
     group, shape = writer.group((ranks,)), local_shape(writer.program, before)
     amount = writer.amount(after.value, share_of_piece(before.layout))
@@ -41,7 +45,7 @@ def broadcast(writer: Writer, ranks: Group, before: Copy, after: Copy, name: str
     writer.events.append(event)
     said: dict[str, int | str | tuple[int, ...]] = {fmt.GROUP: group, fmt.ROOT: 0}
     for some, given, made in ((ranks[:1], (name,), ()), (ranks[1:], (), (out,))):
-        writer.append(some, Comm(fmt.BROADCAST, given, made, said, tag, after.value, cause, amount))
+        writer.append(some, CommOp(fmt.BROADCAST, given, made, said, tag, after.value, cause, amount))
 
 
 def has_size(program: Program, value: ir.Value) -> bool:

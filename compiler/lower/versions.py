@@ -14,48 +14,48 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 from partc.compiler.analysis.lost import dim_of, how_lost, unknown_dims
 from partc.compiler.dims.facts import facts_of
-from partc.compiler.ir.choice import Instance
-from partc.compiler.ir.program import Copy, Group, Program
+from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.program import Group, Program, ShardedValue
 from partc.compiler.layout.exchange import span_of
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.lower.builders import derived
-from partc.compiler.training.config import Part
+from partc.compiler.training.config import ProgramKind
 
 
 @dataclass
-class Copies:
+class ValueVersions:
     """Per value its homes (copies that are made or arrive), what each is settled to, and the needed ones with their causes."""
 
-    homes: dict[ir.Value, list[Copy]] = field(default_factory=dict)
-    settled: dict[Copy, Copy] = field(default_factory=dict)
-    needs: dict[ir.Value, dict[Copy, str]] = field(default_factory=dict)
-    delivered: dict[ir.Value, list[Copy]] = field(default_factory=dict)
-    names: dict[Copy, str] = field(default_factory=dict)
-    derived: set[Copy] = field(default_factory=set)
+    defs: dict[ir.Value, list[ShardedValue]] = field(default_factory=dict)
+    canonical: dict[ShardedValue, ShardedValue] = field(default_factory=dict)
+    uses: dict[ir.Value, dict[ShardedValue, str]] = field(default_factory=dict)
+    delivered: dict[ir.Value, list[ShardedValue]] = field(default_factory=dict)
+    names: dict[ShardedValue, str] = field(default_factory=dict)
+    derived: set[ShardedValue] = field(default_factory=set)
     """Needed copies of which only derived cuts are the cause."""
 
-    def home_for(self, copy: Copy) -> Copy:
+    def definition_for(self, copy: ShardedValue) -> ShardedValue:
         """Where a needed copy comes from: its own group's home, else the first one; in its settled layout."""
-        homes = self.homes[copy.value]
-        home = next((one for one in homes if one.group == copy.group), homes[0])
-        return self.settled.get(home, home)
+        defs = self.defs[copy.value]
+        home = next((one for one in defs if one.group == copy.group), defs[0])
+        return self.canonical.get(home, home)
 
 
-def whole_on(value: ir.Value, group: Group) -> Copy:
+def replicated_on(value: ir.Value, group: Group) -> ShardedValue:
     """A value whole on every rank of a group."""
     rank = value.shape.rank() if value.shape is not None else 0
-    return Copy(value, group, normal(Layout.whole((len(group),), rank)))
+    return ShardedValue(value, group, normal(Layout.whole((len(group),), rank)))
 
 
-def laid_out(value: ir.Value, group: Group, layout: Layout | None) -> Copy:
+def laid_out(value: ir.Value, group: Group, layout: Layout | None) -> ShardedValue:
     """A value in a layout; whole without one, and where nobody knows how many dims the value has."""
-    if layout is None or (value.shape is None and layout.is_whole):
-        return whole_on(value, group)
-    return Copy(value, group, normal(layout))
+    if layout is None or (value.shape is None and layout.is_replicated):
+        return replicated_on(value, group)
+    return ShardedValue(value, group, normal(layout))
 
 
-def read_as(program: Program, instance: Instance, k: int) -> Copy:
+def input_layout_of(program: Program, instance: NodeOnGroup, k: int) -> ShardedValue:
     """The copy that operand `k` of a node on a group must be."""
     value = instance.node.inputs[k]
     assert value is not None
@@ -64,7 +64,7 @@ def read_as(program: Program, instance: Instance, k: int) -> Copy:
     return laid_out(value, instance.group, layout)
 
 
-def made_as(program: Program, instance: Instance, k: int) -> Copy:
+def output_layout_of(program: Program, instance: NodeOnGroup, k: int) -> ShardedValue:
     """The copy that a node makes on a group as its output `k`."""
     value = instance.node.outputs[k]
     choice = program.choices.get(instance)
@@ -81,32 +81,32 @@ def proven_divisors(program: Program, value: ir.Value) -> tuple[int, ...]:
     )
 
 
-def is_derived(program: Program, instance: Instance) -> bool:
+def is_derived(program: Program, instance: NodeOnGroup) -> bool:
     """Whether nothing of how a node is cut was given by the plan or the model."""
     choice = program.choices.get(instance)
     paths = program.derived_paths
     return choice is not None and choice.open and all(why in paths for why in choice.why.values())
 
 
-def find_copies(program: Program, delivered: dict[ir.Value, tuple[tuple[int, ...] | None, bool]]) -> Copies:
+def find_versions(program: Program, delivered: dict[ir.Value, tuple[tuple[int, ...] | None, bool]]) -> ValueVersions:
     """All copies of all values, named. `delivered`: per output its ranks (None: it stays), and whether it stays cut."""
-    copies = Copies()
+    copies = ValueVersions()
     graph = program.model.graph
     order = sorted(graph, key=lambda node: program.placement[node].follows)
     for node in graph:
         for group in program.placement[node].groups:
             for k, value in enumerate(node.outputs):
-                copies.homes.setdefault(value, []).append(made_as(program, Instance(node, group), k))
+                copies.defs.setdefault(value, []).append(output_layout_of(program, NodeOnGroup(node, group), k))
     for node in order:
         placed = program.placement[node]
         cause = f"read by {program.paths[node]} ({placed.rule})"
         for group in placed.groups:
-            instance = Instance(node, group)
-            wanted = [read_as(program, instance, k) for k, value in enumerate(node.inputs) if value is not None]
-            wanted += [whole_on(value, group) for value in program.around[node]]
+            instance = NodeOnGroup(node, group)
+            wanted = [input_layout_of(program, instance, k) for k, value in enumerate(node.inputs) if value is not None]
+            wanted += [replicated_on(value, group) for value in program.around[node]]
             derived = is_derived(program, instance)
             for copy in wanted:
-                known = copies.needs.setdefault(copy.value, {})
+                known = copies.uses.setdefault(copy.value, {})
                 if derived and copy not in known:
                     copies.derived.add(copy)
                 elif not derived:
@@ -116,17 +116,17 @@ def find_copies(program: Program, delivered: dict[ir.Value, tuple[tuple[int, ...
     _as_begun(program, copies)
     for value, (ranks, cut) in delivered.items():
         deliver(copies, value, ranks, cut and program.values[value].shape is not None)
-    for value, homes in copies.homes.items():
-        for home in homes:
-            settle(program, copies, value, home)
+    for value, defs in copies.defs.items():
+        for home in defs:
+            reduce_definition(program, copies, value, home)
     fed = program.training.optimizer.scalars if program.training else ()
-    for value in {**copies.homes, **copies.needs}:
+    for value in {**copies.defs, **copies.uses}:
         _name(copies, value, program.own_names, fed)
     return copies
 
 
 def _arrivals(
-    program: Program, copies: Copies, delivered: Mapping[ir.Value, tuple[tuple[int, ...] | None, bool]]
+    program: Program, copies: ValueVersions, delivered: Mapping[ir.Value, tuple[tuple[int, ...] | None, bool]]
 ) -> None:
     """Inputs arrive on every group that reads them, cut where the plan says so; weights lie as they are read.
 
@@ -136,67 +136,71 @@ def _arrivals(
     graph = program.model.graph
     arriving = program.given.arriving if program.given else {}
     for value in graph.inputs:
-        groups = list(dict.fromkeys(copy.group for copy in copies.needs.get(value, ())))
-        cut = [Copy(value, group, normal(arriving[value, group][0])) for group in groups if (value, group) in arriving]
-        whole = [whole_on(value, group) for group in groups]
-        apart: list[Copy] = []
+        groups = list(dict.fromkeys(copy.group for copy in copies.uses.get(value, ())))
+        cut = [
+            ShardedValue(value, group, normal(arriving[value, group][0]))
+            for group in groups
+            if (value, group) in arriving
+        ]
+        whole = [replicated_on(value, group) for group in groups]
+        apart: list[ShardedValue] = []
         for copy in sorted(cut, key=lambda copy: -len(copy.group)):
             if all(set(copy.group).isdisjoint(other.group) for other in apart):
                 apart.append(copy)
         ranks, stays = delivered.get(value, ((), True))
         if not stays and any(ranks is None or not {*ranks}.isdisjoint(copy.group) for copy in apart):
             apart = []
-        copies.homes[value] = apart or whole
+        copies.defs[value] = apart or whole
     for value in graph.initializers.values():
-        copies.homes[value] = list(copies.needs.get(value, ()))
+        copies.defs[value] = list(copies.uses.get(value, ()))
 
 
-def _as_begun(program: Program, copies: Copies) -> None:
+def _as_begun(program: Program, copies: ValueVersions) -> None:
     """Has parameters lie, and inputs of a part of a batch arrive, as in the step of the training that this program belongs to."""
     graph, lying = program.model.graph, program.begun.lying if program.begun else {}
-    inputs = graph.inputs if program.training and program.training.part is not Part.EVALUATION else ()
+    inputs = graph.inputs if program.training and program.training.part is not ProgramKind.EVALUATION else ()
     for value in (*inputs, *graph.initializers.values()):
-        there = {Copy(value, *key): name for key, name in lying.get(value.name or "", {}).items()}
-        if there and copies.needs.get(value):
-            names = {home: name for home in copies.homes[value] if (name := _name_there(home, there))}
-            chosen = names if len(names) == len(copies.homes[value]) else there
-            copies.homes[value] = [*chosen]
+        there = {ShardedValue(value, *key): name for key, name in lying.get(value.name or "", {}).items()}
+        if there and copies.uses.get(value):
+            names = {home: name for home in copies.defs[value] if (name := _name_there(home, there))}
+            chosen = names if len(names) == len(copies.defs[value]) else there
+            copies.defs[value] = [*chosen]
             copies.names |= chosen
 
 
-def _name_there(home: Copy, there: Mapping[Copy, str]) -> str | None:
+def _name_there(home: ShardedValue, there: Mapping[ShardedValue, str]) -> str | None:
     """The name under which the ranks of `home` have it. What overlapping groups have whole is one value, listed for one of them."""
-    if home in there or not home.layout.is_whole:
+    if home in there or not home.layout.is_replicated:
         return there.get(home)
-    whole = {rank: name for copy, name in there.items() if copy.layout.is_whole for rank in copy.group}
+    whole = {rank: name for copy, name in there.items() if copy.layout.is_replicated for rank in copy.group}
     names = {whole.get(rank) for rank in home.group}
     return names.pop() if len(names) == 1 else None
 
 
-def deliver(copies: Copies, value: ir.Value, ranks: tuple[int, ...] | None, cut: bool) -> None:
+def deliver(copies: ValueVersions, value: ir.Value, ranks: tuple[int, ...] | None, cut: bool) -> None:
     """Has an output of the model needed where it is delivered."""
     producer = value.producer()
-    homes = copies.homes.setdefault(value, [])
-    if producer is None and not homes:
-        homes.append(whole_on(value, (0,)))
-    if cut and not homes[0].layout.partial:
-        copies.delivered[value] = [homes[0]]
+    defs = copies.defs.setdefault(value, [])
+    if producer is None and not defs:
+        defs.append(replicated_on(value, (0,)))
+    if cut and not defs[0].layout.partial:
+        copies.delivered[value] = [defs[0]]
         return
-    groups = [(rank,) for rank in ranks] if ranks is not None else [homes[0].group]
-    copies.delivered[value] = [whole_on(value, group) for group in groups]
+    groups = [(rank,) for rank in ranks] if ranks is not None else [defs[0].group]
+    copies.delivered[value] = [replicated_on(value, group) for group in groups]
     if cut:
-        home = homes[0]
-        copies.delivered[value] = [Copy(value, home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))]
+        home = defs[0]
+        copies.delivered[value] = [ShardedValue(value, home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))]
     for copy in copies.delivered[value]:
         where = f"rank {copy.group[0]}" if len(copy.group) == 1 else f"ranks {copy.group[0]}-{copy.group[-1]}"
-        copies.needs.setdefault(value, {}).setdefault(copy, f"output '{value.name}' is delivered to {where}")
+        copies.uses.setdefault(value, {}).setdefault(copy, f"output '{value.name}' is delivered to {where}")
     if producer is None and value.is_initializer():
-        copies.homes[value] = list(copies.needs[value])
-    elif producer is None and homes[0].layout.is_whole:
-        homes += [copy for copy in copies.delivered[value] if copy.group not in [home.group for home in homes]]
+        copies.defs[value] = list(copies.uses[value])
+    elif producer is None and defs[0].layout.is_replicated:
+        defs += [copy for copy in copies.delivered[value] if copy.group not in [home.group for home in defs]]
 
 
-def settle(program: Program, copies: Copies, value: ir.Value, home: Copy) -> None:
+def reduce_definition(program: Program, copies: ValueVersions, value: ir.Value, home: ShardedValue) -> None:
     """Terms are reduced once, on the ranks that have them, unless they have one reader, for whom some of these ranks are cheaper.
 
     An output whose layout the plan gives takes that first. Terms that are passed on (`sharding/sums.py`), or that nobody reads, stay such.
@@ -204,27 +208,27 @@ def settle(program: Program, copies: Copies, value: ir.Value, home: Copy) -> Non
     producer = value.producer()
     if producer is None:
         return
-    key = (Instance(producer, home.group), producer.outputs.index(value))
+    key = (NodeOnGroup(producer, home.group), producer.outputs.index(value))
     if program.given and key in program.given.outputs:
-        wanted = Copy(value, home.group, normal(program.given.outputs[key][0]))
+        wanted = ShardedValue(value, home.group, normal(program.given.outputs[key][0]))
         if wanted != home:
-            copies.settled[home] = wanted
+            copies.canonical[home] = wanted
         return
-    needs = copies.needs.get(value, {})
+    uses = copies.uses.get(value, {})
     kept = {*program.training.statistics.values()} if program.training else set()
-    if not home.layout.partial or home in needs or not (needs or value in kept):
+    if not home.layout.partial or home in uses or not (uses or value in kept):
         return
-    first = copies.homes[value][0]
-    served = [copy for copy in needs if copy != home and (copy.group == home.group or home == first)]
+    first = copies.defs[value][0]
+    served = [copy for copy in uses if copy != home and (copy.group == home.group or home == first)]
     if len(served) != 1:
-        copies.settled[home] = Copy(value, home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
+        copies.canonical[home] = ShardedValue(value, home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
 
 
-def made_whole(program: Program, copies: Copies, outputs: list[ir.Value]) -> list[str]:
+def replicated_outputs(program: Program, copies: ValueVersions, outputs: list[ir.Value]) -> list[str]:
     """What is told of outputs that should stay cut, and cannot, since their shapes are not known."""
     told = []
     for value in outputs:
-        home = next(iter(copies.homes.get(value, ())), None)
+        home = next(iter(copies.defs.get(value, ())), None)
         if program.values[value].shape is None and home is not None and any(home.layout.cuts):
             law, remedy = how_lost(program, value, next(iter(unknown_dims(program, value)), None))
             told.append(
@@ -233,7 +237,7 @@ def made_whole(program: Program, copies: Copies, outputs: list[ir.Value]) -> lis
     return told
 
 
-def can_share(one: Copy, other: Copy) -> bool:
+def can_share(one: ShardedValue, other: ShardedValue) -> bool:
     """Whether two copies may have one name: they have no rank in common, or one's ranks are among the other's and hold the same."""
     common = set(one.group) & set(other.group)
     if not common:
@@ -245,37 +249,37 @@ def can_share(one: Copy, other: Copy) -> bool:
     )
 
 
-def _made_apart(copies: Copies, one: Copy, other: Copy) -> bool:
+def _made_apart(copies: ValueVersions, one: ShardedValue, other: ShardedValue) -> bool:
     """Whether a rank makes both of two copies: one is a home, and the other comes, on more ranks, from another home."""
-    homes = copies.homes.get(one.value, [])
-    made = {*homes, *(copies.settled[home] for home in homes if home in copies.settled)}
+    defs = copies.defs.get(one.value, [])
+    made = {*defs, *(copies.canonical[home] for home in defs if home in copies.canonical)}
     if (one in made) == (other in made):
         return False
     home, derived = (one, other) if one in made else (other, one)
     here, there = set(home.group), set(derived.group)
-    return bool(here & there) and not there <= here and copies.home_for(derived) != home
+    return bool(here & there) and not there <= here and copies.definition_for(derived) != home
 
 
-def _name(copies: Copies, value: ir.Value, own: frozenset[str], fed: Collection[str]) -> None:
+def _name(copies: ValueVersions, value: ir.Value, own: frozenset[str], fed: Collection[str]) -> None:
     """Names the copies of a value: none as another value of the model (`own`), or as what a step of a training is `fed` with."""
     name = value.name or ""
     allowed = "" if name in fed and not value.is_graph_input() else name
-    homes = copies.homes.get(value, [])
+    defs = copies.defs.get(value, [])
     if value.is_graph_input():  # nobody makes it: what is whole is one value, however groups overlap
-        copies.names.update({home: name for home in homes if home.layout.is_whole})
-    made = [home for home in homes if not home.layout.partial]
+        copies.names.update({home: name for home in defs if home.layout.is_replicated})
+    made = [home for home in defs if not home.layout.partial]
     order = dict.fromkeys(
         [
             *copies.delivered.get(value, ()),
-            *(copies.settled[home] for home in homes if home in copies.settled),
+            *(copies.canonical[home] for home in defs if home in copies.canonical),
             *made,
-            *copies.needs.get(value, ()),
-            *homes,
+            *copies.uses.get(value, ()),
+            *defs,
         ]
     )
     for copy in copies.delivered.get(value, ()):
-        source = copies.home_for(copy) if homes else copy
-        if source.layout.is_whole and copy.layout.is_whole and set(copy.group) <= set(source.group):
+        source = copies.definition_for(copy) if defs else copy
+        if source.layout.is_replicated and copy.layout.is_replicated and set(copy.group) <= set(source.group):
             copies.names[source] = copies.names[copy] = name
     for copy in order:
         if copy in copies.names:
@@ -287,7 +291,7 @@ def _name(copies: Copies, value: ir.Value, own: frozenset[str], fed: Collection[
         copies.names[copy] = next(free, None) or derived(wanted[-1], own | taken)
 
 
-def _spellings(name: str, copy: Copy) -> list[str]:
+def _spellings(name: str, copy: ShardedValue) -> list[str]:
     """The names that a copy of a value may have, the plainest first: `h`, `h@[2, 1]`, `h@[2, 1]@0-1`; of terms `h.terms` and on."""
     apart = f"{name}.terms" if copy.layout.partial else f"{name}@{copy.layout}"
     plain = [] if copy.layout.partial else [name]

@@ -13,10 +13,10 @@ from fractions import Fraction
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.choice import Instance
-from partc.compiler.ir.program import Comm, Event, Group, Shape
-from partc.compiler.lower.comm import Writer
-from partc.compiler.lower.versions import made_as, read_as
+from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.program import CommOp, Event, Group, Shape
+from partc.compiler.lower.comm import CommLowering
+from partc.compiler.lower.versions import input_layout_of, output_layout_of
 from partc.compiler.ops.families.local_map import COLLECTIVES, LINE, is_collective
 from partc.compiler.sharding.strategy import refined
 from partc.runtime.artifact import format as fmt
@@ -64,7 +64,12 @@ class Written:
 
 
 def write(
-    writer: Writer, one: Written, group: Group, names: tuple[str, str], values: tuple[ir.Value, ir.Value], cause: str
+    writer: CommLowering,
+    one: Written,
+    group: Group,
+    names: tuple[str, str],
+    values: tuple[ir.Value, ir.Value],
+    cause: str,
 ) -> None:
     """Writes the collective into the programs of a group: of the first name the second is made, which `values` list."""
     mesh, named = refined(writer.program.plan.axes_of(group))
@@ -95,10 +100,10 @@ def is_written(node: ir.Node) -> bool:
     return is_collective(node) and node.attributes.get_int("size", 1) > 1
 
 
-def write_forward(writer: Writer, instance: Instance) -> None:
+def write_forward(writer: CommLowering, instance: NodeOnGroup) -> None:
     """The collective of a node, in the programs of its group."""
     node = instance.node
-    read, made = read_as(writer.program, instance, 0), made_as(writer.program, instance, 0)
+    read, made = input_layout_of(writer.program, instance, 0), output_layout_of(writer.program, instance, 0)
     names = writer.names[read], writer.names[made]
     write(
         writer, Written.of(node, len(read.layout.cuts)), instance.group, names, (read.value, made.value), cause_of(node)
@@ -106,10 +111,10 @@ def write_forward(writer: Writer, instance: Instance) -> None:
 
 
 def write_backward(
-    writer: Writer, instance: Instance, names: tuple[str, str], cotangents: tuple[ir.Value, ir.Value]
+    writer: CommLowering, instance: NodeOnGroup, names: tuple[str, str], cotangents: tuple[ir.Value, ir.Value]
 ) -> None:
     """The dual of a node's collective: of the output's cotangent that of the input; `names` and values in this order."""
-    one = Written.of(instance.node, len(read_as(writer.program, instance, 0).layout.cuts)).dual
+    one = Written.of(instance.node, len(input_layout_of(writer.program, instance, 0).layout.cuts)).dual
     write(writer, one, instance.group, names, cotangents, f"gradient of '{writer.program.paths[instance.node]}'")
 
 
@@ -120,7 +125,7 @@ def cause_of(node: ir.Node) -> str:
 
 @dataclass
 class _Work:
-    writer: Writer
+    writer: CommLowering
     one: Written
     group: Group
     sets: tuple[Group, ...]
@@ -150,7 +155,7 @@ class _Work:
     ) -> None:
         inputs, outputs = (self.names[0],) if given else (), (self.names[1],) if made else ()
         attributes: Attributes = {fmt.GROUP: self.circle, **said}
-        step = Comm(op_type, inputs, outputs, attributes, event[0], self.values[1], self.cause, event[1])
+        step = CommOp(op_type, inputs, outputs, attributes, event[0], self.values[1], self.cause, event[1])
         self.writer.append(ranks, step)
 
     def everywhere(self, op_type: str, said: Attributes) -> None:

@@ -47,7 +47,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class Given:
+class Proposed:
     """What a proposal says where the starting plan has examples: comments for the head, `ranks` and `mesh`, then the other sections.
 
     `names` are those of dims that the model leaves without one, by input and place.
@@ -64,7 +64,7 @@ def starting_plan(
     paths: Mapping[ir.Node, str],
     name: str,
     symbols: Mapping[str, Symbol] | None = None,
-    given: Given | None = None,
+    given: Proposed | None = None,
 ) -> str:
     """The text of a plan for the model called `name`; `paths` has the dotted path of every node of the main graph.
 
@@ -96,9 +96,9 @@ def starting_plan(
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _examples_of(graph: ir.Graph, paths: Mapping[ir.Node, str]) -> Given:
+def _examples_of(graph: ir.Graph, paths: Mapping[ir.Node, str]) -> Proposed:
     """One rank, and lines to fill in."""
-    return Given(
+    return Proposed(
         (
             "# Set 'ranks', then say under 'placement' which module or node runs on which of them, under 'sharding' how it is cut;",
             "# or let `partc plan --tp 2`, `--dp 2`, `--stages 2` propose it.",

@@ -21,7 +21,7 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
 from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.plan.start import Given, counted, key, starting_plan
+from partc.compiler.plan.start import Proposed, counted, key, starting_plan
 from partc.compiler.proposal.stages import Stage, balanced_stages
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
 from partc.compiler.rewrite.packed import unpack
@@ -81,7 +81,7 @@ def propose(source: Source, name: str, degrees: Degrees) -> tuple[str, list[str]
 
         def text(head: Iterable[str], cut: TensorParallel | None = cut) -> str:
             sections = tuple(_sections(program, degrees, batch, cut, stages))
-            given = Given(tuple(head), tuple(_ranks(degrees, mesh)), sections, batch.names)
+            given = Proposed(tuple(head), tuple(_ranks(degrees, mesh)), sections, batch.names)
             return starting_plan(source.model, paths, name, symbols, given)
 
         bare = text([])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import onnx_ir as ir
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.ops.families.local_map import (
     ALONG,
@@ -64,7 +64,7 @@ def axes_named(node: ir.Node) -> tuple[str, ...]:
     return (node.attributes.get_string("axis", ""),)
 
 
-def seed_local_maps(program: Program, choices: dict[Instance, Choice]) -> list[Problem]:
+def seed_local_maps(program: Program, choices: dict[NodeOnGroup, NodeSharding]) -> list[Problem]:
     """Closes the choices of all nodes of local maps: borders as their specs say, what is between them uncut."""
     problems: list[Problem] = []
     for node in program.model.graph:
@@ -75,7 +75,7 @@ def seed_local_maps(program: Program, choices: dict[Instance, Choice]) -> list[P
             problems += [problem for group in groups for problem in _wrong_group(program, node, group)]
             problems += _indivisible(program, node)
         for group in groups:
-            choice = choices.get(Instance(node, group))
+            choice = choices.get(NodeOnGroup(node, group))
             if choice is None:
                 continue
             choice.open = False
@@ -91,7 +91,7 @@ def seed_local_maps(program: Program, choices: dict[Instance, Choice]) -> list[P
     return list(dict.fromkeys(problems))
 
 
-def _cut(program: Program, node: ir.Node, group: Group, choice: Choice) -> None:
+def _cut(program: Program, node: ir.Node, group: Group, choice: NodeSharding) -> None:
     choice.mesh, named = refined(program.plan.axes_of(group))
     line = node.metadata_props.get(LINE, "")
     if is_border(node):

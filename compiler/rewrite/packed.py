@@ -8,7 +8,7 @@ A contiguous piece of W would be most of q, and the Split would gather y. The pa
 their elements alike, until a Split, Slice or Gather asks for just these parts; where something else reads them they are joined
 again. What is cut is then said of each part by itself, whatever their sizes are: fewer keys than queries are nothing special.
 
-A part is a parameter of its own that knows where it lies in the whole (`PartOf`): what is kept of it from step to step is listed
+A part is a parameter of its own that knows where it lies in the whole (`PackedBox`): what is kept of it from step to step is listed
 under the name of the whole, as a box of it, so that a checkpoint is the same whatever plan wrote it.
 """
 
@@ -22,7 +22,7 @@ from fractions import Fraction
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.program import PART, PartOf, Program
+from partc.compiler.ir.program import PART, PackedBox, Program
 from partc.compiler.ops.node import constant_ints
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE
@@ -181,7 +181,9 @@ class _Unpacking(Rewriting):
             part.const_value = _slice_of(tensor, dim, begin, begin + size, part)
             part.meta.update(value.meta)
             if around is None:
-                part.meta[PART] = PartOf(str(value.name), shape, tuple((0, n) for n in shape)).within(dim, begin, size)
+                part.meta[PART] = PackedBox(str(value.name), shape, tuple((0, n) for n in shape)).within(
+                    dim, begin, size
+                )
             else:
                 part.meta[PART] = around.within(dim, begin, size)
             self.graph.register_initializer(part)

@@ -23,7 +23,7 @@ _BROADCASTING = ("Add", "Sub", "Mul", "Div", "Sum")
 _ADDING = ("ScatterElements", "ScatterND")
 
 
-def lean(nodes: Sequence[ir.Node | None], kept: Collection[str], dims: Dims) -> dict[int, tuple[ir.Node, ...]]:
+def simplify(nodes: Sequence[ir.Node | None], kept: Collection[str], dims: Dims) -> dict[int, tuple[ir.Node, ...]]:
     """By index the nodes that stand in the place of one, none where it falls away.
 
     `nodes` in order, None for steps that are no nodes; what those read, and what is read afterwards, is in `kept`. `dims` are those of

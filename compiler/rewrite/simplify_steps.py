@@ -6,17 +6,17 @@ from collections.abc import Collection, Mapping, Sequence
 
 import onnx_ir as ir
 from partc.compiler.frontend.onnx_file import bodies
-from partc.compiler.ir.program import Op, Shape, Step, captured
-from partc.compiler.rewrite.simplify import lean
+from partc.compiler.ir.program import ComputeOp, RankOp, Shape, captured
+from partc.compiler.rewrite.simplify import simplify
 
 
-def lean_steps(
-    steps: Sequence[Step], kept: Collection[str], types: Mapping[str, tuple[ir.Value, Shape | None]]
-) -> list[Step]:
+def simplify_steps(
+    steps: Sequence[RankOp], kept: Collection[str], types: Mapping[str, tuple[ir.Value, Shape | None]]
+) -> list[RankOp]:
     """The steps, of which some fall away and others read what these read; `kept` is what is read after the last."""
     read = set(kept)
     for step in steps:
-        if not isinstance(step, Op):
+        if not isinstance(step, ComputeOp):
             read.update(step.inputs)
             continue
         for body in bodies(step.node):
@@ -25,11 +25,11 @@ def lean_steps(
     def dims(name: str) -> Shape | None:
         return types[name][1] if name in types else None
 
-    changed = lean([step.node if isinstance(step, Op) else None for step in steps], read, dims)
-    found: list[Step] = []
+    changed = simplify([step.node if isinstance(step, ComputeOp) else None for step in steps], read, dims)
+    found: list[RankOp] = []
     for index, step in enumerate(steps):
-        if index in changed and isinstance(step, Op):
-            found += [Op(node, step.source, step.captured) for node in changed[index]]
+        if index in changed and isinstance(step, ComputeOp):
+            found += [ComputeOp(node, step.source, step.captured) for node in changed[index]]
         else:
             found.append(step)
     return found

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.layout.layout import Layout
 from partc.compiler.plan.cut import Cut, is_named
@@ -70,7 +70,9 @@ class Joint:
     `add` takes the cuts in their order; `layout` gives a value's once all are there, None for one that has to be laid out by itself.
     """
 
-    def __init__(self, instances: Iterable[Instance], choices: Mapping[Instance, Choice], group: Group) -> None:
+    def __init__(
+        self, instances: Iterable[NodeOnGroup], choices: Mapping[NodeOnGroup, NodeSharding], group: Group
+    ) -> None:
         self.size = len(group)
         self.classes, self.met = _Sets(), _Sets()
         self.matrices: dict[Hashable, _Matrix] = {}

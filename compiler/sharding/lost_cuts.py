@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import onnx_ir as ir
 from partc.compiler.analysis.lost import dim_of, how_lost, unknown_dims
-from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Program
 from partc.compiler.ops.rule import WHOLE
 from partc.compiler.sharding.propagate import Propagation
@@ -15,12 +15,14 @@ _BY_EXTENTS = frozenset({"Expand", "Flatten", "Reshape", "Slice", "Squeeze"})
 """Ops whose rule is made of the sizes of their operands."""
 
 
-def lost_cuts(program: Program, choices: Mapping[Instance, Choice], propagation: Propagation) -> tuple[str, ...]:
+def lost_cuts(
+    program: Program, choices: Mapping[NodeOnGroup, NodeSharding], propagation: Propagation
+) -> tuple[str, ...]:
     """A warning for each cut that a reader undoes for want of a size."""
     return tuple(dict.fromkeys(_warnings(program, choices, propagation)))
 
 
-def _warnings(program: Program, choices: Mapping[Instance, Choice], propagation: Propagation) -> Iterator[str]:
+def _warnings(program: Program, choices: Mapping[NodeOnGroup, NodeSharding], propagation: Propagation) -> Iterator[str]:
     for instance, choice in choices.items():
         for k, value in enumerate(instance.node.inputs):
             arriving = None if value is None else propagation.layout_of(value, instance.group)
@@ -33,7 +35,9 @@ def _warnings(program: Program, choices: Mapping[Instance, Choice], propagation:
                     yield _told(program, instance, value, dim, lost)
 
 
-def _lost(program: Program, instance: Instance, choice: Choice, k: int, dim: int) -> tuple[ir.Value, int | None] | None:
+def _lost(
+    program: Program, instance: NodeOnGroup, choice: NodeSharding, k: int, dim: int
+) -> tuple[ir.Value, int | None] | None:
     """The value and dim for want of which a dim is not cut; None where that is not why."""
     node, rule = instance.node, choice.rule
     letters = rule.inputs[k] if k < len(rule.inputs) else None
@@ -55,7 +59,7 @@ def _lost(program: Program, instance: Instance, choice: Choice, k: int, dim: int
     return None
 
 
-def _told(program: Program, instance: Instance, value: ir.Value, dim: int, lost: tuple[ir.Value, int | None]) -> str:
+def _told(program: Program, instance: NodeOnGroup, value: ir.Value, dim: int, lost: tuple[ir.Value, int | None]) -> str:
     of, place = lost
     what = f"the rank of '{of.name}'" if place is None else f"dim {place} of '{of.name}'"
     law, remedy = how_lost(program, of, place)

@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 import onnx_ir as ir
-from partc.compiler.ir.choice import Axes, Choice, Instance
+from partc.compiler.ir.choice import Axes, NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Group
 from partc.compiler.layout.layout import Layout, Mesh
 from partc.compiler.ops.rule import WHOLE
 
-Operand = tuple[Instance, int]
+Operand = tuple[NodeOnGroup, int]
 
 
 @dataclass
-class Given:
+class Pinned:
     """Layouts that the plan or the model gives: of operands inside of a region, of what arrives in a group, of outputs that are wanted."""
 
     inputs: dict[Operand, tuple[Layout, str]] = field(default_factory=dict)
@@ -53,12 +53,12 @@ class Propagation:
     `weigh` gives a value's bytes; `divides` says whether a factor of an instance is proven to be divisible by so many pieces.
     """
 
-    instances: Sequence[Instance]
-    choices: Mapping[Instance, Choice]
-    given: Given
+    instances: Sequence[NodeOnGroup]
+    choices: Mapping[NodeOnGroup, NodeSharding]
+    given: Pinned
     paths: Mapping[ir.Node, str]
     weigh: Callable[[ir.Value], float]
-    divides: Callable[[Instance, str, int], bool]
+    divides: Callable[[NodeOnGroup, str, int], bool]
     readers: dict[tuple[ir.Value, int], list[Operand]] = field(default_factory=dict)
     """Per value and size of group the operands that read it."""
     groups: dict[ir.Node, list[Group]] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Propagation:
             return None
         groups = self.groups.get(producer, [])
         like = group if group in groups else next((other for other in groups if len(other) == len(group)), group)
-        instance = Instance(producer, like)
+        instance = NodeOnGroup(producer, like)
         choice = self.choices.get(instance)
         k = producer.outputs.index(value)
         if choice is None:
@@ -106,7 +106,7 @@ class Propagation:
         layout = choice.output(k)
         return None if layout is None else (Layout(layout.mesh, layout.cuts), self.paths[producer])
 
-    def _hear(self, instance: Instance, neighbours: Callable[[Instance], Iterator[Vote]]) -> bool:
+    def _hear(self, instance: NodeOnGroup, neighbours: Callable[[NodeOnGroup], Iterator[Vote]]) -> bool:
         choice = self.choices[instance]
         if not choice.open:
             return False
@@ -114,35 +114,35 @@ class Propagation:
         taken = [self._take(instance, choice, vote) for vote in votes]
         return any(taken)
 
-    def _take(self, instance: Instance, choice: Choice, vote: Vote) -> bool:
+    def _take(self, instance: NodeOnGroup, choice: NodeSharding, vote: Vote) -> bool:
         if vote.letter in choice.axes or vote.letter not in choice.rule.factors:
             return False
         if vote.mesh != choice.mesh:
             if choice.axes:
                 return False
             choice.mesh = vote.mesh
-        pieces = Choice(choice.rule, choice.mesh, {vote.letter: vote.axes}).pieces(vote.letter)
+        pieces = NodeSharding(choice.rule, choice.mesh, {vote.letter: vote.axes}).pieces(vote.letter)
         if not set(vote.axes) <= choice.free or not self.divides(instance, vote.letter, pieces):
             return False
         choice.axes[vote.letter] = vote.axes
         choice.why[vote.letter] = vote.why
         return True
 
-    def _given(self, instance: Instance) -> Iterator[Vote]:
+    def _given(self, instance: NodeOnGroup) -> Iterator[Vote]:
         rule = self.choices[instance].rule
         for letters, given in ((rule.inputs, self.given.inputs), (rule.outputs, self.given.outputs)):
             for k, operand in enumerate(letters):
                 if found := given.get((instance, k)):
                     yield from self._votes(operand, found, float("inf"))
 
-    def _from_inputs(self, instance: Instance) -> Iterator[Vote]:
+    def _from_inputs(self, instance: NodeOnGroup) -> Iterator[Vote]:
         for k, value in enumerate(instance.node.inputs):
             if value is None:
                 continue
             if (instance, k) not in self.given.inputs and (found := self.layout_of(value, instance.group)):
                 yield from self._votes(self.choices[instance].rule.inputs[k], found, self.weigh(value))
 
-    def _from_outputs(self, instance: Instance) -> Iterator[Vote]:
+    def _from_outputs(self, instance: NodeOnGroup) -> Iterator[Vote]:
         rule = self.choices[instance].rule
         for k, value in enumerate(instance.node.outputs):
             for reader, operand in self.readers.get((value, len(instance.group)), ()):

@@ -13,14 +13,14 @@ from pathlib import PurePath
 
 import onnx_ir as ir
 from partc.compiler.errors import Problem
-from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.layout.layout import Layout, Mesh, primes
 from partc.compiler.plan.cut import Cut, is_named
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.sharding.joint import Joint, corresponding, cut_layout, names_of, numbers_of
-from partc.compiler.sharding.propagate import Given
+from partc.compiler.sharding.propagate import Pinned
 from partc.compiler.sharding.strategy import WrongStrategy, assign_integers, from_names, refined, to_axes
 from partc.runtime.artifact import format as fmt
 
@@ -58,18 +58,18 @@ class RegionCuts:
     """Fills what regions are given into choices and `given`; `problems` gets what is wrong."""
 
     def __init__(
-        self, program: Program, choices: Mapping[Instance, Choice], given: Given, problems: list[Problem]
+        self, program: Program, choices: Mapping[NodeOnGroup, NodeSharding], given: Pinned, problems: list[Problem]
     ) -> None:
         self.program, self.choices, self.given, self.problems = program, choices, given, problems
         self.follows = {node for node, placed in program.placement.items() if placed.follows}
         self.constants = {node for node, placed in program.placement.items() if placed.rule == fmt.CONSTANT}
 
-    def instances(self, nodes: Sequence[ir.Node]) -> Iterator[Instance]:
+    def instances(self, nodes: Sequence[ir.Node]) -> Iterator[NodeOnGroup]:
         """The nodes on their groups of several ranks."""
         for node in nodes:
             for group in self.program.placement[node].groups:
                 if len(group) > 1:
-                    yield Instance(node, group)
+                    yield NodeOnGroup(node, group)
 
     def is_constant(self, value: ir.Value) -> bool:
         """Whether a value is a parameter, or made of such alone."""
@@ -208,7 +208,7 @@ class RegionCuts:
                 self._operands(region, instance, cuts)
         return True
 
-    def _operands(self, region: Region, instance: Instance, cuts: Sequence[Cut | None]) -> None:
+    def _operands(self, region: Region, instance: NodeOnGroup, cuts: Sequence[Cut | None]) -> None:
         choice = self.choices[instance]
         try:
             if any(cut is not None and is_named(cut) for cut in cuts):
@@ -232,7 +232,7 @@ class RegionCuts:
     def _entering(
         self,
         region: Region,
-        instances: Sequence[Instance],
+        instances: Sequence[NodeOnGroup],
         joint: Joint,
         entering: Sequence[tuple[ir.Value, Cut]],
     ) -> None:
@@ -250,7 +250,7 @@ class RegionCuts:
     def _leaving(
         self,
         region: Region,
-        instances: Sequence[Instance],
+        instances: Sequence[NodeOnGroup],
         joint: Joint,
         leaving: Sequence[tuple[ir.Value, Cut]],
     ) -> None:
@@ -260,7 +260,7 @@ class RegionCuts:
                     key = instance, list(instance.node.outputs).index(value)
                     self.given.outputs[key] = (layout, region.rule.where)
 
-    def _made(self, region: Region, instance: Instance, joint: Joint, cut: Cut, value: ir.Value) -> Layout | None:
+    def _made(self, region: Region, instance: NodeOnGroup, joint: Joint, cut: Cut, value: ir.Value) -> Layout | None:
         """The layout of what leaves: as the op of its own makes it, if that is the cut, else as the region's values lie together."""
         choice = self.choices[instance]
         made = choice.output(list(instance.node.outputs).index(value))

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 from partc.compiler.annotations.seed import seed_annotations
 from partc.compiler.errors import Problem
-from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.layout.layout import Layout, primes
 from partc.compiler.placement.infer import spelled
@@ -23,7 +23,7 @@ from partc.compiler.plan.matching import sharding_rules
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import DATA_AXIS, DATA_PARALLEL
 from partc.compiler.sharding.joint import cut_layout, is_text
-from partc.compiler.sharding.propagate import Given
+from partc.compiler.sharding.propagate import Pinned
 from partc.compiler.sharding.region_cuts import Region, RegionCuts, line_of
 from partc.compiler.sharding.strategy import refined
 from partc.compiler.sharding.styles import parameter_factor, styled
@@ -31,8 +31,8 @@ from partc.compiler.sharding.styles import parameter_factor, styled
 TENSOR_PARALLEL = "tp"
 
 
-def seed(program: Program, choices: Mapping[Instance, Choice]) -> tuple[Given, list[Problem]]:
-    """Fills in the choices that are given and closes those that are given whole; layouts of operands go into `Given`."""
+def seed(program: Program, choices: Mapping[NodeOnGroup, NodeSharding]) -> tuple[Pinned, list[Problem]]:
+    """Fills in the choices that are given and closes those that are given whole; layouts of operands go into `Pinned`."""
     work = _Seeds(program, choices)
     work.annotations()
     work.dataset()
@@ -42,9 +42,9 @@ def seed(program: Program, choices: Mapping[Instance, Choice]) -> tuple[Given, l
 
 
 class _Seeds:
-    def __init__(self, program: Program, choices: Mapping[Instance, Choice]) -> None:
+    def __init__(self, program: Program, choices: Mapping[NodeOnGroup, NodeSharding]) -> None:
         self.program, self.choices = program, choices
-        self.given = Given()
+        self.given = Pinned()
         self.problems: list[Problem] = []
         self.cuts = RegionCuts(program, choices, self.given, self.problems)
         self.constants, self.instances, self.problem = self.cuts.constants, self.cuts.instances, self.cuts.problem
@@ -95,7 +95,7 @@ class _Seeds:
         for instance in self.instances(region.nodes):
             if instance.node in self.constants:
                 continue  # what makes a parameter is cut as its reader is
-            meant = Instance(styled(instance.node), instance.group)
+            meant = NodeOnGroup(styled(instance.node), instance.group)
             instance = meant if meant in self.choices else instance
             choice = self.choices[instance]
             found = parameter_factor(choice.rule, instance.node, style, self.cuts.is_constant)

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from partc.compiler.analysis.lost import dim_of, how_lost
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Program
 from partc.compiler.ops import families as ops  # noqa: F401  (registers the table)
 from partc.compiler.ops.registry import rule_of
@@ -23,7 +23,7 @@ from partc.compiler.plan.matching import sharding_rules
 from partc.compiler.rewrite.local_maps import seed_local_maps
 from partc.compiler.sharding.joint import is_text
 from partc.compiler.sharding.lost_cuts import lost_cuts
-from partc.compiler.sharding.propagate import Given, Propagation
+from partc.compiler.sharding.propagate import Pinned, Propagation
 from partc.compiler.sharding.region_cuts import group_mesh
 from partc.compiler.sharding.seeds import seed
 from partc.compiler.sharding.uncut import uncut
@@ -41,12 +41,14 @@ def shard(program: Program) -> Program:
             raise CompileError(wrong)
         return program
     instances = [
-        Instance(node, group)
+        NodeOnGroup(node, group)
         for node in program.model.graph
         for group in program.placement[node].groups
         if len(group) > 1
     ]
-    choices = {instance: Choice(_rule(instance.node), group_mesh(program, instance.group)) for instance in instances}
+    choices = {
+        instance: NodeSharding(_rule(instance.node), group_mesh(program, instance.group)) for instance in instances
+    }
     laws = _Laws(program)
     given, problems = seed(program, choices)
     problems += seed_local_maps(program, choices)
@@ -105,7 +107,9 @@ class _Laws:
             size *= max(1, self.facts(dim).min or 1)
         return size
 
-    def dims(self, instance: Instance, choice: Choice, letter: str) -> Iterator[tuple[ir.Value, int, int | str | None]]:
+    def dims(
+        self, instance: NodeOnGroup, choice: NodeSharding, letter: str
+    ) -> Iterator[tuple[ir.Value, int, int | str | None]]:
         """The dims that a factor names, with their values; None for a dim of unknown size."""
         operands = [
             *zip(choice.rule.inputs, instance.node.inputs, strict=False),
@@ -118,8 +122,8 @@ class _Laws:
                 if each == letter:
                     yield value, dim, dim_of(self.program, value, dim)
 
-    def divides_in(self, choices: dict[Instance, Choice]) -> Callable[[Instance, str, int], bool]:
-        def divides(instance: Instance, letter: str, pieces: int) -> bool:
+    def divides_in(self, choices: dict[NodeOnGroup, NodeSharding]) -> Callable[[NodeOnGroup, str, int], bool]:
+        def divides(instance: NodeOnGroup, letter: str, pieces: int) -> bool:
             choice = choices[instance]
             if choice.rule.units.get(letter, 0) % pieces:
                 return False
@@ -128,7 +132,9 @@ class _Laws:
 
         return divides
 
-    def refusal(self, instance: Instance, choice: Choice, letter: str, pieces: int, where: str) -> Problem | None:
+    def refusal(
+        self, instance: NodeOnGroup, choice: NodeSharding, letter: str, pieces: int, where: str
+    ) -> Problem | None:
         """Why a node's factor cannot be cut into so many pieces; None where nothing forbids it."""
         subject = f"{instance.node.op_type} ({self.program.paths[instance.node]})"
         if (unit := choice.rule.units.get(letter, 0)) % pieces:
@@ -138,7 +144,7 @@ class _Laws:
                 return self._indivisible(where, subject, value, dim, size, pieces)
         return None
 
-    def violations(self, choices: dict[Instance, Choice], given: Given) -> Iterator[Problem]:
+    def violations(self, choices: dict[NodeOnGroup, NodeSharding], given: Pinned) -> Iterator[Problem]:
         """Every cut that was given and is not proven to give equal pieces."""
         for instance, choice in choices.items():
             for letter, pieces in choice.cut.items():

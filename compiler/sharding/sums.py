@@ -30,13 +30,20 @@ import sympy
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.dims.reading import read
 from partc.compiler.emit.transfer_bytes import whole_bytes
-from partc.compiler.ir.choice import Choice, Instance
-from partc.compiler.ir.program import Copy, Group, Program
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.program import Group, Program, ShardedValue
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import bytes_moved, is_local
 from partc.compiler.layout.reshard import lower
-from partc.compiler.lower.versions import Copies, deliver, proven_divisors, read_as, settle, whole_on
+from partc.compiler.lower.versions import (
+    ValueVersions,
+    deliver,
+    input_layout_of,
+    proven_divisors,
+    reduce_definition,
+    replicated_on,
+)
 from partc.compiler.ops.families.local_map import is_inside
 from partc.compiler.plan.matching import output_ranks
 from partc.compiler.sharding.least_cut import ALWAYS, LeastCut
@@ -81,9 +88,9 @@ class _Terms:
 class _Passing:
     """Nodes that could pass terms of one kind on, in order, and the values that are terms then: `made` of them all."""
 
-    makers: list[Instance] = field(default_factory=list)
-    choices: dict[Instance, Choice] = field(default_factory=dict)
-    operands: dict[Instance, tuple[int, ...]] = field(default_factory=dict)
+    makers: list[NodeOnGroup] = field(default_factory=list)
+    choices: dict[NodeOnGroup, NodeSharding] = field(default_factory=dict)
+    operands: dict[NodeOnGroup, tuple[int, ...]] = field(default_factory=dict)
     """Of nodes that could, the inputs that are terms or are kept."""
     made: dict[ir.Value, Layout] = field(default_factory=dict)
 
@@ -154,12 +161,12 @@ class _Sums:
                     found.made |= {value: normal(layout) for value, layout in outputs.items() if layout is not None}
         return found
 
-    def _alone(self, node: ir.Node) -> Instance | None:
+    def _alone(self, node: ir.Node) -> NodeOnGroup | None:
         """A node on the one group that runs it, if all that it makes are numbers of known sizes, in layouts that nobody asks for."""
         placed = self.program.placement[node]
         if len(placed.groups) != 1 or placed.follows or is_inside(node) or self.program.around[node]:
             return None
-        instance = Instance(node, placed.groups[0])
+        instance = NodeOnGroup(node, placed.groups[0])
         if instance not in self.choices:
             return None
         given = self.program.given.outputs if self.program.given else {}
@@ -170,7 +177,7 @@ class _Sums:
         )
         return instance if fits else None
 
-    def _made(self, instance: Instance) -> dict[ir.Value, Layout]:
+    def _made(self, instance: NodeOnGroup) -> dict[ir.Value, Layout]:
         """What a node makes, in its layouts; nothing where these await anything but a sum, or differ in what they await."""
         choice, found = self.choices[instance], dict[ir.Value, Layout]()
         for k, value in enumerate(instance.node.outputs):
@@ -185,12 +192,12 @@ class _Sums:
         """Whether the bytes of all values are known as expressions."""
         return all(self._bytes(value) is not None for value in values)
 
-    def _giving(self, instance: Instance, terms: _Terms) -> Choice | None:
+    def _giving(self, instance: NodeOnGroup, terms: _Terms) -> NodeSharding | None:
         """How a node is cut where it passes terms on; None where it does not."""
         choice = self.choices[instance]
         return choice.giving(terms.layout) if choice.rule.partial_inputs else None
 
-    def _operands(self, instance: Instance, choice: Choice, found: _Passing) -> tuple[int, ...]:
+    def _operands(self, instance: NodeOnGroup, choice: NodeSharding, found: _Passing) -> tuple[int, ...]:
         """The inputs that are terms, or kept, where a node passes terms on; none where it cannot."""
         node, rule = instance.node, choice.rule
         rows = [tuple(k for k in row if k < len(node.inputs) and node.inputs[k]) for row in rule.partial_inputs]
@@ -203,19 +210,19 @@ class _Sums:
                 return row if all(_holds(node.inputs[k], node.outputs) for k in row) else ()
         return ()
 
-    def _arrives(self, instance: Instance, choice: Choice, k: int, found: _Passing) -> bool:
+    def _arrives(self, instance: NodeOnGroup, choice: NodeSharding, k: int, found: _Passing) -> bool:
         """Whether an input could be terms just as they are made."""
         value = instance.node.inputs[k]
         if value is None or value not in found.made or choice.input(k) is None:
             return False
         return normal(choice.kept_as(k)) == found.made[value]
 
-    def _readers(self, value: ir.Value, found: _Passing) -> Iterator[Instance | None]:
+    def _readers(self, value: ir.Value, found: _Passing) -> Iterator[NodeOnGroup | None]:
         """The nodes that could take a value's terms; None for each that cannot, and for the outside."""
         if value in self.ends:
             yield None
         for node, k in value.uses():
-            instance = Instance(node, self._group(value))
+            instance = NodeOnGroup(node, self._group(value))
             could = instance in found.choices and k in found.operands[instance]
             yield instance if could and self._arrives(instance, found.choices[instance], k, found) else None
 
@@ -226,29 +233,31 @@ class _Sums:
 
     def _reduced(self, value: ir.Value, layout: Layout, group: Group) -> Cost:
         """What it costs to reduce terms on all ranks that have them. Readers may want less: that is no gain of passing them on."""
-        return self._moved(value, [(Copy(value, group, layout), Copy(value, group, Layout(layout.mesh, layout.cuts)))])
+        return self._moved(
+            value, [(ShardedValue(value, group, layout), ShardedValue(value, group, Layout(layout.mesh, layout.cuts)))]
+        )
 
     def _now(self, value: ir.Value, layout: Layout, group: Group) -> Cost:
         """What it costs that the readers of terms get them reduced, if none takes them as they are."""
-        home, copies = Copy(value, group, normal(layout)), Copies()
+        home, copies = ShardedValue(value, group, normal(layout)), ValueVersions()
         wanted = [
-            read_as(self.program, Instance(node, each), k)
+            input_layout_of(self.program, NodeOnGroup(node, each), k)
             for node, k in value.uses()
             if node in self.program.placement
             for each in self.program.placement[node].groups
         ]
         inner = [node for node, around in self.program.around.items() if value in around]
-        wanted += [whole_on(value, each) for node in inner for each in self.program.placement[node].groups]
-        copies.homes[value], copies.needs[value] = [home], dict.fromkeys(wanted, "")
+        wanted += [replicated_on(value, each) for node in inner for each in self.program.placement[node].groups]
+        copies.defs[value], copies.uses[value] = [home], dict.fromkeys(wanted, "")
         if value in self.delivered:
             ranks, cut = self.delivered[value]
             deliver(copies, value, ranks, cut)
-        settle(self.program, copies, value, home)
-        pairs = [(copies.home_for(copy), copy) for copy in copies.needs[value]]
-        pairs += [(home, copies.settled[home])] if home in copies.settled else []
+        reduce_definition(self.program, copies, value, home)
+        pairs = [(copies.definition_for(copy), copy) for copy in copies.uses[value]]
+        pairs += [(home, copies.canonical[home])] if home in copies.canonical else []
         return self._moved(value, pairs)
 
-    def _moved(self, value: ir.Value, pairs: Iterable[tuple[Copy, Copy]]) -> Cost:
+    def _moved(self, value: ir.Value, pairs: Iterable[tuple[ShardedValue, ShardedValue]]) -> Cost:
         """What it costs to make copies of a value from others."""
         total, whole, divisors = Cost(), self._bytes(value), proven_divisors(self.program, value)
         assert whole is not None
@@ -257,7 +266,7 @@ class _Sums:
             total += Cost(((most, whole),) if most else (), count)
         return total
 
-    def _price(self, one: Copy, other: Copy, divisors: tuple[int, ...]) -> tuple[Fraction, int]:
+    def _price(self, one: ShardedValue, other: ShardedValue, divisors: tuple[int, ...]) -> tuple[Fraction, int]:
         """The share of a value that a rank receives at most, and in how many steps; within a group, of all groups of that size at once."""
         key = one.layout, other.layout, one.group == other.group, divisors
         if not key[2] or key not in self.prices:
@@ -277,9 +286,9 @@ class _Sums:
             found += math.ceil(share * (facts.max if facts.max is not None else max(1, facts.min or 1)))
         return found * per_byte + cost.count * per_move
 
-    def _cheapest(self, found: _Passing, extra: Mapping[ir.Value, int]) -> set[Instance | ir.Value | str]:
+    def _cheapest(self, found: _Passing, extra: Mapping[ir.Value, int]) -> set[NodeOnGroup | ir.Value | str]:
         """The nodes that make terms, and of the values that they make those whose terms all readers take."""
-        cut = LeastCut[Instance | ir.Value | str]()
+        cut = LeastCut[NodeOnGroup | ir.Value | str]()
         cut.edge("source", "drain", 0)
         for instance in (*found.makers, *found.choices):
             if instance not in found.choices:
@@ -291,11 +300,11 @@ class _Sums:
                         cut.edge(value, "drain" if reader is None else reader, ALWAYS)
         return cut.source_side("source", "drain")
 
-    def _connected(self, found: _Passing, side: set[Instance | ir.Value | str]) -> Iterator[list[Instance]]:
+    def _connected(self, found: _Passing, side: set[NodeOnGroup | ir.Value | str]) -> Iterator[list[NodeOnGroup]]:
         """Nodes that are to pass terms on, or make them for such, by what hangs together."""
-        leads: dict[Instance, Instance] = {}
+        leads: dict[NodeOnGroup, NodeOnGroup] = {}
 
-        def lead(one: Instance) -> Instance:
+        def lead(one: NodeOnGroup) -> NodeOnGroup:
             while leads.setdefault(one, one) != one:
                 leads[one] = one = leads[leads[one]]
             return one
@@ -305,7 +314,7 @@ class _Sums:
                 for reader in self._readers(value, found) if instance in side and value in side else ():
                     assert reader is not None
                     leads[lead(reader)] = lead(instance)
-        parts: dict[Instance, list[Instance]] = {}
+        parts: dict[NodeOnGroup, list[NodeOnGroup]] = {}
         for instance in (*found.makers, *found.choices):
             if instance in leads:
                 parts.setdefault(lead(instance), []).append(instance)
@@ -314,8 +323,8 @@ class _Sums:
     def _gains(
         self,
         found: _Passing,
-        part: Iterable[Instance],
-        side: set[Instance | ir.Value | str],
+        part: Iterable[NodeOnGroup],
+        side: set[NodeOnGroup | ir.Value | str],
         costs: Mapping[ir.Value, Cost],
     ) -> bool:
         """Whether nothing gets dearer, for any sizes, and something cheaper."""
@@ -341,7 +350,7 @@ class _Sums:
         least = facts_of(rest, self.known).min
         return least is not None and least >= 0
 
-    def _take(self, found: _Passing, part: Iterable[Instance], side: set[Instance | ir.Value | str]) -> None:
+    def _take(self, found: _Passing, part: Iterable[NodeOnGroup], side: set[NodeOnGroup | ir.Value | str]) -> None:
         """Has the nodes of a part pass terms on."""
         for instance in part:
             if instance in found.choices:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import onnx_ir as ir
-from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Program
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import on_common_mesh
@@ -39,7 +39,7 @@ def uncut(program: Program, done: Propagation) -> None:
             choice.why.pop(letter, None)
 
 
-def _disputed(instance: Instance, choice: Choice, done: Propagation) -> list[str]:
+def _disputed(instance: NodeOnGroup, choice: NodeSharding, done: Propagation) -> list[str]:
     """The factors of a node whose cut a reader on the same ranks does not take as it is."""
     found: dict[str, None] = {}
     for k, value in enumerate(instance.node.outputs):
@@ -56,7 +56,7 @@ def _disputed(instance: Instance, choice: Choice, done: Propagation) -> list[str
     return list(found)
 
 
-def _read(choices: Mapping[Instance, Choice], operand: Operand) -> Layout | None:
+def _read(choices: Mapping[NodeOnGroup, NodeSharding], operand: Operand) -> Layout | None:
     instance, k = operand
     return choices[instance].input(k)
 

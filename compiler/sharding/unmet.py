@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from partc.compiler.errors import Problem
-from partc.compiler.ir.choice import Choice, Instance
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Program
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
@@ -19,17 +19,17 @@ from partc.compiler.ops.rule import WHOLE
 from partc.compiler.plan.matching import sharding_rules
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import ShardingRule
-from partc.compiler.sharding.propagate import Given
+from partc.compiler.sharding.propagate import Pinned
 
-Refusal = Callable[[Instance, Choice, str, int, str], Problem | None]
+Refusal = Callable[[NodeOnGroup, NodeSharding, str, int, str], Problem | None]
 """Why a factor of a node cannot be cut into so many pieces, at the line that asks for it; None where nothing forbids it."""
 
 
 def not_taken(
-    program: Program, choices: Mapping[Instance, Choice], given: Given, refusal: Refusal
+    program: Program, choices: Mapping[NodeOnGroup, NodeSharding], given: Pinned, refusal: Refusal
 ) -> tuple[list[Problem], list[str]]:
     """The problems of cuts that no op of a region takes, and what is to be told of them."""
-    entering: dict[tuple[object, Layout, str], list[tuple[Instance, int]]] = {}
+    entering: dict[tuple[object, Layout, str], list[tuple[NodeOnGroup, int]]] = {}
     for (instance, k), (layout, where) in given.inputs.items():
         entering.setdefault((instance.node.inputs[k], normal(layout), where), []).append((instance, k))
     problems: list[Problem] = []
@@ -44,12 +44,12 @@ def not_taken(
     return problems, [*told, *_parameters(program, choices, given)]
 
 
-def _parameters(program: Program, choices: Mapping[Instance, Choice], given: Given) -> Iterator[str]:
+def _parameters(program: Program, choices: Mapping[NodeOnGroup, NodeSharding], given: Pinned) -> Iterator[str]:
     """Warnings of parameters that no op takes as a rule lays them out, since other cuts of these ops came first."""
     for (value, group), (layout, where) in given.arriving.items():
         if not value.is_initializer():
             continue
-        readers = [(use.node, choices.get(Instance(use.node, group)), use.idx) for use in value.uses()]
+        readers = [(use.node, choices.get(NodeOnGroup(use.node, group)), use.idx) for use in value.uses()]
         taken = [(node, choice.input(k)) for node, choice, k in readers if choice is not None]
         if taken and all(have is None or normal(have) != normal(layout) for _, have in taken):
             node, have = taken[0]
@@ -57,7 +57,9 @@ def _parameters(program: Program, choices: Mapping[Instance, Choice], given: Giv
             yield f"{where}: '{value.name}' is not cut {layout}: {op} takes it {have or 'replicated'}, as its other cuts want"
 
 
-def _laws(choice: Choice, instance: Instance, k: int, layout: Layout, where: str, refusal: Refusal) -> list[Problem]:
+def _laws(
+    choice: NodeSharding, instance: NodeOnGroup, k: int, layout: Layout, where: str, refusal: Refusal
+) -> list[Problem]:
     """What forbids a node to take an operand as it is laid out, of the dims that it could cut."""
     letters = choice.rule.inputs[k] if k < len(choice.rule.inputs) else None
     wanted = [(letter, layout.pieces(dim)) for dim, letter in enumerate(letters or "") if dim < len(layout.cuts)]
@@ -66,7 +68,9 @@ def _laws(choice: Choice, instance: Instance, k: int, layout: Layout, where: str
     return [problem for problem in found if problem is not None]
 
 
-def _needs_whole(program: Program, choice: Choice, instance: Instance, k: int, layout: Layout, where: str) -> str:
+def _needs_whole(
+    program: Program, choice: NodeSharding, instance: NodeOnGroup, k: int, layout: Layout, where: str
+) -> str:
     """A warning where a node reads whole what enters cut; empty where it takes another cut that was given."""
     letters = choice.rule.inputs[k] if k < len(choice.rule.inputs) else None
     value, op = instance.node.inputs[k], f"{instance.node.op_type} ({program.paths[instance.node]})"
@@ -78,7 +82,7 @@ def _needs_whole(program: Program, choice: Choice, instance: Instance, k: int, l
     return f"{where}: '{value.name}' enters cut {layout}, but {op} needs {dims} of it whole: it is gathered there"
 
 
-def gathered_inside(program: Program, choices: Mapping[Instance, Choice]) -> Iterator[str]:
+def gathered_inside(program: Program, choices: Mapping[NodeOnGroup, NodeSharding]) -> Iterator[str]:
     """Warnings of ops inside a module with a strategy or a style that need whole what another op inside gives them cut."""
     rules, _ = sharding_rules(program)
     for instance, choice in choices.items():
@@ -87,7 +91,7 @@ def gathered_inside(program: Program, choices: Mapping[Instance, Choice]) -> Ite
             continue
         for k, value in enumerate(instance.node.inputs):
             producer = value.producer() if value is not None else None
-            maker = choices.get(Instance(producer, instance.group)) if producer is not None else None
+            maker = choices.get(NodeOnGroup(producer, instance.group)) if producer is not None else None
             if value is None or producer is None or maker is None or rules.get(producer) is not rule:
                 continue
             made = maker.output(producer.outputs.index(value))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 from partc.compiler.ir.program import Shape
 from partc.compiler.layout import moves as mv
-from partc.compiler.lower.comm import Writer
+from partc.compiler.lower.comm import CommLowering
 
 Together = mv.AllReduce | mv.ReduceScatter | mv.AllGather
 
@@ -45,7 +45,7 @@ class Buckets:
     `what` names it in the dumps: `gradients of 8 parameters`.
     """
 
-    def __init__(self, writer: Writer, limit: int, what: str) -> None:
+    def __init__(self, writer: CommLowering, limit: int, what: str) -> None:
         self.writer, self.limit, self.what = writer, limit, what
         self._open: dict[tuple[str, str, str], _Bucket] = {}
 

@@ -27,14 +27,14 @@ from partc.compiler.autodiff.engine import Backward as Found
 from partc.compiler.autodiff.engine import NoGradient, differentiate_nodes, is_differentiable
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.choice import Instance
-from partc.compiler.ir.program import Copy, Group, Op, Program, Shape
+from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.program import ComputeOp, Group, Program, Shape, ShardedValue
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal, on_common_mesh
-from partc.compiler.lower.builders import Drafts, derived
-from partc.compiler.lower.comm import Writer
+from partc.compiler.lower.builders import ProgramBuilders, derived
+from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.kept import operand_name
-from partc.compiler.lower.versions import Copies, made_as, read_as, whole_on
+from partc.compiler.lower.versions import ValueVersions, input_layout_of, output_layout_of, replicated_on
 from partc.compiler.lower.written import is_written, write_backward
 from partc.compiler.ops.rule import OWN
 from partc.compiler.tasks.duals import Passing, dual, typed
@@ -42,7 +42,7 @@ from partc.compiler.tasks.localize import Localized, local_shape, local_value, r
 from partc.compiler.tasks.reduce_gradients import GradientSums
 from partc.compiler.training.gradient_reach import learned_from, stops
 
-Emitted = Mapping[Instance, Sequence[tuple[Localized, Group]]]
+Emitted = Mapping[NodeOnGroup, Sequence[tuple[Localized, Group]]]
 """What the forward pass made of every node, and on which ranks."""
 
 
@@ -68,9 +68,9 @@ class Backward:
         self,
         program: Program,
         cotangents: Mapping[ir.Value, ir.Value],
-        copies: Copies,
-        writer: Writer,
-        drafts: Drafts,
+        copies: ValueVersions,
+        writer: CommLowering,
+        drafts: ProgramBuilders,
         emitted: Emitted,
         sums: GradientSums,
     ) -> None:
@@ -79,16 +79,16 @@ class Backward:
         assert program.training is not None
         self.needed = learned_from(program.reads, program.training)
         self.known = {name: info.facts for name, info in program.symbols.items()}
-        self.terms: dict[Copy, dict[Copy, list[str]]] = {}
+        self.terms: dict[ShardedValue, dict[ShardedValue, list[str]]] = {}
         """Per copy that is read, what its readers gave, by the layout in which it lies."""
         self.unlisted = drafts.unlisted()
-        self.routes: dict[Copy, list[Copy]] = {}
+        self.routes: dict[ShardedValue, list[ShardedValue]] = {}
         """Per home of a value the copies that were made of it."""
-        for value, needs in copies.needs.items():
-            homes = copies.homes.get(value, [])
-            for need in needs:
-                source = copies.home_for(need) if homes else need
-                home = next((one for one in homes if copies.settled.get(one, one) == source), source)
+        for value, uses in copies.uses.items():
+            defs = copies.defs.get(value, [])
+            for need in uses:
+                source = copies.definition_for(need) if defs else need
+                home = next((one for one in defs if copies.canonical.get(one, one) == source), source)
                 self.routes.setdefault(home, []).append(need)
 
     def run(self) -> None:
@@ -97,7 +97,7 @@ class Backward:
         waiting = self._readers()
         for node in reversed(list(self.program.model.graph)):
             for group in reversed(self.program.placement[node].groups):
-                self._node(Instance(node, group))
+                self._node(NodeOnGroup(node, group))
             for value in self.program.reads[node]:
                 if value in waiting:
                     waiting[value] -= 1
@@ -122,8 +122,8 @@ class Backward:
         if node is None or loss not in self.needed:
             raise CompileError(Problem(loss.name or "loss", "no parameter that is learned changes the loss"))
         group = self.program.placement[node].groups[0]
-        home = made_as(self.program, Instance(node, group), node.outputs.index(loss))
-        seed = Copy(self.cotangents[loss], home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
+        home = output_layout_of(self.program, NodeOnGroup(node, group), node.outputs.index(loss))
+        seed = ShardedValue(self.cotangents[loss], home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
         assert loss.dtype is not None
         parts = 1 if loss.name in training.summed else training.accumulate
         number = (self._pieces() if training.per_rank_mean else 1) / parts
@@ -132,16 +132,16 @@ class Backward:
         for draft in self.drafts.of(group):
             draft.constants[name] = np.full(shape, number, loss.dtype.numpy())
             draft.types[name] = (self.cotangents[loss], tuple(shape))
-        here = self.copies.settled.get(home, home)
+        here = self.copies.canonical.get(home, home)
         self.routes.setdefault(home, []).append(here)
         self.terms.setdefault(here, {}).setdefault(seed, []).append(name)
 
     def _pieces(self) -> int:
         """Into how many pieces the batch arrives."""
-        homes = [home for value in self.program.model.graph.inputs for home in self.copies.homes.get(value, ())]
-        return max((home.layout.pieces(0) for home in homes if home.layout.cuts), default=1)
+        defs = [home for value in self.program.model.graph.inputs for home in self.copies.defs.get(value, ())]
+        return max((home.layout.pieces(0) for home in defs if home.layout.cuts), default=1)
 
-    def _node(self, instance: Instance) -> None:
+    def _node(self, instance: NodeOnGroup) -> None:
         node = instance.node
         flows = [value is not None and value in self.needed for value in node.inputs]
         inner = [one for one in self.program.around[node] if one in self.needed]
@@ -150,19 +150,19 @@ class Backward:
         dys: dict[str, str] = {}
         passing: Passing | None = None
         for k, value in enumerate(node.outputs):
-            home = made_as(self.program, instance, k)
+            home = output_layout_of(self.program, instance, k)
             given = self._merged(self.routes.get(home, ())) if value in self.cotangents else {}
             if given:
                 layout, passing = self._wanted(instance, k, given)
-                target = Copy(self.cotangents[value], home.group, normal(layout))
+                target = ShardedValue(self.cotangents[value], home.group, normal(layout))
                 dys[self.writer.names[home]] = self.sums.gathered(given, target)
         if not dys or stops(node):
             return
         if is_written(node):
             self._written(instance, dys)
             return
-        around = {value: whole_on(value, instance.group) for value in inner}
-        read = {k: read_as(self.program, instance, k) for k, flow in enumerate(flows) if flow}
+        around = {value: replicated_on(value, instance.group) for value in inner}
+        read = {k: input_layout_of(self.program, instance, k) for k, flow in enumerate(flows) if flow}
         names = {k: operand_name(self.writer, instance, k) for k in read}
         wanted = {*names.values(), *(self.writer.names[copy] for copy in around.values())}
         found: list[tuple[Localized, Group, Found]] = []
@@ -176,42 +176,42 @@ class Backward:
             if names[k] in made:
                 layout = self._dual_read(instance, k)
                 layout = passing.through(layout) if passing else layout
-                given_as = Copy(self.cotangents[copy.value], copy.group, normal(layout))
+                given_as = ShardedValue(self.cotangents[copy.value], copy.group, normal(layout))
                 self._shaped(made[names[k]], given_as)
                 self.terms.setdefault(copy, {}).setdefault(given_as, []).append(made[names[k]])
         for value, copy in around.items():
             name = self.writer.names[copy]
             if name not in names.values() and (dx := made.get(name)) is not None:
-                given_as = Copy(self.cotangents[value], copy.group, copy.layout)
+                given_as = ShardedValue(self.cotangents[value], copy.group, copy.layout)
                 self._shaped(dx, given_as)
                 self.terms.setdefault(copy, {}).setdefault(given_as, []).append(dx)
 
-    def _written(self, instance: Instance, dys: Mapping[str, str]) -> None:
+    def _written(self, instance: NodeOnGroup, dys: Mapping[str, str]) -> None:
         """The dual of a collective of the model."""
-        copy, made = read_as(self.program, instance, 0), made_as(self.program, instance, 0)
+        copy, made = input_layout_of(self.program, instance, 0), output_layout_of(self.program, instance, 0)
         cotangent = self.cotangents[copy.value]
         dx = self.drafts.free(instance.group, f"{self.writer.names[made]}.grad.{instance.node.op_type}")
         names, values = (dys[self.writer.names[made]], dx), (self.cotangents[made.value], cotangent)
         write_backward(self.writer, instance, names, values)
-        self.terms.setdefault(copy, {}).setdefault(Copy(cotangent, copy.group, copy.layout), []).append(dx)
+        self.terms.setdefault(copy, {}).setdefault(ShardedValue(cotangent, copy.group, copy.layout), []).append(dx)
 
-    def _local(self, instance: Instance, local: Localized, dys: Mapping[str, str], wanted: set[str]) -> Found:
+    def _local(self, instance: NodeOnGroup, local: Localized, dys: Mapping[str, str], wanted: set[str]) -> Found:
         """The gradient of a node's local form."""
         values: list[ir.Value] = []
         shapes: dict[str, Shape | None] = {}
         node = instance.node
         operands = [
-            (value, read_as(self.program, instance, k), operand_name(self.writer, instance, k))
+            (value, input_layout_of(self.program, instance, k), operand_name(self.writer, instance, k))
             for k, value in enumerate(node.inputs)
             if value is not None
         ]
-        inner = [whole_on(one, instance.group) for one in self.program.around[node]]
+        inner = [replicated_on(one, instance.group) for one in self.program.around[node]]
         operands += [(copy.value, copy, self.writer.names[copy]) for copy in inner]
         assert self.program.training is not None
         changing = {*self.program.training.parameters, *self.program.training.statistics}
         for value, copy, name in operands:
             tensor = ir.convenience.get_const_tensor(value) if value not in changing else None
-            constant = tensor if copy.layout.is_whole and name == self.writer.names[copy] else None
+            constant = tensor if copy.layout.is_replicated and name == self.writer.names[copy] else None
             shape = local_shape(self.program, copy)
             rank = shape if shape is not None else local_value(self.program, copy).shape
             values.append(
@@ -228,7 +228,7 @@ class Backward:
         forward = [op.node for op in local.ops]
         if node.domain == OWN and is_differentiable(OWN, node.op_type):
             names = [operand_name(self.writer, instance, k) for k in range(len(node.inputs))]
-            made = [self.writer.names[made_as(self.program, instance, k)] for k in range(len(node.outputs))]
+            made = [self.writer.names[output_layout_of(self.program, instance, k)] for k in range(len(node.outputs))]
             whole = [renamed(node, names, made)]
             found = differentiate_nodes(whole, dys, sorted(wanted), values=values, scope=self._scope())
             return replace(found, forward=forward)
@@ -245,7 +245,7 @@ class Backward:
     def _scope(self) -> Scope:
         return Scope(reserved=self.drafts.reserved, known=self.known)
 
-    def _write(self, instance: Instance, found: Sequence[tuple[Localized, Group, Found]]) -> dict[str, str]:
+    def _write(self, instance: NodeOnGroup, found: Sequence[tuple[Localized, Group, Found]]) -> dict[str, str]:
         """Writes what was found for a node on all its ranks; by input the name of its cotangent."""
         everywhere = found[0][1] if len(found) == 1 else tuple(rank for _, ranks, _ in found for rank in ranks)
         early = {out.name or "" for _, _, one in found for node in one.early for out in node.outputs}
@@ -257,17 +257,19 @@ class Backward:
         made: dict[str, str] = {}
         for local, ranks, one in found:
             forward = [
-                op if node is op.node or _same(node, op.node) else Op(node, op.source, op.captured)
+                op if node is op.node or _same(node, op.node) else ComputeOp(node, op.source, op.captured)
                 for op, node in zip(local.ops, one.forward, strict=True)
             ]
-            nodes = [Op(with_names(node, new), instance.node) for node in one.nodes]
+            nodes = [ComputeOp(with_names(node, new), instance.node) for node in one.nodes]
             types = {
                 new.get(name, name): typed(self.program, value)
                 for name, value in one.scope.values.items()
                 if name in listed or name in _added(local, forward)
             }
             for draft in self.drafts.of(ranks):
-                draft.replace(local.ops, forward, [Op(with_names(node, new), instance.node) for node in one.early])
+                draft.replace(
+                    local.ops, forward, [ComputeOp(with_names(node, new), instance.node) for node in one.early]
+                )
                 draft.steps += nodes
                 draft.constants |= {new.get(n, n): a for n, a in one.constants.items() if n in constants}
                 draft.types |= {name: typed for name, typed in types.items() if name not in draft.types}
@@ -275,7 +277,7 @@ class Backward:
                 made[name] = new.get(dx, dx)
         return made
 
-    def _renamed(self, instance: Instance, ranks: Group, names: Sequence[str]) -> dict[str, str]:
+    def _renamed(self, instance: NodeOnGroup, ranks: Group, names: Sequence[str]) -> dict[str, str]:
         """New names for those that some rank has already: with the node's path, and where that is taken with its group."""
         found: dict[str, str] = {}
         for name in names:
@@ -286,29 +288,31 @@ class Backward:
                 found[name] = self.drafts.free(ranks, other)
         return found
 
-    def _shaped(self, name: str, copy: Copy) -> None:
+    def _shaped(self, name: str, copy: ShardedValue) -> None:
         """A cotangent has the shape of its primal's piece, also where inference could not tell."""
         shape = local_shape(self.program, copy)
         for draft in self.drafts.of(copy.group):
             if name in draft.types and draft.types[name][1] is None and shape is not None:
                 draft.types[name] = (copy.value, shape)
 
-    def _merged(self, needs: Sequence[Copy]) -> dict[Copy, list[str]]:
+    def _merged(self, uses: Sequence[ShardedValue]) -> dict[ShardedValue, list[str]]:
         """What the readers of some copies gave, by the layout in which it lies."""
-        found: dict[Copy, list[str]] = {}
-        for need in needs:
+        found: dict[ShardedValue, list[str]] = {}
+        for need in uses:
             for copy, names in self.terms.pop(need, {}).items():
                 found.setdefault(copy, []).extend(names)
         return found
 
     def _finish(self, parameter: ir.Value) -> None:
         """All readers of a parameter have given what they have."""
-        homes = self.copies.homes[parameter]
-        given = self._merged([need for home in homes for need in self.routes.get(home, ())])
+        defs = self.copies.defs[parameter]
+        given = self._merged([need for home in defs for need in self.routes.get(home, ())])
         if given:
-            self.sums.parameter(parameter, given, homes)
+            self.sums.parameter(parameter, given, defs)
 
-    def _wanted(self, instance: Instance, k: int, given: Mapping[Copy, Sequence[str]]) -> tuple[Layout, Passing | None]:
+    def _wanted(
+        self, instance: NodeOnGroup, k: int, given: Mapping[ShardedValue, Sequence[str]]
+    ) -> tuple[Layout, Passing | None]:
         """The layout in which the cotangent of an output is wanted.
 
         What a node makes of parameters alone (a transposed weight) takes terms of a sum and gives such, since the parameter's
@@ -329,12 +333,12 @@ class Backward:
             return wanted, None
         return common[1], Passing(common[1], terms)
 
-    def _dual_made(self, instance: Instance, k: int) -> Layout:
+    def _dual_made(self, instance: NodeOnGroup, k: int) -> Layout:
         """The layout in which the cotangent of an output is wanted."""
         choice = self.program.choices.get(instance)
         layout = choice.output(k) if choice else None
         if choice is None or layout is None:
-            return whole_on(instance.node.outputs[k], instance.group).layout
+            return replicated_on(instance.node.outputs[k], instance.group).layout
         if any(reduce != "sum" for _, reduce in layout.partial):
             self._refuse(
                 instance.node,
@@ -345,14 +349,14 @@ class Backward:
         reduced = [axes for letter, axes in choice.axes.items() if letter in choice.rule.reduce and letter not in made]
         return dual(choice, layout.cuts, {axis for axes in (*reduced, choice.passing) for axis in axes})
 
-    def _dual_read(self, instance: Instance, k: int) -> Layout:
+    def _dual_read(self, instance: NodeOnGroup, k: int) -> Layout:
         """The layout in which a node gives the cotangent of an input."""
         choice = self.program.choices.get(instance)
         layout = choice.input(k) if choice else None
         if choice is None or layout is None:
             value = instance.node.inputs[k]
             assert value is not None
-            return whole_on(value, instance.group).layout
+            return replicated_on(value, instance.group).layout
         if k in choice.rule.apart:
             return layout
         return dual(choice, layout.cuts, choice.passing if k in choice.terms | choice.kept else ())
@@ -378,9 +382,9 @@ class Backward:
         )
 
 
-def made_whole(program: Program, instance: Instance, value: ir.Value) -> bool:
+def made_whole(program: Program, instance: NodeOnGroup, value: ir.Value) -> bool:
     """Whether a node makes an output whole on every rank of its group."""
-    return made_as(program, instance, instance.node.outputs.index(value)).layout.is_whole
+    return output_layout_of(program, instance, instance.node.outputs.index(value)).layout.is_replicated
 
 
 def _same(one: ir.Node, other: ir.Node) -> bool:
@@ -388,7 +392,7 @@ def _same(one: ir.Node, other: ir.Node) -> bool:
     return [value.name for value in one.outputs] == [value.name for value in other.outputs]
 
 
-def _added(local: Localized, forward: Sequence[Op]) -> set[str]:
+def _added(local: Localized, forward: Sequence[ComputeOp]) -> set[str]:
     """The outputs that the backward pass asked forward nodes for."""
     before = {value.name for op in local.ops for value in op.node.outputs}
     return {value.name or "" for op in forward for value in op.node.outputs} - before

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
-from partc.compiler.ir.choice import Choice
+from partc.compiler.ir.choice import NodeSharding
 from partc.compiler.ir.program import Program, Shape, ValueInfo
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import on_common_mesh
@@ -48,7 +48,7 @@ def typed(program: Program, value: ir.Value) -> tuple[ir.Value, Shape | None]:
     return copy, shape
 
 
-def dual(choice: Choice, cuts: tuple[tuple[int, ...], ...], summed: Collection[int]) -> Layout:
+def dual(choice: NodeSharding, cuts: tuple[tuple[int, ...], ...], summed: Collection[int]) -> Layout:
     """Cuts stay; an axis that cuts the node, but not this operand, leaves terms of a sum, unless it is `summed` itself."""
     used = {axis for axes in (*choice.axes.values(), choice.passing) for axis in axes}
     here = {axis for axes in cuts for axis in axes}

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 import onnx_ir as ir
 from partc.compiler.dims.normal import normal
 from partc.compiler.dims.reading import read
-from partc.compiler.ir.choice import Choice, Instance
-from partc.compiler.ir.program import Array, Constant, Copy, Group, Op, Program, RankConstant, Shape
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.program import Array, ComputeOp, Constant, Group, Program, RankConstant, Shape, ShardedValue
 from partc.compiler.layout.layout import Layout, Mesh
-from partc.compiler.lower.versions import made_as, read_as, whole_on
+from partc.compiler.lower.versions import input_layout_of, output_layout_of, replicated_on
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import OWN
@@ -29,7 +29,7 @@ class Localized:
     `ends`: what constants by a rank's place are on the first and the last rank.
     """
 
-    ops: list[Op] = field(default_factory=list)
+    ops: list[ComputeOp] = field(default_factory=list)
     constants: dict[str, Constant] = field(default_factory=dict)
     types: dict[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
 
@@ -83,7 +83,7 @@ class _Pieces(dict[str, int]):
         return self.asked[key]
 
 
-def local_shape(program: Program, copy: Copy) -> Shape | None:
+def local_shape(program: Program, copy: ShardedValue) -> Shape | None:
     """The shape of one piece of a copy: every dim over the number of its pieces; None where the value's shape is not known."""
     shape = program.values[copy.value].shape
     if shape is None or len(shape) != len(copy.layout.cuts):
@@ -91,10 +91,10 @@ def local_shape(program: Program, copy: Copy) -> Shape | None:
     return tuple(_part(dim, copy.layout.pieces(k)) for k, dim in enumerate(shape))
 
 
-def local_value(program: Program, copy: Copy) -> ir.Value:
+def local_value(program: Program, copy: ShardedValue) -> ir.Value:
     """The value with the type and the known dims of one piece of a copy: the value itself where it is whole, or its whole shape known."""
     value = copy.value
-    if program.values[value].shape is not None or value.shape is None or copy.layout.is_whole:
+    if program.values[value].shape is not None or value.shape is None or copy.layout.is_replicated:
         return value
     dims = [
         dim
@@ -120,9 +120,9 @@ def _part(dim: int | str, pieces: int) -> int | str:
 
 def localize(
     program: Program,
-    instance: Instance,
-    name_of: Callable[[Copy], str],
-    operand: Callable[[Instance, int], str],
+    instance: NodeOnGroup,
+    name_of: Callable[[ShardedValue], str],
+    operand: Callable[[NodeOnGroup, int], str],
     circles: Circles,
 ) -> list[tuple[Localized, Group]]:
     """What a node becomes, with the ranks of its group on which it becomes just this; `operand` names an input.
@@ -130,11 +130,11 @@ def localize(
     `circles` gives the sets of ranks that differ along axes of a mesh, and their group's name.
     """
     node, group = instance.node, instance.group
-    read = [None if value is None else read_as(program, instance, k) for k, value in enumerate(node.inputs)]
-    made = [made_as(program, instance, k) for k in range(len(node.outputs))]
+    read = [None if value is None else input_layout_of(program, instance, k) for k, value in enumerate(node.inputs)]
+    made = [output_layout_of(program, instance, k) for k in range(len(node.outputs))]
     inputs = ["" if copy is None else operand(instance, k) for k, copy in enumerate(read)]
     outputs = [name_of(copy) if copy.value.name else "" for copy in made]
-    captured = {value.name or "": name_of(whole_on(value, group)) for value in program.around[node]}
+    captured = {value.name or "": name_of(replicated_on(value, group)) for value in program.around[node]}
     captured = {old: new for old, new in captured.items() if old != new}
     types = {
         name: (local_value(program, copy), local_shape(program, copy))
@@ -146,7 +146,7 @@ def localize(
     rule = choice.rule if choice is not None else rule_of(node) if unknown_to_runtimes else None
     cut = choice.cut if choice is not None else {}
     if rule is None or rule.local is None or not (unknown_to_runtimes or cut or not rule.factors):
-        one = Localized([Op(renamed(node, inputs, outputs), node, captured)], types=types)
+        one = Localized([ComputeOp(renamed(node, inputs, outputs), node, captured)], types=types)
         return [(one, group)]
     shapes = _Shapes(program, dict(zip(inputs, read, strict=True)) | dict(zip(outputs, made, strict=True)))
     found: list[tuple[Localized, Mapping[str, int], list[int]]] = []
@@ -160,7 +160,7 @@ def localize(
         pieces = _Pieces(own)
         local = Local(node, rule, cut, pieces, inputs, outputs, shapes.whole, shapes.local)
         rule.local(local)
-        done = Localized([Op(each, node, captured) for each in local.nodes], dict(local.constants), types)
+        done = Localized([ComputeOp(each, node, captured) for each in local.nodes], dict(local.constants), types)
         if not pieces.asked:
             return [(done, group)]
         found.append((done, pieces.asked, [rank]))
@@ -172,14 +172,17 @@ def localize(
 
 
 def _sets(
-    choice: Choice, found: Sequence[tuple[Localized, Mapping[str, int], list[int]]], group: Group, circles: Circles
+    choice: NodeSharding,
+    found: Sequence[tuple[Localized, Mapping[str, int], list[int]]],
+    group: Group,
+    circles: Circles,
 ) -> tuple[tuple[Group, ...], str]:
     """The sets of ranks that differ in what a rule has asked for, each in the order of pieces."""
     asked = dict.fromkeys(letter for _, letters, _ in found for letter in letters)
     return circles(choice.mesh, tuple(axis for letter in asked for axis in choice.axes[letter]), group)
 
 
-def _numbers(choice: Choice) -> dict[str, tuple[int, ...]]:
+def _numbers(choice: NodeSharding) -> dict[str, tuple[int, ...]]:
     """By factor which piece of it each rank of the group has."""
     return {letter: _pieces_of(choice.mesh, axes) for letter, axes in choice.axes.items()}
 
@@ -224,7 +227,7 @@ def with_names(node: ir.Node, names: Mapping[str, str]) -> ir.Node:
 
 
 class _Shapes:
-    def __init__(self, program: Program, copies: Mapping[str, Copy | None]) -> None:
+    def __init__(self, program: Program, copies: Mapping[str, ShardedValue | None]) -> None:
         found = {name: copy for name, copy in copies.items() if copy is not None and name}
         self.whole: dict[str, Shape | None] = {n: program.values[c.value].shape for n, c in found.items()}
         self.local: dict[str, Shape | None] = {n: local_shape(program, c) for n, c in found.items()}

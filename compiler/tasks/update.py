@@ -14,13 +14,23 @@ from typing import Literal, TypeAlias, cast
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.program import PART, Copy, Group, Held, Kept, Op, PartOf, Program, RankConstant
+from partc.compiler.ir.program import (
+    PART,
+    ComputeOp,
+    Group,
+    LocalTensor,
+    PackedBox,
+    Program,
+    RankConstant,
+    ShardedValue,
+    StateTensor,
+)
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.moves import AllReduce
 from partc.compiler.layout.reshard import lower
-from partc.compiler.lower.builders import Drafts
-from partc.compiler.lower.comm import Writer
-from partc.compiler.lower.versions import Copies, whole_on
+from partc.compiler.lower.builders import ProgramBuilders
+from partc.compiler.lower.comm import CommLowering
+from partc.compiler.lower.versions import ValueVersions, replicated_on
 from partc.compiler.tasks.buckets import Buckets, Together, can_join
 from partc.compiler.tasks.duals import typed
 from partc.compiler.tasks.localize import local_shape
@@ -36,14 +46,14 @@ _NO_BOUND = float(np.finfo(np.float32).max)
 class Updates:
     """Writes the updates of all parameters into the drafts, and lists what ranks keep."""
 
-    def __init__(self, program: Program, copies: Copies, writer: Writer, drafts: Drafts) -> None:
+    def __init__(self, program: Program, copies: ValueVersions, writer: CommLowering, drafts: ProgramBuilders) -> None:
         assert program.training is not None
         self.program, self.copies, self.writer, self.drafts = program, copies, writer, drafts
         self.training: Training = program.training
         self.gathers = Buckets(writer, self.training.bucket_bytes, "update")
         names = ("gradients.squares", "gradients.square_norm", "gradients.scale")
         self.squares, self.total, self.scale = (drafts.derived(name) for name in names)
-        self._squares: dict[ir.Value, Copy] = {}
+        self._squares: dict[ir.Value, ShardedValue] = {}
         """Per parameter the sums of squares that LAMB has where it is first updated."""
 
     def write(self, gradients: Sequence[Gradient]) -> None:
@@ -56,11 +66,11 @@ class Updates:
         self.gathers.flush()
         updated = {(one.parameter, one.home) for one in gradients}
         for value in self.training.parameters:
-            for home in self.copies.homes.get(value, ()):
+            for home in self.copies.defs.get(value, ()):
                 if (value, home) not in updated:
                     self._keep(home, self.writer.names[home], "", _tensor(value), "parameter")
         for value, following in self.training.statistics.items():
-            for home in self.copies.homes.get(value, ()):
+            for home in self.copies.defs.get(value, ()):
                 made = "" if following is None else self._replacing(home, following)
                 self._keep(home, self.writer.names[home], made, value.name or "", "statistics")
 
@@ -140,11 +150,11 @@ class Updates:
             move = AllReduce(group, Layout(one.share.layout.mesh, ((),)), cut, "sum")
             cause = f"norms of '{one.parameter.name}'"
             self.writer.together(move, [made], [str(terms.name)], [str(reduced.name)], 2, cause)
-        self._squares[one.parameter] = whole_on(made, group)
+        self._squares[one.parameter] = replicated_on(made, group)
 
-    def _brought(self, first: Copy, group: Group, wanted: str, tensor: str) -> str:
+    def _brought(self, first: ShardedValue, group: Group, wanted: str, tensor: str) -> str:
         """The sums of squares on another group."""
-        target = whole_on(first.value, group)
+        target = replicated_on(first.value, group)
         if target == first:
             return str(first.value.name)
         self.writer.names |= {first: str(first.value.name), target: wanted}
@@ -163,7 +173,7 @@ class Updates:
         following = ir.Value(name=after, type=one.parameter.type, shape=one.parameter.shape)
         assert isinstance(self.program.values, dict)
         self.program.values[following] = self.program.values[one.parameter]
-        share, whole = (Copy(following, copy.group, copy.layout) for copy in (one.share, one.home))
+        share, whole = (ShardedValue(following, copy.group, copy.layout) for copy in (one.share, one.home))
         for draft in self.drafts.of(whole.group):
             draft.types[after] = (following, local_shape(self.program, whole))
         moves = lower(share.layout, whole.layout, share.group, whole.group)
@@ -176,18 +186,25 @@ class Updates:
         self.writer.make(share, whole, f"update of '{one.parameter.name}'")
 
     def _keep(
-        self, home: Copy, name: str, made: str, tensor: str, kind: Kind, parameter: str = "", initial: float = 0.0
+        self,
+        home: ShardedValue,
+        name: str,
+        made: str,
+        tensor: str,
+        kind: Kind,
+        parameter: str = "",
+        initial: float = 0.0,
     ) -> None:
         """Lists a tensor as one that the ranks of a home keep."""
         for draft in self.drafts.of(home.group):
-            draft.kept.setdefault(name, Kept(name, home, made, tensor, kind, parameter, initial))
+            draft.kept.setdefault(name, StateTensor(name, home, made, tensor, kind, parameter, initial))
 
-    def _replacing(self, home: Copy, following: ir.Value) -> str:
+    def _replacing(self, home: ShardedValue, following: ir.Value) -> str:
         """The name of what a node of the forward pass makes in place of a tensor, brought to where that lies."""
-        homes = self.copies.homes.get(following, [])
-        source = next((one for one in homes if one.group == home.group), homes[0])
-        at = self.copies.settled.get(source, source)
-        wanted = Copy(following, home.group, home.layout)
+        defs = self.copies.defs.get(following, [])
+        source = next((one for one in defs if one.group == home.group), defs[0])
+        at = self.copies.canonical.get(source, source)
+        wanted = ShardedValue(following, home.group, home.layout)
         if at != wanted and wanted not in self.writer.names:
             self.writer.names[wanted] = self.drafts.free(home.group, f"{self.writer.names[home]}.next")
             self.writer.make(at, wanted, f"update of '{home.value.name}'")
@@ -237,12 +254,12 @@ class Updates:
     def _guard(self, everyone: Group, total: str) -> None:
         """Gives every rank the sum of all squares, which is no finite number where a gradient is none."""
         value = typed(self.program, _number(total))[0]
-        copy = whole_on(value, everyone)
+        copy = replicated_on(value, everyone)
         for draft in self.drafts.of(everyone):
             draft.types[total] = (value, ())
-            draft.outputs[total] = Held(total, copy, 0)
+            draft.outputs[total] = LocalTensor(total, copy, 0)
 
-    def _holding(self, home: Copy) -> str:
+    def _holding(self, home: ShardedValue) -> str:
         """The group whose lists hold one piece each; "" where every rank has a piece of its own."""
         holders = home.holders
         return "" if len(holders) == len(home.group) else self.writer.group(tuple(ranks for _, ranks in holders))
@@ -267,7 +284,7 @@ class Updates:
         self._append(ranks, [ir.Node("", op_type, operands, extra, outputs=[_number(made)], name=made)])
 
     def _append(self, ranks: Group, nodes: Sequence[ir.Node]) -> None:
-        steps = [Op(node, node) for node in nodes]
+        steps = [ComputeOp(node, node) for node in nodes]
         for node in nodes:
             self._types(ranks, [value for value in node.outputs if value.type is not None])
         for draft in self.drafts.of(ranks):
@@ -282,7 +299,7 @@ class Updates:
 
 def _tensor(parameter: ir.Value) -> str:
     """The name under which a parameter is kept: of a part of a packed one that of the whole."""
-    part: PartOf | None = parameter.meta.get(PART)
+    part: PackedBox | None = parameter.meta.get(PART)
     return parameter.name or "" if part is None else part.tensor
 
 

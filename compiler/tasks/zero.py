@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import Literal, TypeAlias
 
-from partc.compiler.ir.program import Copy, Program
+from partc.compiler.ir.program import Program, ShardedValue
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal, on_common_mesh
 
@@ -20,7 +20,7 @@ Over: TypeAlias = str | Literal[True] | None
 """The mesh axis whose ranks share the work; True: all ranks that hold the same."""
 
 
-def shared_out(program: Program, home: Copy, over: Over) -> Copy:
+def shared_out(program: Program, home: ShardedValue, over: Over) -> ShardedValue:
     """The copy of a parameter that each rank updates: cut further along the first dim that is divisible, if there is one."""
     if not over:
         return home
@@ -37,5 +37,5 @@ def shared_out(program: Program, home: Copy, over: Over) -> Copy:
     for dim, size in enumerate(shape) if pieces > 1 else ():
         if isinstance(size, int) and size and size % (layout.pieces(dim) * pieces) == 0:
             cuts = tuple(own + free if at == dim else own for at, own in enumerate(layout.cuts))
-            return Copy(home.value, home.group, normal(Layout(layout.mesh, cuts)))
+            return ShardedValue(home.value, home.group, normal(Layout(layout.mesh, cuts)))
     return home

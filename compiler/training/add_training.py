@@ -20,7 +20,7 @@ from partc.compiler.rewrite.local_maps import enter_parameters, refuse_modes
 from partc.compiler.rewrite.split_sequences import split_sequences
 from partc.compiler.rewrite.train_mode import STEP, to_evaluation, to_training
 from partc.compiler.rewrite.uneven_means import split_uneven_means
-from partc.compiler.training.config import Learned, Part, Training
+from partc.compiler.training.config import Learned, ProgramKind, Training
 from partc.compiler.training.losses import add_loss
 from partc.compiler.training.metrics import add_metric
 from partc.compiler.training.shared import give_own
@@ -29,7 +29,9 @@ from partc.compiler.training.trainable import candidates, learned_names, running
 __all__ = ["attach", "learned_names"]
 
 
-def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool, part: Part, known: Known) -> Training:
+def attach(
+    model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool, part: ProgramKind, known: Known
+) -> Training:
     """Changes `model` to give the loss and the metrics; what is said of its training.
 
     `learned`: the weights that may be; `cut`: whether operators run on several ranks; `known`: what is promised of the inputs' dims.
@@ -43,7 +45,7 @@ def attach(model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool,
     how = _learned(rules, learned, others)
     statistics: dict[ir.Value, ir.Value | None] = {}
     scalars: list[str] = []
-    if part is Part.EVALUATION:
+    if part is ProgramKind.EVALUATION:
         to_evaluation(model)
         statistics.update(dict.fromkeys(running_statistics(graph)))
     else:

@@ -13,7 +13,7 @@ from partc.runtime.artifact.format import LabelRecord, TrainingRecord
 from pydantic import JsonValue
 
 
-class Part(Enum):
+class ProgramKind(Enum):
     """What a program does of a training; the name of its folder inside of the artifact."""
 
     STEP = ""
@@ -28,7 +28,7 @@ class Part(Enum):
     @property
     def backward(self) -> bool:
         """Whether gradients are computed."""
-        return self in (Part.STEP, Part.ACCUMULATION)
+        return self in (ProgramKind.STEP, ProgramKind.ACCUMULATION)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Training:
     """Into how many pieces a batch is dealt out that have means of their own."""
     shared: tuple[str, ...] = ()
     """Lines for the user about weights that several modules read."""
-    part: Part = Part.STEP
+    part: ProgramKind = ProgramKind.STEP
 
     def from_folder(self, folder: str) -> Training:
         """The same with the plan's folder, as it is seen from the artifact: the files that the plan names are there."""
@@ -94,9 +94,9 @@ class Training:
             optimizer={"type": self.optimizer.type, "lr": self.optimizer.lr, **self.optimizer.hyper},
             schedule=dict(self.schedule),
             settings=dict(self.settings),
-            evaluation=Part.EVALUATION.value,
+            evaluation=ProgramKind.EVALUATION.value,
             accumulate=self.accumulate,
-            accumulation=Part.ACCUMULATION.value if self.accumulate > 1 else "",
+            accumulation=ProgramKind.ACCUMULATION.value if self.accumulate > 1 else "",
             summed=sorted(self.summed),
             totals=list(self.totals),
             fixed=list(self.fixed),

@@ -26,7 +26,7 @@ from partc.compiler.ops.families.seeded_dropout import DROPOUT, PARTS, RECORDS_D
 from partc.compiler.ops.rule import OWN as OWN_OPS
 from partc.compiler.plan.rules import FULL_BATCH, Dataset, DatasetCut, OutputRule
 from partc.compiler.plan.training import TrainRules
-from partc.compiler.training.config import Part
+from partc.compiler.training.config import ProgramKind
 from partc.compiler.training.labels import labels_of
 from partc.compiler.training.records import batch_symbols, records_of
 from partc.compiler.training.spread import EVERY, SUM, Rows, Spread, needed_for, spread
@@ -45,11 +45,11 @@ def in_parts(program: Program) -> Program:
     fixed = tuple(name for name in fixed if name not in training.scalars)
     training = replace(training, fixed=fixed, labels=labels_of(program))
     program = _arriving_whole(program, fixed)
-    if training.accumulate == 1 or training.part is Part.EVALUATION:
+    if training.accumulate == 1 or training.part is ProgramKind.EVALUATION:
         return replace(program, training=training)
     found = spread(program, records)
     training = replace(training, totals=tuple(str(value.name) for value in found.totals))
-    if training.part is Part.TOTALS:
+    if training.part is ProgramKind.TOTALS:
         return replace(program, training=training)
     summed = [str(value.name) for value in program.model.graph.outputs if found.state(value) is SUM]
     summed += [str(value.name) for value in found.totals if found.states[value] is SUM]
@@ -64,14 +64,16 @@ def in_parts(program: Program) -> Program:
     there = {*program.model.graph}
     paths = {node: path for node, path in paths.items() if node in there}
     program = _arriving_whole(program, training.totals)
-    warnings = program.warnings if training.part is Part.ACCUMULATION else (*program.warnings, *_told(program, found))
+    warnings = (
+        program.warnings if training.part is ProgramKind.ACCUMULATION else (*program.warnings, *_told(program, found))
+    )
     return replace(program, training=training, paths=paths, values=values, warnings=warnings)
 
 
 def only_totals(program: Program) -> Program:
     """Of the program that makes the whole batch's numbers, what makes them; every rank gets them."""
     training = program.training
-    if training is None or training.part is not Part.TOTALS:
+    if training is None or training.part is not ProgramKind.TOTALS:
         return program
     graph = program.model.graph
     made = {value.name: value for node in graph for value in node.outputs}
@@ -115,7 +117,7 @@ def part_symbols(program: Program, symbols: Mapping[str, SymbolInfo]) -> dict[st
     return found
 
 
-def part_facts(graph: ir.Graph, rules: TrainRules, part: Part, known: Mapping[str, Facts]) -> dict[str, Facts]:
+def part_facts(graph: ir.Graph, rules: TrainRules, part: ProgramKind, known: Mapping[str, Facts]) -> dict[str, Facts]:
     """As `part_symbols`, before there is a training to speak of, by the names that the model gives its dims."""
     if rules.accumulate == 1 or not part.backward:
         return dict(known)

@@ -10,7 +10,7 @@ from .hashes import Proof
 from .newest import candidates
 
 
-class Ahead:
+class EarlyProof:
     """A rank's proof of the checkpoint that a path most likely means; of none where that cannot be opened, which is told later."""
 
     def __init__(self, path: Path, rank: int, ranks: int) -> None:

@@ -15,7 +15,7 @@ from ..communication.agree import together
 from ..errors import DamagedError
 from ..execution.program import Program
 from ..execution.state import SUM
-from .ahead import Ahead
+from .ahead import EarlyProof
 from .checkpoint import Checkpoint
 from .compatibility import OPTIMIZER, is_file_of_weights, meet, meet_weights
 from .hashes import Proof
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 class Checkpoints:
     """A rank's end of them. `source` is the checkpoint from which tensors were taken last."""
 
-    def __init__(self, program: Program, optimizer: str, ahead: Ahead | None = None) -> None:
+    def __init__(self, program: Program, optimizer: str, ahead: EarlyProof | None = None) -> None:
         self.source: Path | None = None
         self._ahead = ahead
         self._program, self._optimizer = program, optimizer

@@ -17,11 +17,11 @@ from ..artifact.comm_node import Call
 from ..artifact.dtypes import Bytes, Dtype
 from ..artifact.format import ALL_GATHER, ALL_REDUCE
 from ..execution.tensor import Tensor
-from .collective import Action, Bound, Work
+from .collective import Action, BoundCollective, CollectivePlan
 from .transport import Transport
 
 
-class Together:
+class CoalescedCollective:
     """The collective among `ranks` where each gives `elements` of `dtype` in all, values of these `sizes` in bytes."""
 
     def __init__(
@@ -31,7 +31,7 @@ class Together:
         self.given = sum(self.sizes)
         elements = self.given * 8 // dtype.bits
         flat = Call(call.op, "packed", "landing", call.group, call.tag, call.path, call.reduce)
-        self.work = Work(flat, ranks, (elements,), dtype, transport, tag)
+        self.work = CollectivePlan(flat, ranks, (elements,), dtype, transport, tag)
         self.made = dtype.bytes_of(self.work.result)
         self.packed = self.given
         self.landing = self.made + self.work.landing
@@ -40,7 +40,7 @@ class Together:
 
     def bind(
         self, sources: Sequence[Tensor], results: Sequence[Tensor], packed: Bytes, landing: Bytes, at_once: bool
-    ) -> Bound:
+    ) -> BoundCollective:
         """The collective on this memory."""
         dtype, count = self.work.dtype, len(self.ranks)
         gathers = self.call.op == ALL_GATHER
@@ -49,7 +49,7 @@ class Together:
         bound = self.work.bind(whole, flat, landing[:0], landing[self.made : self.landing], at_once)
         before = partial(_copy, _rows([one.data for one in sources], packed[: self.given], 1 if gathers else count))
         after = partial(_copy, _rows([one.data for one in results], own, count if gathers else 1, apart=True))
-        return Bound(bound.start, partial(_all, before, bound.before), partial(_all, bound.after, after))
+        return BoundCollective(bound.start, partial(_all, before, bound.before), partial(_all, bound.after, after))
 
 
 def _rows(values: Sequence[Bytes], together: Bytes, ranks: int, apart: bool = False) -> list[tuple[Bytes, Bytes]]:

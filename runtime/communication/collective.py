@@ -1,8 +1,8 @@
 """A collective of one schedule: what it copies before it begins and after it is finished, and the scratch memory for that.
 
-A `Work` knows the sizes. Bound to memory it is a `Bound`: what packs, what starts, and what unpacks or reduces once the transport
-is done. Where the memory stays, that is made once, else in each step. Scratch lies in the arena as values do: `packed` until the
-bytes have left, `landing` until they are unpacked.
+A `CollectivePlan` knows the sizes. Bound to memory it is a `BoundCollective`: what packs, what starts, and what unpacks or
+reduces once the transport is done. Where the memory stays, that is made once, else in each step. Scratch lies in the arena as
+values do: `packed` until the bytes have left, `landing` until they are unpacked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, RED
 from ..errors import RankError, StepError
 from ..execution.tensor import Tensor, aligned
 from .packing import carried, carrier, is_front, moved_bytes, reduced, split, store
-from .transport import GATHER, Movement, Request, Transport
+from .transport import GATHER, CollectiveArgs, Request, Transport
 
 Action: TypeAlias = Callable[[], object]
 What: TypeAlias = Callable[[], str]
@@ -32,7 +32,7 @@ _MISSING = -1
 
 
 @dataclass(frozen=True)
-class Bound:
+class BoundCollective:
     """A collective on its memory: `before` packs, `start` gives the request, `after` unpacks what has come."""
 
     start: Callable[[], Request]
@@ -40,7 +40,7 @@ class Bound:
     after: Action | None = None
 
 
-class Work:
+class CollectivePlan:
     """A collective among `ranks` where each gives `shape` of `dtype`. `tag` is the transport's."""
 
     def __init__(
@@ -72,7 +72,9 @@ class Work:
         """The shape of what each rank gives."""
         return self.shape
 
-    def bind(self, source: Tensor | None, result: Tensor | None, packed: Bytes, landing: Bytes, at_once: bool) -> Bound:
+    def bind(
+        self, source: Tensor | None, result: Tensor | None, packed: Bytes, landing: Bytes, at_once: bool
+    ) -> BoundCollective:
         """The collective on this memory; scratch may be longer than it needs. Without a result the rank gets nothing."""
         place = self.ranks.index(self.transport.rank)
         packed, landing = packed[: self.packed], landing[: self.landing]
@@ -84,13 +86,13 @@ class Work:
         else:
             before = self._packing(source, packed) if self.packed and source else None
         if len(self.ranks) == 1:
-            return Bound(nothing, before)
+            return BoundCollective(nothing, before)
         given = packed if self.packed else source.data if source else NOTHING
         if self.call.op == BROADCAST:
             result = result or source
             given = result.data if place == self.call.root and result else NOTHING
         taken = landing if self.landing else result.data if result else NOTHING
-        movement = Movement(
+        movement = CollectiveArgs(
             self._movement(),
             self.ranks,
             self.tag,
@@ -102,7 +104,7 @@ class Work:
             at_once,
         )
         after = self._placing(landing, result) if self.landing and result else None
-        return Bound(self.transport.ready(movement), before, after)
+        return BoundCollective(self.transport.ready(movement), before, after)
 
     def _movement(self) -> str:
         if self.native:
@@ -134,7 +136,9 @@ class Work:
         return partial(np.copyto, split(carried(result), self._into, len(self.ranks)), pieces)
 
 
-def at_large(call: Call, ranks: tuple[int, ...], tag: int, source: Tensor, transport: Transport, what: What) -> Tensor:
+def dynamic_collective(
+    call: Call, ranks: tuple[int, ...], tag: int, source: Tensor, transport: Transport, what: What
+) -> Tensor:
     """The result of a collective on values of unknown shape, whole at once; StepError on all ranks where the shapes do not fit together.
 
     AllReduce wants equal shapes. AllGather wants them equal but for `axis`: shorter pieces travel filled up to the longest.
@@ -167,7 +171,7 @@ def at_large(call: Call, ranks: tuple[int, ...], tag: int, source: Tensor, trans
 
 
 def _whole(call: Call, ranks: tuple[int, ...], tag: int, source: Tensor, transport: Transport, what: What) -> Tensor:
-    work = Work(call, ranks, source.shape, source.dtype, transport, tag)
+    work = CollectivePlan(call, ranks, source.shape, source.dtype, transport, tag)
     result = Tensor.empty(source.dtype, work.result)
     bound = work.bind(source, result, aligned(work.packed), aligned(work.landing), False)
     if bound.before:
@@ -205,7 +209,9 @@ def _rows(mine: Sequence[int], ranks: tuple[int, ...], tag: int, transport: Tran
     """The numbers that each rank gives."""
     given = np.array(mine, np.int64)
     rows = np.empty((len(ranks), given.size), np.int64)
-    movement = Movement(ALL_GATHER, ranks, tag, given.view(np.uint8), rows.reshape(-1).view(np.uint8), BY_NAME["int64"])
+    movement = CollectiveArgs(
+        ALL_GATHER, ranks, tag, given.view(np.uint8), rows.reshape(-1).view(np.uint8), BY_NAME["int64"]
+    )
     transport.wait(transport.ready(movement)(), what)
     found: list[list[int]] = rows.tolist()
     return found

@@ -20,7 +20,7 @@ from .transport import Request, Transport
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryBox:
     """A box in the memory of a value: where in it, how large, and where its bytes lie in scratch; None if not there."""
 
     peer: int
@@ -87,7 +87,7 @@ class Redistribution:
 
         return leaving, coming, finish
 
-    def _memory(self, part: Part, value: Array, scratch: Bytes) -> tuple[Array, Bytes]:
+    def _memory(self, part: MemoryBox, value: Array, scratch: Bytes) -> tuple[Array, Bytes]:
         """Where a part's bytes lie outside of the value, or in it where they are contiguous: as elements and as bytes."""
         if part.scratch is None:
             inside = value[part.at]
@@ -103,9 +103,9 @@ def _elements(result: Tensor) -> Array:
     return carried(result)
 
 
-def _parts(pieces: Sequence[Piece], shape: Shape | None, dtype: Dtype, rank: int) -> tuple[list[Part], int]:
+def _parts(pieces: Sequence[Piece], shape: Shape | None, dtype: Dtype, rank: int) -> tuple[list[MemoryBox], int]:
     """The parts of a value, and the bytes of the scratch that they need."""
-    found: list[Part] = []
+    found: list[MemoryBox] = []
     scratch = 0
     for piece in pieces:
         assert shape is not None
@@ -114,7 +114,7 @@ def _parts(pieces: Sequence[Piece], shape: Shape | None, dtype: Dtype, rank: int
         count = moved_bytes(dtype, size)
         inside = dtype.bits >= 8 and _contiguous(size, shape)
         kept = piece.peer == rank or inside
-        found.append(Part(piece.peer, at, size, count, None if kept else scratch))
+        found.append(MemoryBox(piece.peer, at, size, count, None if kept else scratch))
         scratch += 0 if kept else -(-count // 64) * 64
     return found, scratch
 
@@ -125,7 +125,7 @@ def _contiguous(part: Shape, whole: Shape) -> bool:
     return part[first + 1 :] == whole[first + 1 :]
 
 
-def _pairs(gives: Sequence[Part], takes: Sequence[Part], rank: int) -> list[tuple[Part, Part]]:
+def _pairs(gives: Sequence[MemoryBox], takes: Sequence[MemoryBox], rank: int) -> list[tuple[MemoryBox, MemoryBox]]:
     """What the rank keeps: the k-th box that it gives to itself is the k-th that it takes from itself."""
     given, taken = ([part for part in parts if part.peer == rank] for parts in (gives, takes))
     if [part.shape for part in given] != [part.shape for part in taken]:

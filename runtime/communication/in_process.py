@@ -19,13 +19,13 @@ import numpy as np
 from ..artifact.dtypes import Bytes, Dtype
 from ..artifact.format import ALL_GATHER, ALL_TO_ALL, BROADCAST
 from ..errors import RankError
-from .transport import GATHER, Movement, Request, Transport, Vector, stalled, usable_cores
+from .transport import GATHER, CollectiveArgs, Request, Transport, Vector, stalled, usable_cores
 
 _Key = tuple[int, int, int]
 
 
 @dataclass
-class _Meeting:
+class _Rendezvous:
     """One round in which every rank brings something and takes what all brought."""
 
     brought: dict[int, object] = field(default_factory=dict)
@@ -40,8 +40,8 @@ class _Receive:
 
 @dataclass(frozen=True)
 class _Gathering:
-    meeting: _Meeting
-    movement: Movement
+    meeting: _Rendezvous
+    movement: CollectiveArgs
 
 
 class LocalWorld:
@@ -52,12 +52,12 @@ class LocalWorld:
         self.stall = stall
         self._changed = Condition()
         self._mail: dict[_Key, deque[Bytes]] = {}
-        self._gatherings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
+        self._gatherings: dict[tuple[tuple[int, ...], int], _Rendezvous] = {}
         self._waiting: dict[int, tuple[Callable[[], bool], Callable[[], str]]] = {}
         self._finished: set[int] = set()
         self._failure: str | None = None
         self._why = ""
-        self._meeting = _Meeting()
+        self._meeting = _Rendezvous()
 
     def transport(self, rank: int) -> Transport:
         """The end of the job that belongs to a rank."""
@@ -70,7 +70,7 @@ class LocalWorld:
             self._gatherings.clear()
             self._finished.clear()
             self._failure, self._why = None, ""
-            self._meeting = _Meeting()
+            self._meeting = _Rendezvous()
 
     def finish(self, rank: int, why: str = "") -> None:
         """A rank says that it will not communicate until the next reset, and where the others do not know it, why."""
@@ -97,10 +97,10 @@ class LocalWorld:
             self._wait(key[1], lambda: bool(self._mail.get(key)), what)
             return self._mail[key].popleft()
 
-    def bring(self, ranks: tuple[int, ...], tag: int, rank: int, data: Bytes) -> _Meeting:
+    def bring(self, ranks: tuple[int, ...], tag: int, rank: int, data: Bytes) -> _Rendezvous:
         """The meeting of a collective, to which a rank now has brought its bytes."""
         with self._changed:
-            meeting = self._gatherings.setdefault((ranks, tag), _Meeting())
+            meeting = self._gatherings.setdefault((ranks, tag), _Rendezvous())
             meeting.brought[rank] = data
             if len(meeting.brought) == len(ranks):
                 meeting.complete = True
@@ -108,7 +108,7 @@ class LocalWorld:
                 self._changed.notify_all()
             return meeting
 
-    def gathered(self, rank: int, meeting: _Meeting, what: Callable[[], str]) -> dict[int, object]:
+    def gathered(self, rank: int, meeting: _Rendezvous, what: Callable[[], str]) -> dict[int, object]:
         """What all ranks of a collective have brought, when they have."""
         with self._changed:
             self._wait(rank, lambda: meeting.complete, what)
@@ -121,7 +121,7 @@ class LocalWorld:
             meeting.brought[rank] = thing
             if len(meeting.brought) == self.size:
                 meeting.complete = True
-                self._meeting = _Meeting()
+                self._meeting = _Rendezvous()
                 self._changed.notify_all()
             self._wait(rank, lambda: meeting.complete, what)
             return [meeting.brought[other] for other in range(self.size)]
@@ -192,7 +192,7 @@ class LocalTransport:
     def reduces(self, dtype: Dtype, reduce: str) -> bool:
         return False
 
-    def ready(self, movement: Movement) -> Callable[[], Request]:
+    def ready(self, movement: CollectiveArgs) -> Callable[[], Request]:
         def begin() -> Request:
             data = movement.source.copy()
             return _Gathering(self.world.bring(movement.ranks, movement.tag, self.rank, data), movement)
@@ -220,7 +220,7 @@ class LocalTransport:
         pass
 
 
-def _distribute(rank: int, movement: Movement, brought: Sequence[Bytes], what: Callable[[], str]) -> None:
+def _distribute(rank: int, movement: CollectiveArgs, brought: Sequence[Bytes], what: Callable[[], str]) -> None:
     """Give a rank its part of what all have brought."""
     ranks, target = len(movement.ranks), movement.target
     if movement.op in (GATHER, BROADCAST) and (rank == movement.ranks[movement.root]) != (movement.op == GATHER):

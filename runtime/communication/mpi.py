@@ -27,9 +27,9 @@ from ..errors import RankError
 from ..execution.status_board import processes
 from . import mpi_calls as calls
 from .leaving import expected
-from .mpi_group import Circle
+from .mpi_group import ProcessGroup
 from .mpi_watch import Watch
-from .transport import Movement, Request, Vector, usable_cores
+from .transport import CollectiveArgs, Request, Vector, usable_cores
 
 _PIECE = 1 << 30
 _ALONE_SPIN = 2e-3
@@ -78,7 +78,7 @@ class MpiTransport:
         self._left: list[tuple[int, str]] = []
         self._begun = self._done = 0
         """How many agreements and exchanges of all ranks this one has begun, and has taken part in."""
-        self._circles: dict[tuple[int, ...], Circle] = {}
+        self._circles: dict[tuple[int, ...], ProcessGroup] = {}
         self.wait(comm.Ibarrier(), lambda: "all ranks to begin to load")
         self.comm = calls.duplicate(comm, self._watch)
         self.notices = calls.duplicate(comm, self._watch)
@@ -141,12 +141,12 @@ class MpiTransport:
         for index, ranks in enumerate(circles):
             if self.rank in ranks and ranks not in self._circles:
                 near = len({self._machines[rank] for rank in ranks}) == 1
-                self._circles[ranks] = Circle(self.comm, ranks, index % self.tags, near, self._watch, self.wait)
+                self._circles[ranks] = ProcessGroup(self.comm, ranks, index % self.tags, near, self._watch, self.wait)
 
     def reduces(self, dtype: Dtype, reduce: str) -> bool:
         return calls.reduces(dtype, reduce)
 
-    def ready(self, movement: Movement) -> Callable[[], Request]:
+    def ready(self, movement: CollectiveArgs) -> Callable[[], Request]:
         return self._circles[movement.ranks].ready(movement)
 
     def agree(self, vector: Vector) -> Vector:

@@ -18,7 +18,7 @@ from ..artifact.dtypes import Bytes, Dtype
 from ..artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, MAX, REDUCE_SCATTER, REDUCE_TO, SUM
 from ..errors import RankError
 from .mpi_watch import Watch
-from .transport import GATHER, Movement, Request
+from .transport import GATHER, CollectiveArgs, Request
 
 _CHUNK = 1 << 22
 """Bytes that are reduced at once: Open MPI takes longer for a large array than for its pieces."""
@@ -108,7 +108,7 @@ def abort(comm: MPI.Intracomm, code: int) -> None:
     comm.Abort(code)
 
 
-def call(comm: MPI.Intracomm, movement: Movement, blocking: bool) -> Callable[[], Request]:
+def call(comm: MPI.Intracomm, movement: CollectiveArgs, blocking: bool) -> Callable[[], Request]:
     """MPI's call for a collective, with its buffers; one that blocks is made only when all ranks have come."""
     source, target, ranks = movement.source, movement.target, len(movement.ranks)
     if movement.op == REDUCE_TO:
@@ -153,7 +153,7 @@ def call(comm: MPI.Intracomm, movement: Movement, blocking: bool) -> Callable[[]
     return lambda: broadcast(whole, movement.root)
 
 
-def _reduce_to(comm: MPI.Intracomm, movement: Movement, blocking: bool) -> Callable[[], Request]:
+def _reduce_to(comm: MPI.Intracomm, movement: CollectiveArgs, blocking: bool) -> Callable[[], Request]:
     """MPI's call for a Reduce; only the root has a target."""
     source, target, kind = movement.source, movement.target, _TYPES[movement.dtype.shown]
     given, into = _spec(source, kind), _spec(target, kind) if comm.rank == movement.root else None
@@ -162,7 +162,7 @@ def _reduce_to(comm: MPI.Intracomm, movement: Movement, blocking: bool) -> Calla
     return lambda: reduce(MPI.IN_PLACE if same else given, into, operation, movement.root)
 
 
-def _operation(movement: Movement) -> MPI.Op:
+def _operation(movement: CollectiveArgs) -> MPI.Op:
     return MPI.SUM if movement.reduce == SUM else MPI.MAX if movement.reduce == MAX else MPI.MIN
 
 

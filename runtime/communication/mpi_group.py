@@ -21,7 +21,7 @@ from ..artifact.format import ALL_REDUCE, MAX, SUM
 from . import mpi_calls as calls
 from .mpi_memory import Wait, shared
 from .mpi_watch import Watch
-from .transport import Movement, Request
+from .transport import CollectiveArgs, Request
 
 _LINE = 64
 _PROGRESS = 127
@@ -31,7 +31,7 @@ _FEW = 8
 _ORDERED = platform.machine().lower() in ("x86_64", "amd64")
 
 
-class Circle:
+class ProcessGroup:
     """The ranks of one list with their communicator; making it and freeing it are collective among them.
 
     `near`: they are on one machine.
@@ -42,20 +42,20 @@ class Circle:
     ) -> None:
         self.comm = calls.among(world, ranks, tag, watch)
         self.watch = watch
-        self.gate = _Gate(self.comm, near, wait)
+        self.gate = ShmBarrier(self.comm, near, wait)
         self._names = ", ".join(map(str, ranks))
 
-    def ready(self, movement: Movement) -> Callable[[], Request]:
+    def ready(self, movement: CollectiveArgs) -> Callable[[], Request]:
         """What begins the collective."""
         comm = self.comm
         if movement.at_once and self._is_small(movement):
-            return _Small(self.gate, comm, movement).begin
+            return ShmAllReduce(self.gate, comm, movement).begin
         if movement.at_once:
             what = f"{movement.op} among ranks {self._names}, which have all come"
-            return _Gated(self.gate, comm, calls.call(comm, movement, True), self.watch, what).begin
+            return BlockingCollective(self.gate, comm, calls.call(comm, movement, True), self.watch, what).begin
         return calls.call(comm, movement, False)
 
-    def _is_small(self, movement: Movement) -> bool:
+    def _is_small(self, movement: CollectiveArgs) -> bool:
         few, ordered = 1 < self.comm.size <= _FEW, _ORDERED and self.gate.memory is not None
         return few and ordered and movement.op == ALL_REDUCE and 0 < movement.target.size <= _SMALL
 
@@ -69,7 +69,7 @@ class _Tested(Protocol):
     def Test(self) -> bool: ...
 
 
-class _Gate:
+class ShmBarrier:
     """Counters of arrivals, one for each rank, each in a cache line of its own."""
 
     def __init__(self, comm: MPI.Intracomm, near: bool, wait: Wait) -> None:
@@ -112,13 +112,15 @@ class _Gate:
         self.cells, self.others = [], []
 
 
-class _Gated:
+class BlockingCollective:
     """A blocking collective as a request: its test makes the call once all ranks have arrived.
 
     A rank arrives when it first tests: it has begun by then whatever others may wait for.
     """
 
-    def __init__(self, gate: _Gate, comm: MPI.Intracomm, call: Callable[[], object], watch: Watch, what: str) -> None:
+    def __init__(
+        self, gate: ShmBarrier, comm: MPI.Intracomm, call: Callable[[], object], watch: Watch, what: str
+    ) -> None:
         self.gate = gate
         self.comm = comm
         self.call = call
@@ -147,10 +149,10 @@ class _Gated:
         return False
 
 
-class _Small:
+class ShmAllReduce:
     """An AllReduce by way of the gate: values lie beside the counters, and every rank reduces them in one order."""
 
-    def __init__(self, gate: _Gate, comm: MPI.Intracomm, movement: Movement) -> None:
+    def __init__(self, gate: ShmBarrier, comm: MPI.Intracomm, movement: CollectiveArgs) -> None:
         kind, size = movement.dtype.numpy, movement.target.size
         self.gate = gate
         self.comm = comm

@@ -36,7 +36,7 @@ Vector: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Movement:
+class CollectiveArgs:
     """A collective as transports see it: among `ranks`, which include this one, from `source` to `target`.
 
     `at_once`: on every one of the ranks the wait follows the begin at once, and may be one with it.
@@ -92,7 +92,7 @@ class Transport(Protocol):
         """Whether AllReduce and ReduceScatter take this type, and give every rank the same bits."""
         ...
 
-    def ready(self, movement: Movement) -> Callable[[], Request]:
+    def ready(self, movement: CollectiveArgs) -> Callable[[], Request]:
         """What begins the collective, each time that it is called."""
         ...
 

@@ -7,16 +7,16 @@ from typing import TypeAlias
 
 from ..artifact.format import ALL_REDUCE, EXCHANGE
 from ..errors import RankError
-from ..program.memory_plan import Life
+from ..program.memory_plan import Lifetime
 from ..program.rank_program import RankProgram
-from ..program.segmentation import Begin, Finish, Step
-from .coalesced import Together
-from .collective import Work
+from ..program.segmentation import StartCollective, Step, WaitCollective
+from .coalesced import CoalescedCollective
+from .collective import CollectivePlan
 from .exchange import Redistribution
 from .transport import Transport
 
 Shape: TypeAlias = tuple[int, ...]
-AnyWork: TypeAlias = Work | Together | Redistribution
+AnyWork: TypeAlias = CollectivePlan | CoalescedCollective | Redistribution
 
 
 def works_of(
@@ -29,7 +29,7 @@ def works_of(
     """The collectives of known shape; the shapes of what they give are filled in. RankError for one that cannot be."""
     found: dict[int, AnyWork] = {}
     for step in program.steps:
-        if not isinstance(step, Begin) or step.call.tag not in promises:
+        if not isinstance(step, StartCollective) or step.call.tag not in promises:
             continue
         call, promise = step.call, promises[step.call.tag]
         dtype = program.dtype(call.source or call.value)
@@ -40,9 +40,9 @@ def works_of(
             elif call.parts and call.op != ALL_REDUCE:
                 kept = program.state.tensors
                 sizes = [dtype.bytes_of(shapes[name] if name in shapes else kept[name].shape) for name in call.given]
-                found[call.tag] = Together(call, step.ranks, sizes, dtype, transport, call.tag)
+                found[call.tag] = CoalescedCollective(call, step.ranks, sizes, dtype, transport, call.tag)
             else:
-                work = found[call.tag] = Work(call, step.ranks, promise, dtype, transport, call.tag)
+                work = found[call.tag] = CollectivePlan(call, step.ranks, promise, dtype, transport, call.tag)
                 if call.result:
                     shapes[call.result] = work.result
         except ValueError as error:
@@ -50,18 +50,18 @@ def works_of(
     return found
 
 
-def scratch_lives(steps: Sequence[Step], works: Mapping[int, AnyWork]) -> list[Life]:
+def scratch_lives(steps: Sequence[Step], works: Mapping[int, AnyWork]) -> list[Lifetime]:
     """The memory that collectives need besides their values, each as long as it is used."""
-    finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, Finish)}
+    finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
     found = []
     for index, step in enumerate(steps):
-        if isinstance(step, Begin) and step.call.tag in works:
+        if isinstance(step, StartCollective) and step.call.tag in works:
             tag, work = step.call.tag, works[step.call.tag]
             end = finishes.get(tag, index)
             leaves = isinstance(work, Redistribution) or not step.call.made
             sends = (index,) if leaves else ()
-            found.append(Life(scratch_name(tag, "out"), work.packed, index, index if leaves else end, sends))
-            found.append(Life(scratch_name(tag, "in"), work.landing, index, end))
+            found.append(Lifetime(scratch_name(tag, "out"), work.packed, index, index if leaves else end, sends))
+            found.append(Lifetime(scratch_name(tag, "in"), work.landing, index, end))
     return found
 
 

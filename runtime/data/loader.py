@@ -18,7 +18,7 @@ from ..user_code import UserCodeError
 from .code import Batch
 from .constants import constants
 from .dataset import open_data
-from .prefetch import PATIENCE, Ahead
+from .prefetch import PATIENCE, Prefetcher
 from .reader import Reader
 from .sampler import Last, Order, Position
 from .spec import Spec
@@ -40,7 +40,7 @@ class Loader:
         self._epochs = epochs
         self._fixed = fixed or {}
         self._position = Position()
-        self._ahead: Ahead[Batch] | None = None
+        self._ahead: Prefetcher[Batch] | None = None
         self._direct: Iterator[Batch] | None = None
 
     def position(self) -> Position:
@@ -85,7 +85,7 @@ class Loader:
             self._direct = self._direct or self._batches(self._position)
             return next(self._direct)
         if self._ahead is None:
-            self._ahead = Ahead(self._batches(self._position), self._depth)
+            self._ahead = Prefetcher(self._batches(self._position), self._depth)
         return self._ahead.next()
 
     def _batches(self, position: Position) -> Iterator[Batch]:

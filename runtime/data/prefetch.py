@@ -18,7 +18,7 @@ PATIENCE = 1.0
 """Seconds that a thread has to end where something has failed: it may hang in code of the user's, or in a file system."""
 
 
-class Ahead(Generic[Item]):
+class Prefetcher(Generic[Item]):
     """The consumer's end. The thread sleeps where `depth` items wait, and ends with the items, an error or `close`."""
 
     def __init__(self, items: Iterator[Item], depth: int) -> None:
@@ -54,7 +54,7 @@ class Ahead(Generic[Item]):
             self._changed.notify_all()
         self._thread.join(patience)
 
-    def __enter__(self) -> Ahead[Item]:
+    def __enter__(self) -> Prefetcher[Item]:
         return self
 
     def __exit__(

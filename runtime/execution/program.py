@@ -25,13 +25,13 @@ from ..communication.leaving import said
 from ..communication.message import Value
 from ..communication.transport import Transport
 from ..errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError
-from ..program.rank_program import describe, prepare
-from ..program.segmentation import Finish, cut
+from ..program.rank_program import describe, lower_rank_program
+from ..program.segmentation import WaitCollective, segmented
 from ..program.sessions import Settings
 from .recover import attempt, failed, settle
 from .state import State
 from .status_board import AGREEING, SLOT, open_board
-from .step_plan import Schedule
+from .step_plan import StepPlan
 from .symbol_bindings import Bindings, Halted
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ Outputs: TypeAlias = dict[str, Value]
 OnError: TypeAlias = Literal["raise", "abort", "recover"]
 
 RECOVER = "recover"
-_SCHEDULES = 8
+_STEP_PLANS = 8
 CPU = ("CPUExecutionProvider",)
 """The execution providers by default."""
 
@@ -62,12 +62,12 @@ class Program:
         self._transport = transport
         self._on_error = on_error
         self._settings = settings
-        self._program = prepare(artifact, transport.rank, settings, state)
+        self._program = lower_rank_program(artifact, transport.rank, settings, state)
         artifact.refuse_replaced()
         self._refuse_replaced = artifact.refuse_replaced
         self._wire = _wire_tags(artifact.manifest, transport.tags)
         self._at_once: frozenset[int] = frozenset()
-        self._schedules: OrderedDict[tuple[tuple[str, int], ...], Schedule] = OrderedDict()
+        self._schedules: OrderedDict[tuple[tuple[str, int], ...], StepPlan] = OrderedDict()
         self._board = open_board(transport.rank)
         self._step = 0
         self._halt = False
@@ -172,7 +172,7 @@ class Program:
         rank computes, and take twice the time of the blocking ones.
         """
         program, collectives = self._program, self.manifest.collectives
-        waited = [step.call.tag for step in program.steps if isinstance(step, Finish)]
+        waited = [step.call.tag for step in program.steps if isinstance(step, WaitCollective)]
         everyone = tuple(range(self._transport.size))
         alone = self._transport.together and not self.manifest.transfers and program.promises.keys() >= set(waited)
         alone = alone and all(self.manifest.groups[one.group] == [list(everyone)] for one in collectives)
@@ -241,14 +241,14 @@ class Program:
             self._transport.leave(said(self.rank, error))
         self.close()
 
-    def _schedule(self, bindings: Bindings) -> Schedule:
+    def _schedule(self, bindings: Bindings) -> StepPlan:
         key = tuple(bindings.items())
         schedule = self._schedules.get(key)
         if schedule is None:
             self._program.binder.check_promises(bindings)
-            schedule = Schedule(self._program, bindings, self._transport, self._wire, self._at_once)
+            schedule = StepPlan(self._program, bindings, self._transport, self._wire, self._at_once)
             self._schedules[key] = schedule
-            if len(self._schedules) > _SCHEDULES:
+            if len(self._schedules) > _STEP_PLANS:
                 self._schedules.popitem(last=False)
         else:
             self._schedules.move_to_end(key)
@@ -342,7 +342,7 @@ def describe_action(folder: str | Path, rank: int, action: int) -> str:
     manifest = open_artifact(folder, trust=True).manifest
     file = Path(folder) / manifest.program(rank)
     model = onnx.load_model(file, load_external_data=False)
-    return describe(cut(model, str(file), manifest.circles(rank)), action)
+    return describe(segmented(model, str(file), manifest.circles(rank)), action)
 
 
 def settings_for(transport: Transport, threads: int | None, providers: Sequence[str]) -> Settings:

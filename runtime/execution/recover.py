@@ -18,15 +18,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..artifact.dtypes import dense
-from ..communication.coalesced import Together
+from ..communication.coalesced import CoalescedCollective
 from ..communication.collective import give_up
 from ..communication.message import Value
 from ..communication.transport import Transport
 from ..errors import RankError, StepError
-from ..program.rank_program import Kind
-from ..program.segmentation import Begin, Finish, Segment, Send, Step, Wait
+from ..program.rank_program import Storage
+from ..program.segmentation import Segment, Send, StartCollective, Step, WaitCollective, WaitRecv
 from .status_board import IDLE, SLOT, Board
-from .step_plan import Schedule
+from .step_plan import StepPlan
 from .tensor import Tensor
 
 
@@ -39,7 +39,7 @@ class Failure:
 
 
 def attempt(
-    schedule: Schedule, inputs: Mapping[str, Value], board: Board, step: int
+    schedule: StepPlan, inputs: Mapping[str, Value], board: Board, step: int
 ) -> tuple[dict[str, Value], Failure | None]:
     """The outputs of a step, none where an op fails here; either way all its communication is done. RankError where that fails."""
     write, buffer, offset = SLOT.pack_into, board.buffer, board.offset
@@ -87,18 +87,18 @@ def failed(transport: Transport, error: Exception) -> Failure:
     return Failure(-1, f"rank {transport.rank} failed: {type(error).__name__}: {error}")
 
 
-def _failure(schedule: Schedule, position: int, index: int, error: Exception) -> Failure:
+def _failure(schedule: StepPlan, position: int, index: int, error: Exception) -> Failure:
     """What an action's error means for the step; RankError where it concerns the communication itself."""
     rank, program = schedule.transport.rank, schedule.program
     text = str(error)
     if not (isinstance(error, RankError) and text.startswith("rank ")):
         text = f"rank {rank} failed in {program.explain(index, error)}"
     step = program.steps[index] if position in schedule.main else None
-    refused = isinstance(step, Send | Begin) and isinstance(error, StepError)
+    refused = isinstance(step, Send | StartCollective) and isinstance(error, StepError)
     refused = refused or (isinstance(step, Send) and isinstance(error, ValueError))
     if isinstance(step, Segment) or refused:
         # A collective on values of unknown shape fails after its ranks have met.
-        met = isinstance(step, Begin) and step.call.tag not in schedule.works
+        met = isinstance(step, StartCollective) and step.call.tag not in schedule.works
         return Failure(max(map(_tag, program.steps[: index + met]), default=-1), text)
     if isinstance(error, RankError) and not isinstance(error, StepError):
         raise error
@@ -108,41 +108,41 @@ def _failure(schedule: Schedule, position: int, index: int, error: Exception) ->
 def _tag(step: Step) -> int:
     """The number of what a step communicates in the order that all ranks share."""
     match step:
-        case Send() | Wait():
+        case Send() | WaitRecv():
             return step.tag
-        case Begin() | Finish():
+        case StartCollective() | WaitCollective():
             return step.call.tag
     return -1
 
 
-def _stand_in(schedule: Schedule, at: int, again: bool) -> None:
+def _stand_in(schedule: StepPlan, at: int, again: bool) -> None:
     """An action of a step that is given up; `again` is the one that failed, of which nothing has been sent."""
     program, (index, action) = schedule.program, schedule.actions[at]
     match program.steps[index] if at in schedule.main else None:
         case Segment() as segment:
             for name in segment.outputs:
-                if program.kinds[name] is Kind.SLOT:
+                if program.kinds[name] is Storage.SLOT:
                     _fill(schedule.cells[name])
                 else:
                     schedule.cells.pop(name, None)
             return
         case Send() as send:
             _provide(schedule, send.value, schedule.promises.get(send.tag), again)
-        case Begin() as begin if begin.call.tag in schedule.works:
+        case StartCollective() as begin if begin.call.tag in schedule.works:
             work = schedule.works[begin.call.tag]
-            if begin.call.source and not isinstance(work, Together):
+            if begin.call.source and not isinstance(work, CoalescedCollective):
                 _provide(schedule, begin.call.source, work.gives_shape, again)
-        case Begin() as begin:
+        case StartCollective() as begin:
             if not again:
                 give_up(begin.call, begin.ranks, begin.call.tag, schedule.transport, begin.__str__)
             return
     action()
 
 
-def _provide(schedule: Schedule, name: str, shape: tuple[int, ...] | None, again: bool) -> None:
+def _provide(schedule: StepPlan, name: str, shape: tuple[int, ...] | None, again: bool) -> None:
     """Something to send for a value that is not there, or has not the shape that was promised."""
     kind, value = schedule.program.kinds[name], schedule.cells.get(name)
-    if kind in (Kind.SLOT, Kind.CONSTANT, Kind.INPUT):
+    if kind in (Storage.SLOT, Storage.CONSTANT, Storage.INPUT):
         return
     dtype = dense(schedule.program.types[name])
     if shape is not None and dtype is not None:

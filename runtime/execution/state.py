@@ -16,7 +16,7 @@ import numpy as np
 from ..artifact.dtypes import Array, dense
 from ..artifact.format import StateRecord
 from ..errors import ArtifactError
-from ..updates.fusion import Bundle
+from ..updates.fusion import FlatBuffer
 from .tensor import Tensor
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def local_shape(record: StateRecord, rank: int) -> tuple[int, ...]:
 
 
 def make_state(
-    records: Iterable[StateRecord], rank: int, laid: Sequence[Bundle], model: ModelProto, folder: Path
+    records: Iterable[StateRecord], rank: int, laid: Sequence[FlatBuffer], model: ModelProto, folder: Path
 ) -> State:
     """The state as it is before the first step: weights as the artifact has them, the rest filled as the records say."""
     mine = [record for record in records if rank in record.ranks]

@@ -1,9 +1,8 @@
 """Running a step: the actions of a rank for given bindings, with every buffer bound once.
 
-A schedule holds one callable for each thing to do, made when the bindings are new: run a bound session, post a receive, begin a
-send or a collective, wait. Values lie in cells. A cell is fixed (the arena, a constant) or set in each step (an input, a value of
-unknown shape, a string, a sequence). A session whose operands are all fixed runs without any further word; one with tensors of
-unknown shape binds those anew; one with strings, sequences, optionals or maps is called with Python objects.
+A step plan holds one callable per action, made when the bindings are new: run a bound session, post a receive, begin a send or
+a collective, wait. Values lie in cells: fixed (the arena, a constant) or set in each step (an input, a value of unknown shape, a
+string). A session with fixed operands alone just runs; tensors of unknown shape are bound anew; objects are passed in a call.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from typing import TypeAlias
 import numpy as np
 
 from ..artifact.dtypes import Bytes, dense
-from ..communication.coalesced import Together
-from ..communication.collective import Bound, Work, at_large, nothing
+from ..communication.coalesced import CoalescedCollective
+from ..communication.collective import BoundCollective, CollectivePlan, dynamic_collective, nothing
 from ..communication.exchange import Redistribution
 from ..communication.message import HEADER, Value, decode, encode, payload_size
 from ..communication.transport import Request, Transport
 from ..communication.works import scratch_lives, scratch_name, works_of
 from ..errors import RankError
-from ..program.bound import as_tensor, bind_whole, check_promise, fed
+from ..program.bound import as_feed, as_tensor, bind_tensor, check_promise
 from ..program.memory_plan import assign
 from ..program.ort import Binding
-from ..program.rank_program import Kind, RankProgram
-from ..program.segmentation import Begin, Finish, Post, Segment, Send, Update, Wait
+from ..program.rank_program import RankProgram, Storage
+from ..program.segmentation import PostRecv, Segment, Send, StartCollective, Update, WaitCollective, WaitRecv
 from ..program.sessions import Runner
 from .status_board import IDLE, SLOT, Board
 from .symbol_bindings import Bindings
@@ -37,7 +36,7 @@ Action: TypeAlias = Callable[[], object]
 Shape: TypeAlias = tuple[int, ...]
 
 
-class Schedule:
+class StepPlan:
     """The actions of one rank for one set of bindings; `run` executes a step."""
 
     def __init__(
@@ -60,14 +59,15 @@ class Schedule:
         self.requests: list[Request] = [None] * len(program.steps)
         self.scratch: dict[tuple[int, str], Bytes] = {}
         self.begun: dict[int, tuple[list[Request], Action | None]] = {}
-        self.posts = {step.tag: index for index, step in enumerate(program.steps) if isinstance(step, Post)}
+        self.posts = {step.tag: index for index, step in enumerate(program.steps) if isinstance(step, PostRecv)}
         self.headers = {tag: aligned(HEADER) for tag in self.posts if tag not in self.promises}
         self.readers: dict[str, list[tuple[Binding, int, str]]] = defaultdict(list)
         """By input the bindings that read it, its type, and the name by which each does."""
         self.last: dict[str, tuple[int, Shape]] = {}
         self.actions: list[tuple[int, Action]] = []
-        self.main: set[int] = set()
-        """The places of the actions that are a step itself, and not a wait for a send or the end of a value."""
+        self.main: set[int] = (
+            set()
+        )  # the indices of actions that are a step itself, not a wait for a send or a value's end
         self._plan(self._lay_out())
 
     def take(self, inputs: Mapping[str, Value]) -> None:
@@ -109,16 +109,16 @@ class Schedule:
         value = self.cells[name]
         if not isinstance(value, Tensor):
             return value
-        fresh = self.program.kinds[name] is Kind.TENSOR or value.dtype.bits < 8
+        fresh = self.program.kinds[name] is Storage.TENSOR or value.dtype.bits < 8
         return value.array() if fresh else value.array().copy()
 
-    def _passes(self, name: str, kind: Kind) -> bool:
+    def _passes(self, name: str, kind: Storage) -> bool:
         """Whether a cell is of no use after the step, and holds memory that is not the schedule's."""
-        return kind is Kind.INPUT or (kind in (Kind.TENSOR, Kind.OBJECT) and name in self.program.outputs)
+        return kind is Storage.INPUT or (kind in (Storage.TENSOR, Storage.OBJECT) and name in self.program.outputs)
 
     def _lay_out(self) -> dict[int, list[int]]:
         """Give every value of known shape its place in the arena; by step, the sends to wait for before it."""
-        lives = [*self.program.lives(self.shapes), *scratch_lives(self.program.steps, self.works)]
+        lives = [*self.program.lifetimes(self.shapes), *scratch_lives(self.program.steps, self.works)]
         arena = assign(lives)
         memory = self.program.block(arena.bytes)
         places = {life.name: memory[arena.offsets[life.name] :] for life in lives}
@@ -126,7 +126,7 @@ class Schedule:
             dtype = self.program.dtype(name)
             bundle, at = self.program.bundles.get(name, (name, 0))
             begin = dtype.bytes_of((at,))
-            place = places[self.program.places.get(bundle, bundle)][begin : begin + dtype.bytes_of(shape)]
+            place = places[self.program.in_place_aliases.get(bundle, bundle)][begin : begin + dtype.bytes_of(shape)]
             self.cells[name] = Tensor(dtype, shape, place)
         self.scratch = {key: places[scratch_name(*key)] for tag in self.works for key in ((tag, "in"), (tag, "out"))}
         return arena.waits
@@ -144,15 +144,15 @@ class Schedule:
                 case Send():
                     action = self._send(index, step)
                     sends[index] = None
-                case Post():
+                case PostRecv():
                     action = self._post(index, step)
-                case Wait():
+                case WaitRecv():
                     action = self._receive(step)
-                case Begin():
+                case StartCollective():
                     action = self._begin(index, step)
                     if isinstance(self.works.get(step.call.tag), Redistribution) or not step.call.made:
                         sends[index] = None
-                case Finish():
+                case WaitCollective():
                     action = self._finish(step)
                 case Update():
                     action = self._update(index)
@@ -168,18 +168,18 @@ class Schedule:
         loose = [
             name
             for name in (*runner.segment.inputs, *runner.segment.outputs)
-            if self.program.kinds[name] is Kind.TENSOR
+            if self.program.kinds[name] is Storage.TENSOR
         ]
         for name in runner.segment.inputs:
-            if self.program.kinds[name] is Kind.INPUT:
+            if self.program.kinds[name] is Storage.INPUT:
                 self.readers[name].append((binding, self.program.dtype(name).code, name))
             elif name not in loose:
-                bind_whole(binding.bind_input, name, self._tensor(name))
+                bind_tensor(binding.bind_input, name, self._tensor(name))
         for name in runner.segment.outputs:
             if name in loose:
                 binding.bind_output(name)
             else:
-                bind_whole(binding.bind_output, name, self._tensor(name))
+                bind_tensor(binding.bind_output, name, self._tensor(name))
         if loose:
             return partial(self._run_loose, runner, binding, frozenset(loose))
         return partial(runner.session.run_with_iobinding, binding)
@@ -189,10 +189,10 @@ class Schedule:
         calls: list[Action] = []
 
         def shared(name: str, binding: Binding, formal: str) -> None:
-            if self.program.kinds[name] is Kind.INPUT:
+            if self.program.kinds[name] is Storage.INPUT:
                 self.readers[name].append((binding, self.program.dtype(name).code, formal))
             else:
-                bind_whole(binding.bind_input, formal, self._tensor(name))
+                bind_tensor(binding.bind_input, formal, self._tensor(name))
 
         for updater in self.program.updates[index]:
             run = updater.session.run_with_iobinding
@@ -216,7 +216,7 @@ class Schedule:
         """Run a session of which some tensors have another place and shape each time."""
         for name in runner.segment.inputs:
             if name in loose:
-                bind_whole(binding.bind_input, name, self._tensor(name))
+                bind_tensor(binding.bind_input, name, self._tensor(name))
         for name in runner.segment.outputs:
             if name in loose:
                 # Bound anew, or the session would write into what it gave last time.
@@ -228,13 +228,13 @@ class Schedule:
 
     def _run_objects(self, runner: Runner) -> None:
         """Run a session with Python objects."""
-        feeds = {name: fed(self.cells[name]) for name in runner.segment.inputs}
+        feeds = {name: as_feed(self.cells[name]) for name in runner.segment.inputs}
         names = [runner.widened.get(name, name) for name in runner.segment.outputs]
         for name, value in zip(runner.segment.outputs, runner.session.run(names, feeds), strict=True):
             match self.program.kinds[name]:
-                case Kind.OBJECT:
+                case Storage.OBJECT:
                     self.cells[name] = value
-                case Kind.TENSOR:
+                case Storage.TENSOR:
                     self.cells[name] = as_tensor(value, self.program.dtype(name))
                 case _:
                     slot, made = self._tensor(name), as_tensor(value, self.program.dtype(name))
@@ -247,7 +247,7 @@ class Schedule:
         if promise is None:
             return partial(self._send_encoded, index, step)
         kind = self.program.kinds[step.value]
-        if kind in (Kind.SLOT, Kind.CONSTANT):
+        if kind in (Storage.SLOT, Storage.CONSTANT):
             tensor = self._tensor(step.value)
             check_promise(step.value, tensor.shape, promise)
             data = tensor.data
@@ -268,7 +268,7 @@ class Schedule:
         tag = self.wire[step.tag]
         self.requests[index] = [self.transport.isend(part, step.peer, tag) for part in encode(self.cells[step.value])]
 
-    def _post(self, index: int, step: Post) -> Action:
+    def _post(self, index: int, step: PostRecv) -> Action:
         tag, peer, irecv, requests = self.wire[step.tag], step.peer, self.transport.irecv, self.requests
         data = self._tensor(step.value).data if step.tag in self.promises else self.headers[step.tag]
 
@@ -277,7 +277,7 @@ class Schedule:
 
         return post
 
-    def _receive(self, step: Wait) -> Action:
+    def _receive(self, step: WaitRecv) -> Action:
         post, wait, what, requests = self.posts[step.tag], self.transport.wait, step.__str__, self.requests
 
         def receive() -> None:
@@ -285,31 +285,31 @@ class Schedule:
 
         return receive if step.tag in self.promises else partial(self._receive_encoded, post, step)
 
-    def _receive_encoded(self, post: int, step: Wait) -> None:
+    def _receive_encoded(self, post: int, step: WaitRecv) -> None:
         transport, header = self.transport, self.headers[step.tag]
         transport.wait(self.requests[post], step.__str__)
         payload = aligned(payload_size(header))
         transport.wait(transport.irecv(payload, step.peer, self.wire[step.tag]), step.__str__)
         self.cells[step.value] = decode(header, payload)
 
-    def _begin(self, index: int, step: Begin) -> Action:
+    def _begin(self, index: int, step: StartCollective) -> Action:
         call, work = step.call, self.works.get(step.call.tag)
         if work is None:
             return partial(self._begin_at_large, step)
         if isinstance(work, Redistribution):
             return partial(self._begin_redistribution, index, step, work)
-        if isinstance(work, Together):
+        if isinstance(work, CoalescedCollective):
             return self._begin_bound(index, step, self._bound_together(step, work))
-        if call.source and self.program.kinds[call.source] not in (Kind.SLOT, Kind.CONSTANT):
+        if call.source and self.program.kinds[call.source] not in (Storage.SLOT, Storage.CONSTANT):
             return partial(self._begin_anew, index, step, work)
         return self._begin_bound(index, step, self._bound(step, work))
 
-    def _bound_together(self, step: Begin, work: Together) -> Bound:
+    def _bound_together(self, step: StartCollective, work: CoalescedCollective) -> BoundCollective:
         sources, results = ([self._tensor(name) for name in names] for names in (step.call.given, step.call.made))
         packed, landing = self.scratch[step.call.tag, "out"], self.scratch[step.call.tag, "in"]
         return work.bind(sources, results, packed, landing, step.call.tag in self.at_once)
 
-    def _begin_bound(self, index: int, step: Begin, bound: Bound) -> Action:
+    def _begin_bound(self, index: int, step: StartCollective, bound: BoundCollective) -> Action:
         start, begun, tag = bound.start, self.begun, step.call.tag
         if not step.call.made:
             return partial(self._leave, index, bound)
@@ -321,7 +321,7 @@ class Schedule:
 
         return begin
 
-    def _bound(self, step: Begin, work: Work) -> Bound:
+    def _bound(self, step: StartCollective, work: CollectivePlan) -> BoundCollective:
         """A collective on the memory of its values as they are now."""
         call = step.call
         source = self._tensor(call.source) if call.source else None
@@ -331,13 +331,13 @@ class Schedule:
         result = self._tensor(call.result) if call.result else None
         return work.bind(source, result, packed, landing, call.tag in self.at_once)
 
-    def _leave(self, index: int, bound: Bound) -> None:
+    def _leave(self, index: int, bound: BoundCollective) -> None:
         """Begin a collective that gives this rank nothing: like a send, it is waited for when its memory is needed."""
         if bound.before:
             bound.before()
         self.requests[index] = bound.start()
 
-    def _begin_anew(self, index: int, step: Begin, work: Work) -> None:
+    def _begin_anew(self, index: int, step: StartCollective, work: CollectivePlan) -> None:
         """Begin a collective whose input has another place each time."""
         bound = self._bound(step, work)
         if not step.call.made:
@@ -347,7 +347,7 @@ class Schedule:
             bound.before()
         self.begun[step.call.tag] = ([bound.start()], bound.after)
 
-    def _begin_redistribution(self, index: int, step: Begin, work: Redistribution) -> None:
+    def _begin_redistribution(self, index: int, step: StartCollective, work: Redistribution) -> None:
         call = step.call
         source = self._tensor(call.source) if call.source else None
         if source is not None:
@@ -358,13 +358,15 @@ class Schedule:
         self.requests[index] = leaving
         self.begun[call.tag] = (coming, after)
 
-    def _begin_at_large(self, step: Begin) -> None:
+    def _begin_at_large(self, step: StartCollective) -> None:
         """A collective on values of unknown shape is one with its wait, at its place in the file."""
-        call, finish = step.call, Finish(step.call, step.ranks)
+        call, finish = step.call, WaitCollective(step.call, step.ranks)
         source = self._tensor(call.source or "")
-        self.cells[call.result or ""] = at_large(call, step.ranks, call.tag, source, self.transport, finish.__str__)
+        self.cells[call.result or ""] = dynamic_collective(
+            call, step.ranks, call.tag, source, self.transport, finish.__str__
+        )
 
-    def _finish(self, step: Finish) -> Action:
+    def _finish(self, step: WaitCollective) -> Action:
         if step.call.tag not in self.works:
             return nothing
         wait, what, begun, tag = self.transport.wait, step.__str__, self.begun, step.call.tag

@@ -16,7 +16,7 @@ from .ort import Bind, OrtValue, new_value
 Shape: TypeAlias = tuple[int, ...]
 
 
-def fed(value: Value) -> Value | OrtValue:
+def as_feed(value: Value) -> Value | OrtValue:
     """A value as onnxruntime takes it from Python; what numpy cannot show goes in as onnxruntime's own tensor, by one copy."""
     if not isinstance(value, Tensor):
         return value
@@ -38,6 +38,6 @@ def check_promise(name: str, found: Shape, promised: Shape) -> None:
         raise StepError(f"the value '{name}' was promised with shape {list(promised)} and has {list(found)}")
 
 
-def bind_whole(bind: Bind, name: str, tensor: Tensor) -> None:
+def bind_tensor(bind: Bind, name: str, tensor: Tensor) -> None:
     """Binds all of a tensor to an input or an output of a session."""
     bind(name, "cpu", 0, tensor.dtype.code, tensor.shape, tensor.pointer)

@@ -14,12 +14,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..artifact.format import ALL_REDUCE, BROADCAST, EXCHANGE
-from .memory_plan import Life
-from .segmentation import Begin, Finish, Post, Segment, Send, Step, Update, Wait
+from .memory_plan import Lifetime
+from .segmentation import PostRecv, Segment, Send, StartCollective, Step, Update, WaitCollective, WaitRecv
 
 
 @dataclass
-class Span:
+class LiveRange:
     """The steps in which a value is made, in which each use of it ends, and in which it begins to leave."""
 
     born: int
@@ -27,72 +27,74 @@ class Span:
     sends: list[int] = field(default_factory=list)
 
 
-def spans(steps: Sequence[Step], outputs: Iterable[str]) -> dict[str, Span]:
+def live_ranges(steps: Sequence[Step], outputs: Iterable[str]) -> dict[str, LiveRange]:
     """The span of every value of a program; an output of the program is used to its end."""
-    finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, Finish)}
-    found: dict[str, Span] = {}
+    finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
+    found: dict[str, LiveRange] = {}
     for index, step in enumerate(steps):
         for name, end in _uses(step, index, finishes):
-            found.setdefault(name, Span(index)).ends.append(end)
+            found.setdefault(name, LiveRange(index)).ends.append(end)
         leaving = _leaving(step)
         if leaving is not None:
             found[leaving].sends.append(index)
     for name in outputs:
-        found.setdefault(name, Span(0)).ends.append(len(steps))
+        found.setdefault(name, LiveRange(0)).ends.append(len(steps))
     return found
 
 
-def bundled(spans: dict[str, Span], members: Mapping[str, str]) -> dict[str, Span]:
+def bundled(live_ranges: dict[str, LiveRange], members: Mapping[str, str]) -> dict[str, LiveRange]:
     """The spans with values that lie in one bundle as one; `members` gives a value's bundle."""
-    found: dict[str, Span] = {}
-    for name, span in spans.items():
-        whole = found.setdefault(members.get(name, name), Span(span.born))
+    found: dict[str, LiveRange] = {}
+    for name, span in live_ranges.items():
+        whole = found.setdefault(members.get(name, name), LiveRange(span.born))
         whole.born = min(whole.born, span.born)
         whole.ends += span.ends
         whole.sends += span.sends
     return found
 
 
-def places(
-    steps: Sequence[Step], spans: Mapping[str, Span], slots: Collection[str], apart: Collection[int] = ()
+def in_place_aliases(
+    steps: Sequence[Step], live_ranges: Mapping[str, LiveRange], slots: Collection[str], apart: Collection[int] = ()
 ) -> dict[str, str]:
     """Where the output of a collective takes its input's place: by output, the value that first had the place.
 
     Not so for the collectives whose tags are in `apart`.
     """
-    finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, Finish)}
+    finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
     found: dict[str, str] = {}
     for index, step in enumerate(steps):
-        if not isinstance(step, Begin) or not _keeps_size(step) or step.call.tag in apart:
+        if not isinstance(step, StartCollective) or not _keeps_size(step) or step.call.tag in apart:
             continue
         source, result = (None, None) if step.call.parts else (step.call.source, step.call.result)
         if source not in slots or result not in slots or source is None or result is None:
             continue
-        others = list(spans[source].ends)
+        others = list(live_ranges[source].ends)
         others.remove(finishes[step.call.tag])
-        if not spans[source].sends and all(end < index for end in others):
+        if not live_ranges[source].sends and all(end < index for end in others):
             found[result] = found.get(source, source)
     return found
 
 
-def lives(spans: Mapping[str, Span], places: Mapping[str, str], sizes: Mapping[str, int]) -> list[Life]:
+def lifetimes(
+    live_ranges: Mapping[str, LiveRange], in_place_aliases: Mapping[str, str], sizes: Mapping[str, int]
+) -> list[Lifetime]:
     """Bytes and life of every value that has a place of its own, values that later take the place included."""
     shared: dict[str, list[str]] = {}
     for name in sizes:
-        shared.setdefault(places.get(name, name), []).append(name)
+        shared.setdefault(in_place_aliases.get(name, name), []).append(name)
     return [
-        Life(
+        Lifetime(
             name,
             max(sizes[one] for one in names),
-            min(spans[one].born for one in names),
-            max(end for one in names for end in spans[one].ends),
-            tuple(sorted({send for one in names for send in spans[one].sends})),
+            min(live_ranges[one].born for one in names),
+            max(end for one in names for end in live_ranges[one].ends),
+            tuple(sorted({send for one in names for send in live_ranges[one].sends})),
         )
         for name, names in shared.items()
     ]
 
 
-def _keeps_size(step: Begin) -> bool:
+def _keeps_size(step: StartCollective) -> bool:
     """Whether the output of a collective is as large as its input, and may begin as its input was."""
     return step.call.op in (ALL_REDUCE, BROADCAST) or (len(step.ranks) == 1 and step.call.op != EXCHANGE)
 
@@ -102,15 +104,15 @@ def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple
     match step:
         case Segment():
             yield from ((name, index) for name in (*step.inputs, *step.outputs))
-        case Send() | Post() | Wait():
+        case Send() | PostRecv() | WaitRecv():
             yield step.value, index
-        case Begin():
+        case StartCollective():
             call = step.call
             yield from ((name, finishes.get(call.tag, index) if call.op != EXCHANGE else index) for name in call.given)
             yield from ((name, index) for name in call.made)
         case Update():
             yield from ((name, index) for name in (*step.inputs, *(out for node in step.nodes for out in node.output)))
-        case Finish():
+        case WaitCollective():
             yield from ((name, index) for name in step.call.made)
 
 
@@ -118,6 +120,6 @@ def _leaving(step: Step) -> str | None:
     """The value whose bytes a step lets go, and that must stay as it is until they have gone."""
     if isinstance(step, Send):
         return step.value
-    if isinstance(step, Begin) and (step.call.op == EXCHANGE or not step.call.made):
+    if isinstance(step, StartCollective) and (step.call.op == EXCHANGE or not step.call.made):
         return step.call.source
     return None

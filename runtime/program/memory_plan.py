@@ -15,7 +15,7 @@ from ..execution.tensor import ALIGNMENT
 
 
 @dataclass(frozen=True)
-class Life:
+class Lifetime:
     """A value's bytes and life in step numbers: made in `born`, read last in `died`, sent in the steps `sends`."""
 
     name: str
@@ -38,7 +38,7 @@ class Arena:
 class _Holder:
     offset: int
     size: int
-    life: Life
+    life: Lifetime
 
 
 @dataclass
@@ -49,10 +49,10 @@ class _Plan:
     waited: set[int] = field(default_factory=set)
     held: list[_Holder] = field(default_factory=list)
 
-    def in_flight(self, life: Life) -> list[int]:
+    def in_flight(self, life: Lifetime) -> list[int]:
         return [send for send in life.sends if send not in self.waited]
 
-    def place(self, life: Life) -> None:
+    def place(self, life: Lifetime) -> None:
         self.held = [one for one in self.held if one.life.died >= life.born or self.in_flight(one.life)]
         size = -(-life.bytes // ALIGNMENT) * ALIGNMENT
         offset = _lowest(self.held, size)
@@ -63,7 +63,7 @@ class _Plan:
         self.held.append(_Holder(offset, size, life))
         self.held.sort(key=lambda one: one.offset)
 
-    def _taken(self, life: Life, size: int, otherwise: int) -> int:
+    def _taken(self, life: Lifetime, size: int, otherwise: int) -> int:
         """A place within the arena that waiting for the fewest, oldest sends gives; else `otherwise`."""
         idle = [one for one in self.held if one.life.died < life.born and max(one.life.sends) < life.born - 1]
         idle.sort(key=lambda one: max(one.life.sends))
@@ -82,7 +82,7 @@ class _Plan:
         return otherwise
 
 
-def assign(lives: Sequence[Life]) -> Arena:
+def assign(lives: Sequence[Lifetime]) -> Arena:
     """An arena in which no two values that live at the same time overlap. Values of no bytes have offset 0."""
     plan = _Plan()
     for life in sorted(lives, key=lambda one: one.born):

@@ -26,9 +26,9 @@ from ..execution.symbol_bindings import Binder, Bindings
 from ..execution.tensor import Tensor, aligned
 from ..updates.flat_buffers import bundle_of, plan_updates
 from ..updates.updater import Updater
-from .liveness import Span, bundled, lives, places, spans
-from .memory_plan import Life
-from .segmentation import Begin, Finish, Post, Segment, Send, Step, Update, cut
+from .liveness import LiveRange, bundled, in_place_aliases, lifetimes, live_ranges
+from .memory_plan import Lifetime
+from .segmentation import PostRecv, Segment, Send, StartCollective, Step, Update, WaitCollective, segmented
 from .sessions import Builder, Runner, Settings, stated_shapes
 from .validate import check_ports, collectives_of, transfers_of
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto
 
 
-class Kind(Enum):
+class Storage(Enum):
     """Where a value lies."""
 
     INPUT = "input"
@@ -59,15 +59,15 @@ class RankProgram:
     steps: list[Step]
     runners: dict[int, Runner]
     types: dict[str, str]
-    kinds: dict[str, Kind]
+    kinds: dict[str, Storage]
     shapes: dict[str, Shape]
     """The stated shapes of the values in slots."""
     constants: dict[str, Value]
     outputs: list[str]
     promises: dict[int, Shape]
     """By tag the shape of a message that travels bare, or of a collective's input; a message without one has a header."""
-    spans: dict[str, Span]
-    places: dict[str, str]
+    live_ranges: dict[str, LiveRange]
+    in_place_aliases: dict[str, str]
     """By output of a collective the value whose place in memory it takes."""
     bundles: dict[str, tuple[str, int]]
     """By value that has a place in a bundle its name, and the element at which the value begins."""
@@ -97,16 +97,16 @@ class RankProgram:
             self.memory = aligned(size)
         return self.memory
 
-    def lives(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Life]:
+    def lifetimes(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Lifetime]:
         """Bytes and life of every place in the arena."""
         sizes = {n: self.dtype(n).bytes_of(shape) for n, shape in shapes.items() if n not in self.bundles}
-        return lives(self.spans, self.places, sizes)
+        return lifetimes(self.live_ranges, self.in_place_aliases, sizes)
 
     def last_uses(self) -> dict[int, list[str]]:
         """By step the values with memory of their own that nobody needs after it."""
         found: dict[int, list[str]] = {}
-        for name, span in self.spans.items():
-            if self.kinds[name] in (Kind.TENSOR, Kind.OBJECT) and name not in self.outputs:
+        for name, span in self.live_ranges.items():
+            if self.kinds[name] in (Storage.TENSOR, Storage.OBJECT) and name not in self.outputs:
                 found.setdefault(max(span.ends), []).append(name)
         return found
 
@@ -116,15 +116,17 @@ class RankProgram:
         return {
             first.call.tag
             for first, second in pairs
-            if isinstance(first, Begin) and isinstance(second, Finish) and first.call is second.call
+            if isinstance(first, StartCollective) and isinstance(second, WaitCollective) and first.call is second.call
         }
 
     def in_place(self, apart: Collection[int] = ()) -> set[int]:
         """Let collectives work in place where they can, but for those tags; the tags of those that do."""
-        slots = {name for name, kind in self.kinds.items() if kind is Kind.SLOT and name not in self.bundles}
-        self.places = places(self.steps, self.spans, slots, apart)
-        calls = [step.call for step in self.steps if isinstance(step, Begin)]
-        return {call.tag for call in calls if call.result in self.places or (call.parts and call.op == ALL_REDUCE)}
+        slots = {name for name, kind in self.kinds.items() if kind is Storage.SLOT and name not in self.bundles}
+        self.in_place_aliases = in_place_aliases(self.steps, self.live_ranges, slots, apart)
+        calls = [step.call for step in self.steps if isinstance(step, StartCollective)]
+        return {
+            call.tag for call in calls if call.result in self.in_place_aliases or (call.parts and call.op == ALL_REDUCE)
+        }
 
     def explain(self, index: int, error: Exception) -> str:
         """What failed in a step."""
@@ -140,7 +142,7 @@ def describe(steps: Sequence[Step], index: int) -> str:
     return "the agreement on the sizes of a step" if index == -2 else "nothing (between two steps)"
 
 
-def prepare(artifact: Artifact, rank: int, settings: Settings, state: State | None = None) -> RankProgram:
+def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state: State | None = None) -> RankProgram:
     """The program of a rank with its sessions built; ArtifactError where the file contradicts itself or the manifest.
 
     `state` is that of another program of the same model, whose tensors are then this one's too.
@@ -148,7 +150,7 @@ def prepare(artifact: Artifact, rank: int, settings: Settings, state: State | No
     manifest = artifact.manifest
     where = str(artifact.folder / manifest.program(rank))
     model = artifact.model(rank)
-    steps = cut(model, where, manifest.circles(rank))
+    steps = segmented(model, where, manifest.circles(rank))
     transfers = transfers_of(steps, manifest, rank, where)
     collectives = collectives_of(steps, manifest, rank, where)
     records = [record for record in manifest.state if rank in record.ranks]
@@ -165,8 +167,8 @@ def prepare(artifact: Artifact, rank: int, settings: Settings, state: State | No
     promised: list[Transfer | Collective] = [*transfers.values(), *collectives.values()]
     promises = {one.tag: one.shape for one in promised if dense(one.type) and known(one.shape)}
     sent = {step.value: transfers[step.tag].shape for step in steps if isinstance(step, Send)}
-    received = {step.value: transfers[step.tag] for step in steps if isinstance(step, Post)}
-    calls = [step.call for step in steps if isinstance(step, Begin)]
+    received = {step.value: transfers[step.tag] for step in steps if isinstance(step, PostRecv)}
+    calls = [step.call for step in steps if isinstance(step, StartCollective)]
     results = {call.result: call for call in calls if call.result}
     stated = [*sent.items(), *stated_shapes(model).items()]
     shapes = {name: shape for name, shape in stated if known(shape) and name not in received}
@@ -210,20 +212,22 @@ def prepare(artifact: Artifact, rank: int, settings: Settings, state: State | No
     kinds = {
         **{name: _kind(types[name], name in shapes) for name in (*received, *made)},
         **{name: _kind(types[name], name in known_results) for name in results},
-        **dict.fromkeys((*members, *(bundle.name for bundle in bundles)), Kind.SLOT),
-        **dict.fromkeys((name for call in calls if call.parts for name in call.made), Kind.SLOT),
-        **dict.fromkeys(reads, Kind.INPUT),
-        **dict.fromkeys(constants, Kind.CONSTANT),
-        **dict.fromkeys(kept, Kind.CONSTANT),
+        **dict.fromkeys((*members, *(bundle.name for bundle in bundles)), Storage.SLOT),
+        **dict.fromkeys((name for call in calls if call.parts for name in call.made), Storage.SLOT),
+        **dict.fromkeys(reads, Storage.INPUT),
+        **dict.fromkeys(constants, Storage.CONSTANT),
+        **dict.fromkeys(kept, Storage.CONSTANT),
     }
     updated = {
         record.next for record in records if record.next and (record.kind == "gradient" or _is_updated(record, steps))
     }
     copied = [(record.value, record.next) for record in records if record.next and record.next not in updated]
     in_place = {record.next: state.tensors[record.value] for record in records if record.next in updated}
-    kinds |= dict.fromkeys(in_place, Kind.CONSTANT)
-    used = bundled(spans(steps, [*outputs, *(made for _, made in copied)]), {n: one for n, (one, _) in members.items()})
-    slots = {name for name, kind in kinds.items() if kind is Kind.SLOT}
+    kinds |= dict.fromkeys(in_place, Storage.CONSTANT)
+    used = bundled(
+        live_ranges(steps, [*outputs, *(made for _, made in copied)]), {n: one for n, (one, _) in members.items()}
+    )
+    slots = {name for name, kind in kinds.items() if kind is Storage.SLOT}
     return RankProgram(
         rank=rank,
         steps=steps,
@@ -234,8 +238,8 @@ def prepare(artifact: Artifact, rank: int, settings: Settings, state: State | No
         constants={**{name: value for name, (_, value) in constants.items()}, **state.tensors, **in_place},
         outputs=outputs,
         promises=promises,
-        spans=used,
-        places={},
+        live_ranges=used,
+        in_place_aliases={},
         bundles=members,
         binder=binder,
         state=state,
@@ -274,10 +278,10 @@ def _names(dim: Dim, manifest: Manifest) -> frozenset[str]:
         return frozenset([str(dim)])
 
 
-def _kind(text: str, known: bool) -> Kind:
+def _kind(text: str, known: bool) -> Storage:
     if not dense(text):
-        return Kind.OBJECT
-    return Kind.SLOT if known else Kind.TENSOR
+        return Storage.OBJECT
+    return Storage.SLOT if known else Storage.TENSOR
 
 
 def _check_results(calls: Iterable[Call], shapes: Mapping[str, Shape], promises: Collection[int], where: str) -> None:
@@ -298,7 +302,7 @@ def _refuse_sparse(types: Mapping[str, str], steps: Sequence[Step], where: str) 
     problems = [
         f"{where}: the {step}: a sparse value cannot go from rank to rank"
         for step in steps
-        if isinstance(step, Send | Post) and types.get(step.value, "").startswith("sparse_tensor(")
+        if isinstance(step, Send | PostRecv) and types.get(step.value, "").startswith("sparse_tensor(")
     ]
     if problems:
         raise ArtifactError("\n".join([*problems, "  help: place the ops that make and use it on one rank"]))
@@ -310,7 +314,7 @@ def _refuse_other_types(
     problems = [
         f"{where}: the {step}: its input is {found}, the manifest says {collectives[step.call.tag].type}"
         for step in steps
-        if isinstance(step, Begin) and (found := types.get(step.call.source or ""))
+        if isinstance(step, StartCollective) and (found := types.get(step.call.source or ""))
         if found != collectives[step.call.tag].type
     ]
     if problems:
@@ -324,7 +328,7 @@ def _constants(
     from onnx import numpy_helper
 
     loose = {step.value for step in steps if isinstance(step, Send)} | set(outputs)
-    loose |= {step.call.source for step in steps if isinstance(step, Begin) and step.call.source}
+    loose |= {step.call.source for step in steps if isinstance(step, StartCollective) and step.call.source}
     found: dict[str, tuple[TensorProto, Value]] = {}
     for tensor in model.graph.initializer:
         if tensor.name in loose:

@@ -77,7 +77,7 @@ class Send(Message):
 
 
 @dataclass(frozen=True)
-class Post(Message):
+class PostRecv(Message):
     """The receive is posted: from here on the value's buffer belongs to it."""
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class Post(Message):
 
 
 @dataclass(frozen=True)
-class Wait(Message):
+class WaitRecv(Message):
     """The value is needed: the receive must be complete."""
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ class _Collective:
 
 
 @dataclass(frozen=True)
-class Begin(_Collective):
+class StartCollective(_Collective):
     """The collective begins: from here on its input is read and its output written."""
 
     def __str__(self) -> str:
@@ -113,24 +113,24 @@ class Begin(_Collective):
 
 
 @dataclass(frozen=True)
-class Finish(_Collective):
+class WaitCollective(_Collective):
     """The collective's output is needed: it must be complete."""
 
     def __str__(self) -> str:
         return self._text()
 
 
-Step: TypeAlias = Segment | Send | Post | Wait | Begin | Finish | Update
+Step: TypeAlias = Segment | Send | PostRecv | WaitRecv | StartCollective | WaitCollective | Update
 
 
 @dataclass
-class _Cutter:
+class _Segmenter:
     """The state of the one walk over the nodes; a segment is a list of node numbers."""
 
     steps: list[Message | _Collective | Update | list[int]] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
     made: set[str] = field(default_factory=set)
-    pending: dict[str, Wait | Finish] = field(default_factory=dict)
+    pending: dict[str, WaitRecv | WaitCollective] = field(default_factory=dict)
 
     def close(self) -> None:
         if self.open:
@@ -163,7 +163,7 @@ class _Cutter:
             self.steps.append(Update([node]))
 
 
-def cut(model: ModelProto, where: str, circles: Mapping[str, tuple[int, ...]] | None = None) -> list[Step]:
+def segmented(model: ModelProto, where: str, circles: Mapping[str, tuple[int, ...]] | None = None) -> list[Step]:
     """The steps of a rank's program in order; every value is made once and before its use, else ArtifactError names it.
 
     `where` is the file, for messages; `circles` by group the ranks among which this rank works. Time is linear in the nodes.
@@ -180,7 +180,7 @@ def cut(model: ModelProto, where: str, circles: Mapping[str, tuple[int, ...]] | 
     _check(graph, nodes, operands, initializers, where)
     kept = {value.name for value in graph.output}
     updating = {function.name: is_elementwise(function) for function in model.functions}
-    cutter = _Cutter()
+    cutter = _Segmenter()
     for index, node in enumerate(nodes):
         if node.domain == OPTIMIZER and updating.get(node.op_type) and not kept.isdisjoint(node.output):
             cutter.update(node)
@@ -193,8 +193,8 @@ def cut(model: ModelProto, where: str, circles: Mapping[str, tuple[int, ...]] | 
         else:
             call = read_call(node, where)
             ranks = (circles or {}).get(call.group, ())
-            cutter.give(call.given, Begin(call, ranks))
-            finish = Finish(call, ranks)
+            cutter.give(call.given, StartCollective(call, ranks))
+            finish = WaitCollective(call, ranks)
             for name in call.made:
                 cutter.pending[name] = finish
     cutter.close()
@@ -202,13 +202,13 @@ def cut(model: ModelProto, where: str, circles: Mapping[str, tuple[int, ...]] | 
     return _segments(cutter.steps, nodes, operands, initializers, [value.name for value in graph.output])
 
 
-def _cut_message(cutter: _Cutter, node: NodeProto, where: str) -> None:
+def _cut_message(cutter: _Segmenter, node: NodeProto, where: str) -> None:
     peer, tag = _ends(node, where)
     if node.op_type == SEND:
         cutter.give([node.input[0]], Send(node.input[0], peer, tag, path_of(node)))
         return
-    post = Post(node.output[0], peer, tag, path_of(node))
-    cutter.pending[post.value] = Wait(post.value, peer, tag, post.path)
+    post = PostRecv(node.output[0], peer, tag, path_of(node))
+    cutter.pending[post.value] = WaitRecv(post.value, peer, tag, post.path)
     cutter.steps.append(post)
 
 
@@ -261,7 +261,7 @@ def _segments(
             inputs = tuple(name for name in read if name not in initializers)
             if given:
                 result.append(Segment(chosen, inputs, given, tuple(name for name in read if name in initializers)))
-        elif isinstance(step, Send | Post | Wait | Begin | Finish | Update):
+        elif isinstance(step, Send | PostRecv | WaitRecv | StartCollective | WaitCollective | Update):
             result.append(step)
     return result
 

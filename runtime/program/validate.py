@@ -9,7 +9,7 @@ from ..artifact.dtypes import dense
 from ..artifact.format import EXCHANGE, Collective, Manifest, Transfer
 from ..communication.packing import reducible
 from ..errors import ArtifactError
-from .segmentation import Begin, Post, Send, Step
+from .segmentation import PostRecv, Send, StartCollective, Step
 
 _CHANGED = "  help: the file was changed; compile again"
 
@@ -20,7 +20,7 @@ def transfers_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: st
     used: set[int] = set()
     problems = []
     for step in steps:
-        if isinstance(step, Send | Post):
+        if isinstance(step, Send | PostRecv):
             ends = (rank, step.peer) if isinstance(step, Send) else (step.peer, rank)
             record = records.get(step.tag)
             if record is None or (record.value, record.source, record.target) != (step.value, *ends):
@@ -45,7 +45,7 @@ def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: 
     used: set[int] = set()
     problems = []
     for step in steps:
-        if isinstance(step, Begin):
+        if isinstance(step, StartCollective):
             tag = step.call.tag
             record = records.get(tag)
             if record is None or not step.ranks or not _same(step, record):
@@ -65,12 +65,12 @@ def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: 
     return {tag: records[tag] for tag in used}
 
 
-def _same(step: Begin, record: Collective) -> bool:
+def _same(step: StartCollective, record: Collective) -> bool:
     call = step.call
     return (record.op, record.group) == (call.op, call.group) and (call.result is None or call.value == record.value)
 
 
-def _impossible(step: Begin, record: Collective, rank: int) -> Iterator[str]:
+def _impossible(step: StartCollective, record: Collective, rank: int) -> Iterator[str]:
     call = step.call
     dtype = dense(record.type)
     if dtype is None:

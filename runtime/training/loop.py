@@ -23,7 +23,7 @@ Metrics: TypeAlias = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Course:
+class RunConfig:
     """How far training goes and what happens on the way. `steps`, or else `epochs`; without either, one epoch."""
 
     steps: int | None = None
@@ -75,7 +75,7 @@ class Listener(Protocol):
 def run(
     trainer: Trainer,
     loader: Loader,
-    course: Course,
+    course: RunConfig,
     listener: Listener | None = None,
     test: Callable[[], Iterable[tuple[Mapping[str, Any], int]]] | None = None,
 ) -> Metrics:

@@ -20,7 +20,7 @@ from pydantic import JsonValue
 from ..artifact.format import TOTALS, Manifest, Port, TrainingRecord, stays_inside
 from ..artifact.lr_schedule import Rate, scalars, schedule
 from ..artifact.manifest import Artifact, open_artifact
-from ..checkpoint.ahead import Ahead
+from ..checkpoint.ahead import EarlyProof
 from ..checkpoint.checkpoints import Checkpoints
 from ..errors import ArtifactError, InputError, NonFiniteError, UsageError
 from ..execution.program import OnError, Outputs, Program, load
@@ -61,7 +61,7 @@ class Trainer:
         rate: Rate,
         accumulation: Program | None = None,
         totals: Program | None = None,
-        ahead: Ahead | None = None,
+        ahead: EarlyProof | None = None,
     ) -> None:
         record = program.manifest.training
         assert record is not None
@@ -330,7 +330,7 @@ def load_trainer(
         raise
     begun = None
     if ahead is not None and (comm is not None or artifact.manifest.ranks == 1):
-        begun = Ahead(Path(ahead), comm.rank if comm is not None else 0, artifact.manifest.ranks)
+        begun = EarlyProof(Path(ahead), comm.rank if comm is not None else 0, artifact.manifest.ranks)
     program: Program | None = None
     try:
         program = load(place, comm, threads=threads, trust=trust, stall=stall, on_error=on_error, providers=providers)

@@ -11,13 +11,13 @@ from ..artifact.format import Shape, StateRecord
 from ..errors import ArtifactError
 from ..execution.state import local_shape
 from ..program.segmentation import Step
-from .fusion import Bundle, Plan, plan_groups
+from .fusion import FlatBuffer, UpdatePlan, plan_groups
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
 
-def bundle_of(call: Call, shapes: Mapping[str, Shape], type: str, where: str) -> Bundle:
+def bundle_of(call: Call, shapes: Mapping[str, Shape], type: str, where: str) -> FlatBuffer:
     """The memory of a collective of several values; ArtifactError where a shape is not a fixed one."""
     fixed = [_fixed(shapes.get(name)) for name in call.made]
     unknown = [name for name, shape in zip(call.made, fixed, strict=True) if shape is None]
@@ -26,7 +26,7 @@ def bundle_of(call: Call, shapes: Mapping[str, Shape], type: str, where: str) ->
             f"{where}: {call.op} of several values: the shape of '{unknown[0]}' is not fixed\n  help: compile again"
         )
     elements = tuple(prod(shape or ()) for shape in fixed)
-    return Bundle(call.result or "", type, call.made, elements)
+    return FlatBuffer(call.result or "", type, call.made, elements)
 
 
 def plan_updates(
@@ -36,8 +36,8 @@ def plan_updates(
     rank: int,
     shapes: Mapping[str, Shape],
     types: Mapping[str, str],
-    bundles: Sequence[Bundle],
-) -> Plan:
+    bundles: Sequence[FlatBuffer],
+) -> UpdatePlan:
     """How the updates of a rank run, and the memory that they want."""
     kept = {record.value: local_shape(record, rank) for record in records}
     nexts = {record.next: kept[record.value] for record in records if record.next}

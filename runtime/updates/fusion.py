@@ -26,7 +26,7 @@ NUMBERS = frozenset((*SCALARS, "ratio"))
 
 
 @dataclass(frozen=True)
-class Bundle:
+class FlatBuffer:
     """Values of one type that follow each other in one piece of memory, which has a name of its own."""
 
     name: str
@@ -50,7 +50,7 @@ class Bundle:
 
 
 @dataclass(frozen=True)
-class Group:
+class FusedUpdate:
     """Nodes that run as one. `operands` and `results`: for each of the function's, the names of all members, in order; of a number
     that all share, the one name.
     """
@@ -65,12 +65,12 @@ class Group:
 
 
 @dataclass
-class Plan:
+class UpdatePlan:
     """All groups by the place of their step, the memory of gradients and of the tensors that are kept."""
 
-    groups: dict[int, list[Group]] = field(default_factory=dict)
-    bundles: list[Bundle] = field(default_factory=list)
-    kept: list[Bundle] = field(default_factory=list)
+    groups: dict[int, list[FusedUpdate]] = field(default_factory=dict)
+    bundles: list[FlatBuffer] = field(default_factory=list)
+    kept: list[FlatBuffer] = field(default_factory=list)
 
 
 def plan_groups(
@@ -80,12 +80,12 @@ def plan_groups(
     types: Mapping[str, str],
     kept: Collection[str],
     bundled: Mapping[str, str],
-) -> Plan:
+) -> UpdatePlan:
     """Groups the updates among `steps`.
 
     `shapes` and `types` are those of tensors that an update reads. `bundled`: by value the bundle in which it lies already.
     """
-    plan = Plan()
+    plan = UpdatePlan()
     laid: set[str] = set()
     loose: dict[str, list[str]] = {}
     for index, step in enumerate(steps):
@@ -162,7 +162,7 @@ def _columns(run: Sequence[_Member]) -> list[tuple[str, ...]]:
     return [tuple(names) for names in zip(*(one.tensors for one in run), strict=True)]
 
 
-def _group(run: Sequence[_Member], shapes: Mapping[str, Shape]) -> Group:
+def _group(run: Sequence[_Member], shapes: Mapping[str, Shape]) -> FusedUpdate:
     first = run[0]
     shared = first.shared
     operands = tuple(
@@ -171,8 +171,8 @@ def _group(run: Sequence[_Member], shapes: Mapping[str, Shape]) -> Group:
     )
     results = tuple(tuple(names) for names in zip(*(member.node.output for member in run), strict=True))
     elements = sum(prod(shapes[member.tensors[0]]) for member in run)
-    return Group(first.node, first.function, operands, results, shared, elements)
+    return FusedUpdate(first.node, first.function, operands, results, shared, elements)
 
 
-def _bundle(name: str, members: tuple[str, ...], shapes: Mapping[str, Shape], types: Mapping[str, str]) -> Bundle:
-    return Bundle(name, types[members[0]], members, tuple(prod(shapes[one]) for one in members))
+def _bundle(name: str, members: tuple[str, ...], shapes: Mapping[str, Shape], types: Mapping[str, str]) -> FlatBuffer:
+    return FlatBuffer(name, types[members[0]], members, tuple(prod(shapes[one]) for one in members))

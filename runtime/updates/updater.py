@@ -12,7 +12,7 @@ from ..artifact.dtypes import dense
 from ..execution.tensor import Tensor
 from ..program.ort import Binding, Session, new_session
 from ..program.sessions import Settings
-from .fusion import Group
+from .fusion import FusedUpdate
 from .update_model import flat_model, is_in_place
 
 PIECE = 1 << 17
@@ -24,7 +24,7 @@ _sessions: dict[tuple[bytes, int, tuple[str, ...]], Session] = {}
 class Updater:
     """A group with its session. The same function with the same attributes has one session for all groups of the process."""
 
-    def __init__(self, group: Group, settings: Settings, type: str) -> None:
+    def __init__(self, group: FusedUpdate, settings: Settings, type: str) -> None:
         self.group = group
         attributes = {attribute.name: attribute.f for attribute in group.node.attribute}
         dtype = dense(type)

@@ -19,7 +19,7 @@ from partc.compiler.pipeline import start
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.rewrite.train_mode import ranked
 from partc.compiler.training.append import Append
-from partc.compiler.training.config import Part
+from partc.compiler.training.config import ProgramKind
 from partc.compiler.training.in_parts import part_facts
 
 COMPILER = Path(__file__).parents[2] / "compiler"
@@ -44,7 +44,7 @@ def chain(length: int) -> onnx.ModelProto:
     return proto
 
 
-def begun(proto: onnx.ModelProto, plan: str, part: Part = Part.STEP) -> Program:
+def begun(proto: onnx.ModelProto, plan: str, part: ProgramKind = ProgramKind.STEP) -> Program:
     """The program before any pass."""
     source = Source(from_proto(proto, Path("model.onnx")))
     return start(source, parse_plan(plan, "plan.yaml"), "model.onnx", part=part)
@@ -97,8 +97,8 @@ def test_a_part_of_a_batch_is_promised_less() -> None:
     graph = from_proto(model(HALF), Path("model.onnx")).graph
     assert plan.train is not None
     known = {"n": Facts(divisor=4, min=8)}
-    assert part_facts(graph, plan.train, Part.STEP, known) == {"n": Facts(divisor=2, min=4)}
-    assert part_facts(graph, plan.train, Part.EVALUATION, known) == known
+    assert part_facts(graph, plan.train, ProgramKind.STEP, known) == {"n": Facts(divisor=2, min=4)}
+    assert part_facts(graph, plan.train, ProgramKind.EVALUATION, known) == known
 
 
 def test_long_chains_of_splits_train() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 from partc.runtime import load_trainer
-from partc.runtime.program.segmentation import Finish, Segment, Update, Wait
+from partc.runtime.program.segmentation import Segment, Update, WaitCollective, WaitRecv
 from partc.runtime.training.trainer import Trainer
 from train_cases import feeds
 from train_memory_report import Memory
@@ -48,7 +48,7 @@ class Clock:
     def said(self) -> str:
         """Milliseconds a step, by kind and by step of the program."""
         steps = self.program._program.steps
-        kinds = {"compute": (Segment,), "update": (Update,), "waits": (Finish, Wait)}
+        kinds = {"compute": (Segment,), "update": (Update,), "waits": (WaitCollective, WaitRecv)}
         each = {index: 1e3 * seconds / max(self.steps, 1) for index, seconds in sorted(self.spent.items())}
         total = 1e3 * self.total / max(self.steps, 1)
         of = {name: sum(ms for i, ms in each.items() if isinstance(steps[i], kind)) for name, kind in kinds.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from partc.compiler.emit.dump import begin_text, end_text
-from partc.compiler.ir.program import Op, Program
+from partc.compiler.ir.program import ComputeOp, Program
 from shard_call_models import compiled
 
 NET = """
@@ -78,5 +78,5 @@ def test_what_is_kept_shows_its_part(tmp_path: Path) -> None:
 def test_bounds_of_slices_are_constants_or_typed(tmp_path: Path, rows: str) -> None:
     program = program_of(tmp_path, rows)
     assert "<>" not in end_text(program)
-    kinds = {step.node.op_type for step in program.parts[3].steps if isinstance(step, Op)}
+    kinds = {step.node.op_type for step in program.parts[3].steps if isinstance(step, ComputeOp)}
     assert ("Shape" in kinds) == (rows == '"n"')

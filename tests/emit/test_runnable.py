@@ -12,7 +12,7 @@ from equivalence import compiled, model, same_as_whole
 from onnx import numpy_helper
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Comm, Op, Program
+from partc.compiler.ir.program import CommOp, ComputeOp, Program
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.sharding.budget import check_budget
@@ -50,7 +50,7 @@ def test_a_weight_that_is_made_whole_and_cut_on_one_rank() -> None:
         }}"""
     )
     program = same_as_whole(proto, "ranks: 2\nsharding: {add: {in: [[1, 2], null]}}\n", {"x": X}, rtol=0, atol=1e-6)
-    made = [step for step in program.parts[0].steps if isinstance(step, Op) and step.node.op_type == "Tanh"]
+    made = [step for step in program.parts[0].steps if isinstance(step, ComputeOp) and step.node.op_type == "Tanh"]
     assert len(made) == 2
 
 
@@ -112,7 +112,7 @@ def names_of(program: Program) -> set[str]:
     """All that ranks' programs make and hold."""
     found = {name for part in program.parts for name in part.constants}
     for step in (step for part in program.parts for step in part.steps):
-        found.update(step.outputs if isinstance(step, Comm) else (out.name or "" for out in step.node.outputs))
+        found.update(step.outputs if isinstance(step, CommOp) else (out.name or "" for out in step.node.outputs))
     return found
 
 
@@ -236,7 +236,7 @@ def test_a_value_of_unknown_shape_is_gathered_on_more_ranks_than_read_it(more: s
     plan = f"ranks: 4\n{more}\nsharding: {{nz: {{out: [[2, 1]]}}}}\n"
     program = same_as_whole(proto, plan, {"x": X}, rtol=0, atol=0)
     for part in program.parts:
-        made = {name for step in part.steps if isinstance(step, Comm) for name in step.outputs}
+        made = {name for step in part.steps if isinstance(step, CommOp) for name in step.outputs}
         assert made <= part.types.keys()
 
 

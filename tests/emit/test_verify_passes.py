@@ -11,7 +11,7 @@ import pytest
 from partc.compiler import pipeline
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Comm, Op, Program
+from partc.compiler.ir.program import CommOp, ComputeOp, Program
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.verify import InvalidProgram, verify
 from sharded_models import BLOCK_STYLES, block
@@ -90,15 +90,17 @@ def with_steps(program: Program, changed: Callable[[tuple[object, ...]], object]
 
 
 def lost_step(program: Program) -> Program:
-    return with_steps(program, lambda steps: [step for k, step in enumerate(steps) if k or not isinstance(step, Op)])
+    return with_steps(
+        program, lambda steps: [step for k, step in enumerate(steps) if k or not isinstance(step, ComputeOp)]
+    )
 
 
 def made_twice(program: Program) -> Program:
-    return with_steps(program, lambda steps: (*steps, next(step for step in steps if isinstance(step, Op))))
+    return with_steps(program, lambda steps: (*steps, next(step for step in steps if isinstance(step, ComputeOp))))
 
 
 def lost_collective(program: Program) -> Program:
-    last = next(step for step in reversed(program.parts[1].steps) if isinstance(step, Comm))
+    last = next(step for step in reversed(program.parts[1].steps) if isinstance(step, CommOp))
     return with_steps(program, lambda steps: tuple(step for step in steps if step is not last))
 
 

@@ -14,13 +14,13 @@ from partc.compiler.layout.moves import (
     AllReduce,
     AllToAll,
     Exchange,
-    Keep,
+    MaskReplicas,
     Move,
-    Pad,
     Reduce,
     ReduceScatter,
     Slice,
     Transfer,
+    ZeroPad,
 )
 
 Held = dict[int, np.ndarray]
@@ -105,10 +105,10 @@ def _collective(move: Move, held: Held) -> Held:
                     found[rank] = np.concatenate(parts, axis=concat_dim)
                 case Slice(dim=dim):
                     found[rank] = np.split(mine[place], count, axis=dim)[place]
-                case Pad(dim=dim):
+                case ZeroPad(dim=dim):
                     parts = [mine[place] * (other == place) for other in range(count)]
                     found[rank] = np.concatenate(parts, axis=dim)
-                case Keep(reduce=reduce):
+                case MaskReplicas(reduce=reduce):
                     found[rank] = mine[place] * (place == 0) if reduce == "sum" else mine[place]
     return found
 

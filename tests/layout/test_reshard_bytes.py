@@ -17,16 +17,16 @@ from partc.compiler.layout.moves import (
     AllReduce,
     AllToAll,
     Exchange,
-    Keep,
+    MaskReplicas,
     Move,
-    Pad,
     ReduceScatter,
     Slice,
+    ZeroPad,
     bytes_moved,
     is_local,
 )
 from partc.compiler.layout.reshard import lower
-from partc.compiler.layout.walk import recut
+from partc.compiler.layout.walk import with_shards
 
 Cost = tuple[Fraction, Fraction]
 
@@ -35,21 +35,21 @@ def steps(at: Layout, every: list[Layout]) -> Iterator[Move]:
     """Every step that can be made from a layout, over any axes in any order."""
     group, dims, awaited = tuple(range(at.size)), range(len(at.cuts)), [axis for axis, _ in at.partial]
     for axes in choices([axis for axis in range(len(at.mesh)) if at.placement(axis) == Replicate()]):
-        yield Keep(group, recut(at, {}, dict.fromkeys(axes, "sum")), axes, "sum")
-        yield from (Slice(group, recut(at, {dim: at.cuts[dim] + axes}), dim, axes) for dim in dims)
+        yield MaskReplicas(group, with_shards(at, {}, dict.fromkeys(axes, "sum")), axes, "sum")
+        yield from (Slice(group, with_shards(at, {dim: at.cuts[dim] + axes}), dim, axes) for dim in dims)
     for axes in choices(awaited):
-        done = recut(at, {}, dict.fromkeys(axes, ""))
+        done = with_shards(at, {}, dict.fromkeys(axes, ""))
         yield AllReduce(group, done, axes, "sum")
         for dim in dims:
-            yield ReduceScatter(group, recut(done, {dim: at.cuts[dim] + axes}), dim, axes, "sum")
+            yield ReduceScatter(group, with_shards(done, {dim: at.cuts[dim] + axes}), dim, axes, "sum")
     for dim, count in itertools.product(dims, range(1, 1 + len(at.mesh))):
         if count > len(at.cuts[dim]):
             continue
         axes, cuts = at.cuts[dim][-count:], {dim: at.cuts[dim][:-count]}
-        yield AllGather(group, recut(at, cuts), dim, axes)
-        yield Pad(group, recut(at, cuts, dict.fromkeys(axes, "sum")), dim, axes)
+        yield AllGather(group, with_shards(at, cuts), dim, axes)
+        yield ZeroPad(group, with_shards(at, cuts, dict.fromkeys(axes, "sum")), dim, axes)
         for split in set(dims) - {dim}:
-            yield AllToAll(group, recut(at, {**cuts, split: at.cuts[split] + axes}), split, dim, axes)
+            yield AllToAll(group, with_shards(at, {**cuts, split: at.cuts[split] + axes}), split, dim, axes)
     yield from (Exchange(group, other, at) for other in every if other != at and can_travel(at, other))
 
 

@@ -12,7 +12,7 @@ import partc.compiler.ops.families  # noqa: F401
 import pytest
 from gradient_case import evaluate
 from partc.compiler.autodiff.engine import Backward, differentiate_nodes
-from partc.compiler.rewrite.simplify import lean
+from partc.compiler.rewrite.simplify import simplify
 from partc.compiler.training.losses import add_loss, loss
 
 RANDOM = np.random.default_rng(17)
@@ -31,14 +31,14 @@ main (int64[b] t, int64[b] u, float[9, 4] w) => (float[b, 4] y) {
 
 
 def leaned(made: Backward, kept: Sequence[str]) -> list[ir.Node]:
-    """The whole program, forward and backward, after `lean`."""
+    """The whole program, forward and backward, after `simplify`."""
     nodes = [*made.forward, *made.early, *made.nodes]
 
     def dims(name: str) -> Sequence[object] | None:
         shape = made.scope.value(name).shape
         return None if shape is None or any(dim is None for dim in shape) else tuple(shape.dims)
 
-    changed = lean(nodes, kept, dims)
+    changed = simplify(nodes, kept, dims)
     return [one for k, node in enumerate(nodes) for one in changed.get(k, (node,))]
 
 
@@ -160,4 +160,4 @@ def nodes_of(text: str) -> tuple[list[ir.Node], dict[str, tuple[object, ...]]]:
 )
 def test_what_would_change_numbers_is_left(text: str, kept: list[str]) -> None:
     nodes, shapes = nodes_of(text)
-    assert lean(nodes, kept, shapes.get) == {}
+    assert simplify(nodes, kept, shapes.get) == {}

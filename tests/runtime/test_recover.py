@@ -13,7 +13,7 @@ import pytest
 from artifact_text import write
 from partc.runtime import InputError, StepError, UsageError, load, load_local
 from partc.runtime.execution.in_process import LocalProgram
-from partc.runtime.execution.step_plan import Schedule
+from partc.runtime.execution.step_plan import StepPlan
 from partc.runtime.program.segmentation import Segment
 from small_training import DATA_PARALLEL, PERCEPTRON, compiled
 from test_runtime_collectives_mpi import MPIEXEC, every_op
@@ -137,7 +137,7 @@ def planted() -> None:
     raise ValueError("planted")
 
 
-def schedules(program: LocalProgram) -> list[Schedule]:
+def schedules(program: LocalProgram) -> list[StepPlan]:
     return [next(iter(one._schedules.values())) for one in program.ranks]
 
 
@@ -168,14 +168,14 @@ def test_a_schedule_that_one_rank_cannot_make_is_given_up(tmp_path: Path, monkey
         good = program(OF_UNKNOWN)
         larger = {**OF_UNKNOWN, "x": np.ones((9, 3), np.float32)}
         with monkeypatch.context() as patch:
-            made = Schedule.__init__
+            made = StepPlan.__init__
 
-            def fails(self: Schedule, one: object, *rest: object) -> None:
+            def fails(self: StepPlan, one: object, *rest: object) -> None:
                 if getattr(one, "rank", 0) == 1:
                     raise MemoryError("no room")
                 made(self, one, *rest)  # type: ignore[arg-type]
 
-            patch.setattr(Schedule, "__init__", fails)
+            patch.setattr(StepPlan, "__init__", fails)
             for _ in range(2):
                 with pytest.raises(StepError, match="rank 1 failed: MemoryError: no room"):
                     program(larger)

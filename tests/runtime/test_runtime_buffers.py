@@ -19,26 +19,26 @@ from partc.runtime.communication.in_process import LocalTransport, LocalWorld
 from partc.runtime.communication.message import Value
 from partc.runtime.communication.transport import Request
 from partc.runtime.execution.tensor import ALIGNMENT
-from partc.runtime.program.memory_plan import Arena, Life, assign
+from partc.runtime.program.memory_plan import Arena, Lifetime, assign
 
 
 @st.composite
-def many_lives(draw: st.DrawFn) -> list[Life]:
+def many_lives(draw: st.DrawFn) -> list[Lifetime]:
     """Random lives: sends lie between birth and death."""
     lives = []
     for index in range(draw(st.integers(1, 25))):
         born = draw(st.integers(0, 30))
         died = draw(st.integers(born, born + 12))
         sends = draw(st.lists(st.integers(born + 1, died), max_size=3, unique=True)) if died > born else []
-        lives.append(Life(f"v{index}", draw(st.integers(0, 700)), born, died, tuple(sorted(sends))))
+        lives.append(Lifetime(f"v{index}", draw(st.integers(0, 700)), born, died, tuple(sorted(sends))))
     return lives
 
 
-def violations(lives: list[Life], arena: Arena) -> list[str]:
+def violations(lives: list[Lifetime], arena: Arena) -> list[str]:
     """Pairs that overlap while both live; a send in flight lives until the step that waits for it, else for ever."""
     waited = {send: step for step, sends in arena.waits.items() for send in sends}
 
-    def end(life: Life) -> float:
+    def end(life: Lifetime) -> float:
         return max([life.died, *(waited.get(send, float("inf")) - 0.5 for send in life.sends)])
 
     found = []
@@ -52,7 +52,7 @@ def violations(lives: list[Life], arena: Arena) -> list[str]:
 
 
 @given(many_lives())
-def test_values_that_live_together_do_not_overlap(lives: list[Life]) -> None:
+def test_values_that_live_together_do_not_overlap(lives: list[Lifetime]) -> None:
     arena = assign(lives)
     assert violations(lives, arena) == []
     assert all(arena.offsets[life.name] % ALIGNMENT == 0 for life in lives)
@@ -60,7 +60,7 @@ def test_values_that_live_together_do_not_overlap(lives: list[Life]) -> None:
 
 
 @given(many_lives())
-def test_a_send_is_waited_for_once_after_it_was_issued(lives: list[Life]) -> None:
+def test_a_send_is_waited_for_once_after_it_was_issued(lives: list[Lifetime]) -> None:
     arena = assign(lives)
     waits = [(step, send) for step, sends in arena.waits.items() for send in sends]
     assert all(send < step - 1 for step, send in waits)
@@ -69,13 +69,13 @@ def test_a_send_is_waited_for_once_after_it_was_issued(lives: list[Life]) -> Non
 
 
 def test_a_chain_takes_two_slots() -> None:
-    arena = assign([Life(f"h{index}", 100, index, index + 1) for index in range(24)])
+    arena = assign([Lifetime(f"h{index}", 100, index, index + 1) for index in range(24)])
     assert arena.bytes == 2 * 128
     assert arena.waits == {}
 
 
 def test_a_slot_in_flight_is_taken_only_after_waiting_for_its_send() -> None:
-    lives = [Life("a", 64, 0, 1, (1,)), Life("b", 64, 2, 4), Life("c", 64, 4, 5)]
+    lives = [Lifetime("a", 64, 0, 1, (1,)), Lifetime("b", 64, 2, 4), Lifetime("c", 64, 4, 5)]
     arena = assign(lives)
     assert arena.offsets == {"a": 0, "b": 64, "c": 0}
     assert arena.waits == {4: [1]}
@@ -83,7 +83,7 @@ def test_a_slot_in_flight_is_taken_only_after_waiting_for_its_send() -> None:
 
 
 def test_a_gap_is_filled_before_the_arena_grows() -> None:
-    lives = [Life("a", 64, 0, 9), Life("b", 64, 1, 2), Life("c", 64, 2, 9), Life("d", 64, 4, 9)]
+    lives = [Lifetime("a", 64, 0, 9), Lifetime("b", 64, 1, 2), Lifetime("c", 64, 2, 9), Lifetime("d", 64, 4, 9)]
     assert assign(lives).offsets == {"a": 0, "b": 64, "c": 128, "d": 64}
 
 

@@ -18,10 +18,10 @@ from partc.runtime.artifact.comm_node import Call
 from partc.runtime.artifact.comm_schemas import register
 from partc.runtime.artifact.dtypes import BY_NAME, Array
 from partc.runtime.checker.check import check_artifact
-from partc.runtime.communication.collective import at_large
+from partc.runtime.communication.collective import dynamic_collective
 from partc.runtime.communication.in_process import LocalTransport, LocalWorld
 from partc.runtime.execution.tensor import Tensor
-from partc.runtime.program.segmentation import Finish
+from partc.runtime.program.segmentation import WaitCollective
 from run_collectives import pieces, run, run_reference, same, spmd, text, whole
 
 RANKS = (1, 2, 3)
@@ -242,7 +242,7 @@ def test_a_chain_of_reductions_takes_one_place(tmp_path: Path) -> None:
       y = Sub(p, h) }"""
     write(tmp_path, [graph] * 2, groups=whole(2))
     with load_local(tmp_path) as program:
-        assert program._ranks[0]._program.places == {"p": "k"}
+        assert program._ranks[0]._program.in_place_aliases == {"p": "k"}
     given = pieces((9,), 2)
     same(run(tmp_path, given), [one - given[0] - given[1] for one in given])
 
@@ -280,6 +280,11 @@ def test_a_failure_and_a_missing_rank_name_the_collective(tmp_path: Path) -> Non
 
 def _alone(transport: LocalTransport) -> None:
     call = Call("AllReduce", "h", "k", "all", 0, "", "sum")
-    at_large(
-        call, (0, 1), 0, Tensor.of(np.ones(1, np.float32), BY_NAME["float"]), transport, Finish(call, (0, 1)).__str__
+    dynamic_collective(
+        call,
+        (0, 1),
+        0,
+        Tensor.of(np.ones(1, np.float32), BY_NAME["float"]),
+        transport,
+        WaitCollective(call, (0, 1)).__str__,
     )

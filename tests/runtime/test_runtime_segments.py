@@ -10,11 +10,11 @@ from artifact_text import HEAD
 from onnx import helper
 from partc.runtime import ArtifactError
 from partc.runtime.artifact.format import DOMAIN
-from partc.runtime.program.segmentation import Segment, Step, cut
+from partc.runtime.program.segmentation import Segment, Step, segmented
 
 
 def steps(text: str) -> list[Step]:
-    return cut(onnx.parser.parse_model(HEAD + text), "rank.onnx")
+    return segmented(onnx.parser.parse_model(HEAD + text), "rank.onnx")
 
 
 def text(step: Step) -> str:
@@ -52,25 +52,25 @@ def text(step: Step) -> str:
         ),
         pytest.param(
             """g (float[n] x) => (float[n] y) { a = Neg(x) r = partc.comm.Recv <peer=1, tag=0> () b = Abs(a) y = Add(r, b) }""",
-            ["Post r 1", "Neg Abs: x -> b", "Wait r 1", "Add: r,b -> y"],
+            ["PostRecv r 1", "Neg Abs: x -> b", "WaitRecv r 1", "Add: r,b -> y"],
             id="a receive is posted before the open segment and waited for at its first use",
         ),
         pytest.param(
             """g (float[n] x) => (float[n] y) { r = partc.comm.Recv <peer=1, tag=0> () s = partc.comm.Recv <peer=2, tag=1> ()
             a = Add(s, x) y = Add(a, r) }""",
-            ["Post r 1", "Post s 2", "Wait s 2", "Add: s,x -> a", "Wait r 1", "Add: a,r -> y"],
+            ["PostRecv r 1", "PostRecv s 2", "WaitRecv s 2", "Add: s,x -> a", "WaitRecv r 1", "Add: a,r -> y"],
             id="each receive is waited for on its own",
         ),
         pytest.param(
             """g (float[n] x) => (float[n] y) { r = partc.comm.Recv <peer=1, tag=0> () y = Neg(x)
             = partc.comm.Send <peer=2, tag=1> (r) }""",
-            ["Post r 1", "Neg: x -> y", "Wait r 1", "Send r 2"],
+            ["PostRecv r 1", "Neg: x -> y", "WaitRecv r 1", "Send r 2"],
             id="a value passed on",
         ),
         pytest.param(
             """g (float[n] x) => (float[n] r) { r = partc.comm.Recv <peer=1, tag=0> () a = Neg(x)
             = partc.comm.Send <peer=1, tag=1> (a) }""",
-            ["Post r 1", "Neg: x -> a", "Send a 1", "Wait r 1"],
+            ["PostRecv r 1", "Neg: x -> a", "Send a 1", "WaitRecv r 1"],
             id="a received output is waited for at the end",
         ),
         pytest.param(
@@ -78,7 +78,7 @@ def text(step: Step) -> str:
             y = If (d) <then_branch = t () => (float[n] a) { b = If (c) <then_branch = u () => (float[n] e) { e = Neg(r) },
             else_branch = v () => (float[n] f) { f = Identity(w) }> a = Abs(b) },
             else_branch = z () => (float[n] k) { k = Identity(r) }> }""",
-            ["Post r 1", "Not: c -> d", "Wait r 1", "If: d,c,r -> y [w]"],
+            ["PostRecv r 1", "Not: c -> d", "WaitRecv r 1", "If: d,c,r -> y [w]"],
             id="what bodies capture counts as an operand, at any depth",
         ),
         pytest.param(
@@ -150,5 +150,5 @@ def test_time_is_linear() -> None:
     values = [helper.make_tensor_value_info(name, 1, None) for name in ("h0", "h20000")]
     model = helper.make_model(helper.make_graph(nodes, "g", values[:1], values[1:]))
     begun = time.process_time()
-    assert len(cut(model, "rank.onnx")) == 4001
+    assert len(segmented(model, "rank.onnx")) == 4001
     assert time.process_time() - begun < 3

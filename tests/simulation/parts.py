@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from partc.runtime.artifact.dtypes import Bytes
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, REDUCE_TO
-from partc.runtime.communication.transport import GATHER, Movement
+from partc.runtime.communication.transport import GATHER, CollectiveArgs
 
 Key = tuple[int, int, int]
 
@@ -33,7 +33,7 @@ class Joining:
 
     __slots__ = ("arrived", "done", "given", "in_place", "meeting", "movement", "rank")
 
-    def __init__(self, rank: int, movement: Movement) -> None:
+    def __init__(self, rank: int, movement: CollectiveArgs) -> None:
         self.rank, self.movement = rank, movement
         self.done = self.arrived = False
         self.given = movement.source.copy()
@@ -59,7 +59,7 @@ class Meeting:
         return self.complete
 
 
-def result(movement: Movement, rank: int, brought: Sequence[Bytes]) -> Bytes:
+def result(movement: CollectiveArgs, rank: int, brought: Sequence[Bytes]) -> Bytes:
     """What a rank gets of what all have brought: the definitions of `transport.py`, in the order of the list."""
     place, count = movement.ranks.index(rank), len(movement.ranks)
     if movement.op in (ALL_GATHER, GATHER):

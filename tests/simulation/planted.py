@@ -15,10 +15,10 @@ from partc.runtime import Program
 from partc.runtime.communication.collective import nothing
 from partc.runtime.execution import recover
 from partc.runtime.execution import step_plan as execute
-from partc.runtime.execution.step_plan import Schedule
+from partc.runtime.execution.step_plan import StepPlan
 from partc.runtime.execution.symbol_bindings import Binder
 from partc.runtime.program import memory_plan as buffers
-from partc.runtime.program.segmentation import Begin, Send, Wait
+from partc.runtime.program.segmentation import Send, StartCollective, WaitRecv
 
 from .session import Session
 
@@ -34,15 +34,15 @@ class Planted:
 
 
 def _no_wait_for_a_receive(session: Session, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Schedule, "_receive", lambda self, step: nothing)
+    patch.setattr(StepPlan, "_receive", lambda self, step: nothing)
 
 
 def _no_wait_for_a_collective(session: Session, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Schedule, "_finish", lambda self, step: nothing)
+    patch.setattr(StepPlan, "_finish", lambda self, step: nothing)
 
 
 def _no_wait_for_a_send(session: Session, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Schedule, "_complete", lambda self, index: nothing)
+    patch.setattr(StepPlan, "_complete", lambda self, index: nothing)
 
 
 def _memory_of_sends_is_shared(session: Session, patch: pytest.MonkeyPatch) -> None:
@@ -61,10 +61,10 @@ def _memory_of_receives_is_shared(session: Session, patch: pytest.MonkeyPatch) -
 
 def _tags_are_swapped(session: Session, patch: pytest.MonkeyPatch) -> None:
     """On rank 0 the first two tags of what goes to one peer."""
-    begin = Schedule.__init__
+    begin = StepPlan.__init__
 
     def swapped(
-        self: Schedule, program: Any, bindings: Any, transport: Any, wire: Mapping[int, int], *rest: Any
+        self: StepPlan, program: Any, bindings: Any, transport: Any, wire: Mapping[int, int], *rest: Any
     ) -> None:
         a, b = sorted(
             one.tag for one in session.programs[0][0].manifest.transfers if (one.source, one.target) == (0, 1)
@@ -72,37 +72,39 @@ def _tags_are_swapped(session: Session, patch: pytest.MonkeyPatch) -> None:
         table = {**wire, a: wire[b], b: wire[a]} if transport.rank == 0 else wire
         begin(self, program, bindings, transport, table, *rest)
 
-    patch.setattr(Schedule, "__init__", swapped)
+    patch.setattr(StepPlan, "__init__", swapped)
 
 
 def _collectives_are_swapped(session: Session, patch: pytest.MonkeyPatch) -> None:
     """On rank 1 the first two collectives begin in the other order."""
-    plan = Schedule._plan
+    plan = StepPlan._plan
 
-    def swapped(self: Schedule, waits: Any) -> None:
+    def swapped(self: StepPlan, waits: Any) -> None:
         plan(self, waits)
         if self.transport.rank == 1:
             steps = self.program.steps
-            a, b = [at for at, (index, _) in enumerate(self.actions) if index >= 0 and isinstance(steps[index], Begin)][
-                :2
-            ]
+            a, b = [
+                at
+                for at, (index, _) in enumerate(self.actions)
+                if index >= 0 and isinstance(steps[index], StartCollective)
+            ][:2]
             self.actions[a], self.actions[b] = self.actions[b], self.actions[a]
 
-    patch.setattr(Schedule, "_plan", swapped)
+    patch.setattr(StepPlan, "_plan", swapped)
 
 
 def _a_rank_waits_before_it_sends(session: Session, patch: pytest.MonkeyPatch) -> None:
     """On rank 0 the first send comes after the wait that follows it."""
-    plan = Schedule._plan
+    plan = StepPlan._plan
 
-    def later(self: Schedule, waits: Any) -> None:
+    def later(self: StepPlan, waits: Any) -> None:
         plan(self, waits)
         if self.transport.rank == 0:
             kinds = [type(self.program.steps[index]) for index, _ in self.actions]
             first = kinds.index(Send)
-            self.actions.insert(kinds.index(Wait, first), self.actions.pop(first))
+            self.actions.insert(kinds.index(WaitRecv, first), self.actions.pop(first))
 
-    patch.setattr(Schedule, "_plan", later)
+    patch.setattr(StepPlan, "_plan", later)
 
 
 def _failures_are_not_told(session: Session, patch: pytest.MonkeyPatch) -> None:
@@ -127,9 +129,9 @@ def _no_agreement_on_one_rank(session: Session, patch: pytest.MonkeyPatch) -> No
 
 def _state_is_not_what_it_was(session: Session, patch: pytest.MonkeyPatch) -> None:
     """A rank changes a parameter by the last bit after an update."""
-    update = Schedule._update
+    update = StepPlan._update
 
-    def wrong(self: Schedule, index: int) -> Callable[[], object]:
+    def wrong(self: StepPlan, index: int) -> Callable[[], object]:
         act = update(self, index)
 
         def more() -> None:
@@ -140,7 +142,7 @@ def _state_is_not_what_it_was(session: Session, patch: pytest.MonkeyPatch) -> No
 
         return more
 
-    patch.setattr(Schedule, "_update", wrong)
+    patch.setattr(StepPlan, "_update", wrong)
 
 
 def _a_loss_is_not_told(session: Session, patch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.communication.leaving import said
 from partc.runtime.errors import StepError
 from partc.runtime.execution.program import OnError
-from partc.runtime.execution.step_plan import Schedule
+from partc.runtime.execution.step_plan import StepPlan
 from partc.runtime.program.segmentation import Segment
 from training_equivalence import put, same_tensors, tensors
 
@@ -190,7 +190,7 @@ class Session:
     def _watch_schedules(self, rank: int, program: Program) -> None:
         made = program._schedule
 
-        def schedule(bindings: dict[str, int]) -> Schedule:
+        def schedule(bindings: dict[str, int]) -> StepPlan:
             known = [*program._schedules.values()]
             found = made(bindings)
             if found not in known:
@@ -199,7 +199,7 @@ class Session:
 
         program._schedule = schedule  # type: ignore[method-assign]
 
-    def _watch_actions(self, rank: int, program: Program, schedule: Schedule) -> None:
+    def _watch_actions(self, rank: int, program: Program, schedule: StepPlan) -> None:
         def watched(place: int, index: int, action: Callable[[], object]) -> Callable[[], object]:
             computes = place in schedule.main and isinstance(program._program.steps[index], Segment)
 

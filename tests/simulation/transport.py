@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from partc.runtime.artifact.dtypes import Bytes, Dtype
 from partc.runtime.artifact.format import ALL_GATHER, BROADCAST, REDUCE_TO, SUM
-from partc.runtime.communication.transport import GATHER, Movement, Request, Vector
+from partc.runtime.communication.transport import GATHER, CollectiveArgs, Request, Vector
 
 from .parts import Joining, Transfer, named, result
 from .world import SimulatedWorld, What
@@ -98,7 +98,7 @@ class SimulatedTransport:
     def reduces(self, dtype: Dtype, reduce: str) -> bool:
         return self.native and (reduce == SUM or dtype.shown.startswith(("int", "uint"))) and dtype.bits >= 32
 
-    def ready(self, movement: Movement) -> Callable[[], Request]:
+    def ready(self, movement: CollectiveArgs) -> Callable[[], Request]:
         def begin() -> Request:
             world = self.world
             world.step(self.rank, lambda: f"begin of {movement.op} {movement.ranks}, tag {movement.tag}")

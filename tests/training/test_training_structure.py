@@ -9,7 +9,7 @@ import pytest
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Comm, Event, Op, Program
+from partc.compiler.ir.program import CommOp, ComputeOp, Event, Program
 from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
 from sharded_models import BLOCK_STYLES, block, mlp, with_weights
@@ -66,7 +66,7 @@ main (float[batch, 6] x) => (float[batch, 6] y) <int64[1] one = {{1}}> {{
     )
     plan = f"ranks: 2\nsymbols: {{batch: {{divisor: 2}}}}\ndataset: data_parallel\n{TRAIN}"
     steps = [step for part in compiled(proto, plan).parts for step in part.steps]
-    ops = {step.node.op_type for step in steps if isinstance(step, Op)}
+    ops = {step.node.op_type for step in steps if isinstance(step, ComputeOp)}
     assert {"MatMul", "Sub"} < ops
     assert not ops & {"NonZero", "Equal"}
 
@@ -102,9 +102,9 @@ def test_gradients_are_reduced_in_buckets(bucket: int, reduces: int) -> None:
 def test_a_bucket_goes_while_earlier_layers_are_differentiated() -> None:
     plan = f"ranks: 2\nsymbols: {{batch: {{divisor: 2}}}}\ndataset: data_parallel\n{TRAIN}  bucket_mb: {288 / 2**20}\n"
     steps = compiled(chain(6), plan).parts[0].steps
-    buckets = [k for k, step in enumerate(steps) if isinstance(step, Comm) and "w" in step.outputs[0]]
+    buckets = [k for k, step in enumerate(steps) if isinstance(step, CommOp) and "w" in step.outputs[0]]
     products = [
-        k for k, step in enumerate(steps) if not isinstance(step, Comm) and step.node.op_type in ("Gemm", "MatMul")
+        k for k, step in enumerate(steps) if not isinstance(step, CommOp) and step.node.op_type in ("Gemm", "MatMul")
     ]
     behind = [sum(place > bucket for place in products) for bucket in buckets]
     assert len(behind) == 3
@@ -153,7 +153,7 @@ def test_a_cut_parameter_is_updated_where_it_lies() -> None:
     program = compiled(mlp(), f"ranks: 3\n{styles}\n{TRAIN.replace('sgd', 'adam')}")
     assert kinds(program) == (["AllReduce"], [])
     kept = {one.tensor: one.copy.layout for one in program.parts[0].kept}
-    cut = {name for name, layout in kept.items() if not layout.is_whole}
+    cut = {name for name, layout in kept.items() if not layout.is_replicated}
     assert cut == {f"{name}{slot}" for name in ("up_w", "up_b", "down_w") for slot in ("", ".exp_avg", ".exp_avg_sq")}
 
 

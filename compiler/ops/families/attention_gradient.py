@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import Gradients, NoGradient, differentiate_nodes, gradient
+from partc.compiler.autodiff.engine import GradientBuilder, NoGradient, differentiate_nodes, gradient
 from partc.compiler.autodiff.shapes import extents, joined, like
 from partc.compiler.ops.node import Dim, same
 
@@ -17,7 +17,7 @@ _BATCH, _HEADS, _LENGTH, _DEPTH = range(4)
 
 
 @gradient("Attention")
-def attention_gradient(g: Gradients, *names: str | None) -> list[str | None]:
+def attention_gradient(g: GradientBuilder, *names: str | None) -> list[str | None]:
     """The gradient of softmax(Q Kt * scale + mask) V, written in plain ops.
 
     Each operand is taken under a name of its own, since one value may be several of them, or be put out as the present keys.
@@ -45,7 +45,7 @@ def attention_gradient(g: Gradients, *names: str | None) -> list[str | None]:
 
 @gradient("RotaryEmbedding")
 def rotary_embedding_gradient(
-    g: Gradients, dy: str, x: str, cosines: str, sines: str, positions: str | None = None
+    g: GradientBuilder, dy: str, x: str, cosines: str, sines: str, positions: str | None = None
 ) -> str:
     """dX = dY turned back by the same angles."""
     if g.wants(1) or g.wants(2):
@@ -56,7 +56,7 @@ def rotary_embedding_gradient(
 
 
 def _plain(
-    g: Gradients,
+    g: GradientBuilder,
     query: str,
     key: str,
     value: str,
@@ -98,12 +98,12 @@ def _plain(
     return made, present_key, present_value
 
 
-def _by_heads(g: Gradients, x: str, heads: int) -> str:
+def _by_heads(g: GradientBuilder, x: str, heads: int) -> str:
     """(batch, length, heads * depth) as (batch, heads, length, depth)."""
     return str(g.Transpose(g.reshape(x, [0, 0, heads, -1]), perm=[0, 2, 1, 3]))
 
 
-def _scale(g: Gradients, query: str) -> str:
+def _scale(g: GradientBuilder, query: str) -> str:
     """By what the scores are multiplied: as the node says, or 1 / sqrt(depth)."""
     given, depth = g.attribute("scale"), _dim(g, query, _DEPTH)
     if given is None and not isinstance(depth, int):
@@ -111,7 +111,7 @@ def _scale(g: Gradients, query: str) -> str:
     return g.constant(1 / math.sqrt(int(str(depth))) if given is None else given, query)
 
 
-def _repeated(g: Gradients, x: str, heads: Dim) -> str:
+def _repeated(g: GradientBuilder, x: str, heads: Dim) -> str:
     """Keys or values for as many heads as the queries have: each for as many in a row."""
     own = _dim(g, x, _HEADS)
     if same(own, heads):
@@ -122,7 +122,7 @@ def _repeated(g: Gradients, x: str, heads: Dim) -> str:
     return str(g.Reshape(spread, joined(g, [0, heads, -1], extents(g, x, [_DEPTH]))))
 
 
-def _causal(g: Gradients, query: str, keys: str, past: str | None) -> str:
+def _causal(g: GradientBuilder, query: str, keys: str, past: str | None) -> str:
     """Which keys a query may see: those up to its own place, which the past ones come before."""
     here, there = (g.reshape(extents(g, one, [_LENGTH]), []) for one in (query, keys))
     rows = g.Range(g.constant(0), here, g.constant(1))
@@ -132,26 +132,26 @@ def _causal(g: Gradients, query: str, keys: str, past: str | None) -> str:
     return str(g.LessOrEqual(columns, g.unsqueeze(rows, 1)))
 
 
-def _dim(g: Gradients, x: str, axis: int) -> Dim:
+def _dim(g: GradientBuilder, x: str, axis: int) -> Dim:
     shape = g.shape(x)
     if shape is None:
         raise NoGradient(f"the rank of {x!r} is not known")
     return shape[axis]
 
 
-def _lowest(g: Gradients, x: str) -> float:
+def _lowest(g: GradientBuilder, x: str) -> float:
     """A score that no other is below, and that is no infinity, which a row of nothing else would make not a number."""
     return -65504.0 if g.dtype(x) == ir.DataType.FLOAT16 else -3e38
 
 
-def _keep_here(g: Gradients, early: int, place: int, made: set[str | None]) -> None:
+def _keep_here(g: GradientBuilder, early: int, place: int, made: set[str | None]) -> None:
     """Shapes of the plain ops' values are taken where these are made: in the backward pass, not in the forward one."""
     here = [node for node in g.scope.early[early:] if any(one is not None and one.name in made for one in node.inputs)]
     g.scope.early[early:] = [node for node in g.scope.early[early:] if node not in here]
     g.scope.nodes[place:place] = here
 
 
-def _drop_unread(g: Gradients, begin: int, read: set[str]) -> None:
+def _drop_unread(g: GradientBuilder, begin: int, read: set[str]) -> None:
     """Leaves out the nodes from `begin` on whose outputs nobody reads."""
     kept: list[ir.Node] = []
     for node in reversed(g.scope.nodes[begin:]):

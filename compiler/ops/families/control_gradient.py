@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.builder import Gradients, NoGradient
+from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.engine import Bodies, Cotangents, body_gradient
 from partc.compiler.autodiff.subgraph import Body
 from partc.compiler.ops.node import Dim, same
@@ -28,7 +28,7 @@ BACKWARDS = 1
 
 
 @body_gradient("If")
-def if_gradient(g: Gradients, dys: Sequence[str | None], inside: Bodies) -> Cotangents:
+def if_gradient(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies) -> Cotangents:
     """Each branch gives the cotangents of all that either reads, zeros of what it does not."""
     wanted, path = list(inside.wanted), _path(g)
     branches = []
@@ -41,7 +41,7 @@ def if_gradient(g: Gradients, dys: Sequence[str | None], inside: Bodies) -> Cota
 
 
 @body_gradient("Scan")
-def scan_gradient(g: Gradients, dys: Sequence[str | None], inside: Bodies) -> Cotangents:
+def scan_gradient(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies) -> Cotangents:
     """A Scan over the same elements from the last to the first; the states that each turn began with are kept by the forward one."""
     count, whole = g.attribute("num_scan_inputs"), len(g.node.inputs)
     states = whole - count
@@ -68,7 +68,7 @@ def scan_gradient(g: Gradients, dys: Sequence[str | None], inside: Bodies) -> Co
 
 
 @body_gradient("Loop")
-def loop_gradient(g: Gradients, dys: Sequence[str | None], inside: Bodies) -> Cotangents:
+def loop_gradient(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies) -> Cotangents:
     """A Loop over the turns that were taken, from the last to the first; their numbers and states are kept by the forward one."""
     states = list(range(2, len(g.node.inputs)))
     outs = [_Along()] * (len(g.node.outputs) - len(states))
@@ -98,7 +98,7 @@ class _Turns:
     The body's outputs are `skipped` ones, the states, and what is stacked along `outs`; its last inputs go along `elements`.
     """
 
-    g: Gradients
+    g: GradientBuilder
     body: Body
     kept: list[int]
     states: list[int]
@@ -234,7 +234,7 @@ class _Turns:
 
 
 def _emitted(
-    g: Gradients, op_type: str, operands: Sequence[str], attributes: Sequence[ir.Attr], primals: Sequence[str]
+    g: GradientBuilder, op_type: str, operands: Sequence[str], attributes: Sequence[ir.Attr], primals: Sequence[str]
 ) -> list[tuple[str, str]]:
     """A node that gives one cotangent for each primal, in its type and shape."""
     names = [f"{_path(g)}.grad.{at}" for at in range(len(primals))]
@@ -246,17 +246,17 @@ def _emitted(
     return list(zip(primals, names, strict=True))
 
 
-def _path(g: Gradients) -> str:
+def _path(g: GradientBuilder) -> str:
     return next(value.name for value in g.node.outputs if value.name)
 
 
-def _input(g: Gradients, k: int) -> str:
+def _input(g: GradientBuilder, k: int) -> str:
     value = g.node.inputs[k]
     assert value is not None
     return str(value.name)
 
 
-def _like(g: Gradients, k: int) -> ir.Value:
+def _like(g: GradientBuilder, k: int) -> ir.Value:
     value = g.scope.value(_input(g, k))
     return ir.Value(type=value.type, shape=value.shape)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import Gradients, gradient
+from partc.compiler.autodiff.engine import GradientBuilder, gradient
 from partc.compiler.ops.families.random import seeded
 from partc.compiler.ops.node import operand
 from partc.compiler.ops.notation import rule, whole_rule
@@ -112,7 +112,7 @@ def dropout(node: ir.Node) -> Rule | None:
 
 
 @gradient("Dropout")
-def dropout_gradient(g: Gradients, dy: str | None, *names: str | None) -> str | None:
+def dropout_gradient(g: GradientBuilder, dy: str | None, *names: str | None) -> str | None:
     """dX = dY / (1 - ratio) where the mask has kept X; dY itself where nothing is dropped."""
     x, ratio, training = [*names[len(g.node.outputs) - 1 :], None, None][:3]
     mode = g.known(training)

@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import Gradients, gradient, no_gradient
+from partc.compiler.autodiff.engine import GradientBuilder, gradient, no_gradient
 from partc.compiler.ops.registry import CONTRIB
 
 FLOATING = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 SELU_ALPHA, SELU_GAMMA = 1.6732632423543772, 1.0507009873554805
 
-Slope = Callable[[Gradients, str], str]
+Slope = Callable[[GradientBuilder, str], str]
 SLOPES: dict[str, Slope] = {
     "Abs": lambda g, x: g.Sign(x),
     "Acos": lambda g, x: g.Neg(_over_root(g, _one_minus(g, g.Mul(x, x)))),
@@ -51,7 +51,7 @@ SLOPES: dict[str, Slope] = {
 """By op the derivative of its output by its input, element by element."""
 
 
-def _by_slope(slope: Slope) -> Callable[[Gradients, str, str], str]:
+def _by_slope(slope: Slope) -> Callable[[GradientBuilder, str, str], str]:
     return lambda g, dy, x: g.Mul(dy, slope(g, x))
 
 
@@ -65,51 +65,51 @@ no_gradient("BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor")
 
 
 @gradient("BiasGelu", domain=CONTRIB)
-def bias_gelu(g: Gradients, dy: str, x: str, bias: str) -> tuple[str, str]:
+def bias_gelu(g: GradientBuilder, dy: str, x: str, bias: str) -> tuple[str, str]:
     """dX = dB = dY gelu'(X + B)."""
     dx = g.Mul(dy, gelu(g, g.Add(x, bias)))
     return dx, dx
 
 
 @gradient("FastGelu", domain=CONTRIB)
-def fast_gelu(g: Gradients, dy: str, x: str, bias: str | None = None) -> tuple[str, str]:
+def fast_gelu(g: GradientBuilder, dy: str, x: str, bias: str | None = None) -> tuple[str, str]:
     """dX = dB = dY gelu'(X + B), the form with tanh."""
     dx = g.Mul(dy, gelu_tanh(g, g.Add(x, bias) if bias else x))
     return dx, dx
 
 
 @gradient("Identity")
-def identity(g: Gradients, dy: str, x: str) -> str:
+def identity(g: GradientBuilder, dy: str, x: str) -> str:
     """dX = dY."""
     return dy
 
 
 @gradient("Neg")
-def negative(g: Gradients, dy: str, x: str) -> str:
+def negative(g: GradientBuilder, dy: str, x: str) -> str:
     """dX = -dY."""
     return g.Neg(dy)
 
 
 @gradient("Log")
-def logarithm(g: Gradients, dy: str, x: str) -> str:
+def logarithm(g: GradientBuilder, dy: str, x: str) -> str:
     """dX = dY / X."""
     return g.Div(dy, x)
 
 
 @gradient("Reciprocal")
-def reciprocal(g: Gradients, dy: str, x: str) -> str:
+def reciprocal(g: GradientBuilder, dy: str, x: str) -> str:
     """dX = -dY Y Y."""
     return g.Neg(g.Mul(dy, _square(g, g.output(0))))
 
 
 @gradient("Sqrt")
-def root(g: Gradients, dy: str, x: str) -> str:
+def root(g: GradientBuilder, dy: str, x: str) -> str:
     """dX = dY / 2 Y."""
     return g.Div(g.Mul(dy, g.constant(0.5, x)), g.output(0))
 
 
 @gradient("Cast", "CastLike")
-def cast(g: Gradients, dy: str, x: str, like: str | None = None) -> str | None:
+def cast(g: GradientBuilder, dy: str, x: str, like: str | None = None) -> str | None:
     """dX = dY in the type of X; nothing flows through integers."""
     if g.dtype(x) not in FLOATING or g.dtype(g.output(0)) not in FLOATING:
         return None
@@ -117,32 +117,32 @@ def cast(g: Gradients, dy: str, x: str, like: str | None = None) -> str | None:
 
 
 @gradient("Add")
-def add(g: Gradients, dy: str, a: str, b: str) -> tuple[str, str]:
+def add(g: GradientBuilder, dy: str, a: str, b: str) -> tuple[str, str]:
     """dA = dB = dY."""
     return dy, dy
 
 
 @gradient("Sub")
-def subtract(g: Gradients, dy: str, a: str, b: str) -> tuple[str, str | None]:
+def subtract(g: GradientBuilder, dy: str, a: str, b: str) -> tuple[str, str | None]:
     """dA = dY, dB = -dY."""
     return dy, g.Neg(dy) if g.wants(1) else None
 
 
 @gradient("Mul")
-def multiply(g: Gradients, dy: str, a: str, b: str) -> tuple[str | None, str | None]:
+def multiply(g: GradientBuilder, dy: str, a: str, b: str) -> tuple[str | None, str | None]:
     """dA = dY B, dB = dY A."""
     return g.Mul(dy, b) if g.wants(0) else None, g.Mul(dy, a) if g.wants(1) else None
 
 
 @gradient("Div")
-def divide(g: Gradients, dy: str, a: str, b: str) -> tuple[str, str | None]:
+def divide(g: GradientBuilder, dy: str, a: str, b: str) -> tuple[str, str | None]:
     """dA = dY / B, dB = -dA Y."""
     da = g.Div(dy, b)
     return da, g.Neg(g.Mul(da, g.output(0))) if g.wants(1) else None
 
 
 @gradient("Pow")
-def power(g: Gradients, dy: str, a: str, b: str) -> tuple[str | None, str | None]:
+def power(g: GradientBuilder, dy: str, a: str, b: str) -> tuple[str | None, str | None]:
     """dA = dY B A^(B-1); dB = dY Y log A where A is positive, else 0."""
     da = db = None
     exponent = g.known(b)
@@ -163,20 +163,20 @@ def power(g: Gradients, dy: str, a: str, b: str) -> tuple[str | None, str | None
 
 
 @gradient("Sum")
-def total(g: Gradients, dy: str, *terms: str) -> Sequence[str]:
+def total(g: GradientBuilder, dy: str, *terms: str) -> Sequence[str]:
     """dXi = dY."""
     return [dy] * len(terms)
 
 
 @gradient("Mean")
-def mean(g: Gradients, dy: str, *terms: str) -> Sequence[str]:
+def mean(g: GradientBuilder, dy: str, *terms: str) -> Sequence[str]:
     """dXi = dY / n."""
     share = dy if len(terms) == 1 else g.Mul(dy, g.constant(1 / len(terms), dy))
     return [share] * len(terms)
 
 
 @gradient("Max", "Min")
-def extreme(g: Gradients, dy: str, *operands: str) -> Sequence[str | None]:
+def extreme(g: GradientBuilder, dy: str, *operands: str) -> Sequence[str | None]:
     """dXi = dY where Xi is Y; operands that are equal there share it."""
     if len(operands) == 1:
         return [dy]
@@ -186,7 +186,7 @@ def extreme(g: Gradients, dy: str, *operands: str) -> Sequence[str | None]:
 
 
 @gradient("Clip")
-def clip(g: Gradients, dy: str, x: str, low: str | None = None, high: str | None = None) -> Sequence[str | None]:
+def clip(g: GradientBuilder, dy: str, x: str, low: str | None = None, high: str | None = None) -> Sequence[str | None]:
     """dX = dY where X is within its bounds; elsewhere it is the bound's."""
     dx = g.Mul(dy, g.mask(g.Equal(x, g.output(0)), dy))
     dlow = g.Mul(dy, g.mask(g.Less(x, low), dy)) if low and g.wants(1) else None
@@ -195,7 +195,7 @@ def clip(g: Gradients, dy: str, x: str, low: str | None = None, high: str | None
 
 
 @gradient("Where")
-def where(g: Gradients, dy: str, condition: str, a: str, b: str) -> Sequence[str | None]:
+def where(g: GradientBuilder, dy: str, condition: str, a: str, b: str) -> Sequence[str | None]:
     """dA = dY where the condition holds, dB = dY where it does not."""
     zero = g.constant(0, dy)
     da = g.Where(condition, dy, zero) if g.wants(1) else None
@@ -203,14 +203,14 @@ def where(g: Gradients, dy: str, condition: str, a: str, b: str) -> Sequence[str
 
 
 @gradient("PRelu")
-def parametric_relu(g: Gradients, dy: str, x: str, slope: str) -> Sequence[str | None]:
+def parametric_relu(g: GradientBuilder, dy: str, x: str, slope: str) -> Sequence[str | None]:
     """dX = dY, times the slope left of 0; dS = dY X left of 0."""
     right, zero = g.Greater(x, g.constant(0, x)), g.constant(0, x)
     dx = g.Mul(dy, g.Where(right, g.constant(1, x), slope)) if g.wants(0) else None
     return dx, g.Mul(dy, g.Where(right, zero, x)) if g.wants(1) else None
 
 
-def gelu(g: Gradients, x: str) -> str:
+def gelu(g: GradientBuilder, x: str) -> str:
     """The slope of x F(x), F the normal distribution: F(x) + x exp(-x x / 2) / sqrt(2 pi)."""
     erf = g.Erf(g.Mul(x, g.constant(math.sqrt(0.5), x)))
     below = g.Mul(_one_plus(g, erf), g.constant(0.5, x))
@@ -218,7 +218,7 @@ def gelu(g: Gradients, x: str) -> str:
     return g.Add(below, g.Mul(x, g.Mul(density, g.constant(1 / math.sqrt(2 * math.pi), x))))
 
 
-def gelu_tanh(g: Gradients, x: str) -> str:
+def gelu_tanh(g: GradientBuilder, x: str) -> str:
     """The slope of x (1 + t) / 2, t = tanh(u), u = sqrt(2 / pi) (x + 0.044715 x^3): (1 + t + x u' (1 - t t)) / 2."""
     outer, inner, square = math.sqrt(2 / math.pi), 0.044715, g.Mul(x, x)
     cubic = g.Add(g.Mul(square, g.constant(outer * inner, x)), g.constant(outer, x))
@@ -228,51 +228,51 @@ def gelu_tanh(g: Gradients, x: str) -> str:
     return g.Mul(g.Add(_one_plus(g, tanh), rest), g.constant(0.5, x))
 
 
-def swish(g: Gradients, x: str, alpha: float) -> str:
+def swish(g: GradientBuilder, x: str, alpha: float) -> str:
     """The slope of x s, s = sigmoid(a x): s + a x s (1 - s)."""
     scaled = x if alpha == 1.0 else g.Mul(x, g.constant(alpha, x))
     sigmoid = g.Sigmoid(scaled)
     return g.Mul(sigmoid, _one_plus(g, g.Mul(scaled, _one_minus(g, sigmoid))))
 
 
-def hard_swish(g: Gradients, x: str) -> str:
+def hard_swish(g: GradientBuilder, x: str) -> str:
     """The slope of x min(max(x / 6 + 1 / 2, 0), 1): 0 below -3, 1 above 3, x / 3 + 1 / 2 between."""
     three = g.constant(3, x)
     between = g.Add(g.Div(x, three), g.constant(0.5, x))
     return g.Where(g.Less(g.Abs(x), three), between, g.mask(g.Greater(x, g.constant(0, x)), x))
 
 
-def mish(g: Gradients, x: str) -> str:
+def mish(g: GradientBuilder, x: str) -> str:
     """The slope of x t, t = tanh(softplus(x)): t + x (1 - t t) sigmoid(x)."""
     tanh = g.Tanh(g.Softplus(x))
     return g.Add(tanh, g.Mul(g.Mul(x, g.Sigmoid(x)), _one_minus(g, g.Mul(tanh, tanh))))
 
 
-def _selu(g: Gradients, x: str, alpha: float, gamma: float) -> str:
+def _selu(g: GradientBuilder, x: str, alpha: float, gamma: float) -> str:
     return _right_of_zero(g, x, gamma, g.Add(g.output(0), g.constant(alpha * gamma, x)))
 
 
-def _right_of_zero(g: Gradients, x: str, right: float, left: str) -> str:
+def _right_of_zero(g: GradientBuilder, x: str, right: float, left: str) -> str:
     return g.Where(g.Greater(x, g.constant(0, x)), g.constant(right, x), left)
 
 
-def _between(g: Gradients, low: float, high: float) -> str:
+def _between(g: GradientBuilder, low: float, high: float) -> str:
     y = g.output(0)
     inside = g.And(g.Greater(y, g.constant(low, y)), g.Less(y, g.constant(high, y)))
     return g.mask(inside, y)
 
 
-def _one_plus(g: Gradients, x: str) -> str:
+def _one_plus(g: GradientBuilder, x: str) -> str:
     return g.Add(x, g.constant(1, x))
 
 
-def _one_minus(g: Gradients, x: str) -> str:
+def _one_minus(g: GradientBuilder, x: str) -> str:
     return g.Sub(g.constant(1, x), x)
 
 
-def _square(g: Gradients, x: str) -> str:
+def _square(g: GradientBuilder, x: str) -> str:
     return g.Mul(x, x)
 
 
-def _over_root(g: Gradients, x: str) -> str:
+def _over_root(g: GradientBuilder, x: str) -> str:
     return g.Reciprocal(g.Sqrt(x))

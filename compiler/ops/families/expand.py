@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import Gradients, gradient, no_gradient
+from partc.compiler.autodiff.engine import GradientBuilder, gradient, no_gradient
 from partc.compiler.autodiff.shapes import like, numbers, once, vector
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.local_shapes import as_int64, divided, integers, local_dims, pieces_of
@@ -34,13 +34,13 @@ def tile(node: ir.Node) -> Rule | None:
 
 
 @gradient("Expand")
-def expand_gradient(g: Gradients, dy: str, x: str, shape: str) -> str:
+def expand_gradient(g: GradientBuilder, dy: str, x: str, shape: str) -> str:
     """dX = dY, summed where X was repeated, as of every operand that broadcasts."""
     return dy
 
 
 @gradient("Tile")
-def tile_gradient(g: Gradients, dy: str, x: str, repeats: str) -> str:
+def tile_gradient(g: GradientBuilder, dy: str, x: str, repeats: str) -> str:
     """dX = the sum of dY over the repetitions, which are the major part of each dim."""
     times = numbers(g, repeats)
     if times is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext, registry
-from partc.compiler.autodiff.engine import Gradients, gradient
+from partc.compiler.autodiff.engine import GradientBuilder, gradient
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.node import LETTERS, rank_of
 from partc.compiler.ops.registry import op
@@ -30,7 +30,7 @@ def extreme(node: ir.Node) -> Rule | None:
 
 
 @gradient(EXTREME, domain=OWN)
-def extreme_gradient(g: Gradients, dy: str, x: str, top: str, same: str, count: str) -> str:
+def extreme_gradient(g: GradientBuilder, dy: str, x: str, top: str, same: str, count: str) -> str:
     """dX = dY where X is the extreme; equal ones share it."""
     return g.Mul(g.mask(same, x), g.Div(dy, count))
 

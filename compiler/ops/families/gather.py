@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import Gradients, gradient
+from partc.compiler.autodiff.engine import GradientBuilder, gradient
 from partc.compiler.autodiff.shapes import added_along, extents, joined, like, vector
 from partc.compiler.ops.families.lookup import OLDEST_OPSET, look_up, masked, rows_of, spread, summable
 from partc.compiler.ops.local import Local
@@ -106,21 +106,21 @@ def one_hot(node: ir.Node) -> Rule | None:
 
 
 @gradient("Gather")
-def gather_gradient(g: Gradients, dy: str, x: str, indices: str) -> str:
+def gather_gradient(g: GradientBuilder, dy: str, x: str, indices: str) -> str:
     """dX = zeros to which dY is added where it was taken."""
     axis = axis_of(g.node, g.rank(x), 0)
     return like(g, added_along(g, indices, dy, axis, x), x)
 
 
 @gradient("GatherElements")
-def gather_elements_gradient(g: Gradients, dy: str, x: str, indices: str) -> str:
+def gather_elements_gradient(g: GradientBuilder, dy: str, x: str, indices: str) -> str:
     """dX = zeros to which dY is added element by element."""
     made = g.ScatterElements(g.zeros(x), indices, dy, axis=axis_of(g.node, g.rank(x), 0), reduction="add")
     return like(g, str(made), x)
 
 
 @gradient("GatherND")
-def gather_nd_gradient(g: Gradients, dy: str, x: str, indices: str) -> str:
+def gather_nd_gradient(g: GradientBuilder, dy: str, x: str, indices: str) -> str:
     """dX = zeros to which dY is added where it was taken; each index has that of its batch before it."""
     places, batch = vector(g, indices), g.attribute("batch_dims", 0)
     if batch:
@@ -137,7 +137,7 @@ def gather_nd_gradient(g: Gradients, dy: str, x: str, indices: str) -> str:
 
 
 @gradient("OneHot")
-def one_hot_gradient(g: Gradients, dy: str, indices: str, depth: str, values: str) -> tuple[None, None, str]:
+def one_hot_gradient(g: GradientBuilder, dy: str, indices: str, depth: str, values: str) -> tuple[None, None, str]:
     """dValues: the sum of dY where it is hot comes last, the rest first."""
     marks = g.OneHot(indices, depth, g.constant([0.0, 1.0], values), axis=g.attribute("axis", -1))
     hot = g.ReduceSum(g.Mul(dy, marks), keepdims=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import Gradients, NoGradient, gradient, no_gradient
+from partc.compiler.autodiff.engine import GradientBuilder, NoGradient, gradient, no_gradient
 from partc.compiler.autodiff.shapes import extents, inverse, joined, moved, once
 from partc.compiler.ops.families.join import but_axes
 from partc.compiler.ops.local import Local
@@ -50,7 +50,7 @@ def resize(node: ir.Node) -> Rule | None:
 
 @gradient("Resize")
 def resize_gradient(
-    g: Gradients, dy: str, x: str, roi: str | None = None, scales: str | None = None, sizes: str | None = None
+    g: GradientBuilder, dy: str, x: str, roi: str | None = None, scales: str | None = None, sizes: str | None = None
 ) -> str:
     """dX = dY times, along every resized dim, the matrix that resizes it, which is what the op makes of the unit matrix."""
     if g.attribute("coordinate_transformation_mode") == "tf_crop_and_resize":
@@ -81,7 +81,7 @@ def resize_gradient(
     return once(g, dy, x, times, major=False)
 
 
-def _resizing(g: Gradients, dy: str, x: str, axis: int, scale: str | None) -> str:
+def _resizing(g: GradientBuilder, dy: str, x: str, axis: int, scale: str | None) -> str:
     """The matrix (extent of `x`, extent of `dy`) of one axis, by its scale or else by the extents."""
     kept = {"antialias", "coordinate_transformation_mode", "cubic_coeff_a", "exclude_outside", "mode", "nearest_mode"}
     attributes = {name: g.attribute(name) for name in sorted(kept & set(g.node.attributes))}
@@ -107,7 +107,7 @@ def _times(before: Dim, after: Dim, scale: float | None) -> int:
     return after // before if isinstance(before, int) and isinstance(after, int) else 1
 
 
-def _taken(g: Gradients, of: str, place: str) -> str:
+def _taken(g: GradientBuilder, of: str, place: str) -> str:
     """One of the numbers of a vector, as a vector."""
     known, at = g.known(of), g.known(place)
     return g.constant(known[at]) if known is not None and at is not None else str(g.Gather(of, place))

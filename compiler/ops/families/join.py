@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import Gradients, gradient
+from partc.compiler.autodiff.engine import GradientBuilder, gradient
 from partc.compiler.autodiff.shapes import extents, joined, like
 from partc.compiler.ops.node import LETTERS, axis_of, dims, operand, rank_of, same
 from partc.compiler.ops.registry import op
@@ -37,7 +37,7 @@ def split(node: ir.Node) -> Rule | None:
 
 
 @gradient("Concat")
-def concat_gradient(g: Gradients, dy: str, *parts: str) -> list[str]:
+def concat_gradient(g: GradientBuilder, dy: str, *parts: str) -> list[str]:
     """The part of dY that each operand has made."""
     axis = axis_of(g.node, g.rank(dy), 1)
     if len(parts) == 1:
@@ -48,7 +48,7 @@ def concat_gradient(g: Gradients, dy: str, *parts: str) -> list[str]:
 
 
 @gradient("Split")
-def split_gradient(g: Gradients, *names: str | None) -> str:
+def split_gradient(g: GradientBuilder, *names: str | None) -> str:
     """dX = the cotangents of the parts one after the other, zeros for a part that nobody reads."""
     count = len(g.node.outputs)
     axis = axis_of(g.node, g.rank(str(names[count])), 0)

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import Gradients, gradient
+from partc.compiler.autodiff.engine import GradientBuilder, gradient
 from partc.compiler.autodiff.shapes import like, vector
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.node import LETTERS, operand, rank_of
@@ -28,7 +28,7 @@ def negative_log_likelihood(node: ir.Node) -> Rule | None:
 
 
 @gradient("SoftmaxCrossEntropyLoss")
-def softmax_cross_entropy_gradient(g: Gradients, dy: str | None, *names: str | None) -> list[str | None]:
+def softmax_cross_entropy_gradient(g: GradientBuilder, dy: str | None, *names: str | None) -> list[str | None]:
     """dScores = (softmax - label) * share of dY, and of d(log softmax) itself, where that is an output."""
     made = len(g.node.outputs)
     dlog, scores, labels, weights = [*names[: made - 1], *[None] * (2 - made), *names[made - 1 :], None][:4]
@@ -51,7 +51,7 @@ def softmax_cross_entropy_gradient(g: Gradients, dy: str | None, *names: str | N
 
 @gradient("NegativeLogLikelihoodLoss")
 def negative_log_likelihood_gradient(
-    g: Gradients, dy: str, scores: str, labels: str, weights: str | None = None
+    g: GradientBuilder, dy: str, scores: str, labels: str, weights: str | None = None
 ) -> list[str | None]:
     """dScores = zeros, and at each label less its share of dY."""
     labelled = _Labels(g, dy, scores, labels, weights)
@@ -67,7 +67,7 @@ def negative_log_likelihood_gradient(
 class _Labels:
     """What each position has of the loss: `places`, its label, and `share`, the loss's cotangent that falls on it."""
 
-    def __init__(self, g: Gradients, dy: str, logs: str, labels: str, weights: str | None) -> None:
+    def __init__(self, g: GradientBuilder, dy: str, logs: str, labels: str, weights: str | None) -> None:
         self.g, self.logs, self.dy = g, logs, dy
         self.kind, self.total = g.attribute("reduction", "mean"), ""
         ignored = g.attribute("ignore_index")

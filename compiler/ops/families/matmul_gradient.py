@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partc.compiler.autodiff.engine import Gradients, NoGradient, gradient
+from partc.compiler.autodiff.engine import GradientBuilder, NoGradient, gradient
 from partc.compiler.ops.node import LETTERS
 from partc.compiler.ops.registry import CONTRIB
 
 
 @gradient("MatMul")
-def matmul(g: Gradients, dy: str, a: str, b: str) -> Sequence[str | None]:
+def matmul(g: GradientBuilder, dy: str, a: str, b: str) -> Sequence[str | None]:
     """dA = dY Bt, dB = At dY."""
     return _products(g, dy, a, b)
 
 
 @gradient("FusedMatMul", domain=CONTRIB)
-def fused_matmul(g: Gradients, dy: str, a: str, b: str) -> Sequence[str | None]:
+def fused_matmul(g: GradientBuilder, dy: str, a: str, b: str) -> Sequence[str | None]:
     """dA = alpha dY Bt, dB = alpha At dY of the matrices as they are multiplied, put back as they were given."""
     alpha = g.attribute("alpha", 1.0)
     dy = dy if alpha == 1.0 else g.Mul(dy, g.constant(alpha, dy))
@@ -25,7 +25,7 @@ def fused_matmul(g: Gradients, dy: str, a: str, b: str) -> Sequence[str | None]:
 
 
 @gradient("Gemm")
-def gemm(g: Gradients, dy: str, a: str, b: str, c: str | None = None) -> Sequence[str | None]:
+def gemm(g: GradientBuilder, dy: str, a: str, b: str, c: str | None = None) -> Sequence[str | None]:
     """dA = alpha dY Bt, dB = alpha At dY, dC = beta dY; transposed where the operands are."""
     left, right = g.attribute("transA", 0), g.attribute("transB", 0)
     alpha, beta = g.attribute("alpha", 1.0), g.attribute("beta", 1.0)
@@ -44,7 +44,7 @@ def gemm(g: Gradients, dy: str, a: str, b: str, c: str | None = None) -> Sequenc
 
 
 @gradient("Einsum")
-def einsum(g: Gradients, dy: str, *operands: str) -> Sequence[str | None]:
+def einsum(g: GradientBuilder, dy: str, *operands: str) -> Sequence[str | None]:
     """dXi = the sum of dY times the other operands over all letters but those of Xi."""
     parts, made = _letters(g, operands)
     found: list[str | None] = []
@@ -64,7 +64,7 @@ def einsum(g: Gradients, dy: str, *operands: str) -> Sequence[str | None]:
     return found
 
 
-def _products(g: Gradients, dy: str, a: str, b: str) -> Sequence[str | None]:
+def _products(g: GradientBuilder, dy: str, a: str, b: str) -> Sequence[str | None]:
     rows, columns = g.rank(a), g.rank(b)
     da = db = None
     if rows == 1 and columns == 1:
@@ -84,7 +84,7 @@ def _products(g: Gradients, dy: str, a: str, b: str) -> Sequence[str | None]:
     return da, db
 
 
-def _weight(g: Gradients, dy: str, a: str) -> str:
+def _weight(g: GradientBuilder, dy: str, a: str) -> str:
     """At dY of a matrix that all of a batch is multiplied by: the batch's rows are rows of one product."""
     if g.rank(a) == 2:
         return g.Gemm(a, dy, transA=1)
@@ -95,7 +95,7 @@ def _weight(g: Gradients, dy: str, a: str) -> str:
     return g.Gemm(g.reshape(a, [-1, inner]), g.reshape(dy, [-1, outer]), transA=1)
 
 
-def _turned(g: Gradients, x: str, side: str) -> str:
+def _turned(g: GradientBuilder, x: str, side: str) -> str:
     """An operand as it is multiplied: its batch first, its matrix not transposed."""
     rank = g.rank(x)
     if g.attribute(f"transBatch{side}", 0):
@@ -103,13 +103,13 @@ def _turned(g: Gradients, x: str, side: str) -> str:
     return g.mT(x) if g.attribute(f"trans{side}", 0) else x
 
 
-def _turned_back(g: Gradients, dx: str, side: str) -> str:
+def _turned_back(g: GradientBuilder, dx: str, side: str) -> str:
     rank = g.rank(dx)
     dx = g.mT(dx) if g.attribute(f"trans{side}", 0) else dx
     return g.Transpose(dx, perm=[rank - 2, *range(rank - 2), rank - 1]) if g.attribute(f"transBatch{side}", 0) else dx
 
 
-def _letters(g: Gradients, operands: Sequence[str]) -> tuple[list[str], str]:
+def _letters(g: GradientBuilder, operands: Sequence[str]) -> tuple[list[str], str]:
     """A letter a dim of each operand and of the output; an ellipsis gets letters that the equation has not."""
     equation = g.attribute("equation").replace(" ", "").replace("...", "*")
     left, arrow, right = equation.partition("->")

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import Gradients, gradient
+from partc.compiler.autodiff.engine import GradientBuilder, gradient
 from partc.compiler.ops.node import opset_of
 
 
 @gradient("Softmax")
-def softmax(g: Gradients, dy: str, x: str) -> str:
+def softmax(g: GradientBuilder, dy: str, x: str) -> str:
     """dX = Y (dY - sum(dY Y))."""
     y = g.output(0)
     part = g.Mul(dy, y)
@@ -24,13 +24,15 @@ def softmax(g: Gradients, dy: str, x: str) -> str:
 
 
 @gradient("LogSoftmax")
-def log_softmax(g: Gradients, dy: str, x: str) -> str:
+def log_softmax(g: GradientBuilder, dy: str, x: str) -> str:
     """dX = dY - exp(Y) sum(dY)."""
     return g.Sub(dy, g.Mul(g.Exp(g.output(0)), g.sum(dy, _along(g, x), keepdims=True)))
 
 
 @gradient("LayerNormalization", outputs=1)
-def layer_normalization(g: Gradients, dy: str, x: str, scale: str, bias: str | None = None) -> Sequence[str | None]:
+def layer_normalization(
+    g: GradientBuilder, dy: str, x: str, scale: str, bias: str | None = None
+) -> Sequence[str | None]:
     """dX of the module's formula, dScale = dY x^, dB = dY; x^ from the node's own statistics where they are in the type of x."""
     rank = g.rank(x)
     axes = list(range(g.attribute("axis", -1) % rank, rank))
@@ -44,7 +46,7 @@ def layer_normalization(g: Gradients, dy: str, x: str, scale: str, bias: str | N
 
 
 @gradient("RMSNormalization", "SimplifiedLayerNormalization", outputs=1)
-def rms_normalization(g: Gradients, dy: str, x: str, scale: str) -> Sequence[str | None]:
+def rms_normalization(g: GradientBuilder, dy: str, x: str, scale: str) -> Sequence[str | None]:
     """x^ = x / r, r = sqrt(mean(x x)): dX = (w - x^ mean(w x^)) / r, dScale = dY x^."""
     rank = g.rank(x)
     axes = g.constant(np.arange(g.attribute("axis", -1) % rank, rank))
@@ -56,7 +58,7 @@ def rms_normalization(g: Gradients, dy: str, x: str, scale: str) -> Sequence[str
 
 
 @gradient("GroupNormalization")
-def group_normalization(g: Gradients, dy: str, x: str, scale: str, bias: str) -> Sequence[str | None]:
+def group_normalization(g: GradientBuilder, dy: str, x: str, scale: str, bias: str) -> Sequence[str | None]:
     """dX of the module's formula over the channels of a group; dScale = sum(dY x^), dB = sum(dY), a channel."""
     groups = g.attribute("num_groups")
     shape = g.shape_of(x)
@@ -74,14 +76,14 @@ def group_normalization(g: Gradients, dy: str, x: str, scale: str, bias: str) ->
 
 
 @gradient("InstanceNormalization")
-def instance_normalization(g: Gradients, dy: str, x: str, scale: str, bias: str) -> Sequence[str | None]:
+def instance_normalization(g: GradientBuilder, dy: str, x: str, scale: str, bias: str) -> Sequence[str | None]:
     """dX of the module's formula over the positions of a channel; dScale = sum(dY x^), dB = sum(dY)."""
     return _in_groups(g, dy, x, scale)
 
 
 @gradient("BatchNormalization", outputs=1)
 def batch_normalization(
-    g: Gradients, dy: str, x: str, scale: str, bias: str, mean: str, variance: str
+    g: GradientBuilder, dy: str, x: str, scale: str, bias: str, mean: str, variance: str
 ) -> Sequence[str | None]:
     """In training dX of the module's formula over images and positions; else dX = dY scale / deviation."""
     others = [0, *range(2, g.rank(x))]
@@ -105,7 +107,7 @@ def batch_normalization(
 
 
 def _batch_in_training(
-    g: Gradients, dy: str, x: str, scale: str, others: list[int], wide: list[int]
+    g: GradientBuilder, dy: str, x: str, scale: str, others: list[int], wide: list[int]
 ) -> Sequence[str | None]:
     """dX = a dY + b (x - mean) + c, with a, b and c one number a channel."""
     centered, inverse = _centered(g, x, others)
@@ -121,7 +123,7 @@ def _batch_in_training(
     return dx, g.reshape(bent, [-1]), g.reshape(db, [-1])
 
 
-def _in_groups(g: Gradients, dy: str, x: str, scale: str) -> tuple[str, str, str]:
+def _in_groups(g: GradientBuilder, dy: str, x: str, scale: str) -> tuple[str, str, str]:
     """The gradients of one normalization for each image and channel, with one scale a channel."""
     axes = list(range(2, g.rank(x)))
     centered, inverse = _centered(g, x, axes)
@@ -131,7 +133,7 @@ def _in_groups(g: Gradients, dy: str, x: str, scale: str) -> tuple[str, str, str
     return dx, g.sum(g.Mul(dy, normal), [0, *axes]), g.sum(dy, [0, *axes])
 
 
-def _through(g: Gradients, w: str, normal: str, inverse: str, axes: Sequence[int]) -> str:
+def _through(g: GradientBuilder, w: str, normal: str, inverse: str, axes: Sequence[int]) -> str:
     """(w - mean(w) - x^ mean(w x^)) / deviation."""
     along = g.constant(np.array(axes, np.int64))
     mean = g.ReduceMean(w, along, keepdims=1)
@@ -139,23 +141,23 @@ def _through(g: Gradients, w: str, normal: str, inverse: str, axes: Sequence[int
     return g.Mul(g.Sub(w, g.Add(mean, g.Mul(normal, bent))), inverse)
 
 
-def _centered(g: Gradients, x: str, axes: Sequence[int]) -> tuple[str, str]:
+def _centered(g: GradientBuilder, x: str, axes: Sequence[int]) -> tuple[str, str]:
     """x less its mean, and one over its deviation."""
     along = g.constant(np.array(axes, np.int64))
     centered = g.Sub(x, g.ReduceMean(x, along, keepdims=1))
     return centered, _inverse_root(g, g.ReduceMean(g.Mul(centered, centered), along, keepdims=1), x)
 
 
-def _inverse_root(g: Gradients, square: str, like: str) -> str:
+def _inverse_root(g: GradientBuilder, square: str, like: str) -> str:
     return g.Reciprocal(g.Sqrt(g.Add(square, g.constant(g.attribute("epsilon", 1e-5), like))))
 
 
-def _wide(g: Gradients, per_channel: str, axes: Sequence[int]) -> str:
+def _wide(g: GradientBuilder, per_channel: str, axes: Sequence[int]) -> str:
     """One number a channel, aligned with the channels of images."""
     return g.unsqueeze(per_channel, *axes) if axes else per_channel
 
 
-def _along(g: Gradients, x: str) -> list[int]:
+def _along(g: GradientBuilder, x: str) -> list[int]:
     rank = g.rank(x)
     if opset_of(g.node) < 13:
         return list(range(g.attribute("axis", 1) % rank, rank))

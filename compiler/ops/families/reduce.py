@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import Gradients, gradient, no_gradient
+from partc.compiler.autodiff.engine import GradientBuilder, gradient, no_gradient
 from partc.compiler.autodiff.shapes import like
 from partc.compiler.ops.families.pool import scaled
 from partc.compiler.ops.local import Local
@@ -78,7 +78,7 @@ def top_k(node: ir.Node) -> Rule | None:
 
 
 @gradient("TopK")
-def top_k_gradient(g: Gradients, dy: str | None, _: str | None, x: str, k: str) -> str | None:
+def top_k_gradient(g: GradientBuilder, dy: str | None, _: str | None, x: str, k: str) -> str | None:
     """dX = dY put back where the largest were, zeros elsewhere."""
     axis = axis_of(g.node, g.rank(x), -1)
     return dy and like(g, str(g.ScatterElements(g.zeros(x), g.output(1), dy, axis=axis)), x)
@@ -91,7 +91,7 @@ def cumulated_sum(node: ir.Node) -> Rule | None:
 
 
 @gradient("CumSum")
-def cumulated_sum_gradient(g: Gradients, dy: str, x: str, axis: str) -> str:
+def cumulated_sum_gradient(g: GradientBuilder, dy: str, x: str, axis: str) -> str:
     """dX = the sums of dY from the other end."""
     exclusive, reverse = g.attribute("exclusive", 0), g.attribute("reverse", 0)
     return str(g.CumSum(dy, axis, exclusive=exclusive, reverse=1 - reverse))

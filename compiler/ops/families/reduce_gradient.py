@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from partc.compiler.autodiff.engine import Gradients, gradient, no_gradient
+from partc.compiler.autodiff.engine import GradientBuilder, gradient, no_gradient
 
 no_gradient("ArgMax", "ArgMin")
 
-Reduction = Callable[[Gradients, str, str, str | None], str]
+Reduction = Callable[[GradientBuilder, str, str, str | None], str]
 
 
 def _reduction(*op_types: str) -> Callable[[Reduction], Reduction]:
     """Registers a rule that sees the cotangent with its reduced dims as 1."""
 
     def decorate(rule: Reduction) -> Reduction:
-        def whole(g: Gradients, dy: str, x: str, axes: str | None = None) -> str:
+        def whole(g: GradientBuilder, dy: str, x: str, axes: str | None = None) -> str:
             return rule(g, _kept(g, dy, x, axes), x, axes)
 
         gradient(*op_types)(whole)
@@ -30,13 +30,13 @@ def _reduction(*op_types: str) -> Callable[[Reduction], Reduction]:
 
 
 @_reduction("ReduceSum")
-def reduce_sum(g: Gradients, dy: str, x: str, axes: str | None) -> str:
+def reduce_sum(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
     """dX = dY along what was summed."""
     return dy if _is_noop(g, axes) else g.Expand(dy, g.shape_of(x))
 
 
 @_reduction("ReduceMean")
-def reduce_mean(g: Gradients, dy: str, x: str, axes: str | None) -> str:
+def reduce_mean(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
     """dX = dY / n along the n that were summed."""
     if _is_noop(g, axes):
         return dy
@@ -46,7 +46,7 @@ def reduce_mean(g: Gradients, dy: str, x: str, axes: str | None) -> str:
 
 
 @_reduction("ReduceMax", "ReduceMin")
-def reduce_extreme(g: Gradients, dy: str, x: str, axes: str | None) -> str:
+def reduce_extreme(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
     """dX = dY where X is the extreme; equal ones share it."""
     if _is_noop(g, axes):
         return dy
@@ -58,13 +58,13 @@ def reduce_extreme(g: Gradients, dy: str, x: str, axes: str | None) -> str:
 
 
 @_reduction("ReduceL1")
-def reduce_l1(g: Gradients, dy: str, x: str, axes: str | None) -> str:
+def reduce_l1(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
     """dX = dY sign(X)."""
     return g.Mul(dy, g.Sign(x))
 
 
 @_reduction("ReduceL2")
-def reduce_l2(g: Gradients, dy: str, x: str, axes: str | None) -> str:
+def reduce_l2(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
     """dX = dY X / Y, and 0 where Y is."""
     norm = _kept(g, g.output(0), x, axes)
     zero = g.constant(0, norm)
@@ -73,39 +73,39 @@ def reduce_l2(g: Gradients, dy: str, x: str, axes: str | None) -> str:
 
 
 @_reduction("ReduceSumSquare")
-def reduce_sum_square(g: Gradients, dy: str, x: str, axes: str | None) -> str:
+def reduce_sum_square(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
     """dX = 2 dY X."""
     return g.Mul(g.Add(dy, dy), x)
 
 
 @_reduction("ReduceLogSum")
-def reduce_log_sum(g: Gradients, dy: str, x: str, axes: str | None) -> str:
+def reduce_log_sum(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
     """dX = dY / exp(Y)."""
     return g.Expand(g.Div(dy, g.Exp(_kept(g, g.output(0), x, axes))), g.shape_of(x))
 
 
 @_reduction("ReduceLogSumExp")
-def reduce_log_sum_exp(g: Gradients, dy: str, x: str, axes: str | None) -> str:
+def reduce_log_sum_exp(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
     """dX = dY exp(X - Y)."""
     return g.Mul(dy, g.Exp(g.Sub(x, _kept(g, g.output(0), x, axes))))
 
 
 @_reduction("ReduceProd")
-def reduce_product(g: Gradients, dy: str, x: str, axes: str | None) -> str:
+def reduce_product(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
     """dX = dY Y / X, where no factor is 0."""
     if _is_noop(g, axes):
         return dy
     return g.Div(g.Mul(dy, _kept(g, g.output(0), x, axes)), x)
 
 
-def _is_noop(g: Gradients, axes: str | None) -> bool:
+def _is_noop(g: GradientBuilder, axes: str | None) -> bool:
     if not g.attribute("noop_with_empty_axes", 0) or g.attribute("axes"):
         return False
     known = g.known(axes)
     return not axes or (known is not None and known.size == 0)
 
 
-def _axes(g: Gradients, x: str, axes: str | None) -> list[int] | None:
+def _axes(g: GradientBuilder, x: str, axes: str | None) -> list[int] | None:
     """The axes counted from 0; None where only a run tells."""
     if _is_noop(g, axes):
         return []
@@ -119,7 +119,7 @@ def _axes(g: Gradients, x: str, axes: str | None) -> list[int] | None:
     return sorted(int(axis) % rank for axis in given) if given else list(range(rank))
 
 
-def _kept(g: Gradients, y: str, x: str, axes: str | None) -> str:
+def _kept(g: GradientBuilder, y: str, x: str, axes: str | None) -> str:
     """A result with a dim of 1 in the place of every one that was reduced."""
     if g.attribute("keepdims", 1):
         return y

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import Gradients, gradient
+from partc.compiler.autodiff.engine import GradientBuilder, gradient
 from partc.compiler.autodiff.shapes import shaped
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.local_shapes import as_int64, integer, integers, local_dims, pieces_of
@@ -88,7 +88,7 @@ def unsqueeze(node: ir.Node) -> Rule | None:
 
 
 @gradient("Reshape", "Flatten", "Squeeze", "Unsqueeze")
-def regrouped_gradient(g: Gradients, dy: str, x: str, *_: str | None) -> str:
+def regrouped_gradient(g: GradientBuilder, dy: str, x: str, *_: str | None) -> str:
     """dX = dY in the shape of X."""
     return shaped(g, dy, x)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import Gradients, NoGradient, gradient
+from partc.compiler.autodiff.engine import GradientBuilder, NoGradient, gradient
 from partc.compiler.autodiff.shapes import like
 from partc.compiler.ops.families.join import but_axes
 from partc.compiler.ops.families.lookup import OLDEST_OPSET, Rows, look_up, rows_of, summable
@@ -73,7 +73,7 @@ def scatter_nd(node: ir.Node) -> Rule | None:
 
 @gradient("ScatterElements")
 def scatter_elements_gradient(
-    g: Gradients, dy: str, x: str, indices: str, updates: str
+    g: GradientBuilder, dy: str, x: str, indices: str, updates: str
 ) -> tuple[str | None, None, str | None]:
     """dX = dY, without what was replaced; dUpdates = dY where they were written."""
     axis, replaces = axis_of(g.node, g.rank(x), 0), _replaces(g)
@@ -87,7 +87,7 @@ def scatter_elements_gradient(
 
 @gradient("ScatterND")
 def scatter_nd_gradient(
-    g: Gradients, dy: str, x: str, indices: str, updates: str
+    g: GradientBuilder, dy: str, x: str, indices: str, updates: str
 ) -> tuple[str | None, None, str | None]:
     """dX = dY, without what was replaced; dUpdates = dY where they were written."""
     data = made = None
@@ -98,7 +98,7 @@ def scatter_nd_gradient(
     return data, None, made
 
 
-def _replaces(g: Gradients) -> bool:
+def _replaces(g: GradientBuilder) -> bool:
     """Whether updates replace elements, or else are added to them."""
     reduction = g.attribute("reduction", "none")
     if reduction not in ("none", "add"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import Gradients, NoGradient, gradient
+from partc.compiler.autodiff.engine import GradientBuilder, NoGradient, gradient
 from partc.compiler.autodiff.shapes import added_along, extents, like, numbers, vector
 from partc.compiler.ops.families.join import but_axes
 from partc.compiler.ops.node import LETTERS, axes_of, axis_of, constant_ints, counted, dims, operand, rank_of, same
@@ -86,7 +86,7 @@ def reverse_sequence(node: ir.Node) -> Rule | None:
 
 
 @gradient("Compress")
-def compress_gradient(g: Gradients, dy: str, x: str, condition: str) -> str:
+def compress_gradient(g: GradientBuilder, dy: str, x: str, condition: str) -> str:
     """dX = zeros to which dY is added where it was kept."""
     kept, axis = g.reshape(g.NonZero(condition), [-1]), g.attribute("axis")
     if axis is not None:
@@ -96,7 +96,7 @@ def compress_gradient(g: Gradients, dy: str, x: str, condition: str) -> str:
 
 
 @gradient("ReverseSequence")
-def reverse_sequence_gradient(g: Gradients, dy: str, x: str, lengths: str) -> str:
+def reverse_sequence_gradient(g: GradientBuilder, dy: str, x: str, lengths: str) -> str:
     """dX = dY reversed once more."""
     axes = {name: g.attribute(name) for name in ("batch_axis", "time_axis") if name in g.node.attributes}
     return str(g.ReverseSequence(dy, lengths, **axes))
@@ -104,7 +104,7 @@ def reverse_sequence_gradient(g: Gradients, dy: str, x: str, lengths: str) -> st
 
 @gradient("Slice")
 def slice_gradient(
-    g: Gradients,
+    g: GradientBuilder,
     dy: str,
     x: str,
     starts: str | None = None,
@@ -135,7 +135,7 @@ def slice_gradient(
     return like(g, dy, x)
 
 
-def _padded(g: Gradients, dy: str, x: str, axes: tuple[int, ...], begin: str) -> str:
+def _padded(g: GradientBuilder, dy: str, x: str, axes: tuple[int, ...], begin: str) -> str:
     """`dy` with as many zeros before it as were left out there, and after it what is missing to the dims of `x`."""
     before, whole, kept = g.known(begin), g.shape(x), g.shape(dy)
     static = before is not None and whole is not None and kept is not None
@@ -157,7 +157,7 @@ def _padded(g: Gradients, dy: str, x: str, axes: tuple[int, ...], begin: str) ->
     return str(g.Pad(dy, g.Concat(first, after, axis=0), "", g.constant(np.array(axes, np.int64))))
 
 
-def _spread(g: Gradients, dy: str, x: str, axis: int, begin: str, step: str) -> str:
+def _spread(g: GradientBuilder, dy: str, x: str, axis: int, begin: str, step: str) -> str:
     """`dy` spread out along an axis: each place of `x` takes the element made of it, or the row of zeros after the last."""
     dim, length = (_number(g, one, g.constant([0])) for one in (extents(g, x, [axis]), _lengths(g, dy, x, (axis,))))
     zero, one = g.constant(0), g.constant(1)
@@ -172,7 +172,7 @@ def _spread(g: Gradients, dy: str, x: str, axis: int, begin: str, step: str) -> 
     return str(g.Gather(g.Pad(dy, g.constant(pads.ravel())), taken, axis=axis))
 
 
-def _lengths(g: Gradients, dy: str, x: str, axes: tuple[int, ...]) -> str:
+def _lengths(g: GradientBuilder, dy: str, x: str, axes: tuple[int, ...]) -> str:
     """The extents of `dy`: read from it where those of `x` are dynamic, since what is inferred of a clamped end may be wrong."""
     whole = g.shape(x) or ()
     if all(isinstance(whole[axis], int) for axis in axes):
@@ -180,7 +180,7 @@ def _lengths(g: Gradients, dy: str, x: str, axes: tuple[int, ...]) -> str:
     return str(g.Gather(g.Shape(dy), g.constant(np.array(axes, np.int64))))
 
 
-def _number(g: Gradients, of: str, place: str) -> str:
+def _number(g: GradientBuilder, of: str, place: str) -> str:
     """One of the numbers of a vector, without dims."""
     known, at = g.known(of), g.known(place)
     if known is not None and at is not None:
@@ -188,7 +188,7 @@ def _number(g: Gradients, of: str, place: str) -> str:
     return g.reshape(g.Gather(of, place), [])
 
 
-def _clamped(g: Gradients, begin: str, dims: str, last: str) -> str:
+def _clamped(g: GradientBuilder, begin: str, dims: str, last: str) -> str:
     """Starts counted from 0, within the dims."""
     known, zero = g.known(begin), g.constant(0)
     if known is not None and (known >= 0).all():
@@ -199,7 +199,7 @@ def _clamped(g: Gradients, begin: str, dims: str, last: str) -> str:
 
 @gradient("Pad")
 def pad_gradient(
-    g: Gradients, dy: str, x: str, pads: str | None = None, value: str | None = None, axes: str | None = None
+    g: GradientBuilder, dy: str, x: str, pads: str | None = None, value: str | None = None, axes: str | None = None
 ) -> str | tuple[str, None, str]:
     """dX = dY cut to what X was, or, where padding repeats X, added up where it was taken; dValue = the rest of dY."""
     rank, mode = g.rank(x), g.attribute("mode", "constant")
@@ -226,7 +226,7 @@ def pad_gradient(
     return like(g, dy, x)
 
 
-def _negated(g: Gradients, widths: str) -> str:
+def _negated(g: GradientBuilder, widths: str) -> str:
     known = g.known(widths)
     return str(g.Neg(widths)) if known is None else g.constant(-known)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import Gradients, gradient
+from partc.compiler.autodiff.engine import GradientBuilder, gradient
 from partc.compiler.autodiff.shapes import extents, inverse, joined, like, shaped
 from partc.compiler.ops.node import LETTERS, counted, rank_of
 from partc.compiler.ops.notation import rule
@@ -23,7 +23,7 @@ def transpose(node: ir.Node) -> Rule | None:
 
 
 @gradient("Transpose")
-def transpose_gradient(g: Gradients, dy: str, x: str) -> str:
+def transpose_gradient(g: GradientBuilder, dy: str, x: str) -> str:
     """dX = dY with its dims put back."""
     order = g.attribute("perm") or [*reversed(range(g.rank(x)))]
     return str(g.Transpose(dy, perm=inverse([axis % len(order) for axis in order])))
@@ -37,7 +37,7 @@ def depth_to_space(node: ir.Node) -> Rule | None:
 
 
 @gradient("DepthToSpace")
-def depth_to_space_gradient(g: Gradients, dy: str, x: str) -> str:
+def depth_to_space_gradient(g: GradientBuilder, dy: str, x: str) -> str:
     """dX = SpaceToDepth(dY), whose channels are counted the other way round in mode CRD."""
     block = g.attribute("blocksize")
     packed = str(g.SpaceToDepth(dy, blocksize=block))
@@ -48,7 +48,7 @@ def depth_to_space_gradient(g: Gradients, dy: str, x: str) -> str:
 
 
 @gradient("SpaceToDepth")
-def space_to_depth_gradient(g: Gradients, dy: str, x: str) -> str:
+def space_to_depth_gradient(g: GradientBuilder, dy: str, x: str) -> str:
     """dX = DepthToSpace(dY)."""
     return like(g, str(g.DepthToSpace(dy, blocksize=g.attribute("blocksize"))), x)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import Gradients, gradient
+from partc.compiler.autodiff.engine import GradientBuilder, gradient
 from partc.compiler.ops.families.lookup import rows_of
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.local_shapes import integer
@@ -19,7 +19,7 @@ def trilu(node: ir.Node) -> Rule | None:
 
 
 @gradient("Trilu")
-def trilu_gradient(g: Gradients, dy: str, x: str, k: str | None = None) -> str:
+def trilu_gradient(g: GradientBuilder, dy: str, x: str, k: str | None = None) -> str:
     """dX = the same triangle of dY."""
     return str(g.Trilu(dy, k, upper=g.attribute("upper", 1)))
 

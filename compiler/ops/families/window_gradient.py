@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import Gradients, NoGradient, gradient
+from partc.compiler.autodiff.engine import GradientBuilder, NoGradient, gradient
 from partc.compiler.autodiff.shapes import like, shaped
 from partc.compiler.ops.families.windows import Windows, kernel_of, transposed_windows, windows_of
 
@@ -24,7 +24,7 @@ _TO_THE_END = np.iinfo(np.int64).max
 
 
 @gradient("Conv")
-def conv(g: Gradients, dy: str, x: str, w: str, bias: str | None = None) -> Sequence[str | None]:
+def conv(g: GradientBuilder, dy: str, x: str, w: str, bias: str | None = None) -> Sequence[str | None]:
     """dX = ConvTranspose(dY, W); dW = the sum over images and positions of dY X; dB = sum(dY)."""
     windows = windows_of(g, x, dy, kernel_of(g, w))
     group = g.attribute("group", 1)
@@ -34,7 +34,7 @@ def conv(g: Gradients, dy: str, x: str, w: str, bias: str | None = None) -> Sequ
 
 
 @gradient("ConvTranspose")
-def conv_transpose(g: Gradients, dy: str, x: str, w: str, bias: str | None = None) -> Sequence[str | None]:
+def conv_transpose(g: GradientBuilder, dy: str, x: str, w: str, bias: str | None = None) -> Sequence[str | None]:
     """dX = Conv(dY, W); dW = that of a convolution which takes dY to X; dB = sum(dY)."""
     windows = transposed_windows(g, x, w)
     group = g.attribute("group", 1)
@@ -47,7 +47,7 @@ def conv_transpose(g: Gradients, dy: str, x: str, w: str, bias: str | None = Non
 
 
 @gradient("MaxPool", outputs=1)
-def max_pool(g: Gradients, dy: str, x: str) -> str:
+def max_pool(g: GradientBuilder, dy: str, x: str) -> str:
     """dX = dY at the place of the first that is the largest; MaxUnpool where windows do not overlap."""
     windows = windows_of(g, x, dy, tuple(g.attribute("kernel_shape")))
     if g.attribute("storage_order", 0):
@@ -63,7 +63,7 @@ def max_pool(g: Gradients, dy: str, x: str) -> str:
     return g.Reshape(g.ScatterElements(flat, indices, g.reshape(dy, [-1]), axis=0, reduction="add"), g.shape_of(x))
 
 
-def _largest(g: Gradients, x: str, dy: str, windows: Windows) -> str:
+def _largest(g: GradientBuilder, x: str, dy: str, windows: Windows) -> str:
     """The index of the first number of every window that is the largest, in the order of the whole input.
 
     The node itself tells it, in a pooling that is ten times as slow; few places are found faster by comparing each with the output.
@@ -92,7 +92,7 @@ def _largest(g: Gradients, x: str, dy: str, windows: Windows) -> str:
 
 
 @gradient("AveragePool")
-def average_pool(g: Gradients, dy: str, x: str) -> str:
+def average_pool(g: GradientBuilder, dy: str, x: str) -> str:
     """dX = the transposed convolution of dY / n with ones, n being how many numbers a window averaged."""
     kernel = tuple(g.attribute("kernel_shape"))
     windows = windows_of(g, x, dy, kernel)
@@ -107,20 +107,20 @@ def average_pool(g: Gradients, dy: str, x: str) -> str:
 
 
 @gradient("GlobalAveragePool")
-def global_average_pool(g: Gradients, dy: str, x: str) -> str:
+def global_average_pool(g: GradientBuilder, dy: str, x: str) -> str:
     """dX = dY / n for the n positions."""
     return g.Expand(g.Div(dy, g.size_of(x, range(2, g.rank(x)), like=x)), g.shape_of(x))
 
 
 @gradient("GlobalMaxPool")
-def global_max_pool(g: Gradients, dy: str, x: str) -> str:
+def global_max_pool(g: GradientBuilder, dy: str, x: str) -> str:
     """dX = dY where X is the largest; equal ones share it."""
     chosen = g.mask(g.Equal(x, g.output(0)), x)
     return g.Mul(chosen, g.Div(dy, g.sum(chosen, range(2, g.rank(x)), keepdims=True)))
 
 
 @gradient("Col2Im")
-def column_to_image(g: Gradients, dy: str, x: str, image: str, block: str) -> str:
+def column_to_image(g: GradientBuilder, dy: str, x: str, image: str, block: str) -> str:
     """dX = what every place of every window sees of dY."""
     kernel = g.known(block)
     if kernel is None:
@@ -129,7 +129,7 @@ def column_to_image(g: Gradients, dy: str, x: str, image: str, block: str) -> st
     return shaped(g, _columns(g, dy, windows), x)
 
 
-def spread(g: Gradients, dy: str, w: str, x: str, windows: Windows, group: int) -> str:
+def spread(g: GradientBuilder, dy: str, w: str, x: str, windows: Windows, group: int) -> str:
     """What windows made, spread over an image of the size of `x`: a transposed convolution.
 
     Where the image is larger than all windows together, the rest is zero; where only a run tells, the largest rest is made and cut.
@@ -158,14 +158,14 @@ def spread(g: Gradients, dy: str, w: str, x: str, windows: Windows, group: int) 
     return g.Slice(dx, g.constant(np.zeros(len(axes), np.int64)), ends, g.constant(axes))
 
 
-def _together(g: Gradients, dy: str, w: str, x: str) -> bool:
+def _together(g: GradientBuilder, dy: str, w: str, x: str) -> bool:
     """Whether the images are small, their sizes known, and the channels many; Col2Im is there for float32 alone."""
     size, image = g.static(w), (g.shape(x) or (None, None, None))[2:]
     many = size is not None and min(size[:2]) >= FEW_CHANNELS and g.dtype(dy) == ir.DataType.FLOAT
     return many and _positions(g, dy) < SMALL_IMAGE and all(isinstance(dim, int) for dim in image)
 
 
-def _spread_together(g: Gradients, dy: str, w: str, x: str, windows: Windows) -> str:
+def _spread_together(g: GradientBuilder, dy: str, w: str, x: str, windows: Windows) -> str:
     """The rows of all images times the weight are the columns of every window, which Col2Im adds up."""
     size, image = g.static(w) or (), g.shape(x) or ()
     columns = math.prod(size[1:])
@@ -176,7 +176,7 @@ def _spread_together(g: Gradients, dy: str, w: str, x: str, windows: Windows) ->
     return like(g, g.Col2Im(turned, *sizes, strides=strides, dilations=dilations, pads=windows.pads), x)
 
 
-def weight(g: Gradients, x: str, dy: str, w: str, windows: Windows, group: int) -> str:
+def weight(g: GradientBuilder, x: str, dy: str, w: str, windows: Windows, group: int) -> str:
     """The cotangent of a convolution's weight, in the form that is fastest for its shapes.
 
     Depthwise: a product a place, element by element. Groups, or a small kernel over few channels: columns by a convolution with
@@ -202,7 +202,7 @@ def weight(g: Gradients, x: str, dy: str, w: str, windows: Windows, group: int) 
     return _by_place_channels_last(g, x, dy, size, windows)
 
 
-def _by_place(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Windows) -> str:
+def _by_place(g: GradientBuilder, x: str, dy: str, size: Sequence[int], windows: Windows) -> str:
     """dW[o, c, place] = sum over images of dY[o, :] X[c, :] at the place."""
     flat = g.reshape(dy, [0, size[0], -1])
     found = []
@@ -212,7 +212,7 @@ def _by_place(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Windo
     return g.reshape(found[0] if len(found) == 1 else g.Concat(*found, axis=2), size)
 
 
-def _by_place_channels_last(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Windows) -> str:
+def _by_place_channels_last(g: GradientBuilder, x: str, dy: str, size: Sequence[int], windows: Windows) -> str:
     """The same with channels last, where all images are rows of one product."""
     rows = _rows(g, dy)
     found = []
@@ -222,7 +222,7 @@ def _by_place_channels_last(g: Gradients, x: str, dy: str, size: Sequence[int], 
     return g.reshape(g.Transpose(stacked, perm=[1, 2, 0]), size)
 
 
-def _by_rows(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Windows) -> str:
+def _by_rows(g: GradientBuilder, x: str, dy: str, size: Sequence[int], windows: Windows) -> str:
     """One product of all images' rows: what each window sees is put in the order of the weight, which is larger, before it."""
     seen = _seen(g, g.Transpose(x, perm=_last(len(size))), windows, first=1)
     columns = g.reshape(seen[0], [-1, size[1]])
@@ -232,7 +232,7 @@ def _by_rows(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Window
     return g.reshape(g.Gemm(_rows(g, dy), columns, transA=1), size)
 
 
-def _by_convolution(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Windows) -> str:
+def _by_convolution(g: GradientBuilder, x: str, dy: str, size: Sequence[int], windows: Windows) -> str:
     """The convolution of X by dY with images as channels, strides and dilations in each other's place."""
     turn = [1, 0, *range(2, len(size))]
     strides, dilations = list(windows.dilations), list(windows.strides)
@@ -246,21 +246,21 @@ def _by_convolution(g: Gradients, x: str, dy: str, size: Sequence[int], windows:
     return g.reshape(g.Transpose(made, perm=turn), size)
 
 
-def _depthwise(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Windows) -> str:
+def _depthwise(g: GradientBuilder, x: str, dy: str, size: Sequence[int], windows: Windows) -> str:
     """dW[c, place] = sum over images and positions of dY[c] X[c] at the place."""
     axes = [0, *range(2, len(size))]
     found = [g.unsqueeze(g.sum(g.Mul(dy, seen), axes), 1) for seen in _seen(g, x, windows, first=2)]
     return g.reshape(found[0] if len(found) == 1 else g.Concat(*found, axis=1), size)
 
 
-def _by_columns(g: Gradients, x: str, dy: str, size: Sequence[int], windows: Windows, group: int) -> str:
+def _by_columns(g: GradientBuilder, x: str, dy: str, size: Sequence[int], windows: Windows, group: int) -> str:
     """The places of every window as columns, made by a convolution with one-hot kernels; then one product an image and group."""
     columns = _as_columns(g, _columns(g, x, windows), x, dy, [group, math.prod(size[1:])])
     rows = g.reshape(dy, [0, group, size[0] // group, -1])
     return g.reshape(g.sum(g.MatMul(rows, g.mT(columns)), [0]), size)
 
 
-def _columns(g: Gradients, x: str, windows: Windows) -> str:
+def _columns(g: GradientBuilder, x: str, windows: Windows) -> str:
     """What every place of the kernel sees of each channel by itself, as channels."""
     places = math.prod(windows.kernel)
     one_hot = g.constant(np.eye(places).reshape(places, 1, *windows.kernel), x)
@@ -269,7 +269,7 @@ def _columns(g: Gradients, x: str, windows: Windows) -> str:
     return g.Conv(single, one_hot, strides=strides, dilations=dilations, pads=windows.pads)
 
 
-def _as_columns(g: Gradients, columns: str, x: str, dy: str, inner: list[int]) -> str:
+def _as_columns(g: GradientBuilder, columns: str, x: str, dy: str, inner: list[int]) -> str:
     """Columns of single channels as (image, group, column, position)."""
     image, made = g.shape(x), g.shape(dy)
     if image and isinstance(image[0], int):
@@ -281,7 +281,7 @@ def _as_columns(g: Gradients, columns: str, x: str, dy: str, inner: list[int]) -
     return g.Reshape(columns, g.Concat(images, g.constant([*inner, -1]), axis=0))
 
 
-def _seen(g: Gradients, x: str, windows: Windows, first: int) -> list[str]:
+def _seen(g: GradientBuilder, x: str, windows: Windows, first: int) -> list[str]:
     """What each place of the kernel sees of an image, whose spatial dims begin at `first`: a slice for each."""
     rank = len(windows.kernel)
     if any(windows.pads):
@@ -301,7 +301,7 @@ def _seen(g: Gradients, x: str, windows: Windows, first: int) -> list[str]:
     return found
 
 
-def _rows(g: Gradients, dy: str) -> str:
+def _rows(g: GradientBuilder, dy: str) -> str:
     """The positions of all images as rows of channels."""
     shape = g.shape(dy) or ()
     return g.reshape(g.Transpose(dy, perm=_last(len(shape))), [-1, int(str(shape[1]))])
@@ -312,18 +312,18 @@ def _last(rank: int) -> list[int]:
     return [0, *range(2, rank), 1]
 
 
-def _positions(g: Gradients, dy: str) -> int:
+def _positions(g: GradientBuilder, dy: str) -> int:
     """How many windows an image has; where only a run tells, as many as the forms between small and large images are for."""
     dims = (g.shape(dy) or (None, None, None))[2:]
     known = [dim for dim in dims if isinstance(dim, int)]
     return math.prod(known) if len(known) == len(dims) else SMALL_IMAGE
 
 
-def _over_images(g: Gradients, dy: str) -> str:
+def _over_images(g: GradientBuilder, dy: str) -> str:
     return g.sum(dy, [0, *range(2, g.rank(dy))])
 
 
-def _counts(g: Gradients, x: str, dy: str, windows: Windows) -> str:
+def _counts(g: GradientBuilder, x: str, dy: str, windows: Windows) -> str:
     """How many numbers each window averages: all of the kernel, or those that lie within the image, or its padding."""
     places = math.prod(windows.kernel)
     rank = len(windows.kernel)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from partc.compiler.autodiff.engine import Gradients, NoGradient
+from partc.compiler.autodiff.engine import GradientBuilder, NoGradient
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Windows:
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilations, strict=True))
 
 
-def windows_of(g: Gradients, x: str, dy: str, kernel: tuple[int, ...]) -> Windows:
+def windows_of(g: GradientBuilder, x: str, dy: str, kernel: tuple[int, ...]) -> Windows:
     """The windows of a convolution or pooling over `x`; the padding is grown to what the last windows reach (ceil_mode)."""
     rank = len(kernel)
     strides = tuple(g.attribute("strides") or [1] * rank)
@@ -56,7 +56,7 @@ def windows_of(g: Gradients, x: str, dy: str, kernel: tuple[int, ...]) -> Window
     return Windows(kernel, strides, dilations, tuple(begin), tuple(end))
 
 
-def transposed_windows(g: Gradients, x: str, w: str) -> Windows:
+def transposed_windows(g: GradientBuilder, x: str, w: str) -> Windows:
     """The windows of the convolution that goes back from the output of a ConvTranspose to its input."""
     kernel = kernel_of(g, w)
     rank = len(kernel)
@@ -84,7 +84,7 @@ def transposed_windows(g: Gradients, x: str, w: str) -> Windows:
     return Windows(kernel, strides, dilations, tuple(begin), tuple(end))
 
 
-def kernel_of(g: Gradients, w: str) -> tuple[int, ...]:
+def kernel_of(g: GradientBuilder, w: str) -> tuple[int, ...]:
     """The sizes of a kernel."""
     size = g.static(w)
     if size is None:

@@ -45,7 +45,7 @@ _PROVEN = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, REDUCE_TO, BROADC
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldShard:
     """What a rank has of a value: its piece, and of terms its own one's number."""
 
     piece: Piece
@@ -56,7 +56,7 @@ class Held:
 class Layout:
     """By rank what it has; how many terms there are, and what reduces them."""
 
-    held: Mapping[int, Held]
+    held: Mapping[int, HeldShard]
     terms: int
     reductions: frozenset[str]
 
@@ -104,7 +104,7 @@ def layout_of(record: LayoutRecord, known: dict[str, Layout]) -> Layout:
             for cut in record.cuts:
                 count, number = prod(record.mesh[axis] for axis in cut), _number(at, record.mesh, cut)
                 piece.append((Fraction(number, count), Fraction(number + 1, count)))
-            held[rank] = Held(tuple(piece), _number(at, record.mesh, axes))
+            held[rank] = HeldShard(tuple(piece), _number(at, record.mesh, axes))
         terms = prod(record.mesh[axis] for axis in axes)
         known[key] = Layout(held, terms, frozenset(word for axis, word in record.partial if record.mesh[axis] > 1))
     return known[key]
@@ -164,7 +164,7 @@ def _check_list(
             raise ValueError(f"rank {rank} gets {_box(want)} of the value, and is to have {_box(have.piece)}")
 
 
-def _check_terms(call: Call, ranks: Sequence[int], before: Sequence[Held], given: Layout, made: Layout) -> None:
+def _check_terms(call: Call, ranks: Sequence[int], before: Sequence[HeldShard], given: Layout, made: Layout) -> None:
     if (
         len(ranks) > 1
         and given.reductions != {call.reduce}

@@ -28,7 +28,7 @@ from partc.runtime.checker.training.state import check_kept
 from partc.runtime.checker.violation import Violation
 from partc.runtime.errors import ArtifactError
 from partc.runtime.execution.state import SUM
-from partc.runtime.program.segmentation import Begin, Finish, Send, Step, Update, cut, path_of
+from partc.runtime.program.segmentation import Send, StartCollective, Step, Update, WaitCollective, path_of, segmented
 from partc.runtime.updates.update_model import NEXT, is_elementwise, is_in_place
 
 _AGAIN = "compile the model again"
@@ -152,7 +152,7 @@ class _Rank:
     def _check_steps(self, in_place: Mapping[str, int]) -> Iterator[Violation]:
         """What the order of nodes cannot say: updates that run as one, and communication that has begun and not ended."""
         try:
-            steps = cut(self.model, self.file)
+            steps = segmented(self.model, self.file)
         except ArtifactError:
             return
         nodes = self.model.graph.node
@@ -164,7 +164,7 @@ class _Rank:
             for name, at in in_place.items()
             if any(nodes[at].output == one.output for one in step.nodes)
         }
-        finished = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, Finish)}
+        finished = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
         for index, step in enumerate(steps):
             for name, tag, end in _until(step, finished):
                 if name in updates and index < updates[name] and (end is None or end > updates[name]):
@@ -194,7 +194,7 @@ def _until(step: Step, finished: Mapping[int, int]) -> Iterator[tuple[str, int, 
     """The values that communication reads, its tag, and the step by which it has; None where that is known at the end only."""
     if isinstance(step, Send):
         yield step.value, step.tag, None
-    elif isinstance(step, Begin):
+    elif isinstance(step, StartCollective):
         call = step.call
         end = None if call.op == EXCHANGE else finished.get(call.tag)
         yield from ((name, call.tag, end) for name in call.given)
