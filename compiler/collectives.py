@@ -128,12 +128,12 @@ def all_gather(x: ir.Value, axis: Axis, dim: int = 0) -> ir.Value:
 
 
 def reduce_scatter(x: ir.Value, axis: Axis, dim: int = 0) -> ir.Value:
-    """The sum of what the ranks have, of which each gets its piece along `dim`."""
+    """The sum of what the ranks have, of which each gets its shard along `dim`."""
     return _emit("ReduceScatter", x, axis, dim=dim)
 
 
 def all_to_all(x: ir.Value, axis: Axis, split_dim: int, concat_dim: int) -> ir.Value:
-    """A piece along `split_dim` to each rank, in order; what comes is joined along `concat_dim`."""
+    """A shard along `split_dim` to each rank, in order; what comes is joined along `concat_dim`."""
     return _emit("AllToAll", x, axis, dim=split_dim, to=concat_dim)
 
 
@@ -153,7 +153,7 @@ def gather(x: ir.Value, axis: Axis, dim: int = 0, root: int = 0) -> ir.Value:
 
 
 def scatter(x: ir.Value, axis: Axis, dim: int = 0, root: int = 0) -> ir.Value:
-    """On each rank its piece, along `dim`, of what the `root`-th has."""
+    """On each rank its shard, along `dim`, of what the `root`-th has."""
     return _emit("Scatter", x, axis, dim=dim, root=root)
 
 

@@ -32,7 +32,7 @@ from partc.compiler.placement.placement import place
 from partc.compiler.plan.dataset import in_order
 from partc.compiler.plan.matching import own_name
 from partc.compiler.plan.read import Plan, read_plan
-from partc.compiler.plan.rules import Dataset, batch_pieces
+from partc.compiler.plan.rules import Dataset, batch_shards
 from partc.compiler.rewrite.local_maps import with_sizes
 from partc.compiler.rewrite.opset import TARGET, cuts, normalize
 from partc.compiler.rewrite.packed import unpack
@@ -115,7 +115,7 @@ def start(
         raise CompileError(Problem(plan.train.where, fact, help=help_))
     rules = plan.train
     if rules.per_rank_mean:
-        loss = replace(rules.loss, pieces=max(rules.loss.pieces, batch_pieces(plan, rules.loss.labels)))
+        loss = replace(rules.loss, pieces=max(rules.loss.pieces, batch_shards(plan, rules.loss.labels)))
         rules = replace(rules, loss=loss)
         plan = replace(plan, train=rules)
     learned = learned_names(source.model)

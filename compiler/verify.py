@@ -171,10 +171,10 @@ def _uneven(program: Program, value: ir.Value, layout: Layout, known: dict[str, 
         yield f"has {len(info.shape)} dims, and its layout {len(layout.cuts)}"
         return
     for k, dim in enumerate(info.shape):
-        pieces = layout.pieces(k)
+        shards = layout.num_shards(k)
         divisor = dim if isinstance(dim, int) else facts_of(ir.SymbolicDim(dim), known).real_divisor()
-        if pieces > 1 and divisor % pieces:
-            yield f"is cut into {pieces} along dim {k}, which is {dim}"
+        if shards > 1 and divisor % shards:
+            yield f"is cut into {shards} along dim {k}, which is {dim}"
 
 
 def _parts(program: Program) -> Iterator[str]:

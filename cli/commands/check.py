@@ -48,7 +48,7 @@ def command(folder: Path) -> int:
         safe = f"{count(checked.in_place, 'tensor')} safely updated in place"
         copied = f", {checked.copied:,} copied when a step ends" if checked.copied else ""
         equal = (
-            f"; {count(checked.copies, 'piece')} on several ranks, whose copies stay equal" if checked.copies else ""
+            f"; {count(checked.copies, 'shard')} on several ranks, whose copies stay equal" if checked.copies else ""
         )
         say.echo(f"training: {safe}{copied}{equal}")
     return 0

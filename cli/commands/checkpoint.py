@@ -55,7 +55,7 @@ def show(path: Path, as_json: bool) -> int:
         found = {"path": str(checkpoint.path), "step": index.step, "ranks": index.ranks, "meta": index.meta}
         say.echo(json.dumps({**found, "tensors": tensors}, indent=1))
         return 0
-    table = Table(["tensor", "dtype", "shape", "kind", ">pieces", ">bytes"])
+    table = Table(["tensor", "dtype", "shape", "kind", ">shards", ">bytes"])
     for name, one in index.tensors.items():
         table.add(printable(name), one.dtype, list(one.shape), one.kind, len(one.pieces), size(one.bytes))
     table.show()

@@ -82,8 +82,8 @@ def first_values(folder: Path, manifest: Manifest) -> dict[str, Array]:
     return found
 
 
-def batch_pieces(manifest: Manifest) -> int:
-    """The number of pieces in which the batch arrives, which is the number of ranks of a sum over ranks."""
+def batch_shards(manifest: Manifest) -> int:
+    """The number of shards in which the batch arrives, which is the number of ranks of a sum over ranks."""
     cuts = ({tuple(box[0]) for box in port.boxes if box} for port in manifest.inputs if port.boxes is not None)
     return max((len(cut) for cut in cuts), default=1)
 

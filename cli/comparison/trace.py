@@ -1,6 +1,6 @@
 """Finds the first value inside of a compiled model that is not the whole model's, and the rank that has it.
 
-Both artifacts are copied with an output more for every value that a node makes and that the compiler knows as a piece of a value of the
+Both artifacts are copied with an output more for every value that a node makes and that the compiler knows as a shard of a value of the
 model, and run once. Values are then compared in the order of the whole program; terms of a sum are not, but what they are reduced to
 is. What rounding does to the whole model is measured on the same values.
 """
@@ -82,7 +82,7 @@ def first_difference(
 
 
 def gradients(whole: Compiled, compiled: Compiled, inputs: Mapping[str, Any], scratch: Path) -> tuple[Arrays, Arrays]:
-    """The gradients of all parameters in the first step, of both; where ranks hold a piece alike, of each element the worst."""
+    """The gradients of all parameters in the first step, of both; where ranks hold a shard alike, of each element the worst."""
     look, reference = _shown(whole, scratch / "inside_whole", inputs, only_gradients=True)
     inside, arrays = _shown(compiled, scratch / "inside_compiled", inputs, only_gradients=True)
     want = {one.value: reference[one.output] for one in look.seen}
@@ -90,14 +90,14 @@ def gradients(whole: Compiled, compiled: Compiled, inputs: Mapping[str, Any], sc
     for one in inside.seen:
         if one.value not in want:
             continue
-        at, piece = _place(one, want[one.value].shape), arrays[one.output]
+        at, shard = _place(one, want[one.value].shape), arrays[one.output]
         found = have.setdefault(one.value, want[one.value].copy())
-        if at is None or piece.shape != found[at].shape:
+        if at is None or shard.shape != found[at].shape:
             have[one.value] = np.full(found.shape, np.nan, found.dtype)
             continue
-        reference_piece = want[one.value][at].astype(np.float64)
-        off, known = (np.abs(array.astype(np.float64) - reference_piece) for array in (piece, found[at]))
-        found[at] = np.where(~(off <= known), piece, found[at])
+        reference_shard = want[one.value][at].astype(np.float64)
+        off, known = (np.abs(array.astype(np.float64) - reference_shard) for array in (shard, found[at]))
+        found[at] = np.where(~(off <= known), shard, found[at])
     return {name: want[name] for name in have}, have
 
 
@@ -189,7 +189,7 @@ def _differs(one: _Seen, whole: Array, have: Array | None, noise: Array | None) 
 
 
 def _place(one: _Seen, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
-    """Where a rank's piece lies in the whole value; None where that is of other dims than its layout."""
+    """Where a rank's shard lies in the whole value; None where that is of other dims than its layout."""
     try:
         box = one.copy.layout.box(one.copy.group.index(one.rank), shape)
     except ValueError:

@@ -38,7 +38,7 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     Of a sum over ranks the whole model's gradients are those of the sum of the parts' means.
     """
     from partc.cli.commands.verify import Verdict, measured
-    from partc.cli.comparison.alone import DRAWS, batch_pieces, compile_alone, first_values, perturbed, scaled_seed
+    from partc.cli.comparison.alone import DRAWS, batch_shards, compile_alone, first_values, perturbed, scaled_seed
     from partc.cli.comparison.compare import spread
     from partc.cli.comparison.trace import Compiled, first_difference, gradients
 
@@ -51,7 +51,7 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     manifest = open_artifact(alone.folder, trust=True).manifest
     begun = first_values(alone.folder, manifest)
     if plan.train.per_rank_mean:
-        times = batch_pieces(report.manifest)
+        times = batch_shards(report.manifest)
         alone = Compiled(alone.program, scaled_seed(alone.folder, scratch / "summed", times))
     trained = partial(_trained, case.plan, data=data, batch=batch)
     whole = trained(alone.folder, out=scratch / "of_whole", mpi=False)

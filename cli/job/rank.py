@@ -176,8 +176,8 @@ def _infer(job: Job, transport: Transport, begin: float) -> int:
 
 
 def _open(job: Job, transport: Transport) -> dict[str, object]:
-    """This rank's inputs, or its pieces of them, once the number of ranks is known to be right."""
-    from partc.runtime.artifact.boxes import piece
+    """This rank's inputs, or its shards of them, once the number of ranks is known to be right."""
+    from partc.runtime.artifact.boxes import shard
 
     rank, size = transport.rank, transport.size
     manifest = prepare(job)
@@ -185,7 +185,7 @@ def _open(job: Job, transport: Transport) -> dict[str, object]:
         raise UsageError(wrong_ranks(job.folder, manifest.ranks, size))
     ports = {port.name: port for port in manifest.inputs if rank in port.ranks}
     values = open_job_feed(job, manifest).read(ports)
-    return {name: piece(ports[name], rank, value) for name, value in values.items()}
+    return {name: shard(ports[name], rank, value) for name, value in values.items()}
 
 
 def prepare(job: Job) -> Manifest:

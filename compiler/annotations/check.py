@@ -48,7 +48,7 @@ class Followed:
 
 
 def follow_annotations(program: Program) -> Program:
-    """Fills `followed`. Raises CompileError with every violation: names that nothing has, axes, devices, unequal pieces."""
+    """Fills `followed`. Raises CompileError with every violation: names that nothing has, axes, devices, unequal shards."""
     annotations = program.declared.annotations
     if annotations is None:
         return program
@@ -71,9 +71,9 @@ def _promised(program: Program, followed: Mapping[ir.Node, Followed]) -> dict[st
             for k, spread in spreads.items():
                 value = values[k]
                 shape = program.values[value].shape if value is not None and spread.count > 1 else None
-                for dim, pieces in zip(shape or (), spread.pieces, strict=False):
+                for dim, shards in zip(shape or (), spread.shards, strict=False):
                     if isinstance(dim, str) and dim in program.symbols and program.symbols[dim].facts == _FREE:
-                        divisors[dim] = math.lcm(divisors.get(dim, 1), pieces)
+                        divisors[dim] = math.lcm(divisors.get(dim, 1), shards)
     return {
         name: SymbolInfo(Symbol(divisor=divisor).facts(), f"{program.name}, annotations")
         for name, divisor in divisors.items()
@@ -230,11 +230,11 @@ class _Check:
                 return None
         if group is None and any(spread.count > 1 for spread in spreads):
             group = tuple(range(count))
-        for pieces in dict.fromkeys(spread.count for spread in spreads if not spread.holders):
-            if group is not None and len(group) % pieces:
-                fact = f"a tensor has {pieces} pieces and no devices, but the node has {len(group)}"
+        for shards in dict.fromkeys(spread.count for spread in spreads if not spread.holders):
+            if group is not None and len(group) % shards:
+                fact = f"a tensor has {shards} shards and no devices, but the node has {len(group)}"
                 self.problems.append(
-                    Problem(self.where(node), fact, "pieces divide the devices evenly", "name the devices")
+                    Problem(self.where(node), fact, "shards divide the devices evenly", "name the devices")
                 )
                 return None
         return group

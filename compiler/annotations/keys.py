@@ -7,7 +7,7 @@ On a node:
     partc.terms      {"y": {"sum": [[0, 1], [2, 3]]}}           the output is made as terms, which these sets of ranks reduce
     partc.reduced    ["y"]                                      the plan wants it reduced where it is made, whoever reads it
 On an input of the model:
-    partc.arrives    [{"ranks": [0, 1], "mesh": [2], "cuts": [[0], []]}]     the ranks are fed pieces
+    partc.arrives    [{"ranks": [0, 1], "mesh": [2], "cuts": [[0], []]}]     the ranks are fed shards
 On an output:
     partc.delivered  {"ranks": [1], "cut": false}               where it goes; ranks null: it stays where it is made
 On the model:

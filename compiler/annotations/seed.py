@@ -65,9 +65,9 @@ def cut_by_operands(instance: NodeOnGroup, choice: NodeSharding, followed: Follo
         return problems
     mesh = _common(choice.mesh, [*inputs.values()], [*outputs.values()], group)
     if mesh is None:
-        listed = ", ".join(f"'{_name(node.inputs, k)}' {list(spread.pieces)}" for k, spread in inputs.items())
+        listed = ", ".join(f"'{_name(node.inputs, k)}' {list(spread.shards)}" for k, spread in inputs.items())
         return [
-            Problem(followed.where, f"no grid of ranks {_ranks(group)} has the pieces of {listed} where they are", _LAW)
+            Problem(followed.where, f"no grid of ranks {_ranks(group)} has the shards of {listed} where they are", _LAW)
         ]
     axes: dict[str, tuple[int, ...]] = {}
     first: dict[str, tuple[str, int]] = {}
@@ -81,16 +81,16 @@ def cut_by_operands(instance: NodeOnGroup, choice: NodeSharding, followed: Follo
                     problems.append(
                         Problem(
                             followed.where,
-                            f"{at} is cut into {spread.pieces[dim]}, but {node.op_type} needs it whole",
+                            f"{at} is cut into {spread.shards[dim]}, but {node.op_type} needs it whole",
                             help="leave it whole",
                         )
                     )
             elif letter not in axes:
-                axes[letter], first[letter] = cut, (at, spread.pieces[dim])
+                axes[letter], first[letter] = cut, (at, spread.shards[dim])
             elif axes[letter] != cut:
                 other, count = first[letter]
-                how = f"into {count}" if count != spread.pieces[dim] else "over other ranks"
-                fact = f"{at} is cut into {spread.pieces[dim]}, but {other}, which corresponds to it, {how}"
+                how = f"into {count}" if count != spread.shards[dim] else "over other ranks"
+                fact = f"{at} is cut into {spread.shards[dim]}, but {other}, which corresponds to it, {how}"
                 problems.append(
                     Problem(followed.where, fact, "dims that correspond are cut alike, over the same ranks")
                 )

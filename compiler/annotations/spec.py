@@ -1,7 +1,7 @@
 """One spec of the standard held against the tensor that it speaks of: the spread that it describes, or all that is wrong.
 
-The laws: an axis is one of the tensor's and stands once; a cut makes equal pieces of the size that the tensor has; there are
-as many devices, or groups of devices, as pieces, each device once and all groups of one size; a tensor that is not cut
+The laws: an axis is one of the tensor's and stands once; a cut makes equal shards of the size that the tensor has; there are
+as many devices, or groups of devices, as shards, each device once and all groups of one size; a tensor that is not cut
 is on every device named.
 """
 
@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 import onnx_ir as ir
-from partc.compiler.annotations.spread import Spread, fused_pieces
+from partc.compiler.annotations.spread import Spread, fused_shards
 from partc.compiler.ir.program import Group, Shape
 
-_EQUAL = "the pieces of a tensor are equal"
+_EQUAL = "the shards of a tensor are equal"
 
 
 def spread_in(
@@ -35,10 +35,10 @@ def spread_in(
             continue
         size = shape[axis] if shape is not None else None
         wrong += _size_faults(sharded, axis, size)
-        count = fused_pieces([(_size(one.dim), max(one.num_shards, 1)) for one in sharded.simple_shardings])
+        count = fused_shards([(_size(one.dim), max(one.num_shards, 1)) for one in sharded.simple_shardings])
         if count is None:
             wrong.append(
-                (f"axis {axis} is fused of parts whose pieces are no runs of it", "a rank holds one run of a dim")
+                (f"axis {axis} is fused of parts whose shards are no runs of it", "a rank holds one run of a dim")
             )
         cuts[axis] = count or 1
     product = math.prod(cuts.values())
@@ -49,11 +49,11 @@ def spread_in(
     if not wrong and holders and product == 1:
         holders = (tuple(sorted(device for ranks in holders for device in ranks)),)
     if not wrong and holders and len(holders) != product:
-        fact = f"{product} pieces ({_product(cuts)}), but {len(holders)} devices or groups of devices"
-        wrong.append((fact, "there is one for each piece, row-major over the axes"))
+        fact = f"{product} shards ({_product(cuts)}), but {len(holders)} devices or groups of devices"
+        wrong.append((fact, "there is one for each shard, row-major over the axes"))
     if not wrong and len({len(ranks) for ranks in holders}) > 1:
         sizes = ", ".join(str(len(ranks)) for ranks in holders)
-        wrong.append((f"its pieces lie on groups of unequal sizes: {sizes}", "every piece lies on as many devices"))
+        wrong.append((f"its shards lie on groups of unequal sizes: {sizes}", "every shard lies on as many devices"))
     if wrong:
         return None, wrong
     return Spread(tuple(cuts.get(axis, 1) for axis in range(rank or 0)), holders), []
@@ -75,7 +75,7 @@ def _axis_faults(spec: ir.ShardingSpec, rank: int | None) -> Iterator[tuple[str,
         seen.add(axis)
         for one in sharded.simple_shardings:
             if one.num_shards < 1:
-                yield f"axis {axis} is cut into {one.num_shards}", "a dim is cut into 1 piece or more"
+                yield f"axis {axis} is cut into {one.num_shards}", "a dim is cut into 1 shard or more"
 
 
 def _size_faults(sharded: ir.ShardedDim, axis: int, size: int | str | None) -> Iterator[tuple[str, str]]:
@@ -92,14 +92,14 @@ def _size_faults(sharded: ir.ShardedDim, axis: int, size: int | str | None) -> I
     for one, part in zip(parts, stated, strict=True):
         whole = part if part is not None else size if len(parts) == 1 else None
         if isinstance(whole, int) and one.num_shards > 1 and whole % one.num_shards:
-            yield f"axis {axis} of {whole} is cut into {one.num_shards} unequal pieces", _EQUAL
+            yield f"axis {axis} of {whole} is cut into {one.num_shards} unequal shards", _EQUAL
 
 
 @lru_cache(maxsize=4096)
 def _devices(
     device: Group, entries: tuple[ir.IndexToDeviceGroupMapEntry, ...], devices: int
 ) -> tuple[tuple[Group, ...], tuple[tuple[str, str], ...]]:
-    """Per piece the devices that hold it, and what is wrong with them."""
+    """Per shard the devices that hold it, and what is wrong with them."""
     groups = {entry.key: tuple(entry.value) for entry in entries}
     holders = tuple(groups.get(each, (each,)) for each in device)
     wrong = []
@@ -107,7 +107,7 @@ def _devices(
         wrong.append(("index_to_device_group_map has a key twice", "a key stands for one group"))
     for each, members in zip(device, holders, strict=True):
         if not members:
-            wrong.append((f"the group {each} is empty", "a piece lies on one device or more"))
+            wrong.append((f"the group {each} is empty", "a shard lies on one device or more"))
         within = f" of group {each}" if each in groups else ""
         for member in members:
             if not 0 <= member < devices:
@@ -115,7 +115,7 @@ def _devices(
                 wrong.append((f"device {member}{within} is not there, the configuration has {devices}", law))
     counts = Counter(member for members in holders for member in members)
     if twice := sorted(member for member, count in counts.items() if count > 1):
-        wrong.append((f"device {twice[0]} holds two pieces", "a device holds one piece of a tensor"))
+        wrong.append((f"device {twice[0]} holds two shards", "a device holds one shard of a tensor"))
     return holders, tuple(wrong)
 
 

@@ -1,8 +1,8 @@
-"""How one tensor is spread over ranks: into how many pieces each dim is cut, and which ranks hold each piece.
+"""How one tensor is spread over ranks: into how many shards each dim is cut, and which ranks hold each shard.
 
 The law between the standard's words and a layout on a mesh. Written: the dims that are cut, rising, each with its number of
-pieces; the pieces row-major over these dims; a piece of one rank is that device, one of several a negative key of a group.
-Read: the index of a rank's piece in each dim is a mixed-radix number over some axes of a mesh; the axes are found by the
+shards; the shards row-major over these dims; a shard of one rank is that device, one of several a negative key of a group.
+Read: the index of a rank's shard in each dim is a mixed-radix number over some axes of a mesh; the axes are found by the
 step that each makes. `[2, 1]` of x on 4 ranks, mesh (2, 2), rows cut over axis 0:
 
     device [-1, -2], groups {-1: [0, 1], -2: [2, 3]}, axis 0 in 2
@@ -23,57 +23,57 @@ from partc.compiler.layout.layout import Layout, Mesh, primes
 
 @dataclass(frozen=True)
 class Spread:
-    """Per dim the number of pieces; per piece, row-major, the ranks that hold it.
+    """Per dim the number of shards; per shard, row-major, the ranks that hold it.
 
     `holders` is empty where the annotation names no devices.
     """
 
-    pieces: tuple[int, ...]
+    shards: tuple[int, ...]
     holders: tuple[Group, ...] = ()
 
     @property
     def ranks(self) -> Group:
-        """All ranks that hold a piece, rising."""
+        """All ranks that hold a shard, rising."""
         return tuple(sorted(rank for holders in self.holders for rank in holders))
 
     @property
     def listed(self) -> Group:
-        """All ranks in the order of the pieces."""
+        """All ranks in the order of the shards."""
         return tuple(rank for holders in self.holders for rank in holders)
 
     @property
     def count(self) -> int:
-        """The number of pieces."""
-        return math.prod(self.pieces)
+        """The number of shards."""
+        return math.prod(self.shards)
 
     def over(self, group: Group) -> Spread:
-        """With devices: those that it has, else the group's ranks piece by piece, neighbouring ranks being replicas."""
+        """With devices: those that it has, else the group's ranks shard by shard, neighbouring ranks being replicas."""
         if self.holders:
             return self
         each = len(group) // self.count
-        return Spread(self.pieces, tuple(group[k * each : (k + 1) * each] for k in range(self.count)))
+        return Spread(self.shards, tuple(group[k * each : (k + 1) * each] for k in range(self.count)))
 
 
 @lru_cache(maxsize=4096)
 def spread_of(layout: Layout, group: Group) -> Spread:
     """How a layout spreads a value over a group; the terms of a sum count as replicas."""
-    pieces = tuple(layout.pieces(dim) for dim in range(len(layout.cuts)))
-    holders: list[list[int]] = [[] for _ in range(math.prod(pieces))]
+    shards = tuple(layout.num_shards(dim) for dim in range(len(layout.cuts)))
+    holders: list[list[int]] = [[] for _ in range(math.prod(shards))]
     for index, rank in enumerate(group):
         number = 0
-        for count, at in zip(pieces, layout.piece(index), strict=True):
+        for count, at in zip(shards, layout.shard(index), strict=True):
             number = number * count + at
         holders[number].append(rank)
-    return Spread(pieces, tuple(tuple(each) for each in holders))
+    return Spread(shards, tuple(tuple(each) for each in holders))
 
 
 def spec_of(value: ir.Value, spread: Spread) -> ir.ShardingSpec:
     """The standard's words for a spread value."""
     device, groups = _devices(spread)
-    dims = value.shape.dims if value.shape is not None else (None,) * len(spread.pieces)
+    dims = value.shape.dims if value.shape is not None else (None,) * len(spread.shards)
     sharded = tuple(
         ir.ShardedDim(axis, (ir.SimpleShardedDim(ir.SymbolicDim(None) if dim is None else dim, count),))
-        for axis, (dim, count) in enumerate(zip(dims, spread.pieces, strict=False))
+        for axis, (dim, count) in enumerate(zip(dims, spread.shards, strict=False))
         if count > 1
     )
     return ir.ShardingSpec(value, device, groups, sharded)
@@ -98,7 +98,7 @@ def layout_on(mesh: Mesh, spread: Spread, group: Group) -> Layout | None:
     numbers = [at[rank] for rank in group]
     below = spread.count
     used: list[int] = []
-    for count in spread.pieces:
+    for count in spread.shards:
         above, below = below, below // count
         indexes = [number % above // below for number in numbers]
         axes = sorted((axis for axis in range(len(mesh)) if indexes[units[axis]]), key=lambda k: -indexes[units[k]])
@@ -142,10 +142,10 @@ def _index(mesh: Mesh, axis: int) -> int:
     return math.prod(mesh[axis + 1 :]) if mesh[axis] > 1 else 0
 
 
-def fused_pieces(entries: Sequence[tuple[int | None, int]]) -> int | None:
-    """Into how many equal runs a dim is cut that was fused of parts (size, pieces), outer first; None where pieces are no runs.
+def fused_shards(entries: Sequence[tuple[int | None, int]]) -> int | None:
+    """Into how many equal runs a dim is cut that was fused of parts (size, shards), outer first; None where shards are no runs.
 
-    Pieces are runs where every part outside of the last one that is cut is cut into single elements.
+    Shards are runs where every part outside of the last one that is cut is cut into single elements.
     """
     last = max((k for k, (_, count) in enumerate(entries) if count > 1), default=-1)
     if any(size != count for size, count in itertools.islice(entries, max(last, 0))):

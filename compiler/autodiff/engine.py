@@ -1,7 +1,7 @@
 """Gradients: a rule an op, in plain ONNX ops, and the engine that runs rules, undoes broadcasting and adds up.
 
 A rule takes the cotangents of its node's outputs and the node's inputs, all as names, and gives one name an input. It sees one
-node on one rank, whose shapes are those of the pieces; it never speaks of broadcasting, layouts or ranks.
+node on one rank, whose shapes are those of the shards; it never speaks of broadcasting, layouts or ranks.
 
     @gradient("MatMul")
     def matmul_gradient(g: Gradients, dy: str, a: str, b: str) -> tuple[str, str]:
@@ -181,7 +181,7 @@ def differentiate_nodes(
 ) -> Backward:
     """The gradient of a list of nodes in order: of their outputs' `cotangents` those of the `wanted` inputs.
 
-    `values` say types and shapes where the nodes' own do not, `shapes` those of pieces. `scope` knows the cotangents; without one they
+    `values` say types and shapes where the nodes' own do not, `shapes` those of shards. `scope` knows the cotangents; without one they
     are taken to have the shapes of their primals. Of a value that several nodes read, the cotangents are added. `around`: the names
     here of what bodies read from around them, where they are not the bodies' own.
     """

@@ -47,7 +47,7 @@ class Scope:
         shapes: Mapping[str, Shape | None] | None = None,
         constants: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Takes in values of the forward program; `shapes` are those of the pieces, where these differ."""
+        """Takes in values of the forward program; `shapes` are those of the shards, where these differ."""
         for value in values:
             name = value.name or ""
             if name in self.values or not name:

@@ -37,7 +37,7 @@ from partc.compiler.ir.program import (
 from partc.compiler.layout.layout import Layout
 from partc.runtime.artifact.format import SEND, order_text
 
-GRAMMAR = 3
+GRAMMAR = 4
 _LONG = 16
 _NAMED = 8
 """So many lists of a group, or ranks of one, are listed."""
@@ -72,7 +72,7 @@ def begin_text(program: Program, title: str = "step_parallel_begin") -> str:
         lines.append(f"  {_call(node, '  ')}{suffix}")
         lines.append(f"      : {_signature(program, node.inputs)} -> {_signature(program, node.outputs)}")
         lines.append(f"      # Scope: {program.paths[node]}" + (f"   Rule: {placed.rule}" if placed else ""))
-        lines += [f"      # Cut: {text}" for text in cut_text(program, node)]
+        lines += [f"      # Sharded: {text}" for text in cut_text(program, node)]
     lines.append(f"  Return({', '.join(f'%{value.name}' for value in graph.outputs)})")
     lines.append(f"      : {_signature(program, graph.outputs)}")
     return "\n".join([*lines, "}", ""])
@@ -175,7 +175,7 @@ def cut_text(program: Program, node: ir.Node, rank: int | None = None) -> Iterat
     for choice in _choices(program, node, rank):
         if choice.cut:
             yield ", ".join(
-                f"{factor} in {pieces} by {choice.why.get(factor, '?')}" for factor, pieces in choice.cut.items()
+                f"{factor} in {shards} by {choice.why.get(factor, '?')}" for factor, shards in choice.cut.items()
             )
 
 
@@ -230,20 +230,20 @@ def _op_lines(
     path = program.paths.get(source, node.name or "")
     yield f"      # Scope: {path}" + (f"   Rule: {placed.rule}" if placed else "")
     if itself:
-        yield from (f"      # Cut: {text}" for text in cut_text(program, source, part.rank))
+        yield from (f"      # Sharded: {text}" for text in cut_text(program, source, part.rank))
 
 
 @functools.lru_cache(maxsize=1024)
 def _alike(layout: Layout, group: Group, ranks: Group) -> bool:
-    """Whether ranks of a group have the same piece."""
+    """Whether ranks of a group have the same shard."""
     wanted = {*ranks}
-    return len({layout.piece(index) for index, rank in enumerate(group) if rank in wanted}) == 1
+    return len({layout.shard(index) for index, rank in enumerate(group) if rank in wanted}) == 1
 
 
 def _part_of(program: Program, copy: ShardedValue, ranks: Sequence[int]) -> str:
-    """Which part of a tensor ranks have: `   Part: [0:16, 32:64] of (64, 128)`; empty where it is all of it.
+    """Which part of a tensor ranks have: `   Shard: [0:16, 32:64] of (64, 128)`; empty where it is all of it.
 
-    Where they have each another one it is told how large these are: `   Part: (16, 32) of (64, 128) by rank`.
+    Where they have each another one it is told how large these are: `   Shard: (16, 32) of (64, 128) by rank`.
     """
     shape = program.values[copy.value].shape if copy.value in program.values else None
     sizes = [size for size in shape or () if isinstance(size, int)]
@@ -252,9 +252,9 @@ def _part_of(program: Program, copy: ShardedValue, ranks: Sequence[int]) -> str:
     box = copy.layout.box(copy.group.index(ranks[0]), sizes)
     if not _alike(copy.layout, copy.group, tuple(ranks)):
         return (
-            f"   Part: ({', '.join(str(end - begin) for begin, end in box)}) of ({', '.join(map(str, sizes))}) by rank"
+            f"   Shard: ({', '.join(str(end - begin) for begin, end in box)}) of ({', '.join(map(str, sizes))}) by rank"
         )
-    return f"   Part: [{', '.join(f'{begin}:{end}' for begin, end in box)}] of ({', '.join(map(str, sizes))})"
+    return f"   Shard: [{', '.join(f'{begin}:{end}' for begin, end in box)}] of ({', '.join(map(str, sizes))})"
 
 
 def _comm_lines(program: Program, step: CommOp, kinds: Callable[[Sequence[str]], str]) -> Iterator[str]:

@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 from partc.compiler.emit.dump import begin_text, cut_text, end_text, part_text, rank_text
 from partc.compiler.emit.manifest import manifest_of
-from partc.compiler.emit.weights import Location, Stored, is_inline, owners, piece_of, piece_text, stored, write_weights
+from partc.compiler.emit.weights import Location, Stored, is_inline, owners, shard_of, shard_text, stored, write_weights
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import CommOp, ComputeOp, LocalTensor, Program, RankConstant, RankProgram
 from partc.compiler.training.optimizer_functions import functions as optimizer_functions
@@ -279,7 +279,7 @@ def _value_info(part: RankProgram, name: str, known: frozenset[str]) -> onnx.Val
 
 
 def _weight(held: LocalTensor, locations: Mapping[Stored, Location]) -> onnx.TensorProto:
-    tensor = piece_of(held)
+    tensor = shard_of(held)
     if is_inline(tensor):
         proto = ir.serde.serialize_tensor(
             tensor
@@ -290,7 +290,7 @@ def _weight(held: LocalTensor, locations: Mapping[Stored, Location]) -> onnx.Ten
         del proto.metadata_props[:]
         proto.doc_string = ""
         digest = hashlib.sha256(proto.raw_data).hexdigest()[:16] if proto.raw_data else ""
-        for key, text in ((fmt.PIECE, piece_text(held)), *(((fmt.DIGEST, digest),) if digest else ())):
+        for key, text in ((fmt.PIECE, shard_text(held)), *(((fmt.DIGEST, digest),) if digest else ())):
             proto.metadata_props.append(onnx.StringStringEntryProto(key=key, value=text))
         return proto
     place = locations[stored(held)]
@@ -302,5 +302,5 @@ def _weight(held: LocalTensor, locations: Mapping[Stored, Location]) -> onnx.Ten
     )
     for key, text in (("location", place.file), ("offset", str(place.offset)), ("length", str(place.length))):
         proto.external_data.append(onnx.StringStringEntryProto(key=key, value=text))
-    proto.metadata_props.append(onnx.StringStringEntryProto(key=fmt.PIECE, value=piece_text(held)))
+    proto.metadata_props.append(onnx.StringStringEntryProto(key=fmt.PIECE, value=shard_text(held)))
     return proto

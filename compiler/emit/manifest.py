@@ -96,12 +96,12 @@ def _scalars(program: Program) -> list[fmt.Port]:
 
 
 def _state(program: Program) -> list[fmt.StateRecord]:
-    """What ranks keep, one record for each name in rank files, what it holds, and into which pieces it is cut."""
+    """What ranks keep, one record for each name in rank files, what it holds, and into which shards it is cut."""
     found: dict[tuple[str, str, str, tuple[int, ...]], tuple[StateTensor, dict[ShardedValue, list[int]]]] = {}
     for part, ranks in program.alike:
         for one in part.kept:
             layout = one.copy.layout
-            cut = tuple(layout.pieces(dim) for dim in range(len(layout.cuts)))
+            cut = tuple(layout.num_shards(dim) for dim in range(len(layout.cuts)))
             key = one.name, one.tensor, one.next, cut
             found.setdefault(key, (one, {}))[1].setdefault(one.copy, []).extend(ranks)
     return [_kept(program, first, holders) for first, holders in found.values()]

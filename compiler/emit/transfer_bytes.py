@@ -12,7 +12,7 @@ from partc.compiler.ir.program import Shape, ValueInfo
 
 
 def bytes_of(info: ValueInfo, shape: Shape | None) -> int | ir.SymbolicDim | None:
-    """The bytes of a value, or of a piece of it, of this shape; None where only a run tells, or its items are no whole bytes."""
+    """The bytes of a value, or of a shard of it, of this shape; None where only a run tells, or its items are no whole bytes."""
     if shape is None or info.item_bytes is None or not info.is_tensor:
         return None
     fixed = math.prod(dim for dim in shape if isinstance(dim, int)) * info.item_bytes
@@ -28,6 +28,6 @@ def whole_bytes(info: ValueInfo) -> int | ir.SymbolicDim | None:
 
 
 def bytes_text(info: ValueInfo, shape: Shape | None) -> str:
-    """The bytes of a value, or of a piece of it, as text."""
+    """The bytes of a value, or of a shard of it, as text."""
     found = bytes_of(info, shape)
     return "unknown" if found is None else str(found) if isinstance(found, int) else str(found.value)

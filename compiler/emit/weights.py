@@ -51,7 +51,7 @@ class _Digest(Protocol):
 
 
 Stored = tuple[ir.Value, tuple[int, ...], tuple[int, ...]]
-"""A piece of a weight: the weight, into how many pieces its dims are cut, and which of them it is."""
+"""A shard of a weight: the weight, into how many shards its dims are cut, and which of them it is."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def write_weights(
     Files are written side by side, as many as there are cores: hashing a byte takes longer than writing it.
     """
     files = {
-        weights_file(rank): [(one.name, piece_of(one), piece_text(one)) for one in held]
+        weights_file(rank): [(one.name, shard_of(one), shard_text(one)) for one in held]
         for rank, held in weights_of.items()
     }
     with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as writers:
@@ -177,14 +177,14 @@ def owners(held_by: Mapping[int, Sequence[LocalTensor]]) -> dict[int, list[Local
     seen: set[Stored] = set()
     owned: dict[int, list[LocalTensor]] = {}
     for rank in sorted(held_by):
-        own = [one for one in held_by[rank] if stored(one) not in seen and not is_inline(piece_of(one))]
+        own = [one for one in held_by[rank] if stored(one) not in seen and not is_inline(shard_of(one))]
         seen.update(map(stored, own))
         if own:
             owned[rank] = own
     return owned
 
 
-def piece_text(held: LocalTensor) -> str:
+def shard_text(held: LocalTensor) -> str:
     """Which part of which weight it is, as people slice arrays: `fc1.weight[0:8, 16:32]`; of a whole one its name alone."""
     tensor, layout = held.copy.value.const_value, held.copy.layout
     name = held.copy.value.name or ""
@@ -194,13 +194,13 @@ def piece_text(held: LocalTensor) -> str:
 
 
 def stored(held: LocalTensor) -> Stored:
-    """What a weight on a rank is stored as: the same piece of the same weight is stored once."""
+    """What a weight on a rank is stored as: the same shard of the same weight is stored once."""
     layout = held.copy.layout
-    return held.copy.value, tuple(layout.pieces(dim) for dim in range(len(layout.cuts))), layout.piece(held.index)
+    return held.copy.value, tuple(layout.num_shards(dim) for dim in range(len(layout.cuts))), layout.shard(held.index)
 
 
-def piece_of(held: LocalTensor) -> ir.TensorProtocol:
-    """The tensor of a weight on a rank: the whole one, or a view of its piece that is read when it is written."""
+def shard_of(held: LocalTensor) -> ir.TensorProtocol:
+    """The tensor of a weight on a rank: the whole one, or a view of its shard that is read when it is written."""
     tensor, layout = held.copy.value.const_value, held.copy.layout
     assert tensor is not None
     if not any(layout.cuts):
@@ -221,9 +221,9 @@ def piece_of(held: LocalTensor) -> ir.TensorProtocol:
         )
 
     def cut() -> ir.TensorProtocol:
-        pieces = tuple(slice(begin, end) for begin, end in box)
+        shards = tuple(slice(begin, end) for begin, end in box)
         with _READING:  # a memory-mapped tensor opens its file at the first read, and files are written side by side
             whole = tensor.numpy()
-        return ir.Tensor(np.ascontiguousarray(whole[pieces]), dtype=tensor.dtype)
+        return ir.Tensor(np.ascontiguousarray(whole[shards]), dtype=tensor.dtype)
 
     return ir.LazyTensor(cut, dtype=tensor.dtype, shape=shape, name=held.name, cache=False)

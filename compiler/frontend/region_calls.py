@@ -175,9 +175,9 @@ def _misfits(where: str, key: str, cut: Cut, shape: Sequence[object]) -> Iterato
         fact = f"parameter_plan: {shown_cut(cut)} cuts another number of dims than '{key}' [{dims}] has"
         yield Problem(where, fact, help="write one entry for each dim")
         return
-    for dim, (pieces, size) in enumerate(zip(cut, shape, strict=True)):
-        if isinstance(pieces, int) and isinstance(size, int) and size % pieces:
-            fact = f"parameter_plan: cannot cut '{key}' dim {dim} ({size}) into {pieces}"
+    for dim, (shards, size) in enumerate(zip(cut, shape, strict=True)):
+        if isinstance(shards, int) and isinstance(size, int) and size % shards:
+            fact = f"parameter_plan: cannot cut '{key}' dim {dim} ({size}) into {shards}"
             yield Problem(
-                where, fact, f"{size} is not divisible by {pieces}", "choose a divisor, or 1 to leave it whole"
+                where, fact, f"{size} is not divisible by {shards}", "choose a divisor, or 1 to leave it whole"
             )

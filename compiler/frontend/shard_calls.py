@@ -4,7 +4,7 @@
     shard(dense_relu, in_strategy=((4, 2), None, None))(op, x, weight, bias)
     shard(op.MatMul, in_strategy=((2, 4), (4, 1)))(x, weight)
 
-Strategies speak of the tensors in the order of the call: one entry each, a number of pieces or mesh axes for each dim, None where
+Strategies speak of the tensors in the order of the call: one entry each, a number of shards or mesh axes for each dim, None where
 the entry, or the cut of the dim beside axes, is left out. Regions (`traced.py`) of shard do not nest.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar, cast
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.declare import calling_line, collector
 from partc.compiler.frontend.traced import Region, TracedCall, is_module, traced
-from partc.compiler.plan.cut import Cut, Piece, one_spelling, piece_of, shown_cut
+from partc.compiler.plan.cut import Cut, Shard, one_spelling, shard_of, shown_cut
 from partc.compiler.plan.violation import Violation
 
 DEVICES = ("CPU",)
@@ -116,7 +116,7 @@ class _Reading:
     where: str
     problems: list[Problem]
 
-    def strategy(self, name: str, kind: str, value: object) -> list[list[Piece | None] | None]:
+    def strategy(self, name: str, kind: str, value: object) -> list[list[Shard | None] | None]:
         if not isinstance(value, tuple | list):
             self.problem(
                 f"{name} is {value!r}", _STRATEGY, f"write (({value}, ...),)" if isinstance(value, int) else ""
@@ -129,19 +129,19 @@ class _Reading:
             return []
         return [None if entry is None else self.cut(f"{name}[{k}]", entry) for k, entry in enumerate(value)]
 
-    def cut(self, name: str, value: object) -> list[Piece | None]:
+    def cut(self, name: str, value: object) -> list[Shard | None]:
         if not isinstance(value, tuple | list):
             self.problem(f"{name} is {value!r}", "a cut is a tuple with an entry for each dim: (8, 1)", "")
             return []
-        found: list[Piece | None] = []
+        found: list[Shard | None] = []
         for dim, entry in enumerate(value):
             try:
-                found.append(piece_of(entry))
+                found.append(shard_of(entry))
             except Violation as violation:
                 self.problems.append(violation.at(self.where, f"{name}, dim {dim}"))
         return found
 
-    def one_spelling(self, cuts: Sequence[Sequence[Piece | None] | None]) -> list[Cut | None]:
+    def one_spelling(self, cuts: Sequence[Sequence[Shard | None] | None]) -> list[Cut | None]:
         try:
             return one_spelling(cuts)
         except Violation as violation:

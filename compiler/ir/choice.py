@@ -100,14 +100,14 @@ class NodeSharding:
         cuts = tuple(() if letter == WHOLE else self.axes.get(letter, ()) for letter in letters)
         return Layout(self.mesh, cuts, partial)
 
-    def pieces(self, factor: str) -> int:
-        """Into how many pieces a factor is cut."""
+    def num_shards(self, factor: str) -> int:
+        """Into how many shards a factor is cut."""
         return math.prod(self.mesh[axis] for axis in self.axes.get(factor, ()))
 
     @property
     def cut(self) -> Mapping[str, int]:
-        """The factors that are cut, with the number of their pieces."""
-        return {letter: self.pieces(letter) for letter, axes in self.axes.items() if axes}
+        """The factors that are cut, with the number of their shards."""
+        return {letter: self.num_shards(letter) for letter, axes in self.axes.items() if axes}
 
     @property
     def free(self) -> set[int]:
@@ -117,7 +117,7 @@ class NodeSharding:
     def strategy(self) -> str:
         """The cuts of the inputs as the origin's dumps show them: `((2, 4), (4, 1))`."""
         rows = [
-            f"({', '.join(str(layout.pieces(dim)) for dim in range(len(layout.cuts)))})"
+            f"({', '.join(str(layout.num_shards(dim)) for dim in range(len(layout.cuts)))})"
             for k in range(len(self.rule.inputs))
             if (layout := self.input(k)) is not None
         ]

@@ -97,7 +97,7 @@ class ShardedValue:
 
     @property
     def holders(self) -> tuple[tuple[int, Group], ...]:
-        """Of each piece the place of the first rank that holds it, and all ranks that do."""
+        """Of each shard the place of the first rank that holds it, and all ranks that do."""
         return _holders(self.group, self.layout)
 
 
@@ -166,7 +166,7 @@ class Event:
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """A model input, weight or output on a rank: its name there and the layout's piece, by the rank's place in the group."""
+    """A model input, weight or output on a rank: its name there and the layout's shard, by the rank's place in the group."""
 
     name: str
     copy: ShardedValue
@@ -177,7 +177,7 @@ class LocalTensor:
 class StateTensor:
     """A tensor that ranks keep from step to step, and the value that takes its place after one, "" where nothing does.
 
-    Each rank of `copy` has its piece of it, under `name`. `tensor` is its global name; `parameter`: of whom an optimizer's tensor is.
+    Each rank of `copy` has its shard of it, under `name`. `tensor` is its global name; `parameter`: of whom an optimizer's tensor is.
     """
 
     name: str

@@ -1,14 +1,14 @@
-"""Which piece goes from which rank to which, when ranks that hold a value in one layout are to hold it in another.
+"""Which shard goes from which rank to which, when ranks that hold a value in one layout are to hold it in another.
 
-A rank needs a box of the value, and what it needs lies in the pieces of some other ranks: it gets every intersection once. Boxes
+A rank needs a box of the value, and what it needs lies in the shards of some other ranks: it gets every intersection once. Boxes
 are fractions of the value's dims, so that one list of parts serves every size:
 
     rows cut in 2 over ranks 0-5 (2x3)  ->  in 3 (3x2)     rank 2, who needs rows 1/3..2/3:
     source 2, target 2, rows 1/3..1/2   kept               source 5, target 2, rows 1/2..2/3   received
 
-Where several ranks hold a piece: who holds it himself keeps it, without a message. Inside one group every other rank turns to
+Where several ranks hold a shard: who holds it himself keeps it, without a message. Inside one group every other rank turns to
 the holder with its own coordinates on the axes that do not cut the value, so that replicas talk among themselves. Between
-groups the ranks that need the piece are dealt out to its holders in order, equally many to each.
+groups the ranks that need the shard are dealt out to its holders in order, equally many to each.
 
 Partial values travel as they are, term for term: which term a rank holds is treated as one more dim, cut into all terms.
 """
@@ -28,7 +28,7 @@ from partc.compiler.layout.layout import Box, Layout
 Span: TypeAlias = tuple[tuple[Fraction, Fraction], ...]
 """Per dim, begin and end as fractions of its size."""
 Numbers: TypeAlias = tuple[int, ...]
-"""Per dim the piece, and last the term of a partial value."""
+"""Per dim the shard, and last the term of a partial value."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,20 @@ class Routes:
         index = self.target_group.index(rank)
         wanted = numbers(self.after, index)
         found = []
-        for piece in _overlapping(wanted, self.after, self.before):
-            source = _givers(self, piece)[index]
-            found.append(ExchangeBox(self.source_group[source], rank, _common(piece, self.before, wanted, self.after)))
+        for shard in _overlapping(wanted, self.after, self.before):
+            source = _givers(self, shard)[index]
+            found.append(ExchangeBox(self.source_group[source], rank, _common(shard, self.before, wanted, self.after)))
         return tuple(found)
 
     def of_source(self, rank: int) -> tuple[ExchangeBox, ...]:
         """What `rank` gives, by the target's place in its group; the part that it keeps is among them, if any."""
         index = self.source_group.index(rank)
-        piece = numbers(self.before, index)
+        shard = numbers(self.before, index)
         return tuple(
             ExchangeBox(
-                rank, self.target_group[target], _common(piece, self.before, numbers(self.after, target), self.after)
+                rank, self.target_group[target], _common(shard, self.before, numbers(self.after, target), self.after)
             )
-            for target, source in _givers(self, piece).items()
+            for target, source in _givers(self, shard).items()
             if source == index
         )
 
@@ -104,26 +104,26 @@ def can_travel(before: Layout, after: Layout) -> bool:
 
 
 def numbers(layout: Layout, index: int) -> Numbers:
-    """Which piece of each dim the group's `index`-th rank holds, and which term."""
+    """Which shard of each dim the group's `index`-th rank holds, and which term."""
     at = layout.coordinates(index)
     term = 0
     for axis, _ in layout.partial:
         term = term * layout.mesh[axis] + at[axis]
-    return (*layout.piece(index), term)
+    return (*layout.shard(index), term)
 
 
 def span_of(layout: Layout, index: int) -> Span:
     """The box of the value that the group's `index`-th rank holds."""
     return tuple(
-        (Fraction(number, layout.pieces(dim)), Fraction(number + 1, layout.pieces(dim)))
-        for dim, number in enumerate(layout.piece(index))
+        (Fraction(number, layout.num_shards(dim)), Fraction(number + 1, layout.num_shards(dim)))
+        for dim, number in enumerate(layout.shard(index))
     )
 
 
-def within(span: Span, piece: Span) -> Span:
-    """A box of the value as fractions of the piece that contains it."""
+def within(span: Span, shard: Span) -> Span:
+    """A box of the value as fractions of the shard that contains it."""
     found = []
-    for (begin, end), (first, last) in zip(span, piece, strict=True):
+    for (begin, end), (first, last) in zip(span, shard, strict=True):
         if not first <= begin <= end <= last:
             raise ValueError(f"{begin}..{end} is not inside of {first}..{last}")
         found.append(((begin - first) / (last - first), (end - first) / (last - first)))
@@ -131,7 +131,7 @@ def within(span: Span, piece: Span) -> Span:
 
 
 def offsets(span: Span, shape: Sequence[int]) -> Box:
-    """Fractions of a piece of `shape` as begin and end per dim; they must be whole numbers."""
+    """Fractions of a shard of `shape` as begin and end per dim; they must be whole numbers."""
     found = []
     for dim, ((begin, end), size) in enumerate(zip(span, shape, strict=True)):
         first, last = begin * size, end * size
@@ -146,36 +146,36 @@ def _terms(layout: Layout) -> int:
 
 
 def _counts(layout: Layout) -> Numbers:
-    return (*(layout.pieces(dim) for dim in range(len(layout.cuts))), _terms(layout))
+    return (*(layout.num_shards(dim) for dim in range(len(layout.cuts))), _terms(layout))
 
 
 @functools.lru_cache(maxsize=256)
 def _holders(layout: Layout) -> Mapping[Numbers, tuple[int, ...]]:
-    """Per piece the ranks that hold it, as indices, rising."""
+    """Per shard the ranks that hold it, as indices, rising."""
     found: dict[Numbers, list[int]] = {}
     for index in range(layout.size):
         found.setdefault(numbers(layout, index), []).append(index)
-    return {piece: tuple(indices) for piece, indices in found.items()}
+    return {shard: tuple(indices) for shard, indices in found.items()}
 
 
-def _overlapping(piece: Numbers, layout: Layout, other: Layout) -> itertools.product[Numbers]:
-    """The pieces of another layout that have something in common with a piece of this one."""
+def _overlapping(shard: Numbers, layout: Layout, other: Layout) -> itertools.product[Numbers]:
+    """The shards of another layout that have something in common with a shard of this one."""
     return itertools.product(
         *(
             range(number * theirs // ours, -(-(number + 1) * theirs // ours))
-            for number, ours, theirs in zip(piece, _counts(layout), _counts(other), strict=True)
+            for number, ours, theirs in zip(shard, _counts(layout), _counts(other), strict=True)
         )
     )
 
 
 @functools.lru_cache(maxsize=4096)
-def _givers(routes: Routes, piece: Numbers) -> Mapping[int, int]:
-    """Who gets (a part of) a piece of `before`, and from which of its holders; both as indices, targets rising."""
+def _givers(routes: Routes, shard: Numbers) -> Mapping[int, int]:
+    """Who gets (a part of) a shard of `before`, and from which of its holders; both as indices, targets rising."""
     before, after = routes.before, routes.after
     targets = sorted(
-        index for wanted in _overlapping(piece, before, after) for index in _holders(after).get(wanted, ())
+        index for wanted in _overlapping(shard, before, after) for index in _holders(after).get(wanted, ())
     )
-    holders = _holders(before)[piece]
+    holders = _holders(before)[shard]
     if routes.source_group == routes.target_group:
         return {target: _neighbour(before, holders[0], target) for target in targets}
     own = {routes.source_group[holder]: holder for holder in holders}
@@ -186,7 +186,7 @@ def _givers(routes: Routes, piece: Numbers) -> Mapping[int, int]:
 
 
 def _neighbour(layout: Layout, holder: int, index: int) -> int:
-    """Who holds the same piece as `holder`, with the coordinates of `index` on all axes that do not decide the piece."""
+    """Who holds the same shard as `holder`, with the coordinates of `index` on all axes that do not decide the shard."""
     fixed = {axis for axes in layout.cuts for axis in axes} | {axis for axis, _ in layout.partial}
     found = 0
     for axis, (there, here) in enumerate(zip(layout.coordinates(holder), layout.coordinates(index), strict=True)):
@@ -194,12 +194,12 @@ def _neighbour(layout: Layout, holder: int, index: int) -> int:
     return found
 
 
-def _common(piece: Numbers, before: Layout, wanted: Numbers, after: Layout) -> Span:
+def _common(shard: Numbers, before: Layout, wanted: Numbers, after: Layout) -> Span:
     found = []
     for dim in range(len(before.cuts)):
-        ours, theirs = before.pieces(dim), after.pieces(dim)
-        begin = max(Fraction(piece[dim], ours), Fraction(wanted[dim], theirs))
-        end = min(Fraction(piece[dim] + 1, ours), Fraction(wanted[dim] + 1, theirs))
+        ours, theirs = before.num_shards(dim), after.num_shards(dim)
+        begin = max(Fraction(shard[dim], ours), Fraction(wanted[dim], theirs))
+        end = min(Fraction(shard[dim] + 1, ours), Fraction(wanted[dim] + 1, theirs))
         found.append((begin, end))
     return tuple(found)
 
@@ -215,9 +215,9 @@ def _received(routes: Routes) -> tuple[Fraction, ...]:
         unit = math.prod(math.lcm(a, b) for a, b in zip(ours[:-1], theirs[:-1], strict=True))
         kept = 0
         if rank in places:
-            piece = numbers(before, places[rank])
-            kept = int(piece[-1] == wanted[-1])
-            for number, our, other, their in zip(piece[:-1], ours, wanted[:-1], theirs, strict=False):
+            shard = numbers(before, places[rank])
+            kept = int(shard[-1] == wanted[-1])
+            for number, our, other, their in zip(shard[:-1], ours, wanted[:-1], theirs, strict=False):
                 scale = math.lcm(our, their)
                 begin = max(number * (scale // our), other * (scale // their))
                 end = min((number + 1) * (scale // our), (other + 1) * (scale // their))

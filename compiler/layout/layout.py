@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 Mesh: TypeAlias = tuple[int, ...]
 Box: TypeAlias = tuple[tuple[int, int], ...]
-"""Per dim, the begin and end of a piece."""
+"""Per dim, the begin and end of a shard."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Layout:
                 return Shard(dim)
         return next((Partial(reduce) for other, reduce in self.partial if other == axis), Replicate())
 
-    def pieces(self, dim: int) -> int:
-        """Into how many pieces a dim is cut."""
+    def num_shards(self, dim: int) -> int:
+        """Into how many shards a dim is cut."""
         return math.prod(self.mesh[axis] for axis in self.cuts[dim])
 
     def coordinates(self, index: int) -> tuple[int, ...]:
@@ -90,8 +90,8 @@ class Layout:
             found.append(coordinate)
         return tuple(reversed(found))
 
-    def piece(self, index: int) -> tuple[int, ...]:
-        """Per dim, which piece the group's `index`-th rank holds."""
+    def shard(self, index: int) -> tuple[int, ...]:
+        """Per dim, which shard the group's `index`-th rank holds."""
         at = self.coordinates(index)
         found = []
         for axes in self.cuts:
@@ -103,19 +103,19 @@ class Layout:
 
     @functools.cached_property
     def holders(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Every piece with those of the group's ranks (as indices) that hold it, rising."""
+        """Every shard with those of the group's ranks (as indices) that hold it, rising."""
         found: dict[tuple[int, ...], list[int]] = {}
         for index in range(self.size):
-            found.setdefault(self.piece(index), []).append(index)
-        return {piece: tuple(indices) for piece, indices in found.items()}
+            found.setdefault(self.shard(index), []).append(index)
+        return {shard: tuple(indices) for shard, indices in found.items()}
 
     def box(self, index: int, shape: Sequence[int]) -> Box:
         """Per dim, begin and end of what the group's `index`-th rank holds of a value of `shape`; the cuts must divide it."""
         found = []
-        for dim, (size, number) in enumerate(zip(shape, self.piece(index), strict=True)):
-            length, rest = divmod(size, self.pieces(dim))
+        for dim, (size, number) in enumerate(zip(shape, self.shard(index), strict=True)):
+            length, rest = divmod(size, self.num_shards(dim))
             if rest:
-                raise ValueError(f"dim {dim} of {size} is not cut into {self.pieces(dim)} equal pieces")
+                raise ValueError(f"dim {dim} of {size} is not cut into {self.num_shards(dim)} equal shards")
             found.append((number * length, (number + 1) * length))
         return tuple(found)
 
@@ -125,7 +125,7 @@ class Layout:
 
     def __str__(self) -> str:
         """As the plan would cut it: `[2, 1]`, with `sum over 4` where terms are to be summed."""
-        text = f"[{', '.join(str(self.pieces(dim)) for dim in range(len(self.cuts)))}]"
+        text = f"[{', '.join(str(self.num_shards(dim)) for dim in range(len(self.cuts)))}]"
         return text + "".join(f" {reduce} over {self.mesh[axis]}" for axis, reduce in self.partial)
 
 

@@ -1,7 +1,7 @@
 """One layout on other meshes: a mesh axis may be subdivided, and neighbouring axes that are used alike may be joined.
 
 Ranks are row-major, so an axis of 6 is the two axes 2 and 3 (or 3 and 2), the first one major; what it did, both do in this
-order. `normal` joins all that can be joined: layouts with equal normal forms put the same pieces on the same ranks.
+order. `normal` joins all that can be joined: layouts with equal normal forms put the same shards on the same ranks.
 `on_common_mesh` finds the coarsest subdivision that two meshes have in common:
 
     mesh (8,)    rows cut over 0        ->  mesh (2, 4)  rows cut over (0, 1)
@@ -53,8 +53,8 @@ def on_common_mesh(one: Layout, other: Layout) -> tuple[Layout, Layout] | None:
 
 
 def needs(layout: Layout) -> dict[int, int]:
-    """The dims that are cut, each with the number of pieces that its size must be divisible by."""
-    return {dim: layout.pieces(dim) for dim in range(len(layout.cuts)) if layout.pieces(dim) > 1}
+    """The dims that are cut, each with the number of shards that its size must be divisible by."""
+    return {dim: layout.num_shards(dim) for dim in range(len(layout.cuts)) if layout.num_shards(dim) > 1}
 
 
 def _alike(layout: Layout, axis: int, following: int) -> bool:

@@ -4,12 +4,12 @@ A step's `axes` are axes of the mesh of `after`; ranks that differ in these alon
 `Layout.groups` gives them. Cuts are taken on and off at the minor end of a dim:
 
     AllReduce      cuts stay                 Partial over axes -> Replicate
-    ReduceScatter  dim (a,)    -> (a, *axes)     Partial over axes -> cut: a rank gets the piece of its place, reduced
-    AllGather      dim (a, *axes) -> (a,)        the pieces joined along dim, in the group's order
+    ReduceScatter  dim (a,)    -> (a, *axes)     Partial over axes -> cut: a rank gets the shard of its place, reduced
+    AllGather      dim (a, *axes) -> (a,)        the shards joined along dim, in the group's order
     AllToAll       concat_dim (a, *axes) -> (a,), split_dim (b,) -> (b, *axes): each splits along split_dim, gives the i-th
                    part to the i-th rank, and joins what it gets along concat_dim
-    Slice          dim (a,)    -> (a, *axes)     local: the piece of the rank's place, of what was the same on all
-    Pad            dim (a, *axes) -> (a,)        local: the own piece at its place, zeros elsewhere: Partial(sum) over axes
+    Slice          dim (a,)    -> (a, *axes)     local: the shard of the rank's place, of what was the same on all
+    Pad            dim (a, *axes) -> (a,)        local: the own shard at its place, zeros elsewhere: Partial(sum) over axes
     Keep           cuts stay                 local: Replicate -> Partial over axes. sum: zeros but where all coordinates
                    along axes are 0; max and min: nothing to do
     Exchange       any cuts to any others within a group, messages as `Routes` has them
@@ -176,7 +176,7 @@ def _each(move: Move) -> Fraction:
 
 
 def _local(move: Move) -> Fraction:
-    return Fraction(1, math.prod(move.after.pieces(dim) for dim in range(len(move.after.cuts))))
+    return Fraction(1, math.prod(move.after.num_shards(dim) for dim in range(len(move.after.cuts))))
 
 
 def bytes_moved(moves: Sequence[Move]) -> Traffic:

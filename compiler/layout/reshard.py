@@ -11,7 +11,7 @@ keeping where the target is to be summed (`greedy_path`).
 
 Terms that one rank of each set takes are reduced there.
 
-Two further ways are weighed against this one by the bytes that ranks receive: one exchange of the intersecting pieces, which
+Two further ways are weighed against this one by the bytes that ranks receive: one exchange of the intersecting shards, which
 receives nothing twice and nothing in vain (rows over 0 -> rows over 1; 2x3 -> 3x2; every change of group), and, around either,
 other layouts for terms to be reduced to or to be padded from. Of ways with equal bytes, in total too, the one without an
 exchange is taken, unless it needs more collectives than to gather every dim, then the one with the fewest steps.
@@ -56,7 +56,7 @@ def lower(
     """The steps from `source` on `source_group` to `target` on `target_group`; () where each rank has what it needs.
 
     `divisors`: per dim a number known to divide its size; without it, what the cuts of source and target need. No step cuts a
-    dim into pieces that this does not prove to be equal. The layout after the last step puts the pieces and terms where
+    dim into shards that this does not prove to be equal. The layout after the last step puts the shards and terms where
     `target` puts them, perhaps written on another mesh. ValueError for layouts of values with different ranks, groups of
     other sizes than their meshes, and a layout that awaits two different reductions.
     """
@@ -64,7 +64,7 @@ def lower(
     for layout, group in ((source, source_group), (target, target_group)):
         if layout.size != len(group) or len(set(group)) != len(group):
             raise ValueError(f"mesh {layout.mesh} needs {layout.size} distinct ranks, not {group}")
-    divisors = divisors or tuple(math.lcm(source.pieces(d), target.pieces(d)) for d in range(len(source.cuts)))
+    divisors = divisors or tuple(math.lcm(source.num_shards(d), target.num_shards(d)) for d in range(len(source.cuts)))
     source, target = normal(source), normal(target)
     if source_group == target_group:
         if source == target:
@@ -214,7 +214,7 @@ class _Ways:
             yield (Exchange(self.target_group, target, source),)
 
     def _proven(self, layout: Layout, dim: int) -> bool:
-        return self.divisors[dim] % layout.pieces(dim) == 0
+        return self.divisors[dim] % layout.num_shards(dim) == 0
 
 
 def _check(source: Layout, target: Layout) -> None:

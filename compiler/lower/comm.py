@@ -18,13 +18,13 @@ from partc.compiler.layout.layout import Layout, Mesh
 from partc.compiler.layout.reshard import lower, lower_unknown
 from partc.compiler.lower.builders import ProgramBuilders
 from partc.compiler.lower.local_moves import keep, pad, slice_out
-from partc.compiler.lower.rooted import broadcast, has_size, reduce_to, share_of_piece
+from partc.compiler.lower.rooted import broadcast, has_size, reduce_to, share_of_shard
 from partc.compiler.lower.versions import proven_divisors
 from partc.compiler.tasks.localize import local_shape, local_value
 from partc.runtime.artifact import format as fmt
 
 Sent: TypeAlias = "tuple[int, Span]"
-"""The rank at the other end, and the box in the own piece."""
+"""The rank at the other end, and the box in the own shard."""
 
 
 _NAMED = 8
@@ -205,7 +205,7 @@ class CommLowering:
         out: str,
         cause: str,
     ) -> None:
-        """Messages where all that is moved are pieces as ranks have them, else one Exchange."""
+        """Messages where all that is moved are shards as ranks have them, else one Exchange."""
         parts = move.routes.parts()
         given, got = _boxes(move.routes, len(before.layout.cuts))
         full = tuple((Fraction(0), Fraction(1)) for _ in before.layout.cuts)
@@ -242,7 +242,7 @@ class CommLowering:
     def _messages(
         self, parts: Sequence[ExchangeBox], before: ShardedValue, after: ShardedValue, name: str, out: str, cause: str
     ) -> None:
-        """A rank's piece to others as it is: a Broadcast of one rank to several, else messages."""
+        """A rank's shard to others as it is: a Broadcast of one rank to several, else messages."""
         apart = [part for part in parts if part.source != part.target]
         if len(apart) > 1 and len({part.source for part in apart}) == 1 and has_size(self.program, after.value):
             self.identity_on(tuple(part.source for part in parts if part.source == part.target), name, out)
@@ -259,7 +259,7 @@ class CommLowering:
     ) -> None:
         """One message; both ends name the value alike, so where they cannot, it gets its last name behind the receive."""
         shape = local_shape(self.program, after)
-        amount = self.amount(after.value, share_of_piece(after.layout))
+        amount = self.amount(after.value, share_of_shard(after.layout))
         way = name
         if name != out and (name in self._types(target) or self._will_have(target, name, after)):
             way = self.drafts.free((source, target), f"{name}.to.{target}")
@@ -338,7 +338,7 @@ def _before(move: mv.AllReduce | mv.ReduceScatter | mv.AllGather) -> Layout:
 
 
 def _boxes(routes: Routes, dims: int) -> tuple[list[Span], list[Span]]:
-    """Of each part that is moved its box in the piece of the rank that gives it, and in that of the rank that takes it."""
+    """Of each part that is moved its box in the shard of the rank that gives it, and in that of the rank that takes it."""
     source_span = {rank: span_of(routes.before, k) for k, rank in enumerate(routes.source_group)}
     target_span = {rank: span_of(routes.after, k) for k, rank in enumerate(routes.target_group)}
     parts = routes.parts()

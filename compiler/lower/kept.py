@@ -1,7 +1,7 @@
 """What nodes that pass a sum on read besides its terms: a whole operand is one rank's term, and zeros are the others'.
 
-    x + attn + mlp      rank 0   Where(true, x, 0) + attn.terms + mlp.terms
-                        rank 1   Where(false, x, 0) + attn.terms + mlp.terms
+    x + attn + mlp      rank 0   Where(true, x, 0) + attn.partial + mlp.partial
+                        rank 1   Where(false, x, 0) + attn.partial + mlp.partial
 
 It is made right before the node that reads it, since no rank waits for another, and so lives no longer than it must. Multiplied by 0, an
 infinity would be no number, so it is chosen. Its cotangent is the whole operand's: what is added has that of the sum.

@@ -1,6 +1,6 @@
-"""Changes of layout that need nothing of another rank: a slice, a zero where others have the term, a piece among zeros.
+"""Changes of layout that need nothing of another rank: a slice, a zero where others have the term, a shard among zeros.
 
-All ranks do the same; which piece is a rank's own is a constant by its place, so that they share one program.
+All ranks do the same; which shard is a rank's own is a constant by its place, so that they share one program.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ def slice_out(
     dim: int,
     axes: Sequence[int],
 ) -> None:
-    """The piece of each rank's place: fixed bounds where the size is fixed, else computed from the extent."""
+    """The shard of each rank's place: fixed bounds where the size is fixed, else computed from the extent."""
     shape = local_shape(writer.program, before)
     size = shape[dim] if shape is not None else None
-    pieces = math.prod(move.after.mesh[axis] for axis in axes)
+    shards = math.prod(move.after.mesh[axis] for axis in axes)
     ranks, (_, group) = move.group, writer.circles(move.after.mesh, tuple(axes), move.group)
     axis = writer.constant(ranks, out, "axis", [dim])
     if isinstance(size, int):
-        length = size // pieces
+        length = size // shards
         begin = writer.constant(ranks, out, "begin", RankConstant.of(group, [f"{length}*place"]))
         end = writer.constant(ranks, out, "end", RankConstant.of(group, [f"{length}*place + {length}"]))
     else:
         extent = writer.beside(ranks, "Shape", [name], f"{out}.shape")
         extent = writer.beside(ranks, "Gather", [extent, axis], f"{out}.extent")
-        count = writer.constant(ranks, out, "pieces", [pieces])
+        count = writer.constant(ranks, out, "shards", [shards])
         step = writer.beside(ranks, "Div", [extent, count], f"{out}.length")
-        piece = writer.constant(ranks, out, "piece", RankConstant.of(group, ["place"]))
-        begin = writer.beside(ranks, "Mul", [step, piece], f"{out}.begin")
+        shard = writer.constant(ranks, out, "shard", RankConstant.of(group, ["place"]))
+        begin = writer.beside(ranks, "Mul", [step, shard], f"{out}.begin")
         end = writer.beside(ranks, "Add", [begin, step], f"{out}.end")
     writer.emit(ranks, "Slice", [name, begin, end, axis], out, after.value.producer())
 
@@ -62,12 +62,12 @@ def keep(writer: CommLowering, move: mv.MaskReplicas, name: str, out: str, axes:
 def pad(
     writer: CommLowering, move: mv.ZeroPad, before: ShardedValue, name: str, out: str, dim: int, axes: Sequence[int]
 ) -> None:
-    """Terms of a sum of what is cut: the own piece at its place among zeros; fixed ones where the size is fixed."""
+    """Terms of a sum of what is cut: the own shard at its place among zeros; fixed ones where the size is fixed."""
     shape = local_shape(writer.program, before)
     size = shape[dim] if shape is not None else None
-    pieces = math.prod(move.after.mesh[axis] for axis in axes)
+    shards = math.prod(move.after.mesh[axis] for axis in axes)
     ranks, (_, group) = move.group, writer.circles(move.after.mesh, tuple(axes), move.group)
-    axis, last = writer.constant(ranks, out, "axis", [dim]), pieces - 1
+    axis, last = writer.constant(ranks, out, "axis", [dim]), shards - 1
     if isinstance(size, int):
         around = [f"{size}*place", f"{size * last} - {size}*place"]
         pads = writer.constant(ranks, out, "pads", RankConstant.of(group, around))

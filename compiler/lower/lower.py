@@ -161,7 +161,7 @@ class PortBuilder:
                 self._weight(home)
 
     def _weight(self, copy: ShardedValue) -> None:
-        """A weight: ranks that hold the same piece hold it alike."""
+        """A weight: ranks that hold the same shard hold it alike."""
         name = self._typed(copy)
         for place, ranks in copy.holders:
             held = LocalTensor(name, copy, place)

@@ -22,7 +22,7 @@ def reduce_to(
 ) -> None:
     """A Reduce: all ranks give their terms, the roots have what comes of them."""
     sets, group = writer.circles(move.before.mesh, move.axes, move.source_group)
-    amount, shape = writer.amount(after.value, share_of_piece(after.layout)), local_shape(writer.program, before)
+    amount, shape = writer.amount(after.value, share_of_shard(after.layout)), local_shape(writer.program, before)
     tag = len(writer.events)
     way = (before.group, before.layout), (after.group, after.layout)
     event = Event(tag, fmt.REDUCE_TO, after.value, out, sets, group, shape, amount, cause, writer.derived, way)
@@ -38,7 +38,7 @@ def broadcast(
 ) -> None:
     """A Broadcast of what the first of the ranks has whole; it keeps what it has, and the others get it."""
     group, shape = writer.group((ranks,)), local_shape(writer.program, before)
-    amount = writer.amount(after.value, share_of_piece(before.layout))
+    amount = writer.amount(after.value, share_of_shard(before.layout))
     tag = len(writer.events)
     way = (before.group, before.layout), (after.group, after.layout)
     event = Event(tag, fmt.BROADCAST, after.value, out, (ranks,), group, shape, amount, cause, writer.derived, way)
@@ -54,6 +54,6 @@ def has_size(program: Program, value: ir.Value) -> bool:
     return info.is_tensor and info.shape is not None and info.item_bytes is not None
 
 
-def share_of_piece(layout: Layout) -> Fraction:
+def share_of_shard(layout: Layout) -> Fraction:
     """The share of a value that one rank has."""
-    return Fraction(1, math.prod(layout.pieces(dim) for dim in range(len(layout.cuts))))
+    return Fraction(1, math.prod(layout.num_shards(dim) for dim in range(len(layout.cuts))))

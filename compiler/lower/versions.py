@@ -2,7 +2,7 @@
 
 One copy per (value, group, layout), however many readers. A copy's name on its ranks is the value's own where that is free: for what an
 output of the model is delivered as, then for the copy that it is made as, then for the first one that is read; others are
-named by their layout, `h@[2, 1]`, unless the model has a value of that name. A value that is made as terms of a sum is `h.terms`,
+named by their layout, `h@[2, 1]`, unless the model has a value of that name. A value that is made as terms of a sum is `h.partial`,
 and what it is reduced to is `h`.
 """
 
@@ -292,7 +292,7 @@ def _name(copies: ValueVersions, value: ir.Value, own: frozenset[str], fed: Coll
 
 
 def _spellings(name: str, copy: ShardedValue) -> list[str]:
-    """The names that a copy of a value may have, the plainest first: `h`, `h@[2, 1]`, `h@[2, 1]@0-1`; of terms `h.terms` and on."""
-    apart = f"{name}.terms" if copy.layout.partial else f"{name}@{copy.layout}"
+    """The names that a copy of a value may have, the plainest first: `h`, `h@[2, 1]`, `h@[2, 1]@0-1`; of partial sums `h.partial` and on."""
+    apart = f"{name}.partial" if copy.layout.partial else f"{name}@{copy.layout}"
     plain = [] if copy.layout.partial else [name]
     return [*plain, apart, f"{apart}@{'-'.join(map(str, copy.group))}"]

@@ -206,7 +206,7 @@ class _Work:
             self.zeros(tuple(without), [grows if dim == self.one.dim else 1 for dim in range(rank)])
 
     def routes(self) -> Sequence[tuple[int, int, tuple[int, int], tuple[int, int]]]:
-        """Source and target by their places, and which piece along the dim is given and taken, of how many."""
+        """Source and target by their places, and which shard along the dim is given and taken, of how many."""
         size, root, whole = self.one.size, self.one.root, (0, 1)
         match self.one.op_type:
             case "Gather":
@@ -230,7 +230,7 @@ class _Work:
         self.writer.emit(ranks, "ConstantOfShape", [shape], out, None, value=zero)
 
 
-def _box(rank: int, dim: int, piece: tuple[int, int]) -> tuple[int, ...]:
-    """Begin, end and denominator per dim: one piece along `dim`, all along the others."""
-    number, of = piece
+def _box(rank: int, dim: int, shard: tuple[int, int]) -> tuple[int, ...]:
+    """Begin, end and denominator per dim: one shard along `dim`, all along the others."""
+    number, of = shard
     return tuple(one for place in range(rank) for one in ((number, number + 1, of) if place == dim else (0, 1, 1)))

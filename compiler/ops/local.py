@@ -1,4 +1,4 @@
-"""What a rule's `local` sees and does: one node on one rank, its operands as local pieces, and nodes emitted in its place.
+"""What a rule's `local` sees and does: one node on one rank, its operands as local shards, and nodes emitted in its place.
 
 The program of every rank of a group is the same list of nodes; what differs by rank (an offset, a zero or one) must be a constant, never
 another node, so that equal programs stay equal.
@@ -22,15 +22,15 @@ Shape = tuple[Dim, ...]
 class Local:
     """One node on one rank.
 
-    `pieces`: per factor into how many pieces it is cut (absent: 1); `piece`: which of them this rank has. `inputs` are the names of the
+    `shards`: per factor into how many shards it is cut (absent: 1); `shard`: which of them this rank has. `inputs` are the names of the
     local operands ("" where absent), `outputs` the names that must be made. `global_shapes`/`local_shapes`: by name, for operands
     and outputs, where known. `nodes` and `constants` collect what is emitted.
     """
 
     node: ir.Node
     rule: Rule
-    pieces: Mapping[str, int]
-    piece: Mapping[str, int]
+    shards: Mapping[str, int]
+    shard: Mapping[str, int]
     inputs: Sequence[str]
     outputs: Sequence[str]
     global_shapes: Mapping[str, Shape | None]
@@ -40,12 +40,12 @@ class Local:
     value: Callable[[str], ir.Value] = field(default=lambda name: ir.Value(name=name))
 
     def cut(self, factor: str) -> int:
-        """Into how many pieces a factor is cut."""
-        return self.pieces.get(factor, 1)
+        """Into how many shards a factor is cut."""
+        return self.shards.get(factor, 1)
 
     def index(self, factor: str) -> int:
-        """Which piece of a factor this rank has."""
-        return self.piece.get(factor, 0)
+        """Which shard of a factor this rank has."""
+        return self.shard.get(factor, 0)
 
     def constant(self, name: str, array: np.ndarray) -> str:
         """A constant of this rank; `name` says what it is (`offset`), and becomes `<node's path>.offset`."""

@@ -13,8 +13,8 @@ from partc.compiler.ops.local import Local
 from partc.compiler.ops.rule import WHOLE
 
 
-def pieces_of(local: Local, letters: str | None) -> tuple[int, ...]:
-    """Per dim of an operand, into how many pieces it is cut."""
+def shards_of(local: Local, letters: str | None) -> tuple[int, ...]:
+    """Per dim of an operand, into how many shards it is cut."""
     return tuple(1 if letter == WHOLE else local.cut(letter) for letter in letters or "")
 
 
@@ -34,11 +34,11 @@ def integer(local: Local, name: str, number: int) -> str:
     return local.constant(name, np.array(number, np.int64))
 
 
-def divided(local: Local, extents: str, pieces: Sequence[int], *, round_up: bool = False) -> str:
-    """The extents of `extents`, a vector of int64, divided by the pieces; with `round_up` an extent of 1 stays 1."""
-    by = integers(local, "pieces", pieces)
+def divided(local: Local, extents: str, shards: Sequence[int], *, round_up: bool = False) -> str:
+    """The extents of `extents`, a vector of int64, divided by the shards; with `round_up` an extent of 1 stays 1."""
+    by = integers(local, "shards", shards)
     if round_up:
-        extents = local.emit("Add", [extents, integers(local, "less", [count - 1 for count in pieces])], "raised")
+        extents = local.emit("Add", [extents, integers(local, "less", [count - 1 for count in shards])], "raised")
     return local.emit("Div", [extents, by], "extents")
 
 
@@ -58,11 +58,11 @@ def as_typed(local: Local, k: int, name: str) -> str:
     return local.emit("Cast", [name], f"local{k}", to=value.dtype.value)
 
 
-def piece_of(local: Local, whole: str, dim: int, letter: str, output: str) -> str:
-    """This rank's piece of a value that every rank has made whole, along one dim."""
+def shard_of(local: Local, whole: str, dim: int, letter: str, output: str) -> str:
+    """This rank's shard of a value that every rank has made whole, along one dim."""
     shape = local.emit("Shape", [whole], "whole_shape")
     size = local.emit("Gather", [shape, integers(local, "dim", [dim])], "size")
-    length = local.emit("Div", [size, integers(local, "pieces", [local.cut(letter)])], "length")
-    begin = local.emit("Mul", [length, integers(local, "piece", [local.index(letter)])], "begin")
+    length = local.emit("Div", [size, integers(local, "shards", [local.cut(letter)])], "length")
+    begin = local.emit("Mul", [length, integers(local, "shard", [local.index(letter)])], "begin")
     end = local.emit("Add", [begin, length], "end")
     return local.emit("Slice", [whole, begin, end, integers(local, "axes", [dim])], output)

@@ -30,9 +30,9 @@ class Rule:
     in `whole`.
     `linear`: inputs that may be Partial(sum), with the outputs Partial then: "" none, "each" any one of `terms` while the others
     are whole (a product), "joint" all of them together (a sum). `terms`: of which inputs it speaks; None: of all tensors.
-    `units`: per factor a number that its pieces must divide besides the dims themselves: heads, groups, blocks.
+    `units`: per factor a number that its shards must divide besides the dims themselves: heads, groups, blocks.
     `apart`: inputs of which every rank has one of its own, and so of their cotangents.
-    `local`: rewrites the node for a rank where the plain node on local pieces would be wrong; None where it is right.
+    `local`: rewrites the node for a rank where the plain node on local shards would be wrong; None where it is right.
     """
 
     inputs: tuple[str | None, ...]

@@ -1,6 +1,6 @@
-"""A cut: into how many pieces each dim of a value is cut, or along which axes of the mesh.
+"""A cut: into how many shards each dim of a value is cut, or along which axes of the mesh.
 
-Two spellings. By integers, `[2, 4]`: the number of pieces of every dim, 1 for a dim that stays whole. By axes, `[dp, tp]`,
+Two spellings. By integers, `[2, 4]`: the number of shards of every dim, 1 for a dim that stays whole. By axes, `[dp, tp]`,
 `[[dp, tp], null]`: the mesh axes that cut a dim, major first, and null (or 1) for a dim that stays whole. A rule has one
 spelling throughout; nothing but 1 and null is in both:
 
@@ -16,25 +16,25 @@ from typing import TypeAlias
 
 from partc.compiler.plan.violation import Violation, is_integer, shown
 
-Piece: TypeAlias = int | tuple[str, ...]
-Cut: TypeAlias = tuple[Piece, ...]
-"""Per dim the number of pieces, or the axes that cut it, major first, () for none: one spelling in all dims."""
+Shard: TypeAlias = int | tuple[str, ...]
+Cut: TypeAlias = tuple[Shard, ...]
+"""Per dim the number of shards, or the axes that cut it, major first, () for none: one spelling in all dims."""
 
-_LAW = "a dim is cut into a number of pieces, along a mesh axis, or along a list of them, major first; null: not at all"
+_LAW = "a dim is cut into a number of shards, along a mesh axis, or along a list of them, major first; null: not at all"
 
 
-def piece_of(value: object, axes: Collection[str] | None = None) -> Piece | None:
+def shard_of(value: object, axes: Collection[str] | None = None) -> Shard | None:
     """One dim's entry as it is spelled; None for null. Raises Violation, also for an axis that `axes`, if given, has not."""
     if value is None:
         return None
     if is_integer(value):
         assert isinstance(value, int)
         if value < 1:
-            raise Violation(f"expected at least 1 piece, but got {value}", help="write 1 for a dim that stays whole")
+            raise Violation(f"expected at least 1 shard, but got {value}", help="write 1 for a dim that stays whole")
         return value
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list | tuple):
-        raise Violation(f"expected a number of pieces or a mesh axis, but got {shown(value)}", _LAW)
+        raise Violation(f"expected a number of shards or a mesh axis, but got {shown(value)}", _LAW)
     wrong = [name for name in names if not isinstance(name, str)]
     if wrong:
         fact = f"a list within a cut is of mesh axes, but has {shown(wrong[0])}"
@@ -45,50 +45,50 @@ def piece_of(value: object, axes: Collection[str] | None = None) -> Piece | None
         raise Violation(
             f"{one} {'is no axis' if len(unknown) == 1 else 'are no axes'} of the mesh",
             there,
-            "" if axes else "declare 'mesh: {dp: 2, tp: 4}', or write numbers of pieces",
+            "" if axes else "declare 'mesh: {dp: 2, tp: 4}', or write numbers of shards",
         )
     return tuple(names)
 
 
-def one_spelling(cuts: Sequence[Sequence[Piece | None] | None]) -> list[Cut | None]:
+def one_spelling(cuts: Sequence[Sequence[Shard | None] | None]) -> list[Cut | None]:
     """The cuts of one rule, None for those that are derived. Raises Violation where spellings mix, or an axis cuts twice."""
-    pieces = [piece for cut in cuts if cut is not None for piece in cut]
-    names = [name for piece in pieces if isinstance(piece, tuple) for name in piece]
-    numbers = [piece for piece in pieces if isinstance(piece, int) and piece > 1]
-    by_axes = any(isinstance(piece, tuple) for piece in pieces)
+    shards = [shard for cut in cuts if cut is not None for shard in cut]
+    names = [name for shard in shards if isinstance(shard, tuple) for name in shard]
+    numbers = [shard for shard in shards if isinstance(shard, int) and shard > 1]
+    by_axes = any(isinstance(shard, tuple) for shard in shards)
     if by_axes and numbers:
         axis = f"the axis '{names[0]}'" if names else "a list of axes"
         raise Violation(
-            f"{axis} and {numbers[0]} pieces stand side by side",
-            "a rule is spelled by mesh axes or by numbers of pieces, not by both",
+            f"{axis} and {numbers[0]} shards stand side by side",
+            "a rule is spelled by mesh axes or by numbers of shards, not by both",
             "1 and null are a whole dim beside mesh axes",
         )
-    if numbers and None in pieces:
+    if numbers and None in shards:
         raise Violation(
-            f"null stands beside {numbers[0]} pieces",
+            f"null stands beside {numbers[0]} shards",
             "null is a whole dim beside mesh axes, and in place of a whole cut leaves it to be derived",
             "write 1 for a dim that stays whole",
         )
     for cut in cuts:
-        used = [name for piece in cut or () if isinstance(piece, tuple) for name in piece]
+        used = [name for shard in cut or () if isinstance(shard, tuple) for name in shard]
         if twice := [name for name in dict.fromkeys(used) if used.count(name) > 1]:
             raise Violation(f"the axis '{twice[0]}' cuts twice", "a mesh axis cuts one dim of a value, once")
-    if by_axes or None in pieces:
+    if by_axes or None in shards:
         return [None if cut is None else tuple(p if isinstance(p, tuple) else () for p in cut) for cut in cuts]
     return [None if cut is None else tuple(p for p in cut if p is not None) for cut in cuts]
 
 
 def is_named(cut: Cut) -> bool:
     """Whether a cut is spelled by mesh axes; a scalar's is spelled by neither."""
-    return any(isinstance(piece, tuple) for piece in cut)
+    return any(isinstance(shard, tuple) for shard in cut)
 
 
 def shown_cut(cut: Cut) -> str:
     """A cut as a plan spells it: `[2, 4]`, `[[dp, tp], null]`."""
-    return f"[{', '.join(_shown_piece(piece) for piece in cut)}]"
+    return f"[{', '.join(_shown_shard(shard) for shard in cut)}]"
 
 
-def _shown_piece(piece: Piece) -> str:
-    if isinstance(piece, int):
-        return str(piece)
-    return "null" if not piece else piece[0] if len(piece) == 1 else f"[{', '.join(piece)}]"
+def _shown_shard(shard: Shard) -> str:
+    if isinstance(shard, int):
+        return str(shard)
+    return "null" if not shard else shard[0] if len(shard) == 1 else f"[{', '.join(shard)}]"

@@ -1,6 +1,6 @@
 """How inputs arrive on their ranks, as a plan or a `model.py` says it.
 
-    dataset: data_parallel                  full_batch: every rank is fed the whole batch; data_parallel: dim 0 in as many pieces as ranks
+    dataset: data_parallel                  full_batch: every rank is fed the whole batch; data_parallel: dim 0 in as many shards as ranks
     dataset: {x: [8, 1, 1, 1]}              the cut of each dim, by input, or by a pattern of inputs: "past.*.key"; the later wins
     dataset: [[8, 1, 1, 1], [8]]            the same by the inputs' order, the loss's labels last; null: whole
 
@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Annotated, Literal, TypeAlias
 
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.plan.cut import Cut, Piece, one_spelling, piece_of
+from partc.compiler.plan.cut import Cut, Shard, one_spelling, shard_of
 from partc.compiler.plan.groups import Frame
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import DATA_PARALLEL, FULL_BATCH, Dataset, DatasetCut
@@ -41,7 +41,7 @@ class DatasetEntry(RootModel[dict[str, CutEntry]]):
 
     def dataset(self, where: str, lines: Mapping[str, str]) -> Dataset:
         """What the entry says, of the line `where`; `lines` has those of its keys."""
-        cuts = {name: one_spelling([pieces])[0] for name, pieces in self.root.items()}
+        cuts = {name: one_spelling([shards])[0] for name, shards in self.root.items()}
         by_name = {name: DatasetCut(cut, lines[name]) for name, cut in cuts.items() if cut is not None}
         return Dataset(self._style, by_name, where, self._order)
 
@@ -138,7 +138,7 @@ def _styled(value: object, axes: Collection[str] | None) -> DatasetEntry:
         return DatasetEntry.of(FULL_BATCH, [None if cut is None else _cut(cut, axes, k) for k, cut in enumerate(value)])
     raise Violation(
         f"expected {FULL_BATCH}, {DATA_PARALLEL} or the cut of each input, but got {shown(value)}",
-        help="write {x: [8, 1, 1, 1]} for an input x whose dim 0 arrives in 8 pieces",
+        help="write {x: [8, 1, 1, 1]} for an input x whose dim 0 arrives in 8 shards",
     )
 
 
@@ -147,8 +147,8 @@ def _cut(value: object, axes: Collection[str] | None, k: int | None = None) -> C
     if not isinstance(value, list | tuple):
         raise Violation(f"{of}expected an entry for each dim, such as [2, 4], but got {shown(value)}")
     try:
-        pieces: list[Piece | None] = [piece_of(piece, axes) for piece in value]
-        cut = one_spelling([pieces])[0]
+        shards: list[Shard | None] = [shard_of(shard, axes) for shard in value]
+        cut = one_spelling([shards])[0]
     except Violation as violation:
         raise Violation(f"{of}{violation.fact}", violation.law, violation.help) from None
     assert cut is not None

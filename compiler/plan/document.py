@@ -230,6 +230,6 @@ def _float(text: str) -> float | str:
 
 
 def _syntax(where: str, problem: str | None, context: str | None) -> Problem:
-    fact = ": ".join(piece for piece in (context, problem) if piece)
+    fact = ": ".join(shard for shard in (context, problem) if shard)
     remedy = next((text for symptom, text in _HELP.items() if symptom in fact), "")
     return Problem(where, f"this is not YAML: {fact}", help=remedy)

@@ -186,29 +186,29 @@ def _expression(parts: list[list[str]]) -> str:
 
 def _part(tokens: list[str]) -> str:
     """The regular expression of a whole part of a path."""
-    pieces = [""]
+    shards = [""]
     for token in tokens:
         match token[0]:
             case "*":
                 if len(token) > 1:
                     raise ValueError(f"'{''.join(tokens)}' has '{token}' inside a part, but '**' is a part of its own")
-                pieces.append("")
+                shards.append("")
             case "?":
-                pieces[-1] += "[^.]"
+                shards[-1] += "[^.]"
             case "[":
-                pieces[-1] += _bracket(token)
+                shards[-1] += _bracket(token)
             case "]":
                 raise ValueError("a ']' has no '['; '\\]' is the character itself")
             case "\\":
                 if len(token) == 1:
                     raise ValueError("the pattern ends after a '\\', which takes the next character as it is")
-                pieces[-1] += re.escape(token[1])
+                shards[-1] += re.escape(token[1])
             case _:
-                pieces[-1] += re.escape(token)
-    first, *rest = pieces
+                shards[-1] += re.escape(token)
+    first, *rest = shards
     if not rest:
         return first
-    between = "".join(rf"(?>[^.]*?{piece})" for piece in rest[:-1] if piece)
+    between = "".join(rf"(?>[^.]*?{shard})" for shard in rest[:-1] if shard)
     return rf"{first}{between}(?>[^.]*?{rest[-1]}(?=\.|\Z))"
 
 
@@ -233,8 +233,8 @@ def _bracket(token: str) -> str:
 def _numbers(token: str) -> str:
     """The regular expression of a whole number of a range such as `[0-5,7]`."""
     choices: list[str] = []
-    for piece in token[1:-1].split(","):
-        found = _NUMBERS.fullmatch(piece)
+    for shard in token[1:-1].split(","):
+        found = _NUMBERS.fullmatch(shard)
         if not found:
             raise ValueError(f"'{token}' is no range of numbers such as [0-5,7]; '\\[' is the character itself")
         first, last = int(found[1]), int(found[2] or found[1])

@@ -81,7 +81,7 @@ class ShardingRule:
 
 @dataclass(frozen=True)
 class DatasetCut:
-    """How an input arrives: every rank is fed this piece of it."""
+    """How an input arrives: every rank is fed this shard of it."""
 
     cut: Cut
     where: str
@@ -105,7 +105,7 @@ class Dataset:
 class OutputRule:
     """Outputs whose names match are delivered to these ranks, in rising order; None: they stay where they are made.
 
-    `cut`: they stay cut as they are, a piece on each rank; otherwise they are whole.
+    `cut`: they stay cut as they are, a shard on each rank; otherwise they are whole.
     """
 
     pattern: str
@@ -143,8 +143,8 @@ class Plan:
         return axes_of(self.mesh, self.ranks, group)
 
 
-def batch_pieces(plan: Plan, name: str) -> int:
-    """Into how many pieces the records of an input are dealt out."""
+def batch_shards(plan: Plan, name: str) -> int:
+    """Into how many shards the records of an input are dealt out."""
     sizes = dict(plan.mesh)
     given = plan.dataset.cuts.get(name)
     if given is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, TypeAlias
 
-from partc.compiler.plan.cut import Cut, Piece, one_spelling, piece_of
+from partc.compiler.plan.cut import Cut, Shard, one_spelling, shard_of
 from partc.compiler.plan.groups import Frame
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import ShardingRule
@@ -29,9 +29,9 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B", re.ASCII)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-def _piece(value: object, info: ValidationInfo) -> Piece | None:
+def _shard(value: object, info: ValidationInfo) -> Shard | None:
     frame = info.context if isinstance(info.context, Frame) else Frame()
-    return piece_of(value, None if frame.mesh is None else [name for name, _ in frame.mesh])
+    return shard_of(value, None if frame.mesh is None else [name for name, _ in frame.mesh])
 
 
 def _one_cut(value: object) -> object:
@@ -40,9 +40,9 @@ def _one_cut(value: object) -> object:
     raise Violation(f"expected an entry for each dim, such as [2, 4], but got {shown(value)}")
 
 
-def _spelled_once(pieces: list[Piece | None]) -> list[Piece | None]:
-    one_spelling([pieces])
-    return pieces
+def _spelled_once(shards: list[Shard | None]) -> list[Shard | None]:
+    one_spelling([shards])
+    return shards
 
 
 def _some_cuts(value: object) -> object:
@@ -91,15 +91,15 @@ def _packed(value: object) -> object:
 StyleName: TypeAlias = Annotated[Style, BeforeValidator(_style_name, json_schema_input_type=Style)]
 PackedParts: TypeAlias = Annotated[int | list[int], BeforeValidator(_packed, json_schema_input_type=int | list[int])]
 DimCut: TypeAlias = Annotated[int, Field(ge=1)] | str | list[str] | None
-PieceEntry: TypeAlias = Annotated[Piece | None, PlainValidator(_piece, json_schema_input_type=DimCut)]
-CutEntry: TypeAlias = Annotated[list[PieceEntry], BeforeValidator(_one_cut), AfterValidator(_spelled_once)]
+ShardEntry: TypeAlias = Annotated[Shard | None, PlainValidator(_shard, json_schema_input_type=DimCut)]
+CutEntry: TypeAlias = Annotated[list[ShardEntry], BeforeValidator(_one_cut), AfterValidator(_spelled_once)]
 CutEntries: TypeAlias = Annotated[
     list[CutEntry | None] | None, BeforeValidator(_some_cuts, json_schema_input_type=list[list[DimCut] | None] | None)
 ]
 
 
 class ShardingEntry(BaseModel):
-    """Into how many pieces, or along which mesh axes, each dim is cut. What is not said, or null, is derived."""
+    """Into how many shards, or along which mesh axes, each dim is cut. What is not said, or null, is derived."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -27,7 +27,7 @@ class Linked:
     """Dims that are cut together, and the nodes that read or make them.
 
     `made`: products whose weight brings the dim, in order; `summed`: those that sum over it. `obstacles`: in words, why it cannot be
-    cut into any number of pieces. `units`: numbers besides the dims themselves that the pieces must divide.
+    cut into any number of shards. `units`: numbers besides the dims themselves that the shards must divide.
     """
 
     places: list[Place] = field(default_factory=list)
@@ -52,18 +52,18 @@ class Linked:
         shape = program.values[value].shape
         return shape[dim] if shape is not None else "?"
 
-    def indivisible(self, program: Program, pieces: int) -> str:
-        """In words, what cannot be cut into equal pieces; "" where all can."""
+    def indivisible(self, program: Program, shards: int) -> str:
+        """In words, what cannot be cut into equal shards; "" where all can."""
         known = {name: info.facts for name, info in program.symbols.items()}
         for value, dim in self.places:
             shape = program.values[value].shape
             size = shape[dim] if shape is not None else None
-            if size is None or not facts_of(size, known).divisible_by(pieces):
+            if size is None or not facts_of(size, known).divisible_by(shards):
                 return (
-                    f"dim {dim} of '{value.name}' ({'unknown' if size is None else size}) is not divisible by {pieces}"
+                    f"dim {dim} of '{value.name}' ({'unknown' if size is None else size}) is not divisible by {shards}"
                 )
-        wrong = next((unit for unit in sorted(self.units) if unit % pieces), None)
-        return "" if wrong is None else f"{wrong} heads or groups are not divisible by {pieces}"
+        wrong = next((unit for unit in sorted(self.units) if unit % shards), None)
+        return "" if wrong is None else f"{wrong} heads or groups are not divisible by {shards}"
 
 
 def linked_dims(program: Program) -> list[Linked]:

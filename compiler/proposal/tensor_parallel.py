@@ -49,13 +49,13 @@ class TensorParallel:
                 yield from (f"{pattern}: {style}" for pattern in patterns(chosen, covered[style]))
 
 
-def tensor_parallel(program: Program, paths: Iterable[str], pieces: int) -> TensorParallel:
+def tensor_parallel(program: Program, paths: Iterable[str], shards: int) -> TensorParallel:
     """The cuts of a model in global shapes over an axis of so many ranks.
 
     `paths` are those of the model's own nodes: a node that is not among them stands for a part of one that is.
     """
     total = sum(value.const_value.nbytes for value in program.model.graph.initializers.values() if value.const_value)
-    chosen, refused = _choose(program, linked_dims(program), pieces, total)
+    chosen, refused = _choose(program, linked_dims(program), shards, total)
     regions = _Regions(program, frozenset(paths))
     alike: dict[tuple[tuple[str, str], ...], list[tuple[Linked, list[Style]]]] = {}
     for one in chosen:
@@ -66,19 +66,19 @@ def tensor_parallel(program: Program, paths: Iterable[str], pieces: int) -> Tens
     groups = []
     for members in alike.values():
         styles = [style for _, some in members for style in some]
-        groups.append((_reason(program, members[0][0], len(members), members[0][1], pieces), tuple(styles)))
+        groups.append((_reason(program, members[0][0], len(members), members[0][1], shards), tuple(styles)))
     styled = tuple(dict.fromkeys(style.path for _, some in groups for style in some))
     return TensorParallel(tuple(groups), tuple(_whole(program, chosen, refused, total)), styled)
 
 
 def _choose(
-    program: Program, sets: Sequence[Linked], pieces: int, total: int
+    program: Program, sets: Sequence[Linked], shards: int, total: int
 ) -> tuple[list[Linked], list[tuple[Linked, str]]]:
     """The sets to cut, in the order of the graph, and the others with the reason."""
     refused: list[tuple[Linked, str]] = []
     open_sets = []
     for one in sets:
-        against = one.obstacles[0] if one.obstacles else one.indivisible(program, pieces)
+        against = one.obstacles[0] if one.obstacles else one.indivisible(program, shards)
         if against or not (one.made or one.summed):
             refused.append((one, against))
         else:
@@ -133,9 +133,9 @@ class _Regions:
         return module if module and self.inside.get(module, 0) == 1 else path
 
 
-def _reason(program: Program, one: Linked, times: int, styles: Sequence[Style], pieces: int) -> str:
+def _reason(program: Program, one: Linked, times: int, styles: Sequence[Style], shards: int) -> str:
     size = one.size(program)
-    each = f"{size // pieces} of {size}" if isinstance(size, int) else f"1/{pieces} of {size}"
+    each = f"{size // shards} of {size}" if isinstance(size, int) else f"1/{shards} of {size}"
     made = _named(style.path for style in styles if style.style == "colwise")
     summed = _named(style.path for style in styles if style.style == "rowwise")
     sums = len(one.summed)

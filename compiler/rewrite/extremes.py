@@ -2,7 +2,7 @@
 
     top = ReduceMax(x)   same = Equal(x, top)   count = ReduceSum(Cast(same))   y = partc.nn.Extreme(x, top, same, count)
 
-The first and the third are reductions that ranks complete, each over the pieces of `x` that it has: so equal elements share a
+The first and the third are reductions that ranks complete, each over the shards of `x` that it has: so equal elements share a
 cotangent over all ranks as they do on one. The parts take the numbers and about the time that the gradient of the whole op takes.
 """
 

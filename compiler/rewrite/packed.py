@@ -4,7 +4,7 @@ Exporters keep queries, keys and values in one matrix, or the gate and the up pr
 
     y = x W + b;  q, k, v = Split(y)     ->     q = x W.0 + b.0;  k = x W.1 + b.1;  v = x W.2 + b.2
 
-A contiguous piece of W would be most of q, and the Split would gather y. The parts of W run forward through every op that treats
+A contiguous shard of W would be most of q, and the Split would gather y. The parts of W run forward through every op that treats
 their elements alike, until a Split, Slice or Gather asks for just these parts; where something else reads them they are joined
 again. What is cut is then said of each part by itself, whatever their sizes are: fewer keys than queries are nothing special.
 
@@ -145,7 +145,7 @@ class _Unpacking(Rewriting):
         return []
 
     def _take_apart(self, weight: ir.Value, dim: int, sizes: list[int]) -> None:
-        self.parts = {weight: (dim, self._pieces(weight, dim, sizes))}
+        self.parts = {weight: (dim, self._shards(weight, dim, sizes))}
         self.joined = {}
         old: list[ir.Node] = []
         for node in list(self.graph):
@@ -170,7 +170,7 @@ class _Unpacking(Rewriting):
             del self.graph.initializers[str(value.name)]
             del self.values[value]
 
-    def _pieces(self, value: ir.Value, dim: int, sizes: Sequence[int]) -> list[ir.Value]:
+    def _shards(self, value: ir.Value, dim: int, sizes: Sequence[int]) -> list[ir.Value]:
         """A weight's parts as weights of their own."""
         found, begin = [], 0
         tensor, shape = value.const_value, tuple(value.shape.numpy()) if value.shape is not None else ()
@@ -259,7 +259,7 @@ class _Unpacking(Rewriting):
     def _parts_of(self, node: ir.Node, value: ir.Value, dim: int, sizes: Sequence[int]) -> list[ir.Value]:
         """The same parts of another operand: a bias's own, else of a value that is split."""
         if value.is_initializer() and len(list(value.uses())) == 1 and value.const_value is not None:
-            return self._pieces(value, dim, sizes)
+            return self._shards(value, dim, sizes)
         lengths = self.constant(f"{self.paths[node]}.{value.name}.sizes", list(sizes))
         made = [self.like(value, f"{self.paths[node]}.{value.name}.{k}", {dim: n}) for k, n in enumerate(sizes)]
         self.put(node, "Split", [value, lengths], made, ".parts", axis=dim)
@@ -303,8 +303,8 @@ def _slice_of(tensor: ir.TensorProtocol, dim: int, begin: int, end: int, part: i
     """A part of a tensor; of a large one it is read when it is written."""
 
     def cut() -> ir.TensorProtocol:
-        pieces = (slice(None),) * dim + (slice(begin, end),)
-        return ir.Tensor(np.ascontiguousarray(tensor.numpy()[pieces]), dtype=tensor.dtype)
+        shards = (slice(None),) * dim + (slice(begin, end),)
+        return ir.Tensor(np.ascontiguousarray(tensor.numpy()[shards]), dtype=tensor.dtype)
 
     assert part.shape is not None
     if tensor.nbytes <= _EAGER:

@@ -95,7 +95,7 @@ class _Map:
     def split(self, value: ir.Value, dim: int, count: int) -> list[ir.Value]:
         return [value] if count == 1 else self.add("Split", [value], count, axis=dim, num_outputs=count)
 
-    def pieces(self, value: ir.Value, dim: int, count: int, rank: int) -> list[ir.Value]:
+    def shards(self, value: ir.Value, dim: int, count: int, rank: int) -> list[ir.Value]:
         """As `split`, by a Reshape, of which the sizes are known to be equal also where nobody knows what divides the dim."""
         if count == 1:
             return [value]
@@ -127,19 +127,19 @@ class _Map:
     def _enter(self, node: ir.Node) -> None:
         x = node.inputs[0]
         assert x is not None
-        pieces: dict[tuple[int, ...], ir.Value] = {(): x}
+        shards: dict[tuple[int, ...], ir.Value] = {(): x}
         counts = [math.prod(self.sizes[axis] for axis in dim) for dim in specs(node)]
         for dim, count in enumerate(counts):
-            pieces = {
+            shards = {
                 (*at, k): part
-                for at, one in pieces.items()
-                for k, part in enumerate(self.pieces(one, dim, count, len(counts)))
+                for at, one in shards.items()
+                for k, part in enumerate(self.shards(one, dim, count, len(counts)))
             }
         for place in self.places:
-            (self.made[node.outputs[0], place],) = self.add("Identity", [pieces[self._piece(node, place)]])
+            (self.made[node.outputs[0], place],) = self.add("Identity", [shards[self._shard(node, place)]])
 
-    def _piece(self, node: ir.Node, place: Place) -> tuple[int, ...]:
-        """Per dim which piece a coordinate has."""
+    def _shard(self, node: ir.Node, place: Place) -> tuple[int, ...]:
+        """Per dim which shard a coordinate has."""
         at = dict(zip(self.sizes, place, strict=True))
         found = []
         for axes in specs(node):
@@ -154,7 +154,7 @@ class _Map:
         assert y is not None
         parts: dict[tuple[int, ...], ir.Value] = {}
         for place in self.places:
-            parts.setdefault(self._piece(node, place), self.here(y, place))
+            parts.setdefault(self._shard(node, place), self.here(y, place))
         for dim in reversed(range(len(specs(node)))):
             rows: dict[tuple[int, ...], list[ir.Value]] = {}
             for at in sorted(parts):

@@ -1,12 +1,12 @@
 """From cuts of values to their layouts on a group: one value by itself, or the values of a region together.
 
 Cuts of several values are one strategy where the ops between them carry a cut from one to the other. Dims that correspond through the
-ops of a region are in one class, and a class is cut by one set of axes: the device matrix is the classes' pieces in the order in which
+ops of a region are in one class, and a class is cut by one set of axes: the device matrix is the classes' shards in the order in which
 the cuts first name them, the repeat axis last, as it is for a single op.
 
     MatMul(Relu(x), w)   x [4, 2], w [2, 1] on 8     x0: 4   x1, w0: 2   w1: 1   mesh (2, 2, 2)   x [(0, 1), (2,)]   w [(2,), ()]
 
-A cut that contradicts an earlier one (corresponding dims in other numbers of pieces, or more pieces than ranks), and values that no op
+A cut that contradicts an earlier one (corresponding dims in other numbers of shards, or more shards than ranks), and values that no op
 brings together, are laid out by themselves: such a value is resharded where it meets the others.
 """
 
@@ -30,12 +30,12 @@ Place = tuple[ir.Value, int]
 
 def names_of(cut: Cut) -> list[tuple[str, ...]]:
     """The mesh axes that cut each dim of a cut that is spelled by names."""
-    return [piece if isinstance(piece, tuple) else () for piece in cut]
+    return [shard if isinstance(shard, tuple) else () for shard in cut]
 
 
 def numbers_of(cut: Cut) -> list[int]:
-    """The pieces of each dim of a cut that is spelled by numbers."""
-    return [piece if isinstance(piece, int) else 1 for piece in cut]
+    """The shards of each dim of a cut that is spelled by numbers."""
+    return [shard if isinstance(shard, int) else 1 for shard in cut]
 
 
 def is_text(value: ir.Value | None) -> bool:
@@ -58,7 +58,7 @@ def cut_layout(program: Program, cut: Cut, value: ir.Value, group: Group) -> Lay
     numbers = numbers_of(cut)
     product = math.prod(numbers)
     if len(group) % product:
-        raise ValueError(f"the cut has {product} pieces, but the group has {len(group)} ranks")
+        raise ValueError(f"the cut has {product} shards, but the group has {len(group)} ranks")
     letters = [chr(ord("a") + dim) for dim in range(rank)]
     mesh, by_dim = to_axes(dict(zip(letters, numbers, strict=True)), letters, len(group))
     return Layout(mesh, tuple(by_dim[letter] for letter in letters))
@@ -91,20 +91,20 @@ class Joint:
                         self.classes.join(first.setdefault(letter, (value, dim)), (value, dim))
 
     def add(self, value: ir.Value, cut: Cut) -> None:
-        """One more value's pieces; nothing where they contradict what is there, or are spelled by names."""
+        """One more value's shards; nothing where they contradict what is there, or are spelled by names."""
         if is_named(cut) or value in self.cuts or (value.shape is not None and len(cut) != len(value.shape)):
             return
-        pieces = numbers_of(cut)
+        shards = numbers_of(cut)
         classes = [self.classes.of((value, dim)) for dim in range(len(cut))]
-        if len(set(classes)) == len(classes) and self._matrix(value).take(dict(zip(classes, pieces, strict=True))):
-            self.cuts[value] = tuple(pieces)
+        if len(set(classes)) == len(classes) and self._matrix(value).take(dict(zip(classes, shards, strict=True))):
+            self.cuts[value] = tuple(shards)
 
     def layout(self, value: ir.Value, cut: Cut) -> Layout | None:
         if is_named(cut) or self.cuts.get(value) != tuple(numbers_of(cut)):
             return None
         matrix = self._matrix(value)
-        names = {key: str(at) for at, key in enumerate(matrix.pieces)}
-        mesh, axes = to_axes({names[key]: n for key, n in matrix.pieces.items()}, list(names.values()), self.size)
+        names = {key: str(at) for at, key in enumerate(matrix.shards)}
+        mesh, axes = to_axes({names[key]: n for key, n in matrix.shards.items()}, list(names.values()), self.size)
         return Layout(mesh, tuple(axes[names[self.classes.of((value, dim))]] for dim in range(len(cut))))
 
     def _matrix(self, value: ir.Value) -> _Matrix:
@@ -113,17 +113,17 @@ class Joint:
 
 @dataclass
 class _Matrix:
-    """The device matrix of values that meet: per class its pieces, in the order in which they were named."""
+    """The device matrix of values that meet: per class its shards, in the order in which they were named."""
 
     size: int
-    pieces: dict[Hashable, int] = field(default_factory=dict)
+    shards: dict[Hashable, int] = field(default_factory=dict)
 
     def take(self, wanted: Mapping[Hashable, int]) -> bool:
-        """Adds classes with their pieces, if those that are there have as many and all fit the group."""
-        joined = {**self.pieces, **wanted}
-        if any(joined[key] != count for key, count in self.pieces.items()) or self.size % math.prod(joined.values()):
+        """Adds classes with their shards, if those that are there have as many and all fit the group."""
+        joined = {**self.shards, **wanted}
+        if any(joined[key] != count for key, count in self.shards.items()) or self.size % math.prod(joined.values()):
             return False
-        self.pieces = joined
+        self.shards = joined
         return True
 
 

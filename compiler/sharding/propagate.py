@@ -50,7 +50,7 @@ class Vote:
 class Propagation:
     """The graph's instances in order with their choices, and what is needed to hear their neighbours.
 
-    `weigh` gives a value's bytes; `divides` says whether a factor of an instance is proven to be divisible by so many pieces.
+    `weigh` gives a value's bytes; `divides` says whether a factor of an instance is proven to be divisible by so many shards.
     """
 
     instances: Sequence[NodeOnGroup]
@@ -121,8 +121,8 @@ class Propagation:
             if choice.axes:
                 return False
             choice.mesh = vote.mesh
-        pieces = NodeSharding(choice.rule, choice.mesh, {vote.letter: vote.axes}).pieces(vote.letter)
-        if not set(vote.axes) <= choice.free or not self.divides(instance, vote.letter, pieces):
+        shards = NodeSharding(choice.rule, choice.mesh, {vote.letter: vote.axes}).num_shards(vote.letter)
+        if not set(vote.axes) <= choice.free or not self.divides(instance, vote.letter, shards):
             return False
         choice.axes[vote.letter] = vote.axes
         choice.why[vote.letter] = vote.why

@@ -217,8 +217,8 @@ class RegionCuts:
                 choice.mesh = group_mesh(self.program, instance.group)
             else:
                 numbers = [None if c is None else numbers_of(c) for c in cuts]
-                pieces = assign_integers(choice.rule, numbers, len(instance.group))
-                choice.mesh, given = to_axes(pieces, choice.rule.factors, len(instance.group))
+                shards = assign_integers(choice.rule, numbers, len(instance.group))
+                choice.mesh, given = to_axes(shards, choice.rule.factors, len(instance.group))
         except WrongStrategy as error:
             subject = f"sharding of '{region.path}' ({instance.node.op_type})"
             self.problems += error.problems(region.rule.where, subject)
@@ -265,7 +265,7 @@ class RegionCuts:
         choice = self.choices[instance]
         made = choice.output(list(instance.node.outputs).index(value))
         if made is not None and choice.axes and not is_named(cut):
-            lies = [made.pieces(dim) for dim in range(len(made.cuts))]
+            lies = [made.num_shards(dim) for dim in range(len(made.cuts))]
             if lies == numbers_of(cut):
                 return Layout(made.mesh, made.cuts)
         return self._layout(region, joint, cut, value, instance.group)

@@ -1,7 +1,7 @@
 """Pass: how every node is cut on its group, and so how every value lies; all in global shapes.
 
 What is given is seeded (`seeds.py`), the rest derived (`propagate.py`), and then every cut is held against the law: a dim is cut only
-into pieces that are proven to be equal, for all sizes that its symbols may have.
+into shards that are proven to be equal, for all sizes that its symbols may have.
 """
 
 from __future__ import annotations
@@ -123,47 +123,47 @@ class _Laws:
                     yield value, dim, dim_of(self.program, value, dim)
 
     def divides_in(self, choices: dict[NodeOnGroup, NodeSharding]) -> Callable[[NodeOnGroup, str, int], bool]:
-        def divides(instance: NodeOnGroup, letter: str, pieces: int) -> bool:
+        def divides(instance: NodeOnGroup, letter: str, shards: int) -> bool:
             choice = choices[instance]
-            if choice.rule.units.get(letter, 0) % pieces:
+            if choice.rule.units.get(letter, 0) % shards:
                 return False
             sizes = [size for _, _, size in self.dims(instance, choice, letter)]
-            return all(size is not None and self.facts(size).divisible_by(pieces) for size in sizes)
+            return all(size is not None and self.facts(size).divisible_by(shards) for size in sizes)
 
         return divides
 
     def refusal(
-        self, instance: NodeOnGroup, choice: NodeSharding, letter: str, pieces: int, where: str
+        self, instance: NodeOnGroup, choice: NodeSharding, letter: str, shards: int, where: str
     ) -> Problem | None:
-        """Why a node's factor cannot be cut into so many pieces; None where nothing forbids it."""
+        """Why a node's factor cannot be cut into so many shards; None where nothing forbids it."""
         subject = f"{instance.node.op_type} ({self.program.paths[instance.node]})"
-        if (unit := choice.rule.units.get(letter, 0)) % pieces:
-            return Problem(where, f"{subject}: {unit} heads or groups cannot be cut into {pieces}")
+        if (unit := choice.rule.units.get(letter, 0)) % shards:
+            return Problem(where, f"{subject}: {unit} heads or groups cannot be cut into {shards}")
         for value, dim, size in self.dims(instance, choice, letter):
-            if size is None or not self.facts(size).divisible_by(pieces):
-                return self._indivisible(where, subject, value, dim, size, pieces)
+            if size is None or not self.facts(size).divisible_by(shards):
+                return self._indivisible(where, subject, value, dim, size, shards)
         return None
 
     def violations(self, choices: dict[NodeOnGroup, NodeSharding], given: Pinned) -> Iterator[Problem]:
-        """Every cut that was given and is not proven to give equal pieces."""
+        """Every cut that was given and is not proven to give equal shards."""
         for instance, choice in choices.items():
-            for letter, pieces in choice.cut.items():
+            for letter, shards in choice.cut.items():
                 where = choice.why.get(letter, "").split(" ")[0]
-                if refusal := self.refusal(instance, choice, letter, pieces, where):
+                if refusal := self.refusal(instance, choice, letter, shards, where):
                     yield refusal
         lying = [(value, group, layout, where) for (value, group), (layout, where) in given.arriving.items()]
         lying += [(i.node.outputs[k], i.group, layout, where) for (i, k), (layout, where) in given.outputs.items()]
         for value, group, layout, where in lying:
             for dim in range(len(layout.cuts)):
-                pieces = layout.pieces(dim)
+                shards = layout.num_shards(dim)
                 size = dim_of(self.program, value, dim)
-                if pieces > 1 and (size is None or not self.facts(size).divisible_by(pieces)):
-                    yield self._indivisible(where, f"'{value.name}' on {len(group)} ranks", value, dim, size, pieces)
+                if shards > 1 and (size is None or not self.facts(size).divisible_by(shards)):
+                    yield self._indivisible(where, f"'{value.name}' on {len(group)} ranks", value, dim, size, shards)
 
     def _indivisible(
-        self, where: str, subject: str, value: ir.Value, dim: int, size: int | str | None, pieces: int
+        self, where: str, subject: str, value: ir.Value, dim: int, size: int | str | None, shards: int
     ) -> Problem:
-        fact = f"{subject}: cannot cut '{value.name}' dim {dim} ({'unknown' if size is None else size}) into {pieces}"
+        fact = f"{subject}: cannot cut '{value.name}' dim {dim} ({'unknown' if size is None else size}) into {shards}"
         if size is None:
             return Problem(where, fact, *how_lost(self.program, value, dim))
         if isinstance(size, int):
@@ -171,20 +171,20 @@ class _Laws:
             return Problem(
                 where,
                 fact,
-                f"{size} is not divisible by {pieces}",
+                f"{size} is not divisible by {shards}",
                 f"cut it into {', '.join(fitting)}, or leave it whole" if fitting else "leave it whole",
             )
         facts = self.facts(size)
         if size in self.program.symbols:
             info = self.program.symbols[size]
-            remedy = f"declare `{size}: {{divisor: {pieces * info.parts}}}` under symbols, or cut it into less"
+            remedy = f"declare `{size}: {{divisor: {shards * info.parts}}}` under symbols, or cut it into less"
             of_part = f" in each of the {info.parts} parts that `accumulate` makes of a batch" if info.parts > 1 else ""
-            law = f"'{size}' is {_spelled(facts)}{of_part} ({info.where}), not always divisible by {pieces}"
+            law = f"'{size}' is {_spelled(facts)}{of_part} ({info.where}), not always divisible by {shards}"
             return Problem(where, fact, law, remedy)
         return Problem(
             where,
             fact,
-            f"{size} is {_spelled(facts)}, not always divisible by {pieces}",
+            f"{size} is {_spelled(facts)}, not always divisible by {shards}",
             "give its symbols a larger divisor",
         )
 

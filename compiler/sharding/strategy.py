@@ -1,7 +1,7 @@
 """From a strategy, the cuts of an op's tensor inputs, to the mesh axes that cut each factor of its rule.
 
-By integers: each factor is cut into the pieces that its dims are given; dims of one factor agree. The device matrix is the
-factors' pieces in the rule's factor order, row-major, and what is left of the group is a repeat axis, last: neighbouring
+By integers: each factor is cut into the shards that its dims are given; dims of one factor agree. The device matrix is the
+factors' shards in the rule's factor order, row-major, and what is left of the group is a repeat axis, last: neighbouring
 ranks are replicas. By names: each factor is cut by the named axes of its dims, major first. In both every axis is refined
 into its prime factors, rising, so that strategies with different device matrices meet on one mesh:
 
@@ -25,7 +25,7 @@ from partc.compiler.ops.rule import WHOLE, Rule
 from partc.compiler.plan.groups import Axes, shown_mesh
 from partc.compiler.plan.violation import Violation
 
-Piece = TypeVar("Piece", int, tuple[str, ...])
+Shard = TypeVar("Shard", int, tuple[str, ...])
 
 
 class WrongStrategy(ValueError):
@@ -41,30 +41,30 @@ class WrongStrategy(ValueError):
 
 
 def assign_integers(rule: Rule, cuts: Sequence[Sequence[int] | None], group_size: int) -> dict[str, int]:
-    """Per factor the number of pieces; raises WrongStrategy.
+    """Per factor the number of shards; raises WrongStrategy.
 
     `cuts`: one entry for each tensor input, None for one that is derived. Dims of one factor are cut alike, a dim that stays
-    whole into 1, and the product of all factors' pieces divides the group's size.
+    whole into 1, and the product of all factors' shards divides the group's size.
     """
-    pieces, violations = _by_factor(rule, cuts, 1)
-    product = math.prod(pieces.values())
+    shards, violations = _by_factor(rule, cuts, 1)
+    product = math.prod(shards.values())
     if not violations and group_size % product:
-        fact = f"the strategy has {product} pieces, but the group has {group_size} ranks"
-        law = f"the product of the cuts, {_product(pieces)}, divides the number of ranks"
+        fact = f"the strategy has {product} shards, but the group has {group_size} ranks"
+        law = f"the product of the cuts, {_product(shards)}, divides the number of ranks"
         violations.append(Violation(fact, law, _divisors(group_size)))
     if violations:
         raise WrongStrategy(violations)
-    return pieces
+    return shards
 
 
 def to_axes(
-    pieces: Mapping[str, int], factors: Sequence[str], group_size: int
+    shards: Mapping[str, int], factors: Sequence[str], group_size: int
 ) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
-    """The refined mesh of a group, and per factor in `pieces` the axes that cut it; `factors` is the rule's order."""
-    product = math.prod(pieces.values())
-    if group_size % product or not set(pieces) <= set(factors):
-        raise ValueError(f"{dict(pieces)} of the factors {''.join(factors)} is no cut over {group_size} ranks")
-    given = [(factor, pieces[factor]) for factor in factors if factor in pieces]
+    """The refined mesh of a group, and per factor in `shards` the axes that cut it; `factors` is the rule's order."""
+    product = math.prod(shards.values())
+    if group_size % product or not set(shards) <= set(factors):
+        raise ValueError(f"{dict(shards)} of the factors {''.join(factors)} is no cut over {group_size} ranks")
+    given = [(factor, shards[factor]) for factor in factors if factor in shards]
     mesh, axes = refined((*given, ("", group_size // product)))
     return mesh, {factor: axes[factor] for factor, _ in given}
 
@@ -103,10 +103,10 @@ def refined(mesh: Axes) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
 
 
 def _by_factor(
-    rule: Rule, cuts: Sequence[Sequence[Piece] | None], uncut: Piece
-) -> tuple[dict[str, Piece], list[Violation]]:
+    rule: Rule, cuts: Sequence[Sequence[Shard] | None], uncut: Shard
+) -> tuple[dict[str, Shard], list[Violation]]:
     """Per factor what its dims are given, in the order of factors, and what cannot be."""
-    found: dict[str, tuple[Piece, str]] = {}
+    found: dict[str, tuple[Shard, str]] = {}
     violations: list[Violation] = []
     for index, letters, cut in _operands(rule, cuts):
         if cut is None:
@@ -115,23 +115,23 @@ def _by_factor(
             fact = f"input {index} is cut in {len(cut)} dims, but has {len(letters)}"
             violations.append(Violation(fact, "a cut has one entry for each dim"))
             continue
-        for dim, (letter, piece) in enumerate(zip(letters, cut, strict=True)):
+        for dim, (letter, shard) in enumerate(zip(letters, cut, strict=True)):
             at = f"input {index}, dim {dim}"
             if letter not in rule.factors:
-                if piece != uncut:
+                if shard != uncut:
                     law = "it broadcasts, or the op needs it whole" if letter == WHOLE else "the op needs it whole"
                     violations.append(
-                        Violation(f"{at} is cut {_into(piece)}, but stays whole", law, f"write {uncut or 'null'}")
+                        Violation(f"{at} is cut {_into(shard)}, but stays whole", law, f"write {uncut or 'null'}")
                     )
                 continue
-            other, first = found.setdefault(letter, (piece, at))
-            if other != piece:
-                fact = f"{first} is cut {_into(other)}, but {at} {_into(piece)}"
+            other, first = found.setdefault(letter, (shard, at))
+            if other != shard:
+                fact = f"{first} is cut {_into(other)}, but {at} {_into(shard)}"
                 violations.append(Violation(fact, "these dims correspond: they are cut alike"))
     return {factor: found[factor][0] for factor in rule.factors if factor in found}, violations
 
 
-def _operands(rule: Rule, cuts: Sequence[Sequence[Piece] | None]) -> list[tuple[int, str, Sequence[Piece] | None]]:
+def _operands(rule: Rule, cuts: Sequence[Sequence[Shard] | None]) -> list[tuple[int, str, Sequence[Shard] | None]]:
     """The op's tensor inputs with their cuts; entries for absent inputs may be left out, or be None or empty."""
     tensors = [(index, letters) for index, letters in enumerate(rule.inputs) if letters is not None]
     if len(cuts) == len(rule.inputs):
@@ -146,10 +146,10 @@ def _operands(rule: Rule, cuts: Sequence[Sequence[Piece] | None]) -> list[tuple[
     return [(index, letters, cut) for (index, letters), cut in zip(tensors, cuts, strict=True)]
 
 
-def _into(piece: int | tuple[str, ...]) -> str:
-    if isinstance(piece, int):
-        return f"into {piece}"
-    return f"along {', '.join(piece)}" if piece else "not at all"
+def _into(shard: int | tuple[str, ...]) -> str:
+    if isinstance(shard, int):
+        return f"into {shard}"
+    return f"along {', '.join(shard)}" if shard else "not at all"
 
 
 def _dims_of(rule: Rule, factor: str) -> str:
@@ -160,10 +160,10 @@ def _dims_of(rule: Rule, factor: str) -> str:
     return f"the factor {factor}"
 
 
-def _product(pieces: Mapping[str, int]) -> str:
-    return " * ".join(str(count) for count in pieces.values() if count > 1)
+def _product(shards: Mapping[str, int]) -> str:
+    return " * ".join(str(count) for count in shards.values() if count > 1)
 
 
 def _divisors(size: int) -> str:
     fitting = [str(count) for count in range(1, size + 1) if size % count == 0]
-    return f"cut into {', '.join(fitting[:-1])} or {fitting[-1]} pieces" if len(fitting) > 1 else "cut nothing"
+    return f"cut into {', '.join(fitting[:-1])} or {fitting[-1]} shards" if len(fitting) > 1 else "cut nothing"

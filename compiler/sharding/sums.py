@@ -3,8 +3,8 @@
 A contracted factor that is cut leaves terms of a sum on the ranks along its axes. Reduced behind the node that makes them, they are whole
 for every reader. But a node that is linear in an operand (`Rule.linear`) makes terms of terms, and then its output is reduced instead:
 
-    x + attn + mlp     reduced at once   (x + AllReduce(attn.terms)) + AllReduce(mlp.terms)
-                       passed on         AllReduce((x.kept + attn.terms) + mlp.terms)
+    x + attn + mlp     reduced at once   (x + AllReduce(attn.partial)) + AllReduce(mlp.partial)
+                       passed on         AllReduce((x.kept + attn.partial) + mlp.partial)
 
 The law: a value made as terms is open, if every reader takes its terms, or is reduced once, for all of its readers as if it had been
 made whole. What a sum joins with terms, and is whole, its first rank keeps (`lower/kept.py`). So what a choice of nodes costs is the

@@ -62,7 +62,7 @@ def _read(choices: Mapping[NodeOnGroup, NodeSharding], operand: Operand) -> Layo
 
 
 def _slices(made: Layout, wanted: Layout | None, dim: int) -> bool:
-    """Whether a reader's pieces of a dim are parts of the pieces that are made."""
+    """Whether a reader's shards of a dim are parts of the shards that are made."""
     if wanted is None:
         return False
     common = on_common_mesh(made, wanted)

@@ -22,7 +22,7 @@ from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.sharding.propagate import Pinned
 
 Refusal = Callable[[NodeOnGroup, NodeSharding, str, int, str], Problem | None]
-"""Why a factor of a node cannot be cut into so many pieces, at the line that asks for it; None where nothing forbids it."""
+"""Why a factor of a node cannot be cut into so many shards, at the line that asks for it; None where nothing forbids it."""
 
 
 def not_taken(
@@ -62,9 +62,9 @@ def _laws(
 ) -> list[Problem]:
     """What forbids a node to take an operand as it is laid out, of the dims that it could cut."""
     letters = choice.rule.inputs[k] if k < len(choice.rule.inputs) else None
-    wanted = [(letter, layout.pieces(dim)) for dim, letter in enumerate(letters or "") if dim < len(layout.cuts)]
-    cuttable = [(letter, pieces) for letter, pieces in wanted if pieces > 1 and letter in choice.rule.factors]
-    found = [refusal(instance, choice, letter, pieces, where) for letter, pieces in cuttable]
+    wanted = [(letter, layout.num_shards(dim)) for dim, letter in enumerate(letters or "") if dim < len(layout.cuts)]
+    cuttable = [(letter, shards) for letter, shards in wanted if shards > 1 and letter in choice.rule.factors]
+    found = [refusal(instance, choice, letter, shards, where) for letter, shards in cuttable]
     return [problem for problem in found if problem is not None]
 
 
@@ -74,7 +74,7 @@ def _needs_whole(
     """A warning where a node reads whole what enters cut; empty where it takes another cut that was given."""
     letters = choice.rule.inputs[k] if k < len(choice.rule.inputs) else None
     value, op = instance.node.inputs[k], f"{instance.node.op_type} ({program.paths[instance.node]})"
-    cut = [dim for dim in range(len(layout.cuts)) if layout.pieces(dim) > 1]
+    cut = [dim for dim in range(len(layout.cuts)) if layout.num_shards(dim) > 1]
     whole = [dim for dim in cut if letters is None or letters[dim] == WHOLE or letters[dim] not in choice.rule.factors]
     if not whole or value is None:
         return ""

@@ -15,7 +15,7 @@ Together = mv.AllReduce | mv.ReduceScatter | mv.AllGather
 
 
 def can_join(moves: tuple[mv.Move, ...]) -> bool:
-    """Whether a change of layout is one collective that others of its kind may join: of sums, or of pieces along axis 0."""
+    """Whether a change of layout is one collective that others of its kind may join: of sums, or of shards along axis 0."""
     if len(moves) != 1:
         return False
     match moves[0]:

@@ -1,4 +1,4 @@
-"""The backward pass, written behind the forward programs: every node's gradient runs where the node runs, on the same pieces.
+"""The backward pass, written behind the forward programs: every node's gradient runs where the node runs, on the same shards.
 
 A cotangent has the dual of its primal's layout. Along a mesh axis:
 
@@ -79,7 +79,7 @@ class Backward:
         assert program.training is not None
         self.needed = learned_from(program.reads, program.training)
         self.known = {name: info.facts for name, info in program.symbols.items()}
-        self.terms: dict[ShardedValue, dict[ShardedValue, list[str]]] = {}
+        self.contributions: dict[ShardedValue, dict[ShardedValue, list[str]]] = {}
         """Per copy that is read, what its readers gave, by the layout in which it lies."""
         self.unlisted = drafts.unlisted()
         self.routes: dict[ShardedValue, list[ShardedValue]] = {}
@@ -126,7 +126,7 @@ class Backward:
         seed = ShardedValue(self.cotangents[loss], home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
         assert loss.dtype is not None
         parts = 1 if loss.name in training.summed else training.accumulate
-        number = (self._pieces() if training.per_rank_mean else 1) / parts
+        number = (self._shards() if training.per_rank_mean else 1) / parts
         shape = [dim for dim in self.program.values[loss].shape or () if isinstance(dim, int)]
         name = self.drafts.free(group, "loss.seed")
         for draft in self.drafts.of(group):
@@ -134,12 +134,12 @@ class Backward:
             draft.types[name] = (self.cotangents[loss], tuple(shape))
         here = self.copies.canonical.get(home, home)
         self.routes.setdefault(home, []).append(here)
-        self.terms.setdefault(here, {}).setdefault(seed, []).append(name)
+        self.contributions.setdefault(here, {}).setdefault(seed, []).append(name)
 
-    def _pieces(self) -> int:
-        """Into how many pieces the batch arrives."""
+    def _shards(self) -> int:
+        """Into how many shards the batch arrives."""
         defs = [home for value in self.program.model.graph.inputs for home in self.copies.defs.get(value, ())]
-        return max((home.layout.pieces(0) for home in defs if home.layout.cuts), default=1)
+        return max((home.layout.num_shards(0) for home in defs if home.layout.cuts), default=1)
 
     def _node(self, instance: NodeOnGroup) -> None:
         node = instance.node
@@ -178,13 +178,13 @@ class Backward:
                 layout = passing.through(layout) if passing else layout
                 given_as = ShardedValue(self.cotangents[copy.value], copy.group, normal(layout))
                 self._shaped(made[names[k]], given_as)
-                self.terms.setdefault(copy, {}).setdefault(given_as, []).append(made[names[k]])
+                self.contributions.setdefault(copy, {}).setdefault(given_as, []).append(made[names[k]])
         for value, copy in around.items():
             name = self.writer.names[copy]
             if name not in names.values() and (dx := made.get(name)) is not None:
                 given_as = ShardedValue(self.cotangents[value], copy.group, copy.layout)
                 self._shaped(dx, given_as)
-                self.terms.setdefault(copy, {}).setdefault(given_as, []).append(dx)
+                self.contributions.setdefault(copy, {}).setdefault(given_as, []).append(dx)
 
     def _written(self, instance: NodeOnGroup, dys: Mapping[str, str]) -> None:
         """The dual of a collective of the model."""
@@ -193,7 +193,9 @@ class Backward:
         dx = self.drafts.free(instance.group, f"{self.writer.names[made]}.grad.{instance.node.op_type}")
         names, values = (dys[self.writer.names[made]], dx), (self.cotangents[made.value], cotangent)
         write_backward(self.writer, instance, names, values)
-        self.terms.setdefault(copy, {}).setdefault(ShardedValue(cotangent, copy.group, copy.layout), []).append(dx)
+        self.contributions.setdefault(copy, {}).setdefault(ShardedValue(cotangent, copy.group, copy.layout), []).append(
+            dx
+        )
 
     def _local(self, instance: NodeOnGroup, local: Localized, dys: Mapping[str, str], wanted: set[str]) -> Found:
         """The gradient of a node's local form."""
@@ -289,7 +291,7 @@ class Backward:
         return found
 
     def _shaped(self, name: str, copy: ShardedValue) -> None:
-        """A cotangent has the shape of its primal's piece, also where inference could not tell."""
+        """A cotangent has the shape of its primal's shard, also where inference could not tell."""
         shape = local_shape(self.program, copy)
         for draft in self.drafts.of(copy.group):
             if name in draft.types and draft.types[name][1] is None and shape is not None:
@@ -299,7 +301,7 @@ class Backward:
         """What the readers of some copies gave, by the layout in which it lies."""
         found: dict[ShardedValue, list[str]] = {}
         for need in uses:
-            for copy, names in self.terms.pop(need, {}).items():
+            for copy, names in self.contributions.pop(need, {}).items():
                 found.setdefault(copy, []).extend(names)
         return found
 

@@ -1,6 +1,6 @@
-"""One node on the ranks of its group: as it is where nothing is cut, else rewritten for each rank's piece by the op's own rule.
+"""One node on the ranks of its group: as it is where nothing is cut, else rewritten for each rank's shard by the op's own rule.
 
-Most nodes are the same on all ranks of a group; a rule that asks which piece a rank has may give constants that differ.
+Most nodes are the same on all ranks of a group; a rule that asks which shard a rank has may give constants that differ.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Localized:
         return Localized(ops, constants, self.types, ends)
 
 
-class _Pieces(dict[str, int]):
-    """Which piece of each factor the rank has; remembers of which ones somebody asked."""
+class _Shards(dict[str, int]):
+    """Which shard of each factor the rank has; remembers of which ones somebody asked."""
 
     def __init__(self, numbers: Mapping[str, int]) -> None:
         super().__init__(numbers)
@@ -84,38 +84,38 @@ class _Pieces(dict[str, int]):
 
 
 def local_shape(program: Program, copy: ShardedValue) -> Shape | None:
-    """The shape of one piece of a copy: every dim over the number of its pieces; None where the value's shape is not known."""
+    """The shape of one shard of a copy: every dim over the number of its shards; None where the value's shape is not known."""
     shape = program.values[copy.value].shape
     if shape is None or len(shape) != len(copy.layout.cuts):
         return shape
-    return tuple(_part(dim, copy.layout.pieces(k)) for k, dim in enumerate(shape))
+    return tuple(_part(dim, copy.layout.num_shards(k)) for k, dim in enumerate(shape))
 
 
 def local_value(program: Program, copy: ShardedValue) -> ir.Value:
-    """The value with the type and the known dims of one piece of a copy: the value itself where it is whole, or its whole shape known."""
+    """The value with the type and the known dims of one shard of a copy: the value itself where it is whole, or its whole shape known."""
     value = copy.value
     if program.values[value].shape is not None or value.shape is None or copy.layout.is_replicated:
         return value
     dims = [
         dim
         if not isinstance(dim, int) and dim.value is None
-        else _part(dim if isinstance(dim, int) else str(dim), pieces)
-        for dim, pieces in zip(value.shape.dims, map(copy.layout.pieces, range(len(value.shape))), strict=True)
+        else _part(dim if isinstance(dim, int) else str(dim), shards)
+        for dim, shards in zip(value.shape.dims, map(copy.layout.num_shards, range(len(value.shape))), strict=True)
     ]
-    piece = ir.Value(name=value.name, type=value.type, shape=ir.Shape(dims))
+    shard = ir.Value(name=value.name, type=value.type, shape=ir.Shape(dims))
     assert isinstance(program.values, dict)
-    program.values[piece] = program.values[value]
-    return piece
+    program.values[shard] = program.values[value]
+    return shard
 
 
 @functools.lru_cache(maxsize=4096)
-def _part(dim: int | str, pieces: int) -> int | str:
-    if pieces == 1:
+def _part(dim: int | str, shards: int) -> int | str:
+    if shards == 1:
         return dim
     if isinstance(dim, int):
-        return dim // pieces
+        return dim // shards
     expression = read(dim)
-    return f"({dim})/{pieces}" if expression is None else str(normal(expression / pieces, {}))
+    return f"({dim})/{shards}" if expression is None else str(normal(expression / shards, {}))
 
 
 def localize(
@@ -157,13 +157,13 @@ def localize(
         if alike is not None:
             alike.append(rank)
             continue
-        pieces = _Pieces(own)
-        local = Local(node, rule, cut, pieces, inputs, outputs, shapes.whole, shapes.local)
+        shards = _Shards(own)
+        local = Local(node, rule, cut, shards, inputs, outputs, shapes.whole, shapes.local)
         rule.local(local)
         done = Localized([ComputeOp(each, node, captured) for each in local.nodes], dict(local.constants), types)
-        if not pieces.asked:
+        if not shards.asked:
             return [(done, group)]
-        found.append((done, pieces.asked, [rank]))
+        found.append((done, shards.asked, [rank]))
     if choice is not None and (
         merged := by_place([(one, ranks) for one, _, ranks in found], _sets(choice, found, group, circles))
     ):
@@ -177,20 +177,20 @@ def _sets(
     group: Group,
     circles: Circles,
 ) -> tuple[tuple[Group, ...], str]:
-    """The sets of ranks that differ in what a rule has asked for, each in the order of pieces."""
+    """The sets of ranks that differ in what a rule has asked for, each in the order of shards."""
     asked = dict.fromkeys(letter for _, letters, _ in found for letter in letters)
     return circles(choice.mesh, tuple(axis for letter in asked for axis in choice.axes[letter]), group)
 
 
 def _numbers(choice: NodeSharding) -> dict[str, tuple[int, ...]]:
-    """By factor which piece of it each rank of the group has."""
-    return {letter: _pieces_of(choice.mesh, axes) for letter, axes in choice.axes.items()}
+    """By factor which shard of it each rank of the group has."""
+    return {letter: _shards_of(choice.mesh, axes) for letter, axes in choice.axes.items()}
 
 
 @functools.lru_cache(maxsize=256)
-def _pieces_of(mesh: Mesh, axes: tuple[int, ...]) -> tuple[int, ...]:
+def _shards_of(mesh: Mesh, axes: tuple[int, ...]) -> tuple[int, ...]:
     layout = Layout(mesh, (axes,))
-    return tuple(layout.piece(index)[0] for index in range(layout.size))
+    return tuple(layout.shard(index)[0] for index in range(layout.size))
 
 
 def renamed(node: ir.Node, inputs: list[str], outputs: list[str]) -> ir.Node:

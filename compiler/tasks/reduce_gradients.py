@@ -1,6 +1,6 @@
 """Sums of cotangents: terms are added where they lie, brought to where they are wanted, and parameters' gradients in buckets.
 
-A parameter's gradient is wanted as the parameter is updated. Where ranks hold the same piece of it, their terms are reduced by one
+A parameter's gradient is wanted as the parameter is updated. Where ranks hold the same shard of it, their terms are reduced by one
 AllReduce for many parameters, a bucket (`buckets.py`), which begins as soon as the last of them is there and goes on beside the
 backward pass.
 
@@ -68,11 +68,11 @@ class GradientSums:
 
     def gathered(self, given: Mapping[ShardedValue, Sequence[str]], target: ShardedValue, name: str = "") -> str:
         """All terms added, in the layout of `target`; `given` by the layout in which they lie."""
-        pieces: dict[ShardedValue, list[str]] = {}
+        shards: dict[ShardedValue, list[str]] = {}
         for copy, names in given.items():
             total = self._sum(copy, names)
-            pieces.setdefault(target, []).append(self._brought(copy, total, target, name))
-        total = self._sum(target, pieces[target], name)
+            shards.setdefault(target, []).append(self._brought(copy, total, target, name))
+        total = self._sum(target, shards[target], name)
         self.totals.setdefault(target, total)
         return total
 
@@ -132,7 +132,7 @@ class GradientSums:
         shape, term = local_shape(self.program, target), local_shape(self.program, copy)
         assert shape is not None
         assert term is not None
-        name = self._own(copy, name, f"{self.writer.names[defs[0]]}.grad.terms")
+        name = self._own(copy, name, f"{self.writer.names[defs[0]]}.grad.partial")
         made = self.drafts.free(target.group, f"{self.writer.names[defs[0]]}.grad")
         for draft in self.drafts.of(target.group):
             draft.types[made] = (target.value, shape)

@@ -85,14 +85,14 @@ class Updates:
         name, group, tensor = self.writer.names[one.home], one.home.group, _tensor(one.parameter)
         shared = one.share != one.home
         shape = ir.Shape(local_shape(self.program, one.share) or ())
-        piece = self._share(one, name) if shared else name
+        shard = self._share(one, name) if shared else name
         kind = one.parameter.type
 
         def value(name: str) -> ir.Value:
             return ir.Value(name=name, type=kind, shape=shape)
 
         slots = [value(self.drafts.derived(f"{name}.{slot}")) for slot in optimizer.slots]
-        made = [value(self.drafts.derived(f"{of}.next")) for of in (piece, *(slot.name for slot in slots))]
+        made = [value(self.drafts.derived(f"{of}.next")) for of in (shard, *(slot.name for slot in slots))]
         scalars = {scalar: ir.Value(name=scalar) for scalar in optimizer.scalars}
         if clipped:
             scalars["scale"] = ir.Value(name=self.scale)
@@ -102,7 +102,7 @@ class Updates:
         if first is not None or (cut and not optimizer.is_elementwise):
             reduced = ir.Value(name=self.drafts.derived(f"{name}.squares.whole"), type=kind, shape=ir.Shape([2]))
         update = optimizer.update(
-            value(piece),
+            value(shard),
             value(one.name),
             slots,
             scalars,
@@ -141,7 +141,7 @@ class Updates:
             )
 
     def _sum_up(self, one: Gradient, terms: ir.Value | None, reduced: ir.Value | None, cut: tuple[int, ...]) -> None:
-        """LAMB's sums of squares: of a cut parameter those of all pieces."""
+        """LAMB's sums of squares: of a cut parameter those of all shards."""
         if terms is None:
             return
         group, made = one.home.group, typed(self.program, reduced or terms)[0]
@@ -260,12 +260,12 @@ class Updates:
             draft.outputs[total] = LocalTensor(total, copy, 0)
 
     def _holding(self, home: ShardedValue) -> str:
-        """The group whose lists hold one piece each; "" where every rank has a piece of its own."""
+        """The group whose lists hold one shard each; "" where every rank has a shard of its own."""
         holders = home.holders
         return "" if len(holders) == len(home.group) else self.writer.group(tuple(ranks for _, ranks in holders))
 
     def _counted(self, group: Group, holders: str, names: Sequence[str]) -> str:
-        """The sum of squares of pieces that several ranks hold, on the first of these; 0 on the others."""
+        """The sum of squares of shards that several ranks hold, on the first of these; 0 on the others."""
         wanted = f"{self.squares}.of.{holders}"
         total = names[0]
         if len(names) > 1:

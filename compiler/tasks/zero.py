@@ -1,6 +1,6 @@
 """Where a parameter is updated: as it lies, or each rank its share (ZeRO, stage 1).
 
-Ranks along a mesh axis that hold the same piece of a parameter would all do the same update, and keep the same state of the optimizer.
+Ranks along a mesh axis that hold the same shard of a parameter would all do the same update, and keep the same state of the optimizer.
 With `optimizer: {shard: dp}` each of them gets the sum of its share of the gradient (a ReduceScatter), updates that with its share of
 the state, and the shares are gathered (an AllGather).
 
@@ -33,9 +33,9 @@ def shared_out(program: Program, home: ShardedValue, over: Over) -> ShardedValue
     layout, marked = common
     used = {axis for cuts in layout.cuts for axis in cuts}
     free = tuple(axis for axis in marked.cuts[0] if axis not in used)
-    pieces = math.prod(layout.mesh[axis] for axis in free)
-    for dim, size in enumerate(shape) if pieces > 1 else ():
-        if isinstance(size, int) and size and size % (layout.pieces(dim) * pieces) == 0:
+    shards = math.prod(layout.mesh[axis] for axis in free)
+    for dim, size in enumerate(shape) if shards > 1 else ():
+        if isinstance(size, int) and size and size % (layout.num_shards(dim) * shards) == 0:
             cuts = tuple(own + free if at == dim else own for at, own in enumerate(layout.cuts))
             return ShardedValue(home.value, home.group, normal(Layout(layout.mesh, cuts)))
     return home

@@ -1,4 +1,4 @@
-"""Inputs and outputs that are cut: which piece of the whole a rank has, and the whole from all pieces.
+"""Inputs and outputs that are cut: which shard of the whole a rank has, and the whole from all shards.
 
 A box says for each dim `[begin, end, denominator]`: the rank has the part of the dim from begin/denominator to end/denominator.
 
@@ -21,9 +21,9 @@ from .format import Box, Grid, Port
 
 @dataclass(frozen=True)
 class Whole:
-    """The whole of an input where a rank reads a piece: the runtime takes the piece out of it.
+    """The whole of an input where a rank reads a shard: the runtime takes the shard out of it.
 
-    A memory-mapped array is read only where the piece is.
+    A memory-mapped array is read only where the shard is.
     """
 
     value: object
@@ -42,7 +42,7 @@ def local(box: Box, shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 def whole_size(size: int, cut: Sequence[int]) -> int:
-    """The size of a whole dim of which a piece has `size`; ValueError where it would be no whole number."""
+    """The size of a whole dim of which a shard has `size`; ValueError where it would be no whole number."""
     begin, end, denominator = cut
     found = Fraction(size * denominator, end - begin)
     if found.denominator != 1:
@@ -58,7 +58,7 @@ def divisor(boxes: Iterable[Box], axis: int) -> int:
     return math.lcm(*(edge.denominator for edge in edges))
 
 
-def piece(port: Port, rank: int, value: object) -> object:
+def shard(port: Port, rank: int, value: object) -> object:
     """What a rank reads of the whole of an input, in memory of its own; a `Whole` of it where it cannot be cut."""
     box = port.box(rank)
     if box is None:
@@ -70,12 +70,12 @@ def piece(port: Port, rank: int, value: object) -> object:
         return Whole(value)
 
 
-def merge(boxes: Sequence[Box], pieces: Sequence[Array]) -> Array:
-    """The whole of which these are the pieces, as `distinct` chooses them."""
-    first = pieces[0]
+def merge(boxes: Sequence[Box], shards: Sequence[Array]) -> Array:
+    """The whole of which these are the shards, as `distinct` chooses them."""
+    first = shards[0]
     shape = tuple(whole_size(size, cut) for size, cut in zip(first.shape, boxes[0], strict=True))
     made = np.empty(shape, first.dtype)
-    for box, part in zip(boxes, pieces, strict=True):
+    for box, part in zip(boxes, shards, strict=True):
         made[local(box, shape)] = part
     return cast(Array, made)
 

@@ -68,7 +68,7 @@ _NUMBERS = {
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """A box of a value that goes to `peer` or comes from it."""
 
     peer: int
@@ -94,8 +94,8 @@ class Call:
     axis: int = 0
     concat_axis: int = 0
     root: int = 0
-    gives: tuple[Piece, ...] = ()
-    takes: tuple[Piece, ...] = ()
+    gives: tuple[Shard, ...] = ()
+    takes: tuple[Shard, ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -145,8 +145,8 @@ def read_call(node: NodeProto, where: str) -> Call:
         axis=number(SPLIT_AXIS) if node.op_type == ALL_TO_ALL else number(AXIS),
         concat_axis=number(CONCAT_AXIS),
         root=number(ROOT),
-        gives=_pieces(found, SEND_PEERS, SEND_BOXES),
-        takes=_pieces(found, RECV_PEERS, RECV_BOXES),
+        gives=_shards(found, SEND_PEERS, SEND_BOXES),
+        takes=_shards(found, RECV_PEERS, RECV_BOXES),
         parts=parts,
     )
 
@@ -206,14 +206,14 @@ def _scaled(shape: Shape, axis: int, times: int, by: int) -> Shape:
     return (*shape[:axis], size // by, *shape[axis + 1 :])
 
 
-def _pieces(found: Mapping[str, AttributeProto], peers: str, boxes: str) -> tuple[Piece, ...]:
+def _shards(found: Mapping[str, AttributeProto], peers: str, boxes: str) -> tuple[Shard, ...]:
     if peers not in found:
         return ()
     rank = found[RANK].i
     numbers = list(found[boxes].ints) if boxes in found else []
     dims = [(numbers[at], numbers[at + 1], numbers[at + 2]) for at in range(0, len(numbers), 3)]
     return tuple(
-        Piece(peer, tuple(dims[index * rank : (index + 1) * rank])) for index, peer in enumerate(found[peers].ints)
+        Shard(peer, tuple(dims[index * rank : (index + 1) * rank])) for index, peer in enumerate(found[peers].ints)
     )
 
 

@@ -65,9 +65,9 @@ _ATTRIBUTES = {
     TAG: (_INT, "The number that all nodes of one transfer or collective carry, and no other node."),
     GROUP: (_STRING, "The group of the manifest among whose lists of ranks it happens."),
     REDUCE: (_STRING, "sum, max or min."),
-    AXIS: (_INT, "The axis along which pieces lie."),
-    SPLIT_AXIS: (_INT, "The axis that is split into a piece for each rank."),
-    CONCAT_AXIS: (_INT, "The axis along which the pieces that come are joined."),
+    AXIS: (_INT, "The axis along which shards lie."),
+    SPLIT_AXIS: (_INT, "The axis that is split into a shard for each rank."),
+    CONCAT_AXIS: (_INT, "The axis along which the shards that come are joined."),
     ROOT: (_INT, "The place in the list of the rank whose value it is."),
     RANK: (_INT, "The number of dims."),
     SEND_PEERS: (_INTS, "The ranks that boxes of the input go to."),
@@ -91,11 +91,11 @@ _OPS = {
     ),
     ALL_GATHER: ("The values of all ranks joined along an axis, on every rank.", (GROUP, TAG, AXIS)),
     REDUCE_SCATTER: (
-        "The element-wise reduction of the values of all ranks, of which each rank gets its piece along an axis.",
+        "The element-wise reduction of the values of all ranks, of which each rank gets its shard along an axis.",
         (GROUP, TAG, AXIS, REDUCE),
     ),
     ALL_TO_ALL: (
-        "Each rank gives every rank a piece along one axis, and joins what it gets along another.",
+        "Each rank gives every rank a shard along one axis, and joins what it gets along another.",
         (GROUP, TAG, SPLIT_AXIS, CONCAT_AXIS),
     ),
     REDUCE_TO: ("The element-wise reduction of the values of all ranks, on one rank.", (GROUP, TAG, ROOT, REDUCE)),
@@ -311,16 +311,16 @@ def reference_ops(transport: Transport, circles: Mapping[str, Sequence[int]] | N
         ) -> tuple[Any]:
             kept = []
             for peer, box in _boxes(send_peers, send_boxes, rank):
-                piece = x[
+                shard = x[
                     tuple(
                         slice(size * begin // of, size * end // of)
                         for size, (begin, end, of) in zip(x.shape, box, strict=True)
                     )
                 ]
                 if peer == transport.rank:
-                    kept.append(piece)
+                    kept.append(shard)
                 else:
-                    send(piece, peer, tag)
+                    send(shard, peer, tag)
             arrived = [
                 (box, kept.pop(0) if peer == transport.rank else receive(peer, tag))
                 for peer, box in _boxes(recv_peers, recv_boxes, rank)
@@ -346,16 +346,16 @@ def _boxes(
     return [(peer, [(begin, end, of) for begin, end, of in box]) for peer, box in zip(peers or [], cells, strict=True)]
 
 
-def _joined(pieces: Sequence[tuple[list[tuple[int, int, int]], Any]]) -> Any:
+def _joined(shards: Sequence[tuple[list[tuple[int, int, int]], Any]]) -> Any:
     """The value of which these are the boxes."""
-    box, piece = pieces[0]
-    shape = [size * of // (end - begin) for size, (begin, end, of) in zip(piece.shape, box, strict=True)]
-    value = np.empty(shape, piece.dtype)
-    for box, piece in pieces:
+    box, shard = shards[0]
+    shape = [size * of // (end - begin) for size, (begin, end, of) in zip(shard.shape, box, strict=True)]
+    value = np.empty(shape, shard.dtype)
+    for box, shard in shards:
         at = tuple(
             slice(size * begin // of, size * end // of) for size, (begin, end, of) in zip(shape, box, strict=True)
         )
-        value[at] = piece
+        value[at] = shard
     return value
 
 

@@ -1,4 +1,4 @@
-"""Lists of ranks, and pieces by rank, in the manifest: short ones are written out, long ones by their law.
+"""Lists of ranks, and shards by rank, in the manifest: short ones are written out, long ones by their law.
 
     ranks    [0, 2, 5]                 "0-4095"   "0-4088:8"  (from 0 in steps of 8)
     boxes    [[[0, 1, 2]], ...]        {"mesh": [512, 8], "cuts": [[1], []]}   the ranks are a grid, the first dim is cut along its axis 1
@@ -22,7 +22,7 @@ from typing import Annotated, Any, TypeAlias, overload
 from pydantic import PlainSerializer, PlainValidator
 
 Box: TypeAlias = list[list[int]]
-"""A piece of a value: for each dim `[begin, end, denominator]`, fractions of the whole dim."""
+"""A shard of a value: for each dim `[begin, end, denominator]`, fractions of the whole dim."""
 _WRITTEN_OUT = 8
 """Lists of so many ranks are written out."""
 _ROW = 3
@@ -74,7 +74,7 @@ def ranks_of(text: str) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Grid(Sequence[Box]):
-    """The pieces of ranks that are a grid of the sizes `mesh`, row-major, the last axis fastest.
+    """The shards of ranks that are a grid of the sizes `mesh`, row-major, the last axis fastest.
 
     `cuts`: by dim the axes that cut it, the first is the major one. `part`: by dim begin, end and size where the value is a part of
     the one that boxes are of.
@@ -108,7 +108,7 @@ class Grid(Sequence[Box]):
     __hash__ = None  # type: ignore[assignment]
 
     def distinct(self) -> Iterator[tuple[int, Box]]:
-        """Every piece once, with the first place that has it: those along axes that cut nothing repeat them."""
+        """Every shard once, with the first place that has it: those along axes that cut nothing repeat them."""
         cutting = {axis for axes in self.cuts for axis in axes}
         strides = [math.prod(self.mesh[axis + 1 :]) for axis in range(len(self.mesh))]
         rows = [range(0, size * stride, stride) for size, stride in zip(self.mesh, strides, strict=True)]
@@ -116,7 +116,7 @@ class Grid(Sequence[Box]):
             yield sum(places), self[sum(places)]
 
     def divisor(self, axis: int) -> int:
-        """The number that the size of an axis must be divisible by, so that all pieces have whole edges."""
+        """The number that the size of an axis must be divisible by, so that all shards have whole edges."""
         count = self._counts[axis]
         if not self.part:
             return count
@@ -129,7 +129,7 @@ class Grid(Sequence[Box]):
         return [math.prod(self.mesh[axis] for axis in axes) for axes in self.cuts]
 
     def _numbers(self, index: int) -> list[int]:
-        """By dim which of the pieces it is."""
+        """By dim which of the shards it is."""
         at = []
         for size in reversed(self.mesh):
             index, coordinate = divmod(index, size)

@@ -6,9 +6,9 @@ types     what the nodes of a file make, inferred anew, is what it declares
 order     every Send has its Recv and every collective all its ranks, all agree with the manifest, and the common order ends
           without a deadlock
 layouts   each collective makes of how its value lies before how it lies after
-places    pieces that meet in a node lie in the same places on all ranks, and what is made as terms of a sum is reduced
+places    shards that meet in a node lie in the same places on all ranks, and what is made as terms of a sum is reduced
 state     what ranks keep from step to step is in their files, and together all of each tensor; updates in place are safe, and copies
-          of a piece stay equal; gradients of the parts of a batch are all added up
+          of a shard stay equal; gradients of the parts of a batch are all added up
 named     what a training names beside its programs is no code inside of the artifact
 training  its names are those of inputs and outputs, its numbers those of the update nodes, its schedule one that can be followed
 inside    the evaluation of an artifact that trains, and the program of a part of a batch, are artifacts of their own, checked as such
@@ -39,7 +39,7 @@ __all__ = ["Checked", "Violation", "check", "check_artifact"]
 class Checked:
     """What was looked at, and what was found.
 
-    Of the tensors that ranks keep, so many are replaced in place, and so many by a copy when a step ends; `copies` counts the pieces
+    Of the tensors that ranks keep, so many are replaced in place, and so many by a copy when a step ends; `copies` counts the shards
     that several ranks hold. `named` is what a training names outside of the folder, which only the user can say is wanted.
     """
 
@@ -138,7 +138,7 @@ class _Artifact:
         if kept:
             self.prove("updates in place", updates)
         if not self.found:
-            self.prove("that pieces fit and sums are whole", lambda: check_places(self.manifest, self.models))
+            self.prove("that shards fit and sums are whole", lambda: check_places(self.manifest, self.models))
 
     def equal(self, inner: Inside | None) -> None:
         """Values that must be equal on several ranks, once all else is proven."""

@@ -40,10 +40,10 @@ _BYTES = "U8"
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor of a weights file: its name there, the piece that it is, its type and shape."""
+    """A tensor of a weights file: its name there, the shard that it is, its type and shape."""
 
     name: str
-    piece: str
+    shard: str
     type: str
     shape: object
 
@@ -115,14 +115,14 @@ def _check_region(
     elif need is not None and need != end - offset:
         yield Violation(file, f"it has {end - offset} bytes of data, and its type and shape need {need}", title)
     elif weights.tensors is not None:
-        there, piece = weights.tensors.get(span, []), _said(tensor, PIECE)
+        there, shard = weights.tensors.get(span, []), _said(tensor, PIECE)
         if not there:
             fact = f"no tensor of {location} lies at bytes {offset} to {end}"
             yield Violation(file, fact, title, help=_AGAIN)
-        elif all(piece != one.piece if piece and one.piece else tensor.name != one.name for one in there):
-            named = there[0].piece or there[0].name
+        elif all(shard != one.shard if shard and one.shard else tensor.name != one.name for one in there):
+            named = there[0].shard or there[0].name
             yield Violation(
-                file, f"its data is that of '{named}' in {location}; it is '{piece or tensor.name}'", title, help=_AGAIN
+                file, f"its data is that of '{named}' in {location}; it is '{shard or tensor.name}'", title, help=_AGAIN
             )
         elif all(_TYPES.get(one.type) not in (tensor.data_type, _TYPES[_BYTES]) for one in there):
             fact = (
@@ -147,11 +147,11 @@ def _open(path: Path) -> _Weights | None:
         begin, end = len(text), path.stat().st_size
     except (OSError, ValueError):
         return None
-    pieces = cast(dict[str, str], header.pop("__metadata__", {}))
+    shards = cast(dict[str, str], header.pop("__metadata__", {}))
     tensors: dict[tuple[int, int], list[_Stored]] = {}
     for name, entry in cast(dict[str, dict[str, Any]], header).items():
         first, last = entry["data_offsets"]
-        one = _Stored(name, pieces.get(name, ""), str(entry.get("dtype", "")), entry.get("shape"))
+        one = _Stored(name, shards.get(name, ""), str(entry.get("dtype", "")), entry.get("shape"))
         tensors.setdefault((begin + first, begin + last), []).append(one)
     return _Weights(begin, end, tensors)
 

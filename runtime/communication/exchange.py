@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..artifact.comm_node import Call, Piece, Shape, slices
+from ..artifact.comm_node import Call, Shape, Shard, slices
 from ..artifact.dtypes import Array, Bytes, Dtype
 from ..errors import RankError
 from ..execution.tensor import Tensor
@@ -103,18 +103,18 @@ def _elements(result: Tensor) -> Array:
     return carried(result)
 
 
-def _parts(pieces: Sequence[Piece], shape: Shape | None, dtype: Dtype, rank: int) -> tuple[list[MemoryBox], int]:
+def _parts(shards: Sequence[Shard], shape: Shape | None, dtype: Dtype, rank: int) -> tuple[list[MemoryBox], int]:
     """The parts of a value, and the bytes of the scratch that they need."""
     found: list[MemoryBox] = []
     scratch = 0
-    for piece in pieces:
+    for shard in shards:
         assert shape is not None
-        at = slices(piece.box, shape)
+        at = slices(shard.box, shape)
         size = tuple(one.stop - one.start for one in at)
         count = moved_bytes(dtype, size)
         inside = dtype.bits >= 8 and _contiguous(size, shape)
-        kept = piece.peer == rank or inside
-        found.append(MemoryBox(piece.peer, at, size, count, None if kept else scratch))
+        kept = shard.peer == rank or inside
+        found.append(MemoryBox(shard.peer, at, size, count, None if kept else scratch))
         scratch += 0 if kept else -(-count // 64) * 64
     return found, scratch
 

@@ -91,7 +91,7 @@ class Program:
     def __call__(self, inputs: Mapping[str, object] | None = None, /, **named: object) -> Outputs:
         """Run one step; give every rank the inputs that it reads (others are ignored), and get the outputs delivered to it.
 
-        Of an input that is cut a rank gives its piece (`Port.box`), or the `Whole` of it; of such an output it gets its piece.
+        Of an input that is cut a rank gives its shard (`Port.box`), or the `Whole` of it; of such an output it gets its shard.
 
         InputError is raised on all ranks alike and harms nothing. RankError says which rank failed in which op; the program
         cannot be called again. Where it recovers, that is a StepError on all ranks alike, and it can.
@@ -202,9 +202,9 @@ class Program:
         """Whether the flag is set on any rank; collective."""
         return bool(self._transport.agree(np.array([flag], np.int64))[0])
 
-    def comes(self, part: int, count: int, pieces: int) -> None:
+    def comes(self, part: int, count: int, shards: int) -> None:
         """Says which of `count` parts of a batch is given next, so that errors name its records."""
-        self._program.binder.part = part, count, pieces
+        self._program.binder.part = part, count, shards
 
     def refuse(self, problem: str) -> None:
         """Take part in a step that this rank's inputs make impossible: all ranks raise the InputError with the problem."""

@@ -65,9 +65,7 @@ class StepPlan:
         """By input the bindings that read it, its type, and the name by which each does."""
         self.last: dict[str, tuple[int, Shape]] = {}
         self.actions: list[tuple[int, Action]] = []
-        self.main: set[int] = (
-            set()
-        )  # the indices of actions that are a step itself, not a wait for a send or a value's end
+        self.main: set[int] = set()  # indices of actions that are steps, not waits for sends or ends of values
         self._plan(self._lay_out())
 
     def take(self, inputs: Mapping[str, Value]) -> None:

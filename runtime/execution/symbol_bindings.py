@@ -3,7 +3,7 @@
 Every rank puts the dims of the inputs that it reads into one vector; one agreement makes the vectors equal. So all ranks know all
 bindings, hold them against the same laws, and refuse a step with the same words. What only one rank can see (an input that is
 missing, a wrong dtype) sets a flag in the vector, and then the ranks exchange their texts. The dims in the vector are those of
-the whole value: a rank that has a piece of an input knows them from its box.
+the whole value: a rank that has a shard of an input knows them from its box.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Binder:
     rank: int
     read: frozenset[str]
     part: tuple[int, int, int] = (0, 1, 1)
-    """Which part of a batch comes next, of how many, and into how many pieces the batch is dealt out: a part has a share of each."""
+    """Which part of a batch comes next, of how many, and into how many shards the batch is dealt out: a part has a share of each."""
     bound: frozenset[str] = field(init=False)
     """The symbols that the inputs of a step bind; the others are known to no rank beforehand."""
 
@@ -121,7 +121,7 @@ class Binder:
                 problems.append(f"the input '{port.name}' is missing\n  help: the model's inputs are {known}")
                 continue
             try:
-                values[port.name] = self._piece(port, _value(port, inputs[port.name]), inputs[port.name])
+                values[port.name] = self._shard(port, _value(port, inputs[port.name]), inputs[port.name])
                 if port.labels is not None:
                     check_labels(port, port.labels, values[port.name], self.rank, self.part)
             except ValueError as error:
@@ -131,7 +131,7 @@ class Binder:
                 problems.append(f"input '{port.name}': a {type(inputs[port.name]).__name__} is no array: {error}")
         return values, problems
 
-    def _piece(self, port: Port, value: Value, given: object) -> Value:
+    def _shard(self, port: Port, value: Value, given: object) -> Value:
         """What this rank has of an input, whose whole dims are noted; ValueError where they are no whole numbers."""
         box = port.box(self.rank)
         if not isinstance(value, Tensor | np.ndarray):
@@ -238,7 +238,7 @@ def _whole_axis(axis: int, size: int, cut: Sequence[int]) -> int:
     try:
         return whole_size(size, cut)
     except ValueError as error:
-        raise ValueError(f"axis {axis} of this rank's piece: {error}") from None
+        raise ValueError(f"axis {axis} of this rank's shard: {error}") from None
 
 
 def _general(given: object, text: str) -> Value:
@@ -269,7 +269,7 @@ def _element(array: Array, dtype: Dtype | None, text: str) -> Array:
 
 
 def check_labels(port: Port, law: LabelRecord, value: Value, rank: int, part: tuple[int, int, int]) -> None:
-    """ValueError for the first label of a rank's piece, of one part of a batch, that is neither a class nor ignored."""
+    """ValueError for the first label of a rank's shard, of one part of a batch, that is neither a class nor ignored."""
     if not isinstance(value, Tensor) or not value.array().size:
         return
     labels: Any = value.array()
@@ -294,10 +294,10 @@ def check_labels(port: Port, law: LabelRecord, value: Value, rank: int, part: tu
 def _record(at: int, size: int, box: Sequence[int], part: tuple[int, int, int]) -> int:
     """The number in the whole batch of a rank's record `at`, of `size` in this part."""
     which, count, dealt = part
-    pieces = math.lcm(dealt, box[2])
-    mine = pieces * (box[1] - box[0]) // box[2]
+    shards = math.lcm(dealt, box[2])
+    mine = shards * (box[1] - box[0]) // box[2]
     share = size // mine
-    return ((pieces * box[0] // box[2] + at // share) * count + which) * share + at % share
+    return ((shards * box[0] // box[2] + at // share) * count + which) * share + at % share
 
 
 def smallest(symbol: SymbolRecord) -> int:

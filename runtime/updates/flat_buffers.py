@@ -1,4 +1,4 @@
-"""Which values of a rank's program share one piece of memory: those of a collective of several, and gradients of one update."""
+"""Which values of a rank's program share one shard of memory: those of a collective of several, and gradients of one update."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ NUMBERS = frozenset((*SCALARS, "ratio"))
 
 @dataclass(frozen=True)
 class FlatBuffer:
-    """Values of one type that follow each other in one piece of memory, which has a name of its own."""
+    """Values of one type that follow each other in one shard of memory, which has a name of its own."""
 
     name: str
     type: str

@@ -1,6 +1,6 @@
 """An optimizer's function as a model of its own over flat buffers, and what its body proves about running it.
 
-onnxruntime runs a chain of element-wise nodes one pass over memory each, so a large buffer is updated piece by piece, each small enough
+onnxruntime runs a chain of element-wise nodes one pass over memory each, so a large buffer is updated shard by shard, each small enough
 that all passes but the first find it in the cache. That is right where the body is element-wise (`is_elementwise`), and the next
 parameter and slots may lie where the old ones did where nothing reads those after they are overwritten (`is_in_place`).
 """

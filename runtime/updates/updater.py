@@ -1,7 +1,7 @@
-"""Runs one group of updates: the optimizer's function over flat memory, in pieces that stay in the cache, in place.
+"""Runs one group of updates: the optimizer's function over flat memory, in shards that stay in the cache, in place.
 
-onnxruntime makes a pass over memory for every node of an element-wise chain. In pieces of half a megabyte all passes but the first
-find their operands in the cache; each piece is one bound call of one session.
+onnxruntime makes a pass over memory for every node of an element-wise chain. In shards of half a megabyte all passes but the first
+find their operands in the cache; each shard is one bound call of one session.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..program.sessions import Settings
 from .fusion import FusedUpdate
 from .update_model import flat_model, is_in_place
 
-PIECE = 1 << 17
+SHARD = 1 << 17
 """Elements that are updated at once."""
 
 _sessions: dict[tuple[bytes, int, tuple[str, ...]], Session] = {}
@@ -40,8 +40,8 @@ class Updater:
     def bind(self, tensor: Callable[[str], Tensor], shared: Callable[[str, Binding, str], None]) -> list[Binding]:
         """The calls that update all members, in order. `tensor` gives a value's memory; `shared` binds a number to an input."""
         group, found = self.group, []
-        for begin in range(0, group.elements, PIECE):
-            count = min(PIECE, group.elements - begin)
+        for begin in range(0, group.elements, SHARD):
+            count = min(SHARD, group.elements - begin)
             binding = self.session.io_binding()
             for formal, names, one in zip(group.function.input, group.operands, group.shared, strict=True):
                 if one:

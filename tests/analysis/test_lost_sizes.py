@@ -90,7 +90,7 @@ def test_a_collective_for_want_of_a_size_is_told() -> None:
     assert "Reshape (re) takes it from 's', which only a run tells" in warning
 
 
-def test_a_piece_loses_the_axes_that_the_whole_loses() -> None:
+def test_a_shard_loses_the_axes_that_the_whole_loses() -> None:
     proto = with_weights(
         "(float[2, 1, 6] x) => (float[2, 6] y) { [act] a = Relu(x) [sq] b = Squeeze(a) [add] y = Add(b, c) }", c=(6,)
     )

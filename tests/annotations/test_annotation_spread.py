@@ -1,9 +1,9 @@
-"""One tensor over ranks: every layout of a mesh is found again from its pieces, and what is no layout is not."""
+"""One tensor over ranks: every layout of a mesh is found again from its shards, and what is no layout is not."""
 
 from __future__ import annotations
 
 import pytest
-from partc.compiler.annotations.spread import Spread, any_layout, fused_pieces, layout_on, meshes, spread_of
+from partc.compiler.annotations.spread import Spread, any_layout, fused_shards, layout_on, meshes, spread_of
 from partc.compiler.layout.layout import Layout
 
 
@@ -19,14 +19,14 @@ def test_every_layout_of_a_mesh_is_found_again(size: int) -> None:
             assert spread_of(found, group) == spread
 
 
-def test_pieces_that_are_no_grid() -> None:
+def test_shards_that_are_no_grid() -> None:
     assert any_layout(Spread((4,), ((0,), (1,), (3,), (2,))), (0, 1, 2, 3)) is None
     assert any_layout(Spread((2,), ((1,), (0,))), (0, 1)) is None
 
 
 @pytest.mark.parametrize(
-    ("entries", "pieces"),
+    ("entries", "shards"),
     [([(6, 3), (5, 1)], 3), ([(6, 6), (4, 2)], 12), ([(6, 3), (4, 2)], None), ([(None, 2)], 2), ([], 1)],
 )
-def test_fused_dims(entries: list[tuple[int | None, int]], pieces: int | None) -> None:
-    assert fused_pieces(entries) == pieces
+def test_fused_dims(entries: list[tuple[int | None, int]], shards: int | None) -> None:
+    assert fused_shards(entries) == shards

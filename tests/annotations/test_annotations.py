@@ -65,7 +65,9 @@ def written(program: Program) -> onnx.ModelProto:
 
 def programs(program: Program) -> str:
     """All ranks' programs with their communication, without the reasons: these name lines of the plan."""
-    return re.sub(r"(?m)   (Rule: |Cause: | ?\d+ bytes   ).*$|^#   \d+: .*$|^      # Cut: .*$", "", end_text(program))
+    return re.sub(
+        r"(?m)   (Rule: |Cause: | ?\d+ bytes   ).*$|^#   \d+: .*$|^      # Sharded: .*$", "", end_text(program)
+    )
 
 
 def placed() -> str:
@@ -268,11 +270,11 @@ def test_everything_that_is_wrong_is_named_at_once() -> None:
     for fact in [
         "m.onnx: 'up' is annotated for the configuration 'ghost', which the model does not declare",
         "m.onnx:up: 'x': axis 9 is sharded, but it has 2 dims",
-        "m.onnx:up: 'w': axis 0 of 12 is cut into 5 unequal pieces",
+        "m.onnx:up: 'w': axis 0 of 12 is cut into 5 unequal shards",
         "m.onnx:up: the annotation's tensor 'p_h' is no input or output of the node",
         "m.onnx:up: 'h': device 7 is not there, the configuration has 4",
-        "m.onnx:act: 'h': its pieces lie on groups of unequal sizes: 3, 1",
-        "m.onnx:act: 'y': 2 pieces (axis 0 in 2), but 3 devices or groups of devices",
+        "m.onnx:act: 'h': its shards lie on groups of unequal sizes: 3, 1",
+        "m.onnx:act: 'y': 2 shards (axis 0 in 2), but 3 devices or groups of devices",
     ]:
         assert fact in text
     assert len(caught.value.problems) == 7

@@ -92,10 +92,10 @@ def train(trainer: Any, folder: Path, steps: int, point: Callable[[], None]) -> 
     for step, whole in enumerate(batches(steps)):
         given = {port.name: whole[port.name] for port in trainer.inputs}
         boxes = {port.name: port.box(trainer.rank) for port in trainer.inputs}
-        pieces = {n: a if boxes[n] is None else a[local(boxes[n], a.shape)] for n, a in given.items()}
-        trainer.train(pieces)
+        shards = {n: a if boxes[n] is None else a[local(boxes[n], a.shape)] for n, a in given.items()}
+        trainer.train(shards)
         if (step + 1) % EVALUATES == 0:
-            trainer.evaluate([(pieces, 1)])
+            trainer.evaluate([(shards, 1)])
         if (step + 1) % SAVES == 0:
             trainer.save(folder / "kept", keep=2)
         if due(step, steps):

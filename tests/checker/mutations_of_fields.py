@@ -104,7 +104,7 @@ def attribute(draft: Draft) -> bool:
 
 
 def said_of_itself(draft: Draft) -> bool:
-    """A rank file says that it is another's, or a weight that it is another piece."""
+    """A rank file says that it is another's, or a weight that it is another shard."""
     model = draft.models[draft.file()]
     entries = [entry for tensor in model.graph.initializer for entry in tensor.metadata_props] + list(
         model.metadata_props

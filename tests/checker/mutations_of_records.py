@@ -1,4 +1,4 @@
-"""Mutations of what an artifact declares: types and shapes, programs, pieces, the places of weights."""
+"""Mutations of what an artifact declares: types and shapes, programs, shards, the places of weights."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def programs(draft: Draft) -> bool:
 
 
 def port_boxes(part: str) -> Mutation:
-    """Two ranks change their pieces of an input, an output or a tensor."""
+    """Two ranks change their shards of an input, an output or a tensor."""
 
     def change(draft: Draft) -> bool:
         records = [

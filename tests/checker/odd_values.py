@@ -23,7 +23,7 @@ NAMES = [
     "x ",
     "%d",
     "h.begin",
-    "y.terms",
+    "y.partial",
     "\x1b[2J",
 ]
 TEXTS = [*NAMES, "rank_0000.onnx", "../rank_0000.onnx", "/etc/passwd", "weights", "evaluation", "manifest.json", "0-3"]

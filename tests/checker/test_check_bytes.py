@@ -70,7 +70,7 @@ def _group_that_is_no_text(model: ModelProto) -> None:
 
 
 CASES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "names of pieces": (
+    "names of shards": (
         _header(lambda head: head.update(__metadata__=None)),
         "its '__metadata__' is no mapping of texts",
     ),

@@ -1,4 +1,4 @@
-"""The checker on places and terms: pieces that meet in the wrong place, and sums that no collective makes whole."""
+"""The checker on places and terms: shards that meet in the wrong place, and sums that no collective makes whole."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def turned(part: str, at: int) -> Callable[[dict[str, Any]], object]:
 
 
 @pytest.mark.parametrize(("part", "fact"), [("inputs", "output 'y'"), ("outputs", "output 'y'")])
-def test_pieces_of_two_ranks_that_change_places_are_told(tmp_path: Path, part: str, fact: str) -> None:
+def test_shards_of_two_ranks_that_change_places_are_told(tmp_path: Path, part: str, fact: str) -> None:
     proto = onnx.parser.parse_model(BLOCKS)
     for name, dims in (("v", [6, 12]), ("w", [12, 6])):
         proto.graph.initializer.append(onnx.helper.make_tensor(name, 1, dims, [0.01 * k for k in range(72)]))
@@ -110,7 +110,7 @@ def test_what_is_each_ranks_own_is_no_term(blocks: Path) -> None:
 
 
 def test_shape_arithmetic_is_on_each_group_what_fits_there(tmp_path: Path) -> None:
-    """Rank 0 is sent x whole and asks it for its shape; rank 1 has a piece of x, and multiplies what it finds."""
+    """Rank 0 is sent x whole and asks it for its shape; rank 1 has a shard of x, and multiplies what it finds."""
     proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
 g (float[n, 6] x) => (float[n, 6] y, float[n, 6] v) <float[6] w = {1, 2, 3, 4, 5, 6}> {
     [size] s = Shape(x)  [expand] e = Expand(w, s)  [abs] f = Abs(x)

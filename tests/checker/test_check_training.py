@@ -278,7 +278,7 @@ def _box(*boxes: list[list[int]]) -> dict[str, object]:
         (_state("shift", **_box([[0, 1, 5]], [[3, 5, 5]])), "no rank holds [1 to 3] of 'shift' [5]"),
         (
             _state("shift", **_box([[0, 3, 5]], [[2, 5, 5]])),
-            "its pieces [0 to 3] and [2 to 5] overlap; they are equal or",
+            "its shards [0 to 3] and [2 to 5] overlap; they are equal or",
         ),
         (_state("shift", **_box([[0, 1, 2]], [[1, 2, 2]])), "the box of rank 0 is 0/2 to 1/2 of dim 0, which is 5"),
         (_state("shift", **_box([[0, 1, 1]])), "it has 1 boxes for 2 ranks"),
@@ -380,4 +380,4 @@ def test_the_command_says_what_is_proven(sound: Path) -> None:
     result = click.testing.CliRunner().invoke(command, [str(sound)], catch_exceptions=False)
     assert result.exit_code == 0
     (line,) = [line for line in result.output.splitlines() if line.startswith("training: ")]
-    assert line == "training: 12 tensors safely updated in place; 6 pieces on several ranks, whose copies stay equal"
+    assert line == "training: 12 tensors safely updated in place; 6 shards on several ranks, whose copies stay equal"

@@ -69,8 +69,8 @@ def test_the_reference_runs_what_the_runtime_trains(sound: Path) -> None:
         kept = {one.value: first.get(one.value, np.full(one.shape, one.initial, np.float32)) for one in manifest.state}
         losses = []
         for step in steps:
-            pieces = {name: value[2 * rank : 2 * rank + 2] for name, value in step.items()}
-            made = evaluator.run(None, {**kept, **pieces, "lr": number(0.1)})
+            shards = {name: value[2 * rank : 2 * rank + 2] for name, value in step.items()}
+            made = evaluator.run(None, {**kept, **shards, "lr": number(0.1)})
             found = dict(zip(evaluator.output_names, made, strict=True))
             kept = {one.value: found[one.next] for one in manifest.state}
             losses.append(found.get("loss"))

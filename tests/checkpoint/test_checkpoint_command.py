@@ -44,7 +44,7 @@ def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke("show", tmp_path / "ck") == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines == [
-        "tensor                dtype     shape     kind        pieces  bytes",
+        "tensor                dtype     shape     kind        shards  bytes",
         "embed.weight.exp_avg  float32   [24, 7]   optimizer        6  672 B",
         "fc.weight             bfloat16  [12, 24]  parameter        6  576 B",
         "norm.count            int64     []        statistics       1    8 B",

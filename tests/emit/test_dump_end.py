@@ -43,17 +43,17 @@ def of(text: str, name: str) -> list[str]:
 def test_an_op_shows_its_strategy_and_who_cut_it(tmp_path: Path) -> None:
     program = program_of(tmp_path, "12")
     text = end_text(program)
-    assert text.startswith("# partc step_parallel_end, grammar 3\n")
-    assert of(text, "MatMul.terms") == [
-        "%MatMul.terms = MatMul(%Transpose, %w) {in_strategy: ((2, 3), (3, 1))}",
+    assert text.startswith("# partc step_parallel_end, grammar 4\n")
+    assert of(text, "MatMul.partial") == [
+        "%MatMul.partial = MatMul(%Transpose, %w) {in_strategy: ((2, 3), (3, 1))}",
         ": (<tensor(float), (6, 8)>, <tensor(float), (8, 16)>) -> (<tensor(float), (6, 16)>)",
         "# Scope: MatMul   Rule: model.py:10 'MatMul'",
-        "# Cut: m in 2 by model.py:10, k in 3 by model.py:10",
+        "# Sharded: m in 2 by model.py:10, k in 3 by model.py:10",
     ]
     assert "{in_strategy: ((6, 1), (1, 1), (1))}" in of(text, "output@[6, 1]")[0]
-    assert of(text, "output@[6, 1]")[-1] == "# Cut: m in 6 by plan.yaml:2"
-    assert [line.strip() for line in begin_text(program).splitlines() if "# Cut: m in 2" in line] == [
-        "# Cut: m in 2 by model.py:10, k in 3 by model.py:10"
+    assert of(text, "output@[6, 1]")[-1] == "# Sharded: m in 6 by plan.yaml:2"
+    assert [line.strip() for line in begin_text(program).splitlines() if "# Sharded: m in 2" in line] == [
+        "# Sharded: m in 2 by model.py:10, k in 3 by model.py:10"
     ]
 
 
@@ -61,7 +61,7 @@ def test_a_parameter_shows_which_part_of_it_a_rank_has(tmp_path: Path) -> None:
     program = program_of(tmp_path, "12")
     found = re.findall(r"# Parameter: %w .*", end_text(program))
     assert found == [
-        f"# Parameter: %w : <tensor(float), (8, 16)>   512 bytes   Part: [{begin}:{begin + 8}, 0:16] of (24, 16)"
+        f"# Parameter: %w : <tensor(float), (8, 16)>   512 bytes   Shard: [{begin}:{begin + 8}, 0:16] of (24, 16)"
         for begin in (0, 8, 16, 0, 8, 16)
     ]
     assert not re.search(r"%fc.weight .*Part", end_text(program))
@@ -70,7 +70,7 @@ def test_a_parameter_shows_which_part_of_it_a_rank_has(tmp_path: Path) -> None:
 def test_what_is_kept_shows_its_part(tmp_path: Path) -> None:
     more = "train: {loss: {type: mean_squared, prediction: output, target: t}, optimizer: {type: adam, lr: 0.1}}\n"
     text = end_text(program_of(tmp_path, "12", more))
-    assert "# State: %w.exp_avg : <tensor(float), (8, 16)>   Part: [16:24, 0:16] of (24, 16)   next: " in text
+    assert "# State: %w.exp_avg : <tensor(float), (8, 16)>   Shard: [16:24, 0:16] of (24, 16)   next: " in text
     assert "<>" not in text
 
 

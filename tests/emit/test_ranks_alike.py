@@ -109,7 +109,7 @@ def test_boxes_by_layout_are_those_of_the_layout(cuts: tuple[tuple[int, ...], ..
 
 @pytest.mark.parametrize("cuts", [((0, 2), ()), ((1,), (2,)), ((2, 0), (1,)), ((), ()), ((2,), ())])
 @pytest.mark.parametrize("part", [(), ((2, 10, 12), (0, 5, 5))])
-def test_pieces_of_a_grid_once_each(cuts: tuple[tuple[int, ...], ...], part: tuple[tuple[int, int, int], ...]) -> None:
+def test_shards_of_a_grid_once_each(cuts: tuple[tuple[int, ...], ...], part: tuple[tuple[int, int, int], ...]) -> None:
     grid = Grid((2, 3, 4), cuts, part)
     boxes = list(grid)
     first = {str(box): place for place, box in reversed([*enumerate(boxes)])}
@@ -201,7 +201,7 @@ DROPPED = PERCEPTRON_OF_32.replace(
 
 
 @pytest.mark.parametrize("model", [PERCEPTRON_OF_32, DROPPED], ids=["tanh", "dropout"])
-def test_laws_that_rules_give_by_piece_are_one_program(tmp_path: Path, model: str) -> None:
+def test_laws_that_rules_give_by_shard_are_one_program(tmp_path: Path, model: str) -> None:
     """Where an element of a dropout's mask stands in the batch differs by rank; the nodes that find out do not."""
     plan = "ranks: 16\nsymbols: {batch: {divisor: 16}}\ndataset: data_parallel\n"
     folder = compiled(tmp_path / "build", model, "", f"{plan}train: {{{LOSS}, optimizer: {{type: sgd, lr: 0.1}}}}\n")

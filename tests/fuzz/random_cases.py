@@ -42,7 +42,7 @@ WRONG = ("refused by the runtime", "refused by check", "different", "traceback",
 DERIVED = (
     ".shape",
     ".begin",
-    ".terms",
+    ".partial",
     ".grad",
     "@[2, 1]",
     "@[1, 1]",

@@ -1,4 +1,4 @@
-"""Values on ranks in memory: scattered as a layout says, changed as a step says, and checked piece by piece."""
+"""Values on ranks in memory: scattered as a layout says, changed as a step says, and checked shard by shard."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def layouts(mesh: tuple[int, ...], rank: int, reduce: str = "sum") -> Iterator[L
         yield from (Layout(mesh, cuts, partial) for cuts in itertools.product(*orders))
 
 
-def piece(layout: Layout, index: int, value: np.ndarray) -> np.ndarray:
+def shard(layout: Layout, index: int, value: np.ndarray) -> np.ndarray:
     return value[tuple(slice(begin, end) for begin, end in layout.box(index, value.shape))]
 
 
 def scatter(value: np.ndarray, layout: Layout, group: tuple[int, ...], rng: np.random.Generator) -> Held:
-    """Its pieces; terms are unlike each other, the same on all ranks that hold the same one."""
+    """Its shards; terms are unlike each other, the same on all ranks that hold the same one."""
     axes = [axis for axis, _ in layout.partial]
     count = math.prod(layout.mesh[axis] for axis in axes)
     terms = rng.integers(-9, 9, (count, *value.shape)) * 1000 ** np.arange(count).reshape(-1, *[1] * value.ndim)
@@ -59,21 +59,21 @@ def scatter(value: np.ndarray, layout: Layout, group: tuple[int, ...], rng: np.r
         term = 0
         for axis in axes:
             term = term * layout.mesh[axis] + at[axis]
-        held[rank] = piece(layout, index, terms[term])
+        held[rank] = shard(layout, index, terms[term])
     return held
 
 
 def assert_held(held: Held, value: np.ndarray, layout: Layout, group: tuple[int, ...]) -> None:
-    """Each rank has its piece, and terms give the value whenever one of each is taken."""
+    """Each rank has its shard, and terms give the value whenever one of each is taken."""
     axes = [axis for axis, _ in layout.partial]
     for indices in layout.groups(axes) if axes else ((index,) for index in range(len(group))):
         terms = np.stack([held[group[index]] for index in indices])
         got = REDUCE[layout.partial[0][1]](terms, axis=0) if axes else terms[0]
-        np.testing.assert_array_equal(got, piece(layout, indices[0], value))
+        np.testing.assert_array_equal(got, shard(layout, indices[0], value))
 
 
 def after(move: Move, held: Held, shape: tuple[int, ...]) -> Held:
-    """What the group of a step holds when it is done; checks that each rank's piece has the shape that the layout says."""
+    """What the group of a step holds when it is done; checks that each rank's shard has the shape that the layout says."""
     if isinstance(move, Reduce):
         found = {
             ranks[move.root]: REDUCE[move.reduce](np.stack([held[rank] for rank in ranks]), axis=0)

@@ -35,7 +35,7 @@ def within_group(source: Layout, target: Layout) -> Moves:
 def naive(source: Layout, target: Layout, source_group: tuple[int, ...], target_group: tuple[int, ...]) -> Traffic:
     """To reduce all terms, gather all dims, and send the whole to every rank that is not in the first group."""
     terms = math.prod(source.mesh[axis] for axis, _ in source.partial)
-    local = Fraction(1, math.prod(source.pieces(dim) for dim in range(len(source.cuts))))
+    local = Fraction(1, math.prod(source.num_shards(dim) for dim in range(len(source.cuts))))
     share = 2 * local * (1 - Fraction(1, terms)) + 1 - local
     new = sum(rank not in source_group for rank in target_group)
     overlap = any(rank in source_group for rank in target_group)
@@ -50,8 +50,8 @@ def check(
     target_group: tuple[int, ...],
 ) -> Moves:
     """The value is kept, no dim is cut that source and target leave whole, and the naive way is nowhere better."""
-    pieces = [math.lcm(source.pieces(dim), target.pieces(dim)) for dim in range(len(source.cuts))]
-    shape = tuple(count * FACTORS[dim] for dim, count in enumerate(pieces))
+    shards = [math.lcm(source.num_shards(dim), target.num_shards(dim)) for dim in range(len(source.cuts))]
+    shape = tuple(count * FACTORS[dim] for dim, count in enumerate(shards))
     value = np.arange(1, 1 + math.prod(shape)).reshape(shape)
     held = scatter(value, source, source_group, np.random.default_rng(math.prod(shape)))
     assert_held(held, value, source, source_group)
@@ -59,7 +59,7 @@ def check(
     for move in moves:
         held = after(move, held, shape)
         assert_held(held, value, move.after, move.group)
-        assert all(pieces[dim] % count == 0 for dim, count in needs(move.after).items())
+        assert all(shards[dim] % count == 0 for dim, count in needs(move.after).items())
     assert_held(held, value, target, target_group)
 
     traffic, limit = bytes_moved(moves), naive(source, target, source_group, target_group)
@@ -148,8 +148,8 @@ def test_known_changes_are_the_known_collectives() -> None:
         (rows, whole): (["AllGather"], Fraction(3, 4)),
         (terms, whole): (["AllReduce"], Fraction(3, 2)),
         (terms, columns): (["ReduceScatter"], Fraction(3, 4)),
-        (whole, terms): (["Keep"], 0),
-        (rows, terms): (["Pad"], 0),
+        (whole, terms): (["MaskReplicas"], 0),
+        (rows, terms): (["ZeroPad"], 0),
         (terms, terms): ([], 0),
     }
     for (source, target), (steps, share) in known.items():
@@ -236,7 +236,7 @@ def test_who_holds_what_it_needs_gets_no_message() -> None:
 
 
 def test_replicas_share_the_sending() -> None:
-    """3 pieces on 2 replicas each, needed whole by 4 others: each of the 6 holders sends to 2 of them."""
+    """3 shards on 2 replicas each, needed whole by 4 others: each of the 6 holders sends to 2 of them."""
     before, after_ = Layout((3, 2), ((0,), ())), Layout((4,), ((), ()))
     routes = Routes(before, after_, ranks(6), (6, 7, 8, 9))
     assert [len(routes.of_source(rank)) for rank in range(6)] == [2] * 6
@@ -244,7 +244,7 @@ def test_replicas_share_the_sending() -> None:
     assert exchange.circles() == ((0, 2), (1, 3))
 
 
-def test_a_part_as_offsets_of_the_pieces() -> None:
+def test_a_part_as_offsets_of_the_shards() -> None:
     routes = Routes(Layout((2,), ((0,), ())), Layout((3,), ((0,), ())), (0, 1), (2, 3, 4))
     first, second = routes.of_target(3)
     assert (first.source, first.span[0]) == (0, (Fraction(1, 3), Fraction(1, 2)))
@@ -270,9 +270,9 @@ def test_meshes() -> None:
 
 
 @pytest.mark.parametrize("mesh", [(2, 3), (2, 2), (4,), (6, 2), (1, 2)], ids=str)
-def test_other_meshes_leave_every_piece_where_it_is(mesh: tuple[int, ...]) -> None:
+def test_other_meshes_leave_every_shard_where_it_is(mesh: tuple[int, ...]) -> None:
     for layout in layouts(mesh, 2):
-        shape = (layout.pieces(0) * 3, layout.pieces(1) * 5)
+        shape = (layout.num_shards(0) * 3, layout.num_shards(1) * 5)
         for other in (refine(layout), normal(layout)):
             for index in range(layout.size):
                 assert other.box(index, shape) == layout.box(index, shape)

@@ -62,8 +62,8 @@ def cost(moves: tuple[Move, ...]) -> Cost:
     return sum((step.most for step in each), Fraction(0)), sum((step.total for step in each), Fraction(0))
 
 
-def least(source: Layout, target: Layout, graph: dict[Layout, list[tuple[Cost, Layout]]], pieces: list[int]) -> Cost:
-    """Of all sequences that cut no dim into other pieces than are known to be equal."""
+def least(source: Layout, target: Layout, graph: dict[Layout, list[tuple[Cost, Layout]]], shards: list[int]) -> Cost:
+    """Of all sequences that cut no dim into other shards than are known to be equal."""
     best: dict[Layout, Cost] = {source: (Fraction(0), Fraction(0))}
     queue = [(*best[source], 0, source)]
     numbers = itertools.count(1)
@@ -72,7 +72,7 @@ def least(source: Layout, target: Layout, graph: dict[Layout, list[tuple[Cost, L
         if at == target:
             return most, total
         for (more, more_total), after in graph[at] if (most, total) == best[at] else ():
-            known = all(count % after.pieces(dim) == 0 for dim, count in enumerate(pieces))
+            known = all(count % after.num_shards(dim) == 0 for dim, count in enumerate(shards))
             if known and (after not in best or (most + more, total + more_total) < best[after]):
                 best[after] = most + more, total + more_total
                 heapq.heappush(queue, (*best[after], next(numbers), after))
@@ -87,11 +87,11 @@ def test_no_sequence_of_steps_has_fewer_bytes(mesh: tuple[int, ...], rank: int) 
     graph = {at: [(cost((move,)), move.after) for move in steps(at, every)] for at in every}
     for source, target in itertools.product(every, every):
         moves = lower(source, target, group, group)
-        pieces = [math.lcm(source.pieces(dim), target.pieces(dim)) for dim in range(rank)]
+        shards = [math.lcm(source.num_shards(dim), target.num_shards(dim)) for dim in range(rank)]
         match moves:
             case (ReduceScatter(dim=first), Slice(dim=second)) if first == second:
                 continue
-        assert cost(moves) == least(source, target, graph, pieces), (source, target, moves)
+        assert cost(moves) == least(source, target, graph, shards), (source, target, moves)
 
 
 def test_of_equal_bytes_plain_collectives_are_taken_unless_they_are_more_than_gathering_takes() -> None:

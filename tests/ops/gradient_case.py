@@ -1,4 +1,4 @@
-"""How a gradient is proven: against central differences in float64, in float32, and on the pieces of every legal cut.
+"""How a gradient is proven: against central differences in float64, in float32, and on the shards of every legal cut.
 
 The law of a cut: cotangents come in as the dual of the outputs' placements, dual(Shard) = Shard, dual(Replicate) = Partial,
 dual(Partial) = Replicate, and the gradient of the local nodes gives those of the inputs as the duals of theirs.
@@ -23,7 +23,7 @@ from partc.compiler.ops.local import Local
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import Rule
 from rule_case import Array, Case, case, node_of
-from rule_prover import _claims, _divides, _local, _piece, _terms, text_of
+from rule_prover import _claims, _divides, _local, _shard, _terms, text_of
 
 DOUBLE = {np.dtype("float32"): np.dtype("float64"), np.dtype("float64"): np.dtype("float64")}
 
@@ -32,7 +32,7 @@ DOUBLE = {np.dtype("float32"): np.dtype("float64"), np.dtype("float64"): np.dtyp
 class Proof:
     """A case whose gradient is proven for the inputs `wanted`, from cotangents of the outputs `seeds`.
 
-    `cuts`: whether the gradient is also run on the pieces of every cut. `close`: the tolerance of float32.
+    `cuts`: whether the gradient is also run on the shards of every cut. `close`: the tolerance of float32.
     `fixed`: by input, the dims that stay numbers where the others are dynamic.
     """
 
@@ -160,26 +160,26 @@ def _cut(
     for name, dy in seeds.items():
         letters = rule.outputs[int(name[1 : name.index(".")])] or ""
         if letter and letter in letters:
-            spread[name] = [_piece(dy, letters, dict(cut), {letter: at}) for at in range(count)]
+            spread[name] = [_shard(dy, letters, dict(cut), {letter: at}) for at in range(count)]
         elif terms or rule.reduce.get(letter) == "sum":
             spread[name] = [dy] * count
         else:
             spread[name] = _terms(rng, dy, count, 2.0)
     found: dict[str, list[Array]] = {}
     for at in range(count):
-        pieces, piece = dict(cut), ({letter: at} if letter else {})
+        shards, shard = dict(cut), ({letter: at} if letter else {})
         own = {
-            name: _piece(split[name][at] if name in split else array, rule.inputs[int(name[1:])], pieces, piece)
+            name: _shard(split[name][at] if name in split else array, rule.inputs[int(name[1:])], shards, shard)
             for name, array in feeds.items()
         }
-        local = _local(node, rule, pieces, piece)
+        local = _local(node, rule, shards, shard)
         (rule.local or Local.same)(local)
         shapes = dict(local.local_shapes)
         own_seeds = {name: parts[at] for name, parts in spread.items()}
         _, made = gradients(this, local.nodes, own, local.constants, own_seeds, shapes, node)
         for name, dx in made.items():
             if dx.shape != own[name].shape:
-                raise ValueError(f"{name}'s gradient is {dx.shape}, the piece {own[name].shape}")
+                raise ValueError(f"{name}'s gradient is {dx.shape}, the shard {own[name].shape}")
             found.setdefault(name, []).append(dx)
     return found
 

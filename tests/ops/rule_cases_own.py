@@ -1,4 +1,4 @@
-"""Ops of partc's own: no runtime runs them whole, so their pieces are put together in tests of their own."""
+"""Ops of partc's own: no runtime runs them whole, so their shards are put together in tests of their own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from rule_case import Case
 
 CASES: list[Case] = []
 UNPROVEN = {
-    "partc.nn.Dropout": "test_training_dropout.py compares the masks of its pieces with that of the whole",
+    "partc.nn.Dropout": "test_training_dropout.py compares the masks of its shards with that of the whole",
     "partc.nn.Extreme": "test_training_extremes.py trains with what is cut along it",
 }

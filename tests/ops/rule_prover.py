@@ -1,4 +1,4 @@
-"""The prover of op rules: what a rule claims is run on the pieces of every rank and compared with the whole op.
+"""The prover of op rules: what a rule claims is run on the shards of every rank and compared with the whole op.
 
 `violations` cuts every factor of a case's rule alone over 2 and over 3 ranks, every pair of factors and every factor with a
 Partial row over a mesh of 2 x 3, and takes every Partial row alone. Terms of a sum differ by a factor of 1000 and nearly cancel,
@@ -45,7 +45,7 @@ def violations(this: Case, rules: Rules = rule_of) -> list[str]:
                 continue
             fault = _fault(this, node, rule, cuts, terms, feeds, want)
             if fault:
-                names = [f"{letter} in {pieces}" for letter, pieces in cuts]
+                names = [f"{letter} in {shards}" for letter, shards in cuts]
                 names += [f"P in {' and '.join(map(str, terms[0]))} over {terms[1]}"] if terms else []
                 found.append(f"{'dynamic ' if dynamic else ''}{', '.join(names)} by {text_of(rule)}: {fault}")
     return found
@@ -115,10 +115,10 @@ def _unproven(this: Case, rule: Rule, feeds: Mapping[str, Array], want: Sequence
 def _divides(rule: Rule, cuts: Cuts, feeds: Mapping[str, Array], want: Sequence[Array]) -> bool:
     there = [(letters, feeds[f"x{k}"].shape) for k, letters in enumerate(rule.inputs) if letters is not None]
     there += [(letters, array.shape) for letters, array in zip(rule.outputs, want, strict=True) if letters is not None]
-    return all(rule.units.get(letter, pieces) % pieces == 0 for letter, pieces in cuts) and all(
-        shape[letters.index(letter)] % pieces == 0
+    return all(rule.units.get(letter, shards) % shards == 0 for letter, shards in cuts) and all(
+        shape[letters.index(letter)] % shards == 0
         for letters, shape in there
-        for letter, pieces in cuts
+        for letter, shards in cuts
         if letter in letters
     )
 
@@ -132,18 +132,18 @@ def _fault(
 ) -> str:
     """What is wrong when the node runs by `cuts` (and `terms`) and its outputs are put together again; empty if nothing."""
     rng = np.random.default_rng(7)
-    pieces = dict(cuts)
+    shards = dict(cuts)
     split = {f"x{k}": _terms(rng, feeds[f"x{k}"], terms[1]) for k in terms[0]} if terms else {}
     sizes = [*(count for _, count in cuts), *([terms[1]] if terms else [])]
     ranks: dict[tuple[int, ...], list[Array]] = {}
     programs = set()
     for at in itertools.product(*map(range, sizes)):
-        piece = {letter: index for (letter, _), index in zip(cuts, at, strict=False)}
+        shard = {letter: index for (letter, _), index in zip(cuts, at, strict=False)}
         local_feeds = {}
         for name, array in feeds.items():
             term = split[name][at[-1]] if name in split else array
-            local_feeds[name] = _piece(term, rule.inputs[int(name[1:])], pieces, piece)
-        local = _local(node, rule, pieces, piece)
+            local_feeds[name] = _shard(term, rule.inputs[int(name[1:])], shards, shard)
+        local = _local(node, rule, shards, shard)
         try:
             (rule.local or Local.same)(local)
             programs.add("\n".join(str(ir.to_proto(emitted)) for emitted in local.nodes))
@@ -172,7 +172,7 @@ def _fault(
     return ""
 
 
-def _local(node: ir.Node, rule: Rule, pieces: Mapping[str, int], piece: Mapping[str, int]) -> Local:
+def _local(node: ir.Node, rule: Rule, shards: Mapping[str, int], shard: Mapping[str, int]) -> Local:
     shapes: dict[str, tuple[int | str, ...] | None] = {}
     local_shapes: dict[str, tuple[int | str, ...] | None] = {}
     for letters, value in [*zip(rule.inputs, node.inputs, strict=True), *zip(rule.outputs, node.outputs, strict=True)]:
@@ -182,14 +182,14 @@ def _local(node: ir.Node, rule: Rule, pieces: Mapping[str, int], piece: Mapping[
         shapes[value.name] = None if dims is None else tuple(d if isinstance(d, int) else str(d) for d in dims)
         if dims is not None and letters is not None:
             cut = [
-                dim if pieces.get(letter, 1) == 1 else dim // pieces[letter]
+                dim if shards.get(letter, 1) == 1 else dim // shards[letter]
                 for dim, letter in zip(dims, letters, strict=True)
             ]
             local_shapes[value.name] = tuple(d if isinstance(d, int) else str(d) for d in cut)
         else:
             local_shapes[value.name] = shapes[value.name]
     inputs = ["" if value is None else str(value.name) for value in node.inputs]
-    return Local(node, rule, pieces, piece, inputs, [str(value.name) for value in node.outputs], shapes, local_shapes)
+    return Local(node, rule, shards, shard, inputs, [str(value.name) for value in node.outputs], shapes, local_shapes)
 
 
 def equal(have: Array, want: Array, close: float) -> bool:
@@ -233,10 +233,10 @@ def _terms(rng: np.random.Generator, array: Array, count: int, scale: float = 10
     return [np.asarray(term) for term in (*drawn, rest)]
 
 
-def _piece(array: Array, letters: str | None, pieces: Mapping[str, int], piece: Mapping[str, int]) -> Array:
+def _shard(array: Array, letters: str | None, shards: Mapping[str, int], shard: Mapping[str, int]) -> Array:
     for dim, letter in enumerate(letters or ""):
-        if letter != WHOLE and pieces.get(letter, 1) > 1:
-            array = np.split(array, pieces[letter], axis=dim)[piece[letter]]
+        if letter != WHOLE and shards.get(letter, 1) > 1:
+            array = np.split(array, shards[letter], axis=dim)[shard[letter]]
     return array
 
 

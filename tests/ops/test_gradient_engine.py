@@ -161,7 +161,7 @@ def test_a_wrong_gradient_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert faults(proof(op_type, shapes), dynamic=False) != []
 
 
-def test_a_gradient_that_is_wrong_on_pieces_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_is_wrong_on_shards_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def over_the_whole(g: gradient.GradientBuilder, dy: str, x: str) -> str:
         return g.Expand(g.Div(dy, g.constant(24, dy)), g.shape_of(x))
 

@@ -25,15 +25,15 @@ def test_a_gradient_is_the_slope(one: tuple[Proof, bool]) -> None:
 
 
 FIRST = {(one.case.domain, one.case.op_type): one for one in reversed(PROOFS)}
-PIECES = [
+SHARDS = [
     (one, dynamic)
     for one, dynamic in placements(PROOFS)
     if one.cuts and (not dynamic or one is FIRST[one.case.domain, one.case.op_type])
 ]
 
 
-@pytest.mark.parametrize("one", PIECES, ids=said)
-def test_a_gradient_on_pieces_is_the_dual(one: tuple[Proof, bool]) -> None:
+@pytest.mark.parametrize("one", SHARDS, ids=said)
+def test_a_gradient_on_shards_is_the_dual(one: tuple[Proof, bool]) -> None:
     assert cut_faults(*one) == []
 
 

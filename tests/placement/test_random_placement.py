@@ -130,7 +130,7 @@ def test_random_graphs_with_random_placements(case: tuple[onnx.ModelProto, str])
 
 
 def test_a_message_takes_no_name_that_another_copy_gets_later() -> None:
-    """On rank 3 the whole of `z` arrives as a message for one reader, and as pieces for another."""
+    """On rank 3 the whole of `z` arrives as a message for one reader, and as shards for another."""
     proto = onnx.parser.parse_model(
         """
         <ir_version: 10, opset_import: ["" : 21]>

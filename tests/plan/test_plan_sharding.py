@@ -206,8 +206,8 @@ outputs: {y: cutt}
 """
     slice_law = "  a slice of the mesh fixes the coordinate of one or more of its axes: {pp: 1}\n"
     axes = "  the mesh has the axes dp, tp"
-    piece_law = (
-        "  a dim is cut into a number of pieces, along a mesh axis, or along a list of them, major first; "
+    shard_law = (
+        "  a dim is cut into a number of shards, along a mesh axis, or along a list of them, major first; "
         "null: not at all"
     )
     nothing = (
@@ -215,12 +215,12 @@ outputs: {y: cutt}
         "  help: write {in: [[2, 4], null]}, or take the line away"
     )
     mixed = (
-        "  a rule is spelled by mesh axes or by numbers of pieces, not by both\n"
+        "  a rule is spelled by mesh axes or by numbers of shards, not by both\n"
         "  help: 1 and null are a whole dim beside mesh axes"
     )
     twice = "the axis 'dp' cuts twice\n  a mesh axis cuts one dim of a value, once"
     assert said(text).split("\nplan.yaml:") == [
-        "plan.yaml:4: dataset of 'x', dim 0: expected at least 1 piece, but got 0\n"
+        "plan.yaml:4: dataset of 'x', dim 0: expected at least 1 shard, but got 0\n"
         "  help: write 1 for a dim that stays whole",
         f"5: dataset of 'y': {twice}",
         "6: dataset of 'z': expected an entry for each dim, such as [2, 4], but got the number 8",
@@ -241,24 +241,24 @@ outputs: {y: cutt}
         "  a strategy has a list for each tensor, with an entry for each dim\n"
         "  help: write one more pair of brackets: [[2, 4]] for one tensor",
         "21: sharding of 'm', input 1: expected an entry for each dim, such as [2, 4], but got the number 4",
-        f"22: sharding of 'n': the axis 'dp' and 4 pieces stand side by side\n{mixed}",
-        "23: sharding of 'o', input 0: null stands beside 2 pieces\n"
+        f"22: sharding of 'n': the axis 'dp' and 4 shards stand side by side\n{mixed}",
+        "23: sharding of 'o', input 0: null stands beside 2 shards\n"
         "  null is a whole dim beside mesh axes, and in place of a whole cut leaves it to be derived\n"
         "  help: write 1 for a dim that stays whole",
         f"24: sharding of 'p', input 0, dim 1: 'pp' is no axis of the mesh\n{axes}",
-        f"24: sharding of 'p', input 1, dim 0: expected a number of pieces or a mesh axis, but got true\n{piece_law}",
-        f"24: sharding of 'p', input 1, dim 1: expected a number of pieces or a mesh axis, but got the number 2.5\n"
-        f"{piece_law}",
+        f"24: sharding of 'p', input 1, dim 0: expected a number of shards or a mesh axis, but got true\n{shard_law}",
+        f"24: sharding of 'p', input 1, dim 1: expected a number of shards or a mesh axis, but got the number 2.5\n"
+        f"{shard_law}",
         f"25: sharding of 'q', input 0: {twice}",
         "25: sharding of 'q', 'level': expected 0, 1 or 2, but got the number 3",
         "26: sharding of 'r', 'in': the list is empty\n  a strategy has an entry for each tensor; null derives it",
-        "26: sharding of 'r', parameter 'w', dim 1: expected at least 1 piece, but got -1\n"
+        "26: sharding of 'r', parameter 'w', dim 1: expected at least 1 shard, but got -1\n"
         "  help: write 1 for a dim that stays whole",
         "26: sharding of 'r', parameter 'v': expected an entry for each dim, such as [2, 4], but got the number 3",
         "27: sharding of 's[': this is no pattern: '[' has no ']'; '\\[' is the character itself",
-        f"28: sharding of 't', input 0, dim 0: a list within a cut is of mesh axes, but has the number 2\n{piece_law}\n"
+        f"28: sharding of 't', input 0, dim 0: a list within a cut is of mesh axes, but has the number 2\n{shard_law}\n"
         "  help: write the product of the numbers",
-        f"29: sharding of 'u': the axis 'tp' and 2 pieces stand side by side\n{mixed}",
+        f"29: sharding of 'u': the axis 'tp' and 2 shards stand side by side\n{mixed}",
         "30: sharding of 'v': expected a mapping, 'key: value' on each line, but got the number 3",
         "31: delivery of 'y': expected a rank, a list of ranks, 'producer' or 'cut', but got the text 'cutt'",
     ]

@@ -26,7 +26,7 @@ def spmd(op: str, attributes: str, given: str, made: str, ranks: int, types: str
     ]
 
 
-def pieces(shape: tuple[int, ...], ranks: int, dtype: object = np.float32) -> list[Array]:
+def shards(shape: tuple[int, ...], ranks: int, dtype: object = np.float32) -> list[Array]:
     """A value for each rank, all different."""
     random = np.random.default_rng(ranks)
     return [random.integers(-9, 9, shape).astype(dtype) for _ in range(ranks)]

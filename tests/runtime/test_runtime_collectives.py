@@ -22,7 +22,7 @@ from partc.runtime.communication.collective import dynamic_collective
 from partc.runtime.communication.in_process import LocalTransport, LocalWorld
 from partc.runtime.execution.tensor import Tensor
 from partc.runtime.program.segmentation import WaitCollective
-from run_collectives import pieces, run, run_reference, same, spmd, text, whole
+from run_collectives import run, run_reference, same, shards, spmd, text, whole
 
 RANKS = (1, 2, 3)
 
@@ -30,7 +30,7 @@ RANKS = (1, 2, 3)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(("reduce", "numpy"), [("sum", sum), ("max", max), ("min", min)])
 def test_all_reduce(tmp_path: Path, ranks: int, reduce: str, numpy: Callable[..., Array]) -> None:
-    given = pieces((5, 3), ranks)
+    given = shards((5, 3), ranks)
     combine = {"sum": np.add, "max": np.maximum, "min": np.minimum}[reduce].reduce
     write(tmp_path, spmd("AllReduce", f'reduce = "{reduce}"', "n, 3", "n, 3", ranks), groups=whole(ranks))
     same(run(tmp_path, given), [-2 * combine(given)] * ranks)
@@ -42,7 +42,7 @@ def test_all_gather(tmp_path: Path, ranks: int, axis: int) -> None:
     shape = (2, 5, 3)
     made = [*shape]
     made[axis] *= ranks
-    given = pieces(shape, ranks)
+    given = shards(shape, ranks)
     write(tmp_path, spmd("AllGather", f"axis = {axis}", text(shape), text(tuple(made)), ranks), groups=whole(ranks))
     same(run(tmp_path, given), [-2 * np.concatenate(given, axis)] * ranks)
 
@@ -51,11 +51,11 @@ def test_all_gather(tmp_path: Path, ranks: int, axis: int) -> None:
 @pytest.mark.parametrize("axis", [0, 1, 2, -2])
 @pytest.mark.parametrize("reduce", ["sum", "max"])
 def test_reduce_scatter(tmp_path: Path, ranks: int, axis: int, reduce: str) -> None:
-    piece = (2, 5, 3)
-    shape = [*piece]
+    shard = (2, 5, 3)
+    shape = [*shard]
     shape[axis] *= ranks
-    given = pieces(tuple(shape), ranks)
-    graphs = spmd("ReduceScatter", f'axis = {axis}, reduce = "{reduce}"', text(tuple(shape)), text(piece), ranks)
+    given = shards(tuple(shape), ranks)
+    graphs = spmd("ReduceScatter", f'axis = {axis}, reduce = "{reduce}"', text(tuple(shape)), text(shard), ranks)
     write(tmp_path, graphs, groups=whole(ranks))
     total = {"sum": np.add, "max": np.maximum}[reduce].reduce(given)
     same(run(tmp_path, given), [-2 * part for part in np.split(total, ranks, axis)])
@@ -69,7 +69,7 @@ def test_all_to_all(tmp_path: Path, ranks: int, split: int, concat: int) -> None
     made = list(shape)
     made[split] //= ranks
     made[concat] *= ranks
-    given = pieces(tuple(shape), ranks)
+    given = shards(tuple(shape), ranks)
     attributes = f"split_axis = {split}, concat_axis = {concat}"
     graphs = spmd("AllToAll", attributes, text(tuple(shape)), text(tuple(made)), ranks)
     write(tmp_path, graphs, groups=whole(ranks))
@@ -110,7 +110,7 @@ def test_reduce_gives_the_root_alone(
         for rank in range(ranks)
     ]
     write(tmp_path, [graph.replace("float[", f"{type}[") for graph in graphs], groups=whole(ranks))
-    given = pieces((5, 3), ranks, BY_NAME[type].numpy)
+    given = shards((5, 3), ranks, BY_NAME[type].numpy)
     assert [*check_artifact(tmp_path)] == []
     with load_local(tmp_path) as program:
         for _ in range(2):
@@ -227,7 +227,7 @@ def test_a_collective_overlaps_and_its_memory_is_kept(tmp_path: Path) -> None:
       c = Sub(b, s)
       y = Mul(c, h) }"""
     write(tmp_path, [graph] * 3, groups=whole(3))
-    given = pieces((301,), 3)
+    given = shards((301,), 3)
     wanted = [(2 * np.maximum.reduce(given) + np.add.reduce(given)) * -one for one in given]
     same(run(tmp_path, given), wanted)
     same(run_reference(tmp_path, given), wanted)
@@ -243,7 +243,7 @@ def test_a_chain_of_reductions_takes_one_place(tmp_path: Path) -> None:
     write(tmp_path, [graph] * 2, groups=whole(2))
     with load_local(tmp_path) as program:
         assert program._ranks[0]._program.in_place_aliases == {"p": "k"}
-    given = pieces((9,), 2)
+    given = shards((9,), 2)
     same(run(tmp_path, given), [one - given[0] - given[1] for one in given])
 
 

@@ -9,11 +9,11 @@ import pytest
 from artifact_text import write
 from partc.runtime import InputError, Whole, load_local
 from partc.runtime.artifact.dtypes import Array
-from run_collectives import pieces, run, run_reference, same, whole
+from run_collectives import run, run_reference, same, shards, whole
 
 
 def test_exchange_from_2x3_to_3x2(tmp_path: Path) -> None:
-    """6 ranks hold a grid of 2x3 pieces and get one of 3x2; ranks keep what they have already."""
+    """6 ranks hold a grid of 2x3 shards and get one of 3x2; ranks keep what they have already."""
 
     def span(at: int, parts: int) -> tuple[int, int]:
         return at * 6 // parts, (at + 1) * 6 // parts
@@ -45,8 +45,8 @@ def test_exchange_from_2x3_to_3x2(tmp_path: Path) -> None:
     write(tmp_path, graphs, groups=whole(6), shapes={"h": [6, 4]})
     value = np.arange(144, dtype=np.float32).reshape(12, 12)
 
-    def part(piece: tuple[tuple[int, int], ...]) -> Array:
-        (a, b), (c, d) = piece
+    def part(shard: tuple[tuple[int, int], ...]) -> Array:
+        (a, b), (c, d) = shard
         return value[2 * a : 2 * b, 2 * c : 2 * d]
 
     same(run(tmp_path, [part(one) for one in old]), [part(one) for one in new])
@@ -105,7 +105,7 @@ GROUPS = {"pairs": [[0, 3], [1, 4], [2, 5]], "triples": [[2, 1, 0], [3, 4, 5]]}
 
 def test_two_groups_of_six_ranks_in_one_shared_file(tmp_path: Path) -> None:
     write(tmp_path, [SHARED] * 6, groups=GROUPS)
-    given = pieces((4, 6), 6)
+    given = shards((4, 6), 6)
     gathered = {rank: np.concatenate([-given[one] for one in pair]) for pair in GROUPS["pairs"] for rank in pair}
     wanted = {}
     for triple in GROUPS["triples"]:
@@ -120,6 +120,6 @@ def test_two_groups_of_six_ranks_in_one_shared_file(tmp_path: Path) -> None:
 def test_values_of_no_and_one_row(tmp_path: Path, rows: int) -> None:
     graph = SHARED.replace('"pairs"', '"triples"').replace("[4,", f"[{rows},").replace("[8,", f"[{3 * rows},")
     write(tmp_path, [graph] * 3, groups={"triples": [[0, 1, 2]]})
-    given = pieces((rows, 6), 3)
+    given = shards((rows, 6), 3)
     total = 3 * np.concatenate(given)
     same(run(tmp_path, given), [np.abs(part) for part in np.split(total, 3, 1)])

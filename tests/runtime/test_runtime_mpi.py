@@ -80,7 +80,7 @@ try:
 except runtime.ArtifactError as error:
     say("broken:", str(error).splitlines()[0].replace(broken + "/", ""))
 
-transport = MpiTransport(MPI.COMM_WORLD, piece=16)
+transport = MpiTransport(MPI.COMM_WORLD, shard=16)
 with runtime.load(folder, transport, threads=1) as program:
     for indices in ([1, 6], [0], [], [2, 2, 2], [1, 6]):
         outputs = program(x=x, index=np.array(indices, np.int64))
@@ -131,7 +131,7 @@ def one_job(folder: Path) -> subprocess.CompletedProcess[str]:
     return result
 
 
-def test_steps_run_in_pieces_and_bad_inputs_are_refused_by_all(one_job: subprocess.CompletedProcess[str]) -> None:
+def test_steps_run_in_shards_and_bad_inputs_are_refused_by_all(one_job: subprocess.CompletedProcess[str]) -> None:
     lines = [line for line in one_job.stdout.splitlines() if line.startswith(("refused", "not refused"))]
     axis, missing = (
         "refused: input 'x' axis 1 is 2, the model was compiled for 3",

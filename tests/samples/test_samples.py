@@ -175,8 +175,8 @@ class Command:
         return 1 if "violation" in self.shown else 2 if refused else 0
 
     def matches(self, output: str) -> bool:
-        pieces = [re.escape(piece) for piece in comparable(self.line, self.shown).split(ANY_LINES)]
-        return re.fullmatch(r"(?:.*\n)*?".join(pieces), comparable(self.line, output)) is not None
+        shards = [re.escape(shard) for shard in comparable(self.line, self.shown).split(ANY_LINES)]
+        return re.fullmatch(r"(?:.*\n)*?".join(shards), comparable(self.line, output)) is not None
 
 
 def comparable(line: str, text: str) -> str:
@@ -194,8 +194,8 @@ def blocks() -> Iterator[tuple[str, str, str]]:
 
 
 def commands(text: str) -> Iterator[Command]:
-    for piece in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
-        line, _, shown = piece.partition("\n")
+    for shard in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+        line, _, shown = shard.partition("\n")
         yield Command(line, shown)
 
 

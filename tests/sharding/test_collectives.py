@@ -267,7 +267,7 @@ MISTAKES = {
         *("return h", EVERYWHERE, TWO),
         ["result 0 may differ along 'dp'", "all_reduce, all_gather or broadcast it, or name 'dp' in its spec"],
     ),
-    "pieces that are not equal": (
+    "shards that are not equal": (
         *('return cc.reduce_scatter(op.MatMul(h, self.v), axis="dp", dim=1)', '(None, "dp")', TWO),
         ["ReduceScatter: cannot cut", "dim 1 (3) into 2", "the axis 'dp' has 2 ranks"],
     ),

@@ -248,7 +248,7 @@ def test_an_op_says_why_it_cannot_take_a_cut(tmp_path: Path) -> None:
     )
     said = said_by_compile(tmp_path, net("function", ((3, 4), (4, 1))), "ranks: 8\n")
     assert said.startswith(
-        f"{where}: sharding of 'product' (MatMul): the strategy has 12 pieces, but the group has 8 ranks\n"
+        f"{where}: sharding of 'product' (MatMul): the strategy has 12 shards, but the group has 8 ranks\n"
     )
     said = said_by_compile(tmp_path, net("method", ((5, 1), (1, 1))), "ranks: 5\n")
     where = f"model.py:{line(tmp_path, 'layer.shard')}"

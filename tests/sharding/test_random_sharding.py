@@ -131,7 +131,7 @@ def cases(draw: st.DrawFn) -> tuple[onnx.ModelProto, str]:
         opset_imports=[helper.make_opsetid("", 21)],
     )
     ranks = draw(st.sampled_from([2, 3, 4, 6]))
-    pieces = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    shards = [n for n in range(1, ranks + 1) if ranks % n == 0]
     lines = [
         f"ranks: {ranks}",
         "symbols: {batch: {divisor: 12}}",
@@ -143,9 +143,9 @@ def cases(draw: st.DrawFn) -> tuple[onnx.ModelProto, str]:
             given = draw(st.integers(0, len(operands) - 1))
             cut = [1] * operands[given]
             first, second = draw(st.integers(0, len(cut) - 1)), draw(st.integers(0, len(cut) - 1))
-            cut[first] = draw(st.sampled_from(pieces))
+            cut[first] = draw(st.sampled_from(shards))
             if first != second:
-                cut[second] = draw(st.sampled_from([n for n in pieces if ranks // cut[first] % n == 0]))
+                cut[second] = draw(st.sampled_from([n for n in shards if ranks // cut[first] % n == 0]))
             cuts = ["null"] * len(operands)
             cuts[given] = str(cut)
             lines.append(f"  {node}: {{in: [{', '.join(cuts)}]}}")

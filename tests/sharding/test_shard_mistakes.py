@@ -28,10 +28,10 @@ from shard_call_models import INPUTS, NET, line, refused
             "model.block1.shard(((0, 1.5),), level=3, device=1)",
             "device is 1\n  supported devices: CPU\n  help: write 'CPU', or leave it out\n"
             "model.py:N: level is 3\n  a level is 0, 1 or 2\n"
-            "model.py:N: in_strategy[0], dim 0: expected at least 1 piece, but got 0\n"
+            "model.py:N: in_strategy[0], dim 0: expected at least 1 shard, but got 0\n"
             "  help: write 1 for a dim that stays whole\n"
-            "model.py:N: in_strategy[0], dim 1: expected a number of pieces or a mesh axis, but got the number 1.5\n"
-            "  a dim is cut into a number of pieces, along a mesh axis, or along a list of them, major first; null: not at all",
+            "model.py:N: in_strategy[0], dim 1: expected a number of shards or a mesh axis, but got the number 1.5\n"
+            "  a dim is cut into a number of shards, along a mesh axis, or along a list of them, major first; null: not at all",
         ),
         (
             'model.block1.shard(((8, 1),), device="Banana")',
@@ -39,8 +39,8 @@ from shard_call_models import INPUTS, NET, line, refused
         ),
         (
             'model.block1.shard((("dp", 2),))',
-            "shard: the axis 'dp' and 2 pieces stand side by side\n"
-            "  a rule is spelled by mesh axes or by numbers of pieces, not by both\n"
+            "shard: the axis 'dp' and 2 shards stand side by side\n"
+            "  a rule is spelled by mesh axes or by numbers of shards, not by both\n"
             "  help: 1 and null are a whole dim beside mesh axes",
         ),
         (

@@ -197,7 +197,7 @@ sharding: {{{BLOCK_STYLES}}}
     [
         ("sharding:\n  up: {in: [[1, 1], [1, 1], [1]]}", ["plan.yaml:3", "the strategy has 3 inputs"]),
         ("sharding:\n  up: {in: [[1, 1, 1], [1, 1]]}", ["plan.yaml:3", "input 0 is cut in 3 dims, but has 2"]),
-        ("sharding:\n  up: {in: [[1, 5], [5, 1]]}", ["plan.yaml:3", "5 pieces", "8 ranks"]),
+        ("sharding:\n  up: {in: [[1, 5], [5, 1]]}", ["plan.yaml:3", "5 shards", "8 ranks"]),
         (
             "sharding:\n  up: {in: [[1, 4], [4, 1]]}",
             ["plan.yaml:3", "cannot cut 'x' dim 1 (6) into 4", "6 is not divisible by 4"],

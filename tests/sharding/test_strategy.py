@@ -48,14 +48,14 @@ def test_integers_are_the_device_matrix_with_the_repeat_last(ranks: int) -> None
             assert facts(MATMUL, cuts, ranks)
             continue
         taken += 1
-        pieces = assign_integers(MATMUL, cuts, ranks)
-        assert pieces == {"m": a, "k": b, "n": d}
-        mesh, axes = to_axes(pieces, MATMUL.factors, ranks)
+        shards = assign_integers(MATMUL, cuts, ranks)
+        assert shards == {"m": a, "k": b, "n": d}
+        mesh, axes = to_axes(shards, MATMUL.factors, ranks)
         assert math.prod(mesh) == ranks
         assert all(size in (2, 3, 5, 7, 11) for size in mesh)
         layout = Layout(mesh, (axes["m"], axes["k"], axes["n"]))
         matrix = (a, b, d, ranks // (a * b * d))
-        assert [list(layout.piece(k)) for k in range(ranks)] == [coordinates(k, matrix)[:3] for k in range(ranks)]
+        assert [list(layout.shard(k)) for k in range(ranks)] == [coordinates(k, matrix)[:3] for k in range(ranks)]
     assert taken == sum(ranks % (a * b * d) == 0 for a, b, d in itertools.product(divisors(ranks), repeat=3))
 
 
@@ -69,7 +69,7 @@ def test_the_origins_examples() -> None:
         {"m": (0,), "k": (1,), "n": ()},
     )
     mesh, axes = to_axes(assign_integers(RELU, ((4, 1),), 8), "ab", 8)
-    assert [Layout(mesh, (axes["a"], axes["b"])).piece(rank)[0] for rank in range(8)] == [
+    assert [Layout(mesh, (axes["a"], axes["b"])).shard(rank)[0] for rank in range(8)] == [
         rank // 2 for rank in range(8)
     ]
 
@@ -78,9 +78,9 @@ def test_cuts_of_six_keep_their_order_of_primes() -> None:
     assert to_axes({"a": 6, "b": 2}, "ab", 24) == ((2, 3, 2, 2), {"a": (0, 1), "b": (2,)})
     assert to_axes({"b": 3, "a": 2}, "ab", 6) == ((2, 3), {"a": (0,), "b": (1,)})
     assert to_axes({}, "ab", 6) == ((2, 3), {})
-    for pieces, factors in (({"a": 4}, "ab"), ({"c": 2}, "ab")):
+    for shards, factors in (({"a": 4}, "ab"), ({"c": 2}, "ab")):
         with pytest.raises(ValueError, match="is no cut over 6 ranks"):
-            to_axes(pieces, factors, 6)
+            to_axes(shards, factors, 6)
 
 
 def test_what_is_not_given_is_left_open() -> None:
@@ -114,12 +114,12 @@ def test_what_is_wrong_is_said_at_once() -> None:
         "input 1 is cut in 3 dims, but has 2",
     ]
     assert facts(SOFTMAX, ((1, 1, 2),), 8) == ["input 0, dim 2 is cut into 2, but stays whole"]
-    assert facts(MATMUL, ((2, 4), (4, 2)), 8) == ["the strategy has 16 pieces, but the group has 8 ranks"]
+    assert facts(MATMUL, ((2, 4), (4, 2)), 8) == ["the strategy has 16 shards, but the group has 8 ranks"]
     with pytest.raises(WrongStrategy) as caught:
         assign_integers(MATMUL, ((2, 2), (2, 1)), 6)
     (violation,) = caught.value.violations
     assert violation.law == "the product of the cuts, 2 * 2, divides the number of ranks"
-    assert violation.help == "cut into 1, 2, 3 or 6 pieces"
+    assert violation.help == "cut into 1, 2, 3 or 6 shards"
 
 
 @pytest.mark.parametrize("mesh", [(("dp", 2), ("tp", 4)), (("dp", 3), ("one", 1), ("tp", 2)), (("x", 6), ("y", 2))])
@@ -142,7 +142,7 @@ def test_names_cut_by_the_coordinates_of_their_axes(mesh: tuple[tuple[str, int],
                     for name in given[factor]:
                         number = number * sizes[name] + at[name]
                     expected.append(number)
-                assert list(layout.piece(rank)) == expected
+                assert list(layout.shard(rank)) == expected
 
 
 def test_names_that_do_not_fit() -> None:

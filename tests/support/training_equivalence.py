@@ -133,7 +133,7 @@ def tensors(ranks: LocalProgram) -> Tensors:
 
 
 def put(ranks: LocalProgram, start: Mapping[str, np.ndarray]) -> None:
-    """Gives every rank its pieces of some tensors."""
+    """Gives every rank its shards of some tensors."""
     for rank in ranks.ranks:
         for record, array in rank.state.arrays():
             if record.tensor in start:

@@ -167,8 +167,8 @@ class Learner:
             case "slice":
                 begin = draw(st.sampled_from([0, 3, 6]))
                 bounds = [integers(begin), integers(begin + 6), integers(rank - 1)]
-                (piece,) = self.add("Slice", [x, *bounds], [rank, 0, 0, 0])
-                self.put("Concat", [piece, piece], rank, many, axis=rank - 1)
+                (shard,) = self.add("Slice", [x, *bounds], [rank, 0, 0, 0])
+                self.put("Concat", [shard, shard], rank, many, axis=rank - 1)
             case "expand":
                 (shape,) = self.add("Shape", [x], [rank])
                 (rows,) = self.add("Expand", [self.weight(1, WIDTH), shape], [2, 0])
@@ -258,13 +258,13 @@ def _rules(draw: st.DrawFn, ranks: int, ops: Sequence[tuple[str, list[int]]], lo
         size = len(groups.get(node, everyone))
         if size == 1 or draw(st.integers(0, 2)):
             continue
-        pieces = [n for n in range(1, size + 1) if size % n == 0]
+        shards = [n for n in range(1, size + 1) if size % n == 0]
         given = draw(st.sampled_from([k for k, rank in enumerate(operands) if rank]))
         cut = [1] * operands[given]
         first, second = draw(st.integers(0, len(cut) - 1)), draw(st.integers(0, len(cut) - 1))
-        cut[first] = draw(st.sampled_from(pieces))
+        cut[first] = draw(st.sampled_from(shards))
         if first != second:
-            cut[second] = draw(st.sampled_from([n for n in pieces if size // cut[first] % n == 0]))
+            cut[second] = draw(st.sampled_from([n for n in shards if size // cut[first] % n == 0]))
         asked = ["null"] * len(operands)
         asked[given] = str(cut)
         cuts.append(f"  {node}: {{in: [{', '.join(asked)}]}}")

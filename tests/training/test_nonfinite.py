@@ -14,7 +14,7 @@ from partc.compiler.plan.read import parse_plan
 from partc.runtime import NonFiniteError, Trainer
 from partc.runtime.checker.check import check
 from partc.runtime.checkpoint.newest import latest
-from test_parts_of_a_batch import piece
+from test_parts_of_a_batch import shard
 from test_trainer import on_all
 from training_equivalence import from_text
 
@@ -61,7 +61,7 @@ def batch(step: int, bad: float | None = None) -> dict[str, np.ndarray]:
 
 
 def fed(trainer: Trainer, whole: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {port.name: piece(whole[port.name], port.box(trainer.rank)) for port in trainer.inputs}
+    return {port.name: shard(whole[port.name], port.box(trainer.rank)) for port in trainer.inputs}
 
 
 def kept(trainer: Trainer) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""What functions of optimizers promise: few passes, element by element, in place, and the same bits for any piece of a flat buffer."""
+"""What functions of optimizers promise: few passes, element by element, in place, and the same bits for any shard of a flat buffer."""
 
 from __future__ import annotations
 
@@ -111,11 +111,11 @@ def test_what_is_not_elementwise_or_not_in_place_is_found() -> None:
     assert not is_in_place(written("x_next = Transpose (x)"))
 
 
-IN_PIECES = ("SgdScaledDecayed", "MomentumClippedDecayed", "Nesterov", "Adagrad", "AdamDecayed", "AdamWScaledDecayed")
+IN_SHARDS = ("SgdScaledDecayed", "MomentumClippedDecayed", "Nesterov", "Adagrad", "AdamDecayed", "AdamWScaledDecayed")
 
 
-@pytest.mark.parametrize("name", [*IN_PIECES, "AdamWeightDecay", "LambDirectionDecayed"])
-def test_pieces_of_flat_buffers_in_place_are_the_whole_bit_by_bit(name: str) -> None:
+@pytest.mark.parametrize("name", [*IN_SHARDS, "AdamWeightDecay", "LambDirectionDecayed"])
+def test_shards_of_flat_buffers_in_place_are_the_whole_bit_by_bit(name: str) -> None:
     called = function(name)
     count, chunk = 10_007, 1_024
     session = session_of(flat_model(called, NUMBERS))
@@ -168,7 +168,7 @@ def flat(node: ir.Node) -> bytes:
     return model.SerializeToString()
 
 
-def test_lamb_on_pieces_with_a_sum_between_is_lamb_on_the_whole() -> None:
+def test_lamb_on_shards_with_a_sum_between_is_lamb_on_the_whole() -> None:
     chosen = optimizer("lamb", {"lr": 0.1, "weight_decay": 0.2})
     names = ("parameter", "gradient", "exp_avg", "exp_avg_sq")
     state = [drawn((6, 5), 1), drawn((6, 5), 2), drawn((6, 5), 3), np.abs(drawn((6, 5), 4))]
@@ -182,8 +182,8 @@ def test_lamb_on_pieces_with_a_sum_between_is_lamb_on_the_whole() -> None:
     assert list(update.after[0].inputs) == [reduced]
     direction, squares, ratio, apply = (session_of(flat(node)) for node in update.nodes)
     both = []
-    for piece in ([part[:4] for part in state], [part[4:] for part in state]):
-        given = {name: part.ravel() for name, part in zip(names, piece, strict=True)}
+    for shard in ([part[:4] for part in state], [part[4:] for part in state]):
+        given = {name: part.ravel() for name, part in zip(names, shard, strict=True)}
         made = direction.run(None, given | {name: step[name] for name in ("bias1", "bias2")})
         both.append({"parameter": given["parameter"], "direction": made[0]})
     (share,) = ratio.run(None, {"squares": sum(squares.run(None, each)[0] for each in both)})

@@ -87,8 +87,8 @@ def trained(
         with load_trainer(folder, world.transport(number), threads=1) as trainer:
             given = []
             for step in steps:
-                pieces = {port.name: piece(step[port.name], port.box(number)) for port in trainer.inputs}
-                given.append(trainer.train(pieces))
+                shards = {port.name: shard(step[port.name], port.box(number)) for port in trainer.inputs}
+                given.append(trainer.train(shards))
             return given, [
                 (record, record.box(number), array.copy()) for record, array in trainer.program.state.arrays()
             ]
@@ -103,7 +103,7 @@ def trained(
     return [{name: float(value) for name, value in one.items()} for one in found[0][0]], tensors
 
 
-def piece(array: np.ndarray, box: Any) -> np.ndarray:
+def shard(array: np.ndarray, box: Any) -> np.ndarray:
     return array if box is None else array[local(box, array.shape)]
 
 

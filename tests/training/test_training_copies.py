@@ -114,7 +114,7 @@ main (float[batch, 4, 6] x) => (float[batch, 6] y) <int64[1] middle = {1}> {
 
 
 @pytest.mark.parametrize("node", ["mean", "total"])
-def test_the_shape_of_a_piece_is_not_that_of_what_it_is_cut_from(node: str, tmp_path: Path) -> None:
+def test_the_shape_of_a_shard_is_not_that_of_what_it_is_cut_from(node: str, tmp_path: Path) -> None:
     """A cut of a dim that varies computes its bounds from a shape, whose name the gradient's own had."""
     source = from_text(SLICED, {"u": (6, 6), "w": (6, 6)})
     cuts = f"{node}: {{in: [[2, 1, 1], null]}}, first: {{in: [[1, 1, 1], [1, 1]]}}"

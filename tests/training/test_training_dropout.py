@@ -123,14 +123,14 @@ def node_of(dims: Dims | None, ratio: float = RATIO, outputs: int = 1, seed: int
 
 
 def local_of(node: ir.Node, dims: Dims | None = None, cut: dict[str, int] | None = None, index: int = 0) -> Local:
-    """The node's local form; `cut` has one factor, of which this is piece `index`."""
+    """The node's local form; `cut` has one factor, of which this is shard `index`."""
     value = node.inputs[0]
     assert value is not None
     whole = None if value.shape is None else tuple(d if isinstance(d, int) else str(d) for d in value.shape.dims)
     shapes = {"x": tuple(dims) if dims is not None else whole}
     names = [str(out.name) for out in node.outputs]
-    pieces = cut or {}
-    local = Local(node, rule_of(node), pieces, dict.fromkeys(pieces, index), ["x", "step"], names, {"x": whole}, shapes)
+    shards = cut or {}
+    local = Local(node, rule_of(node), shards, dict.fromkeys(shards, index), ["x", "step"], names, {"x": whole}, shapes)
     assert local.rule.local is not None
     local.rule.local(local)
     return local
@@ -154,21 +154,21 @@ SHAPE = (6, 12, 6, 7)
 
 @pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize("dynamic", ["", "b", "bcd", "abcd"])
-def test_pieces_are_pieces_of_the_whole(dynamic: str, outputs: int) -> None:
+def test_shards_are_shards_of_the_whole(dynamic: str, outputs: int) -> None:
     dims: Dims = [letter if letter in dynamic else size for letter, size in zip("abcd", SHAPE, strict=True)]
     node, x = node_of(dims, outputs=outputs), np.ones(SHAPE, np.float32)
     want = run(local_of(node), x)
     if outputs == 2:
         np.testing.assert_array_equal(want[1], want[0] != 0)
-    for dim, pieces in itertools.product(range(3), (2, 3, 6)):
+    for dim, shards in itertools.product(range(3), (2, 3, 6)):
         letter = "abcd"[dim]
         own: Dims = [
-            dim_ if k != dim else f"{dim_}/{pieces}" if isinstance(dim_, str) else dim_ // pieces
+            dim_ if k != dim else f"{dim_}/{shards}" if isinstance(dim_, str) else dim_ // shards
             for k, dim_ in enumerate(dims)
         ]
-        locals_ = [local_of(node, own, {letter: pieces}, index) for index in range(pieces)]
+        locals_ = [local_of(node, own, {letter: shards}, index) for index in range(shards)]
         assert len({"".join(str(ir.to_proto(each)) for each in local.nodes) for local in locals_}) == 1
-        parts = [run(local, np.split(x, pieces, dim)[0]) for local in locals_]
+        parts = [run(local, np.split(x, shards, dim)[0]) for local in locals_]
         for k in range(outputs):
             np.testing.assert_array_equal(np.concatenate([part[k] for part in parts], dim), want[k])
 

@@ -53,7 +53,7 @@ def chain(layers: int) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("broadcast", ["s = ReduceMean(h, one)", "s = ReduceSum(h, one)", "s = Expand(h, shape)"])
 def test_the_gradient_of_a_cut_dynamic_batch_finds_no_broadcast_dims_when_it_runs(broadcast: str) -> None:
-    """A piece has `batch/2` rows by one way of inferring and `floor(batch/2)` by another, which the plan promises to be equal."""
+    """A shard has `batch/2` rows by one way of inferring and `floor(batch/2)` by another, which the plan promises to be equal."""
     proto = with_weights(
         f"""<ir_version: 10, opset_import: ["" : 21]>
 main (float[batch, 6] x) => (float[batch, 6] y) <int64[1] one = {{1}}> {{

@@ -89,8 +89,8 @@ HEAD_COUNTS = ("num_heads", "kv_num_heads", "q_num_heads")
 def fewer_heads(local: Local) -> None:
     """The node with as many heads as this rank has; a single head of the keys is on every rank."""
     given = {name: local.node.attributes.get_int(name, 0) for name in HEAD_COUNTS}
-    pieces = local.cut("h")
-    changed: dict[str, Any] = {name: count // pieces for name, count in given.items() if count > 1}
+    shards = local.cut("h")
+    changed: dict[str, Any] = {name: count // shards for name, count in given.items() if count > 1}
     local.same(**changed)
 
 

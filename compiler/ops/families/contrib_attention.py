@@ -146,8 +146,8 @@ def _thirds(shape: Sequence[Dim], heads: int) -> bool:
 
 def _columns(local: Local, extent: int) -> str:
     """Where this rank's heads stand in queries, keys and values in a row."""
-    part, pieces = extent // 3, local.cut("h")
-    here = np.arange(part // pieces) + local.index("h") * (part // pieces)
+    part, shards = extent // 3, local.cut("h")
+    here = np.arange(part // shards) + local.index("h") * (part // shards)
     return local.constant("columns", np.concatenate([here + part * k for k in range(3)]).astype(np.int64))
 
 
@@ -175,9 +175,9 @@ def _local_columns(local: Local) -> None:
     inputs[1] = local.emit("Gather", [inputs[1], columns], "weights", axis=1)
     if len(inputs) > 2 and inputs[2]:
         inputs[2] = local.emit("Gather", [inputs[2], columns], "bias", axis=0)
-    pieces = local.cut("h")
-    changed: dict[str, Any] = {"num_heads": local.node.attributes.get_int("num_heads", 1) // pieces}
+    shards = local.cut("h")
+    changed: dict[str, Any] = {"num_heads": local.node.attributes.get_int("num_heads", 1) // shards}
     sizes = local.node.attributes.get_ints("qkv_hidden_sizes")
     if sizes:
-        changed["qkv_hidden_sizes"] = [size // pieces for size in sizes]
+        changed["qkv_hidden_sizes"] = [size // shards for size in sizes]
     local.same(inputs, **changed)

@@ -1,7 +1,7 @@
 """Convolutions: images and channels are free, a cut of the channels that are summed leaves a sum, groups are cut whole.
 
 Along a spatial dim neighbouring windows overlap, and so it stays whole, but where every window lies in its own stretch of the
-input: a kernel no larger than its stride, no padding, and an input that the stride divides. Then pieces have whole windows.
+input: a kernel no larger than its stride, no padding, and an input that the stride divides. Then shards have whole windows.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def deform_bias_once(local: Local) -> None:
 
 
 def windows(node: ir.Node, kernel: Sequence[int] | None, *, transposed: bool = False) -> str:
-    """The letters of the spatial dims of input 0: one where windows do not overlap and pieces hold whole ones, else `.`."""
+    """The letters of the spatial dims of input 0: one where windows do not overlap and shards hold whole ones, else `.`."""
     shape = dims(operand(node, 0)) or ()
     rank = len(shape) - 2
     strides = node.attributes.get_ints("strides") or [1] * rank

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from partc.compiler.autodiff.engine import GradientBuilder, gradient, no_gradient
 from partc.compiler.autodiff.shapes import like, numbers, once, vector
 from partc.compiler.ops.local import Local
-from partc.compiler.ops.local_shapes import as_int64, divided, integers, local_dims, pieces_of
+from partc.compiler.ops.local_shapes import as_int64, divided, integers, local_dims, shards_of
 from partc.compiler.ops.node import LETTERS, Dim, constant_ints, dims, opset_of, same
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
@@ -88,30 +88,30 @@ def _local_shape(local: Local) -> None:
     longer = local.emit("Concat", [ones, as_int64(local, 1)], "longer", axis=0)
     begin, end = integers(local, "begin", [-len(made)]), integers(local, "end", [2**31 - 1])
     aligned = local.emit("Slice", [longer, begin, end], "aligned")
-    local.same([local.inputs[0], divided(local, aligned, pieces_of(local, made), round_up=True)])
+    local.same([local.inputs[0], divided(local, aligned, shards_of(local, made), round_up=True)])
 
 
 def _local_repeats(local: Local) -> None:
     """Repeats of dims of 1 are divided where the output is cut along them."""
     given, made = local.rule.inputs[0] or "", local.rule.outputs[0] or ""
-    pieces = [
-        1 if here == letter else count for here, letter, count in zip(given, made, pieces_of(local, made), strict=True)
+    shards = [
+        1 if here == letter else count for here, letter, count in zip(given, made, shards_of(local, made), strict=True)
     ]
     repeats = constant_ints(local.node, 1)
-    if set(pieces) == {1}:
+    if set(shards) == {1}:
         local.same()
     elif repeats is not None:
-        numbers = [number // count for number, count in zip(repeats, pieces, strict=True)]
+        numbers = [number // count for number, count in zip(repeats, shards, strict=True)]
         local.same([local.inputs[0], integers(local, "repeats", numbers)])
     else:
-        local.same([local.inputs[0], divided(local, as_int64(local, 1), pieces)])
+        local.same([local.inputs[0], divided(local, as_int64(local, 1), shards)])
 
 
 def _local_extents(local: Local) -> None:
-    """The shape divided by the pieces."""
+    """The shape divided by the shards."""
     known = local_dims(local, local.outputs[0]) or (None,)
     numbers = [dim for dim in known if isinstance(dim, int)]
     if len(numbers) == len(known):
         local.same([integers(local, "local_shape", numbers)])
     else:
-        local.same([divided(local, as_int64(local, 0), pieces_of(local, local.rule.outputs[0]))])
+        local.same([divided(local, as_int64(local, 0), shards_of(local, local.rule.outputs[0]))])

@@ -182,7 +182,7 @@ def _local_gather_elements(local: Local) -> None:
 
 
 def _local_gather_nd(local: Local) -> None:
-    """Components of an index into dims that are cut count from the piece's begin; an element is there if all are."""
+    """Components of an index into dims that are cut count from the shard's begin; an element is there if all are."""
     data, indices = local.rule.inputs[0] or "", local.rule.inputs[1] or ""
     batch = local.node.attributes.get_int("batch_dims", 0)
     depth = (dims(local.node.inputs[1]) or (0,))[-1]
@@ -211,18 +211,18 @@ def _local_gather_nd(local: Local) -> None:
 
 def _local_one_hot(local: Local) -> None:
     """The depth is this rank's; an index before its begin is moved behind its end, where no element is on."""
-    pieces = local.cut(ROW)
-    if pieces == 1:
+    shards = local.cut(ROW)
+    if shards == 1:
         local.same()
         return
     depth = constant_ints(local.node, 1)
     if depth is not None:
-        total, here = integer(local, "depth", depth[0]), integer(local, "depth.here", depth[0] // pieces)
+        total, here = integer(local, "depth", depth[0]), integer(local, "depth.here", depth[0] // shards)
     else:
         scalar = local.constant("scalar", np.array([], np.int64))
         total = local.emit("Reshape", [as_int64(local, 1), scalar], "depth")
-        here = local.emit("Div", [total, integer(local, "pieces", pieces)], "depth.here")
-    offset = local.emit("Mul", [here, integer(local, "piece", local.index(ROW))], "offset")
+        here = local.emit("Div", [total, integer(local, "shards", shards)], "depth.here")
+    offset = local.emit("Mul", [here, integer(local, "shard", local.index(ROW))], "offset")
     zero, indices = integer(local, "zero", 0), as_int64(local, 0)
     from_end = local.emit("Less", [indices, zero], "from_end")
     counted = local.emit("Where", [from_end, local.emit("Add", [indices, total], "added"), indices], "counted")

@@ -8,7 +8,7 @@ from partc.compiler.autodiff.engine import GradientBuilder, NoGradient, gradient
 from partc.compiler.autodiff.shapes import extents, inverse, joined, moved, once
 from partc.compiler.ops.families.join import but_axes
 from partc.compiler.ops.local import Local
-from partc.compiler.ops.local_shapes import as_int64, divided, integers, pieces_of
+from partc.compiler.ops.local_shapes import as_int64, divided, integers, shards_of
 from partc.compiler.ops.node import LETTERS, Dim, constant_ints, counted, dims, operand, opset_of, rank_of, same
 from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op, uncut
@@ -165,7 +165,7 @@ def _scales(node: ir.Node) -> tuple[float, ...] | None:
 
 
 def _repeats(node: ir.Node) -> bool:
-    """Whether pixels are only repeated when their number grows by an integer, so that none takes from beyond its piece."""
+    """Whether pixels are only repeated when their number grows by an integer, so that none takes from beyond its shard."""
     if node.attributes.get_string("mode", "nearest") != "nearest":
         return False
     if node.op_type == "Upsample" or opset_of(node) < 11:
@@ -185,30 +185,30 @@ def _is_integer(before: Dim, after: Dim, scale: float | None) -> bool:
 def _local_sizes(local: Local) -> None:
     """Sizes of dims that are cut are divided."""
     letters = local.rule.outputs[0] or ""
-    pieces = pieces_of(local, letters)
+    shards = shards_of(local, letters)
     axes = local.node.attributes.get_ints("axes") or range(len(letters))
-    pieces = tuple(pieces[counted(axis, len(letters))] for axis in axes)
-    if set(pieces) == {1}:
+    shards = tuple(shards[counted(axis, len(letters))] for axis in axes)
+    if set(shards) == {1}:
         local.same()
         return
     given = constant_ints(local.node, 3)
     if given is not None:
-        sizes = integers(local, "sizes", [size // count for size, count in zip(given, pieces, strict=True)])
+        sizes = integers(local, "sizes", [size // count for size, count in zip(given, shards, strict=True)])
     else:
-        sizes = divided(local, as_int64(local, 3), pieces)
+        sizes = divided(local, as_int64(local, 3), shards)
     local.same([*local.inputs[:3], sizes])
 
 
 def _local_grid(local: Local) -> None:
     """The size of the batch is divided."""
-    pieces = local.cut("n")
-    if pieces == 1:
+    shards = local.cut("n")
+    if shards == 1:
         local.same()
         return
     given = constant_ints(local.node, 1)
     if given is not None:
-        size = integers(local, "size", [given[0] // pieces, *given[1:]])
+        size = integers(local, "size", [given[0] // shards, *given[1:]])
     else:
         length = rank_of(local.node.outputs[0]) or 4
-        size = divided(local, as_int64(local, 1), [pieces, *[1] * (length - 1)])
+        size = divided(local, as_int64(local, 1), [shards, *[1] * (length - 1)])
     local.same([local.inputs[0], size])

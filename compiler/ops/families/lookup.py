@@ -1,6 +1,6 @@
 """Indices into an axis that is cut: each rank answers for the rows that it has, and the others are masked out.
 
-With V rows in n pieces, a rank whose rows begin at `offset` sees index i at `i - offset`, after a negative i has got V added,
+With V rows in n shards, a rank whose rows begin at `offset` sees index i at `i - offset`, after a negative i has got V added,
 and has it if that is in 0 .. V/n - 1. The program is the same on every rank but for the constant `offset`.
 """
 
@@ -19,7 +19,7 @@ OLDEST_OPSET = 9
 
 @dataclass(frozen=True)
 class Rows:
-    """Names of scalars: how many rows there are in the whole and in this rank's piece, and the first of the piece."""
+    """Names of scalars: how many rows there are in the whole and in this rank's shard, and the first of the shard."""
 
     total: str
     here: str
@@ -28,7 +28,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Found:
-    """Names: indices counted from the piece's begin, which of them the rank has, and those with 0 where it has not."""
+    """Names: indices counted from the shard's begin, which of them the rank has, and those with 0 where it has not."""
 
     relative: str
     present: str
@@ -37,11 +37,11 @@ class Found:
 
 def rows_of(local: Local, k: int, axis: int, letter: str) -> Rows:
     """The rows of operand `k` along an axis that is cut: constants where the extent is known, else nodes that read it."""
-    name, pieces, index = local.inputs[k], local.cut(letter), local.index(letter)
+    name, shards, index = local.inputs[k], local.cut(letter), local.index(letter)
     shape = local.global_shapes.get(name)
     total = None if shape is None else shape[axis]
     if isinstance(total, int):
-        here = total // pieces
+        here = total // shards
         return Rows(
             integer(local, f"{letter}.rows", total),
             integer(local, f"{letter}.here", here),
@@ -50,14 +50,14 @@ def rows_of(local: Local, k: int, axis: int, letter: str) -> Rows:
     extents = local.emit("Shape", [name], f"{letter}.shape")
     length = local.emit("Gather", [extents, integer(local, f"{letter}.axis", axis)], f"{letter}.here")
     return Rows(
-        local.emit("Mul", [length, integer(local, f"{letter}.pieces", pieces)], f"{letter}.rows"),
+        local.emit("Mul", [length, integer(local, f"{letter}.shards", shards)], f"{letter}.rows"),
         length,
-        local.emit("Mul", [length, integer(local, f"{letter}.piece", index)], f"{letter}.offset"),
+        local.emit("Mul", [length, integer(local, f"{letter}.shard", index)], f"{letter}.offset"),
     )
 
 
 def look_up(local: Local, indices: str, rows: Rows, letter: str) -> Found:
-    """Where `indices`, of int64, lie in this rank's piece."""
+    """Where `indices`, of int64, lie in this rank's shard."""
     zero = integer(local, f"{letter}.zero", 0)
 
     def made(op_type: str, inputs: list[str], word: str) -> str:

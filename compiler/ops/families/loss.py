@@ -134,9 +134,9 @@ def _loss(node: ir.Node, terms: tuple[int, ...]) -> Rule | None:
 
 
 def local_mean(local: Local) -> None:
-    """The mean of this rank's positions, divided by the number of pieces, is its term of the whole's."""
-    pieces = math.prod(local.cut(letter) for letter in local.rule.reduce)
-    if pieces == 1:
+    """The mean of this rank's positions, divided by the number of shards, is its term of the whole's."""
+    shards = math.prod(local.cut(letter) for letter in local.rule.reduce)
+    if shards == 1:
         local.same()
         return
     scores = local.node.inputs[0]
@@ -144,4 +144,4 @@ def local_mean(local: Local) -> None:
     assert scores.dtype is not None
     mean = f"{local.outputs[0]}.local"
     local.same(outputs=[mean, *local.outputs[1:]])
-    local.emit("Div", [mean, local.constant("pieces", np.array(pieces, scores.dtype.numpy()))], local.outputs[0])
+    local.emit("Div", [mean, local.constant("shards", np.array(shards, scores.dtype.numpy()))], local.outputs[0])

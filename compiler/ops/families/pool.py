@@ -60,11 +60,11 @@ op(
 
 
 def scaled(local: Local) -> None:
-    """A mean over a piece, divided by the number of pieces: a term of the mean over the whole."""
-    pieces = 1
+    """A mean over a shard, divided by the number of shards: a term of the mean over the whole."""
+    shards = 1
     for factor in local.rule.reduce:
-        pieces *= local.cut(factor)
-    if pieces == 1:
+        shards *= local.cut(factor)
+    if shards == 1:
         local.same()
         return
     data = local.node.inputs[0]
@@ -72,7 +72,7 @@ def scaled(local: Local) -> None:
     assert data.dtype is not None
     mean = f"{local.outputs[0]}.mean"
     local.same(outputs=[mean])
-    share = local.constant("share", np.array(1 / pieces, data.dtype.numpy()))
+    share = local.constant("share", np.array(1 / shards, data.dtype.numpy()))
     local.emit("Mul", [mean, share], local.outputs[0])
 
 

@@ -1,4 +1,4 @@
-"""Reductions: a cut of a dim that is reduced leaves a term of the sum, the largest or the smallest of a piece.
+"""Reductions: a cut of a dim that is reduced leaves a term of the sum, the largest or the smallest of a shard.
 
 What takes a root or a logarithm after its sum needs the whole of its axes; so do the positions of the largest, and running sums.
 """

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from partc.compiler.autodiff.engine import GradientBuilder, gradient
 from partc.compiler.autodiff.shapes import shaped
 from partc.compiler.ops.local import Local
-from partc.compiler.ops.local_shapes import as_int64, integer, integers, local_dims, pieces_of
+from partc.compiler.ops.local_shapes import as_int64, integer, integers, local_dims, shards_of
 from partc.compiler.ops.node import LETTERS, Dim, axes_of, axis_of, constant_ints, counted, dims, operand, opset_of
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
@@ -67,7 +67,7 @@ def squeeze(node: ir.Node) -> Rule | None:
 
 
 def _named_axes(local: Local, axes: Sequence[int]) -> None:
-    """The axes that the whole value loses are named, for a piece may have other dims of size 1."""
+    """The axes that the whole value loses are named, for a shard may have other dims of size 1."""
     local.same([local.inputs[0], integers(local, "axes", axes)])
 
 
@@ -152,7 +152,7 @@ def _axes_operand(node: ir.Node) -> tuple[str | None, ...]:
 
 def _local_target(local: Local) -> None:
     """The target in local extents: a constant where one dim at most is dynamic, else the given one with its entries divided."""
-    pieces = pieces_of(local, local.rule.outputs[0])
+    shards = shards_of(local, local.rule.outputs[0])
     known = local_dims(local, local.outputs[0])
     given = constant_ints(local.node, 1)
     kept = "0" if not local.node.attributes.get_int("allowzero", 0) else ""
@@ -160,10 +160,10 @@ def _local_target(local: Local) -> None:
         target = integers(local, "target", [dim if isinstance(dim, int) else -1 for dim in known])
     elif given is not None and not (kept and _moved_zero(local, given)):
         target = integers(
-            local, "target", [n if n <= 0 else n // count for n, count in zip(given, pieces, strict=True)]
+            local, "target", [n if n <= 0 else n // count for n, count in zip(given, shards, strict=True)]
         )
     else:
-        target = _divided_target(local, pieces, zero_copies=bool(kept))
+        target = _divided_target(local, shards, zero_copies=bool(kept))
     local.same([local.inputs[0], target])
 
 
@@ -173,10 +173,10 @@ def _moved_zero(local: Local, target: Sequence[int]) -> bool:
 
 
 def _paired(local: Local) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return pieces_of(local, local.rule.inputs[0]), pieces_of(local, local.rule.outputs[0])
+    return shards_of(local, local.rule.inputs[0]), shards_of(local, local.rule.outputs[0])
 
 
-def _divided_target(local: Local, pieces: Sequence[int], zero_copies: bool) -> str:
+def _divided_target(local: Local, shards: Sequence[int], zero_copies: bool) -> str:
     """The target with its positive entries divided; an entry of 0 that copies a dim cut otherwise is filled in first."""
     zero = integer(local, "zero", 0)
     target = as_int64(local, 1)
@@ -188,5 +188,5 @@ def _divided_target(local: Local, pieces: Sequence[int], zero_copies: bool) -> s
         room = local.emit("Concat", [extents, integers(local, "room", [1] * len(there))], "extended", axis=0)
         copied = local.emit("Gather", [room, integers(local, "places", range(len(there)))], "copied")
         target = local.emit("Where", [local.emit("Equal", [target, zero], "copies"), copied, target], "filled")
-    cut = local.emit("Div", [target, integers(local, "pieces", pieces)], "cut")
+    cut = local.emit("Div", [target, integers(local, "shards", shards)], "cut")
     return local.emit("Where", [local.emit("Greater", [target, zero], "given_extents"), cut, target], "target")

@@ -167,7 +167,7 @@ def _local_scatter(local: Local) -> None:
 
 
 def _first_component(local: Local, indices: str, rank: int, rows: Rows) -> str:
-    """Indices of several components whose first is counted from the piece's begin."""
+    """Indices of several components whose first is counted from the shard's begin."""
     depth = (dims(local.node.inputs[1]) or (0,))[-1]
     assert isinstance(depth, int)
     first = local.emit("Gather", [indices, integers(local, "place", [0])], "part", axis=rank - 1)

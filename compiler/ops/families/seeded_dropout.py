@@ -3,7 +3,7 @@
 So the masks of a model are the same on one rank and on many, however a tensor is cut, and those of a step that is run again are
 those that it had. `partc.nn.Dropout(x, step) {ratio, seed}` is no op that a runtime knows: on every rank it becomes plain ones.
 `Dropout(x, step, part) {ratio, seed, parts, records_dim}` draws the masks of one of several parts of a batch: what a rank has of a
-whole batch is `parts` pieces like its own, one behind the other.
+whole batch is `parts` shards like its own, one behind the other.
 
 The dims are parted in two, rows and columns, and each part gives every place of its own a number: a Weyl sequence begun by seed and
 step, mixed modulo 2**32 by two rounds of a shift, an exclusive or and a product. Numbers of rows are even, those of columns odd. An

@@ -1,4 +1,4 @@
-"""Ops that make numbers out of extents: the shape of a cut tensor is the whole's, and a range is cut by its piece."""
+"""Ops that make numbers out of extents: the shape of a cut tensor is the whole's, and a range is cut by its shard."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import onnx_ir as ir
 from partc.compiler.autodiff.engine import no_gradient
 from partc.compiler.ops.local import Local
-from partc.compiler.ops.local_shapes import integer, integers, piece_of, pieces_of
+from partc.compiler.ops.local_shapes import integer, integers, shard_of, shards_of
 from partc.compiler.ops.node import LETTERS, counted, opset_of, rank_of
 from partc.compiler.ops.registry import op, uncut
 from partc.compiler.ops.rule import WHOLE, Rule
@@ -28,7 +28,7 @@ def size(node: ir.Node) -> Rule | None:
 
 @op("Range")
 def range_(node: ir.Node) -> Rule | None:
-    """`,,->n`; every rank takes its piece."""
+    """`,,->n`; every rank takes its shard."""
     if opset_of(node) < 10:
         return None
     scalars = tuple(WHOLE * (rank_of(value) or 0) for value in node.inputs)
@@ -36,7 +36,7 @@ def range_(node: ir.Node) -> Rule | None:
 
 
 uncut("NonZero", why="how many elements there are, and where they stand in the whole, only the whole tells")
-uncut("EyeLike", why="where the diagonal crosses a piece differs by rank")
+uncut("EyeLike", why="where the diagonal crosses a shard differs by rank")
 uncut("HannWindow", "HammingWindow", "BlackmanWindow", "MelWeightMatrix", why="small, and made of scalars")
 uncut("Constant", why="known to every rank")
 no_gradient("Shape", "Size", "NonZero", "EyeLike", "Constant")
@@ -52,31 +52,31 @@ def _extents(node: ir.Node, made: str, local: Callable[[Local], None]) -> Rule |
 
 
 def _global_shape(local: Local) -> None:
-    pieces = pieces_of(local, local.rule.inputs[0])
-    rank = len(pieces)
+    shards = shards_of(local, local.rule.inputs[0])
+    rank = len(shards)
     begin = counted(local.node.attributes.get_int("start", 0), rank)
     end = counted(local.node.attributes.get_int("end", rank), rank)
-    taken = pieces[max(begin, 0) : max(end, 0)]
+    taken = shards[max(begin, 0) : max(end, 0)]
     if all(count == 1 for count in taken):
         local.same()
         return
     here = f"{local.outputs[0]}.local"
     local.same(outputs=[here])
-    local.emit("Mul", [here, integers(local, "pieces", taken)], local.outputs[0])
+    local.emit("Mul", [here, integers(local, "shards", taken)], local.outputs[0])
 
 
 def _global_size(local: Local) -> None:
     here = f"{local.outputs[0]}.local"
     local.same(outputs=[here])
-    count = integer(local, "pieces", math.prod(pieces_of(local, local.rule.inputs[0])))
+    count = integer(local, "shards", math.prod(shards_of(local, local.rule.inputs[0])))
     local.emit("Mul", [here, count], local.outputs[0])
 
 
 def _local_range(local: Local) -> None:
-    """The whole range, which is short, and of it this rank's piece, so that its numbers are those of the whole."""
+    """The whole range, which is short, and of it this rank's shard, so that its numbers are those of the whole."""
     if local.cut("n") == 1:
         local.same()
         return
     all_of_it = f"{local.outputs[0]}.whole"
     local.same(outputs=[all_of_it])
-    piece_of(local, all_of_it, 0, "n", local.outputs[0])
+    shard_of(local, all_of_it, 0, "n", local.outputs[0])

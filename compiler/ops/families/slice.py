@@ -1,6 +1,6 @@
 """Ops that take or leave a part along some axes: dims that they take as they are may be cut.
 
-A Slice that takes a dim from its begin to its end does so on a piece too, since it is clamped to the dim's extent: it needs
+A Slice that takes a dim from its begin to its end does so on a shard too, since it is clamped to the dim's extent: it needs
 no rewriting.
 """
 

@@ -1,4 +1,4 @@
-"""The triangle of a matrix: a piece of it is a triangle too, whose diagonal is moved by where the piece begins."""
+"""The triangle of a matrix: a shard of it is a triangle too, whose diagonal is moved by where the shard begins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def trilu_gradient(g: GradientBuilder, dy: str, x: str, k: str | None = None) ->
 
 
 def _moved_diagonal(local: Local) -> None:
-    """Row i of a piece is row i + begin of the whole, so that k grows by the first row and falls by the first column."""
+    """Row i of a shard is row i + begin of the whole, so that k grows by the first row and falls by the first column."""
     if local.cut("r") == 1 and local.cut("c") == 1:
         local.same()
         return

@@ -1,1 +1,1 @@
-"""What ranks must agree on: collectives, their order, layouts, places of pieces."""
+"""What ranks must agree on: collectives, their order, layouts, places of shards."""

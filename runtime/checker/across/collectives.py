@@ -13,7 +13,7 @@ from math import lcm, prod
 
 from onnx import ModelProto
 from partc.runtime.artifact import dim_expression as expression
-from partc.runtime.artifact.comm_node import LOOSE, Call, Piece, read_call, result_shape, slices, wrong_end
+from partc.runtime.artifact.comm_node import LOOSE, Call, Shard, read_call, result_shape, slices, wrong_end
 from partc.runtime.artifact.dtypes import dense
 from partc.runtime.artifact.format import COLLECTIVES, DOMAIN, EXCHANGE, MANIFEST, Box, Collective, Manifest, Shape
 from partc.runtime.checker.graph import node_title
@@ -144,7 +144,7 @@ def same_dims(one: Shape, other: Shape, manifest: Manifest) -> bool:
 
 
 def local_shape(shape: Shape, box: Box | None) -> Shape:
-    """The dims of a piece as expressions."""
+    """The dims of a shard as expressions."""
     if shape is None or box is None:
         return shape
     return [
@@ -207,7 +207,7 @@ def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: t
 
 
 def _made_of(call: Call, given: ValueType, ranks: int) -> ValueType | None:
-    """The type of what comes of one of several values, whose shape is a fixed one; None where its pieces are not equal."""
+    """The type of what comes of one of several values, whose shape is a fixed one; None where its shards are not equal."""
     try:
         return given[0], list(result_shape(call, tuple(dim for dim in given[1] or () if isinstance(dim, int)), ranks))
     except ValueError:
@@ -254,11 +254,11 @@ def _check_list(
                 yield from _check_parts(there[0], node)
         return
     for node in there:
-        for verb, pieces in (("gives a box to", node.call.gives), ("takes a box from", node.call.takes)):
-            for peer in dict.fromkeys(piece.peer for piece in pieces):
+        for verb, shards in (("gives a box to", node.call.gives), ("takes a box from", node.call.takes)):
+            for peer in dict.fromkeys(shard.peer for shard in shards):
                 if peer in ranks and peer not in nodes:
                     yield node.violation(f"it {verb} rank {peer}, which has no such node")
-        for peer in dict.fromkeys(piece.peer for piece in (*node.call.gives, *node.call.takes)):
+        for peer in dict.fromkeys(shard.peer for shard in (*node.call.gives, *node.call.takes)):
             if peer in nodes:
                 yield from _check_pair(manifest, node, nodes[peer])
         yield from _check_cover(node)
@@ -268,7 +268,7 @@ def _check_cover(node: CallNode) -> Iterator[Violation]:
     """The boxes that a rank takes are all of its output, each element once."""
     if not node.call.result:
         return
-    boxes = [piece.box for piece in node.call.takes]
+    boxes = [shard.box for shard in node.call.takes]
     scale = [lcm(*(cut[2] for cut in cuts)) for cuts in zip(*boxes, strict=True)]
     places = [
         [(begin * of // end, to * of // end) for (begin, to, end), of in zip(box, scale, strict=True)] for box in boxes
@@ -313,8 +313,8 @@ def _check_parts(first: CallNode, node: CallNode) -> Iterator[Violation]:
 
 def _check_pair(manifest: Manifest, giver: CallNode, taker: CallNode) -> Iterator[Violation]:
     """What one rank gives to another is what that one takes from it, box by box."""
-    gives = [piece for piece in giver.call.gives if piece.peer == taker.rank]
-    takes = [piece for piece in taker.call.takes if piece.peer == giver.rank]
+    gives = [shard for shard in giver.call.gives if shard.peer == taker.rank]
+    takes = [shard for shard in taker.call.takes if shard.peer == giver.rank]
     if len(gives) != len(takes):
         yield giver.violation(f"it gives {len(gives)} boxes to rank {taker.rank}, which takes {len(takes)} from it")
         return
@@ -331,11 +331,11 @@ def _check_pair(manifest: Manifest, giver: CallNode, taker: CallNode) -> Iterato
                 return
 
 
-def _size(piece: Piece, declared: ValueType | None, manifest: Manifest, sizes: Bindings) -> tuple[int, ...] | None:
+def _size(shard: Shard, declared: ValueType | None, manifest: Manifest, sizes: Bindings) -> tuple[int, ...] | None:
     shape = numbers(declared[1], manifest, sizes) if declared is not None and declared[1] is not None else [None]
     if None in shape:
         return None
-    return tuple(at.stop - at.start for at in slices(piece.box, tuple(size or 0 for size in shape)))
+    return tuple(at.stop - at.start for at in slices(shard.box, tuple(size or 0 for size in shape)))
 
 
 def numbers(shape: Shape, manifest: Manifest, sizes: Bindings) -> list[int | None]:

@@ -1,12 +1,12 @@
 """Proves of each collective that it makes of one layout the other: what the manifest says of both is held against the nodes.
 
-A layout gives every rank a piece of the value, as fractions of its dims, and where it is partial the number of its term. Of the
+A layout gives every rank a shard of the value, as fractions of its dims, and where it is partial the number of its term. Of the
 ranks of a list, in its order, and the same along all other dims:
 
-    AllReduce       they have one piece, and all terms that are reduced, each once, by the reduction of the layout; the piece stays
+    AllReduce       they have one shard, and all terms that are reduced, each once, by the reduction of the layout; the shard stays
     ReduceScatter   the same, and the i-th gets the i-th of p equal parts along `axis`
-    AllGather       their pieces follow one another along `axis`, and each gets what they are together
-    AllToAll        the i-th gets the i-th part along `split_axis` of pieces that follow one another along `concat_axis`
+    AllGather       their shards follow one another along `axis`, and each gets what they are together
+    AllToAll        the i-th gets the i-th part along `split_axis` of shards that follow one another along `concat_axis`
     Reduce          as AllReduce, and the root gets it
     Broadcast       what the root has is what each of the others gets
     Exchange        each box that one gives lies where the other puts it in the value, and is of the same term
@@ -38,7 +38,7 @@ from partc.runtime.checker.across.collectives import CallNode
 from partc.runtime.checker.violation import Violation
 
 Span = tuple[Fraction, Fraction]
-Piece = tuple[Span, ...]
+Shard = tuple[Span, ...]
 
 _AGAIN = "compile the model again"
 _PROVEN = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, REDUCE_TO, BROADCAST, EXCHANGE)
@@ -46,9 +46,9 @@ _PROVEN = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, REDUCE_TO, BROADC
 
 @dataclass(frozen=True)
 class HeldShard:
-    """What a rank has of a value: its piece, and of terms its own one's number."""
+    """What a rank has of a value: its shard, and of terms its own one's number."""
 
-    piece: Piece
+    shard: Shard
     term: int
 
 
@@ -86,7 +86,7 @@ def check_layouts(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -
 
 
 def _text(error: Exception) -> str:
-    return f"rank {error.args[0]} has no piece of it" if isinstance(error, KeyError) else str(error)
+    return f"rank {error.args[0]} has no shard of it" if isinstance(error, KeyError) else str(error)
 
 
 def layout_of(record: LayoutRecord, known: dict[str, Layout]) -> Layout:
@@ -100,11 +100,11 @@ def layout_of(record: LayoutRecord, known: dict[str, Layout]) -> Layout:
         held = {}
         for index, rank in enumerate(ranks):
             at = _coordinates(index, record.mesh)
-            piece = []
+            shard = []
             for cut in record.cuts:
                 count, number = prod(record.mesh[axis] for axis in cut), _number(at, record.mesh, cut)
-                piece.append((Fraction(number, count), Fraction(number + 1, count)))
-            held[rank] = HeldShard(tuple(piece), _number(at, record.mesh, axes))
+                shard.append((Fraction(number, count), Fraction(number + 1, count)))
+            held[rank] = HeldShard(tuple(shard), _number(at, record.mesh, axes))
         terms = prod(record.mesh[axis] for axis in axes)
         known[key] = Layout(held, terms, frozenset(word for axis, word in record.partial if record.mesh[axis] > 1))
     return known[key]
@@ -140,28 +140,28 @@ def _check_list(
         for rank in ranks:
             if rank != ranks[call.root] and made.held[rank] != root:
                 raise ValueError(
-                    f"rank {rank} gets {_box(root.piece)} of the value, and is to have {_box(made.held[rank].piece)}"
+                    f"rank {rank} gets {_box(root.shard)} of the value, and is to have {_box(made.held[rank].shard)}"
                 )
         return
     getting = [ranks[call.root]] if record.op == REDUCE_TO else ranks
     before, after = [given.held[rank] for rank in ranks], [made.held[rank] for rank in getting]
     if record.op in (ALL_REDUCE, REDUCE_SCATTER, REDUCE_TO):
         _check_terms(call, ranks, before, given, made)
-    axis = _place(call.axis, before[0].piece)
+    axis = _place(call.axis, before[0].shard)
     match record.op:
         case "AllReduce" | "Reduce":
-            wanted = [one.piece for one in before[: len(getting)]]
+            wanted = [one.shard for one in before[: len(getting)]]
         case "ReduceScatter":
-            wanted = [_part(one.piece, axis, at, len(ranks)) for at, one in enumerate(before)]
+            wanted = [_part(one.shard, axis, at, len(ranks)) for at, one in enumerate(before)]
         case "AllGather":
-            wanted = [_joined([one.piece for one in before], axis)] * len(ranks)
+            wanted = [_joined([one.shard for one in before], axis)] * len(ranks)
         case _:
-            parts = [_part(before[0].piece, axis, at, len(ranks)) for at in range(len(ranks))]
-            joined = _joined([one.piece for one in before], _place(call.concat_axis, before[0].piece))
+            parts = [_part(before[0].shard, axis, at, len(ranks)) for at in range(len(ranks))]
+            joined = _joined([one.shard for one in before], _place(call.concat_axis, before[0].shard))
             wanted = [_with(joined, axis, part[axis]) for part in parts]
     for rank, want, have in zip(getting, wanted, after, strict=True):
-        if want != have.piece:
-            raise ValueError(f"rank {rank} gets {_box(want)} of the value, and is to have {_box(have.piece)}")
+        if want != have.shard:
+            raise ValueError(f"rank {rank} gets {_box(want)} of the value, and is to have {_box(have.shard)}")
 
 
 def _check_terms(call: Call, ranks: Sequence[int], before: Sequence[HeldShard], given: Layout, made: Layout) -> None:
@@ -179,57 +179,57 @@ def _check_terms(call: Call, ranks: Sequence[int], before: Sequence[HeldShard], 
         raise ValueError(
             f"ranks {', '.join(map(str, ranks))} reduce terms {[one.term for one in before]} of {given.terms}"
         )
-    if len({one.piece for one in before}) > 1:
-        raise ValueError(f"ranks {', '.join(map(str, ranks))} reduce pieces of different places")
+    if len({one.shard for one in before}) > 1:
+        raise ValueError(f"ranks {', '.join(map(str, ranks))} reduce shards of different places")
 
 
 def _check_exchange(call: Call, rank: int, nodes: Mapping[int, CallNode], given: Layout, made: Layout) -> None:
     """Each box that a rank takes lies in the value where the box lies that it is given."""
     taken: dict[int, int] = {}
-    for piece in call.takes:
-        at = taken[piece.peer] = taken.get(piece.peer, -1) + 1
-        gives = [one for one in nodes[piece.peer].call.gives if one.peer == rank]
-        source, target = given.held[piece.peer], made.held[rank]
-        here, there = _inside(target.piece, piece.box), _inside(source.piece, gives[at].box)
+    for shard in call.takes:
+        at = taken[shard.peer] = taken.get(shard.peer, -1) + 1
+        gives = [one for one in nodes[shard.peer].call.gives if one.peer == rank]
+        source, target = given.held[shard.peer], made.held[rank]
+        here, there = _inside(target.shard, shard.box), _inside(source.shard, gives[at].box)
         if here != there:
             raise ValueError(
-                f"rank {piece.peer} gives {_box(there)} of the value, and rank {rank} takes it as {_box(here)}"
+                f"rank {shard.peer} gives {_box(there)} of the value, and rank {rank} takes it as {_box(here)}"
             )
         if source.term != target.term:
             raise ValueError(
-                f"rank {piece.peer} gives term {source.term}, and rank {rank} takes it as term {target.term}"
+                f"rank {shard.peer} gives term {source.term}, and rank {rank} takes it as term {target.term}"
             )
 
 
-def _inside(piece: Piece, box: Sequence[tuple[int, int, int]]) -> Piece:
-    """A box of a piece as a box of the value."""
+def _inside(shard: Shard, box: Sequence[tuple[int, int, int]]) -> Shard:
+    """A box of a shard as a box of the value."""
     return tuple(
         (first + (last - first) * Fraction(begin, of), first + (last - first) * Fraction(end, of))
-        for (first, last), (begin, end, of) in zip(piece, box, strict=True)
+        for (first, last), (begin, end, of) in zip(shard, box, strict=True)
     )
 
 
-def _place(axis: int, piece: Piece) -> int:
-    return axis % len(piece) if piece else 0
+def _place(axis: int, shard: Shard) -> int:
+    return axis % len(shard) if shard else 0
 
 
-def _part(piece: Piece, axis: int, at: int, count: int) -> Piece:
-    first, last = piece[axis]
+def _part(shard: Shard, axis: int, at: int, count: int) -> Shard:
+    first, last = shard[axis]
     step = (last - first) / count
-    return _with(piece, axis, (first + at * step, first + (at + 1) * step))
+    return _with(shard, axis, (first + at * step, first + (at + 1) * step))
 
 
-def _joined(pieces: Sequence[Piece], axis: int) -> Piece:
-    """Pieces that follow one another along an axis, as one."""
-    for one, two in pairwise(pieces):
+def _joined(shards: Sequence[Shard], axis: int) -> Shard:
+    """Shards that follow one another along an axis, as one."""
+    for one, two in pairwise(shards):
         if one[axis][1] != two[axis][0] or _with(one, axis, two[axis]) != two:
             raise ValueError(f"{_box(two)} does not follow {_box(one)} along axis {axis}")
-    return _with(pieces[0], axis, (pieces[0][axis][0], pieces[-1][axis][1]))
+    return _with(shards[0], axis, (shards[0][axis][0], shards[-1][axis][1]))
 
 
-def _with(piece: Piece, axis: int, span: Span) -> Piece:
-    return (*piece[:axis], span, *piece[axis + 1 :])
+def _with(shard: Shard, axis: int, span: Span) -> Shard:
+    return (*shard[:axis], span, *shard[axis + 1 :])
 
 
-def _box(piece: Piece) -> str:
-    return f"[{', '.join(f'{begin} to {end}' for begin, end in piece)}]"
+def _box(shard: Shard) -> str:
+    return f"[{', '.join(f'{begin} to {end}' for begin, end in shard)}]"

@@ -1,6 +1,6 @@
 """What ops make of places and of terms: one table a fact, and nothing of ops that no table names.
 
-A value's places are by dim where the pieces of some ranks begin in it, None along a dim of which that is not known.
+A value's places are by dim where the shards of some ranks begin in it, None along a dim of which that is not known.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeAlias
 from onnx import ModelProto, NodeProto, numpy_helper
 
 Begins: TypeAlias = tuple[int, ...]
-"""By rank, in the order of the ranks of a file, the element at which a piece begins along a dim."""
+"""By rank, in the order of the ranks of a file, the element at which a shard begins along a dim."""
 Places: TypeAlias = "Sequence[Begins | None] | None"
 Sizes: TypeAlias = "Sequence[int | None]"
 

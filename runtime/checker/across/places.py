@@ -1,6 +1,6 @@
-"""Proves where pieces lie and that sums become whole: ranks that run one node on pieces of values must agree on both.
+"""Proves where shards lie and that sums become whole: ranks that run one node on shards of values must agree on both.
 
-A rank's piece of a value begins, along each dim, at some element. That is known of inputs, weights, what ranks keep, and what
+A rank's shard of a value begins, along each dim, at some element. That is known of inputs, weights, what ranks keep, and what
 collectives make; nodes hand it on. Nothing is taken as known that no table here tells, so an op that is not in it is no reason for
 doubt. Three facts follow:
 
@@ -43,7 +43,7 @@ from partc.runtime.checker.across.layouts import Layout, layout_of
 from partc.runtime.checker.across.ordering import declared_types
 from partc.runtime.checker.across.place_rules import Begins, Places, Sizes
 from partc.runtime.checker.graph import node_title
-from partc.runtime.checker.training.state import piece_of
+from partc.runtime.checker.training.state import shard_of
 from partc.runtime.checker.violation import Violation
 from partc.runtime.execution.state import SUM
 from partc.runtime.program.segmentation import path_of
@@ -72,7 +72,7 @@ class _File:
 
 
 def check_places(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
-    """Pieces that meet in the wrong place, and terms that nothing reduces; the files are sound, and fit together."""
+    """Shards that meet in the wrong place, and terms that nothing reduces; the files are sound, and fit together."""
     return _Places(manifest, models).check()
 
 
@@ -125,7 +125,7 @@ class _Places:
     def _begin(self, file: _File) -> None:
         """The values that are there before the first node."""
         for tensor in file.model.graph.initializer:
-            if (begins := _piece(tensor)) is not None:
+            if (begins := _shard(tensor)) is not None:
                 file.places[tensor.name] = [(begin,) * len(file.ranks) for begin in begins]
                 file.kinds[tensor.name] = Kind.WHOLE
         for port in self.manifest.inputs:
@@ -136,12 +136,12 @@ class _Places:
                 file.kinds[port.name] = Kind.WHOLE
         for record in self.manifest.state:
             if {*file.ranks} <= {*record.ranks} and record.kind != SUM:
-                pieces = [piece_of(record, rank) for rank in file.ranks]
-                file.places[record.value] = _begins(pieces, list(record.shape))
+                shards = [shard_of(record, rank) for rank in file.ranks]
+                file.places[record.value] = _begins(shards, list(record.shape))
                 file.kinds[record.value] = Kind.WHOLE
 
     def _place(self, file: _File, node: NodeProto) -> None:
-        """Where the pieces of what a node makes lie, and whether what it reads meets in the same places on all ranks."""
+        """Where the shards of what a node makes lie, and whether what it reads meets in the same places on all ranks."""
         if node.domain == DOMAIN:
             if (record := self.records.get(_tag(node))) is not None and node.op_type not in (SEND, RECV):
                 self._place_call(file, node, record)
@@ -190,7 +190,7 @@ class _Places:
             file.places[call.result] = made
 
     def _begins_of(self, file: _File, name: str, layout: Layout) -> Places:
-        """Where the pieces of a layout begin on the ranks of a file."""
+        """Where the shards of a layout begin on the ranks of a file."""
         sizes = file.sizes.get(name)
         if sizes is None:
             return None
@@ -215,7 +215,7 @@ class _Places:
     def _meet(
         self, key: tuple[object, ...], file: _File, node: NodeProto, fact: str, one: Begins | None, two: Begins | None
     ) -> None:
-        """Holds the distance of two pieces on each rank against that on the first rank that was looked at."""
+        """Holds the distance of two shards on each rank against that on the first rank that was looked at."""
         for rank, first, second in zip(file.ranks, one or (), two or (), strict=False):
             shift = self.shifts.setdefault(key, first - second)
             if shift != first - second and key not in self.told:
@@ -298,7 +298,7 @@ def _begins(boxes: Sequence[Sequence[Sequence[int]]], whole: Sizes) -> Places:
     return found
 
 
-def _piece(tensor: TensorProto) -> list[int] | None:
+def _shard(tensor: TensorProto) -> list[int] | None:
     """Where a weight begins in its tensor; None where the file does not say."""
     text = next((entry.value for entry in tensor.metadata_props if entry.key == PIECE), "")
     if not text:
@@ -326,12 +326,12 @@ def _tag(node: NodeProto) -> int:
 
 
 def _laid(layout: Layout, ranks: Sequence[int], sizes: Sizes) -> Places:
-    """Where the pieces of a layout begin on some ranks, which have so many elements along each dim."""
+    """Where the shards of a layout begin on some ranks, which have so many elements along each dim."""
     if not all(rank in layout.held for rank in ranks):
         return None
     found: list[Begins | None] = []
     for axis, size in enumerate(sizes):
-        spans = [layout.held[rank].piece[axis] for rank in ranks]
+        spans = [layout.held[rank].shard[axis] for rank in ranks]
         at = {(first, last): first / (last - first) * (size or 0) for first, last in {*spans}}
         whole = size is not None and all(begin.denominator == 1 for begin in at.values())
         found.append(tuple(at[span].numerator for span in spans) if whole else None)

@@ -99,9 +99,9 @@ def _check_kept(manifest: Manifest, inner: Manifest, where: str) -> Iterator[Vio
 
 def _held(record: StateRecord, rank: int) -> str:
     box = record.box(rank)
-    piece = "" if box is None else f", box {box}"
+    shard = "" if box is None else f", box {box}"
     kind = "" if record.kind == "parameter" else f" ({record.kind})"
-    return f"'{record.tensor}'{kind} {record.type} {record.shape}{piece}"
+    return f"'{record.tensor}'{kind} {record.type} {record.shape}{shard}"
 
 
 def _is_within(port: Port, given: Port) -> bool:

@@ -1,8 +1,8 @@
-"""Proves that copies of a tensor stay equal: ranks that hold the same piece replace it by the same value.
+"""Proves that copies of a tensor stay equal: ranks that hold the same shard replace it by the same value.
 
 Values that are equal have equal numbers (`value_numbering.py`), under the assumption that copies were equal before the step. What is
 proven is the step of an induction: copies that are equal stay so, bit by bit, where equal ops make equal bits of equal inputs. That
-is so for ranks of one kind of machine, with as many threads each. The first values of copies are compared, too. Of pieces that
+is so for ranks of one kind of machine, with as many threads each. The first values of copies are compared, too. Of shards that
 overlap without being the same nothing is said, and sums of gradients are terms, which differ (`accumulation.py`).
 """
 
@@ -14,7 +14,7 @@ from typing import TypeAlias
 from onnx import AttributeProto, NodeProto, helper
 from partc.runtime.artifact.format import DOMAIN, Manifest, StateRecord
 from partc.runtime.checker.graph import node_title
-from partc.runtime.checker.training.state import piece_of
+from partc.runtime.checker.training.state import shard_of
 from partc.runtime.checker.training.value_numbering import Numbering
 from partc.runtime.checker.violation import Violation
 from partc.runtime.execution.state import SUM
@@ -26,11 +26,11 @@ _AGAIN = "compile the model again"
 
 
 def copies_of(manifest: Manifest) -> list[list[Holder]]:
-    """The pieces that several ranks hold, each with all who do."""
+    """The shards that several ranks hold, each with all who do."""
     found: dict[tuple[str, str], list[Holder]] = {}
     for record in manifest.state:
         for rank in record.ranks if record.kind != SUM else ():
-            found.setdefault((record.tensor, str(piece_of(record, rank))), []).append((rank, record))
+            found.setdefault((record.tensor, str(shard_of(record, rank))), []).append((rank, record))
     return [holders for holders in found.values() if len(holders) > 1]
 
 
@@ -47,7 +47,7 @@ class _Comparison:
         self.numbering = numbering
 
     def compare(self, holders: Sequence[Holder]) -> Iterator[Violation]:
-        """What of the copies of one piece is not proven equal."""
+        """What of the copies of one shard is not proven equal."""
         (rank, record), *others = holders
         first = self._first_value(rank, record)
         for other, copy in others:
@@ -60,7 +60,7 @@ class _Comparison:
             if self.numbering.numbers[other].get(copy.next) != self.numbering.numbers[rank].get(record.next):
                 node = self.numbering.makers[other].get(copy.next)
                 title, path = (node_title(node), path_of(node)) if node else (f"state '{copy.value}'", "")
-                fact = f"'{copy.tensor}' on rank {other} may become another one than on rank {rank}, which holds the same piece"
+                fact = f"'{copy.tensor}' on rank {other} may become another one than on rank {rank}, which holds the same shard"
                 reason = self._difference(rank, record.next, other, copy.next)
                 yield Violation(file, f"{fact}: {reason}", title, path, _AGAIN)
 

@@ -1,8 +1,8 @@
 """Checks what ranks keep from step to step: the records in themselves, and each rank file against them.
 
 records    of one tensor: one type, shape and kind; boxes that fit, and that together are all of it
-file       a state is an input, its `next` an output, both of the type and shape of the piece; a parameter has a first value
-optimizer  what it keeps of a parameter lies with it, piece by piece, or a part of each piece
+file       a state is an input, its `next` an output, both of the type and shape of the shard; a parameter has a first value
+optimizer  what it keeps of a parameter lies with it, shard by shard, or a part of each shard
 gradient   a sum has the shape of its parameter, and begins as zeros
 """
 
@@ -45,8 +45,8 @@ def check_kept(manifest: Manifest, rank: int, model: ModelProto) -> list[Violati
     return malformed or [*_check_file(manifest, rank, model, records)]
 
 
-def piece_of(record: StateRecord, rank: int) -> Box:
-    """The piece that a rank holds, with the whole as a box too."""
+def shard_of(record: StateRecord, rank: int) -> Box:
+    """The shard that a rank holds, with the whole as a box too."""
     return record.box(rank) or [[0, 1, 1] for _ in record.shape]
 
 
@@ -83,7 +83,7 @@ def _check_tensors(records: Sequence[StateRecord]) -> Iterator[Violation]:
         for one, two in combinations(sorted({_places(record, rank) for rank in record.ranks}), 2):
             if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, two, strict=True)):
                 yield _violation(
-                    record, f"its pieces {_span(one)} and {_span(two)} overlap; they are equal or disjoint"
+                    record, f"its shards {_span(one)} and {_span(two)} overlap; they are equal or disjoint"
                 )
                 break
         by_tensor.setdefault(record.tensor, []).append(record)
@@ -125,14 +125,14 @@ def _hole(records: Iterable[StateRecord]) -> list[tuple[int, int]] | None:
 
 
 def _places(record: StateRecord, rank: int) -> tuple[tuple[int, int], ...]:
-    """Where in the tensor a rank's piece lies, in elements."""
-    spans = zip(record.shape, piece_of(record, rank), strict=True)
+    """Where in the tensor a rank's shard lies, in elements."""
+    spans = zip(record.shape, shard_of(record, rank), strict=True)
     return tuple((int(Fraction(size * begin, of)), int(Fraction(size * end, of))) for size, (begin, end, of) in spans)
 
 
-def _is_inside(one: Sequence[tuple[int, int]], pieces: Iterable[Sequence[tuple[int, int]]]) -> bool:
-    """Whether one of the pieces has all of this one."""
-    return any(all(a <= c and d <= b for (a, b), (c, d) in zip(piece, one, strict=True)) for piece in pieces)
+def _is_inside(one: Sequence[tuple[int, int]], shards: Iterable[Sequence[tuple[int, int]]]) -> bool:
+    """Whether one of the shards has all of this one."""
+    return any(all(a <= c and d <= b for (a, b), (c, d) in zip(shard, one, strict=True)) for shard in shards)
 
 
 def _span(places: Iterable[tuple[int, int]]) -> str:
@@ -140,7 +140,7 @@ def _span(places: Iterable[tuple[int, int]]) -> str:
 
 
 def _check_slots(manifest: Manifest) -> Iterator[Violation]:
-    """What an optimizer keeps of a parameter lies within pieces of it that the same rank has."""
+    """What an optimizer keeps of a parameter lies within shards of it that the same rank has."""
     held: dict[tuple[str, int], list[tuple[tuple[int, int], ...]]] = {}
     for record in manifest.state:
         for rank in record.ranks if record.kind == "parameter" else ():
@@ -163,7 +163,7 @@ def _check_slots(manifest: Manifest) -> Iterator[Violation]:
             r for r in record.ranks if not _is_inside(_places(record, r), held.get((record.parameter, r), []))
         ]:
             yield _violation(
-                record, f"rank {lost[0]} holds it without that piece of its parameter '{record.parameter}'"
+                record, f"rank {lost[0]} holds it without that shard of its parameter '{record.parameter}'"
             )
 
 
@@ -192,7 +192,7 @@ def _check_file(
                 yield Violation(file, fact, title, help=_AGAIN)
         if record.value in first:
             if list(first[record.value].dims) != wanted:
-                fact = f"its first value has the shape {list(first[record.value].dims)}, and its piece {wanted}"
+                fact = f"its first value has the shape {list(first[record.value].dims)}, and its shard {wanted}"
                 yield Violation(file, fact, title, help=_AGAIN)
         elif record.kind not in ("optimizer", SUM) and trains:
             yield Violation(

@@ -2,13 +2,13 @@
 
 A value's number is that of what made it:
 
-    state             the tensor and the piece: equal before the step
+    state             the tensor and the shard: equal before the step
     a gradients' sum  its class: those of one class are equal, and two classes may differ
-    input             its name and the piece that the rank reads
+    input             its name and the shard that the rank reads
     weight            its bytes; of a constant that differs by rank those that it has there
     Recv, Identity    the number of what was sent
-    Shape, Size       where the file tells the input's shape, its dims: pieces of another place, but as large, have one shape
-    AllReduce, ...    the op and the numbers of what all ranks of the list gave, in its order; where each rank gets another piece,
+    Shape, Size       where the file tells the input's shape, its dims: shards of another place, but as large, have one shape
+    AllReduce, ...    the op and the numbers of what all ranks of the list gave, in its order; where each rank gets another shard,
                       the rank's place; of an Exchange the boxes and the numbers of what they are cut from
     another node      op, attributes, function body, and the numbers of its inputs; a random one without a seed is like no other
 
@@ -42,7 +42,7 @@ from partc.runtime.checker.across.collectives import numbers as dims_at
 from partc.runtime.checker.across.collectives import samples
 from partc.runtime.checker.across.ordering import ValueType, declared_types
 from partc.runtime.checker.graph import reads
-from partc.runtime.checker.training.state import piece_of
+from partc.runtime.checker.training.state import shard_of
 from partc.runtime.execution.state import SUM
 
 Held: TypeAlias = tuple[int, str]
@@ -110,7 +110,7 @@ class Numbering:
         for record in self.manifest.state:
             if rank in record.ranks:
                 own = self.sums.of.get((rank, record.value), ("rank", rank)) if record.kind == SUM else None
-                numbers[record.value] = self._number("state", record.tensor, str(piece_of(record, rank)), own)
+                numbers[record.value] = self._number("state", record.tensor, str(shard_of(record, rank)), own)
 
     def _run(self) -> bool:
         """Numbers everything; False where a rank waits for what never comes."""
@@ -192,19 +192,19 @@ class Numbering:
         return True
 
     def _visit_exchange(self, rank: int, call: Call) -> bool:
-        if any((call.tag, piece.peer) not in self.given for piece in call.takes):
+        if any((call.tag, shard.peer) not in self.given for shard in call.takes):
             return False
         taken: dict[int, int] = {}
-        pieces = []
-        for piece in call.takes:
-            other, values = self.given[call.tag, piece.peer]
+        shards = []
+        for shard in call.takes:
+            other, values = self.given[call.tag, shard.peer]
             gives = [one for one in other.gives if one.peer == rank]
-            at = taken[piece.peer] = taken.get(piece.peer, -1) + 1
-            pieces.append((piece.box, gives[at].box, values[0]))
+            at = taken[shard.peer] = taken.get(shard.peer, -1) + 1
+            shards.append((shard.box, gives[at].box, values[0]))
         for name in call.made:
-            whole = all(cut[0] == 0 and cut[1] == cut[2] for box in pieces[0][:2] for cut in box)
-            made = self._number("exchange", tuple(sorted(pieces)))
-            self.numbers[rank][name] = pieces[0][2] if len(pieces) == 1 and whole else made
+            whole = all(cut[0] == 0 and cut[1] == cut[2] for box in shards[0][:2] for cut in box)
+            made = self._number("exchange", tuple(sorted(shards)))
+            self.numbers[rank][name] = shards[0][2] if len(shards) == 1 and whole else made
         return True
 
     def attributes(self, node: NodeProto) -> tuple[bytes, ...]:
