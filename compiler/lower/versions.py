@@ -292,7 +292,7 @@ def _name(copies: ValueVersions, value: ir.Value, own: frozenset[str], fed: Coll
 
 
 def _spellings(name: str, copy: ShardedValue) -> list[str]:
-    """The names that a copy of a value may have, the plainest first: `h`, `h@[2, 1]`, `h@[2, 1]@0-1`; of partial sums `h.partial` and on."""
+    """The names that a copy of a value may have: `h`, `h@[2, 1]`, `h@[2, 1]@0-1`; of partial sums `h.partial` and on."""
     apart = f"{name}.partial" if copy.layout.partial else f"{name}@{copy.layout}"
     plain = [] if copy.layout.partial else [name]
     return [*plain, apart, f"{apart}@{'-'.join(map(str, copy.group))}"]
