@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from .errors import ArtifactError, InputError, NonFiniteError, PartcError, RankError, StepError, UsageError
 
 if TYPE_CHECKING:
-    from .artifact.boxes import Whole
     from .artifact.manifest import Artifact, open_artifact
     from .execution.in_process import LocalProgram, load_local
+    from .execution.inputs import Whole
     from .execution.program import Program, describe_action, load
     from .training.trainer import Trainer, load_trainer
 
@@ -21,7 +21,7 @@ _HOMES = {
     "Artifact": "artifact.manifest",
     "open_artifact": "artifact.manifest",
     "LocalProgram": "execution.in_process",
-    "Whole": "artifact.boxes",
+    "Whole": "execution.inputs",
     "Program": "execution.program",
     "describe_action": "execution.program",
     "Trainer": "training.trainer",

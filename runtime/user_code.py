@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from .errors import PartcError
-from .execution.status_board import note_task
+from .job.status_board import note_task
 
 _TOP = Path(__file__).parents[1]
 _OWN = tuple(f"{_TOP / part}{os.sep}" for part in ("cli", "compiler", "runtime"))

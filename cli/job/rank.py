@@ -26,8 +26,8 @@ from partc.cli.output import say
 from partc.cli.output.present import count, size, timing
 from partc.runtime.communication.leaving import said
 from partc.runtime.errors import ArtifactError, CheckpointError, InputError, NonFiniteError, UsageError, printable
-from partc.runtime.execution.status_board import VARIABLE, open_task, processes, write_pid
 from partc.runtime.files.replace import refuse_other
+from partc.runtime.job.status_board import VARIABLE, open_task, processes, write_pid
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -177,7 +177,7 @@ def _infer(job: Job, transport: Transport, begin: float) -> int:
 
 def _open(job: Job, transport: Transport) -> dict[str, object]:
     """This rank's inputs, or its shards of them, once the number of ranks is known to be right."""
-    from partc.runtime.artifact.boxes import shard
+    from partc.runtime.execution.inputs import shard
 
     rank, size = transport.rank, transport.size
     manifest = prepare(job)

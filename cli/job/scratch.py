@@ -18,7 +18,7 @@ from types import TracebackType
 
 from partc.cli.job import guard
 from partc.cli.job.processes import kill, naming
-from partc.runtime.execution.status_board import create_board, create_pids, create_tasks, read_board, read_pids
+from partc.runtime.job.status_board import create_board, create_pids, create_tasks, read_board, read_pids
 
 BOARD = "board"
 _PREFIX = "partc-run-"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from partc.cli.output import say
-from partc.runtime.execution.status_board import states
+from partc.runtime.job.status_board import states
 
 _BETWEEN = 0.25
 _STOPPED = ("T", "t")

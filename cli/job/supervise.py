@@ -30,7 +30,7 @@ from partc.cli.job.scratch import Scratch
 from partc.cli.job.signals import Signals
 from partc.cli.job.stopped import Stopped
 from partc.cli.output import say
-from partc.runtime.execution.status_board import IDLE, read_task
+from partc.runtime.job.status_board import IDLE, read_task
 
 _PATIENCE = 4.0
 _LAST_PATIENCE = 2.0

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.dtypes import dense
-from partc.runtime.artifact.format import ALL_REDUCE, BYTES, DOMAIN, OPTIMIZER, REDUCE_SCATTER, Manifest
-from partc.runtime.execution.state import SUM, local_shape
+from partc.runtime.artifact.format import ALL_REDUCE, BYTES, DOMAIN, GRADIENT, OPTIMIZER, REDUCE_SCATTER, Manifest
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -41,11 +40,11 @@ class TrainingFigures:
 
 def kept_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
     """By kind the bytes of what a rank keeps from step to step, and from part to part of a batch (`gradient`)."""
-    found = {"parameter": 0, "optimizer": 0, "statistics": 0, SUM: 0}
+    found = {"parameter": 0, "optimizer": 0, "statistics": 0, GRADIENT: 0}
     for record in manifest.state:
         dtype = dense(record.type)
         if rank in record.ranks and dtype is not None:
-            found[record.kind] += dtype.bytes_of(local_shape(record, rank))
+            found[record.kind] += dtype.bytes_of(record.local_shape(rank))
     return found
 
 
@@ -63,7 +62,7 @@ def training_figures(manifest: Manifest, model: ModelProto, rank: int, sizes: Ma
         parameters=kept["parameter"],
         optimizer=kept["optimizer"],
         statistics=kept["statistics"],
-        sums=kept[SUM],
+        sums=kept[GRADIENT],
         buckets=len(buckets),
         bucket_bytes=sum(_stated_bytes(node, sizes) for node in buckets),
     )

@@ -17,8 +17,8 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import CommOp, ComputeOp, LocalTensor, Program, RankConstant, RankProgram
 from partc.compiler.training.optimizer_functions import functions as optimizer_functions
 from partc.runtime.artifact import format as fmt
+from partc.runtime.artifact.replace_folder import obstacle, replacing_folder
 from partc.runtime.errors import printable
-from partc.runtime.files.replace_folder import obstacle, replacing_folder
 
 _OLDEST_IR, _NEWEST_IR = 11, 13
 _BODIES = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..errors import ArtifactError
+from .dtypes import Dtype
 from .format import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -25,7 +26,6 @@ from .format import (
     DOMAIN,
     EXCHANGE,
     GROUP,
-    PATH,
     RANK,
     RECV_BOXES,
     RECV_PEERS,
@@ -37,8 +37,10 @@ from .format import (
     SEND_BOXES,
     SEND_PEERS,
     SPLIT_AXIS,
+    SUM,
     TAG,
 )
+from .onnx_graph import path_of
 
 if TYPE_CHECKING:
     from onnx import AttributeProto, NodeProto
@@ -140,7 +142,7 @@ def read_call(node: NodeProto, where: str) -> Call:
         result=result,
         group=found[GROUP].s.decode(errors="replace"),
         tag=number(TAG),
-        path=next((item.value for item in node.metadata_props if item.key == PATH), ""),
+        path=path_of(node),
         reduce=found[REDUCE].s.decode(errors="replace") if REDUCE in found else "",
         axis=number(SPLIT_AXIS) if node.op_type == ALL_TO_ALL else number(AXIS),
         concat_axis=number(CONCAT_AXIS),
@@ -184,19 +186,9 @@ def place_of(axis: int, shape: Shape) -> int:
     return axis % len(shape)
 
 
-def slices(box: Span, shape: Shape) -> tuple[slice, ...]:
-    """The part of a value of `shape` that a box means; ValueError where its edges are not whole numbers."""
-    if len(box) != len(shape):
-        raise ValueError(f"a box of {len(box)} dims in a value of {len(shape)}")
-    found = []
-    for axis, ((begin, end, denominator), size) in enumerate(zip(box, shape, strict=True)):
-        first, last = size * begin, size * end
-        if first % denominator or last % denominator:
-            raise ValueError(
-                f"axis {axis} of {size} has no whole place for {begin}/{denominator} to {end}/{denominator}"
-            )
-        found.append(slice(first // denominator, last // denominator))
-    return tuple(found)
+def reducible(dtype: Dtype, reduce: str) -> bool:
+    """Whether values of a type can be reduced so: complex numbers have a sum and no order."""
+    return reduce == SUM or not dtype.name.startswith("complex")
 
 
 def _scaled(shape: Shape, axis: int, times: int, by: int) -> Shape:

@@ -225,6 +225,10 @@ class Collective(_Record):
     made: LayoutRecord | None = None
 
 
+GRADIENT = "gradient"
+"""The kind of state that a step begins as zeros: the sum of gradients over the parts of a batch."""
+
+
 class StateRecord(_Record):
     """A tensor that training keeps from step to step: a parameter, what the optimizer keeps of one, or running statistics; or, within a
     step, the sum of gradients over the parts of a batch, which is cleared when the step is done, and is no part of a checkpoint.
@@ -249,6 +253,13 @@ class StateRecord(_Record):
     def box(self, rank: int) -> Box | None:
         """The piece of a rank that holds it; None where that is the whole."""
         return None if self.boxes is None else self.boxes[self.ranks.index(rank)]
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of what a rank holds of it."""
+        box = self.box(rank)
+        if box is None:
+            return tuple(self.shape)
+        return tuple(size * (end - begin) // of for size, (begin, end, of) in zip(self.shape, box, strict=True))
 
 
 TOTALS = "totals"

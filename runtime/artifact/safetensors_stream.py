@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import TypeGuard
 
 import numpy as np
-from partc.runtime.artifact.dtypes import BY_NAME, Array, Bytes, Dtype
-from partc.runtime.checker.files import sound_header
+
+from .dtypes import BY_NAME, Array, Bytes, Dtype
+from .safetensors_header import sound_header
 
 _CODES = {
     "float64": "F64",

@@ -15,7 +15,7 @@ from typing import Any, cast
 from onnx import ModelProto, TensorProto
 from partc.runtime.artifact.dtypes import BY_CODE
 from partc.runtime.artifact.format import DIGEST, OF_RANKS, PIECE, Manifest, ranks_text, stays_inside
-from partc.runtime.checker.files import sound_header
+from partc.runtime.artifact.safetensors_header import sound_header
 from partc.runtime.checker.graph import all_tensors
 from partc.runtime.checker.violation import Violation
 

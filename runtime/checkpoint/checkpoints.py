@@ -11,10 +11,10 @@ from typing import TypeVar
 
 from pydantic import JsonValue
 
-from ..communication.agree import together
+from ..artifact.format import GRADIENT
 from ..errors import DamagedError
 from ..execution.program import Program
-from ..execution.state import SUM
+from ..job.agree import together
 from .ahead import EarlyProof
 from .checkpoint import Checkpoint
 from .compatibility import OPTIMIZER, is_file_of_weights, meet, meet_weights
@@ -34,7 +34,7 @@ class Checkpoints:
         self.source: Path | None = None
         self._ahead = ahead
         self._program, self._optimizer = program, optimizer
-        self._kept = [one for one in program.manifest.state if one.kind != SUM]
+        self._kept = [one for one in program.manifest.state if one.kind != GRADIENT]
         self._claimed: set[Path] = set()
         self._ours: set[Path] = set()
         """The folders to which this run has written, now or before it was resumed."""

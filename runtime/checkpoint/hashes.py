@@ -25,8 +25,8 @@ from types import TracebackType
 from typing import Self
 
 from ..artifact.safetensors_stream import PART, STORED
-from ..communication.transport import usable_cores
 from ..errors import DamagedError
+from ..job.machine import usable_cores
 from .checkpoint import Checkpoint
 
 _THREADS = 8

@@ -38,7 +38,7 @@ def held_by(record: StateRecord, rank: int) -> Box:
 def _whole_numbers(record: StateRecord, box: fmt.Box | None) -> Box:
     if box is None:
         return whole(record.shape)
-    edges = cuts.local(box, record.shape)
+    edges = cuts.slices(box, record.shape)
     return Box(tuple(edge.start for edge in edges), tuple(edge.stop for edge in edges))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from ..artifact.comm_node import Call
 from ..artifact.dtypes import Bytes, Dtype
 from ..artifact.format import ALL_GATHER, ALL_REDUCE
-from ..execution.tensor import Tensor
+from ..artifact.tensor import Tensor
 from .collective import Action, BoundCollective, CollectivePlan
 from .transport import Transport
 

@@ -17,8 +17,8 @@ import numpy as np
 from ..artifact.comm_node import Call, Shape, place_of, result_shape
 from ..artifact.dtypes import BY_NAME, Bytes, Dtype
 from ..artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, REDUCE_TO
+from ..artifact.tensor import Tensor, aligned
 from ..errors import RankError, StepError
-from ..execution.tensor import Tensor, aligned
 from .packing import carried, carrier, is_front, moved_bytes, reduced, split, store
 from .transport import GATHER, CollectiveArgs, Request, Transport
 

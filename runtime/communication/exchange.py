@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..artifact.comm_node import Call, Shape, Shard, slices
+from ..artifact.boxes import slices
+from ..artifact.comm_node import Call, Shape, Shard
 from ..artifact.dtypes import Array, Bytes, Dtype
+from ..artifact.tensor import Tensor
 from ..errors import RankError
-from ..execution.tensor import Tensor
 from .packing import carried, carrier, moved_bytes, store
 from .transport import Request, Transport
 

@@ -19,7 +19,8 @@ import numpy as np
 from ..artifact.dtypes import Bytes, Dtype
 from ..artifact.format import ALL_GATHER, ALL_TO_ALL, BROADCAST
 from ..errors import RankError
-from .transport import GATHER, CollectiveArgs, Request, Transport, Vector, stalled, usable_cores
+from ..job.machine import usable_cores
+from .transport import GATHER, CollectiveArgs, Request, Transport, Vector, stalled
 
 _Key = tuple[int, int, int]
 

@@ -17,14 +17,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
 
-from ..artifact.dtypes import BY_CODE, Array, Bytes, by_numpy
-from ..execution.tensor import Tensor
-
-Value: TypeAlias = "Tensor | Array | list[Value] | dict[int | str, Value] | int | float | str | None"
+from ..artifact.dtypes import BY_CODE, Bytes, by_numpy
+from ..artifact.tensor import Tensor, Value
 
 _TENSOR, _STRINGS, _SEQUENCE, _NONE, _MAP = 1, 2, 3, 4, 5
 _PACKED = 0

@@ -24,12 +24,13 @@ from mpi4py import MPI
 
 from ..artifact.dtypes import Bytes, Dtype
 from ..errors import RankError
-from ..execution.status_board import processes
+from ..job.machine import usable_cores
+from ..job.status_board import processes
 from . import mpi_calls as calls
 from .leaving import expected
 from .mpi_group import ProcessGroup
 from .mpi_watch import Watch
-from .transport import CollectiveArgs, Request, Vector, usable_cores
+from .transport import CollectiveArgs, Request, Vector
 
 _PIECE = 1 << 30
 _ALONE_SPIN = 2e-3

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import mpi4py
 
-from ..execution.status_board import processes
+from ..job.status_board import processes
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from threading import Event, Lock, Thread
 
-from ..execution.status_board import states
+from ..job.status_board import states
 from .transport import stalled
 
 _SHORTEST_LOOK = 0.02

@@ -19,7 +19,7 @@ import numpy as np
 from ..artifact.comm_node import Shape
 from ..artifact.dtypes import Array, Bytes, Dtype
 from ..artifact.format import MAX, SUM
-from ..execution.tensor import Tensor
+from ..artifact.tensor import Tensor
 
 _CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
@@ -61,11 +61,6 @@ def split(array: Array, axis: int, ranks: int) -> Array:
     shape = array.shape
     apart = array.reshape(*shape[:axis], ranks, shape[axis] // ranks, *shape[axis + 1 :])
     return np.moveaxis(apart, axis, 0)
-
-
-def reducible(dtype: Dtype, reduce: str) -> bool:
-    """Whether a type has this reduction at all: complex numbers have no order."""
-    return reduce == SUM or not dtype.name.startswith("complex")
 
 
 def reduced(pieces: Sequence[Array], dtype: Dtype, reduce: str) -> Array:

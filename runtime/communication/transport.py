@@ -18,7 +18,6 @@ packed bytes and gets packed bytes:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -127,10 +126,3 @@ class Transport(Protocol):
 def stalled(rank: int, seconds: float, what: str) -> str:
     """The line that reports a long wait."""
     return f"partc: rank {rank} has waited {seconds:.0f} s: {one_line(what)}"
-
-
-def usable_cores() -> frozenset[int]:
-    """The cores that the system lets this process use."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..artifact import dim_expression as expression
-from ..artifact.boxes import local
+from ..artifact.boxes import slices
 from ..artifact.dtypes import Array, Dtype, by_numpy, dense
 from ..artifact.format import Dim, Port
 from ..errors import UsageError
@@ -44,7 +44,7 @@ class Fit:
             batch = batch.reshape(len(batch), *self.shape)
         if (box := self.port.box(rank)) is not None and len(box) > 1:
             try:
-                batch = batch[:, *local(box[1:], batch.shape[1:])]
+                batch = batch[:, *slices(box[1:], batch.shape[1:])]
             except ValueError as error:
                 raise UsageError(f"input '{self.port.name}': a record's {error}") from None
         if self.dtype is None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ..artifact.boxes import divisor, local
+from ..artifact.boxes import divisor, slices
 from ..artifact.format import Port
 from ..errors import UsageError
 from .code import Batch
@@ -96,7 +96,7 @@ def _rows(port: Port, rank: int, size: int) -> tuple[int, int]:
     box = port.box(rank)
     if box is None:
         return 0, size
-    (rows,) = local(box[:1], (size,))
+    (rows,) = slices(box[:1], (size,))
     return rows.start, rows.stop
 
 

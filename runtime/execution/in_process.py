@@ -10,12 +10,13 @@ from typing import Literal, Self
 
 import numpy as np
 
-from ..artifact.boxes import Whole, distinct, merge
+from ..artifact.boxes import distinct, merge
 from ..artifact.format import Manifest, Port
 from ..artifact.manifest import Artifact, open_artifact
+from ..artifact.tensor import Value
 from ..communication.in_process import LocalWorld
-from ..communication.message import Value
 from ..program.sessions import Settings
+from .inputs import Whole
 from .program import CPU, OnError, Outputs, Program, refuse_recovery, settings_for
 from .rank_threads import RankThreads, Result
 

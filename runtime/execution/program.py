@@ -20,17 +20,17 @@ import numpy as np
 
 from ..artifact.format import ALL_REDUCE, EXCHANGE, Manifest, Port
 from ..artifact.manifest import Artifact, open_artifact
+from ..artifact.tensor import Value
 from ..communication.in_process import LocalWorld
 from ..communication.leaving import said
-from ..communication.message import Value
 from ..communication.transport import Transport
 from ..errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError
+from ..job.status_board import AGREEING, SLOT, open_board
 from ..program.rank_program import describe, lower_rank_program
 from ..program.segmentation import WaitCollective, segmented
 from ..program.sessions import Settings
 from .recover import attempt, failed, settle
 from .state import State
-from .status_board import AGREEING, SLOT, open_board
 from .step_plan import StepPlan
 from .symbol_bindings import Bindings, Halted
 

@@ -18,16 +18,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..artifact.dtypes import dense
+from ..artifact.tensor import Tensor, Value
 from ..communication.coalesced import CoalescedCollective
 from ..communication.collective import give_up
-from ..communication.message import Value
 from ..communication.transport import Transport
 from ..errors import RankError, StepError
+from ..job.status_board import IDLE, SLOT, Board
 from ..program.rank_program import Storage
 from ..program.segmentation import Segment, Send, StartCollective, Step, WaitCollective, WaitRecv
-from .status_board import IDLE, SLOT, Board
 from .step_plan import StepPlan
-from .tensor import Tensor
 
 
 @dataclass(frozen=True)

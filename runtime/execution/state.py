@@ -7,24 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..artifact.dtypes import Array, dense
-from ..artifact.format import StateRecord
+from ..artifact.format import GRADIENT, StateRecord
+from ..artifact.tensor import Tensor
 from ..errors import ArtifactError
 from ..updates.fusion import FlatBuffer
-from .tensor import Tensor
 
 if TYPE_CHECKING:
     from onnx import ModelProto
-
-
-SUM = "gradient"
-"""The kind of what is kept within a step only."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +32,11 @@ class State:
 
     def arrays(self) -> list[tuple[StateRecord, Array]]:
         """Every tensor that lives from step to step with its memory: what is written there is there in the next step."""
-        return [(record, self.tensors[record.value].array()) for record in self.records if record.kind != SUM]
+        return [(record, self.tensors[record.value].array()) for record in self.records if record.kind != GRADIENT]
 
     def sums(self) -> list[Array]:
         """The sums of gradients over the parts of a batch."""
-        return [self.tensors[record.value].array() for record in self.records if record.kind == SUM]
-
-
-def local_shape(record: StateRecord, rank: int) -> tuple[int, ...]:
-    """The shape of what a rank holds of a tensor."""
-    box = record.box(rank)
-    if box is None:
-        return tuple(record.shape)
-    sizes = [Fraction(size * (end - begin), of) for size, (begin, end, of) in zip(record.shape, box, strict=True)]
-    return tuple(int(size) for size in sizes)
+        return [self.tensors[record.value].array() for record in self.records if record.kind == GRADIENT]
 
 
 def make_state(
@@ -66,7 +52,7 @@ def make_state(
             raise ArtifactError(f"'{bundle.members[0]}' is a {bundle.type}, which no optimizer updates")
         memory = Tensor.empty(dtype, (bundle.size,))
         for name, at in bundle.places.items():
-            shape = local_shape(by_name[name], rank)
+            shape = by_name[name].local_shape(rank)
             begin, size = dtype.bytes_of((at,)), dtype.bytes_of(shape)
             tensors[name] = Tensor(dtype, shape, memory.data[begin : begin + size])
     for record in mine:
@@ -74,7 +60,7 @@ def make_state(
             dtype = dense(record.type)
             if dtype is None:
                 raise ArtifactError(f"'{record.value}' is a {record.type}, which cannot be kept from step to step")
-            tensors[record.value] = Tensor.empty(dtype, local_shape(record, rank))
+            tensors[record.value] = Tensor.empty(dtype, record.local_shape(rank))
     _fill(mine, tensors, model, folder)
     return State(rank, tensors, mine)
 

@@ -15,22 +15,22 @@ from typing import TypeAlias
 import numpy as np
 
 from ..artifact.dtypes import Bytes, dense
+from ..artifact.tensor import Tensor, Value, aligned
 from ..communication.coalesced import CoalescedCollective
 from ..communication.collective import BoundCollective, CollectivePlan, dynamic_collective, nothing
 from ..communication.exchange import Redistribution
-from ..communication.message import HEADER, Value, decode, encode, payload_size
+from ..communication.message import HEADER, decode, encode, payload_size
 from ..communication.transport import Request, Transport
 from ..communication.works import scratch_lives, scratch_name, works_of
 from ..errors import RankError
-from ..program.bound import as_feed, as_tensor, bind_tensor, check_promise
+from ..job.status_board import IDLE, SLOT, Board
 from ..program.memory_plan import assign
 from ..program.ort import Binding
 from ..program.rank_program import RankProgram, Storage
 from ..program.segmentation import PostRecv, Segment, Send, StartCollective, Update, WaitCollective, WaitRecv
+from ..program.session_values import as_feed, as_tensor, bind_tensor, check_promise, from_ort
 from ..program.sessions import Runner
-from .status_board import IDLE, SLOT, Board
 from .symbol_bindings import Bindings
-from .tensor import Tensor, aligned
 
 Action: TypeAlias = Callable[[], object]
 Shape: TypeAlias = tuple[int, ...]
@@ -222,7 +222,7 @@ class StepPlan:
         runner.session.run_with_iobinding(binding)
         for name, value in zip(runner.segment.outputs, binding.get_outputs(), strict=True):
             if name in loose:
-                self.cells[name] = Tensor.from_ort(value)
+                self.cells[name] = from_ort(value)
 
     def _run_objects(self, runner: Runner) -> None:
         """Run a session with Python objects."""

@@ -16,13 +16,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..artifact import dim_expression as expression
-from ..artifact.boxes import Whole, divisor, local, whole_size
+from ..artifact.boxes import divisor, slices, whole_size
 from ..artifact.dtypes import BY_NAME, Array, Dtype, by_numpy, dense
 from ..artifact.format import LabelRecord, Manifest, Port, SymbolRecord
-from ..communication.message import Value
+from ..artifact.tensor import Tensor, Value
 from ..communication.transport import Transport, Vector
 from ..errors import InputError
-from .tensor import Tensor
+from .inputs import Whole
 
 Bindings: TypeAlias = dict[str, int]
 
@@ -147,7 +147,7 @@ class Binder:
         if any(size % divisor(port.boxes or [], axis) for axis, size in enumerate(value.shape)):
             return value  # which is refused by all ranks, once they know the size
         array = value.array() if isinstance(value, Tensor) else value
-        part = array[local(box, array.shape)]
+        part = array[slices(box, array.shape)]
         return Tensor.of(part, value.dtype) if isinstance(value, Tensor) else part
 
     def _vector(self, values: Mapping[str, Value], flag: int) -> Vector:

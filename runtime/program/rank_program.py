@@ -19,11 +19,10 @@ from ..artifact.comm_node import LOOSE, Call
 from ..artifact.dtypes import BY_CODE, Array, Bytes, Dtype, dense, element
 from ..artifact.format import ALL_REDUCE, EXCHANGE, Collective, Dim, Manifest, Shape, StateRecord, Transfer
 from ..artifact.manifest import Artifact
-from ..communication.message import Value
+from ..artifact.tensor import Tensor, Value, aligned
 from ..errors import ArtifactError
 from ..execution.state import State, check_same, make_state
 from ..execution.symbol_bindings import Binder, Bindings
-from ..execution.tensor import Tensor, aligned
 from ..updates.flat_buffers import bundle_of, plan_updates
 from ..updates.updater import Updater
 from .liveness import LiveRange, bundled, in_place_aliases, lifetimes, live_ranges

@@ -9,15 +9,17 @@ what the global order puts later.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..artifact.comm_node import Call, read_call
-from ..artifact.format import DOMAIN, OPTIMIZER, PATH, PEER, RECV, SEND, TAG
+from ..artifact.format import DOMAIN, OPTIMIZER, PEER, RECV, SEND, TAG
+from ..artifact.onnx_graph import op_and_path, reads
+from ..artifact.onnx_graph import path_of as path_of
+from ..artifact.optimizer_function import is_elementwise
 from ..artifact.rank_constants import is_rank_constant, names_of
 from ..errors import ArtifactError
-from ..updates.update_model import is_elementwise
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto
@@ -36,8 +38,8 @@ class Segment:
 
     def __str__(self) -> str:
         if len(self.nodes) == 1:
-            return name_of(self.nodes[0])
-        return f"{len(self.nodes)} nodes from {name_of(self.nodes[0])} to {name_of(self.nodes[-1])}"
+            return op_and_path(self.nodes[0])
+        return f"{len(self.nodes)} nodes from {op_and_path(self.nodes[0])} to {op_and_path(self.nodes[-1])}"
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def segmented(model: ModelProto, where: str, circles: Mapping[str, tuple[int, ..
     initializers -= {value.name for value in graph.input}
     initializers |= set(names_of(model))
     nodes = [node for node in nodes if not is_rank_constant(node)]
-    operands = [list(_operands(node)) for node in nodes]
+    operands = [list(reads(node)) for node in nodes]
     _check(graph, nodes, operands, initializers, where)
     kept = {value.name for value in graph.output}
     updating = {function.name: is_elementwise(function) for function in model.functions}
@@ -210,16 +212,6 @@ def _cut_message(cutter: _Segmenter, node: NodeProto, where: str) -> None:
     post = PostRecv(node.output[0], peer, tag, path_of(node))
     cutter.pending[post.value] = WaitRecv(post.value, peer, tag, post.path)
     cutter.steps.append(post)
-
-
-def name_of(node: NodeProto) -> str:
-    """A node as people know it: its op type and its source name."""
-    return f"{node.op_type}{_source(path_of(node) or node.name)}"
-
-
-def path_of(node: NodeProto) -> str:
-    """The source name of a node; empty where it has none."""
-    return next((item.value for item in node.metadata_props if item.key == PATH), "")
 
 
 def _source(path: str) -> str:
@@ -266,23 +258,6 @@ def _segments(
     return result
 
 
-def _operands(node: NodeProto) -> Iterator[str]:
-    """The values that a node needs, those that its bodies capture from outside included."""
-    yield from filter(None, node.input)
-    for attribute in node.attribute:
-        for body in ([attribute.g] if attribute.HasField("g") else []) + list(attribute.graphs):
-            yield from _captured(body)
-
-
-def _captured(body: GraphProto) -> Iterator[str]:
-    inside = {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
-    inside |= {sparse.values.name for sparse in body.sparse_initializer}
-    for node in body.node:
-        yield from (name for name in _operands(node) if name not in inside)
-        inside.update(node.output)
-    yield from (value.name for value in body.output if value.name not in inside)
-
-
 def _check(
     graph: GraphProto, nodes: Sequence[NodeProto], operands: Sequence[Sequence[str]], initializers: set[str], where: str
 ) -> None:
@@ -299,12 +274,12 @@ def _check(
         make(value.name, "a model input")
     for node, needed in zip(nodes, operands, strict=True):
         problems += [
-            f"{where}: {name_of(node)} needs the value '{name}', which nothing before it makes"
+            f"{where}: {op_and_path(node)} needs the value '{name}', which nothing before it makes"
             for name in dict.fromkeys(needed)
             if name not in makers
         ]
         for name in filter(None, node.output):
-            make(name, name_of(node))
+            make(name, op_and_path(node))
     problems += [
         f"{where}: the output '{value.name}' is made by nothing" for value in graph.output if value.name not in makers
     ]
@@ -319,6 +294,6 @@ def _ends(node: NodeProto, where: str) -> tuple[int, int]:
     numbers = {attribute.name: attribute.i for attribute in node.attribute}
     if PEER not in numbers or TAG not in numbers or (len(node.input), len(node.output)) != counts:
         raise ArtifactError(
-            f"{where}: {name_of(node)} is not a {node.op_type} with '{PEER}', '{TAG}' and one value\n  help: compile again"
+            f"{where}: {op_and_path(node)} is not a {node.op_type} with '{PEER}', '{TAG}' and one value\n  help: compile again"
         )
     return numbers[PEER], numbers[TAG]

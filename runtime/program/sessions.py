@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from ..artifact.dtypes import BY_CODE, dense, type_proto, type_text
 from ..artifact.format import DOMAIN, Dim
+from ..artifact.onnx_graph import op_and_path
 from ..errors import ArtifactError
 from .ort import Session, new_session, version
-from .segmentation import Segment, name_of
+from .segmentation import Segment
 
 if TYPE_CHECKING:
     from onnx import ModelProto, TypeProto
@@ -64,7 +65,7 @@ class Runner:
         match = _NODE.search(text)
         # A fused node's name holds the name of one that it was made of.
         named = [node for node in self.segment.nodes if match and node.name and node.name in match[1]]
-        return name_of(max(named, key=lambda node: len(node.name))) if named else str(self.segment)
+        return op_and_path(max(named, key=lambda node: len(node.name))) if named else str(self.segment)
 
 
 class Builder:
@@ -136,7 +137,9 @@ class Builder:
         return model
 
     def _refused(self, segment: Segment, text: str) -> str:
-        return next((name_of(node) for node in segment.nodes if node.name and f"({node.name})" in text), str(segment))
+        return next(
+            (op_and_path(node) for node in segment.nodes if node.name and f"({node.name})" in text), str(segment)
+        )
 
 
 def _widen(model: ModelProto, segment: Segment, types: Mapping[str, str]) -> dict[str, str]:

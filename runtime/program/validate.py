@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..artifact.comm_node import LOOSE, wrong_end
+from ..artifact.comm_node import LOOSE, reducible, wrong_end
 from ..artifact.dtypes import dense
 from ..artifact.format import EXCHANGE, Collective, Manifest, Transfer
-from ..communication.packing import reducible
 from ..errors import ArtifactError
 from .segmentation import PostRecv, Send, StartCollective, Step
 

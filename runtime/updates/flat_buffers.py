@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from ..artifact.comm_node import Call
 from ..artifact.format import Shape, StateRecord
 from ..errors import ArtifactError
-from ..execution.state import local_shape
 from ..program.segmentation import Step
 from .fusion import FlatBuffer, UpdatePlan, plan_groups
 
@@ -39,7 +38,7 @@ def plan_updates(
     bundles: Sequence[FlatBuffer],
 ) -> UpdatePlan:
     """How the updates of a rank run, and the memory that they want."""
-    kept = {record.value: local_shape(record, rank) for record in records}
+    kept = {record.value: record.local_shape(rank) for record in records}
     nexts = {record.next: kept[record.value] for record in records if record.next}
     inputs = {value.name for value in model.graph.input} - kept.keys()
     known = {

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..artifact.dtypes import dense
-from ..execution.tensor import Tensor
+from ..artifact.optimizer_function import is_in_place
+from ..artifact.tensor import Tensor
 from ..program.ort import Binding, Session, new_session
 from ..program.sessions import Settings
 from .fusion import FusedUpdate
-from .update_model import flat_model, is_in_place
+from .update_model import flat_model
 
 SHARD = 1 << 17
 """Elements that are updated at once."""

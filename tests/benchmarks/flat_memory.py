@@ -87,12 +87,12 @@ def due(step: int, steps: int) -> bool:
 
 def train(trainer: Any, folder: Path, steps: int, point: Callable[[], None]) -> None:
     """One rank's training."""
-    from partc.runtime.artifact.boxes import local
+    from partc.runtime.artifact.boxes import slices
 
     for step, whole in enumerate(batches(steps)):
         given = {port.name: whole[port.name] for port in trainer.inputs}
         boxes = {port.name: port.box(trainer.rank) for port in trainer.inputs}
-        shards = {n: a if boxes[n] is None else a[local(boxes[n], a.shape)] for n, a in given.items()}
+        shards = {n: a if boxes[n] is None else a[slices(boxes[n], a.shape)] for n, a in given.items()}
         trainer.train(shards)
         if (step + 1) % EVALUATES == 0:
             trainer.evaluate([(shards, 1)])

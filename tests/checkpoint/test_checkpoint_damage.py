@@ -208,8 +208,8 @@ def test_an_older_format_is_read_and_hashed_by_file(trained: Path, runs: Path) -
 
 def test_ranks_that_fail_otherwise_are_named() -> None:
     from checkpoint_case import Ranks
-    from partc.runtime.communication.agree import together
     from partc.runtime.errors import RankError
+    from partc.runtime.job.agree import together
 
     def act(rank: int, share: object) -> object:
         def fail() -> int:

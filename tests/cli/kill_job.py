@@ -21,7 +21,7 @@ from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from partc.runtime.execution.status_board import read_board, read_pids, states
+from partc.runtime.job.status_board import read_board, read_pids, states
 from small_training import PERCEPTRON, compiled
 
 MODES = ("run", "train", "eval", "script")

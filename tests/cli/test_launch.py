@@ -207,7 +207,7 @@ def test_a_truncated_file_of_one_rank_is_told_once(build: Path) -> None:
 
 def wait_for_steps(process: subprocess.Popen[str], scratch: Path) -> list[int]:
     """The ranks' process ids, once each has taken a step."""
-    from partc.runtime.execution.status_board import read_board, read_pids
+    from partc.runtime.job.status_board import read_board, read_pids
 
     until = time.monotonic() + 30
     while time.monotonic() < until:

@@ -9,10 +9,10 @@ import os
 import sys
 from pathlib import Path
 
+from partc.runtime.artifact import replace_folder
+from partc.runtime.artifact.replace_folder import replacing_folder
 from partc.runtime.errors import UsageError
-from partc.runtime.files import replace_folder
 from partc.runtime.files.replace import WriteError, left_beside
-from partc.runtime.files.replace_folder import replacing_folder
 
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "exchange")
 ENDED, DONE, NOT_REACHED = 9, 0, 7

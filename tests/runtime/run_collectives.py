@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 from onnx.reference import ReferenceEvaluator
 from partc.runtime import load
-from partc.runtime.artifact.comm_schemas import reference_ops
 from partc.runtime.artifact.dtypes import Array
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.communication.in_process import LocalWorld
+from partc.runtime.communication.reference import reference_ops
 
 
 def spmd(op: str, attributes: str, given: str, made: str, ranks: int, types: str = "float") -> list[str]:

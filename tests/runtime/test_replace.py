@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from partc.compiler.errors import CompileError
 from partc.compiler.pipeline import compile_model
+from partc.runtime.artifact.replace_folder import replacing_folder
 from partc.runtime.errors import UsageError
 from partc.runtime.files.replace import (
     WriteError,
@@ -21,7 +22,6 @@ from partc.runtime.files.replace import (
     replacing_together,
     write_text,
 )
-from partc.runtime.files.replace_folder import replacing_folder
 from replaced_anywhere import artifact, tree
 
 HERE = Path(__file__).parent
@@ -200,7 +200,7 @@ def test_what_comes_while_it_is_written_stays(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UsageError, match=r"'notes.txt'"), replacing_folder(out) as folder:
         artifact(folder, "new", late=out / "notes.txt")
     assert tree(out)["rank_0000.onnx"] == "old"
-    monkeypatch.setattr("partc.runtime.files.replace_folder.refuse_obstacle", lambda out: None)
+    monkeypatch.setattr("partc.runtime.artifact.replace_folder.refuse_obstacle", lambda out: None)
     law = "is written; what came into the old folder meanwhile lies in"
     with pytest.raises(WriteError, match=law) as caught, replacing_folder(out) as folder:
         artifact(folder, "new")

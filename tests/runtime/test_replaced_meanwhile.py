@@ -13,11 +13,11 @@ from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
 from partc.runtime.artifact import manifest as artifact_of
 from partc.runtime.artifact.manifest import Artifact
+from partc.runtime.artifact.replace_folder import replacing_folder
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.errors import ArtifactError
 from partc.runtime.execution import program as program_of
-from partc.runtime.files.replace_folder import replacing_folder
 
 MODEL = """<ir_version: 10, opset_import: ["" : 21]>
 main (float[64] x) => (float[64] y)

@@ -15,10 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from partc.runtime import load
 from partc.runtime.artifact.dtypes import Bytes
+from partc.runtime.artifact.tensor import ALIGNMENT, Value
 from partc.runtime.communication.in_process import LocalTransport, LocalWorld
-from partc.runtime.communication.message import Value
 from partc.runtime.communication.transport import Request
-from partc.runtime.execution.tensor import ALIGNMENT
 from partc.runtime.program.memory_plan import Arena, Lifetime, assign
 
 

@@ -17,10 +17,10 @@ from partc.runtime import RankError, load_local
 from partc.runtime.artifact.comm_node import Call
 from partc.runtime.artifact.comm_schemas import register
 from partc.runtime.artifact.dtypes import BY_NAME, Array
+from partc.runtime.artifact.tensor import Tensor
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.communication.collective import dynamic_collective
 from partc.runtime.communication.in_process import LocalTransport, LocalWorld
-from partc.runtime.execution.tensor import Tensor
 from partc.runtime.program.segmentation import WaitCollective
 from run_collectives import run, run_reference, same, shards, spmd, text, whole
 

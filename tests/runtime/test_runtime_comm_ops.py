@@ -11,8 +11,9 @@ import pytest
 from artifact_text import write
 from onnx.reference import ReferenceEvaluator
 from partc.runtime import load_local
-from partc.runtime.artifact.comm_schemas import reference_ops, register
+from partc.runtime.artifact.comm_schemas import register
 from partc.runtime.communication.in_process import LocalWorld
+from partc.runtime.communication.reference import reference_ops
 
 GRAPHS = [
     """rank0 (float[n, 3] x, string[n] s) => (float[n, 3] y) <float[n, 3] h, float[n, 3] k>

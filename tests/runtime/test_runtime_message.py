@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from partc.runtime.artifact.dtypes import BY_NAME, by_numpy
+from partc.runtime.artifact.tensor import ALIGNMENT, Tensor, aligned
 from partc.runtime.communication.message import HEADER, decode, encode, payload_size
-from partc.runtime.execution.tensor import ALIGNMENT, Tensor, aligned
 
 
 def there_and_back(value: Any) -> Any:

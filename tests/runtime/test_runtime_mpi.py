@@ -13,7 +13,7 @@ import pytest
 from artifact_text import write
 from partc.runtime import UsageError, describe_action, load
 from partc.runtime.communication.in_process import LocalWorld
-from partc.runtime.execution.status_board import VARIABLE, create_board, read_board
+from partc.runtime.job.status_board import VARIABLE, create_board, read_board
 
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 if not MPIEXEC.exists():

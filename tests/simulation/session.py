@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from equivalence import same
 from partc.runtime import InputError, Program, Trainer, Whole, load, load_trainer
-from partc.runtime.artifact.boxes import local
+from partc.runtime.artifact.boxes import slices
 from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.communication.leaving import said
 from partc.runtime.errors import StepError
@@ -313,7 +313,7 @@ class Session:
 
 def piece(array: np.ndarray, box: Any) -> np.ndarray:
     """What a rank has of an input."""
-    return array if box is None else array[local(box, array.shape)]
+    return array if box is None else array[slices(box, array.shape)]
 
 
 def _programs(end: Program | Trainer) -> list[Program]:

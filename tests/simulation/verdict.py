@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from partc.runtime.checkpoint.checkpoint import Checkpoint
 from partc.runtime.checkpoint.newest import latest
-from partc.runtime.execution.status_board import SLOT
+from partc.runtime.job.status_board import SLOT
 
 from .faults import DIES, DISK, EXITS, NONE, NONFINITE, RAISES, REFUSED, SLEEPS, WORDS, Results
 from .scheduler import Endless, Killed

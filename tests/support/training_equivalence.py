@@ -21,7 +21,7 @@ from partc.compiler.ir.program import Program
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
-from partc.runtime.artifact.boxes import local
+from partc.runtime.artifact.boxes import slices
 from partc.runtime.artifact.lr_schedule import scalars, schedule
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.execution.in_process import LocalProgram
@@ -124,7 +124,7 @@ def tensors(ranks: LocalProgram) -> Tensors:
             name, box = record.tensor, record.box(rank.rank)
             whole = found.setdefault(name, np.zeros(record.shape, array.dtype))
             known = there.setdefault(name, np.zeros(record.shape, bool))
-            place = ... if box is None else local(box, record.shape)
+            place = ... if box is None else slices(box, record.shape)
             same = np.array_equal(np.where(known[place], whole[place], array), array, equal_nan=True)
             assert same, f"{name}: copies differ on rank {rank.rank}"
             whole[place], known[place] = array, True
@@ -139,7 +139,7 @@ def put(ranks: LocalProgram, start: Mapping[str, np.ndarray]) -> None:
             if record.tensor in start:
                 box = record.box(rank.rank)
                 whole = start[record.tensor]
-                np.copyto(array, whole if box is None else whole[local(box, whole.shape)])
+                np.copyto(array, whole if box is None else whole[slices(box, whole.shape)])
 
 
 def same_training(

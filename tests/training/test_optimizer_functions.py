@@ -14,7 +14,8 @@ from optimizer_case import drawn, fed, model_of, operands, session_of
 from partc.compiler.training.optimizer_functions import FAMILIES, function, functions, variant
 from partc.compiler.training.optimizers import OPTIMIZERS, optimizer
 from partc.runtime.artifact.lr_schedule import SCALARS
-from partc.runtime.updates.update_model import flat_model, is_elementwise, is_in_place
+from partc.runtime.artifact.optimizer_function import is_elementwise, is_in_place
+from partc.runtime.updates.update_model import flat_model
 
 NUMBERS = {"momentum": 0.9, "beta1": 0.9, "one_minus_beta1": 0.1, "beta2": 0.999, "one_minus_beta2": 0.001, "eps": 1e-8}
 NUMBERS |= {"lr_multiplier": 0.5, "weight_decay": 0.1, "clip_value": 0.7, "max_ratio": 10}

@@ -16,7 +16,7 @@ from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.training.in_parts import quotient
 from partc.runtime import InputError, load_trainer
-from partc.runtime.artifact.boxes import local
+from partc.runtime.artifact.boxes import slices
 from partc.runtime.artifact.format import Manifest, SymbolRecord
 from partc.runtime.checker.check import check
 from partc.runtime.communication.in_process import LocalWorld
@@ -99,12 +99,12 @@ def trained(
     for _, arrays in found:
         for record, box, array in arrays:
             whole = tensors.setdefault(record.tensor, np.zeros(record.shape, array.dtype))
-            whole[... if box is None else local(box, whole.shape)] = array
+            whole[... if box is None else slices(box, whole.shape)] = array
     return [{name: float(value) for name, value in one.items()} for one in found[0][0]], tensors
 
 
 def shard(array: np.ndarray, box: Any) -> np.ndarray:
-    return array if box is None else array[local(box, array.shape)]
+    return array if box is None else array[slices(box, array.shape)]
 
 
 def close(

@@ -13,12 +13,12 @@ from math import lcm, prod
 
 from onnx import ModelProto
 from partc.runtime.artifact import dim_expression as expression
-from partc.runtime.artifact.comm_node import LOOSE, Call, Shard, read_call, result_shape, slices, wrong_end
+from partc.runtime.artifact.boxes import slices
+from partc.runtime.artifact.comm_node import LOOSE, Call, Shard, read_call, reducible, result_shape, wrong_end
 from partc.runtime.artifact.dtypes import dense
 from partc.runtime.artifact.format import COLLECTIVES, DOMAIN, EXCHANGE, MANIFEST, Box, Collective, Manifest, Shape
 from partc.runtime.checker.graph import node_title
 from partc.runtime.checker.violation import Violation
-from partc.runtime.communication.packing import reducible
 from partc.runtime.errors import ArtifactError
 from partc.runtime.execution.symbol_bindings import Bindings
 

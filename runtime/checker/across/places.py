@@ -28,6 +28,7 @@ from partc.runtime.artifact.format import (
     CUT,
     DOMAIN,
     FOLLOWING,
+    GRADIENT,
     OPTIMIZER,
     PIECE,
     RECV,
@@ -45,7 +46,6 @@ from partc.runtime.checker.across.place_rules import Begins, Places, Sizes
 from partc.runtime.checker.graph import node_title
 from partc.runtime.checker.training.state import shard_of
 from partc.runtime.checker.violation import Violation
-from partc.runtime.execution.state import SUM
 from partc.runtime.program.segmentation import path_of
 
 _AGAIN = "compile the model again"
@@ -135,7 +135,7 @@ class _Places:
                 file.places[port.name] = _begins(boxes, whole)
                 file.kinds[port.name] = Kind.WHOLE
         for record in self.manifest.state:
-            if {*file.ranks} <= {*record.ranks} and record.kind != SUM:
+            if {*file.ranks} <= {*record.ranks} and record.kind != GRADIENT:
                 shards = [shard_of(record, rank) for rank in file.ranks]
                 file.places[record.value] = _begins(shards, list(record.shape))
                 file.kinds[record.value] = Kind.WHOLE
@@ -265,7 +265,7 @@ class _Places:
                 continue
             self._tell(file, node, fact)
         outputs = {port.name for port in self.manifest.outputs}
-        kept = {record.next for record in self.manifest.state if record.kind not in (SUM, "statistics")}
+        kept = {record.next for record in self.manifest.state if record.kind not in (GRADIENT, "statistics")}
         for node in file.model.graph.node:
             for name in node.output:
                 if kinds.get(name) is Kind.TERM and name in outputs | kept:

@@ -17,13 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from onnx import ModelProto, NodeProto
-from partc.runtime.artifact.format import MANIFEST, Manifest, StateRecord
+from partc.runtime.artifact.format import GRADIENT, MANIFEST, Manifest, StateRecord
 from partc.runtime.checker.across.ordering import ValueType, declared_types
 from partc.runtime.checker.graph import node_title, reads
 from partc.runtime.checker.training.state import shard_of
 from partc.runtime.checker.training.value_numbering import Classes, Held, Numbering
 from partc.runtime.checker.violation import Violation
-from partc.runtime.execution.state import SUM
 from partc.runtime.program.segmentation import path_of
 
 _AGAIN = "compile the model again"
@@ -32,7 +31,7 @@ _SCATTERS = ("ScatterElements", "ScatterND")
 
 def check_sums(file: str, model: ModelProto, records: Sequence[StateRecord]) -> Iterator[Violation]:
     """What is wrong with the sums in one rank file; `records` are those of its rank."""
-    sums = [record for record in records if record.kind == SUM]
+    sums = [record for record in records if record.kind == GRADIENT]
     if not sums:
         return
     nodes, types = model.graph.node, declared_types(model)
@@ -94,7 +93,7 @@ def _spreads(one: ValueType, whole: ValueType) -> bool:
 
 def classes_of(folder: Path, manifest: Manifest, models: Mapping[int, ModelProto]) -> tuple[Classes, dict[Held, int]]:
     """Which sums are equal after any number of parts, and the numbers of what they are replaced by; the files are sound."""
-    held = {(rank, one.value): one for one in manifest.state if one.kind == SUM for rank in one.ranks}
+    held = {(rank, one.value): one for one in manifest.state if one.kind == GRADIENT for rank in one.ranks}
     keys = {key: (one.tensor, str(shard_of(one, key[0]))) for key, one in held.items()}
     classes = Classes(_numbered(keys))
     while True:
@@ -129,9 +128,9 @@ def check_accumulation(manifest: Manifest, inner: Manifest | None) -> Iterator[V
         there = "has" if inner is not None else "names no folder with"
         fact = f"it {there} a program of the parts of a batch, which it cuts into {count}"
         yield Violation(MANIFEST, fact, "training", help=_AGAIN)
-    made = {(one.value, rank) for one in inner.state if one.kind == SUM for rank in one.ranks} if inner else set()
+    made = {(one.value, rank) for one in inner.state if one.kind == GRADIENT for rank in one.ranks} if inner else set()
     for record in manifest.state:
-        if record.kind != SUM:
+        if record.kind != GRADIENT:
             continue
         title = f"state '{record.value}'"
         if record.next:

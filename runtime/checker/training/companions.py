@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from partc.runtime.artifact.format import MANIFEST, Manifest, Port, StateRecord
+from partc.runtime.artifact.format import GRADIENT, MANIFEST, Manifest, Port, StateRecord
 from partc.runtime.checker.violation import Violation
-from partc.runtime.execution.state import SUM
 
 _AGAIN = "compile the model again"
 _COUNTS = ("step", "part")
@@ -32,7 +31,7 @@ def check_part(manifest: Manifest, inner: Manifest, where: str) -> Iterator[Viol
     yield from _check_kept(manifest, inner, where)
     replaced = {record.value for record in manifest.state if record.next and record.kind == "statistics"}
     for record in inner.state:
-        wanted = record.kind == SUM or record.value in replaced
+        wanted = record.kind == GRADIENT or record.value in replaced
         if bool(record.next) != wanted:
             fact = (
                 "nothing takes its place; a part of a batch replaces every sum of gradients and the statistics"

@@ -21,15 +21,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnx import FunctionProto, ModelProto, NodeProto
-from partc.runtime.artifact.format import DOMAIN, EXCHANGE, OPTIMIZER, TAG, Manifest, StateRecord
+from partc.runtime.artifact.format import DOMAIN, EXCHANGE, GRADIENT, OPTIMIZER, TAG, Manifest, StateRecord
+from partc.runtime.artifact.optimizer_function import NEXT, is_elementwise, is_in_place
 from partc.runtime.checker.graph import check_calls, node_title, reads
 from partc.runtime.checker.training.accumulation import check_sums
 from partc.runtime.checker.training.state import check_kept
 from partc.runtime.checker.violation import Violation
 from partc.runtime.errors import ArtifactError
-from partc.runtime.execution.state import SUM
 from partc.runtime.program.segmentation import Send, StartCollective, Step, Update, WaitCollective, path_of, segmented
-from partc.runtime.updates.update_model import NEXT, is_elementwise, is_in_place
 
 _AGAIN = "compile the model again"
 
@@ -50,7 +49,9 @@ def check_updates(manifest: Manifest, models: Mapping[int, ModelProto]) -> tuple
     total, found = Replaced(), list[Violation]()
     known: dict[tuple[str, frozenset[tuple[str, str]]], Replaced] = {}
     for rank, model in models.items():
-        records = [record for record in manifest.state if rank in record.ranks and (record.next or record.kind == SUM)]
+        records = [
+            record for record in manifest.state if rank in record.ranks and (record.next or record.kind == GRADIENT)
+        ]
         key = (manifest.program(rank), frozenset((record.value, record.next) for record in records))
         if records and key not in known:
             known[key], problems = _Rank(manifest.program(rank), model, records).check()
@@ -72,8 +73,8 @@ class _Rank:
 
     def __init__(self, file: str, model: ModelProto, records: Sequence[StateRecord]) -> None:
         self.file, self.model = file, model
-        self.sums = [record for record in records if record.kind == SUM]
-        self.records = [record for record in records if record.kind != SUM and record.next]
+        self.sums = [record for record in records if record.kind == GRADIENT]
+        self.records = [record for record in records if record.kind != GRADIENT and record.next]
         self.functions = {(one.domain, one.name): one for one in model.functions}
         self.makers: dict[str, list[int]] = {}
         self.readers: dict[str, list[int]] = {}

@@ -14,10 +14,9 @@ from itertools import combinations, pairwise, product
 
 from onnx import ModelProto
 from partc.runtime.artifact.dtypes import dense
-from partc.runtime.artifact.format import MANIFEST, Box, Manifest, Shape, StateRecord
+from partc.runtime.artifact.format import GRADIENT, MANIFEST, Box, Manifest, Shape, StateRecord
 from partc.runtime.checker.across.ordering import declared_types, type_of
 from partc.runtime.checker.violation import Violation
-from partc.runtime.execution.state import SUM, local_shape
 
 _AGAIN = "compile the model again"
 
@@ -147,7 +146,7 @@ def _check_slots(manifest: Manifest) -> Iterator[Violation]:
             held.setdefault((record.tensor, rank), []).append(_places(record, rank))
     shapes = {record.tensor: record.shape for record in manifest.state if record.kind == "parameter"}
     for record in manifest.state:
-        if record.kind not in ("optimizer", SUM):
+        if record.kind not in ("optimizer", GRADIENT):
             if record.parameter:
                 yield _violation(record, f"it is of kind {record.kind}, and names the parameter '{record.parameter}'")
             continue
@@ -156,7 +155,7 @@ def _check_slots(manifest: Manifest) -> Iterator[Violation]:
         elif shapes[record.parameter] != record.shape:
             fact = f"its shape is {record.shape}, and that of its parameter '{record.parameter}' {shapes[record.parameter]}"
             yield _violation(record, fact)
-        elif record.kind == SUM:
+        elif record.kind == GRADIENT:
             if record.initial:
                 yield _violation(record, f"it begins as {record.initial:g}; a sum of gradients begins as zeros")
         elif lost := [
@@ -179,7 +178,7 @@ def _check_file(
     trains = manifest.training is not None
     for record in records:
         title = f"state '{record.value}'"
-        wanted: Shape = list(local_shape(record, rank))
+        wanted: Shape = list(record.local_shape(rank))
         sides = [("input", record.value, inputs)] + ([("output", record.next, outputs)] if record.next else [])
         for side, name, there in sides:
             if name not in there:
@@ -194,7 +193,7 @@ def _check_file(
             if list(first[record.value].dims) != wanted:
                 fact = f"its first value has the shape {list(first[record.value].dims)}, and its shard {wanted}"
                 yield Violation(file, fact, title, help=_AGAIN)
-        elif record.kind not in ("optimizer", SUM) and trains:
+        elif record.kind not in ("optimizer", GRADIENT) and trains:
             yield Violation(
                 file, f"this {record.kind} has no first value: no initializer is called so", title, help=_AGAIN
             )

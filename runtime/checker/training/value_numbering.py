@@ -31,6 +31,7 @@ from partc.runtime.artifact.format import (
     BROADCAST,
     DOMAIN,
     EXCHANGE,
+    GRADIENT,
     RECV,
     REDUCE_SCATTER,
     SEND,
@@ -43,7 +44,6 @@ from partc.runtime.checker.across.collectives import samples
 from partc.runtime.checker.across.ordering import ValueType, declared_types
 from partc.runtime.checker.graph import reads
 from partc.runtime.checker.training.state import shard_of
-from partc.runtime.execution.state import SUM
 
 Held: TypeAlias = tuple[int, str]
 """A rank, and the name in its file of what it keeps."""
@@ -109,7 +109,7 @@ class Numbering:
                 numbers[port.name] = self._number("input", port.name, str(port.box(rank)))
         for record in self.manifest.state:
             if rank in record.ranks:
-                own = self.sums.of.get((rank, record.value), ("rank", rank)) if record.kind == SUM else None
+                own = self.sums.of.get((rank, record.value), ("rank", rank)) if record.kind == GRADIENT else None
                 numbers[record.value] = self._number("state", record.tensor, str(shard_of(record, rank)), own)
 
     def _run(self) -> bool:

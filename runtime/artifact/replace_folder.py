@@ -22,10 +22,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..artifact.format import LARGEST_MANIFEST, MANIFEST, stays_inside
 from ..errors import UsageError
-from .regular import kind_of, read_regular
-from .replace import (
+from ..files.regular import kind_of, read_regular
+from ..files.replace import (
     FOLDER,
     OLD,
     WriteError,
@@ -39,6 +38,7 @@ from .replace import (
     remove_made,
     told,
 )
+from .format import LARGEST_MANIFEST, MANIFEST, stays_inside
 
 _NAMED = 8
 _HERE = -100

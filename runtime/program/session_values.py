@@ -7,10 +7,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..artifact.dtypes import Array, Dtype
-from ..communication.message import Value
+from ..artifact.dtypes import BY_CODE, Array, Dtype
+from ..artifact.tensor import Tensor, Value
 from ..errors import StepError
-from ..execution.tensor import Tensor
 from .ort import Bind, OrtValue, new_value
 
 Shape: TypeAlias = tuple[int, ...]
@@ -30,6 +29,17 @@ def as_feed(value: Value) -> Value | OrtValue:
 def as_tensor(value: Array, dtype: Dtype) -> Tensor:
     """What a session gave as an array, as a tensor of the type that it must have."""
     return Tensor.of(np.asarray(value).astype(dtype.numpy, copy=False), dtype)
+
+
+def from_ort(value: OrtValue) -> Tensor:
+    """onnxruntime's tensor, its bytes shared; it lives as long as they do."""
+    dtype, shape = BY_CODE[value.element_type()], tuple(value.shape())
+    size = dtype.bytes_of(shape)
+    if not size:
+        return Tensor.empty(dtype, shape)
+    memory = (ctypes.c_uint8 * size).from_address(value.data_ptr())
+    memory.owner = value  # type: ignore[attr-defined]
+    return Tensor(dtype, shape, np.ctypeslib.as_array(memory))
 
 
 def check_promise(name: str, found: Shape, promised: Shape) -> None:

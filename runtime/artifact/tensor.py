@@ -6,14 +6,15 @@ array to a session, from a session to a message, or from a message to a session.
 
 from __future__ import annotations
 
-import ctypes
+from typing import TypeAlias
 
 import numpy as np
 
-from ..artifact.dtypes import BY_CODE, Array, Bytes, Dtype
-from ..program.ort import OrtValue
+from .dtypes import Array, Bytes, Dtype
 
 ALIGNMENT = 64
+Value: TypeAlias = "Tensor | Array | list[Value] | dict[int | str, Value] | int | float | str | None"
+"""A value of a step: a dense tensor, an array of strings, a sequence, a map, or an optional that has none."""
 
 
 class Tensor:
@@ -39,17 +40,6 @@ class Tensor:
             return Tensor(dtype, array.shape, _packed(array, dtype.bits))
         ready = np.require(array, requirements=("C", "A"))
         return Tensor(dtype, array.shape, ready.reshape(-1).view(np.uint8))
-
-    @staticmethod
-    def from_ort(value: OrtValue) -> Tensor:
-        """The bytes of onnxruntime's tensor, shared; it lives as long as they do."""
-        dtype, shape = BY_CODE[value.element_type()], tuple(value.shape())
-        size = dtype.bytes_of(shape)
-        if not size:
-            return Tensor.empty(dtype, shape)
-        memory = (ctypes.c_uint8 * size).from_address(value.data_ptr())
-        memory.owner = value  # type: ignore[attr-defined]
-        return Tensor(dtype, shape, np.ctypeslib.as_array(memory))
 
     def array(self) -> Array:
         """The value as people see it: a view of the same bytes, or the unpacked elements where they are narrower than a byte."""

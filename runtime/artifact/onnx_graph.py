@@ -1,0 +1,74 @@
+"""What every reader of a rank file asks of its graph: bodies, the values that a node reads, names for people.
+
+A body is a graph in an attribute of a node, as `If`, `Loop` and `Scan` have them. It sees the values of the graphs around it, so
+that its node reads whatever the body takes from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from .format import PATH
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, NodeProto, TensorProto
+
+
+def graph_bodies(node: NodeProto) -> Iterator[GraphProto]:
+    """The bodies of a node."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def reads(node: NodeProto) -> Iterator[str]:
+    """The values that a node reads: its operands, and what its bodies capture from the graphs around them."""
+    yield from filter(None, node.input)
+    for body in graph_bodies(node):
+        inside = {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
+        inside |= {sparse.values.name for sparse in body.sparse_initializer}
+        for inner in body.node:
+            yield from (name for name in reads(inner) if name not in inside)
+            inside.update(inner.output)
+        yield from (value.name for value in body.output if value.name not in inside)
+
+
+def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """The nodes, each followed by those of its bodies."""
+    for node in nodes:
+        yield node
+        for body in graph_bodies(node):
+            yield from all_nodes(body.node)
+
+
+def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    """The initializers of a graph and the tensors in attributes of its nodes, those of bodies included."""
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+        for body in graph_bodies(node):
+            yield from all_tensors(body)
+
+
+def path_of(node: NodeProto) -> str:
+    """The name of a node's op in the source model; empty where it has none."""
+    return next((item.value for item in node.metadata_props if item.key == PATH), "")
+
+
+def op_and_path(node: NodeProto) -> str:
+    """A node as people know it, by its op type and its name in the source: `MatMul (blocks.0.fc1)`."""
+    path = path_of(node) or node.name
+    return f"{node.op_type} ({path})" if path else node.op_type
+
+
+def node_title(node: NodeProto) -> str:
+    """A node as the rank file names it: `MatMul 'fc1_node'`, or by what it makes or takes where it has no name."""
+    name = node.name or next(iter([*node.output, *node.input]), "")
+    return f"{node.op_type} '{name}'"
