@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 import onnx_ir as ir
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.dims.reading import read
-from partc.compiler.frontend.onnx_file import bodies
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.graph import bodies
 from partc.compiler.ir.program import CommOp, Program, RankProgram, captured
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal

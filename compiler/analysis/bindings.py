@@ -6,12 +6,12 @@ shares its promises only, unless it is `unique: true`; its uses then get names o
 
 from __future__ import annotations
 
-import re
 from pathlib import PurePath
 
 import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.input_dims import identifier
 from partc.compiler.ir.program import Program, SymbolInfo
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import Plan
@@ -20,7 +20,7 @@ _FREE = Facts(divisor=1, remainder=0, min=0, max=None)
 
 
 def bind_inputs(program: Program) -> dict[str, SymbolInfo]:
-    """Writes the plan's dims and clean names into the shapes of the graph's inputs; gives the program's symbols by name.
+    """Writes the plan's dims into the shapes of the graph's inputs; gives the program's symbols by name.
 
     Raises CompileError, all violations at once: an unknown input, another rank, a fixed dim that the plan changes, a
     symbol that no input has.
@@ -46,7 +46,7 @@ def bind_inputs(program: Program) -> dict[str, SymbolInfo]:
 def promised(program: Program) -> dict[str, Facts]:
     """What is promised of the inputs' dims before they are bound, by the names that the model gives them, or `x_dim_1` without one."""
     graph, plan = program.model.graph, program.plan
-    promises, clean, found = _promises(program), _clean_names(graph), dict[str, Facts]()
+    promises, found = _promises(program), dict[str, Facts]()
     for value in graph.inputs:
         dims = value.shape.dims if value.shape is not None else ()
         rule = plan.inputs.get(value.name or "")
@@ -55,7 +55,7 @@ def promised(program: Program) -> dict[str, Facts]:
             if isinstance(dim, int):
                 continue
             own = unnamed(value, axis) if dim.value is None else str(dim.value)
-            promise = None if isinstance(said, int) else promises.get(said or clean.get(own) or _identifier(own))
+            promise = None if isinstance(said, int) else promises.get(said or identifier(own))
             facts = Facts.constant(said) if isinstance(said, int) else promise.facts if promise else _FREE
             found.setdefault(own, facts)
     return found
@@ -90,7 +90,6 @@ class _Names:
 
     def __init__(self, graph: ir.Graph, promises: dict[str, SymbolInfo]) -> None:
         self.promises = promises
-        self.clean = _clean_names(graph)
         self.bound: dict[str, SymbolInfo] = {}
         self.used: set[str] = set()
         self._given: dict[str, int | str] = {}
@@ -114,12 +113,12 @@ class _Names:
     def _choose(self, own: str | None, asked: int | str | None, place: str, fresh: str) -> int | str:
         if isinstance(asked, int):
             return asked
-        name = asked or (self.clean[own] if own is not None else _identifier(fresh))
+        name = asked or own or identifier(fresh)
         self.used.add(name)
         promise = self.promises.get(name)
         if promise is None or promise.unique or name not in self.bound:
             return name
-        apart = _identifier(f"{name}_{place}")
+        apart = identifier(f"{name}_{place}")
         self.promises[apart] = promise
         return apart
 
@@ -134,28 +133,6 @@ def _promises(program: Program) -> dict[str, SymbolInfo]:
         name: SymbolInfo(rule.symbol.facts(), PurePath(rule.where).name, rule.symbol.unique)
         for name, rule in program.plan.symbols.items()
     }
-
-
-def _clean_names(graph: ir.Graph) -> dict[str, str]:
-    """Names of dims as identifiers, each kept distinct: 'batch size' -> batch_size."""
-    names: dict[str, str] = {}
-    taken: set[str] = set()
-    for value in graph.inputs:
-        for dim in value.shape.dims if value.shape is not None else ():
-            if isinstance(dim, int) or dim.value is None or dim.value in names:
-                continue
-            name = base = _identifier(str(dim.value))
-            count = 1
-            while name in taken:
-                name, count = f"{base}_{count}", count + 1
-            taken.add(name)
-            names[str(dim.value)] = name
-    return names
-
-
-def _identifier(text: str) -> str:
-    name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_") or "dim"
-    return f"dim_{name}" if name[0].isdigit() else name
 
 
 def _input_problems(graph: ir.Graph, plan: Plan) -> list[Problem]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from partc.compiler.analysis.shape_rules import Known, tolerant_rules
 from partc.compiler.dims.normal import normal_dim
-from partc.compiler.frontend.onnx_file import bodies, graphs_of
+from partc.compiler.ir.graph import bodies, graphs_of
 
 _SCALAR_TYPE = {
     ir.DataType.FLOAT: "float",
@@ -55,13 +55,15 @@ def type_text(kind: ir.TypeProtocol | None) -> str:
 
 
 def _forget_declared_shapes(graph: ir.Graph) -> None:
+    """Of a Loop's trip count and condition, which are scalars, a shape without names is kept."""
     for part in graphs_of(graph):
         for node in part:
             for value in node.outputs:
                 value.shape = None
             for body in bodies(node):
-                for value in body.inputs[2 if node.op_type == "Loop" else 0 :]:
-                    value.shape = None
+                for k, value in enumerate(body.inputs):
+                    if node.op_type != "Loop" or k > 1 or (value.shape is not None and not value.shape.is_static()):
+                        value.shape = None
 
 
 def _fill_missing_types(model: ir.Model) -> None:

@@ -1,4 +1,6 @@
-"""Shape rules of pooling, transposed convolution and resizing, as onnxruntime computes them. Windows fit into what they slide over.
+"""Shape rules of pooling, transposed convolution and resizing, as onnxruntime computes them.
+
+Windows are taken to fit into a dynamic dim that they slide over. Of a fixed size that is smaller, onnxruntime rounds towards 0.
 
 pool, rounded up      Min(ceil((n + pads - k)/s) + 1, ceil((n + pad before)/s)): no window begins in the padding behind
 transposed, SAME      Min(s*n, s*(n - 1) + k + output padding): padding is never below 0
@@ -133,7 +135,7 @@ class _Windows:
         )
         steps = (size + before + behind - self.reach(k, self.kernel[k])) / sympy.Integer(stride)
         if not node.attributes.get_int("ceil_mode", 0):
-            return sympy.floor(steps) + 1
+            return (sympy.Integer(int(steps)) if steps.is_Rational else sympy.floor(steps)) + 1
         most, inside = sympy.ceiling(steps) + 1, sympy.ceiling((size + before) / sympy.Integer(stride))
         if opset < 22 and most.is_Integer and inside < most:
             return None

@@ -13,6 +13,7 @@ from dataclasses import replace
 import onnx_ir as ir
 from partc.compiler.analysis.bindings import bind_inputs
 from partc.compiler.analysis.infer_shapes import infer_shapes, type_text
+from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Program, Shape, ValueInfo
 from partc.compiler.training.in_parts import part_symbols
 
@@ -22,12 +23,33 @@ def shapes(program: Program) -> Program:
     graph = program.model.graph
     symbols = part_symbols(program, bind_inputs(program))
     infer_shapes(program.model, {name: info.facts for name, info in symbols.items()})
+    _refuse_negative_sizes(program)
     known = frozenset(symbols)
     values: dict[ir.Value, ValueInfo] = {}
     memo: dict[ir.SymbolicDim, bool] = {}
     for value in [*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs)]:
         values[value] = _info(value, known, memo)
     return replace(program, symbols=symbols, values=values)
+
+
+def _refuse_negative_sizes(program: Program) -> None:
+    """Raises CompileError for the nodes that make a negative size of sizes that are none."""
+    problems = []
+    for node in program.model.graph:
+        if any(_negative(value) for value in node.inputs if value is not None):
+            continue
+        for value in filter(_negative, node.outputs):
+            shapes = ", ".join(f"'{given.name}' of {given.shape}" for given in node.inputs if given is not None)
+            fact = f"{node.op_type} '{program.paths.get(node, node.name)}' makes '{value.name}' of {value.shape}"
+            law = f"a size is at least 0; it reads {shapes}"
+            help_ = "a window must not be larger than the padded dim that it slides over, nor a pad cut away more than there is"
+            problems.append(Problem(program.name, fact, law, help_))
+    if problems:
+        raise CompileError(problems)
+
+
+def _negative(value: ir.Value) -> bool:
+    return value.shape is not None and any(isinstance(dim, int) and dim < 0 for dim in value.shape.dims)
 
 
 def _info(value: ir.Value, known: frozenset[str], memo: dict[ir.SymbolicDim, bool]) -> ValueInfo:

@@ -19,6 +19,9 @@ from onnx_ir.passes.common import TopologicalSortPass
 from partc.compiler.annotations.keep import kept
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.functions import OWN_NAME, inline_calls
+from partc.compiler.frontend.input_dims import name_input_dims
+from partc.compiler.frontend.structure import missing_attributes, structure_problems
+from partc.compiler.ir.graph import graphs_of
 from partc.runtime.checker.written import graph_bodies, not_text
 from partc.runtime.errors import breaks_lines, one_line
 from partc.runtime.files.regular import fault, read_regular
@@ -85,6 +88,7 @@ def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
 def checked(model: ir.Model, where: str) -> ir.Model:
     """`model` inlined, sorted and free of the faults that `load_onnx` names; weights are no longer graph inputs."""
     _raise(_names_on_lines(model, where))
+    _raise(name_input_dims(model.graph, where))
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         node.meta[OWN_NAME] = node.name or ""
     if model.functions:
@@ -93,7 +97,8 @@ def checked(model: ir.Model, where: str) -> ir.Model:
     _forget_default_inputs(model.graph)
     problems = [
         *_unknown_ops(model, where),
-        *_structure_problems(model.graph, where),
+        *structure_problems(model.graph, where),
+        *missing_attributes(model, where),
         *_external_problems(model.graph, where),
     ]
     _raise(problems)
@@ -225,73 +230,6 @@ def _forget_default_inputs(graph: ir.Graph) -> None:
     """A weight listed as a graph input too (old exporters) is a weight: nobody feeds it."""
     for value in [value for value in graph.inputs if value.name in graph.initializers]:
         graph.inputs.remove(value)
-
-
-def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:
-    """The graph and all bodies inside of it."""
-    yield graph
-    for node in graph:
-        for body in bodies(node):
-            yield from graphs_of(body)
-
-
-def bodies(node: ir.Node) -> list[ir.Graph]:
-    """The graphs among a node's attributes: branches of If, the body of Loop, Scan and SequenceMap."""
-    found: list[ir.Graph] = []
-    for attr in node.attributes.values():
-        if attr.type == ir.AttributeType.GRAPH:
-            found.append(attr.as_graph())
-        elif attr.type == ir.AttributeType.GRAPHS:
-            found.extend(attr.as_graphs())
-    return found
-
-
-def take_out(graph: ir.Graph, node: ir.Node) -> None:
-    """Removes a node of which nobody reads anything; what its bodies read has a reader less, too."""
-    graph.remove(node, safe=True)
-    _forget_reads(node)
-
-
-def _forget_reads(node: ir.Node) -> None:
-    for body in bodies(node):
-        for inner in body:
-            inner.resize_inputs(0)
-            _forget_reads(inner)
-
-
-def _structure_problems(graph: ir.Graph, where: str, outer: frozenset[ir.Value] = frozenset()) -> list[Problem]:
-    problems = []
-    defined = set(outer) | set(graph.inputs) | set(graph.initializers.values())
-    for value in graph.initializers.values():
-        if value.const_value is None:
-            problems.append(
-                Problem(where, f"the weight '{value.name}' has no data", help="export the model with its weights")
-            )
-    for node in graph:
-        defined.update(node.outputs)
-    names: set[str] = set()
-    for value in defined - outer:
-        if value.name and value.name in names:
-            problems.append(Problem(where, f"the value '{value.name}' is defined twice", help="export the model again"))
-        names.add(value.name or "")
-    for node in graph:
-        missing = [value.name for value in node.inputs if value is not None and value not in defined]
-        problems += [
-            Problem(
-                where,
-                f"'{name}', read by {node.op_type} '{node.name}', is defined nowhere",
-                help="export the model again",
-            )
-            for name in missing
-        ]
-        for body in bodies(node):
-            problems += _structure_problems(body, where, frozenset(defined))
-    problems += [
-        Problem(where, f"the output '{value.name}' is defined nowhere", help="export the model again")
-        for value in graph.outputs
-        if value not in defined
-    ]
-    return problems
 
 
 def _external(graph: ir.Graph) -> Iterator[tuple[str, ir.ExternalTensor]]:

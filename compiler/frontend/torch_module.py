@@ -21,8 +21,9 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.declare import Collector, Input
 from partc.compiler.frontend.inputs import DimNames, Spec, all_inputs, as_mapping, specs
 from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
-from partc.compiler.frontend.onnx_file import checked, graphs_of
+from partc.compiler.frontend.onnx_file import checked
 from partc.compiler.frontend.user_code import own_frames
+from partc.compiler.ir.graph import graphs_of
 
 if TYPE_CHECKING:
     import torch

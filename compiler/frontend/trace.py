@@ -14,7 +14,8 @@ from onnxscript import GraphBuilder
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.inputs import Spec
 from partc.compiler.frontend.names import derive_names
-from partc.compiler.frontend.onnx_file import checked, graphs_of
+from partc.compiler.frontend.onnx_file import checked
+from partc.compiler.ir.graph import graphs_of
 from partc.compiler.nn.parameter import Parameter
 
 # The newest opset of which the stock onnxruntime runs every op that the layers of `nn` use.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-from partc.compiler.frontend.onnx_file import bodies
+from partc.compiler.ir.graph import bodies
 
 if TYPE_CHECKING:
     from partc.compiler.annotations.check import Followed

@@ -16,8 +16,8 @@ from dataclasses import replace
 from functools import partial
 
 import onnx_ir as ir
-from partc.compiler.frontend.onnx_file import bodies
 from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.graph import bodies
 from partc.compiler.ir.program import CommOp, Group, LocalTensor, Program, RankOp, RankProgram, ShardedValue, captured
 from partc.compiler.lower.builders import ProgramBuilder, ProgramBuilders
 from partc.compiler.lower.comm import CommLowering

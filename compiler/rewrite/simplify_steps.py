@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import onnx_ir as ir
-from partc.compiler.frontend.onnx_file import bodies
+from partc.compiler.ir.graph import bodies
 from partc.compiler.ir.program import ComputeOp, RankOp, Shape, captured
 from partc.compiler.rewrite.simplify import simplify
 

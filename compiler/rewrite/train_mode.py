@@ -21,7 +21,7 @@ from partc.compiler.analysis.infer_shapes import infer_shapes
 from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES, node_paths
-from partc.compiler.frontend.onnx_file import bodies
+from partc.compiler.ir.graph import bodies
 from partc.compiler.ops.families.seeded_dropout import DROPOUT
 from partc.compiler.ops.rule import OWN
 from partc.compiler.rewrite.batch_norm import decompose, infer_in_place, train_in_place

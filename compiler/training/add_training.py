@@ -12,7 +12,7 @@ import onnx_ir as ir
 from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
-from partc.compiler.frontend.onnx_file import take_out
+from partc.compiler.ir.graph import take_out
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.training import ParameterRule, TrainRules
 from partc.compiler.rewrite.extremes import in_parts

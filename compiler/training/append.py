@@ -17,7 +17,7 @@ from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.dims.facts import ANY_DIM
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES
-from partc.compiler.frontend.onnx_file import graphs_of
+from partc.compiler.ir.graph import graphs_of
 from partc.compiler.plan.pattern import nearest
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

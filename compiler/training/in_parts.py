@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.dims.facts import ANY_DIM, Facts
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.onnx_file import take_out
+from partc.compiler.ir.graph import take_out
 from partc.compiler.ir.program import Program, SymbolInfo, ValueInfo
 from partc.compiler.ops.families.seeded_dropout import DROPOUT, PARTS, RECORDS_DIM
 from partc.compiler.ops.rule import OWN as OWN_OPS

@@ -18,6 +18,7 @@ from partc.runtime.artifact.format import Manifest, Shape
 from partc.runtime.checker.across.collectives import numbers, samples
 from partc.runtime.checker.graph import all_nodes, node_title
 from partc.runtime.checker.violation import Violation
+from partc.runtime.checker.windows import does_not_fit
 from partc.runtime.program.segmentation import path_of
 
 _AGAIN = "compile the model again"
@@ -31,20 +32,39 @@ def check_types(file: str, model: ModelProto, manifest: Manifest, count: int = _
 
     Held against each other at so many sizes of the symbols.
     """
-    declared = {port.name: port.type for port in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
+    declared = {port.name: port for port in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
     makers = {name: node for node in model.graph.node for name in node.output if name}
     for sizes in samples(manifest)[: count if manifest.symbols else 1]:
         try:
-            made = _inferred(model, manifest, sizes)
-            if lost := _lost(model, declared, made):
-                made |= _inferred(model, manifest, sizes, lost)
+            made = _made(model, manifest, sizes, declared)
         except (onnx.shape_inference.InferenceError, MemoryError, UnicodeDecodeError) as error:
             return [Violation(file, f"its types contradict each other: {' '.join(str(error).split())}", help=_AGAIN)]
         for name, node in makers.items():
             if name in declared and name in made:
-                for fact in _differs(name, _type(declared[name]), _type(made[name]), manifest, sizes):
+                for fact in _differs(name, _type(declared[name].type), _type(made[name]), manifest, sizes):
                     return [Violation(file, fact, node_title(node), path_of(node), _AGAIN)]
     return []
+
+
+def _made(
+    model: ModelProto, manifest: Manifest, sizes: Mapping[str, int], declared: Mapping[str, ValueInfoProto]
+) -> dict[str, TypeProto]:
+    """The types of what nodes make. Where onnx loses a size, or says one that cannot be, what is declared is believed."""
+    types = {name: port.type for name, port in declared.items()}
+    made = _inferred(model, manifest, sizes)
+    believed = _lost(model, types, made)
+    if believed:
+        made |= _inferred(model, manifest, sizes, believed)
+    given = {name: _at(port, manifest, sizes).type for name, port in declared.items() if name not in made}
+    given |= {one.name: helper.make_tensor_type_proto(one.data_type, one.dims) for one in model.graph.initializer}
+    while True:
+        known = {**given, **made}
+        unfit = {node.output[0] for node in model.graph.node if does_not_fit(node, known)} - believed
+        if not unfit:
+            return made
+        believed |= unfit
+        given |= {name: _at(declared[name], manifest, sizes).type for name in unfit if name in declared}
+        made = _inferred(model, manifest, sizes, believed)
 
 
 def as_plain_onnx(model: ModelProto) -> ModelProto:

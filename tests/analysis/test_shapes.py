@@ -89,6 +89,40 @@ def test_names_of_dims_become_identifiers(tmp_path: Path) -> None:
     assert set(program.symbols) == {"batch_size", "m_dim_0"}
 
 
+@pytest.mark.parametrize("name", ["Max(n", "batch size", "n +", "in"])
+def test_dims_may_be_named_by_any_text_in_training_too(name: str, tmp_path: Path) -> None:
+    proto = model("""<ir_version: 10, opset_import: ["" : 21]>
+        main (float[b, 5] x, float[b, c] m) => (float[b, 5] y) <float[5] w = {1, 2, 3, 4, 5}> {
+            h = Mul(x, w)  s = ReduceSum(m)  y = Add(h, s) }""")
+    for port in proto.graph.input:
+        port.type.tensor_type.shape.dim[0].dim_param = name
+    proto.graph.input[1].type.tensor_type.shape.dim[1].dim_value = -1
+    loss = "{type: mean_squared, prediction: y, target: goal}"
+    plan = "ranks: 2\ndataset: data_parallel\nsymbols: {SYMBOL: {divisor: 2}}\n"
+    plan += f"train: {{loss: {loss}, optimizer: {{type: sgd, lr: 0.1}}}}\n"
+    symbol = {"Max(n": "Max_n", "batch size": "batch_size", "n +": "n", "in": "dim_in"}[name]
+    program = compiled(proto, plan.replace("SYMBOL", symbol), tmp_path / "build")
+    assert set(program.symbols) == {symbol, "m_dim_1"}
+
+
+POOLED = """<ir_version: 10, opset_import: ["" : 21]>
+main (float[n, 1, SIZE, 8] x) => (float[n, 1, r, s] y) {
+    [a] h = Relu(x)  [pool] y = MaxPool <kernel_shape = [WIDE, 2], strides = [2, 2]> (h) }"""
+
+
+def test_a_window_larger_than_a_fixed_dim() -> None:
+    proto = model(POOLED.replace("SIZE", "1").replace("WIDE", "2"))
+    x = np.arange(16, dtype=np.float32).reshape(2, 1, 1, 8)
+    same_as_whole(proto, "ranks: 2\nplacement: {pool: 1}\n", {"x": x}, rtol=0, atol=0)
+
+
+def test_windows_that_leave_a_negative_size_are_the_models_fault(tmp_path: Path) -> None:
+    with pytest.raises(CompileError) as error:
+        compiled(model(POOLED.replace("SIZE", "1").replace("WIDE", "5")), "ranks: 1\n", tmp_path / "build")
+    assert "MaxPool 'pool' makes 'y' of [n,1,-1,4]" in str(error.value)
+    assert "it reads 'h' of [n,1,1,8]" in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("plan", "words"),
     [

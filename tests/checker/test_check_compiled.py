@@ -67,6 +67,14 @@ def test_a_split_of_a_dim_that_may_be_smaller_than_its_outputs_is_accepted(tmp_p
     made(tmp_path, proto, "ranks: 2\nsharding:\n  split: {in: [[1, 1, 2]]}\n")
 
 
+def test_windows_over_a_dim_that_may_be_smaller_are_accepted(tmp_path: Path) -> None:
+    text = """g (float[n, 1, h, w] x) => (float[n, a, b, c] y) <float[2, 1, 3, 3] k = {1,0,0,0,1,0,0,0,1, 1,1,1,1,1,1,1,1,1}> {
+        [conv] c = Conv <strides = [2, 2]> (x, k)  [one] p = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (c)
+        [two] y = AveragePool <kernel_shape = [3, 3]> (p) }"""
+    proto = model(f'<ir_version: 10, opset_import: ["": 21]> {text}')
+    made(tmp_path, proto, "ranks: 2\nplacement: {conv: 0, one: 1, two: 0}\n")
+
+
 def test_an_op_that_only_onnxruntime_has_is_accepted(tmp_path: Path) -> None:
     text = """g (float[4, 6] x) => (float[4, 6] y) <float[6] w = {1, 2, 3, 4, 5, 6}> {
     y = SimplifiedLayerNormalization <axis = -1, epsilon = 0.00001> (x, w) }"""

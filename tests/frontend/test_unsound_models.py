@@ -57,9 +57,19 @@ def _data_of_no_type(model: ModelProto) -> None:
     model.graph.node[1].input.append("w")
 
 
+def _branch_missing(model: ModelProto) -> None:
+    del model.graph.node[0].attribute[0]
+
+
+def _negative_dim(model: ModelProto) -> None:
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = -7
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
+        (_branch_missing, "If 'choice' has no attribute 'then_branch', which it needs"),
+        (_negative_dim, "dim 1 of input 'x' is -7"),
         (_data_of_no_type, "is not a sound ONNX model: "),
         (_calls_itself, "its functions cannot be written out where they are called"),
         (_call_with_too_much, "its functions cannot be written out where they are called"),

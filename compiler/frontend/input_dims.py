@@ -1,0 +1,53 @@
+"""Names of the inputs' dynamic dims: every one becomes an identifier, distinct from the others, before anything reads it.
+
+ONNX lets a dim be named by any text. All later passes, the manifest and the plan write dims in expressions, so a name must be one that an
+expression can hold: `batch size` becomes `batch_size`, `Max(n` becomes `Max_n`, `past + 1` becomes `past_1`. The size -1, which some
+exporters write, is a dynamic dim without a name, as onnxruntime takes it.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Collection
+
+import onnx_ir as ir
+from partc.compiler.errors import Problem
+
+
+def name_input_dims(graph: ir.Graph, where: str) -> list[Problem]:
+    """Renames the dims of the graph's inputs; equal names stay equal. Gives the sizes that no tensor can have."""
+    problems: list[Problem] = []
+    names: dict[str, str] = {}
+    for value in graph.inputs:
+        if value.shape is None:
+            continue
+        dims: list[int | str | None] = []
+        for axis, dim in enumerate(value.shape.dims):
+            if isinstance(dim, int):
+                if dim < -1:
+                    fact = f"dim {axis} of input '{value.name}' is {dim}"
+                    problems.append(Problem(where, fact, "a size is at least 0", "give a dynamic dim a name"))
+                dims.append(None if dim < 0 else dim)
+            elif dim.value is None:
+                dims.append(None)
+            else:
+                text = str(dim.value)
+                if text not in names:
+                    names[text] = _distinct(identifier(text), names.values())
+                dims.append(names[text])
+        value.shape = ir.Shape(dims)
+    return problems
+
+
+def identifier(text: str) -> str:
+    """A text as a name that an expression can hold: `2nd dim` -> `dim_2nd_dim`."""
+    name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_") or "dim"
+    return f"dim_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
+
+
+def _distinct(name: str, taken: Collection[str]) -> str:
+    free, count = name, 1
+    while free in taken:
+        free, count = f"{name}_{count}", count + 1
+    return free

@@ -1,0 +1,39 @@
+"""Graphs inside of graphs: the bodies of nodes, and how a node is taken out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+
+def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:
+    """The graph and all bodies inside of it."""
+    yield graph
+    for node in graph:
+        for body in bodies(node):
+            yield from graphs_of(body)
+
+
+def bodies(node: ir.Node) -> list[ir.Graph]:
+    """The graphs among a node's attributes: branches of If, the body of Loop, Scan and SequenceMap."""
+    found: list[ir.Graph] = []
+    for attr in node.attributes.values():
+        if attr.type == ir.AttributeType.GRAPH:
+            found.append(attr.as_graph())
+        elif attr.type == ir.AttributeType.GRAPHS:
+            found.extend(attr.as_graphs())
+    return found
+
+
+def take_out(graph: ir.Graph, node: ir.Node) -> None:
+    """Removes a node of which nobody reads anything; what its bodies read has a reader less, too."""
+    graph.remove(node, safe=True)
+    _forget_reads(node)
+
+
+def _forget_reads(node: ir.Node) -> None:
+    for body in bodies(node):
+        for inner in body:
+            inner.resize_inputs(0)
+            _forget_reads(inner)
