@@ -68,8 +68,10 @@ class Costs:
 
     def travel(self, stages: Stages, reader: int, maker: int) -> float:
         """How long a value or cotangent is on its way from one stage to another: nothing where both are on the same homes."""
-        if reader == maker or not stages.crosses(reader, maker):
+        if stages.homes[reader] == stages.homes[maker]:
             return 0.0
+        if not self.messages:
+            return self.message
         return self.messages.get((min(reader, maker), max(reader, maker)), self.message)
 
     def in_microbatches(self, stages: Stages) -> Costs:

@@ -9,10 +9,12 @@ B ends both may be there, so the larger of the two counts. Rows alone decide thi
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from partc.compiler.schedule.costs import BYTES, MICROBATCHES, Costs
 from partc.compiler.schedule.schedule import Schedule
+from partc.compiler.schedule.stages import Stages
 from partc.compiler.schedule.task import Kind, Task
 
 _LIMIT = re.compile(r"(\d+(?:\.\d+)?) ?(B|[kMGT]B|[KMGT]iB|microbatch(?:es)?)")
@@ -80,3 +82,13 @@ def course(schedule: Schedule, home: int, costs: Costs) -> list[float]:
             kept += change(task, schedule.is_split(task), costs)
         found.append(kept)
     return found
+
+
+def one_microbatch(stages: Stages, costs: Costs) -> tuple[float, ...]:
+    """Per home what one microbatch keeps in all stages there: a limit below that is not for `auto`."""
+    return tuple(sum(costs.stages[s].saved for s in own if stages.backward[s]) for own in stages.on)
+
+
+def within(kept: Sequence[float], limits: Sequence[float]) -> bool:
+    """Whether no home keeps more than its limit."""
+    return all(peak <= limit * (1 + TOLERANCE) for peak, limit in zip(kept, limits, strict=True))

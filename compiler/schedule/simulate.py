@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from partc.compiler.schedule.costs import Costs
-from partc.compiler.schedule.precedence import precedence
+from partc.compiler.schedule.precedence import Precedence, precedence
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.task import Task
 
@@ -47,9 +47,9 @@ class Timing:
         return self.total / max(self.busy) - 1 if self.total else 0.0
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timing:
-    """The times of a valid schedule; ValueError for rows that wait for each other."""
-    stages, known = schedule.stages, precedence(schedule)
+def simulate(schedule: Schedule, costs: Costs, known: Precedence | None = None) -> Timing:
+    """The times of a valid schedule; ValueError for rows that wait for each other. `known`: its precedence, if that is known."""
+    stages, known = schedule.stages, known or precedence(schedule)
     if known.cycle:
         raise ValueError(f"tasks wait for each other: {' '.join(map(str, known.cycle))}")
     spans: dict[Task, tuple[float, float]] = {}

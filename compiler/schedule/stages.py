@@ -101,8 +101,24 @@ class Stages:
             found[edge.source] = max(found[edge.source], found[edge.target] + 1)
         return tuple(found)
 
+    @cached_property
+    def neighbours(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage the stages that it reads from or that read from it, in order."""
+        pairs = {(e.source, e.target) for e in self.edges} | {(e.target, e.source) for e in self.edges}
+        return tuple(tuple(sorted(b for a, b in pairs if a == s)) for s in range(len(self)))
+
+    @cached_property
+    def _known_needs(self) -> dict[Task, tuple[Task, ...]]:
+        return {}
+
     def needs(self, task: Task) -> tuple[Task, ...]:
         """The tasks that must have ended before one begins, apart from those before it in its row."""
+        found = self._known_needs.get(task)
+        if found is None:
+            found = self._known_needs[task] = self._needs(task)
+        return found
+
+    def _needs(self, task: Task) -> tuple[Task, ...]:
         stage, kind, i = task
         if kind is Kind.FORWARD:
             return tuple(Task(source, kind, i) for source in self.sources[stage])

@@ -1,0 +1,127 @@
+"""A schedule for any stage times, edges, homes and limits: many orders are tried, the one with the least time by simulation wins.
+
+Orders of F and B come from the named schedules where these fit the homes, from a greedy run under the limits, and from building blocks. W
+is put into each of them where a home would wait. At equal times the schedule with the smaller peaks wins, then the first. Where
+`lower_bound` is met, nothing more is tried. In the end a stage's B and W become one task again where that costs nothing.
+
+With equal stages this meets the closed forms of ZB-H1 and ZB-V; since 1F1B and GPipe are among the orders, it is never slower than
+these where they keep to the limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from partc.compiler.schedule.bound import lower_bound
+from partc.compiler.schedule.building_block import blocks
+from partc.compiler.schedule.costs import Costs
+from partc.compiler.schedule.fill import fill
+from partc.compiler.schedule.gpipe import gpipe
+from partc.compiler.schedule.greedy import Preference, greedy
+from partc.compiler.schedule.interleaved import interleaved
+from partc.compiler.schedule.memory import TOLERANCE, one_microbatch, peaks, within
+from partc.compiler.schedule.one_f_one_b import one_f_one_b
+from partc.compiler.schedule.precedence import precedence
+from partc.compiler.schedule.schedule import Schedule
+from partc.compiler.schedule.simulate import simulate
+from partc.compiler.schedule.stages import Stages
+from partc.compiler.schedule.task import Kind
+from partc.compiler.schedule.zb_h1 import zb_h1
+from partc.compiler.schedule.zbv import zbv
+
+_WORK = 600_000
+"""Tasks that are simulated at most, over all orders that are tried; the named and greedy ones are tried in any case."""
+_FILLS = ((1.0, False), (0.5, False), (1.0, True))
+
+
+class LimitError(ValueError):
+    """A home's limit does not hold what one microbatch keeps there."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A schedule, its time, and a time below which none can be."""
+
+    schedule: Schedule
+    total: float
+    bound: float
+
+
+def auto(
+    stages: Stages, microbatches: int, costs: Costs, limits: Sequence[float] | None = None, split: bool = True
+) -> Found:
+    """The fastest schedule that was found within `limits`, per home in the costs' unit. LimitError where not even one microbatch fits."""
+    limits = list(limits) if limits is not None else [float("inf")] * stages.rows
+    if not within(one_microbatch(stages, costs), limits):
+        raise LimitError(f"one microbatch keeps {one_microbatch(stages, costs)}, and the limits are {limits}")
+    bound = lower_bound(stages, microbatches, costs, limits, split)
+    best, best_total, best_kept = None, float("inf"), float("inf")
+    for schedule in _candidates(stages, microbatches, costs, limits, split):
+        kept, known = peaks(schedule, costs), precedence(schedule)
+        if known.cycle or not within(kept, limits):
+            continue
+        total = simulate(schedule, costs, known).total
+        as_fast = total <= best_total * (1 + TOLERANCE)
+        if total < best_total * (1 - TOLERANCE) or (as_fast and sum(kept) < best_kept * (1 - TOLERANCE)):
+            best, best_total, best_kept = schedule, total, sum(kept)
+        if total <= bound * (1 + TOLERANCE):
+            break
+    assert best is not None, "the greedy order keeps to every limit that holds one microbatch"
+    rows = _joined(best, costs, limits, best_total).rows
+    schedule = Schedule("auto", stages, microbatches, rows)
+    return Found(schedule, simulate(schedule, costs).total, bound)
+
+
+def _candidates(
+    stages: Stages, microbatches: int, costs: Costs, limits: Sequence[float], split: bool
+) -> Iterator[Schedule]:
+    """Schedules to compare, each once; some may be over the limits, or have rows that wait for each other."""
+    seen = set()
+    left = _WORK
+    for sure, order in _orders(stages, microbatches, costs, limits, split):
+        if left < 0 and not sure:
+            return
+        fills = [fill(order, costs, limits, *how) for how in _FILLS] if split and any(stages.splittable) else []
+        for schedule in (order, *fills):
+            if schedule is not None and schedule.rows not in seen:
+                seen.add(schedule.rows)
+                left -= sum(map(len, schedule.rows))
+                yield schedule
+
+
+def _orders(
+    stages: Stages, microbatches: int, costs: Costs, limits: Sequence[float], split: bool
+) -> Iterator[tuple[bool, Schedule]]:
+    """Orders of F and B, perhaps with W, the most promising first; and whether it must be tried."""
+    if stages.is_one_each:
+        if split:
+            yield True, zb_h1(stages, microbatches)
+        yield True, one_f_one_b(stages, microbatches)
+    if stages.turns > 1:
+        yield True, interleaved(stages, microbatches)
+    if stages.is_vee and split:
+        yield True, zbv(stages, microbatches)
+    yield True, gpipe(stages, microbatches)
+    one = one_microbatch(stages, costs)
+    for ahead in (float("inf"), stages.rows, stages.rows + 1, 2 * stages.rows, stages.rows / 2 + 1):
+        tight = [min(limit, max(1.0, ahead) * saved) for limit, saved in zip(limits, one, strict=True)]
+        for preference in Preference:
+            yield ahead == float("inf"), greedy(stages, microbatches, costs, tight, preference)
+    for schedule in blocks(stages, microbatches, costs, split):
+        yield False, schedule
+
+
+def _joined(schedule: Schedule, costs: Costs, limits: Sequence[float], total: float) -> Schedule:
+    """The schedule with those stages whole whose W all stand right behind their B, if that is not slower."""
+    for home, row in enumerate(schedule.rows):
+        for s in schedule.stages.on[home]:
+            weights = [k for k, task in enumerate(row) if task.stage == s and task.kind is Kind.WEIGHT]
+            if not weights or any(row[k - 1] != row[k]._replace(kind=Kind.BACKWARD) for k in weights):
+                continue
+            whole = tuple(task for task in schedule.rows[home] if task.stage != s or task.kind is not Kind.WEIGHT)
+            rows = (*schedule.rows[:home], whole, *schedule.rows[home + 1 :])
+            joined = Schedule(schedule.name, schedule.stages, schedule.microbatches, rows)
+            if simulate(joined, costs).total <= total * (1 + TOLERANCE) and within(peaks(joined, costs), limits):
+                schedule = joined
+    return schedule

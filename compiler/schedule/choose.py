@@ -1,0 +1,188 @@
+"""The schedule that a plan asks for: by name or as rows, for the stages that the placement has made.
+
+    pipeline: {microbatches: 8, schedule: 1f1b, memory: 4GB}
+
+| schedule | homes | overhead, F = B = W | keeps at most, microbatches |
+|---|---|---|---|
+| `gpipe` | any | (p - 1)/m | m |
+| `1f1b` | one stage each | (p - 1)/m | p - r on rank r |
+| `interleaved` | a loop, 0 1 0 1 | (p - 1)/(v m) | p + (p - 1)/v |
+| `zb_h1` | one stage each | (p - 1)/(3 m) | p |
+| `zbv` | a V, 0 1 1 0 | (p - 1)/(6 m) | p |
+| `auto` | any | the least that is found | the limit |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.plan.pattern import nearest
+from partc.compiler.schedule.auto import auto
+from partc.compiler.schedule.costs import BYTES, MICROBATCHES, Costs, unit_costs
+from partc.compiler.schedule.gpipe import gpipe
+from partc.compiler.schedule.interleaved import interleaved
+from partc.compiler.schedule.memory import Limit, amount_text, one_microbatch, parse_limit, peaks, within
+from partc.compiler.schedule.one_f_one_b import one_f_one_b
+from partc.compiler.schedule.schedule import Schedule
+from partc.compiler.schedule.stages import Stages
+from partc.compiler.schedule.text import schedule_of_text
+from partc.compiler.schedule.zb_h1 import zb_h1
+from partc.compiler.schedule.zbv import zbv
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Named:
+    """A schedule's function, whether homes fit it, what it says of them, and what to do where they do not fit."""
+
+    make: Callable[[Stages, int], Schedule]
+    fits: Callable[[Stages], bool]
+    law: str
+    help: str
+
+
+_ONE_EACH = "every stage needs a rank or group of its own"
+NAMED: Mapping[str, Named] = {
+    "gpipe": Named(gpipe, lambda _: True, "", ""),
+    "1f1b": Named(one_f_one_b, lambda stages: stages.is_one_each, _ONE_EACH, "place every stage on a group of its own"),
+    "interleaved": Named(
+        interleaved,
+        lambda stages: stages.turns > 1,
+        "groups must be named again in the same order: 0 1 0 1",
+        "name each group again in the placement",
+    ),
+    "zb_h1": Named(zb_h1, lambda stages: stages.is_one_each, _ONE_EACH, "place every stage on a group of its own"),
+    "zbv": Named(
+        zbv,
+        lambda stages: stages.is_vee,
+        "groups must be named again in the opposite order: 0 1 1 0",
+        "place the second half of the stages on the groups in the opposite order",
+    ),
+}
+NAMES = (*NAMED, "auto")
+
+
+def choose(
+    stages: Stages,
+    microbatches: object,
+    schedule: object = None,
+    memory: object = None,
+    costs: Costs | None = None,
+    where: str = "pipeline",
+    rows_where: Sequence[str] | None = None,
+) -> Schedule:
+    """The valid schedule of a plan's words, within the limit if there is one; CompileError with all that is wrong.
+
+    `schedule`: a name, rows of text, or None: 1f1b where every stage has a home of its own, else auto. `memory`: as `parse_limit` takes it.
+    `where`: the place of all that in the plan; `rows_where`: of each row.
+    """
+    count, limit = _count(microbatches, where), _limit(memory, where)
+    name = _name(schedule, stages, where)
+    if wrong := [one for one in (count, limit, name) if isinstance(one, Problem)]:
+        raise CompileError(wrong)
+    assert isinstance(count, int) and not isinstance(limit, Problem) and not isinstance(name, Problem)  # noqa: PT018
+    costs = costs or unit_costs(stages)
+    if limit is not None and limit.unit == MICROBATCHES != costs.unit:
+        costs = costs.in_microbatches(stages)
+    if limit is not None and limit.unit == BYTES != costs.unit:
+        help = "give the limit in microbatches, such as '2.5 microbatches'"
+        raise CompileError(
+            Problem(where, f"memory: {limit} cannot be held against rows", "sizes of stages are not known here", help)
+        )
+    if name == "auto":
+        return _auto(stages, count, limit, costs, where)
+    rows = schedule if isinstance(schedule, Sequence) and not isinstance(schedule, str) else ()
+    made = (
+        NAMED[name].make(stages, count)
+        if name in NAMED
+        else schedule_of_text([str(row) for row in rows], stages, count, rows_where or where)
+    )
+    return _held(made, limit, costs, where)
+
+
+def _count(microbatches: object, where: str) -> int | Problem:
+    if isinstance(microbatches, int) and not isinstance(microbatches, bool) and microbatches >= 1:
+        return microbatches
+    return Problem(
+        where, f"microbatches: {microbatches!r} is no number of microbatches", "it is a whole number from 1 on"
+    )
+
+
+def _limit(memory: object, where: str) -> Limit | Problem | None:
+    if memory is None or isinstance(memory, Limit):
+        return memory
+    try:
+        return parse_limit(memory if isinstance(memory, int) else str(memory))
+    except ValueError as error:
+        return Problem(where, f"memory: {memory!r} is no limit", str(error))
+
+
+def _name(schedule: object, stages: Stages, where: str) -> str | Problem:
+    """The schedule's name, `text` for rows; or what is wrong with it."""
+    if schedule is None:
+        return "1f1b" if stages.is_one_each else "auto"
+    if isinstance(schedule, Sequence) and not isinstance(schedule, str):
+        return "text"
+    text = str(schedule)
+    if text not in NAMES:
+        plain = text.lower().replace("-", "_").replace(" ", "_")
+        like = [name for name in NAMES if name.replace("_", "") == plain.replace("_", "")] or nearest(plain, NAMES, 2)
+        help = f"the nearest {'name is' if len(like) == 1 else 'names are'} {', '.join(like)}" if like else ""
+        return Problem(
+            where, f"schedule: '{text}' is not known", f"schedules are {', '.join(NAMES)}, or a list of rows", help
+        )
+    if text in NAMED and not NAMED[text].fits(stages):
+        fitting = [name for name, other in NAMED.items() if name != "gpipe" and other.fits(stages)]
+        help = f"{NAMED[text].help}, or write schedule: {' or '.join([*fitting, 'auto'])}"
+        return Problem(where, f"schedule: {text} does not fit stages on {_homes_text(stages)}", NAMED[text].law, help)
+    return text
+
+
+def _homes_text(stages: Stages) -> str:
+    shown = [stages.label(*homes) for homes in stages.homes[:_SHOWN]]
+    more = f" and {len(stages) - _SHOWN} more" if len(stages) > _SHOWN else ""
+    return ", ".join(shown) + more
+
+
+def _auto(stages: Stages, microbatches: int, limit: Limit | None, costs: Costs, where: str) -> Schedule:
+    if limit is None:
+        return auto(stages, microbatches, costs).schedule
+    least = one_microbatch(stages, costs)
+    if over := _over(least, limit, stages):
+        fact = f"no schedule keeps to memory: {limit}: of one microbatch {over}"
+        law = "a rank keeps at least what one microbatch saves in all of its stages"
+        raise CompileError(Problem(where, fact, law, _remedy(limit)))
+    return auto(stages, microbatches, costs, [limit.amount] * stages.rows).schedule
+
+
+def _held(schedule: Schedule, limit: Limit | None, costs: Costs, where: str) -> Schedule:
+    """The schedule, if it keeps to the limit."""
+    stages = schedule.stages
+    if limit is None or not (over := _over(peaks(schedule, costs), limit, stages)):
+        return schedule
+    fact = f"schedule: {schedule.name} does not keep to memory: {limit}: {over}"
+    possible = not _over(one_microbatch(stages, costs), limit, stages)
+    help = f"{'write schedule: auto, or ' if possible else ''}{_remedy(limit)}"
+    raise CompileError(Problem(where, fact, "a rank keeps what F saves until the backward pass has read it", help))
+
+
+def _over(kept: Sequence[float], limit: Limit, stages: Stages) -> str:
+    """The homes that keep more than the limit, and how much."""
+    some = [
+        f"{stages.label(home)} keeps {amount_text(one, limit.unit)}"
+        for home, one in enumerate(kept)
+        if not within([one], [limit.amount])
+    ]
+    more = f" and {len(some) - _SHOWN} more" if len(some) > _SHOWN else ""
+    return ", ".join(some[:_SHOWN]) + more
+
+
+def _remedy(limit: Limit) -> str:
+    return (
+        "raise the limit"
+        if limit.unit == MICROBATCHES
+        else "take more and smaller microbatches, recompute layers, or raise the limit"
+    )

@@ -1,0 +1,163 @@
+"""`auto` over random graphs, homes, times and limits: valid, within limits, never slower than what fits, near to the least there is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from exhaustive import least_time
+from partc.compiler.schedule.auto import LimitError, auto
+from partc.compiler.schedule.bound import lower_bound
+from partc.compiler.schedule.costs import Costs, StageCost, transfer_times, unit_costs
+from partc.compiler.schedule.deadlock import validate_actions
+from partc.compiler.schedule.gpipe import gpipe
+from partc.compiler.schedule.memory import one_microbatch, peaks, within
+from partc.compiler.schedule.messages import actions
+from partc.compiler.schedule.one_f_one_b import one_f_one_b
+from partc.compiler.schedule.simulate import simulate
+from partc.compiler.schedule.stages import Edge, Stages, graph, loop, one_each, vee
+from partc.compiler.schedule.task import Kind, Task
+from partc.compiler.schedule.validity import validate
+from partc.compiler.schedule.zb_h1 import zb_h1
+
+
+def random_stages(chosen: random.Random) -> Stages:
+    """Up to eight stages on up to four homes: some on several, some without a backward pass, edges with and without gradients."""
+    homes, count = chosen.choice((1, 2, 3, 4)), chosen.randint(1, 8)
+    wide = chosen.choice((0.0, 0.0, 0.3))
+    on = [
+        tuple(sorted(chosen.sample(range(homes), chosen.randint(1, homes) if chosen.random() < wide else 1)))
+        for _ in range(count)
+    ]
+    pairs = [(a, b) for b in range(count) for a in range(b)]
+    edges = [Edge(a, b, chosen.random() < 0.85) for a, b in pairs if chosen.random() < (0.8 if a == b - 1 else 0.3)]
+    found = graph(on, edges)
+    if chosen.random() < 0.2:
+        found = Stages(found.homes, found.edges, found.ranks, tuple(chosen.random() < 0.7 for _ in on))
+    return found
+
+
+def random_costs(chosen: random.Random, stages: Stages) -> Costs:
+    some = []
+    for _ in range(len(stages)):
+        forward = chosen.uniform(0.3, 1.5)
+        apart = forward * chosen.uniform(0.8, 1.3), forward * chosen.uniform(0.2, 1.1)
+        whole = chosen.choice((None, forward * 1.9))
+        some.append(StageCost(forward, *apart, whole, chosen.uniform(0.5, 1.5), chosen.choice((None, 0.3, 1.6))))
+    return Costs(tuple(some), chosen.choice((0, 0, 0.1, 0.5)))
+
+
+def test_random_graphs_homes_times_and_limits() -> None:
+    chosen, met = random.Random(41), 0
+    for _ in range(45):
+        stages, m = random_stages(chosen), chosen.choice((1, 2, 3, 5))
+        costs = random_costs(chosen, stages)
+        limits = [one * chosen.choice((1, 1.3, 2, 3, 100)) for one in one_microbatch(stages, costs)]
+        found = auto(stages, m, costs, limits)
+        assert validate(found.schedule) == []
+        assert within(peaks(found.schedule, costs), limits)
+        assert validate_actions(actions(found.schedule, costs), stages) == []
+        assert found.total >= found.bound * (1 - 1e-9)
+        met += found.total <= found.bound * (1 + 1e-9)
+        for make in (gpipe, *([one_f_one_b, zb_h1] if stages.is_one_each else [])):
+            other = make(stages, m)
+            if within(peaks(other, costs), limits):
+                assert found.total <= simulate(other, costs).total * (1 + 1e-9)
+    assert met > 22, "most small cases meet the bound"
+
+
+def test_equal_stages_meet_the_closed_forms() -> None:
+    for p in range(1, 9):
+        for m in (p, 2 * p, 2 * p + 1):
+            found = auto(one_each(p), m, unit_costs(one_each(p)), [p] * p)
+            assert found.total == found.bound == 3 * m + p - 1
+            assert max(peaks(found.schedule, unit_costs(one_each(p)))) <= p
+            if m >= 2 * p:
+                found = auto(vee(p), m, unit_costs(vee(p)), [p] * p)
+                assert found.total == found.bound == 3 * m + (p - 1) / 2
+
+
+def test_half_the_memory_of_1f1b_with_less_bubble() -> None:
+    stages = vee(4)
+    found = auto(stages, 8, unit_costs(stages), [2.0] * 4)
+    assert max(peaks(found.schedule, unit_costs(stages))) == 2
+    assert found.total <= 29.5 < simulate(one_f_one_b(one_each(4), 8), unit_costs(one_each(4))).total
+
+
+def test_a_longer_last_stage() -> None:
+    costs = Costs((*[StageCost()] * 3, StageCost(1.6, 1.6, 1)))
+    found = auto(one_each(4), 8, costs, [4] * 4)
+    assert found.total == pytest.approx(found.bound) == pytest.approx(36.6)
+    assert simulate(one_f_one_b(one_each(4), 8), costs).total == pytest.approx(42.6)
+
+
+def test_near_the_least_time_of_all_orders_and_the_bound_below_it() -> None:
+    chosen, ratios = random.Random(6), []
+    for _ in range(20):
+        p, m = chosen.choice(((2, 2), (2, 3), (3, 2)))
+        stages = chosen.choice((one_each(p), vee(2), loop(2, 2), graph([(0,), (1,), (0,)], [Edge(0, 2), Edge(1, 2)])))
+        some = []
+        for s in range(len(stages)):
+            f = chosen.uniform(0.6, 1.4)
+            some.append(
+                StageCost(f, f * chosen.uniform(0.8, 1.3), f * chosen.uniform(0.5, 1.1), None, 1, 0.6 if s % 2 else 1)
+            )
+        costs = Costs(tuple(some), chosen.choice((0, 0.1)))
+        limits = [one * chosen.choice((1, 1.5, 2)) for one in one_microbatch(stages, costs)]
+        least, found = least_time(stages, m, costs, limits), auto(stages, m, costs, limits)
+        assert lower_bound(stages, m, costs, limits) <= least * (1 + 1e-9)
+        ratios.append(found.total / least)
+    assert max(ratios) < 1.1
+    assert sum(ratios) / len(ratios) < 1.01
+
+
+def test_b_and_w_are_apart_only_where_allowed_and_where_it_helps() -> None:
+    stages, costs = one_each(4), unit_costs(one_each(4))
+    whole = auto(stages, 8, costs, split=False)
+    assert not whole.schedule.split
+    assert whole.total == whole.bound == 33
+    alone = auto(one_each(1), 5, unit_costs(one_each(1)))
+    assert not alone.schedule.split
+    dear = Costs((StageCost(1, 2, 2, whole=2),) * 4)
+    assert not auto(stages, 8, dear).schedule.split
+
+
+def test_measured_times_of_single_tasks_count() -> None:
+    stages = one_each(3)
+    slow = {Task(1, Kind.FORWARD, 2): 9.0}
+    costs = Costs((StageCost(),) * 3, measured=slow)
+    found = auto(stages, 4, costs)
+    assert found.total >= found.bound >= 4 * 3 + 8 + 1
+    timing = simulate(found.schedule, costs)
+    begin, end = timing.spans[Task(1, Kind.FORWARD, 2)]
+    assert end - begin == 9
+    assert Task(1, Kind.FORWARD, 2) in timing.critical
+
+
+def test_messages_take_latency_and_bytes_over_bandwidth() -> None:
+    stages = one_each(3)
+    costs = Costs((StageCost(),) * 3, 9.0, transfer_times({(0, 1): 100, (1, 2): 300}, 0.5, 200))
+    spans = simulate(one_f_one_b(stages, 1), costs).spans
+    assert spans[Task(1, Kind.FORWARD, 0)] == (2, 3)
+    assert spans[Task(2, Kind.FORWARD, 0)] == (5, 6)
+    assert spans[Task(0, Kind.BACKWARD, 0)] == (13, 15)
+    assert auto(stages, 6, costs).total <= simulate(one_f_one_b(stages, 6), costs).total
+
+
+def test_what_ends_last_is_told_back_to_the_begin() -> None:
+    timing = simulate(one_f_one_b(one_each(3), 2), unit_costs(one_each(3)))
+    assert " ".join(map(str, timing.critical)) == "0F0 1F0 2F0 2B0 2F1 2B1 1B1 0B1"
+    assert timing.idle == (6, 6, 6)
+    assert (timing.bubble, timing.overhead) == (0.5, 1.0)
+
+
+def test_a_limit_below_one_microbatch_is_refused() -> None:
+    with pytest.raises(LimitError):
+        auto(one_each(2), 4, unit_costs(one_each(2)), [1, 0.9])
+
+
+def test_the_same_case_gives_the_same_rows() -> None:
+    chosen = random.Random(9)
+    stages = random_stages(chosen)
+    costs = random_costs(chosen, stages)
+    assert auto(stages, 4, costs) == auto(stages, 4, costs)
