@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 class PartcError(Exception):
@@ -57,6 +58,29 @@ class DamagedError(CheckpointError):
     ) -> None:
         super().__init__("\n".join([*problems, f"  help: {help}"]))
         self.problems = tuple(problems)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken promise of an artifact, as a check reports it.
+
+    `file` is relative to the artifact; `node` is an op and its name, `path` its place in the model, or empty.
+
+        rank_0001.onnx: Recv 'conv1.y' (conv1): tag 4 has no Send on rank 0
+          help: compile the model again
+    """
+
+    file: str
+    fact: str
+    node: str = ""
+    path: str = ""
+    help: str = ""
+
+    def __str__(self) -> str:
+        source = f" ({self.path})" if self.path else ""
+        where = one_line(f"{self.file}: {self.node}{source}" if self.node else f"{self.file}{source}")
+        text = f"{where}: {self.fact}"
+        return printable(f"{text}\n  help: {self.help}" if self.help else text)
 
 
 def printable(text: str) -> str:

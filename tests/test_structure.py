@@ -13,7 +13,6 @@ FOR_THE_COMPILER = (
     "partc.runtime.artifact",
     "partc.runtime.errors",
     "partc.runtime.checker.written",
-    "partc.runtime.checker.violation",
     "partc.runtime.program.ort",
     "partc.runtime.data.npy",
     "partc.runtime.files.regular",

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from partc.runtime.artifact.format import DOMAIN, OPTIMIZER
-from partc.runtime.checker.graph import reads
+from partc.runtime.artifact.onnx_graph import reads
 
 _FIRST = (0,)
 _READ: dict[str, tuple[int, ...] | None] = {

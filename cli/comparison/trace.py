@@ -19,7 +19,7 @@ from partc.cli.comparison.rounding import perturb
 from partc.cli.comparison.variant import variant
 from partc.runtime.artifact.dtypes import Array
 from partc.runtime.artifact.format import Manifest, Port
-from partc.runtime.program.segmentation import path_of
+from partc.runtime.artifact.onnx_graph import path_of
 
 if TYPE_CHECKING:
     from partc.compiler.ir.program import Program, ShardedValue

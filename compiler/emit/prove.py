@@ -13,8 +13,8 @@ import onnx
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, OwnFaultError, Problem
 from partc.runtime.artifact.format import Manifest
-from partc.runtime.checker.violation import Violation
 from partc.runtime.checker.written import Written, check_model, check_written, refusal, written
+from partc.runtime.errors import Violation
 from partc.runtime.program.ort import version
 
 _INLINE_BYTES = 1024

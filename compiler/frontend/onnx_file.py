@@ -22,7 +22,8 @@ from partc.compiler.frontend.functions import OWN_NAME, inline_calls
 from partc.compiler.frontend.input_dims import name_input_dims
 from partc.compiler.frontend.structure import missing_attributes, structure_problems
 from partc.compiler.ir.graph import graphs_of
-from partc.runtime.checker.written import graph_bodies, not_text
+from partc.runtime.artifact.onnx_graph import graph_bodies
+from partc.runtime.checker.written import not_text
 from partc.runtime.errors import breaks_lines, one_line
 from partc.runtime.files.regular import fault, read_regular
 

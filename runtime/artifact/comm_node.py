@@ -9,12 +9,12 @@ divides it by p, AllToAll divides `split_axis` and multiplies `concat_axis`. Neg
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..errors import ArtifactError
-from .dtypes import Dtype
+from .dtypes import Dtype, dense
 from .format import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -39,6 +39,7 @@ from .format import (
     SPLIT_AXIS,
     SUM,
     TAG,
+    Collective,
 )
 from .onnx_graph import path_of
 
@@ -177,6 +178,23 @@ def wrong_end(call: Call, is_root: bool) -> str:
     if call.op == BROADCAST and is_root and not call.source:
         return f"{who} gives nothing"
     return f"{who} gets nothing" if call.op == BROADCAST and not is_root and not call.result else ""
+
+
+def contradictions(call: Call, record: Collective, ranks: Sequence[int], rank: int) -> Iterator[str]:
+    """Why a rank cannot run a call that the manifest lists as `record`, among the ranks of its list."""
+    dtype = dense(record.type)
+    if dtype is None:
+        yield f"a {record.type} cannot take part in a collective"
+    elif call.reduce and not reducible(dtype, call.reduce):
+        yield f"a {record.type} has no {call.reduce}"
+    if record.shape is None and call.op not in LOOSE:
+        yield f"the shape of its input is not known; only {' and '.join(LOOSE)} take such"
+    if not 0 <= call.root < len(ranks):
+        yield f"its root is {call.root}, and its list has {len(ranks)} ranks"
+    elif wrong := wrong_end(call, ranks[call.root] == rank):
+        yield wrong
+    if outside := sorted({one.peer for one in (*call.gives, *call.takes)} - {*ranks}):
+        yield f"its peer {outside[0]} is not in its list, ranks {', '.join(map(str, ranks))}"
 
 
 def place_of(axis: int, shape: Shape) -> int:

@@ -254,6 +254,10 @@ class StateRecord(_Record):
         """The piece of a rank that holds it; None where that is the whole."""
         return None if self.boxes is None else self.boxes[self.ranks.index(rank)]
 
+    def shard(self, rank: int) -> Box:
+        """The shard of a rank that holds it, a box also where that is the whole."""
+        return self.box(rank) or [[0, 1, 1] for _ in self.shape]
+
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of what a rank holds of it."""
         box = self.box(rank)

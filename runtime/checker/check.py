@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from partc.runtime.artifact.format import MANIFEST, TOTALS, Manifest, stays_inside
 from partc.runtime.artifact.manifest import stamp
 from partc.runtime.checker.files import check_folder, missing_programs, read_manifest
-from partc.runtime.checker.violation import Violation
+from partc.runtime.errors import Violation
 
 if TYPE_CHECKING:
     from onnx import ModelProto

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from onnx import ModelProto
 from partc.runtime.artifact.format import MANIFEST, Manifest
+from partc.runtime.artifact.onnx_graph import node_title, path_of
 from partc.runtime.artifact.rank_constants import constant_of, group_of, is_rank_constant
-from partc.runtime.checker.graph import node_title
-from partc.runtime.checker.violation import Violation
-from partc.runtime.program.segmentation import path_of
+from partc.runtime.errors import Violation
 
 
 def check_constants(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterator[Violation]:

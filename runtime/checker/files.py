@@ -9,8 +9,7 @@ from pathlib import Path
 from partc.runtime.artifact.format import MANIFEST, FileRecord, Manifest
 from partc.runtime.artifact.manifest import open_artifact, sha256
 from partc.runtime.artifact.safetensors_header import sound_header
-from partc.runtime.checker.violation import Violation
-from partc.runtime.errors import ArtifactError
+from partc.runtime.errors import ArtifactError, Violation
 from partc.runtime.files.regular import fault
 
 _COMPILE_AGAIN = "compile the model again, or copy the whole folder again"
@@ -65,7 +64,7 @@ def _check_file(folder: Path, name: str, record: FileRecord) -> Iterator[Violati
         yield Violation(name, fact, help=_COMPILE_AGAIN)
     elif name.endswith(".safetensors"):
         try:
-            data_region(path)
+            sound_header(path)
         except ValueError as error:
             yield Violation(name, str(error), help=_COMPILE_AGAIN)
 
@@ -78,9 +77,3 @@ def _strangers(folder: Path, manifest: Manifest) -> Iterator[Violation]:
             name = (Path(root) / file).relative_to(folder).as_posix()
             if name not in known:
                 yield Violation(name, "the manifest does not list it", help="remove it from the folder")
-
-
-def data_region(path: Path) -> tuple[int, int]:
-    """First and one-past-last byte of a safetensors file's data; ValueError where the header is not sound."""
-    text, _ = sound_header(path)
-    return len(text), path.stat().st_size

@@ -12,36 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import onnx
-from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
 from partc.runtime.artifact.format import COLLECTIVES, DOMAIN, DOMAIN_VERSION, RANK_CONSTANT, RECV, SEND
-from partc.runtime.checker.violation import Violation
-from partc.runtime.program.segmentation import path_of
-
-
-def node_title(node: NodeProto) -> str:
-    """A node as messages name it: its op and its name, or what it makes or takes where it has none."""
-    name = node.name or next(iter([*node.output, *node.input]), "")
-    return f"{node.op_type} '{name}'"
-
-
-def graph_bodies(node: NodeProto) -> Iterator[GraphProto]:
-    """The bodies that a node carries as attributes."""
-    for attribute in node.attribute:
-        if attribute.type == AttributeProto.GRAPH:
-            yield attribute.g
-        elif attribute.type == AttributeProto.GRAPHS:
-            yield from attribute.graphs
-
-
-def reads(node: NodeProto) -> Iterator[str]:
-    """The values around a node that it reads, by itself or in a body."""
-    yield from filter(None, node.input)
-    for body in graph_bodies(node):
-        own = {port.name for port in body.input} | {tensor.name for tensor in body.initializer}
-        for inner in body.node:
-            yield from (name for name in reads(inner) if name not in own)
-            own.update(inner.output)
-        yield from (port.name for port in body.output if port.name not in own)
+from partc.runtime.artifact.onnx_graph import all_nodes, graph_bodies, node_title, path_of
+from partc.runtime.errors import Violation
 
 
 def check_graph(file: str, model: ModelProto) -> list[Violation]:
@@ -154,14 +128,6 @@ def _check_functions(file: str, model: ModelProto) -> Iterator[Violation]:
                 yield Violation(file, f"its domain {domain} has no opset_import in the function", title)
 
 
-def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """The nodes, and those of their bodies."""
-    for node in nodes:
-        yield node
-        for body in graph_bodies(node):
-            yield from all_nodes(body.node)
-
-
 @functools.cache
 def _known_ops() -> set[tuple[str, str]]:
     from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime
@@ -170,17 +136,6 @@ def _known_ops() -> set[tuple[str, str]]:
     return {(schema.domain or "ai.onnx", schema.name) for schema in schemas} | {
         (DOMAIN, op) for op in (SEND, RECV, RANK_CONSTANT, *COLLECTIVES)
     }
-
-
-def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
-    """The initializers and the tensors of nodes, those of bodies included."""
-    yield from graph.initializer
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.type == AttributeProto.TENSOR:
-                yield attribute.t
-        for body in graph_bodies(node):
-            yield from all_tensors(body)
 
 
 def not_text(model: ModelProto) -> str:

@@ -12,8 +12,8 @@ from partc.runtime.artifact.comm_schemas import register
 from partc.runtime.artifact.format import Manifest
 from partc.runtime.checker.graph import check_graph, not_text
 from partc.runtime.checker.types import as_plain_onnx, check_types
-from partc.runtime.checker.violation import Violation
 from partc.runtime.checker.weights import check_weights
+from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
 

@@ -15,11 +15,10 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper
 from partc.runtime.artifact.dtypes import type_text
 from partc.runtime.artifact.format import Manifest, Shape
+from partc.runtime.artifact.onnx_graph import all_nodes, node_title, path_of
 from partc.runtime.checker.across.collectives import numbers, samples
-from partc.runtime.checker.graph import all_nodes, node_title
-from partc.runtime.checker.violation import Violation
 from partc.runtime.checker.windows import does_not_fit
-from partc.runtime.program.segmentation import path_of
+from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
 _SIZES = 2

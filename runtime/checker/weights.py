@@ -15,9 +15,9 @@ from typing import Any, cast
 from onnx import ModelProto, TensorProto
 from partc.runtime.artifact.dtypes import BY_CODE
 from partc.runtime.artifact.format import DIGEST, OF_RANKS, PIECE, Manifest, ranks_text, stays_inside
+from partc.runtime.artifact.onnx_graph import all_tensors
 from partc.runtime.artifact.safetensors_header import sound_header
-from partc.runtime.checker.graph import all_tensors
-from partc.runtime.checker.violation import Violation
+from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
 _TYPES = {

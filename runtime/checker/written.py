@@ -16,13 +16,14 @@ import onnx
 from onnx import ModelProto, NodeProto, ValueInfoProto
 from partc.runtime.artifact import comm_schemas as comm_ops
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, Manifest
+from partc.runtime.artifact.onnx_graph import all_nodes, reads
 from partc.runtime.checker.files import read_manifest
-from partc.runtime.checker.graph import all_nodes, check_graph, graph_bodies, not_text, reads
+from partc.runtime.checker.graph import check_graph, not_text
 from partc.runtime.checker.types import as_plain_onnx, check_types, without_weights
-from partc.runtime.checker.violation import Violation
+from partc.runtime.errors import Violation
 from partc.runtime.program.ort import can_load
 
-__all__ = ["Written", "check_model", "check_written", "graph_bodies", "not_text", "refusal", "written"]
+__all__ = ["Written", "check_model", "check_written", "not_text", "refusal", "written"]
 
 _QUANTIZED = {"QuantizeLinear", "DequantizeLinear"}
 _MOVED = {"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from ..artifact.comm_node import LOOSE, reducible, wrong_end
-from ..artifact.dtypes import dense
+from ..artifact.comm_node import contradictions
 from ..artifact.format import EXCHANGE, Collective, Manifest, Transfer
 from ..errors import ArtifactError
 from .segmentation import PostRecv, Send, StartCollective, Step
@@ -52,7 +51,9 @@ def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: 
             elif tag in used:
                 problems.append(f"{where}: collective {tag} stands twice in the file: {step}")
             else:
-                problems += [f"{where}: the {step}: {problem}" for problem in _impossible(step, record, rank)]
+                problems += [
+                    f"{where}: the {step}: {problem}" for problem in contradictions(step.call, record, step.ranks, rank)
+                ]
             used.add(tag)
     problems += [
         f"{where}: the manifest lists collective {one.tag}, {one.op} of '{one.value}', the file does not"
@@ -67,24 +68,6 @@ def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: 
 def _same(step: StartCollective, record: Collective) -> bool:
     call = step.call
     return (record.op, record.group) == (call.op, call.group) and (call.result is None or call.value == record.value)
-
-
-def _impossible(step: StartCollective, record: Collective, rank: int) -> Iterator[str]:
-    call = step.call
-    dtype = dense(record.type)
-    if dtype is None:
-        yield f"a {record.type} cannot take part in a collective"
-    elif call.reduce and not reducible(dtype, call.reduce):
-        yield f"a {record.type} has no {call.reduce}"
-    if record.shape is None and call.op not in LOOSE:
-        yield f"the shape of its input is not known, and only {' and '.join(LOOSE)} take such"
-    if not 0 <= call.root < len(step.ranks):
-        yield f"its root is {call.root}, and its ranks are {len(step.ranks)}"
-    elif wrong := wrong_end(call, step.ranks[call.root] == rank):
-        yield wrong
-    strangers = sorted({one.peer for one in (*call.gives, *call.takes)} - {*step.ranks})
-    if strangers:
-        yield f"rank {strangers[0]} is not in its group"
 
 
 def check_ports(manifest: Manifest, rank: int, listed: Mapping[str, Sequence[str]], where: str) -> None:

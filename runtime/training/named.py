@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..artifact.format import MANIFEST, Manifest, TrainingRecord
-from ..checker.violation import Violation
 from ..data.spec import Spec
-from ..errors import UsageError
+from ..errors import UsageError, Violation
 
 SCHEDULE, DATA, TEST, CHECKPOINT = "schedule", "data", "test", "checkpoint"
 EVERY = (SCHEDULE, DATA, TEST, CHECKPOINT)

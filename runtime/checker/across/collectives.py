@@ -14,15 +14,14 @@ from math import lcm, prod
 from onnx import ModelProto
 from partc.runtime.artifact import dim_expression as expression
 from partc.runtime.artifact.boxes import slices
-from partc.runtime.artifact.comm_node import LOOSE, Call, Shard, read_call, reducible, result_shape, wrong_end
-from partc.runtime.artifact.dtypes import dense
+from partc.runtime.artifact.comm_node import Call, Shard, contradictions, read_call, result_shape
 from partc.runtime.artifact.format import COLLECTIVES, DOMAIN, EXCHANGE, MANIFEST, Box, Collective, Manifest, Shape
-from partc.runtime.checker.graph import node_title
-from partc.runtime.checker.violation import Violation
-from partc.runtime.errors import ArtifactError
-from partc.runtime.execution.symbol_bindings import Bindings
+from partc.runtime.artifact.onnx_graph import node_title
+from partc.runtime.errors import ArtifactError, Violation
 
 ValueType = tuple[str, Shape]
+Bindings = dict[str, int]
+"""Sizes of the symbols."""
 
 _AGAIN = "compile the model again"
 _SAMPLES = 3
@@ -168,7 +167,7 @@ def samples(manifest: Manifest) -> list[Bindings]:
 
 
 def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: tuple[int, ...]) -> Iterator[Violation]:
-    call, dtype = node.call, dense(record.type)
+    call = node.call
     if (call.op, call.group) != (record.op, record.group) or (call.result and call.value != record.value):
         yield node.violation(
             f"{MANIFEST} has {record.op} of '{record.value}' in group '{record.group}' as {record.tag}"
@@ -177,18 +176,7 @@ def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: t
     if record.sources and call.given and [*call.given] != record.sources:
         have, want = (", ".join(f"'{name}'" for name in names) for names in (call.given, record.sources))
         yield node.violation(f"it gives {have}; {MANIFEST} says {want}")
-    if dtype is None:
-        yield node.violation(f"a {record.type} cannot take part in a collective")
-    elif call.reduce and not reducible(dtype, call.reduce):
-        yield node.violation(f"a {record.type} has no {call.reduce}")
-    if record.shape is None and call.op not in LOOSE:
-        yield node.violation(f"the shape of its input is not known; only {' and '.join(LOOSE)} take such")
-    if not 0 <= call.root < len(ranks):
-        yield node.violation(f"its root is {call.root}, and its list has {len(ranks)} ranks")
-    elif wrong := wrong_end(call, ranks[call.root] == node.rank):
-        yield node.violation(wrong)
-    if strangers := sorted({one.peer for one in (*call.gives, *call.takes)} - {*ranks}):
-        yield node.violation(f"its peer {strangers[0]} is not in its list, ranks {', '.join(map(str, ranks))}")
+    yield from (node.violation(fact) for fact in contradictions(call, record, ranks, node.rank))
     for kind, name, declared in (("input", call.source, node.given), ("output", call.result, node.made)):
         if name and declared is None and not call.parts:
             yield node.violation(f"its file declares no type of its {kind} '{name}'")

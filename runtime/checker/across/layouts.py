@@ -35,7 +35,7 @@ from partc.runtime.artifact.format import (
     ranks_of,
 )
 from partc.runtime.checker.across.collectives import CallNode
-from partc.runtime.checker.violation import Violation
+from partc.runtime.errors import Violation
 
 Span = tuple[Fraction, Fraction]
 Shard = tuple[Span, ...]

@@ -25,12 +25,11 @@ from partc.runtime.artifact.format import (
     Shape,
     Transfer,
 )
+from partc.runtime.artifact.onnx_graph import node_title, path_of
 from partc.runtime.checker.across.collectives import CallNode, call_nodes, check_collectives, local_shape, same_dims
 from partc.runtime.checker.across.layouts import check_layouts
 from partc.runtime.checker.constants import check_constants
-from partc.runtime.checker.graph import node_title
-from partc.runtime.checker.violation import Violation
-from partc.runtime.program.segmentation import path_of
+from partc.runtime.errors import Violation
 
 ValueType = tuple[str, Shape]
 

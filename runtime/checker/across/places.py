@@ -38,15 +38,13 @@ from partc.runtime.artifact.format import (
     Collective,
     Manifest,
 )
+from partc.runtime.artifact.onnx_graph import node_title, path_of
 from partc.runtime.checker.across import place_rules
 from partc.runtime.checker.across.collectives import numbers, samples
 from partc.runtime.checker.across.layouts import Layout, layout_of
 from partc.runtime.checker.across.ordering import declared_types
 from partc.runtime.checker.across.place_rules import Begins, Places, Sizes
-from partc.runtime.checker.graph import node_title
-from partc.runtime.checker.training.state import shard_of
-from partc.runtime.checker.violation import Violation
-from partc.runtime.program.segmentation import path_of
+from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
 _BOX = re.compile(r"\[([\d:, ]*)\]$")
@@ -136,7 +134,7 @@ class _Places:
                 file.kinds[port.name] = Kind.WHOLE
         for record in self.manifest.state:
             if {*file.ranks} <= {*record.ranks} and record.kind != GRADIENT:
-                shards = [shard_of(record, rank) for rank in file.ranks]
+                shards = [record.shard(rank) for rank in file.ranks]
                 file.places[record.value] = _begins(shards, list(record.shape))
                 file.kinds[record.value] = Kind.WHOLE
 

@@ -18,12 +18,10 @@ from pathlib import Path
 
 from onnx import ModelProto, NodeProto
 from partc.runtime.artifact.format import GRADIENT, MANIFEST, Manifest, StateRecord
+from partc.runtime.artifact.onnx_graph import node_title, path_of, reads
 from partc.runtime.checker.across.ordering import ValueType, declared_types
-from partc.runtime.checker.graph import node_title, reads
-from partc.runtime.checker.training.state import shard_of
 from partc.runtime.checker.training.value_numbering import Classes, Held, Numbering
-from partc.runtime.checker.violation import Violation
-from partc.runtime.program.segmentation import path_of
+from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
 _SCATTERS = ("ScatterElements", "ScatterND")
@@ -94,7 +92,7 @@ def _spreads(one: ValueType, whole: ValueType) -> bool:
 def classes_of(folder: Path, manifest: Manifest, models: Mapping[int, ModelProto]) -> tuple[Classes, dict[Held, int]]:
     """Which sums are equal after any number of parts, and the numbers of what they are replaced by; the files are sound."""
     held = {(rank, one.value): one for one in manifest.state if one.kind == GRADIENT for rank in one.ranks}
-    keys = {key: (one.tensor, str(shard_of(one, key[0]))) for key, one in held.items()}
+    keys = {key: (one.tensor, str(one.shard(key[0]))) for key, one in held.items()}
     classes = Classes(_numbered(keys))
     while True:
         numbering = Numbering(folder, manifest, models, classes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from partc.runtime.artifact.format import GRADIENT, MANIFEST, Manifest, Port, StateRecord
-from partc.runtime.checker.violation import Violation
+from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
 _COUNTS = ("step", "part")

@@ -5,8 +5,9 @@ A node of the optimizer writes `x.next` where `x` lies. That is right if, for ea
     one maker    exactly one node makes `x.next`, and nothing but the graph's outputs reads that
     readers      every other node that reads `x`, by itself or in a body, stands before that node in the file; and since a segment
                  ends before an update, it has run when the update begins
-    in flight    a collective that reads `x` is finished before, since its result is needed before; a message of `x`, which may
-                 be on its way until the step ends, is not there
+    as one       updates that follow each other directly may run as one: none of them reads what another one overwrites
+    in flight    a collective that reads `x` has ended: a node between the two, or the update, needs its result; no message carries
+                 `x`, and no Exchange, since these may be on their way until the step ends
     element      the node's function is element-wise, and reads what an output overwrites only on the way to that output
     own place    the output takes the place of that operand which the function makes it of
 
@@ -21,14 +22,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnx import FunctionProto, ModelProto, NodeProto
-from partc.runtime.artifact.format import DOMAIN, EXCHANGE, GRADIENT, OPTIMIZER, TAG, Manifest, StateRecord
+from partc.runtime.artifact.format import DOMAIN, EXCHANGE, GRADIENT, OPTIMIZER, SEND, Manifest, StateRecord
+from partc.runtime.artifact.onnx_graph import node_title, path_of, reads
 from partc.runtime.artifact.optimizer_function import NEXT, is_elementwise, is_in_place
-from partc.runtime.checker.graph import check_calls, node_title, reads
+from partc.runtime.artifact.rank_constants import is_rank_constant
+from partc.runtime.checker.graph import check_calls
 from partc.runtime.checker.training.accumulation import check_sums
 from partc.runtime.checker.training.state import check_kept
-from partc.runtime.checker.violation import Violation
-from partc.runtime.errors import ArtifactError
-from partc.runtime.program.segmentation import Send, StartCollective, Step, Update, WaitCollective, path_of, segmented
+from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
 
@@ -99,7 +100,7 @@ class _Rank:
                 found += self._check_record(record, makers[0])
         for at in dict.fromkeys(in_place.values()):
             found += self._check_function(at)
-        found += self._check_steps(in_place)
+        found += self._check_in_flight(in_place)
         added = sum(bool(record.next) for record in self.sums)
         return Replaced(len(in_place) + added, len(self.records) - len(in_place)), found
 
@@ -150,57 +151,40 @@ class _Rank:
                 fact = f"{function.name} writes its output '{name}' where '{old}' lies, and reads that by a node that does not lead there"
                 yield self._violation(at, fact, "let every reader of an old value lead to the new one")
 
-    def _check_steps(self, in_place: Mapping[str, int]) -> Iterator[Violation]:
+    def _check_in_flight(self, in_place: Mapping[str, int]) -> Iterator[Violation]:
         """What the order of nodes cannot say: updates that run as one, and communication that has begun and not ended."""
-        try:
-            steps = segmented(self.model, self.file)
-        except ArtifactError:
-            return
         nodes = self.model.graph.node
-        titles = {name: node_title(nodes[at]) for name, at in in_place.items()}
-        updates = {
-            name: index
-            for index, step in enumerate(steps)
-            if isinstance(step, Update)
-            for name, at in in_place.items()
-            if any(nodes[at].output == one.output for one in step.nodes)
-        }
-        finished = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
-        for index, step in enumerate(steps):
-            for name, tag, end in _until(step, finished):
-                if name in updates and index < updates[name] and (end is None or end > updates[name]):
-                    at = next(k for k in self.readers[name] if _tag(nodes[k]) == tag)
-                    fact = f"{titles[name]} overwrites '{name}' while this may still read it"
+        for name, at in in_place.items():
+            for reader in self.readers.get(name, []):
+                if reader < at and nodes[reader].domain == DOMAIN and not self._has_ended(nodes[reader], reader, at):
+                    yield self._violation(
+                        reader, f"{node_title(nodes[at])} overwrites '{name}' while this may still read it"
+                    )
+        runs = self._runs()
+        for at, run in runs.items():
+            for name in dict.fromkeys(nodes[at].input):
+                if in_place.get(name, at) != at and runs.get(in_place[name]) == run:
+                    fact = f"it reads '{name}', which another update overwrites at the same time"
                     yield self._violation(at, fact)
-            if isinstance(step, Update):
-                yield from self._check_together(step, {name for name, own in updates.items() if own == index})
 
-    def _check_together(self, step: Update, replaced: set[str]) -> Iterator[Violation]:
-        """Of updates that run as one, none reads what another one overwrites."""
-        places = {tuple(node.output): at for at, node in enumerate(self.model.graph.node)}
-        own = {record.next: record.value for record in self.records}
-        for node in step.nodes:
-            mine = {own[name] for name in node.output if name in own}
-            for name in sorted({*node.input} & replaced - mine):
-                yield self._violation(
-                    places[tuple(node.output)], f"it reads '{name}', which another update overwrites at the same time"
-                )
+    def _runs(self) -> dict[int, int]:
+        """By update the first one of those that it follows directly: they may run as one."""
+        runs: dict[int, int] = {}
+        first: int | None = None
+        for at, node in enumerate(self.model.graph.node):
+            if self._function(at) is not None and not self.outputs.isdisjoint(node.output):
+                first = at if first is None else first
+                runs[at] = first
+            elif not is_rank_constant(node):
+                first = None
+        return runs
+
+    def _has_ended(self, node: NodeProto, begun: int, at: int) -> bool:
+        """Whether communication that begins at one node has ended before another: a node up to there needs a result of it."""
+        if node.op_type in (SEND, EXCHANGE):
+            return False
+        return any(begun < reader <= at for name in node.output for reader in self.readers.get(name, []))
 
     def _violation(self, at: int, fact: str, help: str = _AGAIN) -> Violation:
         node: NodeProto = self.model.graph.node[at]
         return Violation(self.file, fact, node_title(node), path_of(node), help)
-
-
-def _until(step: Step, finished: Mapping[int, int]) -> Iterator[tuple[str, int, int | None]]:
-    """The values that communication reads, its tag, and the step by which it has; None where that is known at the end only."""
-    if isinstance(step, Send):
-        yield step.value, step.tag, None
-    elif isinstance(step, StartCollective):
-        call = step.call
-        end = None if call.op == EXCHANGE else finished.get(call.tag)
-        yield from ((name, call.tag, end) for name in call.given)
-
-
-def _tag(node: NodeProto) -> int | None:
-    """The tag of a communication node; None for another one."""
-    return next((one.i for one in node.attribute if one.name == TAG), -1) if node.domain == DOMAIN else None

@@ -13,11 +13,9 @@ from typing import TypeAlias
 
 from onnx import AttributeProto, NodeProto, helper
 from partc.runtime.artifact.format import DOMAIN, GRADIENT, Manifest, StateRecord
-from partc.runtime.checker.graph import node_title
-from partc.runtime.checker.training.state import shard_of
+from partc.runtime.artifact.onnx_graph import node_title, path_of
 from partc.runtime.checker.training.value_numbering import Numbering
-from partc.runtime.checker.violation import Violation
-from partc.runtime.program.segmentation import path_of
+from partc.runtime.errors import Violation
 
 Holder: TypeAlias = tuple[int, StateRecord]
 
@@ -29,7 +27,7 @@ def copies_of(manifest: Manifest) -> list[list[Holder]]:
     found: dict[tuple[str, str], list[Holder]] = {}
     for record in manifest.state:
         for rank in record.ranks if record.kind != GRADIENT else ():
-            found.setdefault((record.tensor, str(shard_of(record, rank))), []).append((rank, record))
+            found.setdefault((record.tensor, str(record.shard(rank))), []).append((rank, record))
     return [holders for holders in found.values() if len(holders) > 1]
 
 

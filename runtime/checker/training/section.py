@@ -16,9 +16,8 @@ from pathlib import Path
 from onnx import AttributeProto, ModelProto, NodeProto
 from partc.runtime.artifact.format import MANIFEST, OPTIMIZER, Manifest, TrainingRecord
 from partc.runtime.artifact.lr_schedule import SCALARS, scalars, schedule
-from partc.runtime.checker.graph import node_title
-from partc.runtime.checker.violation import Violation
-from partc.runtime.errors import UsageError
+from partc.runtime.artifact.onnx_graph import node_title
+from partc.runtime.errors import UsageError, Violation
 
 _AGAIN = "compile the model again"
 _COUNTS = ("step", "part")

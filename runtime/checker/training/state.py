@@ -14,9 +14,9 @@ from itertools import combinations, pairwise, product
 
 from onnx import ModelProto
 from partc.runtime.artifact.dtypes import dense
-from partc.runtime.artifact.format import GRADIENT, MANIFEST, Box, Manifest, Shape, StateRecord
+from partc.runtime.artifact.format import GRADIENT, MANIFEST, Manifest, Shape, StateRecord
 from partc.runtime.checker.across.ordering import declared_types, type_of
-from partc.runtime.checker.violation import Violation
+from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
 
@@ -42,11 +42,6 @@ def check_kept(manifest: Manifest, rank: int, model: ModelProto) -> list[Violati
     records = [record for record in manifest.state if rank in record.ranks]
     malformed = [_violation(record, fact) for record in records for fact in _malformed(record, manifest)]
     return malformed or [*_check_file(manifest, rank, model, records)]
-
-
-def shard_of(record: StateRecord, rank: int) -> Box:
-    """The shard that a rank holds, with the whole as a box too."""
-    return record.box(rank) or [[0, 1, 1] for _ in record.shape]
 
 
 def _malformed(record: StateRecord, manifest: Manifest) -> Iterator[str]:
@@ -125,7 +120,7 @@ def _hole(records: Iterable[StateRecord]) -> list[tuple[int, int]] | None:
 
 def _places(record: StateRecord, rank: int) -> tuple[tuple[int, int], ...]:
     """Where in the tensor a rank's shard lies, in elements."""
-    spans = zip(record.shape, shard_of(record, rank), strict=True)
+    spans = zip(record.shape, record.shard(rank), strict=True)
     return tuple((int(Fraction(size * begin, of)), int(Fraction(size * end, of))) for size, (begin, end, of) in spans)
 
 

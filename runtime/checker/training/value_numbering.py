@@ -38,12 +38,11 @@ from partc.runtime.artifact.format import (
     TAG,
     Manifest,
 )
+from partc.runtime.artifact.onnx_graph import reads
 from partc.runtime.artifact.rank_constants import constant_of, group_of, is_rank_constant
 from partc.runtime.checker.across.collectives import numbers as dims_at
 from partc.runtime.checker.across.collectives import samples
 from partc.runtime.checker.across.ordering import ValueType, declared_types
-from partc.runtime.checker.graph import reads
-from partc.runtime.checker.training.state import shard_of
 
 Held: TypeAlias = tuple[int, str]
 """A rank, and the name in its file of what it keeps."""
@@ -110,7 +109,7 @@ class Numbering:
         for record in self.manifest.state:
             if rank in record.ranks:
                 own = self.sums.of.get((rank, record.value), ("rank", rank)) if record.kind == GRADIENT else None
-                numbers[record.value] = self._number("state", record.tensor, str(shard_of(record, rank)), own)
+                numbers[record.value] = self._number("state", record.tensor, str(record.shard(rank)), own)
 
     def _run(self) -> bool:
         """Numbers everything; False where a rank waits for what never comes."""
