@@ -7,7 +7,6 @@ the order of `safetensors` itself (wider items first, then by name), and the hea
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,29 +20,14 @@ import ml_dtypes  # noqa: F401  (registers numpy's views of bfloat16 and float8)
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.program import LocalTensor
+from partc.runtime.artifact.dtypes import BY_CODE
 from partc.runtime.artifact.format import FileRecord, weights_file
+from partc.runtime.artifact.safetensors_stream import AS_BYTES, CODES, header_bytes
 
 INLINE_BYTES = 128
 _PAGE = 4096
 _READING = threading.Lock()
 _CHUNK = 1 << 20
-_NAMES = {
-    ir.DataType.FLOAT: "F32",
-    ir.DataType.DOUBLE: "F64",
-    ir.DataType.FLOAT16: "F16",
-    ir.DataType.BFLOAT16: "BF16",
-    ir.DataType.INT8: "I8",
-    ir.DataType.INT16: "I16",
-    ir.DataType.INT32: "I32",
-    ir.DataType.INT64: "I64",
-    ir.DataType.UINT8: "U8",
-    ir.DataType.UINT16: "U16",
-    ir.DataType.UINT32: "U32",
-    ir.DataType.UINT64: "U64",
-    ir.DataType.BOOL: "BOOL",
-    ir.DataType.FLOAT8E4M3FN: "F8_E4M3",
-    ir.DataType.FLOAT8E5M2: "F8_E5M2",
-}
 
 
 class _Digest(Protocol):
@@ -95,21 +79,8 @@ def _write_file(
     folder: Path, file: str, weights: Sequence[tuple[str, ir.TensorProtocol, str]]
 ) -> tuple[FileRecord, dict[str, Location]]:
     ordered = sorted(weights, key=lambda item: (-item[1].dtype.bitwidth, item[0]))
-    header: dict[str, object] = {"__metadata__": {name: text for name, _, text in ordered}}
-    offsets: dict[str, tuple[int, int]] = {}
-    end = 0
-    for name, tensor, _ in ordered:
-        start, end = end, end + tensor.nbytes
-        known = tensor.dtype in _NAMES
-        header[name] = {
-            "dtype": _NAMES.get(tensor.dtype, "U8"),
-            "shape": list(tensor.shape.numpy()) if known else [tensor.nbytes],
-            "data_offsets": [start, end],
-        }
-        offsets[name] = (start, end - start)
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % _PAGE)
-    prefix = len(text).to_bytes(8, "little") + text
+    rows = [(name, *_in_format(tensor), tensor.nbytes) for name, tensor, _ in ordered]
+    prefix = header_bytes(rows, {name: text for name, _, text in ordered}, _PAGE)
     path = folder / file
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(prefix)
@@ -124,8 +95,20 @@ def _write_file(
                 hashed = hasher.submit(digest.update, data)
                 _write_all(out, data)
             hashed.result()
-    record = FileRecord(bytes=len(prefix) + end, sha256=digest.hexdigest())
-    return record, {name: Location(file, len(prefix) + start, length) for name, (start, length) in offsets.items()}
+    locations: dict[str, Location] = {}
+    end = len(prefix)
+    for name, tensor, _ in ordered:
+        locations[name] = Location(file, end, tensor.nbytes)
+        end += tensor.nbytes
+    return FileRecord(bytes=end, sha256=digest.hexdigest()), locations
+
+
+def _in_format(tensor: ir.TensorProtocol) -> tuple[str, Sequence[int]]:
+    """Type and shape of a tensor in a weights file: those of its bytes where the format lacks its type."""
+    dtype = BY_CODE.get(tensor.dtype.value)
+    if dtype is None or dtype.shown not in CODES:
+        return AS_BYTES, [tensor.nbytes]
+    return CODES[dtype.shown], tensor.shape.numpy()
 
 
 def _bytes_of(tensor: ir.TensorProtocol) -> memoryview:

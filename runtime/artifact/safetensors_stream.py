@@ -1,4 +1,4 @@
-"""The safetensors format: tensors streamed into a file one after the other, and mapped from it without a copy.
+"""The safetensors format: headers, tensors streamed into a file one after the other, and mapped from it without a copy.
 
     8 bytes of little-endian header length | the header in JSON, padded | the tensors without a gap between them
 
@@ -18,18 +18,18 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
 import numpy as np
 
+from ..files.regular import open_regular
 from .dtypes import BY_NAME, Array, Bytes, Dtype
-from .safetensors_header import sound_header
 
-_CODES = {
+CODES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -46,10 +46,15 @@ _CODES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-STORED: Mapping[str, Dtype] = {row.shown: row for row in BY_NAME.values() if row.shown in _CODES}
+"""By numpy's name of an element type its name in the format."""
+AS_BYTES = "U8"
+"""The type in the format of tensors whose own type it lacks: their bytes, one after the other."""
+STORED: Mapping[str, Dtype] = {row.shown: row for row in BY_NAME.values() if row.shown in CODES}
 """By numpy's name the element types that the format has."""
-_DTYPES = {code: STORED[shown] for shown, code in _CODES.items()}
-_METADATA = "__metadata__"
+_DTYPES = {code: STORED[shown] for shown, code in CODES.items()}
+METADATA = "__metadata__"
+_HEADER_BYTES = 100_000_000
+"""The safetensors format allows no more."""
 _ALIGNMENT = 64
 _CHUNK = 1 << 20
 PART = 1 << 24
@@ -98,8 +103,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored], read: Callable[[str
     An OSError names the file.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.bits, name))
+    rows = [(name, CODES[one.dtype.shown], one.shape, one.bytes) for name in names for one in (tensors[name],)]
     sums = {name: "0" * (_DIGITS * _parts(tensors[name].bytes)) for name in names}
-    text = _header(names, tensors, sums)
+    text = header_bytes(rows, sums)
     try:
         with path.open("xb", buffering=0) as out:
             _write(out, memoryview(text))
@@ -110,7 +116,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored], read: Callable[[str
                 del array
             size = out.tell()
             out.seek(0)
-            text = _header(names, tensors, sums)
+            text = header_bytes(rows, sums)
             _write(out, memoryview(text))
             os.fsync(out.fileno())
     except OSError as error:
@@ -118,16 +124,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored], read: Callable[[str
     return Written(size, hashlib.sha256(text).hexdigest())
 
 
-def _header(names: Iterable[str], tensors: Mapping[str, Stored], sums: Mapping[str, str]) -> bytes:
-    """The bytes before the tensors."""
-    header: dict[str, object] = {_METADATA: sums}
+def header_bytes(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str], alignment: int = _ALIGNMENT
+) -> bytes:
+    """The bytes before the tensors, which lie in the given order: of each its name, code, shape and number of bytes.
+
+    The first tensor begins at a multiple of `alignment`.
+    """
+    header: dict[str, object] = {METADATA: metadata}
     end = 0
-    for name in names:
-        one = tensors[name]
-        begin, end = end, end + one.bytes
-        header[name] = {"dtype": _CODES[one.dtype.shown], "shape": list(one.shape), "data_offsets": [begin, end]}
+    for name, code, shape, size in tensors:
+        begin, end = end, end + size
+        header[name] = {"dtype": code, "shape": [*shape], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % alignment)
     return len(text).to_bytes(8, "little") + text
 
 
@@ -156,7 +166,7 @@ def read_header(path: Path, sha256: str = "") -> dict[str, Stored]:
         raise ValueError(
             f"its header is not the one that was written: its SHA-256 begins with {found[:12]}, that was {sha256[:12]}"
         )
-    metadata = header.pop(_METADATA, None)
+    metadata = header.pop(METADATA, None)
     sums = metadata if isinstance(metadata, dict) else {}
     found_tensors = {}
     for name, entry in header.items():
@@ -171,6 +181,50 @@ def read_header(path: Path, sha256: str = "") -> dict[str, Stored]:
             raise ValueError(f"tensor {name!r} has {last - first} bytes; its type and shape need {needed}")
         found_tensors[name] = stored
     return found_tensors
+
+
+def sound_header(path: Path) -> tuple[bytes, dict[str, object]]:
+    """The bytes before a safetensors file's data, and the header that they hold; ValueError where it is not sound.
+
+    The law: 8 bytes of little-endian header length, the header in JSON, then the tensors without a gap between them.
+    """
+    size = path.stat().st_size
+    with open_regular(path) as file:
+        first = file.read(8)
+        length = int.from_bytes(first, "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(f"its header would end at byte {8 + length}, and the file has {size}")
+        if length > _HEADER_BYTES:
+            raise ValueError(f"its header has {length} bytes; at most {_HEADER_BYTES} are read")
+        text = first + file.read(length)
+    try:
+        header = json.loads(text[8:])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its header is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise ValueError("its header holds no JSON object")
+    names = header.get(METADATA, {})
+    if not isinstance(names, dict) or not all(isinstance(text, str) for text in names.values()):
+        raise ValueError(f"its '{METADATA}' is no mapping of texts")
+    end = 0
+    for begin, last, name in sorted(_spans(header)):
+        if begin != end or last < begin:
+            raise ValueError(f"tensor {name!r} lies at {begin} to {last}; the one before it ends at {end}")
+        end = last
+    if len(text) + end != size:
+        raise ValueError(f"its tensors end at byte {len(text) + end}, and the file has {size}")
+    return text, header
+
+
+def _spans(header: dict[str, object]) -> Iterator[tuple[int, int, str]]:
+    for name, entry in header.items():
+        if name == METADATA:
+            continue
+        span = entry.get("data_offsets") if isinstance(entry, dict) else None
+        if not (isinstance(span, list) and len(span) == 2 and all(type(end) is int for end in span)):
+            raise ValueError(f"tensor {name!r} has no data_offsets")
+        first, last = cast(list[int], span)
+        yield first, last, name
 
 
 def is_shape(shape: object) -> TypeGuard[list[int]]:

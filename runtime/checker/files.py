@@ -8,7 +8,7 @@ from pathlib import Path
 
 from partc.runtime.artifact.format import MANIFEST, FileRecord, Manifest
 from partc.runtime.artifact.manifest import open_artifact, sha256
-from partc.runtime.artifact.safetensors_header import sound_header
+from partc.runtime.artifact.safetensors_stream import sound_header
 from partc.runtime.errors import ArtifactError, Violation
 from partc.runtime.files.regular import fault
 

@@ -16,26 +16,10 @@ from onnx import ModelProto, TensorProto
 from partc.runtime.artifact.dtypes import BY_CODE
 from partc.runtime.artifact.format import DIGEST, OF_RANKS, PIECE, Manifest, ranks_text, stays_inside
 from partc.runtime.artifact.onnx_graph import all_tensors
-from partc.runtime.artifact.safetensors_header import sound_header
+from partc.runtime.artifact.safetensors_stream import AS_BYTES, CODES, METADATA, sound_header
 from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
-_TYPES = {
-    "F32": 1,
-    "U8": 2,
-    "I8": 3,
-    "U16": 4,
-    "I16": 5,
-    "I32": 6,
-    "I64": 7,
-    "BOOL": 9,
-    "F16": 10,
-    "F64": 11,
-    "U32": 12,
-}
-_TYPES |= {"U64": 13, "BF16": 16, "F8_E4M3": 17, "F8_E5M2": 19}
-_BYTES = "U8"
-"""As which tensors are stored whose type the format lacks."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +108,12 @@ def _check_region(
             yield Violation(
                 file, f"its data is that of '{named}' in {location}; it is '{shard or tensor.name}'", title, help=_AGAIN
             )
-        elif all(_TYPES.get(one.type) not in (tensor.data_type, _TYPES[_BYTES]) for one in there):
+        elif all(one.type not in (_code(tensor), AS_BYTES) for one in there):
             fact = (
                 f"its data in {location} is {there[0].type}, and it is a {TensorProto.DataType.Name(tensor.data_type)}"
             )
             yield Violation(file, fact, title, help=_AGAIN)
-        elif all(one.type != _BYTES and one.shape != [*tensor.dims] for one in there):
+        elif all(one.type != AS_BYTES and one.shape != [*tensor.dims] for one in there):
             fact = f"its data in {location} is of shape {there[0].shape}, and it is of {[*tensor.dims]}"
             yield Violation(file, fact, title, help=_AGAIN)
 
@@ -147,7 +131,7 @@ def _open(path: Path) -> _Weights | None:
         begin, end = len(text), path.stat().st_size
     except (OSError, ValueError):
         return None
-    shards = cast(dict[str, str], header.pop("__metadata__", {}))
+    shards = cast(dict[str, str], header.pop(METADATA, {}))
     tensors: dict[tuple[int, int], list[_Stored]] = {}
     for name, entry in cast(dict[str, dict[str, Any]], header).items():
         first, last = entry["data_offsets"]
@@ -165,3 +149,9 @@ def _bytes_of(tensor: TensorProto) -> int | None:
     """The bytes that a tensor's data takes; None for texts and unknown types."""
     dtype = BY_CODE.get(tensor.data_type)
     return None if dtype is None else dtype.bytes_of(tuple(tensor.dims))
+
+
+def _code(tensor: TensorProto) -> str | None:
+    """The type of a tensor as a weights file names it; None for a type that the format lacks."""
+    dtype = BY_CODE.get(tensor.data_type)
+    return None if dtype is None else CODES.get(dtype.shown)

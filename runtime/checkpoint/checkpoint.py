@@ -15,12 +15,12 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from partc.runtime.artifact.boxes import Region, intersection, whole
 from partc.runtime.artifact.dtypes import Array, Bytes
 from partc.runtime.artifact.format import StateRecord
 
 from ..artifact.safetensors_stream import STORED, Stored, mapped, read_header, tensor_in
 from ..errors import CheckpointError, DamagedError
-from .box import Box, common, whole
 from .index import FORMAT, CheckpointFile, CheckpointIndex, PieceRecord, TensorRecord, read_index
 from .ownership import held_by
 
@@ -74,7 +74,7 @@ class Checkpoint:
     def read(self, tensor: str, begin: Sequence[int] | None = None, end: Sequence[int] | None = None) -> Array:
         """The box of a tensor from `begin` up to and without `end`, in new memory; by default the whole of it."""
         record = self._record(tensor)
-        box = Box(tuple(begin or (0,) * len(record.shape)), tuple(record.shape if end is None else end))
+        box = Region(tuple(begin or (0,) * len(record.shape)), tuple(record.shape if end is None else end))
         found = self._shares(tensor, box)
         array = np.empty(box.shape, STORED[record.dtype].numpy)
         for place, part in found:
@@ -123,7 +123,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: has no tensor '{tensor}'")
         return self.index.tensors[tensor]
 
-    def _shares(self, tensor: str, box: Box) -> list[tuple[tuple[slice, ...], Array]]:
+    def _shares(self, tensor: str, box: Region) -> list[tuple[tuple[slice, ...], Array]]:
         """What the pieces have of a box, and where in it that belongs; nothing of it is read yet."""
         record = self._record(tensor)
         if not len(box.begin) == len(box.end) == len(record.shape) or any(
@@ -133,10 +133,10 @@ class Checkpoint:
         found = []
         filled = 0
         for piece in record.pieces:
-            shared = common(piece.box, box)
+            shared = intersection(piece.region, box)
             if shared is not None:
                 stored, data = self._opened_piece(tensor, piece)
-                found.append((shared.inside(box), tensor_in(data, stored)[shared.inside(piece.box)]))
+                found.append((shared.inside(box), tensor_in(data, stored)[shared.inside(piece.region)]))
                 filled += shared.count
         if filled != box.count:
             raise DamagedError(
@@ -154,8 +154,8 @@ class Checkpoint:
                 raise DamagedError([f"{file}: {reason}"]) from None
         header, data = self._opened[piece.file]
         stored = header.get(piece.key)
-        if stored is None or (stored.dtype.shown, stored.shape) != (record.dtype, piece.box.shape):
+        if stored is None or (stored.dtype.shown, stored.shape) != (record.dtype, piece.region.shape):
             have = "not there" if stored is None else f"{stored.dtype.shown} {list(stored.shape)}"
-            wanted = f"{record.dtype} {list(piece.box.shape)}"
+            wanted = f"{record.dtype} {list(piece.region.shape)}"
             raise DamagedError([f"{file}: '{piece.key}' of '{tensor}' is {have}; the index says {wanted}"])
         return stored, data

@@ -117,7 +117,7 @@ def _run(checkpoint: Checkpoint, rank: int, ranks: int, thorough: bool) -> Itera
         return
     tensors = checkpoint.index.tensors
     pieces = sorted(
-        (piece.file, piece.key, STORED[one.dtype].bytes_of(piece.box.shape), name, piece)
+        (piece.file, piece.key, STORED[one.dtype].bytes_of(piece.region.shape), name, piece)
         for name, one in tensors.items()
         for piece in one.pieces
     )
@@ -127,7 +127,7 @@ def _run(checkpoint: Checkpoint, rank: int, ranks: int, thorough: bool) -> Itera
     for file, _, size, name, piece in pieces:
         if at < end and at + size > begin:
             stored = checkpoint.stored(name, piece)
-            part = f" {piece.box}" if piece.box.count < tensors[name].count else ""
+            part = f" {piece.region}" if piece.region.count < tensors[name].count else ""
             for number, sums in enumerate(stored.sums):
                 first = number * PART
                 if begin <= at + first < end:

@@ -26,14 +26,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
+from partc.runtime.artifact.boxes import Region, overlap
 from partc.runtime.artifact.format import stays_inside
 from partc.runtime.errors import CheckpointError, DamagedError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from ..artifact.safetensors_stream import STORED, is_shape
-from .box import Box, overlap
 
 INDEX = "checkpoint.json"
+NONFINITE = "nonfinite"
+"""Key of `meta`: the checkpoint holds numbers that are not finite."""
 FORMAT: Literal[2] = 2
 _FORMATS = (1, FORMAT)
 """Format 1 has a hash of each file as a whole, and none of the index."""
@@ -68,9 +70,9 @@ class PieceRecord(_Record):
     end: tuple[int, ...]
 
     @property
-    def box(self) -> Box:
+    def region(self) -> Region:
         """Where in the tensor it lies."""
-        return Box(self.begin, self.end)
+        return Region(self.begin, self.end)
 
 
 class TensorRecord(_Record):
@@ -245,10 +247,10 @@ def _contradictions(index: CheckpointIndex) -> Iterator[str]:
             yield f"tensor '{name}' of {list(tensor.shape)} has a piece {list(piece.begin)} to {list(piece.end)}"
         if outside:
             continue
-        count = sum(piece.box.count for piece in tensor.pieces)
+        count = sum(piece.region.count for piece in tensor.pieces)
         if count != tensor.count:
             yield f"tensor '{name}' has {tensor.count} elements, and its pieces {count}"
-        elif (twice := overlap([piece.box for piece in tensor.pieces])) is not None:
+        elif (twice := overlap([piece.region for piece in tensor.pieces])) is not None:
             yield f"tensor '{name}' has the elements {twice} in two pieces"
 
 

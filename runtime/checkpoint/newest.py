@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from ..errors import CheckpointError, DamagedError, UsageError, printable
-from ..training.finite import NONFINITE
 from .checkpoint import Checkpoint
 from .hashes import Proof
-from .index import is_step, read_index, steps
+from .index import NONFINITE, is_step, read_index, steps
 
 Share: TypeAlias = Callable[[str], Sequence[str]]
 """A collective: takes this rank's text and gives the texts of all ranks, in their order."""

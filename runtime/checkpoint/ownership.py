@@ -11,13 +11,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from partc.runtime.artifact import boxes as cuts
-from partc.runtime.artifact import format as fmt
+from partc.runtime.artifact.boxes import Region, region, remaining, whole
 from partc.runtime.artifact.dtypes import dense
-from partc.runtime.artifact.format import StateRecord
+from partc.runtime.artifact.format import Box, Grid, StateRecord
 
 from ..artifact.safetensors_stream import STORED
-from .box import Box, left_of, whole
 
 
 @dataclass(frozen=True)
@@ -26,20 +24,17 @@ class Owned:
 
     rank: int
     value: str
-    box: Box
-    held: Box
+    region: Region
+    held: Region
 
 
-def held_by(record: StateRecord, rank: int) -> Box:
+def held_by(record: StateRecord, rank: int) -> Region:
     """The piece of a record's tensor that a rank has; ValueError where its edges are not whole numbers."""
-    return _whole_numbers(record, record.box(rank))
+    return _region(record, record.box(rank))
 
 
-def _whole_numbers(record: StateRecord, box: fmt.Box | None) -> Box:
-    if box is None:
-        return whole(record.shape)
-    edges = cuts.slices(box, record.shape)
-    return Box(tuple(edge.start for edge in edges), tuple(edge.stop for edge in edges))
+def _region(record: StateRecord, box: Box | None) -> Region:
+    return whole(record.shape) if box is None else region(box, record.shape)
 
 
 def owners(records: Sequence[StateRecord]) -> dict[str, list[Owned]]:
@@ -76,28 +71,30 @@ def _contradictions(tensor: str, records: Sequence[StateRecord]) -> Iterator[str
 
 
 def _pieces(records: Sequence[StateRecord]) -> list[Owned]:
-    candidates = sorted((rank, at, box) for at, record in enumerate(records) for box, rank in _distinct(record).items())
-    taken: list[tuple[int, Box]] = []
+    candidates = sorted(
+        (rank, at, held) for at, record in enumerate(records) for held, rank in _distinct(record).items()
+    )
+    taken: list[tuple[int, Region]] = []
     pieces = []
-    for rank, at, box in candidates:
-        rest = left_of([box], (other for layout, other in taken if layout != at))
-        taken.append((at, box))
-        pieces += [Owned(rank, records[at].value, part, box) for part in rest]
-    pieces = [piece for piece in pieces if piece.box.count]
-    count, needed = sum(piece.box.count for piece in pieces), math.prod(records[0].shape)
+    for rank, at, held in candidates:
+        rest = remaining([held], (other for layout, other in taken if layout != at))
+        taken.append((at, held))
+        pieces += [Owned(rank, records[at].value, part, held) for part in rest]
+    pieces = [piece for piece in pieces if piece.region.count]
+    count, needed = sum(piece.region.count for piece in pieces), math.prod(records[0].shape)
     if count != needed:
         raise ValueError(f"the ranks hold {count} of its {needed} elements, each counted once")
     return pieces
 
 
-def _distinct(record: StateRecord) -> dict[Box, int]:
+def _distinct(record: StateRecord) -> dict[Region, int]:
     """The boxes of a record, each with the lowest rank that has it."""
     if record.boxes is None:
         return {whole(record.shape): min(record.ranks)}
-    found: dict[tuple[tuple[int, ...], ...], tuple[int, fmt.Box]] = {}
-    pairs: Iterable[tuple[int, fmt.Box]] = zip(record.ranks, record.boxes, strict=True)
-    if isinstance(record.boxes, fmt.Grid) and record.ranks == sorted(record.ranks):
+    found: dict[tuple[tuple[int, ...], ...], tuple[int, Box]] = {}
+    pairs: Iterable[tuple[int, Box]] = zip(record.ranks, record.boxes, strict=True)
+    if isinstance(record.boxes, Grid) and record.ranks == sorted(record.ranks):
         pairs = ((record.ranks[place], box) for place, box in record.boxes.distinct())
     for rank, box in sorted(pairs, key=lambda pair: pair[0]):
         found.setdefault(tuple(map(tuple, box)), (rank, box))
-    return {_whole_numbers(record, box): rank for rank, box in found.values()}
+    return {_region(record, box): rank for rank, box in found.values()}

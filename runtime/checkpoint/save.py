@@ -174,13 +174,13 @@ def _write(
     if not mine:
         return None
     types = {key: dense(arrays[one.value][0].type) for key, (one, _) in mine.items()}
-    stored = {key: Stored(dtype, mine[key][0].box.shape) for key, dtype in types.items() if dtype is not None}
-    written = write_tensors(path, stored, lambda key: mine[key][1][mine[key][0].box.inside(mine[key][0].held)])
+    stored = {key: Stored(dtype, mine[key][0].region.shape) for key, dtype in types.items() if dtype is not None}
+    written = write_tensors(path, stored, lambda key: mine[key][1][mine[key][0].region.inside(mine[key][0].held)])
     return CheckpointFile(bytes=written.bytes, header=written.header)
 
 
 def _key(tensor: str, owned: Owned, shape: Sequence[int]) -> str:
-    return tensor if owned.box.shape == tuple(shape) else f"{tensor}{owned.box}"
+    return tensor if owned.region.shape == tuple(shape) else f"{tensor}{owned.region}"
 
 
 def _index(
@@ -205,8 +205,8 @@ def _index(
                 PieceRecord(
                     file=rank_tensors(one.rank),
                     key=_key(record.tensor, one, record.shape),
-                    begin=one.box.begin,
-                    end=one.box.end,
+                    begin=one.region.begin,
+                    end=one.region.end,
                 )
                 for one in owned[record.tensor]
             ),

@@ -48,8 +48,11 @@ def _pieces(folder: Path, index: CheckpointIndex, headers: dict[str, dict[str, S
             listed[piece.file].add(piece.key)
             if stored is None:
                 yield f"{where}: is not there"
-            elif (stored.dtype.shown, stored.shape) != (tensor.dtype, piece.box.shape):
-                have, wanted = f"{stored.dtype.shown} {list(stored.shape)}", f"{tensor.dtype} {list(piece.box.shape)}"
+            elif (stored.dtype.shown, stored.shape) != (tensor.dtype, piece.region.shape):
+                have, wanted = (
+                    f"{stored.dtype.shown} {list(stored.shape)}",
+                    f"{tensor.dtype} {list(piece.region.shape)}",
+                )
                 yield f"{where}: is {have}; the index says {wanted}"
     for name, keys in listed.items():
         yield from (f"{folder / name}: '{key}' is not in the index" for key in headers[name] if key not in keys)

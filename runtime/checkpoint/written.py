@@ -21,8 +21,7 @@ from typing import TypeAlias
 from ..errors import CheckpointError
 from ..files.regular import read_regular
 from ..files.replace import write_text
-from ..training.finite import NONFINITE
-from .index import INDEX, OLD, REMOVED, hidden_folder, is_step_name, left_behind, read_index
+from .index import INDEX, NONFINITE, OLD, REMOVED, hidden_folder, is_step_name, left_behind, read_index
 
 WRITTEN = ".written.json"
 _MOST_BYTES = 1 << 26

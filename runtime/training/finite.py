@@ -16,8 +16,6 @@ from ..artifact.format import Port, StateRecord
 
 STOP, WARN, SKIP = "stop", "warn", "skip"
 """What is done where a loss is not finite: training ends; a warning is printed; or the step changes nothing."""
-NONFINITE = "nonfinite"
-"""Key of a checkpoint's meta: it holds numbers that are not finite."""
 SKIPPED = "skipped"
 """Key of a checkpoint's meta: how many steps were skipped."""
 

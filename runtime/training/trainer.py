@@ -21,14 +21,14 @@ from ..artifact.format import TOTALS, Manifest, Port, TrainingRecord, stays_insi
 from ..artifact.lr_schedule import Rate, scalars, schedule
 from ..artifact.manifest import Artifact, open_artifact
 from ..checkpoint.ahead import EarlyProof
-from ..checkpoint.checkpoints import Checkpoints
+from ..checkpoint.index import NONFINITE
 from ..errors import ArtifactError, InputError, NonFiniteError, UsageError
 from ..execution.program import OnError, Outputs, Program, load
 from ..execution.symbol_bindings import Halted
 from ..user_code import user_code
 from .batch import of_batch, parts, pieces_of
+from .checkpoints import Checkpoints
 from .finite import (
-    NONFINITE,
     SKIPPED,
     STOP,
     Untold,

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoint_case import META, flip, held, layout, load_all, record, rewrite, save_all, tensors
+from partc.runtime.artifact.boxes import Region, difference, intersection, overlap, remaining
 from partc.runtime.artifact.dtypes import Array
-from partc.runtime.checkpoint.box import Box, common, left_of, overlap, without
 from partc.runtime.checkpoint.checkpoint import Checkpoint
 from partc.runtime.checkpoint.compatibility import is_file_of_weights, meet, meet_weights
 from partc.runtime.checkpoint.export import export_tensors
@@ -70,7 +70,7 @@ def test_a_layout_adds_what_others_leave_out() -> None:
     array = np.empty((6, 4), np.float32)
     rows = record("w", array, [1, 2], (2, 1), value="rows")
     columns = record("w", array, [3, 0], (1, 2), value="columns")
-    found = [(one.rank, one.value, str(one.box)) for one in owners([rows, columns])["w"]]
+    found = [(one.rank, one.value, str(one.region)) for one in owners([rows, columns])["w"]]
     assert found == [(0, "columns", "[0:6, 2:4]"), (1, "rows", "[0:3, 0:2]"), (2, "rows", "[3:6, 0:2]")]
 
 
@@ -93,17 +93,18 @@ def test_boxes_without_others_are_disjoint_and_whole() -> None:
     for _ in range(200):
         begin = random.integers(0, 5, (4, 3))
         boxes = [
-            Box(tuple(low), tuple(low + size)) for low, size in zip(begin, random.integers(1, 4, (4, 3)), strict=True)
+            Region(tuple(low), tuple(low + size))
+            for low, size in zip(begin, random.integers(1, 4, (4, 3)), strict=True)
         ]
         count = np.zeros((9, 9, 9), int)
-        everything = Box((0, 0, 0), (9, 9, 9))
-        for part in [*left_of([boxes[0]], boxes[1:]), *left_of([everything], boxes)]:
+        everything = Region((0, 0, 0), (9, 9, 9))
+        for part in [*remaining([boxes[0]], boxes[1:]), *remaining([everything], boxes)]:
             count[part.inside(everything)] += 1
         wanted = np.ones_like(count)
         for box in boxes[1:]:
             wanted[box.inside(everything)] = 0
         assert (count == wanted).all()
-    assert without(Box((), ()), Box((), ())) == []
+    assert difference(Region((), ()), Region((), ())) == []
 
 
 def test_any_box_is_read_alone(tmp_path: Path) -> None:
@@ -263,11 +264,12 @@ def test_overlaps_of_many_boxes() -> None:
     for _ in range(100):
         begin = random.integers(0, 9, (7, 2))
         boxes = [
-            Box(tuple(low), tuple(low + size)) for low, size in zip(begin, random.integers(1, 4, (7, 2)), strict=True)
+            Region(tuple(low), tuple(low + size))
+            for low, size in zip(begin, random.integers(1, 4, (7, 2)), strict=True)
         ]
-        pairs = [common(one, other) for at, one in enumerate(boxes) for other in boxes[:at]]
+        pairs = [intersection(one, other) for at, one in enumerate(boxes) for other in boxes[:at]]
         assert (overlap(boxes) is None) == (not any(pairs))
-    assert overlap([Box((), ()), Box((), ())]) == Box((), ())
+    assert overlap([Region((), ()), Region((), ())]) == Region((), ())
 
 
 def test_all_that_does_not_fit_is_one_error(tmp_path: Path) -> None:

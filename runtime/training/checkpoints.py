@@ -12,17 +12,17 @@ from typing import TypeVar
 from pydantic import JsonValue
 
 from ..artifact.format import GRADIENT
+from ..checkpoint.ahead import EarlyProof
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.compatibility import OPTIMIZER, is_file_of_weights, meet, meet_weights
+from ..checkpoint.hashes import Proof
+from ..checkpoint.index import CheckpointIndex
+from ..checkpoint.lock import Lock
+from ..checkpoint.newest import take_whole
+from ..checkpoint.save import save
 from ..errors import DamagedError
 from ..execution.program import Program
 from ..job.agree import together
-from .ahead import EarlyProof
-from .checkpoint import Checkpoint
-from .compatibility import OPTIMIZER, is_file_of_weights, meet, meet_weights
-from .hashes import Proof
-from .index import CheckpointIndex
-from .lock import Lock
-from .newest import take_whole
-from .save import save
 
 Result = TypeVar("Result")
 
