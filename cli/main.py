@@ -28,6 +28,7 @@ COMMANDS = {
     "verify": "Compare the compiled model with the whole one.",
     "check": "Prove an artifact sound from its files alone.",
     "inspect": "Show what runs where, and what it moves and needs.",
+    "simulate": "Show what a pipeline's schedule takes and keeps.",
     "plan": "Write a plan to start from.",
     "schema": "Print the JSON schema of a plan.",
     "ops": "Show how each op may be cut.",

@@ -22,7 +22,7 @@ DOCUMENT = "partc-document: "
 """What a line of rank 0 begins with that holds a document, on its way to the launching process."""
 
 WITH_JSON = ("compile", "verify", "check", "run", "eval")
-_SHOWS_NOTHING_ELSE = ("plan", "schema", "ops", "inspect", "checkpoint")
+_SHOWS_NOTHING_ELSE = ("plan", "schema", "ops", "inspect", "simulate", "checkpoint")
 
 
 @dataclass

@@ -127,7 +127,7 @@ def test_every_command_has_them(name: str) -> None:
         word for one in getattr(command, "commands", {"": command}).values() for p in one.params for word in p.opts
     }
     assert {"-q", "-v"} <= words
-    assert ("--json" in words) == (name in (*say.WITH_JSON, "inspect", "ops", "checkpoint"))
+    assert ("--json" in words) == (name in (*say.WITH_JSON, "inspect", "ops", "simulate", "checkpoint"))
 
 
 def test_numbers_that_json_has_not_are_texts() -> None:

@@ -1,0 +1,253 @@
+"""The command `partc simulate`: plays a pipeline's schedule with given task times, and shows its times, bubble and memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from partc.cli.output import say
+from partc.cli.output.present import Table
+
+if TYPE_CHECKING:
+    from partc.compiler.schedule.costs import Costs
+    from partc.compiler.schedule.schedule import Schedule
+    from partc.compiler.schedule.stages import Stages
+
+_TWO_STAGES = ("interleaved", "zbv")
+"""Schedules for which a rank has two stages unless more are asked for."""
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the options say besides a schedule and its homes: F, B and W are of all ranks, or of each stage."""
+
+    microbatches: int
+    times: tuple[list[float], list[float], list[float]]
+    message: float
+    memory: str | None
+
+
+def _numbers(
+    kind: Callable[[str], float],
+) -> Callable[[click.Context, click.Parameter, str | None], list[float] | None]:
+    """The callback that reads numbers with commas between them."""
+
+    def read(ctx: click.Context, parameter: click.Parameter, text: str | None) -> list[float] | None:
+        if text is None:
+            return None
+        try:
+            found = [kind(one) for one in text.split(",")]
+        except ValueError:
+            found = [-1]
+        if not all(0 <= one < float("inf") for one in found):
+            raise click.BadParameter(f"'{text}' is no list of numbers from 0 on, with commas between them")
+        return found
+
+    return read
+
+
+def _time_option(name: str, help: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    return click.option(name, metavar="T[,T...]", callback=_numbers(float), help=help)
+
+
+@click.command()
+@click.option(
+    "--schedule", "name", metavar="NAME", help="gpipe, 1f1b, interleaved, zb_h1, zbv or auto; without it, compare all."
+)
+@click.option(
+    "--ranks", type=click.IntRange(min=1), help="Ranks (or groups of ranks) that each have a part of the stages."
+)
+@click.option(
+    "--stages", type=click.IntRange(min=1), help="Stages: as many as ranks, or two a rank (interleaved, zbv)."
+)
+@click.option("--placement", metavar="R,R,...", callback=_numbers(int), help="The rank of each stage, such as 0,1,1,0.")
+@click.option("--microbatches", "-m", type=int, required=True, help="Microbatches of a step.")
+@_time_option("--forward", "Time of F: of a rank and microbatch, or of each stage. Default 1.")
+@_time_option("--backward", "Time of B without the gradients of parameters. Default 1.")
+@_time_option("--weight", "Time of W, the gradients of parameters. Default 1.")
+@click.option(
+    "--message", type=click.FloatRange(min=0), default=0.0, help="Time of a message between ranks. Default 0."
+)
+@click.option("--memory", metavar="LIMIT", help="Most that a rank may keep, such as '2.5 microbatches'.")
+@click.option(
+    "--rows", type=click.Path(path_type=Path, dir_okay=False), help="Play the rows of this file, one line a rank."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    name: str | None,
+    ranks: int | None,
+    stages: int | None,
+    placement: list[float] | None,
+    microbatches: int,
+    forward: list[float] | None,
+    backward: list[float] | None,
+    weight: list[float] | None,
+    message: float,
+    memory: str | None,
+    rows: Path | None,
+    as_json: bool,
+) -> int:
+    """Show what a schedule of a pipeline takes and keeps, or compare all of them; no model is needed.
+
+    A task is a stage, F (forward), B (backward) or W (gradients of parameters), and a microbatch: 2F0. Where there is no W, B is the whole
+    backward pass. The grid shows ranks over time; the bubble is the idle share.
+
+    \b
+    partc simulate --ranks 4 -m 8                            # compare all schedules
+    partc simulate --schedule zbv --ranks 4 -m 8             # rows, grid, total, peaks
+    partc simulate --schedule auto --ranks 4 -m 8 --memory '2 microbatches'
+    partc simulate --schedule 1f1b --stages 4 -m 8 --forward 1,1,1,1.6 --message 0.1
+    partc simulate --rows rows.txt --placement 0,1,1,0 -m 4  # is it valid, and what does it take
+    """
+    given = _Given(microbatches, (forward or [1.0], backward or [1.0], weight or [1.0]), message, memory)
+    if name is None and rows is None and placement is None:
+        return _compare(_checked_ranks(ranks or stages), given, as_json)
+    homes = [int(one) for one in placement] if placement else _homes(name or "", ranks, stages)
+    schedule, costs = _chosen(name or "auto", homes, given, rows)
+    if as_json:
+        say.echo(json.dumps(_document(schedule, costs), indent=1))
+        return 0
+    from partc.compiler.schedule.grid import schedule_text
+
+    say.echo(schedule_text(schedule, costs), nl=False)
+    return 0
+
+
+def _checked_ranks(ranks: int | None) -> int:
+    from partc.runtime.errors import UsageError
+
+    if ranks is None:
+        raise UsageError("how many ranks there are is not said\n  help: give --ranks, --stages or --placement")
+    return ranks
+
+
+def _homes(name: str, ranks: int | None, stages: int | None) -> list[int]:
+    """The rank of each stage: one each, there and back for zbv, else in turn."""
+    from partc.runtime.errors import UsageError
+
+    each = 2 if name in _TWO_STAGES else 1
+    if ranks is None:
+        if stages is not None and stages % each:
+            raise UsageError(
+                f"--stages {stages}: {name} has {each} stages a rank\n  help: give a multiple of {each}, or --ranks"
+            )
+        ranks = _checked_ranks(stages) // each
+    stages = stages or ranks * each
+    if stages % ranks:
+        raise UsageError(
+            f"--stages {stages} are not equally many on --ranks {ranks}\n  help: say with --placement where each is"
+        )
+    if name == "zbv":
+        return [*range(ranks), *reversed(range(ranks))] * (stages // ranks // 2) + [*range(ranks)] * (
+            stages // ranks % 2
+        )
+    return [*range(ranks)] * (stages // ranks)
+
+
+def _costs(stages: Stages, given: _Given) -> Costs:
+    """Costs of stages from times of each, or of a rank's stages together."""
+    from partc.compiler.schedule.costs import Costs, StageCost, unit_costs
+    from partc.runtime.errors import UsageError
+
+    shares = [cost.saved for cost in unit_costs(stages).stages]
+    columns = []
+    for option, times in zip(("--forward", "--backward", "--weight"), given.times, strict=True):
+        if len(times) not in (1, len(stages)):
+            help = "give one time for all ranks, or one for each stage"
+            raise UsageError(f"{option}: {len(times)} times are given for {len(stages)} stages\n  help: {help}")
+        columns.append(times if len(times) > 1 else [times[0] * share for share in shares])
+    some = zip(*columns, shares, strict=True)
+    return Costs(tuple(StageCost(f, b, w, saved=share) for f, b, w, share in some), given.message)
+
+
+def _chosen(name: str, homes: Sequence[int], given: _Given, rows: Path | None = None) -> tuple[Schedule, Costs]:
+    """The schedule of a name, or of the rows in a file."""
+    from partc.compiler.schedule.choose import choose
+    from partc.compiler.schedule.stages import chain
+    from partc.runtime.errors import UsageError
+
+    if set(homes) != set(range(max(homes) + 1)):
+        shown = ",".join(map(str, homes))
+        raise UsageError(f"--placement {shown}: ranks without a stage\n  help: number ranks from 0 on without gaps")
+    stages = chain(homes)
+    costs = _costs(stages, given)
+    if rows is None:
+        return choose(stages, given.microbatches, name, given.memory, costs, "partc simulate"), costs
+    lines = [(number, line) for number, line in enumerate(rows.read_text(encoding="utf-8").splitlines(), 1)]
+    lines = [(number, line) for number, line in lines if line.strip() and not line.startswith("#")]
+    places = [f"{rows}:{number}" for number, _ in lines]
+    texts = [line for _, line in lines]
+    return choose(stages, given.microbatches, texts, given.memory, costs, str(rows), places), costs
+
+
+def _document(schedule: Schedule, costs: Costs) -> dict[str, object]:
+    """All that the simulation says, for other programs."""
+    from partc.compiler.schedule.memory import peaks
+    from partc.compiler.schedule.messages import message_counts
+    from partc.compiler.schedule.simulate import simulate
+
+    timing, stages = simulate(schedule, costs), schedule.stages
+    return {
+        "schedule": schedule.name,
+        "homes": [list(homes) for homes in stages.homes],
+        "microbatches": schedule.microbatches,
+        "rows": [" ".join(map(str, row)) for row in schedule.rows],
+        "total": timing.total,
+        "period": timing.period,
+        "bubble": timing.bubble,
+        "overhead": timing.overhead,
+        "idle": list(timing.idle),
+        "peaks": list(peaks(schedule, costs)),
+        "messages": {f"{one} - {other}": count for (one, other), count in message_counts(schedule).items()},
+        "critical": " ".join(map(str, timing.critical)),
+        "tasks": {str(task): span for task, span in sorted(timing.spans.items(), key=lambda item: item[1])},
+    }
+
+
+def _compare(ranks: int, given: _Given, as_json: bool) -> int:
+    """One line a schedule, on the same ranks."""
+    from partc.compiler.errors import CompileError
+    from partc.compiler.schedule.grid import percent
+    from partc.compiler.schedule.memory import peaks
+    from partc.compiler.schedule.messages import message_counts
+    from partc.compiler.schedule.simulate import simulate
+    from partc.runtime.errors import UsageError
+
+    if any(len(times) > 1 for times in given.times):
+        raise UsageError(
+            "times of single stages are for one schedule\n  help: give one time for all ranks, or --schedule"
+        )
+    turn, vee = [*range(ranks)], [*range(ranks), *reversed(range(ranks))]
+    table = Table(["schedule", "stages on ranks", ">total", ">bubble", ">overhead", ">keeps at most", ">messages"])
+    documents = []
+    for name, homes in [
+        *((name, turn) for name in ("gpipe", "1f1b", "zb_h1")),
+        ("interleaved", turn * 2),
+        ("zbv", vee),
+        *(("auto", homes) for homes in (turn, vee)),
+    ]:
+        shown = ",".join(map(str, homes if len(homes) <= _SHOWN else [*homes[:4], "..", *homes[-4:]]))
+        try:
+            schedule, costs = _chosen(name, homes, given)
+        except CompileError:
+            if name == "auto" or given.microbatches < 1:
+                raise
+            table.add(name, shown, *[""] * 3, "over the limit", "")
+            continue
+        timing, sent = simulate(schedule, costs), sum(message_counts(schedule).values())
+        kept = f"{max(peaks(schedule, costs)):.4g}"
+        table.add(name, shown, f"{timing.total:.6g}", percent(timing.bubble), percent(timing.overhead), kept, sent)
+        documents.append(_document(schedule, costs))
+    if as_json:
+        say.echo(json.dumps(documents, indent=1))
+        return 0
+    table.show()
+    say.echo()
+    say.echo("bubble: idle share of the ranks; overhead: total over the work of a rank, less one")
+    say.echo("keeps at most: microbatches that a rank keeps between F and the end of their backward pass")
+    return 0
