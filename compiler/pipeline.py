@@ -26,7 +26,7 @@ from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Source
 from partc.compiler.frontend.unsound import blamed
 from partc.compiler.ir.program import Program
-from partc.compiler.lower.lower import partition
+from partc.compiler.lower.lower import lower
 from partc.compiler.ops.families.local_map import is_inside
 from partc.compiler.placement.placement import place
 from partc.compiler.plan.dataset import in_order
@@ -41,6 +41,9 @@ from partc.compiler.rewrite.straighten import straighten
 from partc.compiler.sharding.budget import check_budget
 from partc.compiler.sharding.sharding import shard
 from partc.compiler.sharding.sums import pass_sums
+from partc.compiler.tasks.differentiate import differentiate
+from partc.compiler.tasks.localize import localize
+from partc.compiler.tasks.update import update
 from partc.compiler.training.add_training import attach, learned_names
 from partc.compiler.training.config import ProgramKind
 from partc.compiler.training.in_parts import in_parts, only_totals, part_facts
@@ -62,7 +65,10 @@ PASSES: tuple[Pass, ...] = (
     only_totals,
     shard,
     pass_sums,
-    partition,
+    localize,
+    differentiate,
+    update,
+    lower,
 )
 
 

@@ -23,10 +23,9 @@ from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.dims.reading import read
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.graph import bodies
-from partc.compiler.ir.program import CommOp, Program, RankProgram, captured
+from partc.compiler.ir.program import CommOp, Program, RankProgram, captured, read_names
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
-from partc.compiler.lower.lower import read_names
 from partc.compiler.ops.families.local_map import ALONG
 
 VARIABLE = "PARTC_VERIFY_PASSES"

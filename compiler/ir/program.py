@@ -1,9 +1,9 @@
 """The program that passes take and give: the model, the plan, and what each pass found out.
 
-    load -> Program -> shapes -> place -> shard -> partition -> Program
+    load -> Program -> shapes -> place -> shard -> localize -> lower -> Program
 
-A pass never changes what an earlier one wrote; it fills its own fields. Decisions are bound to the graph's objects, not to
-names.
+A pass gives a new program with its own fields filled, and changes nothing of the one that it is given; only those before `shapes` edit the
+model. Decisions are bound to the graph's objects, not to names.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from partc.compiler.layout.layout import Layout
     from partc.compiler.plan.rules import Plan
     from partc.compiler.sharding.propagate import Pinned
+    from partc.compiler.tasks.local_view import LocalView
     from partc.compiler.training.config import Training
 
 Dim = int | str
@@ -107,19 +109,29 @@ def _holders(group: Group, layout: Layout) -> tuple[tuple[int, Group], ...]:
     return tuple((held[0], tuple(group[index] for index in held)) for held in layout.holders.values())
 
 
-@dataclass(frozen=True)
+class TaskKind(StrEnum):
+    """The task of a step to which an op belongs, by the letter that a schedule writes: `2F0`."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    UPDATE = "U"
+    """The reduction of the parameters' gradients, and the update: once a step, however many microbatches it has."""
+
+
+@dataclass(frozen=True, eq=False)
 class ComputeOp:
     """In a rank's program: a node with the names that its operands have there; `source` is the model's node that it stands for.
 
-    `captured` renames what bodies read from outside of themselves.
+    `captured` renames what bodies read from outside of themselves. An op is its own identity: ranks that do the same have one object.
     """
 
     node: ir.Node
     source: ir.Node
     captured: Mapping[str, str] = field(default_factory=dict)
+    task: TaskKind = TaskKind.FORWARD
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CommOp:
     """In a rank's program: a message or a collective, by the op's name in the artifact; `tag` tells events apart.
 
@@ -134,9 +146,20 @@ class CommOp:
     value: ir.Value
     cause: str
     bytes: str
+    task: TaskKind = TaskKind.FORWARD
 
 
 RankOp = ComputeOp | CommOp
+
+
+def read_names(step: RankOp) -> list[str]:
+    """The names that an op reads, those captured by bodies included."""
+    if isinstance(step, CommOp):
+        return list(step.inputs)
+    names = [value.name or "" for value in step.node.inputs if value is not None]
+    for body in bodies(step.node):
+        names += [step.captured.get(value.name or "", value.name or "") for value in captured(body)]
+    return names
 
 
 Way = tuple[tuple[Group, "Layout"], tuple[Group, "Layout"]]
@@ -276,6 +299,8 @@ class Program:
     choices: Mapping[NodeOnGroup, NodeSharding] = field(default_factory=dict)
     given: Pinned | None = None
     training: Training | None = None
+    local: LocalView | None = None
+    """From `localize` until `lower`: what every rank does, task by task."""
     events: tuple[Event, ...] = ()
     groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     parts: tuple[RankProgram, ...] = ()

@@ -1,9 +1,9 @@
-"""Ranks' programs while they are written: ranks that have done the same so far share one draft, and part where they differ.
+"""Ranks' programs while they are written: ranks that have done the same so far share one builder, and fork where they differ.
 
-So writing costs by distinct programs, not by ranks: data parallel copies are one draft from beginning to end.
+So writing costs by distinct programs, not by ranks: data parallel replicas are one builder from beginning to end.
 
-    drafts.of((0, 1, 2, 3))     one draft, if these four ranks are just those that share it
-    drafts.of((2, 3))           a draft of their own from now on, with all that stands there so far
+    builders.of((0, 1, 2, 3))     one builder, if these four ranks are just those that share it
+    builders.of((2, 3))           a builder of their own from now on, with all that stands there so far
 
 What is made beside the model's own values has a name that the model does not have: `h.shape` is `h.shape'` where the model has an
 `h.shape` itself (`derived`), and one that nothing else on these ranks has (`free`).
@@ -11,16 +11,17 @@ What is made beside the model's own values has a name that the model does not ha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
 from partc.compiler.ir.program import ComputeOp, Constant, LocalTensor, RankOp, Shape, StateTensor
+from partc.compiler.ir.values import derived
 
 
 @dataclass
 class ProgramBuilder:
-    """A program that is being written, and the ranks whose it is, rising."""
+    """One program under construction, shared by `ranks` (ascending) as long as these emit the same ops."""
 
     ranks: list[int]
     steps: list[RankOp] = field(default_factory=list)
@@ -29,8 +30,8 @@ class ProgramBuilder:
     made: dict[ir.Node, dict[str, Mapping[str, str]]] = field(default_factory=dict)
     """By node the values that it has made here, each with the renamed ones inside: on a smaller group of these ranks it may stand again."""
     types: dict[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
-    replaced: dict[int, tuple[RankOp, ...]] = field(default_factory=dict)
-    """By `id` of a step what stands in its place, where the backward pass asks a node for more than it gave."""
+    replaced: dict[ComputeOp, tuple[RankOp, ...]] = field(default_factory=dict)
+    """By op those in its place, where the backward pass asks a node for more than it gave."""
     kept: dict[str, StateTensor] = field(default_factory=dict)
     scalars: dict[str, None] = field(default_factory=dict)
     outputs: dict[str, LocalTensor] = field(default_factory=dict)
@@ -42,23 +43,31 @@ class ProgramBuilder:
         for k, (before, after) in enumerate(zip(old, new, strict=True)):
             rest = tail if k == len(old) - 1 else []
             if after is not before or rest:
-                self.replaced[id(before)] = (after, *rest)
+                self.replaced[before] = (after, *rest)
 
     taken: set[str] = field(default_factory=set)
-    """Names that `Drafts.free` has given away here."""
+    """Names that `ProgramBuilders.free` has given away here."""
 
     @property
     def program(self) -> list[RankOp]:
         """The steps in order, each as it finally is."""
-        return [final for step in self.steps for final in self.replaced.get(id(step), (step,))]
+        return [
+            final
+            for step in self.steps
+            for final in (self.replaced.get(step, (step,)) if isinstance(step, ComputeOp) else (step,))
+        ]
 
     def fork(self, ranks: Sequence[int]) -> ProgramBuilder:
-        """Hands some of the ranks over to a draft with the same contents."""
+        """Hands some of the ranks over to a builder with the same contents."""
         gone = set(ranks)
         self.ranks = [rank for rank in self.ranks if rank not in gone]
+        return self.copy(sorted(gone))
+
+    def copy(self, ranks: list[int]) -> ProgramBuilder:
+        """A builder of its own with the same contents, of these ranks."""
         made = {node: dict(names) for node, names in self.made.items()}
         return ProgramBuilder(
-            sorted(gone),
+            ranks,
             list(self.steps),
             dict(self.weights),
             dict(self.constants),
@@ -77,7 +86,7 @@ class ProgramBuilder:
 
 
 class ProgramBuilders:
-    """The draft of every rank; `reserved` are the names of the model's own values and of their copies."""
+    """The builder of every rank; `reserved` are the names of the model's own values and of their versions."""
 
     def __init__(self, ranks: int, reserved: Collection[str] = ()) -> None:
         self.reserved = frozenset(reserved)
@@ -88,17 +97,40 @@ class ProgramBuilders:
     def __iter__(self) -> Iterator[ProgramBuilder]:
         return iter(self._by_rank)
 
+    def copy(self) -> ProgramBuilders:
+        """Builders of their own with the same contents, shared by the same ranks."""
+        found = ProgramBuilders(0, self.reserved)
+        copies = {id(one): one.copy(list(one.ranks)) for one in self.distinct}
+        found._by_rank = [copies[id(one)] for one in self._by_rank]
+        return found
+
+    @property
+    def distinct(self) -> list[ProgramBuilder]:
+        """Every builder once, by its lowest rank."""
+        return [*{id(one): one for one in self._by_rank}.values()]
+
+    def append(self, ranks: tuple[int, ...], steps: Iterable[RankOp]) -> None:
+        """Writes ops behind what these ranks do so far."""
+        steps = tuple(steps)
+        for builder in self.of(ranks):
+            builder.steps += steps
+
+    def declare(self, ranks: tuple[int, ...], name: str, value: ir.Value, shape: Shape | None) -> None:
+        """Lists the type and local shape of what these ranks have under a name."""
+        for builder in self.of(ranks):
+            builder.types[name] = (value, shape)
+
     def of(self, ranks: tuple[int, ...]) -> tuple[ProgramBuilder, ...]:
-        """The drafts that are just these ranks', each once; a draft that others share is parted first."""
+        """The builders that are just these ranks', each once; one that others share is forked first."""
         if (found := self._found.get(ranks)) is not None:
             return found
         sharing: dict[int, list[int]] = {}
         for rank in ranks:
             sharing.setdefault(id(self._by_rank[rank]), []).append(rank)
         for some in sharing.values():
-            draft = self._by_rank[some[0]]
-            if len(some) < len(draft.ranks):
-                own = draft.fork(some)
+            shared = self._by_rank[some[0]]
+            if len(some) < len(shared.ranks):
+                own = shared.fork(some)
                 for rank in some:
                     self._by_rank[rank] = own
                 self._found.clear()
@@ -113,7 +145,7 @@ class ProgramBuilders:
 
     def is_free(self, ranks: tuple[int, ...], name: str) -> bool:
         """Whether no value on these ranks has the name, nor any of the model."""
-        return name not in self.reserved and not any(draft.has(name) for draft in self._on(ranks))
+        return name not in self.reserved and not any(builder.has(name) for builder in self._on(ranks))
 
     def free(self, ranks: tuple[int, ...], wanted: str) -> str:
         """A name that is free on these ranks, from now on taken: the wanted one, else with a number."""
@@ -122,27 +154,21 @@ class ProgramBuilders:
         while not self.is_free(ranks, name):
             at += 1
             name = f"{wanted}.{at}"
-        for draft in self._on(ranks):
-            draft.taken.add(name)
+        for builder in self._on(ranks):
+            builder.taken.add(name)
         return name
 
     def unlisted(self) -> set[str]:
         """What nodes make without a type: the numbers by which a change of layout cuts."""
         found: set[str] = set()
-        for draft in {id(draft): draft for draft in self}.values():
-            made = (out.name or "" for step in draft.steps if isinstance(step, ComputeOp) for out in step.node.outputs)
-            found.update(name for name in made if name not in draft.types)
+        for builder in self.distinct:
+            ops = (step for step in builder.steps if isinstance(step, ComputeOp))
+            made = (out.name or "" for op in ops for out in op.node.outputs)
+            found.update(name for name in made if name not in builder.types)
         return found
 
     def _on(self, ranks: tuple[int, ...]) -> list[ProgramBuilder]:
-        """The drafts that these ranks have a share in."""
+        """The builders that these ranks have a share in."""
         if ranks not in self._sharing:
-            self._sharing[ranks] = list({id(self._by_rank[rank]): self._by_rank[rank] for rank in ranks}.values())
+            self._sharing[ranks] = [*{id(self._by_rank[rank]): self._by_rank[rank] for rank in ranks}.values()]
         return self._sharing[ranks]
-
-
-def derived(name: str, reserved: Collection[str]) -> str:
-    """The name with as many strokes as make it none of the reserved ones."""
-    while name in reserved:
-        name += "'"
-    return name

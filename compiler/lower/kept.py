@@ -14,35 +14,39 @@ from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import RankConstant, ShardedValue
 from partc.compiler.layout.mesh import normal
 from partc.compiler.lower.comm import CommLowering
-from partc.compiler.lower.versions import input_layout_of
+from partc.compiler.sharding.operands import input_layout_of
 
 
-def operand_name(writer: CommLowering, instance: NodeOnGroup, k: int) -> str:
+def operand_name(comm: CommLowering, instance: NodeOnGroup, k: int) -> str:
     """The name under which a node on a group reads its input `k`, "" where it has none."""
     if instance.node.inputs[k] is None:
         return ""
-    copy, choice = input_layout_of(writer.program, instance, k), writer.program.choices.get(instance)
-    return writer.names[copy] if choice is None or k not in choice.kept else writer.kept[copy, _terms(copy, choice, k)]
+    copy, choice = input_layout_of(comm.program, instance, k), comm.program.choices.get(instance)
+    return (
+        comm.values.names[copy]
+        if choice is None or k not in choice.kept
+        else comm.masked[copy, _terms(copy, choice, k)]
+    )
 
 
-def keep_operands(writer: CommLowering, instance: NodeOnGroup) -> None:
+def keep_operands(comm: CommLowering, instance: NodeOnGroup) -> None:
     """Makes terms of the inputs that the first of the ranks keep for a node."""
-    choice = writer.program.choices.get(instance)
+    choice = comm.program.choices.get(instance)
     if choice is None:
         return
     for k in sorted(choice.kept):
-        copy = input_layout_of(writer.program, instance, k)
+        copy = input_layout_of(comm.program, instance, k)
         after = _terms(copy, choice, k)
-        if (copy, after) in writer.kept:
+        if (copy, after) in comm.masked:
             continue
         dtype = copy.value.dtype
         assert dtype is not None
-        out = writer.kept[copy, after] = writer.drafts.free(copy.group, f"{writer.names[copy]}.kept")
-        zero = writer.constant(copy.group, out, "zero", np.zeros((), dtype.numpy()))
-        _, group = writer.circles(choice.mesh, choice.passing, copy.group)
-        first = writer.constant(copy.group, out, "first", RankConstant.first(group, np.bool_))
-        writer.emit(copy.group, "Where", [first, writer.names[copy], zero], out, None)
-        writer.type_of(after, out)
+        out = comm.masked[copy, after] = comm.builders.free(copy.group, f"{comm.values.names[copy]}.kept")
+        zero = comm.constant(copy.group, out, "zero", np.zeros((), dtype.numpy()))
+        _, group = comm.subgroups(choice.mesh, choice.passing, copy.group)
+        first = comm.constant(copy.group, out, "first", RankConstant.first(group, np.bool_))
+        comm.emit(copy.group, "Where", [first, comm.values.names[copy], zero], out, None)
+        comm.declare(after, out)
 
 
 def _terms(copy: ShardedValue, choice: NodeSharding, k: int) -> ShardedValue:

@@ -16,8 +16,8 @@ import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.program import CommOp, Event, Group, Shape
 from partc.compiler.lower.comm import CommLowering
-from partc.compiler.lower.versions import input_layout_of, output_layout_of
 from partc.compiler.ops.families.local_map import COLLECTIVES, LINE, is_collective
+from partc.compiler.sharding.operands import input_layout_of, output_layout_of
 from partc.compiler.sharding.strategy import refined
 from partc.runtime.artifact import format as fmt
 
@@ -64,7 +64,7 @@ class Written:
 
 
 def write(
-    writer: CommLowering,
+    comm: CommLowering,
     one: Written,
     group: Group,
     names: tuple[str, str],
@@ -72,12 +72,11 @@ def write(
     cause: str,
 ) -> None:
     """Writes the collective into the programs of a group: of the first name the second is made, which `values` list."""
-    mesh, named = refined(writer.program.plan.axes_of(group))
-    sets, circle = writer.circles(mesh, named[one.axis], group)
-    shape = writer.program.values[values[0]].shape
-    work = _Work(writer, one, group, sets, circle, names, values, shape, cause)
-    for draft in writer.drafts.of(group):
-        draft.types[names[1]] = (values[1], writer.program.values[values[1]].shape)
+    mesh, named = refined(comm.program.plan.axes_of(group))
+    sets, sets_name = comm.subgroups(mesh, named[one.axis], group)
+    shape = comm.values[values[0]].shape
+    work = _Work(comm, one, group, sets, sets_name, names, values, shape, cause)
+    comm.builders.declare(group, names[1], values[1], comm.values[values[1]].shape)
     match one.op_type:
         case "AllReduce":
             work.everywhere(fmt.ALL_REDUCE, {fmt.REDUCE: one.reduce})
@@ -88,7 +87,7 @@ def write(
         case "AllToAll":
             work.everywhere(fmt.ALL_TO_ALL, {fmt.SPLIT_AXIS: one.dim, fmt.CONCAT_AXIS: one.to})
         case "Spread":
-            writer.emit(group, "Identity", [names[0]], names[1], None)
+            comm.emit(group, "Identity", [names[0]], names[1], None)
         case "Broadcast" | "Reduce":
             work.rooted()
         case _:
@@ -100,22 +99,22 @@ def is_written(node: ir.Node) -> bool:
     return is_collective(node) and node.attributes.get_int("size", 1) > 1
 
 
-def write_forward(writer: CommLowering, instance: NodeOnGroup) -> None:
+def write_forward(comm: CommLowering, instance: NodeOnGroup) -> None:
     """The collective of a node, in the programs of its group."""
     node = instance.node
-    read, made = input_layout_of(writer.program, instance, 0), output_layout_of(writer.program, instance, 0)
-    names = writer.names[read], writer.names[made]
+    read, made = input_layout_of(comm.program, instance, 0), output_layout_of(comm.program, instance, 0)
+    names = comm.values.names[read], comm.values.names[made]
     write(
-        writer, Written.of(node, len(read.layout.cuts)), instance.group, names, (read.value, made.value), cause_of(node)
+        comm, Written.of(node, len(read.layout.cuts)), instance.group, names, (read.value, made.value), cause_of(node)
     )
 
 
 def write_backward(
-    writer: CommLowering, instance: NodeOnGroup, names: tuple[str, str], cotangents: tuple[ir.Value, ir.Value]
+    comm: CommLowering, instance: NodeOnGroup, names: tuple[str, str], cotangents: tuple[ir.Value, ir.Value]
 ) -> None:
     """The dual of a node's collective: of the output's cotangent that of the input; `names` and values in this order."""
-    one = Written.of(instance.node, len(input_layout_of(writer.program, instance, 0).layout.cuts)).dual
-    write(writer, one, instance.group, names, cotangents, f"gradient of '{writer.program.paths[instance.node]}'")
+    one = Written.of(instance.node, len(input_layout_of(comm.program, instance, 0).layout.cuts)).dual
+    write(comm, one, instance.group, names, cotangents, f"gradient of '{comm.program.paths[instance.node]}'")
 
 
 def cause_of(node: ir.Node) -> str:
@@ -125,11 +124,11 @@ def cause_of(node: ir.Node) -> str:
 
 @dataclass
 class _Work:
-    writer: CommLowering
+    comm: CommLowering
     one: Written
     group: Group
     sets: tuple[Group, ...]
-    circle: str
+    sets_name: str
     names: tuple[str, str]
     values: tuple[ir.Value, ir.Value]
     shape: Shape | None
@@ -143,23 +142,25 @@ class _Work:
             fmt.REDUCE_SCATTER: Fraction(count - 1, count),
             fmt.ALL_TO_ALL: Fraction(count - 1, count),
         }.get(op_type, Fraction(count - 1, count) if self.one.op_type == "Scatter" else Fraction(1))
-        amount = self.writer.amount(self.values[0], sent)
-        tag = len(self.writer.events)
-        self.writer.events.append(
-            Event(tag, op_type, self.values[1], self.names[1], self.sets, self.circle, self.shape, amount, self.cause)
+        amount = self.comm.amount(self.values[0], sent)
+        tag = len(self.comm.events)
+        self.comm.events.append(
+            Event(
+                tag, op_type, self.values[1], self.names[1], self.sets, self.sets_name, self.shape, amount, self.cause
+            )
         )
         return tag, amount
 
-    def comm(
+    def append(
         self, ranks: Group, op_type: str, given: bool, made: bool, said: Attributes, event: tuple[int, str]
     ) -> None:
         inputs, outputs = (self.names[0],) if given else (), (self.names[1],) if made else ()
-        attributes: Attributes = {fmt.GROUP: self.circle, **said}
+        attributes: Attributes = {fmt.GROUP: self.sets_name, **said}
         step = CommOp(op_type, inputs, outputs, attributes, event[0], self.values[1], self.cause, event[1])
-        self.writer.append(ranks, step)
+        self.comm.append(ranks, step)
 
     def everywhere(self, op_type: str, said: Attributes) -> None:
-        self.comm(self.group, op_type, True, True, said, self.event(op_type))
+        self.append(self.group, op_type, True, True, said, self.event(op_type))
 
     def rooted(self) -> None:
         op_type = fmt.BROADCAST if self.one.op_type == "Broadcast" else fmt.REDUCE_TO
@@ -168,12 +169,12 @@ class _Work:
         others = tuple(rank for rank in self.group if rank not in roots)
         event = self.event(op_type)
         if op_type == fmt.BROADCAST:
-            self.comm(roots, op_type, True, True, said, event)
-            self.comm(others, op_type, False, True, said, event)
+            self.append(roots, op_type, True, True, said, event)
+            self.append(others, op_type, False, True, said, event)
             return
         said[fmt.REDUCE] = fmt.SUM
-        self.comm(roots, op_type, True, True, said, event)
-        self.comm(others, op_type, True, False, said, event)
+        self.append(roots, op_type, True, True, said, event)
+        self.append(others, op_type, True, False, said, event)
         self.zeros(others, [1] * len(self.shape or ()))
 
     def exchanged(self) -> None:
@@ -200,7 +201,7 @@ class _Work:
                     fmt.RECV_BOXES: tuple(number for _, box in coming for number in box),
                     fmt.RANK: rank,
                 }
-                self.comm((own,), fmt.EXCHANGE, bool(leaving), bool(coming), said, event)
+                self.append((own,), fmt.EXCHANGE, bool(leaving), bool(coming), said, event)
         if without:
             grows = self.one.size if self.one.op_type == "Gather" else 1
             self.zeros(tuple(without), [grows if dim == self.one.dim else 1 for dim in range(rank)])
@@ -222,12 +223,12 @@ class _Work:
             return
         out, dtype = self.names[1], self.values[0].dtype
         assert dtype is not None
-        shape = self.writer.beside(ranks, "Shape", [self.names[0]], f"{out}.given")
+        shape = self.comm.beside(ranks, "Shape", [self.names[0]], f"{out}.given")
         if any(count > 1 for count in times):
-            factors = self.writer.constant(ranks, out, "times", list(times))
-            shape = self.writer.beside(ranks, "Mul", [shape, factors], f"{out}.shape")
+            factors = self.comm.constant(ranks, out, "times", list(times))
+            shape = self.comm.beside(ranks, "Mul", [shape, factors], f"{out}.shape")
         zero = ir.tensor(np.zeros(1, dtype.numpy()))
-        self.writer.emit(ranks, "ConstantOfShape", [shape], out, None, value=zero)
+        self.comm.emit(ranks, "ConstantOfShape", [shape], out, None, value=zero)
 
 
 def _box(rank: int, dim: int, shard: tuple[int, int]) -> tuple[int, ...]:

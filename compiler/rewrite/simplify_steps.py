@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import onnx_ir as ir
 from partc.compiler.ir.graph import bodies
@@ -29,7 +30,7 @@ def simplify_steps(
     found: list[RankOp] = []
     for index, step in enumerate(steps):
         if index in changed and isinstance(step, ComputeOp):
-            found += [ComputeOp(node, step.source, step.captured) for node in changed[index]]
+            found += [replace(step, node=node) for node in changed[index]]
         else:
             found.append(step)
     return found

@@ -36,17 +36,11 @@ from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import bytes_moved, is_local
 from partc.compiler.layout.reshard import lower
-from partc.compiler.lower.versions import (
-    ValueVersions,
-    deliver,
-    input_layout_of,
-    proven_divisors,
-    reduce_definition,
-    replicated_on,
-)
 from partc.compiler.ops.families.local_map import is_inside
 from partc.compiler.plan.matching import output_ranks
 from partc.compiler.sharding.least_cut import ALWAYS, LeastCut
+from partc.compiler.sharding.operands import input_layout_of, proven_divisors, replicated_on
+from partc.compiler.sharding.versions import ValueVersions, deliver, reduce_definition
 from partc.compiler.training.gradient_reach import learned_from
 
 _FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)

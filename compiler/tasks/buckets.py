@@ -11,7 +11,7 @@ from partc.compiler.ir.program import Shape
 from partc.compiler.layout import moves as mv
 from partc.compiler.lower.comm import CommLowering
 
-Together = mv.AllReduce | mv.ReduceScatter | mv.AllGather
+Fused = mv.AllReduce | mv.ReduceScatter | mv.AllGather
 
 
 def can_join(moves: tuple[mv.Move, ...]) -> bool:
@@ -30,7 +30,7 @@ def can_join(moves: tuple[mv.Move, ...]) -> bool:
 
 @dataclass
 class _Bucket:
-    move: Together
+    move: Fused
     values: list[ir.Value] = field(default_factory=list)
     terms: list[str] = field(default_factory=list)
     made: list[str] = field(default_factory=list)
@@ -45,13 +45,13 @@ class Buckets:
     `what` names it in the dumps: `gradients of 8 parameters`.
     """
 
-    def __init__(self, writer: CommLowering, limit: int, what: str) -> None:
-        self.writer, self.limit, self.what = writer, limit, what
+    def __init__(self, comm: CommLowering, limit: int, what: str) -> None:
+        self.comm, self.limit, self.what = comm, limit, what
         self._open: dict[tuple[str, str, str], _Bucket] = {}
 
     def add(
         self,
-        move: Together,
+        move: Fused,
         value: ir.Value,
         term: str,
         shape: Shape,
@@ -59,9 +59,9 @@ class Buckets:
         then: Callable[[], None] = lambda: None,
     ) -> None:
         """Has `term`, of this shape, moved and called `made`; `then` is called when it has been written."""
-        info = self.writer.program.values[value]
+        info = self.comm.values[value]
         kind = type(move).__name__
-        key = (kind, self.writer.circles(move.after.mesh, move.axes, move.group)[1], info.type)
+        key = (kind, self.comm.subgroups(move.after.mesh, move.axes, move.group)[1], info.type)
         bucket = self._open.setdefault(key, _Bucket(move))
         bucket.values.append(value)
         bucket.terms.append(term)
@@ -83,6 +83,6 @@ class Buckets:
         count = len(bucket.made)
         name = str(bucket.values[0].name).removesuffix(".grad").removesuffix(".next")
         cause = f"{self.what}s of {count} parameters" if count > 1 else f"{self.what} of '{name}'"
-        self.writer.together(bucket.move, bucket.values, bucket.terms, bucket.made, bucket.elements, cause)
+        self.comm.fused(bucket.move, bucket.values, bucket.terms, bucket.made, bucket.elements, cause)
         for then in bucket.then:
             then()

@@ -6,23 +6,21 @@ once   1, 0, 0, 0                            ->    Max(1 - place, 0)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from partc.compiler.ir.program import Array, Constant, Group, RankConstant
-from partc.compiler.layout.layout import Mesh
 from partc.compiler.ops.local import likeness
 
 if TYPE_CHECKING:
-    from partc.compiler.tasks.localize import Localized
+    from partc.compiler.tasks.local_form import LocalForm
 
-Circles: TypeAlias = Callable[[Mesh, tuple[int, ...], Group], tuple[tuple[Group, ...], str]]
 _MOST_ITEMS = 64
 """So many items of a constant are told one by one."""
 
 
-def by_place(forms: Sequence[tuple[Localized, Sequence[int]]], sets: tuple[tuple[Group, ...], str]) -> Localized | None:
+def by_place(forms: Sequence[tuple[LocalForm, Sequence[int]]], sets: tuple[tuple[Group, ...], str]) -> LocalForm | None:
     """One form of all ranks; None where the forms differ otherwise. `forms` with their ranks, which `sets` parts by places."""
     lists, group = sets
     form_of = {rank: form for form, ranks in forms for rank in ranks}

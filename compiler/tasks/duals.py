@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
-from partc.compiler.ir.choice import NodeSharding
-from partc.compiler.ir.program import Program, Shape, ValueInfo
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.program import Program, Shape, ShardedValue, ValueInfo
+from partc.compiler.ir.values import ValueTable
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import on_common_mesh
+from partc.compiler.sharding.operands import replicated_on
 
 
 @dataclass(frozen=True)
 class Passing:
-    """Terms of a sum that pass through a node, on the mesh of `layout`."""
+    """Partial sums that pass through a node, on the mesh of `layout`."""
 
     layout: Layout
     terms: tuple[tuple[int, str], ...]
@@ -28,28 +30,85 @@ class Passing:
         return Layout(own.mesh, own.cuts, tuple(sorted({*own.partial, *self.terms})))
 
 
-def typed(program: Program, value: ir.Value) -> tuple[ir.Value, Shape | None]:
+def typed(values: ValueTable, symbols: Collection[str], value: ir.Value) -> tuple[ir.Value, Shape | None]:
     """A value of the backward pass as programs list it: its shape where the symbols tell it."""
-    dims: list[int | str] | None = None if value.shape is None else []
-    for dim in value.shape.dims if value.shape is not None else ():
-        if isinstance(dim, int):
-            assert dims is not None
-            dims.append(dim)
-        elif dim.value is not None and dims is not None and dim.free_symbols() <= program.symbols.keys():
-            dims.append(str(dim.value))
-        else:
-            dims = None
-            break
-    shape = None if dims is None else tuple(dims)
+    shape = _told(value, symbols)
     copy = ir.Value(name=value.name, type=value.type, shape=None if shape is None else ir.Shape(shape))
     bits = value.dtype.bitwidth if value.dtype is not None else None
-    assert isinstance(program.values, dict)
-    program.values[copy] = ValueInfo(type_text(value.type), shape, bits // 8 if bits and bits % 8 == 0 else None)
-    return copy, shape
+    item_bytes = bits // 8 if bits and bits % 8 == 0 else None
+    return values.add(copy, ValueInfo(type_text(value.type), shape, item_bytes)), shape
+
+
+def _told(value: ir.Value, symbols: Collection[str]) -> Shape | None:
+    if value.shape is None:
+        return None
+    known = [
+        isinstance(dim, int) or (dim.value is not None and dim.free_symbols() <= {*symbols}) for dim in value.shape
+    ]
+    if not all(known):
+        return None
+    return tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
+
+
+def wanted_layout(
+    program: Program, instance: NodeOnGroup, k: int, given: Mapping[ShardedValue, Sequence[str]]
+) -> tuple[Layout, Passing | None]:
+    """The layout in which the cotangent of output `k` is wanted, and what of it passes through the node; `given` by its layout.
+
+    What a node makes of parameters alone (a transposed weight) takes partial sums and gives such, since the parameter's
+    gradient is reduced in any case, together with others. Not along an axis over which the node sums up: there each rank needs
+    the whole sum for its own addends.
+    """
+    wanted = _dual_of_output(program, instance, k)
+    if not program.placement[instance.node].follows or len(given) != 1 or len(instance.node.outputs) != 1:
+        return wanted, None
+    (version,) = given
+    common = on_common_mesh(wanted, version.layout) if version.group == instance.group else None
+    if common is None or common[0].cuts != common[1].cuts or not {*common[0].partial} <= {*common[1].partial}:
+        return wanted, None
+    terms = tuple(term for term in common[1].partial if term not in common[0].partial)
+    choice = program.choices.get(instance)
+    made = on_common_mesh(layout, common[1]) if choice and (layout := choice.output(k)) else None
+    if made and {axis for axis, _ in terms} & {axis for axis, _ in made[0].partial}:
+        return wanted, None
+    return common[1], Passing(common[1], terms)
+
+
+def takes_extreme(program: Program, instance: NodeOnGroup, k: int) -> bool:
+    """Whether output `k` is a maximum or minimum over ranks, which has no gradient."""
+    choice = program.choices.get(instance)
+    layout = choice.output(k) if choice else None
+    return layout is not None and any(reduce != "sum" for _, reduce in layout.partial)
+
+
+def _dual_of_output(program: Program, instance: NodeOnGroup, k: int) -> Layout:
+    choice = program.choices.get(instance)
+    layout = choice.output(k) if choice else None
+    if choice is None or layout is None:
+        return replicated_on(instance.node.outputs[k], instance.group).layout
+    made = choice.rule.outputs[k] or ""
+    reduced = [axes for letter, axes in choice.axes.items() if letter in choice.rule.reduce and letter not in made]
+    return dual(choice, layout.cuts, {axis for axes in (*reduced, choice.passing) for axis in axes})
+
+
+def dual_of_input(program: Program, instance: NodeOnGroup, k: int) -> Layout:
+    """The layout in which a node gives the cotangent of input `k`."""
+    choice = program.choices.get(instance)
+    layout = choice.input(k) if choice else None
+    if choice is None or layout is None:
+        value = instance.node.inputs[k]
+        assert value is not None
+        return replicated_on(value, instance.group).layout
+    if k in choice.rule.apart:
+        return layout
+    return dual(choice, layout.cuts, choice.passing if k in choice.terms | choice.kept else ())
 
 
 def dual(choice: NodeSharding, cuts: tuple[tuple[int, ...], ...], summed: Collection[int]) -> Layout:
-    """Cuts stay; an axis that cuts the node, but not this operand, leaves terms of a sum, unless it is `summed` itself."""
+    """The dual layout: sharded axes stay sharded; a mesh axis that shards the node but not this operand makes its cotangent partial.
+
+    Not so an axis over which the output was partial itself (`summed`).
+    """
     used = {axis for axes in (*choice.axes.values(), choice.passing) for axis in axes}
     here = {axis for axes in cuts for axis in axes}
     return Layout(choice.mesh, cuts, tuple((axis, "sum") for axis in sorted(used.difference(here, summed))))

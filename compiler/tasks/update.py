@@ -1,4 +1,4 @@
-"""The end of a training step: gradients clipped, then every parameter and what the optimizer keeps of it replaced by its next value.
+"""Pass: the end of a training step: gradients clipped, then every parameter and what the optimizer keeps of it replaced by its next value.
 
 One node a parameter, a function of `partc.optimizer` whose body is plain ONNX, behind everything that reads the parameter:
 
@@ -10,6 +10,7 @@ A parameter that lies in several ways is updated in each of them, from the same 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, TypeAlias, cast
 
 import numpy as np
@@ -24,17 +25,15 @@ from partc.compiler.ir.program import (
     RankConstant,
     ShardedValue,
     StateTensor,
+    TaskKind,
 )
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.moves import AllReduce
 from partc.compiler.layout.reshard import lower
-from partc.compiler.lower.builders import ProgramBuilders
-from partc.compiler.lower.comm import CommLowering
-from partc.compiler.lower.versions import ValueVersions, replicated_on
-from partc.compiler.tasks.buckets import Buckets, Together, can_join
+from partc.compiler.sharding.operands import replicated_on
+from partc.compiler.tasks.buckets import Buckets, Fused, can_join
 from partc.compiler.tasks.duals import typed
-from partc.compiler.tasks.localize import local_shape
-from partc.compiler.tasks.reduce_gradients import Gradient, Sum
+from partc.compiler.tasks.local_view import AccumulatedGradient, Gradient, LocalView
 from partc.compiler.training.config import Training
 from partc.compiler.training.optimizers import clip_scale
 
@@ -43,16 +42,29 @@ _NO_BOUND = float(np.finfo(np.float32).max)
 """A norm that no gradient is scaled down to."""
 
 
-class Updates:
-    """Writes the updates of all parameters into the drafts, and lists what ranks keep."""
+def update(program: Program) -> Program:
+    """Writes the update of every parameter into `local`, and lists what ranks keep; does nothing for a program that trains nothing."""
+    if program.training is None:
+        return program
+    assert program.local is not None
+    local = program.local.begin(TaskKind.UPDATE)
+    updates = Updates(program, local)
+    updates.write(local.gradients)
+    updates.keep_sums(local.accumulated)
+    return replace(program, local=local)
 
-    def __init__(self, program: Program, copies: ValueVersions, writer: CommLowering, drafts: ProgramBuilders) -> None:
+
+class Updates:
+    """Writes the updates of all parameters into `local`, and lists what ranks keep."""
+
+    def __init__(self, program: Program, local: LocalView) -> None:
         assert program.training is not None
-        self.program, self.copies, self.writer, self.drafts = program, copies, writer, drafts
+        self.program, self.versions, self.comm = program, local.versions, local.comm
+        self.builders, self.values, self.names = local.comm.builders, local.comm.values, local.comm.values.names
         self.training: Training = program.training
-        self.gathers = Buckets(writer, self.training.bucket_bytes, "update")
+        self.gathers = Buckets(local.comm, self.training.bucket_bytes, "update")
         names = ("gradients.squares", "gradients.square_norm", "gradients.scale")
-        self.squares, self.total, self.scale = (drafts.derived(name) for name in names)
+        self.squares, self.total, self.scale = (self.builders.derived(name) for name in names)
         self._squares: dict[ir.Value, ShardedValue] = {}
         """Per parameter the sums of squares that LAMB has where it is first updated."""
 
@@ -66,33 +78,33 @@ class Updates:
         self.gathers.flush()
         updated = {(one.parameter, one.home) for one in gradients}
         for value in self.training.parameters:
-            for home in self.copies.defs.get(value, ()):
+            for home in self.versions.defs.get(value, ()):
                 if (value, home) not in updated:
-                    self._keep(home, self.writer.names[home], "", _tensor(value), "parameter")
+                    self._keep(home, self.names[home], "", _tensor(value), "parameter")
         for value, following in self.training.statistics.items():
-            for home in self.copies.defs.get(value, ()):
+            for home in self.versions.defs.get(value, ()):
                 made = "" if following is None else self._replacing(home, following)
-                self._keep(home, self.writer.names[home], made, value.name or "", "statistics")
+                self._keep(home, self.names[home], made, value.name or "", "statistics")
 
-    def keep_sums(self, sums: Sequence[Sum]) -> None:
+    def keep_sums(self, sums: Sequence[AccumulatedGradient]) -> None:
         """Lists the sums of gradients over the parts of a batch."""
         for one in sums:
             parameter = _tensor(one.parameter)
-            self._keep(one.copy, one.name, one.next, one.name, "gradient", parameter)
+            self._keep(one.version, one.name, one.next, one.name, "gradient", parameter)
 
     def _update(self, one: Gradient, clipped: bool) -> None:
         optimizer, learned = self.training.optimizer, self.training.parameters[one.parameter]
-        name, group, tensor = self.writer.names[one.home], one.home.group, _tensor(one.parameter)
+        name, group, tensor = self.names[one.home], one.home.group, _tensor(one.parameter)
         shared = one.share != one.home
-        shape = ir.Shape(local_shape(self.program, one.share) or ())
+        shape = ir.Shape(self.values.local_shape(one.share) or ())
         shard = self._share(one, name) if shared else name
         kind = one.parameter.type
 
         def value(name: str) -> ir.Value:
             return ir.Value(name=name, type=kind, shape=shape)
 
-        slots = [value(self.drafts.derived(f"{name}.{slot}")) for slot in optimizer.slots]
-        made = [value(self.drafts.derived(f"{of}.next")) for of in (shard, *(slot.name for slot in slots))]
+        slots = [value(self.builders.derived(f"{name}.{slot}")) for slot in optimizer.slots]
+        made = [value(self.builders.derived(f"{of}.next")) for of in (shard, *(slot.name for slot in slots))]
         scalars = {scalar: ir.Value(name=scalar) for scalar in optimizer.scalars}
         if clipped:
             scalars["scale"] = ir.Value(name=self.scale)
@@ -100,7 +112,7 @@ class Updates:
         first = self._squares.get(one.parameter)
         reduced = None
         if first is not None or (cut and not optimizer.is_elementwise):
-            reduced = ir.Value(name=self.drafts.derived(f"{name}.squares.whole"), type=kind, shape=ir.Shape([2]))
+            reduced = ir.Value(name=self.builders.derived(f"{name}.squares.whole"), type=kind, shape=ir.Shape([2]))
         update = optimizer.update(
             value(shard),
             value(one.name),
@@ -114,7 +126,7 @@ class Updates:
         )
         for out in (out for node in (*update.before, *update.after) for out in node.outputs):
             if out not in made and out is not reduced:
-                out.name = self.drafts.derived(str(out.name))
+                out.name = self.builders.derived(str(out.name))
         if reduced is not None and first is not None:
             # Another order of a sum would be another number, and copies must stay equal bit by bit.
             self._append(group, update.before[:1])
@@ -123,18 +135,18 @@ class Updates:
             self._append(group, update.before)
             self._sum_up(one, update.squares, reduced, cut)
         self._append(group, update.after)
-        for draft in self.drafts.of(group):
-            draft.scalars |= dict.fromkeys(optimizer.scalars)
+        for builder in self.builders.of(group):
+            builder.scalars |= dict.fromkeys(optimizer.scalars)
         self._types(group, [*slots, *made])
         if shared:
             self._gather(one, name, str(made[0].name))
-        self._keep(one.home, name, self.drafts.derived(f"{name}.next"), tensor, "parameter")
+        self._keep(one.home, name, self.builders.derived(f"{name}.next"), tensor, "parameter")
         for slot, state, following in zip(optimizer.slots, slots, made[1:], strict=True):
             self._keep(
                 one.share,
                 str(state.name),
                 str(following.name),
-                self.drafts.derived(f"{tensor}.{slot}"),
+                self.builders.derived(f"{tensor}.{slot}"),
                 "optimizer",
                 tensor,
                 optimizer.initial(slot),
@@ -144,12 +156,12 @@ class Updates:
         """LAMB's sums of squares: of a cut parameter those of all shards."""
         if terms is None:
             return
-        group, made = one.home.group, typed(self.program, reduced or terms)[0]
+        group, made = one.home.group, typed(self.values, self.program.symbols, reduced or terms)[0]
         if reduced is not None:
             self._types(group, [reduced])
             move = AllReduce(group, Layout(one.share.layout.mesh, ((),)), cut, "sum")
             cause = f"norms of '{one.parameter.name}'"
-            self.writer.together(move, [made], [str(terms.name)], [str(reduced.name)], 2, cause)
+            self.comm.fused(move, [made], [str(terms.name)], [str(reduced.name)], 2, cause)
         self._squares[one.parameter] = replicated_on(made, group)
 
     def _brought(self, first: ShardedValue, group: Group, wanted: str, tensor: str) -> str:
@@ -157,33 +169,27 @@ class Updates:
         target = replicated_on(first.value, group)
         if target == first:
             return str(first.value.name)
-        self.writer.names |= {first: str(first.value.name), target: wanted}
-        self.writer.make(first, target, f"norms of '{tensor}'")
-        return self.writer.names[target]
+        return self.comm.reshard(first, str(first.value.name), target, wanted, f"norms of '{tensor}'")
 
     def _share(self, one: Gradient, name: str) -> str:
         """The name of a rank's share of a parameter, cut out of what it holds."""
-        self.writer.names[one.share] = self.drafts.free(one.home.group, f"{name}.share")
-        self.writer.make(one.home, one.share, f"update of '{one.parameter.name}'")
-        return self.writer.names.pop(one.share)
+        wanted = self.builders.free(one.home.group, f"{name}.share")
+        return self.comm.reshard(one.home, name, one.share, wanted, f"update of '{one.parameter.name}'")
 
     def _gather(self, one: Gradient, name: str, made: str) -> None:
         """The next parameter out of the shares that ranks have updated."""
-        after = self.drafts.derived(f"{name}.next")
+        after = self.builders.derived(f"{name}.next")
         following = ir.Value(name=after, type=one.parameter.type, shape=one.parameter.shape)
-        assert isinstance(self.program.values, dict)
-        self.program.values[following] = self.program.values[one.parameter]
+        self.values.add(following, self.values[one.parameter])
         share, whole = (ShardedValue(following, copy.group, copy.layout) for copy in (one.share, one.home))
-        for draft in self.drafts.of(whole.group):
-            draft.types[after] = (following, local_shape(self.program, whole))
+        self.builders.declare(whole.group, after, following, self.values.local_shape(whole))
         moves = lower(share.layout, whole.layout, share.group, whole.group)
         if can_join(moves):
-            shape = local_shape(self.program, share)
+            shape = self.values.local_shape(share)
             assert shape is not None
-            self.gathers.add(cast(Together, moves[0]), following, made, shape, after)
+            self.gathers.add(cast(Fused, moves[0]), following, made, shape, after)
             return
-        self.writer.names |= {share: made, whole: after}
-        self.writer.make(share, whole, f"update of '{one.parameter.name}'")
+        self.comm.reshard(share, made, whole, after, f"update of '{one.parameter.name}'")
 
     def _keep(
         self,
@@ -196,19 +202,20 @@ class Updates:
         initial: float = 0.0,
     ) -> None:
         """Lists a tensor as one that the ranks of a home keep."""
-        for draft in self.drafts.of(home.group):
-            draft.kept.setdefault(name, StateTensor(name, home, made, tensor, kind, parameter, initial))
+        for builder in self.builders.of(home.group):
+            builder.kept.setdefault(name, StateTensor(name, home, made, tensor, kind, parameter, initial))
 
     def _replacing(self, home: ShardedValue, following: ir.Value) -> str:
         """The name of what a node of the forward pass makes in place of a tensor, brought to where that lies."""
-        defs = self.copies.defs.get(following, [])
+        defs = self.versions.defs.get(following, [])
         source = next((one for one in defs if one.group == home.group), defs[0])
-        at = self.copies.canonical.get(source, source)
+        at = self.versions.canonical.get(source, source)
         wanted = ShardedValue(following, home.group, home.layout)
-        if at != wanted and wanted not in self.writer.names:
-            self.writer.names[wanted] = self.drafts.free(home.group, f"{self.writer.names[home]}.next")
-            self.writer.make(at, wanted, f"update of '{home.value.name}'")
-        return self.writer.names[wanted if wanted in self.writer.names else at]
+        if at != wanted and wanted not in self.names:
+            name = self.builders.free(home.group, f"{self.names[home]}.next")
+            cause = f"update of '{home.value.name}'"
+            self.values.bind(wanted, self.comm.reshard(at, self.names[at], wanted, name, cause))
+        return self.names[wanted if wanted in self.names else at]
 
     def _clip(self, gradients: Sequence[Gradient]) -> None:
         """What gradients are multiplied with, from the squares of all their elements on all ranks, each element once."""
@@ -218,7 +225,7 @@ class Updates:
             if one.parameter in seen:
                 continue
             seen.add(one.parameter)
-            name, group = self.drafts.derived(f"{one.name}.squares"), one.home.group
+            name, group = self.builders.derived(f"{one.name}.squares"), one.home.group
             self._emit(group, "ReduceSumSquare", [one.name], name, keepdims=0)
             terms.setdefault(group, {}).setdefault(self._holding(one.share), []).append(name)
         counted: dict[int, list[str]] = {}
@@ -236,15 +243,15 @@ class Updates:
                 self._emit(tuple(ranks), "Sum", summed, self.squares)
                 continue
             self._types(tuple(ranks), [_number(self.squares)])
-            for draft in self.drafts.of(tuple(ranks)):
-                draft.constants[self.squares] = np.zeros((), np.float32)
+            for builder in self.builders.of(tuple(ranks)):
+                builder.constants[self.squares] = np.zeros((), np.float32)
         total = self.squares
         if len(everyone) > 1:
             total = self.total
             self._types(everyone, [_number(self.total)])
             move = AllReduce(everyone, Layout.whole((len(everyone),), 0), (0,), "sum")
-            value = typed(self.program, _number(self.total))[0]
-            self.writer.together(move, [value], [self.squares], [self.total], 1, "norm of all gradients")
+            value = typed(self.values, self.program.symbols, _number(self.total))[0]
+            self.comm.fused(move, [value], [self.squares], [self.total], 1, "norm of all gradients")
         self._types(everyone, [_number(self.scale)])
         bound = self.training.clip_norm if self.training.clip_norm is not None else _NO_BOUND
         self._append(everyone, [clip_scale(ir.Value(name=total), _number(self.scale), bound)])
@@ -253,27 +260,28 @@ class Updates:
 
     def _guard(self, everyone: Group, total: str) -> None:
         """Gives every rank the sum of all squares, which is no finite number where a gradient is none."""
-        value = typed(self.program, _number(total))[0]
+        value = typed(self.values, self.program.symbols, _number(total))[0]
         copy = replicated_on(value, everyone)
-        for draft in self.drafts.of(everyone):
-            draft.types[total] = (value, ())
-            draft.outputs[total] = LocalTensor(total, copy, 0)
+        held = LocalTensor(total, copy, 0)
+        for builder in self.builders.of(everyone):
+            builder.types[total] = (value, ())
+            builder.outputs[total] = held
 
     def _holding(self, home: ShardedValue) -> str:
         """The group whose lists hold one shard each; "" where every rank has a shard of its own."""
         holders = home.holders
-        return "" if len(holders) == len(home.group) else self.writer.group(tuple(ranks for _, ranks in holders))
+        return "" if len(holders) == len(home.group) else self.comm.group(tuple(ranks for _, ranks in holders))
 
     def _counted(self, group: Group, holders: str, names: Sequence[str]) -> str:
         """The sum of squares of shards that several ranks hold, on the first of these; 0 on the others."""
         wanted = f"{self.squares}.of.{holders}"
         total = names[0]
         if len(names) > 1:
-            total = self.drafts.free(group, wanted)
+            total = self.builders.free(group, wanted)
             self._emit(group, "Sum", names, total)
-        once, made = (self.drafts.free(group, f"{wanted}.{word}") for word in ("once", "counted"))
-        for draft in self.drafts.of(group):
-            draft.constants[once] = RankConstant.first(holders, np.float32)
+        once, made = (self.builders.free(group, f"{wanted}.{word}") for word in ("once", "counted"))
+        for builder in self.builders.of(group):
+            builder.constants[once] = RankConstant.first(holders, np.float32)
         self._emit(group, "Mul", [total, once], made)
         return made
 
@@ -284,17 +292,15 @@ class Updates:
         self._append(ranks, [ir.Node("", op_type, operands, extra, outputs=[_number(made)], name=made)])
 
     def _append(self, ranks: Group, nodes: Sequence[ir.Node]) -> None:
-        steps = [ComputeOp(node, node) for node in nodes]
         for node in nodes:
             self._types(ranks, [value for value in node.outputs if value.type is not None])
-        for draft in self.drafts.of(ranks):
-            draft.steps += steps
+        self.comm.append(ranks, *(ComputeOp(node, node) for node in nodes))
 
     def _types(self, ranks: Group, values: Sequence[ir.Value]) -> None:
         for value in values:
-            for draft in self.drafts.of(ranks):
+            for draft in self.builders.of(ranks):
                 if value.name not in draft.types:
-                    draft.types[str(value.name)] = typed(self.program, value)
+                    draft.types[str(value.name)] = typed(self.values, self.program.symbols, value)
 
 
 def _tensor(parameter: ir.Value) -> str:

@@ -104,7 +104,7 @@ def test_verbose_says_what_is_done_on_stderr(capsys: pytest.CaptureFixture[str])
     named = [line.partition(":")[0] for line in heard.err.splitlines()]
     assert named[0] == "load"
     assert named[-1] == "check"
-    assert {"shapes", "place", "shard", "partition"} <= set(named)
+    assert {"shapes", "place", "shard", "localize", "lower"} <= set(named)
     assert invoke(["compile", "net.onnx", "--plan", "wrong.yaml", "-v"]) == 2
     assert "Traceback" in capsys.readouterr().err
 

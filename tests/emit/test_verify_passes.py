@@ -128,7 +128,7 @@ PLANTED: dict[Callable[[Program], Program], str] = {
 def test_a_law_that_is_broken_is_told_with_the_pass(
     valid: Program, plant: Callable[[Program], Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verify(valid, "partition")
+    verify(valid, "lower")
     monkeypatch.setattr(pipeline, "PASSES", (plant,))
     monkeypatch.setenv("PARTC_VERIFY_PASSES", "1")
     with pytest.raises(InvalidProgram, match=PLANTED[plant]) as caught:

@@ -290,11 +290,11 @@ def test_verify_takes_two_steps_and_compares_all_that_is_kept(
     assert "a.weight.exp_avg_sq" in told
     assert "loss, step 2" in told
     assert "a.weight.grad" in told
-    from partc.compiler.tasks.reduce_gradients import GradientSums
+    from partc.compiler.tasks.reduce_gradients import GradientReduction
 
-    summed = GradientSums.parameter
+    summed = GradientReduction.parameter
     monkeypatch.setattr(
-        GradientSums,
+        GradientReduction,
         "parameter",
         lambda self, value, given, homes: (
             None if "a.bias" in str(value.name) and len(homes[0].group) > 1 else summed(self, value, given, homes)

@@ -1,0 +1,100 @@
+"""The value table: what a lowering knows of every value, and the name of every version of one on its ranks.
+
+A pass that localizes, differentiates or updates makes values that the model does not have: a cotangent, a shard with open dims, the next
+parameter. They are listed here with their types; the program and the model stay as they are.
+
+    table.infos[h.grad]              tensor(float), (batch, 64)
+    table.names[h on 0-3, [2, 1]]    h@[2, 1]
+    table.local_shape(that)          (batch/2, 64)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+
+import onnx_ir as ir
+from partc.compiler.dims.normal import normal
+from partc.compiler.dims.reading import read
+from partc.compiler.ir.program import Shape, ShardedValue, ValueInfo
+
+
+class ValueTable:
+    """Types and global shapes by value, names by version; each pass of the lowering has a copy of its own."""
+
+    def __init__(self, infos: Mapping[ir.Value, ValueInfo], names: Mapping[ShardedValue, str]) -> None:
+        self._infos, self._names = dict(infos), dict(names)
+        self._versions: dict[ir.Value, list[ShardedValue]] = {}
+        for version in self._names:
+            self._versions.setdefault(version.value, []).append(version)
+
+    @property
+    def infos(self) -> Mapping[ir.Value, ValueInfo]:
+        """The type and global shape of every value, in order of their making."""
+        return self._infos
+
+    @property
+    def names(self) -> Mapping[ShardedValue, str]:
+        """What every version of a value of the model is called on the ranks of its group."""
+        return self._names
+
+    def copy(self) -> ValueTable:
+        """A table of its own with the same entries."""
+        return ValueTable(self._infos, self._names)
+
+    def __getitem__(self, value: ir.Value) -> ValueInfo:
+        return self._infos[value]
+
+    def add(self, value: ir.Value, info: ValueInfo) -> ir.Value:
+        """Lists a value that a pass has made; the value."""
+        self._infos[value] = info
+        return value
+
+    def bind(self, version: ShardedValue, name: str) -> None:
+        """Gives a version the name under which its ranks have it."""
+        if version not in self._names:
+            self._versions.setdefault(version.value, []).append(version)
+        self._names[version] = name
+
+    def versions(self, value: ir.Value) -> list[ShardedValue]:
+        """The versions of a value that have names."""
+        return self._versions.get(value, [])
+
+    def local_shape(self, version: ShardedValue) -> Shape | None:
+        """The shape of one shard: every dim over the number of its shards; None where the value's shape is not known."""
+        shape = self._infos[version.value].shape
+        if shape is None or len(shape) != len(version.layout.cuts):
+            return shape
+        return tuple(_shard(dim, version.layout.num_shards(k)) for k, dim in enumerate(shape))
+
+    def local_value(self, version: ShardedValue) -> ir.Value:
+        """The value with the type and the known dims of one shard: the value itself where it is whole, or its whole shape known."""
+        value = version.value
+        if self._infos[value].shape is not None or value.shape is None or version.layout.is_replicated:
+            return value
+        dims = [
+            dim
+            if not isinstance(dim, int) and dim.value is None
+            else _shard(dim if isinstance(dim, int) else str(dim), shards)
+            for dim, shards in zip(
+                value.shape.dims, map(version.layout.num_shards, range(len(value.shape))), strict=True
+            )
+        ]
+        return self.add(ir.Value(name=value.name, type=value.type, shape=ir.Shape(dims)), self._infos[value])
+
+
+def derived(name: str, reserved: Collection[str]) -> str:
+    """The name with as many strokes as make it none of the reserved ones."""
+    while name in reserved:
+        name += "'"
+    return name
+
+
+@functools.lru_cache(maxsize=4096)
+def _shard(dim: int | str, shards: int) -> int | str:
+    if shards == 1:
+        return dim
+    if isinstance(dim, int):
+        return dim // shards
+    expression = read(dim)
+    return f"({dim})/{shards}" if expression is None else str(normal(expression / shards, {}))

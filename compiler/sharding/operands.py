@@ -1,0 +1,66 @@
+"""In which layout a node on a group reads its operands and makes its outputs: what its sharding says, whole where nothing is said.
+
+MatMul on 0-7, mesh (2, 4), {m: (0,), k: (1,)}:   input 0 on 0-7 [2, 4], output 0 on 0-7 [2, 1] to be summed over 4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+from partc.compiler.analysis.lost import dim_of
+from partc.compiler.dims.facts import facts_of
+from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.program import Group, Program, ShardedValue
+from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.mesh import normal
+
+
+def replicated_on(value: ir.Value, group: Group) -> ShardedValue:
+    """A value whole on every rank of a group."""
+    rank = value.shape.rank() if value.shape is not None else 0
+    return ShardedValue(value, group, normal(Layout.whole((len(group),), rank)))
+
+
+def laid_out(value: ir.Value, group: Group, layout: Layout | None) -> ShardedValue:
+    """A value in a layout; whole without one, and where nobody knows how many dims the value has."""
+    if layout is None or (value.shape is None and layout.is_replicated):
+        return replicated_on(value, group)
+    return ShardedValue(value, group, normal(layout))
+
+
+def input_layout_of(program: Program, instance: NodeOnGroup, k: int) -> ShardedValue:
+    """The copy that operand `k` of a node on a group must be."""
+    value = instance.node.inputs[k]
+    assert value is not None
+    choice = program.choices.get(instance)
+    layout = choice.input(k) if choice else None
+    return laid_out(value, instance.group, layout)
+
+
+def output_layout_of(program: Program, instance: NodeOnGroup, k: int) -> ShardedValue:
+    """The copy that a node makes on a group as its output `k`."""
+    value = instance.node.outputs[k]
+    choice = program.choices.get(instance)
+    layout = choice.output(k) if choice else None
+    return laid_out(value, instance.group, layout)
+
+
+def proven_divisors(program: Program, value: ir.Value) -> tuple[int, ...]:
+    """Per dim a number that is known to divide its size."""
+    return divisors(program, [dim_of(program, value, dim) for dim in range(len(value.shape or ()))])
+
+
+def divisors(program: Program, sizes: Sequence[int | str | None]) -> tuple[int, ...]:
+    """Per size, a number or an expression over the symbols, a number that is known to divide it; 1 of an unknown one."""
+    known = {name: info.facts for name, info in program.symbols.items()}
+    return tuple(
+        dim if isinstance(dim, int) else 1 if dim is None else facts_of(dim, known).real_divisor() for dim in sizes
+    )
+
+
+def is_derived(program: Program, instance: NodeOnGroup) -> bool:
+    """Whether nothing of how a node is cut was given by the plan or the model."""
+    choice = program.choices.get(instance)
+    paths = program.derived_paths
+    return choice is not None and choice.open and all(why in paths for why in choice.why.values())

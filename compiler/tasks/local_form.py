@@ -1,0 +1,215 @@
+"""One node on the ranks of its group: as it is where nothing is cut, else rewritten for each rank's shard by the op's own rule.
+
+Most nodes are the same on all ranks of a group; a rule that asks which shard a rank has may give constants that differ.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import onnx_ir as ir
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.program import Array, ComputeOp, Constant, Group, RankConstant, Shape
+from partc.compiler.layout.layout import Layout, Mesh
+from partc.compiler.lower.comm import CommLowering
+from partc.compiler.lower.kept import operand_name
+from partc.compiler.ops.local import Local
+from partc.compiler.ops.registry import rule_of
+from partc.compiler.ops.rule import OWN, Rule
+from partc.compiler.sharding.operands import input_layout_of, output_layout_of, replicated_on
+from partc.compiler.tasks.by_place import by_place
+
+
+@dataclass
+class LocalForm:
+    """What a node becomes on one rank, or on several that differ in constants by their place.
+
+    `ends`: what constants by a rank's place are on the first and the last rank.
+    """
+
+    ops: list[ComputeOp] = field(default_factory=list)
+    constants: dict[str, Constant] = field(default_factory=dict)
+    types: dict[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
+
+    ends: tuple[Mapping[str, Array], ...] = ()
+
+    @property
+    def fixed(self) -> dict[str, Array]:
+        """The constants that are the same on all of the ranks."""
+        return {name: one for name, one in self.constants.items() if not isinstance(one, RankConstant)}
+
+    @property
+    def unknown(self) -> list[ir.Value]:
+        """The constants that are not, of which a type is known."""
+        laws = {name: one for name, one in self.constants.items() if isinstance(one, RankConstant)}
+        return [
+            ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(one.dtype)), shape=ir.Shape(one.shape))
+            for name, one in laws.items()
+        ]
+
+    @property
+    def inner(self) -> list[str]:
+        """What it makes besides the node's outputs."""
+        made = (out.name or "" for op in self.ops for out in op.node.outputs)
+        return [name for name in dict.fromkeys([*self.constants, *made]) if name and name not in self.types]
+
+    def renamed(self, names: Mapping[str, str]) -> LocalForm:
+        """The same with other names inside."""
+        if not names:
+            return self
+        ops = [replace(op, node=with_names(op.node, names)) for op in self.ops]
+        constants = {names.get(name, name): one for name, one in self.constants.items()}
+        ends = tuple({names.get(name, name): one for name, one in end.items()} for end in self.ends)
+        return LocalForm(ops, constants, self.types, ends)
+
+
+class _Shards(dict[str, int]):
+    """Which shard of each factor the rank has; remembers of which ones somebody asked."""
+
+    def __init__(self, numbers: Mapping[str, int]) -> None:
+        super().__init__(numbers)
+        self.asked: dict[str, int] = {}
+
+    def get(self, key: str, default: int = 0) -> int:  # type: ignore[override]
+        number = super().get(key, default)
+        if key in self:
+            self.asked[key] = number
+        return number
+
+    def __getitem__(self, key: str) -> int:
+        self.asked[key] = super().__getitem__(key)
+        return self.asked[key]
+
+
+def local_forms(comm: CommLowering, instance: NodeOnGroup) -> list[tuple[LocalForm, Group]]:
+    """What a node becomes on its group, with the ranks on which it becomes just this."""
+    node, group, choice = instance.node, instance.group, comm.program.choices.get(instance)
+    operands = _Operands.of(comm, instance)
+    unknown_to_runtimes = node.domain == OWN
+    rule = choice.rule if choice is not None else rule_of(node) if unknown_to_runtimes else None
+    cut = choice.cut if choice is not None else {}
+    if rule is None or rule.local is None or not (unknown_to_runtimes or cut or not rule.factors):
+        renamed_node = renamed(node, operands.inputs, operands.outputs)
+        return [(LocalForm([ComputeOp(renamed_node, node, operands.captured)], types=operands.types), group)]
+    found: list[tuple[LocalForm, Mapping[str, int], list[int]]] = []
+    numbers = _numbers(choice) if choice is not None else {}
+    for index, rank in enumerate(group):
+        own = {letter: row[index] for letter, row in numbers.items()}
+        alike = next((ranks for _, asked, ranks in found if asked.items() <= own.items()), None)
+        if alike is not None:
+            alike.append(rank)
+            continue
+        form, asked = _form(node, rule, cut, own, operands)
+        if not asked:
+            return [(form, group)]
+        found.append((form, asked, [rank]))
+    if choice is not None and (
+        merged := by_place([(one, ranks) for one, _, ranks in found], _sets(choice, found, group, comm))
+    ):
+        return [(merged, group)]
+    return [(form, tuple(ranks)) for form, _, ranks in found]
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """The names of a node's inputs and outputs on its group, and their shapes; `captured` renames what its bodies read."""
+
+    inputs: list[str]
+    outputs: list[str]
+    captured: dict[str, str]
+    types: dict[str, tuple[ir.Value, Shape | None]]
+    whole: dict[str, Shape | None]
+    local: dict[str, Shape | None]
+
+    @staticmethod
+    def of(comm: CommLowering, instance: NodeOnGroup) -> _Operands:
+        """Those of a node on a group."""
+        program, values, node = comm.program, comm.values, instance.node
+        read = [None if value is None else input_layout_of(program, instance, k) for k, value in enumerate(node.inputs)]
+        made = [output_layout_of(program, instance, k) for k in range(len(node.outputs))]
+        inputs = ["" if version is None else operand_name(comm, instance, k) for k, version in enumerate(read)]
+        outputs = [values.names[version] if version.value.name else "" for version in made]
+        around = {
+            value.name or "": values.names[replicated_on(value, instance.group)] for value in program.around[node]
+        }
+        named = [(name, one) for name, one in zip(outputs, made, strict=True) if name]
+        types = {name: (values.local_value(one), values.local_shape(one)) for name, one in named}
+        listed = dict(zip(inputs, read, strict=True)) | dict(zip(outputs, made, strict=True))
+        there = {name: version for name, version in listed.items() if version is not None and name}
+        return _Operands(
+            inputs,
+            outputs,
+            {old: new for old, new in around.items() if old != new},
+            types,
+            {name: values[version.value].shape for name, version in there.items()},
+            {name: values.local_shape(version) for name, version in there.items()},
+        )
+
+
+def _form(
+    node: ir.Node, rule: Rule, cut: Mapping[str, int], own: Mapping[str, int], operands: _Operands
+) -> tuple[LocalForm, Mapping[str, int]]:
+    """The local form by the op's own rule on the rank with the shards `own`, and those of them that the rule asked for."""
+    assert rule.local is not None
+    shards = _Shards(own)
+    local = Local(node, rule, cut, shards, operands.inputs, operands.outputs, operands.whole, operands.local)
+    rule.local(local)
+    ops = [ComputeOp(each, node, operands.captured) for each in local.nodes]
+    return LocalForm(ops, dict(local.constants), operands.types), shards.asked
+
+
+def _sets(
+    choice: NodeSharding,
+    found: Sequence[tuple[LocalForm, Mapping[str, int], list[int]]],
+    group: Group,
+    comm: CommLowering,
+) -> tuple[tuple[Group, ...], str]:
+    """The sets of ranks that differ in what a rule has asked for, each in the order of shards."""
+    asked = dict.fromkeys(letter for _, letters, _ in found for letter in letters)
+    return comm.subgroups(choice.mesh, tuple(axis for letter in asked for axis in choice.axes[letter]), group)
+
+
+def _numbers(choice: NodeSharding) -> dict[str, tuple[int, ...]]:
+    """By factor which shard of it each rank of the group has."""
+    return {letter: _shards_of(choice.mesh, axes) for letter, axes in choice.axes.items()}
+
+
+@functools.lru_cache(maxsize=256)
+def _shards_of(mesh: Mesh, axes: tuple[int, ...]) -> tuple[int, ...]:
+    layout = Layout(mesh, (axes,))
+    return tuple(layout.shard(index)[0] for index in range(layout.size))
+
+
+def renamed(node: ir.Node, inputs: list[str], outputs: list[str]) -> ir.Node:
+    """The node itself where its operands have their own names, else a copy with the names that they have here."""
+    own = [value.name or "" if value is not None else "" for value in node.inputs]
+    if own == inputs and [value.name or "" for value in node.outputs] == outputs:
+        return node
+    return ir.Node(
+        node.domain,
+        node.op_type,
+        inputs=[ir.Value(name=name) if name else None for name in inputs],
+        attributes=list(node.attributes.values()),
+        outputs=[ir.Value(name=name) for name in outputs],
+        name=node.name,
+        overload=node.overload,
+        version=node.version,
+    )
+
+
+def with_names(node: ir.Node, names: Mapping[str, str]) -> ir.Node:
+    """A node with other names for some of its operands and outputs; the node itself where it has none of them."""
+    if not any(value is not None and value.name in names for value in (*node.inputs, *node.outputs)):
+        return node
+    return ir.Node(
+        node.domain,
+        node.op_type,
+        inputs=[None if one is None else ir.Value(name=names.get(one.name or "", one.name)) for one in node.inputs],
+        attributes=list(node.attributes.values()),
+        outputs=[ir.Value(name=names.get(one.name or "", one.name)) for one in node.outputs],
+        name=names.get(node.name or "", node.name),
+        overload=node.overload,
+        version=node.version,
+    )
