@@ -107,6 +107,11 @@ class Call:
         return self.parts[0][1] if self.parts else self.result or self.source or ""
 
     @property
+    def in_one_buffer(self) -> bool:
+        """Whether its values lie side by side in memory, where it works in place: those of an AllReduce of several."""
+        return bool(self.parts) and self.op == ALL_REDUCE
+
+    @property
     def given(self) -> tuple[str, ...]:
         """The values that the rank gives."""
         return tuple(source for source, _ in self.parts) or ((self.source,) if self.source else ())

@@ -26,9 +26,9 @@ from ..communication.leaving import said
 from ..communication.transport import Transport
 from ..errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError
 from ..job.status_board import AGREEING, SLOT, open_board
-from ..program.rank_program import describe, lower_rank_program
 from ..program.segmentation import WaitCollective, segmented
 from ..program.sessions import Settings
+from .rank_program import describe, lower_rank_program
 from .recover import attempt, failed, settle
 from .state import State
 from .step_plan import StepPlan

@@ -24,8 +24,8 @@ from ..communication.collective import give_up
 from ..communication.transport import Transport
 from ..errors import RankError, StepError
 from ..job.status_board import IDLE, SLOT, Board
-from ..program.rank_program import Storage
 from ..program.segmentation import Segment, Send, StartCollective, Step, WaitCollective, WaitRecv
+from ..program.value_table import Storage
 from .step_plan import StepPlan
 
 
@@ -120,7 +120,7 @@ def _stand_in(schedule: StepPlan, at: int, again: bool) -> None:
     match program.steps[index] if at in schedule.main else None:
         case Segment() as segment:
             for name in segment.outputs:
-                if program.kinds[name] is Storage.SLOT:
+                if program.values.storage[name] is Storage.SLOT:
                     _fill(schedule.cells[name])
                 else:
                     schedule.cells.pop(name, None)
@@ -140,15 +140,15 @@ def _stand_in(schedule: StepPlan, at: int, again: bool) -> None:
 
 def _provide(schedule: StepPlan, name: str, shape: tuple[int, ...] | None, again: bool) -> None:
     """Something to send for a value that is not there, or has not the shape that was promised."""
-    kind, value = schedule.program.kinds[name], schedule.cells.get(name)
+    kind, value = schedule.program.values.storage[name], schedule.cells.get(name)
     if kind in (Storage.SLOT, Storage.CONSTANT, Storage.INPUT):
         return
-    dtype = dense(schedule.program.types[name])
+    dtype = dense(schedule.program.values.types[name])
     if shape is not None and dtype is not None:
         if not isinstance(value, Tensor) or value.shape != shape:
             schedule.cells[name] = _fill(Tensor.empty(dtype, shape))
     elif again or name not in schedule.cells:
-        schedule.cells[name] = Tensor.empty(dtype, (0,)) if dtype else _empty(schedule.program.types[name])
+        schedule.cells[name] = Tensor.empty(dtype, (0,)) if dtype else _empty(schedule.program.values.types[name])
 
 
 def _fill(value: Value) -> Value:

@@ -16,7 +16,7 @@ from ..artifact.dtypes import Array, dense
 from ..artifact.format import GRADIENT, StateRecord
 from ..artifact.tensor import Tensor
 from ..errors import ArtifactError
-from ..updates.fusion import FlatBuffer
+from ..program.flat_buffers import FlatBuffer
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -46,12 +46,12 @@ def make_state(
     mine = [record for record in records if rank in record.ranks]
     tensors: dict[str, Tensor] = {}
     by_name = {record.value: record for record in mine}
-    for bundle in laid:
-        dtype = dense(bundle.type)
+    for buffer in laid:
+        dtype = dense(buffer.type)
         if dtype is None:
-            raise ArtifactError(f"'{bundle.members[0]}' is a {bundle.type}, which no optimizer updates")
-        memory = Tensor.empty(dtype, (bundle.size,))
-        for name, at in bundle.places.items():
+            raise ArtifactError(f"'{buffer.members[0]}' is a {buffer.type}, which no optimizer updates")
+        memory = Tensor.empty(dtype, (buffer.size,))
+        for name, at in buffer.places.items():
             shape = by_name[name].local_shape(rank)
             begin, size = dtype.bytes_of((at,)), dtype.bytes_of(shape)
             tensors[name] = Tensor(dtype, shape, memory.data[begin : begin + size])

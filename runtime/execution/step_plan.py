@@ -21,15 +21,16 @@ from ..communication.collective import BoundCollective, CollectivePlan, dynamic_
 from ..communication.exchange import Redistribution
 from ..communication.message import HEADER, decode, encode, payload_size
 from ..communication.transport import Request, Transport
-from ..communication.works import scratch_lives, scratch_name, works_of
 from ..errors import RankError
 from ..job.status_board import IDLE, SLOT, Board
 from ..program.memory_plan import assign
 from ..program.ort import Binding
-from ..program.rank_program import RankProgram, Storage
 from ..program.segmentation import PostRecv, Segment, Send, StartCollective, Update, WaitCollective, WaitRecv
 from ..program.session_values import as_feed, as_tensor, bind_tensor, check_promise, from_ort
 from ..program.sessions import Runner
+from ..program.value_table import Storage
+from .collective_plans import plan_collectives, scratch_lifetimes, scratch_name
+from .rank_program import RankProgram
 from .symbol_bindings import Bindings
 
 Action: TypeAlias = Callable[[], object]
@@ -51,11 +52,11 @@ class StepPlan:
         self.transport = transport
         self.wire = wire
         self.at_once = at_once
-        self.shapes = {name: program.evaluated(shape, bindings) for name, shape in program.shapes.items()}
+        self.shapes = {name: program.evaluated(shape, bindings) for name, shape in program.values.shapes.items()}
         self.promises = {tag: program.evaluated(shape, bindings) for tag, shape in program.promises.items()}
-        self.works = works_of(program, self.promises, self.shapes, transport, wire)
+        self.works = plan_collectives(program, self.promises, self.shapes, transport, wire)
         self.cells: dict[str, Value] = dict(program.constants)
-        self.transient = [name for name, kind in program.kinds.items() if self._passes(name, kind)]
+        self.transient = [name for name, kind in program.values.storage.items() if self._passes(name, kind)]
         self.requests: list[Request] = [None] * len(program.steps)
         self.scratch: dict[tuple[int, str], Bytes] = {}
         self.begun: dict[int, tuple[list[Request], Action | None]] = {}
@@ -107,7 +108,7 @@ class StepPlan:
         value = self.cells[name]
         if not isinstance(value, Tensor):
             return value
-        fresh = self.program.kinds[name] is Storage.TENSOR or value.dtype.bits < 8
+        fresh = self.program.values.storage[name] is Storage.TENSOR or value.dtype.bits < 8
         return value.array() if fresh else value.array().copy()
 
     def _passes(self, name: str, kind: Storage) -> bool:
@@ -116,15 +117,15 @@ class StepPlan:
 
     def _lay_out(self) -> dict[int, list[int]]:
         """Give every value of known shape its place in the arena; by step, the sends to wait for before it."""
-        lives = [*self.program.lifetimes(self.shapes), *scratch_lives(self.program.steps, self.works)]
+        lives = [*self.program.lifetimes(self.shapes), *scratch_lifetimes(self.program.steps, self.works)]
         arena = assign(lives)
         memory = self.program.block(arena.bytes)
         places = {life.name: memory[arena.offsets[life.name] :] for life in lives}
         for name, shape in self.shapes.items():
-            dtype = self.program.dtype(name)
-            bundle, at = self.program.bundles.get(name, (name, 0))
+            dtype = self.program.values.dtype(name)
+            buffer, at = self.program.values.flat_places.get(name, (name, 0))
             begin = dtype.bytes_of((at,))
-            place = places[self.program.in_place_aliases.get(bundle, bundle)][begin : begin + dtype.bytes_of(shape)]
+            place = places[self.program.in_place_aliases.get(buffer, buffer)][begin : begin + dtype.bytes_of(shape)]
             self.cells[name] = Tensor(dtype, shape, place)
         self.scratch = {key: places[scratch_name(*key)] for tag in self.works for key in ((tag, "in"), (tag, "out"))}
         return arena.waits
@@ -166,11 +167,11 @@ class StepPlan:
         loose = [
             name
             for name in (*runner.segment.inputs, *runner.segment.outputs)
-            if self.program.kinds[name] is Storage.TENSOR
+            if self.program.values.storage[name] is Storage.TENSOR
         ]
         for name in runner.segment.inputs:
-            if self.program.kinds[name] is Storage.INPUT:
-                self.readers[name].append((binding, self.program.dtype(name).code, name))
+            if self.program.values.storage[name] is Storage.INPUT:
+                self.readers[name].append((binding, self.program.values.dtype(name).code, name))
             elif name not in loose:
                 bind_tensor(binding.bind_input, name, self._tensor(name))
         for name in runner.segment.outputs:
@@ -187,8 +188,8 @@ class StepPlan:
         calls: list[Action] = []
 
         def shared(name: str, binding: Binding, formal: str) -> None:
-            if self.program.kinds[name] is Storage.INPUT:
-                self.readers[name].append((binding, self.program.dtype(name).code, formal))
+            if self.program.values.storage[name] is Storage.INPUT:
+                self.readers[name].append((binding, self.program.values.dtype(name).code, formal))
             else:
                 bind_tensor(binding.bind_input, formal, self._tensor(name))
 
@@ -229,13 +230,13 @@ class StepPlan:
         feeds = {name: as_feed(self.cells[name]) for name in runner.segment.inputs}
         names = [runner.widened.get(name, name) for name in runner.segment.outputs]
         for name, value in zip(runner.segment.outputs, runner.session.run(names, feeds), strict=True):
-            match self.program.kinds[name]:
+            match self.program.values.storage[name]:
                 case Storage.OBJECT:
                     self.cells[name] = value
                 case Storage.TENSOR:
-                    self.cells[name] = as_tensor(value, self.program.dtype(name))
+                    self.cells[name] = as_tensor(value, self.program.values.dtype(name))
                 case _:
-                    slot, made = self._tensor(name), as_tensor(value, self.program.dtype(name))
+                    slot, made = self._tensor(name), as_tensor(value, self.program.values.dtype(name))
                     check_promise(name, made.shape, slot.shape)
                     slot.data[:] = made.data
 
@@ -244,7 +245,7 @@ class StepPlan:
         promise = self.promises.get(step.tag)
         if promise is None:
             return partial(self._send_encoded, index, step)
-        kind = self.program.kinds[step.value]
+        kind = self.program.values.storage[step.value]
         if kind in (Storage.SLOT, Storage.CONSTANT):
             tensor = self._tensor(step.value)
             check_promise(step.value, tensor.shape, promise)
@@ -298,7 +299,7 @@ class StepPlan:
             return partial(self._begin_redistribution, index, step, work)
         if isinstance(work, CoalescedCollective):
             return self._begin_bound(index, step, self._bound_together(step, work))
-        if call.source and self.program.kinds[call.source] not in (Storage.SLOT, Storage.CONSTANT):
+        if call.source and self.program.values.storage[call.source] not in (Storage.SLOT, Storage.CONSTANT):
             return partial(self._begin_anew, index, step, work)
         return self._begin_bound(index, step, self._bound(step, work))
 
@@ -392,7 +393,7 @@ class StepPlan:
         return complete
 
     def _is_object(self, name: str) -> bool:
-        return dense(self.program.types[name]) is None
+        return dense(self.program.values.types[name]) is None
 
     def _tensor(self, name: str) -> Tensor:
         value = self.cells[name]

@@ -28,7 +28,7 @@ class LiveRange:
 
 
 def live_ranges(steps: Sequence[Step], outputs: Iterable[str]) -> dict[str, LiveRange]:
-    """The span of every value of a program; an output of the program is used to its end."""
+    """The live range of every value of a program; an output of the program is used to its end."""
     finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
     found: dict[str, LiveRange] = {}
     for index, step in enumerate(steps):
@@ -42,8 +42,8 @@ def live_ranges(steps: Sequence[Step], outputs: Iterable[str]) -> dict[str, Live
     return found
 
 
-def bundled(live_ranges: dict[str, LiveRange], members: Mapping[str, str]) -> dict[str, LiveRange]:
-    """The spans with values that lie in one bundle as one; `members` gives a value's bundle."""
+def merged_ranges(live_ranges: Mapping[str, LiveRange], members: Mapping[str, str]) -> dict[str, LiveRange]:
+    """The ranges with those of values in one flat buffer as one; `members` gives a value's buffer."""
     found: dict[str, LiveRange] = {}
     for name, span in live_ranges.items():
         whole = found.setdefault(members.get(name, name), LiveRange(span.born))
@@ -54,16 +54,16 @@ def bundled(live_ranges: dict[str, LiveRange], members: Mapping[str, str]) -> di
 
 
 def in_place_aliases(
-    steps: Sequence[Step], live_ranges: Mapping[str, LiveRange], slots: Collection[str], apart: Collection[int] = ()
+    steps: Sequence[Step], live_ranges: Mapping[str, LiveRange], slots: Collection[str], excluded: Collection[int] = ()
 ) -> dict[str, str]:
-    """Where the output of a collective takes its input's place: by output, the value that first had the place.
+    """By output of a collective that reuses its input's memory, the value that first had that memory.
 
-    Not so for the collectives whose tags are in `apart`.
+    The outputs of collectives whose tags are `excluded` have memory of their own. For y = AllReduce(x): {"y": "x"}.
     """
     finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
     found: dict[str, str] = {}
     for index, step in enumerate(steps):
-        if not isinstance(step, StartCollective) or not _keeps_size(step) or step.call.tag in apart:
+        if not isinstance(step, StartCollective) or not _keeps_size(step) or step.call.tag in excluded:
             continue
         source, result = (None, None) if step.call.parts else (step.call.source, step.call.result)
         if source not in slots or result not in slots or source is None or result is None:

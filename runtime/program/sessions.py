@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..artifact.dtypes import BY_CODE, dense, type_proto, type_text
-from ..artifact.format import DOMAIN, Dim
+from ..artifact.format import DOMAIN
 from ..artifact.onnx_graph import op_and_path
 from ..errors import ArtifactError
 from .ort import Session, new_session, version
@@ -156,17 +156,6 @@ def _widen(model: ModelProto, segment: Segment, types: Mapping[str, str]) -> dic
             model.graph.output.add(name=twin)
             twins[name] = twin
     return twins
-
-
-def stated_shapes(model: ModelProto) -> dict[str, list[Dim] | None]:
-    """The shapes that a rank file states for its values; a value with a dim that is not stated has none."""
-    found: dict[str, list[Dim] | None] = {}
-    for value in (*model.graph.value_info, *model.graph.input, *model.graph.output):
-        if value.type.HasField("tensor_type") and value.type.tensor_type.HasField("shape"):
-            dims = value.type.tensor_type.shape.dim
-            stated: list[Dim] = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims]
-            found[value.name] = stated if all(dim != "" for dim in stated) else None
-    return found
 
 
 def _plain(text: str) -> str:

@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
+from ..artifact import format as fmt
 from ..artifact.lr_schedule import SCALARS
+from ..program.flat_buffers import FlatBuffer, fixed_shape
+from ..program.rank_file import RankFile
 from ..program.segmentation import Update
 
 if TYPE_CHECKING:
@@ -23,30 +26,6 @@ if TYPE_CHECKING:
 Shape: TypeAlias = tuple[int, ...]
 NUMBERS = frozenset((*SCALARS, "ratio"))
 """The functions' inputs that are one number."""
-
-
-@dataclass(frozen=True)
-class FlatBuffer:
-    """Values of one type that follow each other in one shard of memory, which has a name of its own."""
-
-    name: str
-    type: str
-    members: tuple[str, ...]
-    elements: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """The elements of all."""
-        return sum(self.elements)
-
-    @property
-    def places(self) -> dict[str, int]:
-        """By member the element at which it begins."""
-        found, at = {}, 0
-        for name, count in zip(self.members, self.elements, strict=True):
-            found[name] = at
-            at += count
-        return found
 
 
 @dataclass(frozen=True)
@@ -69,8 +48,26 @@ class UpdatePlan:
     """All groups by the place of their step, the memory of gradients and of the tensors that are kept."""
 
     groups: dict[int, list[FusedUpdate]] = field(default_factory=dict)
-    bundles: list[FlatBuffer] = field(default_factory=list)
+    gradients: list[FlatBuffer] = field(default_factory=list)
     kept: list[FlatBuffer] = field(default_factory=list)
+
+
+def plan_updates(
+    file: RankFile, shapes: Mapping[str, fmt.Shape], types: Mapping[str, str], coalesced: Sequence[FlatBuffer]
+) -> UpdatePlan:
+    """How the updates of a rank run, and the memory that they want; gradients that are `coalesced` lie in a buffer already."""
+    kept = {record.value: record.local_shape(file.rank) for record in file.state}
+    nexts = {record.next: kept[record.value] for record in file.state if record.next}
+    inputs = {value.name for value in file.model.graph.input} - kept.keys()
+    known = {name: fixed for name, shape in shapes.items() if (fixed := fixed_shape(shape)) is not None}
+    return plan_groups(
+        file.steps,
+        {function.name: function for function in file.model.functions},
+        {**{name: shape for name, shape in known.items() if name not in inputs}, **kept, **nexts},
+        {**types, **{record.value: record.type for record in file.state}},
+        kept.keys(),
+        {name: buffer.name for buffer in coalesced for name in buffer.members},
+    )
 
 
 def plan_groups(
@@ -79,11 +76,11 @@ def plan_groups(
     shapes: Mapping[str, Shape],
     types: Mapping[str, str],
     kept: Collection[str],
-    bundled: Mapping[str, str],
+    buffered: Mapping[str, str],
 ) -> UpdatePlan:
     """Groups the updates among `steps`.
 
-    `shapes` and `types` are those of tensors that an update reads. `bundled`: by value the bundle in which it lies already.
+    `shapes` and `types` are those of tensors that an update reads. `buffered`: by value the flat buffer in which it lies already.
     """
     plan = UpdatePlan()
     laid: set[str] = set()
@@ -92,18 +89,18 @@ def plan_groups(
         if not isinstance(step, Update):
             continue
         found = [_Member(node, functions[node.op_type], types, kept) for node in step.nodes]
-        runs = list(_runs(found, bundled))
+        runs = list(_runs(found, buffered))
         plan.groups[index] = [_group(run, shapes) for run in runs]
         for run in runs:
             for operand in _columns(run):
                 if operand[0] in kept and not laid.intersection(operand):
                     laid.update(operand)
-                    plan.kept.append(_bundle(f"{operand[0]} and on", operand, shapes, types))
+                    plan.kept.append(_buffer(f"{operand[0]} and on", operand, shapes, types))
             gradients = [one.gradient for one in run]
-            if all(name and name not in bundled for name in gradients):
+            if all(name and name not in buffered for name in gradients):
                 loose.setdefault(f"{types[gradients[0]]} {index}", []).extend(dict.fromkeys(gradients))
     for key, names in loose.items():
-        plan.bundles.append(_bundle(f"gradients of {names[0]} {key}", tuple(names), shapes, types))
+        plan.gradients.append(_buffer(f"gradients of {names[0]} {key}", tuple(names), shapes, types))
     return plan
 
 
@@ -142,12 +139,12 @@ class _Member:
         return self.node.op_type, attributes, self.numbers, self.types[self.tensors[0]]
 
 
-def _runs(members: Sequence[_Member], bundled: Mapping[str, str]) -> Iterator[list[_Member]]:
+def _runs(members: Sequence[_Member], buffered: Mapping[str, str]) -> Iterator[list[_Member]]:
     """Neighbours that can run as one."""
     run: list[_Member] = []
     for one in members:
         fits = bool(run) and bool(one.gradient) and run[-1].key == one.key and bool(run[-1].gradient)
-        if fits and bundled.get(one.gradient) == bundled.get(run[-1].gradient):
+        if fits and buffered.get(one.gradient) == buffered.get(run[-1].gradient):
             run.append(one)
             continue
         if run:
@@ -174,5 +171,5 @@ def _group(run: Sequence[_Member], shapes: Mapping[str, Shape]) -> FusedUpdate:
     return FusedUpdate(first.node, first.function, operands, results, shared, elements)
 
 
-def _bundle(name: str, members: tuple[str, ...], shapes: Mapping[str, Shape], types: Mapping[str, str]) -> FlatBuffer:
+def _buffer(name: str, members: tuple[str, ...], shapes: Mapping[str, Shape], types: Mapping[str, str]) -> FlatBuffer:
     return FlatBuffer(name, types[members[0]], members, tuple(prod(shapes[one]) for one in members))

@@ -130,7 +130,7 @@ def test_steps_of_several_sizes_share_their_memory(tmp_path: Path) -> None:
         program = trainer.program
         block = program._program.memory
         first, last = block.ctypes.data, block.ctypes.data + block.size
-        slots = [name for name in program._program.shapes if program._program.shapes[name]]
+        slots = [name for name in program._program.values.shapes if program._program.values.shapes[name]]
         assert slots
         for schedule in program._schedules.values():
             for name in slots:

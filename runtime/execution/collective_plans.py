@@ -6,33 +6,33 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from ..artifact.format import ALL_REDUCE, EXCHANGE
+from ..communication.coalesced import CoalescedCollective
+from ..communication.collective import CollectivePlan
+from ..communication.exchange import Redistribution
+from ..communication.transport import Transport
 from ..errors import RankError
 from ..program.memory_plan import Lifetime
-from ..program.rank_program import RankProgram
 from ..program.segmentation import StartCollective, Step, WaitCollective
-from .coalesced import CoalescedCollective
-from .collective import CollectivePlan
-from .exchange import Redistribution
-from .transport import Transport
+from .rank_program import RankProgram
 
 Shape: TypeAlias = tuple[int, ...]
-AnyWork: TypeAlias = CollectivePlan | CoalescedCollective | Redistribution
+AnyCollective: TypeAlias = CollectivePlan | CoalescedCollective | Redistribution
 
 
-def works_of(
+def plan_collectives(
     program: RankProgram,
     promises: Mapping[int, Shape],
     shapes: dict[str, Shape],
     transport: Transport,
     wire: Mapping[int, int],
-) -> dict[int, AnyWork]:
+) -> dict[int, AnyCollective]:
     """The collectives of known shape; the shapes of what they give are filled in. RankError for one that cannot be."""
-    found: dict[int, AnyWork] = {}
+    found: dict[int, AnyCollective] = {}
     for step in program.steps:
         if not isinstance(step, StartCollective) or step.call.tag not in promises:
             continue
         call, promise = step.call, promises[step.call.tag]
-        dtype = program.dtype(call.source or call.value)
+        dtype = program.values.dtype(call.source or call.value)
         try:
             if call.op == EXCHANGE:
                 given, taken = promise if call.source else None, shapes.get(call.result or "")
@@ -42,26 +42,26 @@ def works_of(
                 sizes = [dtype.bytes_of(shapes[name] if name in shapes else kept[name].shape) for name in call.given]
                 found[call.tag] = CoalescedCollective(call, step.ranks, sizes, dtype, transport, call.tag)
             else:
-                work = found[call.tag] = CollectivePlan(call, step.ranks, promise, dtype, transport, call.tag)
+                plan = found[call.tag] = CollectivePlan(call, step.ranks, promise, dtype, transport, call.tag)
                 if call.result:
-                    shapes[call.result] = work.result
+                    shapes[call.result] = plan.result
         except ValueError as error:
             raise RankError(f"rank {transport.rank}: {step}: {error}") from None
     return found
 
 
-def scratch_lives(steps: Sequence[Step], works: Mapping[int, AnyWork]) -> list[Lifetime]:
+def scratch_lifetimes(steps: Sequence[Step], plans: Mapping[int, AnyCollective]) -> list[Lifetime]:
     """The memory that collectives need besides their values, each as long as it is used."""
     finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
     found = []
     for index, step in enumerate(steps):
-        if isinstance(step, StartCollective) and step.call.tag in works:
-            tag, work = step.call.tag, works[step.call.tag]
+        if isinstance(step, StartCollective) and step.call.tag in plans:
+            tag, plan = step.call.tag, plans[step.call.tag]
             end = finishes.get(tag, index)
-            leaves = isinstance(work, Redistribution) or not step.call.made
+            leaves = isinstance(plan, Redistribution) or not step.call.made
             sends = (index,) if leaves else ()
-            found.append(Lifetime(scratch_name(tag, "out"), work.packed, index, index if leaves else end, sends))
-            found.append(Lifetime(scratch_name(tag, "in"), work.landing, index, end))
+            found.append(Lifetime(scratch_name(tag, "out"), plan.packed, index, index if leaves else end, sends))
+            found.append(Lifetime(scratch_name(tag, "in"), plan.landing, index, end))
     return found
 
 

@@ -1,0 +1,208 @@
+"""A rank's program made ready: everything that does not depend on the bindings of a step.
+
+The rank's file is held against the manifest and cut into steps; shapes, types, places and live ranges of its values stand in one
+table (`program/value_table.py`); sessions are built, and what the rank keeps is laid out in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from ..artifact import dim_expression as expression
+from ..artifact.dtypes import BY_CODE, Array, Bytes, element
+from ..artifact.format import Shape
+from ..artifact.manifest import Artifact
+from ..artifact.tensor import Tensor, Value, aligned
+from ..errors import ArtifactError
+from ..program.flat_buffers import coalesced_buffers
+from ..program.liveness import in_place_aliases, lifetimes
+from ..program.memory_plan import Lifetime
+from ..program.rank_file import RankFile, check_ports, read_rank_file
+from ..program.segmentation import Segment, StartCollective, Step, WaitCollective
+from ..program.sessions import Builder, Runner, Settings
+from ..program.value_table import (
+    Storage,
+    ValueTable,
+    check_results,
+    check_types,
+    known_shapes,
+    promised_shapes,
+    types_from_manifest,
+    value_table,
+)
+from ..updates.fusion import plan_updates
+from ..updates.updater import Updater
+from .state import State, check_same, make_state
+from .symbol_bindings import Binder, Bindings
+
+
+@dataclass
+class RankProgram:
+    """Steps, sessions, values and promises of one rank."""
+
+    rank: int
+    steps: list[Step]
+    runners: dict[int, Runner]
+    values: ValueTable
+    constants: dict[str, Value]
+    outputs: list[str]
+    promises: dict[int, Shape]
+    """By tag the shape of a message that travels bare, or of a collective's input; a message without one has a header."""
+    binder: Binder
+    state: State
+    updates: dict[int, list[Updater]]
+    guard: str
+    """The output that must be finite for a step to replace what is kept; empty where there is none."""
+    replaced: list[tuple[str, str]]
+    """What a node of the program makes in place of a kept tensor: the tensor, and the value that is copied into it."""
+    in_place_aliases: dict[str, str] = field(default_factory=dict)
+    """By output of a collective the value whose place in memory it takes."""
+    memory: Bytes = field(default_factory=lambda: aligned(0))
+    """The arena of the last step plan."""
+
+    def evaluated(self, shape: Shape, bindings: Bindings) -> tuple[int, ...]:
+        """A known shape with the symbols bound."""
+        symbols = self.binder.manifest.symbols
+        return tuple(expression.parse(dim, symbols)(bindings) for dim in shape or ())
+
+    def block(self, size: int) -> Bytes:
+        """Memory for the arena of a step plan: one block for all of them where it is large enough, since one runs at a time."""
+        if self.memory.size < size:
+            self.memory = aligned(size)
+        return self.memory
+
+    def lifetimes(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Lifetime]:
+        """Size and lifetime of every place in the arena."""
+        values = self.values
+        sizes = {n: values.dtype(n).bytes_of(shape) for n, shape in shapes.items() if n not in values.flat_places}
+        return lifetimes(values.live_ranges, self.in_place_aliases, sizes)
+
+    def last_uses(self) -> dict[int, list[str]]:
+        """By step the values with memory of their own that nothing reads after it."""
+        found: dict[int, list[str]] = {}
+        for name, span in self.values.live_ranges.items():
+            if self.values.storage[name] in (Storage.TENSOR, Storage.OBJECT) and name not in self.outputs:
+                found.setdefault(max(span.ends), []).append(name)
+        return found
+
+    def adjacent(self) -> set[int]:
+        """The tags of the collectives that are waited for as soon as they have begun."""
+        pairs = zip(self.steps, self.steps[1:], strict=False)
+        return {
+            first.call.tag
+            for first, second in pairs
+            if isinstance(first, StartCollective) and isinstance(second, WaitCollective) and first.call is second.call
+        }
+
+    def in_place(self, excluded: Collection[int] = ()) -> set[int]:
+        """Let collectives work in place where they can, but for the `excluded` tags; the tags of those that do."""
+        self.in_place_aliases = in_place_aliases(self.steps, self.values.live_ranges, self.values.slots, excluded)
+        calls = [step.call for step in self.steps if isinstance(step, StartCollective)]
+        return {call.tag for call in calls if call.in_one_buffer or call.result in self.in_place_aliases}
+
+    def explain(self, index: int, error: Exception) -> str:
+        """What failed in a step."""
+        return (
+            self.runners[index].explain(error) if index in self.runners else f"{describe(self.steps, index)}: {error}"
+        )
+
+
+def describe(steps: Sequence[Step], index: int) -> str:
+    """The text of a step as reports show it; the negative indices stand for what is no step."""
+    if 0 <= index < len(steps):
+        return str(steps[index])
+    return "the agreement on the sizes of a step" if index == -2 else "nothing (between two steps)"
+
+
+def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state: State | None = None) -> RankProgram:
+    """The program of a rank with its sessions built; ArtifactError where the file contradicts itself or the manifest.
+
+    `state` is that of another program of the same model, whose tensors are then this one's too.
+    """
+    file = read_rank_file(artifact, rank)
+    _refuse_unsafe_updates(file)
+    check_ports(file)
+    binder = Binder(file.manifest, rank, frozenset(file.inputs))
+    promises = promised_shapes(file, binder.bound)
+    shapes = known_shapes(file, binder.bound, promises)
+    buffers = coalesced_buffers(file, shapes)
+    check_results(file, shapes, promises)
+    settings = _settings(file, settings)
+    runners, types = _sessions(file, artifact.folder, settings)
+    weights = _loose_weights(file, artifact.folder)
+    types |= {name: type for name, (type, _) in weights.items()}
+    check_types(file, types)
+    updates: dict[int, list[Updater]] = {}
+    if state is None:
+        plan = plan_updates(file, shapes, types, buffers)
+        buffers += plan.gradients
+        state = make_state(file.state, rank, plan.kept, file.model, artifact.folder)
+        updates = {
+            index: [Updater(group, settings, types[group.operands[0][0]]) for group in groups]
+            for index, groups in plan.groups.items()
+        }
+    else:
+        check_same(state, file.state, file.where)
+    in_place = {record.next: state.tensors[record.value] for record in file.updated_in_place}
+    training = file.manifest.training
+    return RankProgram(
+        rank=rank,
+        steps=file.steps,
+        runners=runners,
+        values=value_table(file, types, shapes, promises, buffers, weights),
+        constants={**{name: value for name, (_, value) in weights.items()}, **state.tensors, **in_place},
+        outputs=file.outputs,
+        promises=promises,
+        binder=binder,
+        state=state,
+        updates=updates,
+        guard=training.guard if training is not None else "",
+        replaced=file.replaced_by_copy,
+    )
+
+
+def _refuse_unsafe_updates(file: RankFile) -> None:
+    """Memory is overwritten only where that is proven to be safe."""
+    if not file.manifest.state:
+        return
+    from ..checker.training.in_place import unsafe_state
+
+    if problems := unsafe_state(file.manifest, file.rank, file.model):
+        raise ArtifactError("\n".join(map(str, problems)))
+
+
+def _settings(file: RankFile, settings: Settings) -> Settings:
+    """Of several sessions idle threads of one that spin would take the cores from the next."""
+    several = sum(isinstance(step, Segment) for step in file.steps) > 1
+    return replace(settings, spinning=settings.spinning and not several, keeps=bool(file.state))
+
+
+def _sessions(file: RankFile, folder: Path, settings: Settings) -> tuple[dict[int, Runner], dict[str, str]]:
+    """By step its session, and the types of all values."""
+    builder = Builder(file.model, folder, types_from_manifest(file), settings, file.where)
+    runners = {index: builder.build(step) for index, step in enumerate(file.steps) if isinstance(step, Segment)}
+    return runners, builder.types
+
+
+def _loose_weights(file: RankFile, folder: Path) -> dict[str, tuple[str, Value]]:
+    """The weights that are sent, reduced or delivered as they are, with their types."""
+    from onnx import numpy_helper
+
+    loose = {*file.sent, *file.outputs, *(call.source for call in file.calls if call.source)}
+    found: dict[str, tuple[str, Value]] = {}
+    for tensor in file.model.graph.initializer:
+        if tensor.name in loose:
+            array = numpy_helper.to_array(tensor, base_dir=str(folder))
+            dtype = BY_CODE.get(tensor.data_type)
+            value: Value = Tensor.of(array, dtype) if dtype else _texts(array)
+            found[tensor.name] = f"tensor({element(tensor.data_type)})", value
+    return found
+
+
+def _texts(array: Array) -> Array:
+    decoded = [text.decode() if isinstance(text, bytes) else str(text) for text in array.reshape(-1).tolist()]
+    return np.array(decoded, object).reshape(array.shape)

@@ -1,0 +1,67 @@
+"""Values that follow each other in one range of memory: those of an AllReduce of several, and gradients of one update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+from ..artifact.format import Shape
+from ..errors import ArtifactError
+from .rank_file import RankFile
+
+
+@dataclass(frozen=True)
+class FlatBuffer:
+    """Values of one type side by side in memory, in the order of `members`; `elements` are their sizes, `name` that of the range."""
+
+    name: str
+    type: str
+    members: tuple[str, ...]
+    elements: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The elements of all members."""
+        return sum(self.elements)
+
+    @property
+    def places(self) -> dict[str, int]:
+        """The element at which each member begins."""
+        return dict(zip(self.members, accumulate(self.elements, initial=0), strict=False))
+
+
+def coalesced_buffers(file: RankFile, shapes: Mapping[str, Shape]) -> list[FlatBuffer]:
+    """The memory of each AllReduce of several values; ArtifactError where the shape of one is not fixed."""
+    found = []
+    for call in file.calls:
+        if not call.in_one_buffer:
+            continue
+        fixed = {name: fixed_shape(shapes.get(name)) for name in call.made}
+        if unknown := [name for name, shape in fixed.items() if shape is None]:
+            raise ArtifactError(
+                f"{file.where}: {call.op} of several values: the shape of '{unknown[0]}' is not fixed\n"
+                "  help: compile again"
+            )
+        elements = tuple(prod(fixed[name] or ()) for name in call.made)
+        found.append(FlatBuffer(call.result or "", file.collectives[call.tag].type, call.made, elements))
+    return found
+
+
+def flat_places(file: RankFile, buffers: Sequence[FlatBuffer]) -> dict[str, tuple[str, int]]:
+    """By value that lies in a flat buffer the buffer's name, and the element at which the value begins.
+
+    What goes into an AllReduce of several values lies where its result does.
+    """
+    found = {name: (buffer.name, at) for buffer in buffers for name, at in buffer.places.items()}
+    for call in file.calls:
+        if call.in_one_buffer:
+            found |= {source: found[result] for source, result in call.parts if result in found}
+    return found
+
+
+def fixed_shape(shape: Shape) -> tuple[int, ...] | None:
+    """A shape whose dims are all numbers; None for another one."""
+    numbers = [dim for dim in shape or () if isinstance(dim, int)]
+    return tuple(numbers) if shape is not None and len(numbers) == len(shape) else None

@@ -1,0 +1,174 @@
+"""One rank's file, cut into steps, with the manifest's records of what it does: the two must say the same.
+
+Messages, collectives, inputs and outputs of the file are those that the manifest lists for the rank, else an ArtifactError names
+every one that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ..artifact.comm_node import Call, contradictions
+from ..artifact.format import EXCHANGE, GRADIENT, Collective, Manifest, StateRecord, Transfer
+from ..artifact.manifest import Artifact
+from ..errors import ArtifactError
+from .segmentation import PostRecv, Segment, Send, StartCollective, Step, Update, segmented
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+_CHANGED = "  help: the file was changed; compile again"
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """A rank's file: its model and steps, and by tag the records of its messages and collectives; `where` names it in messages."""
+
+    manifest: Manifest
+    rank: int
+    where: str
+    model: ModelProto
+    steps: list[Step]
+    transfers: dict[int, Transfer]
+    collectives: dict[int, Collective]
+    state: list[StateRecord]
+    """What the rank keeps from step to step."""
+
+    @cached_property
+    def inputs(self) -> list[str]:
+        """The model's inputs that the rank reads; what it keeps is none of them."""
+        kept = {record.value for record in self.state}
+        return [value.name for value in self.model.graph.input if value.name not in kept]
+
+    @cached_property
+    def outputs(self) -> list[str]:
+        """The model's outputs that are delivered to the rank; what takes the place of what it keeps is none of them."""
+        following = {record.next for record in self.state if record.next}
+        return [value.name for value in self.model.graph.output if value.name not in following]
+
+    @cached_property
+    def calls(self) -> list[Call]:
+        """The collectives in the order in which they begin."""
+        return [step.call for step in self.steps if isinstance(step, StartCollective)]
+
+    @cached_property
+    def results(self) -> dict[str, Call]:
+        """By value that a collective makes the collective; of one of several values the name of the memory of all."""
+        return {call.result: call for call in self.calls if call.result}
+
+    @cached_property
+    def received(self) -> dict[str, Transfer]:
+        """By value that arrives as a message its record."""
+        return {step.value: self.transfers[step.tag] for step in self.steps if isinstance(step, PostRecv)}
+
+    @cached_property
+    def sent(self) -> dict[str, Transfer]:
+        """By value that leaves as a message its record."""
+        return {step.value: self.transfers[step.tag] for step in self.steps if isinstance(step, Send)}
+
+    @cached_property
+    def computed(self) -> list[str]:
+        """The values that segments and updates make."""
+        made = [name for step in self.steps if isinstance(step, Segment) for name in step.outputs]
+        return made + self._updated
+
+    @cached_property
+    def updated_in_place(self) -> list[StateRecord]:
+        """What a node of the optimizer replaces in its own memory, and sums of gradients."""
+        updated = set(self._updated)
+        return [one for one in self.state if one.next and (one.kind == GRADIENT or one.next in updated)]
+
+    @cached_property
+    def replaced_by_copy(self) -> list[tuple[str, str]]:
+        """What is replaced when the step ends: the kept value, and the value that is copied into it."""
+        in_place = {record.next for record in self.updated_in_place}
+        return [(one.value, one.next) for one in self.state if one.next and one.next not in in_place]
+
+    @cached_property
+    def _updated(self) -> list[str]:
+        updates = (step for step in self.steps if isinstance(step, Update))
+        return [name for step in updates for node in step.nodes for name in node.output]
+
+
+def read_rank_file(artifact: Artifact, rank: int) -> RankFile:
+    """The file of a rank; ArtifactError where its messages or collectives are not those of the manifest, or cannot be run."""
+    manifest = artifact.manifest
+    where = str(artifact.folder / manifest.program(rank))
+    model = artifact.model(rank)
+    steps = segmented(model, where, manifest.circles(rank))
+    transfers = transfers_of(steps, manifest, rank, where)
+    collectives = collectives_of(steps, manifest, rank, where)
+    state = [record for record in manifest.state if rank in record.ranks]
+    return RankFile(manifest, rank, where, model, steps, transfers, collectives, state)
+
+
+def transfers_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: str) -> dict[int, Transfer]:
+    """The record of each message of this rank, by tag; ArtifactError where the file tells otherwise."""
+    records = {one.tag: one for one in manifest.transfers}
+    used: set[int] = set()
+    problems = []
+    for step in steps:
+        if isinstance(step, Send | PostRecv):
+            ends = (rank, step.peer) if isinstance(step, Send) else (step.peer, rank)
+            record = records.get(step.tag)
+            if record is None or (record.value, record.source, record.target) != (step.value, *ends):
+                problems.append(f"{where}: the manifest lists no transfer {step.tag} for the {step}")
+            elif step.tag in used:
+                problems.append(f"{where}: transfer {step.tag} stands twice in the file: {step}")
+            used.add(step.tag)
+    problems += [
+        f"{where}: the manifest lists transfer {one.tag} of '{one.value}' ({one.source} to {one.target}), the file does not"
+        for one in manifest.transfers
+        if rank in (one.source, one.target) and one.tag not in used
+    ]
+    if problems:
+        raise ArtifactError("\n".join([*problems, _CHANGED]))
+    return {tag: records[tag] for tag in used}
+
+
+def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: str) -> dict[int, Collective]:
+    """The record of each collective of this rank, by tag; ArtifactError where the file tells otherwise, or it cannot be run."""
+    records = {one.tag: one for one in manifest.collectives}
+    circles = manifest.circles(rank)
+    used: set[int] = set()
+    problems = []
+    for step in steps:
+        if isinstance(step, StartCollective):
+            tag = step.call.tag
+            record = records.get(tag)
+            if record is None or not step.ranks or not _same(step, record):
+                problems.append(f"{where}: the manifest lists no collective {tag} on rank {rank} for the {step}")
+            elif tag in used:
+                problems.append(f"{where}: collective {tag} stands twice in the file: {step}")
+            else:
+                wrong = contradictions(step.call, record, step.ranks, rank)
+                problems += [f"{where}: the {step}: {problem}" for problem in wrong]
+            used.add(tag)
+    problems += [
+        f"{where}: the manifest lists collective {one.tag}, {one.op} of '{one.value}', the file does not"
+        for one in manifest.collectives
+        if one.group in circles and one.op != EXCHANGE and one.tag not in used
+    ]
+    if problems:
+        raise ArtifactError("\n".join([*problems, _CHANGED]))
+    return {tag: records[tag] for tag in used}
+
+
+def _same(step: StartCollective, record: Collective) -> bool:
+    call = step.call
+    return (record.op, record.group) == (call.op, call.group) and (call.result is None or call.value == record.value)
+
+
+def check_ports(file: RankFile) -> None:
+    """The file's inputs and outputs are those that the manifest gives to this rank; ArtifactError otherwise."""
+    problems = []
+    sides = (("inputs", file.manifest.inputs, file.inputs), ("outputs", file.manifest.outputs, file.outputs))
+    for kind, ports, there in sides:
+        wanted = {port.name for port in ports if file.rank in port.ranks}
+        if wanted != set(there):
+            problems.append(f"{file.where}: the {kind} are {sorted(there)}, the manifest says {sorted(wanted)}")
+    if problems:
+        raise ArtifactError("\n".join([*problems, _CHANGED]))

@@ -1,0 +1,195 @@
+"""The values of a rank's program: types, shapes, where each lies while a step runs, and how long.
+
+Each column of the table follows from the rank's file and the columns before it:
+
+    promises      by message or collective, the shape that its ranks hold each other to: the manifest's, where inputs bind its names
+    shapes        the stated shapes of values, where inputs bind their names
+    types         declared by the file, by the manifest, or by an earlier session (`program/sessions.py`)
+    storage       where a value lies while a step runs
+    live ranges   from the step that makes a value to its last reader
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ..artifact import dim_expression as expression
+from ..artifact.comm_node import LOOSE
+from ..artifact.dtypes import Dtype, dense
+from ..artifact.format import EXCHANGE, Collective, Dim, Manifest, Shape, Transfer
+from ..errors import ArtifactError
+from .flat_buffers import FlatBuffer, flat_places
+from .liveness import LiveRange, live_ranges, merged_ranges
+from .rank_file import RankFile
+from .segmentation import PostRecv, Send, StartCollective
+
+
+class Storage(Enum):
+    """Where a value lies."""
+
+    INPUT = "input"
+    """The caller's memory, another in each step."""
+    CONSTANT = "constant"
+    """Memory that outlives the step: a weight that is sent or delivered, what the rank keeps."""
+    SLOT = "slot"
+    """The arena: a dense tensor whose shape the bindings tell."""
+    TENSOR = "tensor"
+    """Memory of its own, new in each step: a dense tensor of unknown shape."""
+    OBJECT = "object"
+    """A Python object: strings, sequences, optionals, maps."""
+
+
+@dataclass(frozen=True)
+class ValueTable:
+    """What is known of the values of a rank's program before any step, by name."""
+
+    types: Mapping[str, str]
+    shapes: Mapping[str, Shape]
+    """The stated shapes of the values in slots."""
+    storage: Mapping[str, Storage]
+    flat_places: Mapping[str, tuple[str, int]]
+    """Of a value in a flat buffer the buffer, and the element at which the value begins."""
+    live_ranges: Mapping[str, LiveRange]
+    """Of values in a flat buffer that of the buffer."""
+
+    def dtype(self, name: str) -> Dtype:
+        """The element type of a dense value."""
+        found = dense(self.types[name])
+        assert found is not None, name
+        return found
+
+    @property
+    def slots(self) -> set[str]:
+        """The values with a slot of their own in the arena."""
+        slots = (name for name, kind in self.storage.items() if kind is Storage.SLOT)
+        return {name for name in slots if name not in self.flat_places}
+
+
+def value_table(
+    file: RankFile,
+    types: Mapping[str, str],
+    shapes: Mapping[str, Shape],
+    promises: Collection[int],
+    buffers: Sequence[FlatBuffer],
+    constants: Collection[str],
+) -> ValueTable:
+    """The table of a rank's values; `types` and `shapes` are complete but for the buffers, `constants` are weights by themselves."""
+    types = {**types, **{buffer.name: buffer.type for buffer in buffers}}
+    shapes = {**shapes, **{buffer.name: [buffer.size] for buffer in buffers}}
+    places = flat_places(file, buffers)
+    storage = storage_of(file, types, shapes, promises, {*places, *(one.name for one in buffers)}, constants)
+    last = [*file.outputs, *(made for _, made in file.replaced_by_copy)]
+    used = merged_ranges(live_ranges(file.steps, last), {name: buffer for name, (buffer, _) in places.items()})
+    in_slots = {name: shape for name, shape in shapes.items() if storage.get(name) is Storage.SLOT}
+    return ValueTable(types, in_slots, storage, places, used)
+
+
+def promised_shapes(file: RankFile, bound: frozenset[str]) -> dict[int, Shape]:
+    """By tag the shape of a message that travels bare, or of a collective's input; `bound` are the symbols that inputs bind."""
+    promised: list[Transfer | Collective] = [*file.transfers.values(), *file.collectives.values()]
+    return {one.tag: one.shape for one in promised if dense(one.type) and _known(one.shape, file.manifest, bound)}
+
+
+def known_shapes(file: RankFile, bound: frozenset[str], promises: Collection[int]) -> dict[str, Shape]:
+    """By value the shape that the file states, of one that arrives the transfer's, where inputs bind all names in it."""
+    stated = {**{name: one.shape for name, one in file.sent.items()}, **_declared_shapes(file)}
+    shapes = {
+        name: shape
+        for name, shape in stated.items()
+        if name not in file.received and _known(shape, file.manifest, bound)
+    }
+    return shapes | {name: one.shape for name, one in file.received.items() if one.tag in promises}
+
+
+def check_results(file: RankFile, shapes: Collection[str], promises: Collection[int]) -> None:
+    """ArtifactError for each collective the shape of whose result must be known and is not."""
+    problems = []
+    for call in file.results.values():
+        if call.tag not in promises and call.op not in LOOSE:
+            fact = "the inputs of a step do not tell the shape of what it moves"
+            problems.append(f"{file.where}: {call.op} of '{call.value}': {fact}")
+        elif call.op == EXCHANGE and call.result not in shapes:
+            fact = "the file does not state the shape of its output"
+            problems.append(f"{file.where}: {call.op} of '{call.value}': {fact}")
+    if problems:
+        raise ArtifactError("\n".join([*problems, "  help: compile again"]))
+
+
+def types_from_manifest(file: RankFile) -> dict[str, str]:
+    """By value that arrives, or that the rank keeps, its type."""
+    types = {name: one.type for name, one in file.received.items()}
+    for call in file.calls:
+        types |= dict.fromkeys((*filter(None, [call.result]), *call.made), file.collectives[call.tag].type)
+    return types | {record.value: record.type for record in file.state}
+
+
+def check_types(file: RankFile, types: Mapping[str, str]) -> None:
+    """ArtifactError for each message of a sparse value, and each collective whose input has another type than the manifest says."""
+    problems = [
+        f"{file.where}: the {step}: a sparse value cannot go from rank to rank"
+        for step in file.steps
+        if isinstance(step, Send | PostRecv) and types.get(step.value, "").startswith("sparse_tensor(")
+    ]
+    if problems:
+        raise ArtifactError("\n".join([*problems, "  help: place the ops that make and use it on one rank"]))
+    problems = [
+        f"{file.where}: the {step}: its input is {found}, the manifest says {file.collectives[step.call.tag].type}"
+        for step in file.steps
+        if isinstance(step, StartCollective) and (found := types.get(step.call.source or ""))
+        if found != file.collectives[step.call.tag].type
+    ]
+    if problems:
+        raise ArtifactError("\n".join([*problems, "  help: the file was changed; compile again"]))
+
+
+def storage_of(
+    file: RankFile,
+    types: Mapping[str, str],
+    shapes: Collection[str],
+    promises: Collection[int],
+    flat: Collection[str],
+    constants: Collection[str],
+) -> dict[str, Storage]:
+    """Where each value lies; `flat` are flat buffers and what lies in them."""
+
+    def computed(name: str, known: bool) -> Storage:
+        if not dense(types[name]):
+            return Storage.OBJECT
+        return Storage.SLOT if known else Storage.TENSOR
+
+    return {
+        **{name: computed(name, name in shapes) for name in (*file.received, *file.computed)},
+        **{name: computed(name, call.tag in promises) for name, call in file.results.items()},
+        **dict.fromkeys(flat, Storage.SLOT),
+        **dict.fromkeys((name for call in file.calls if call.parts for name in call.made), Storage.SLOT),
+        **dict.fromkeys(file.inputs, Storage.INPUT),
+        **dict.fromkeys(constants, Storage.CONSTANT),
+        **dict.fromkeys((record.value for record in file.state), Storage.CONSTANT),
+        **dict.fromkeys((record.next for record in file.updated_in_place), Storage.CONSTANT),
+    }
+
+
+def _known(shape: Shape, manifest: Manifest, bound: frozenset[str]) -> bool:
+    return shape is not None and all(_names(dim, manifest) <= bound for dim in shape)
+
+
+def _names(dim: Dim, manifest: Manifest) -> frozenset[str]:
+    """The symbols that a dim needs; a file may name a dim by what is no expression, which then is a symbol that nothing binds."""
+    try:
+        return expression.parse(dim, manifest.symbols).names
+    except ValueError:
+        return frozenset([str(dim)])
+
+
+def _declared_shapes(file: RankFile) -> dict[str, Shape]:
+    """The shapes that a rank file declares; None for a value with a dim that is left open."""
+    graph = file.model.graph
+    found: dict[str, Shape] = {}
+    for value in (*graph.value_info, *graph.input, *graph.output):
+        if value.type.HasField("tensor_type") and value.type.tensor_type.HasField("shape"):
+            dims = value.type.tensor_type.shape.dim
+            stated: list[Dim] = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims]
+            found[value.name] = stated if all(dim != "" for dim in stated) else None
+    return found
