@@ -48,7 +48,7 @@ class StepPlan:
         wire: Mapping[int, int],
         at_once: frozenset[int] = frozenset(),
     ) -> None:
-        self.program = program
+        self.program, self.values = program, program.values
         self.transport = transport
         self.wire = wire
         self.at_once = at_once
@@ -108,7 +108,7 @@ class StepPlan:
         value = self.cells[name]
         if not isinstance(value, Tensor):
             return value
-        fresh = self.program.values.storage[name] is Storage.TENSOR or value.dtype.bits < 8
+        fresh = self.values.storage[name] is Storage.TENSOR or value.dtype.bits < 8
         return value.array() if fresh else value.array().copy()
 
     def _passes(self, name: str, kind: Storage) -> bool:
@@ -122,8 +122,8 @@ class StepPlan:
         memory = self.program.block(arena.bytes)
         places = {life.name: memory[arena.offsets[life.name] :] for life in lives}
         for name, shape in self.shapes.items():
-            dtype = self.program.values.dtype(name)
-            buffer, at = self.program.values.flat_places.get(name, (name, 0))
+            dtype = self.values.dtype(name)
+            buffer, at = self.values.flat_places.get(name, (name, 0))
             begin = dtype.bytes_of((at,))
             place = places[self.program.in_place_aliases.get(buffer, buffer)][begin : begin + dtype.bytes_of(shape)]
             self.cells[name] = Tensor(dtype, shape, place)
@@ -164,14 +164,11 @@ class StepPlan:
         if runner.objects or any(self._is_object(name) for name in runner.segment.inputs):
             return partial(self._run_objects, runner)
         binding = runner.session.io_binding()
-        loose = [
-            name
-            for name in (*runner.segment.inputs, *runner.segment.outputs)
-            if self.program.values.storage[name] is Storage.TENSOR
-        ]
+        operands = (*runner.segment.inputs, *runner.segment.outputs)
+        loose = [name for name in operands if self.values.storage[name] is Storage.TENSOR]
         for name in runner.segment.inputs:
-            if self.program.values.storage[name] is Storage.INPUT:
-                self.readers[name].append((binding, self.program.values.dtype(name).code, name))
+            if self.values.storage[name] is Storage.INPUT:
+                self.readers[name].append((binding, self.values.dtype(name).code, name))
             elif name not in loose:
                 bind_tensor(binding.bind_input, name, self._tensor(name))
         for name in runner.segment.outputs:
@@ -188,8 +185,8 @@ class StepPlan:
         calls: list[Action] = []
 
         def shared(name: str, binding: Binding, formal: str) -> None:
-            if self.program.values.storage[name] is Storage.INPUT:
-                self.readers[name].append((binding, self.program.values.dtype(name).code, formal))
+            if self.values.storage[name] is Storage.INPUT:
+                self.readers[name].append((binding, self.values.dtype(name).code, formal))
             else:
                 bind_tensor(binding.bind_input, formal, self._tensor(name))
 
@@ -230,13 +227,13 @@ class StepPlan:
         feeds = {name: as_feed(self.cells[name]) for name in runner.segment.inputs}
         names = [runner.widened.get(name, name) for name in runner.segment.outputs]
         for name, value in zip(runner.segment.outputs, runner.session.run(names, feeds), strict=True):
-            match self.program.values.storage[name]:
+            match self.values.storage[name]:
                 case Storage.OBJECT:
                     self.cells[name] = value
                 case Storage.TENSOR:
-                    self.cells[name] = as_tensor(value, self.program.values.dtype(name))
+                    self.cells[name] = as_tensor(value, self.values.dtype(name))
                 case _:
-                    slot, made = self._tensor(name), as_tensor(value, self.program.values.dtype(name))
+                    slot, made = self._tensor(name), as_tensor(value, self.values.dtype(name))
                     check_promise(name, made.shape, slot.shape)
                     slot.data[:] = made.data
 
@@ -245,7 +242,7 @@ class StepPlan:
         promise = self.promises.get(step.tag)
         if promise is None:
             return partial(self._send_encoded, index, step)
-        kind = self.program.values.storage[step.value]
+        kind = self.values.storage[step.value]
         if kind in (Storage.SLOT, Storage.CONSTANT):
             tensor = self._tensor(step.value)
             check_promise(step.value, tensor.shape, promise)
@@ -299,7 +296,7 @@ class StepPlan:
             return partial(self._begin_redistribution, index, step, work)
         if isinstance(work, CoalescedCollective):
             return self._begin_bound(index, step, self._bound_together(step, work))
-        if call.source and self.program.values.storage[call.source] not in (Storage.SLOT, Storage.CONSTANT):
+        if call.source and self.values.storage[call.source] not in (Storage.SLOT, Storage.CONSTANT):
             return partial(self._begin_anew, index, step, work)
         return self._begin_bound(index, step, self._bound(step, work))
 
@@ -393,7 +390,7 @@ class StepPlan:
         return complete
 
     def _is_object(self, name: str) -> bool:
-        return dense(self.program.values.types[name]) is None
+        return dense(self.values.types[name]) is None
 
     def _tensor(self, name: str) -> Tensor:
         value = self.cells[name]
