@@ -13,25 +13,25 @@ import sys
 from collections.abc import Sequence
 
 import click
-from partc.cli.output import say
-from partc.cli.output.say import add_options
+from partc.cli.output import console
+from partc.cli.output.console import add_options
+from partc.cli.output.failures import INTERRUPTED, report
 
-INTERRUPTED = 130
 _NO_READER = 141
 
 COMMANDS = {
     "compile": "Compile a model and a plan into one program per rank.",
     "run": "Run an artifact over MPI, or in this process.",
     "train": "Train an artifact over MPI, or in this process.",
-    "eval": "Measure a model that was trained.",
+    "eval": "Evaluate a trained model.",
     "checkpoint": "Show, verify and export checkpoints.",
-    "verify": "Compare the compiled model with the whole one.",
-    "check": "Prove an artifact sound from its files alone.",
-    "inspect": "Show what runs where, and what it moves and needs.",
-    "simulate": "Show what a pipeline's schedule takes and keeps.",
-    "plan": "Write a plan to start from.",
+    "verify": "Compare the compiled model with the unsharded model.",
+    "check": "Check an artifact from its files alone.",
+    "inspect": "Show nodes, memory and communication of each rank.",
+    "simulate": "Show the time and memory of a pipeline schedule.",
+    "plan": "Write a starting plan for a model.",
     "schema": "Print the JSON schema of a plan.",
-    "ops": "Show how each op may be cut.",
+    "ops": "Show how each op can be sharded.",
 }
 _HOMES = {"schema": "plan"}
 
@@ -40,7 +40,7 @@ class LazyGroup(click.Group):
     """A group whose commands are modules of this package, imported when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The commands in the order in which a user meets them."""
+        """The commands in the order in which a user needs them."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -63,7 +63,7 @@ def _version(ctx: click.Context, parameter: click.Parameter, asked: bool) -> Non
     if asked and not ctx.resilient_parsing:
         from importlib.metadata import version
 
-        say.echo(f"partc {version('partc')}")
+        console.echo(f"partc {version('partc')}")
         ctx.exit()
 
 
@@ -95,10 +95,10 @@ def main() -> None:
 
 
 def invoke(arguments: Sequence[str]) -> int:
-    """The exit code of `partc ARGUMENTS`; whatever is to be said of an error is printed."""
-    say.begin(arguments)
+    """Runs `partc ARGUMENTS` and prints its error, if any; the exit code."""
+    console.begin(arguments)
     code = _invoke(arguments)
-    say.end(code)
+    console.end(code)
     return code
 
 
@@ -110,8 +110,8 @@ def _invoke(arguments: Sequence[str]) -> int:
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(shown)
-        say.failed(error.format_message())
-        say.echo(shown.getvalue(), err=True, nl=False)
+        console.failed(error.format_message())
+        console.echo(shown.getvalue(), err=True, nl=False)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
@@ -120,29 +120,3 @@ def _invoke(arguments: Sequence[str]) -> int:
         return _NO_READER
     except Exception as error:
         return report(error)
-
-
-def report(error: Exception) -> int:
-    """Prints an error to stderr as its kind asks for; the exit code that goes with it."""
-    code, text = described(error)
-    if say.verbose() and "Traceback" not in text:
-        import traceback
-
-        say.echo("".join(traceback.format_exception(error)), err=True)
-    say.failure(text)
-    return code
-
-
-def described(error: Exception) -> tuple[int, str]:
-    """An error's exit code and text: the message alone where it is made for the user, else the traceback too."""
-    from partc.compiler.errors import CompileError
-    from partc.runtime.errors import PartcError
-
-    if isinstance(error, CompileError | PartcError):
-        return error.exit_code, str(error)
-    if isinstance(error, OSError) and error.filename is not None:
-        return 1, f"{error.filename}: {error.strerror}"
-    import traceback
-
-    trace = "".join(traceback.format_exception(error))
-    return 1, f"{trace}partc: this is a fault of partc itself; please report it together with the text above"

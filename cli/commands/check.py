@@ -1,22 +1,22 @@
-"""The command `partc check`: every violation in an artifact, or one line that says what was proved."""
+"""The command `partc check`: every violation in an artifact, or one line with the counts of what was checked."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import click
-from partc.cli.output import say
-from partc.cli.output.present import count
+from partc.cli.output import console
+from partc.cli.output.units import count
 
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
 def command(folder: Path) -> int:
-    """Prove an artifact sound from its files alone; nothing is run.
+    """Check an artifact from its files alone; nothing is run.
 
-    Hashes and sizes, schemas, external data, the matching and the order of all communication over the ranks, values
-    that nobody makes; of training, that updates in place are safe and copies of a tensor stay equal. What a training names outside
-    of the folder is listed. Exit code 1 where anything is wrong.
+    Checked are hashes, schemas, types and shapes, external data, the matching and order of communication between all ranks, and the
+    layouts of values; for training also that in-place updates are safe and replicas stay identical. Code, and paths outside of the
+    folder, that the artifact names are listed. Exit code 1 if there is a violation.
 
     \b
     partc check build/
@@ -27,11 +27,11 @@ def command(folder: Path) -> int:
     counts = {key: getattr(checked, key) for key in ("ranks", "files", "nodes", "transfers", "collectives")}
     found = [str(violation) for violation in checked.violations]
     named = [str(one) for one in checked.named]
-    say.result({"ok": not found, "folder": str(folder), "violations": found, **counts, "named": named})
+    console.result({"ok": not found, "folder": str(folder), "violations": found, **counts, "named": named})
     for violation in checked.violations:
-        say.echo(str(violation), err=True)
+        console.echo(str(violation), err=True)
     if checked.violations:
-        say.echo(f"{folder}: {count(len(checked.violations), 'violation')}", err=True)
+        console.echo(f"{folder}: {count(len(checked.violations), 'violation')}", err=True)
         return 1
     parts = [
         count(checked.ranks, "rank"),
@@ -41,14 +41,12 @@ def command(folder: Path) -> int:
     ]
     if checked.collectives:
         parts.append(count(checked.collectives, "collective"))
-    say.echo(f"{folder}: ok, {', '.join(parts)}")
+    console.echo(f"{folder}: ok, {', '.join(parts)}")
     for one in checked.named:
-        say.echo(f"used only with --plan or --trust-code: {one}")
+        console.echo(f"used only with --plan or --trust-code: {one}")
     if checked.in_place + checked.copied:
         safe = f"{count(checked.in_place, 'tensor')} safely updated in place"
-        copied = f", {checked.copied:,} copied when a step ends" if checked.copied else ""
-        equal = (
-            f"; {count(checked.copies, 'shard')} on several ranks, whose copies stay equal" if checked.copies else ""
-        )
-        say.echo(f"training: {safe}{copied}{equal}")
+        copied = f", {checked.copied:,} copied at the end of a step" if checked.copied else ""
+        equal = f"; {count(checked.copies, 'replicated shard')}, proven to stay identical" if checked.copies else ""
+        console.echo(f"training: {safe}{copied}{equal}")
     return 0

@@ -1,12 +1,13 @@
-"""The commands `partc checkpoint show`, `verify` and `export`: what training has written, for people and for other tools."""
+"""The commands `partc checkpoint show`, `verify` and `export`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import click
-from partc.cli.output import say
-from partc.cli.output.present import Table, count, size
+from partc.cli.output import console
+from partc.cli.output.table import Table
+from partc.cli.output.units import count, size
 from partc.runtime.errors import printable
 
 _PATH = click.Path(path_type=Path)
@@ -16,7 +17,7 @@ _PATH = click.Path(path_type=Path)
 def command() -> None:
     """Show, verify and export checkpoints.
 
-    CKPT is the folder of a checkpoint, or a folder of checkpoints, of which the newest whole one is meant.
+    CKPT is a checkpoint, or a folder of checkpoints whose newest intact one is used.
 
     \b
     partc checkpoint show checkpoints/
@@ -25,11 +26,11 @@ def command() -> None:
     """
 
 
-@command.command(short_help="List the tensors, and what is kept beside them.")
+@command.command(short_help="List tensors and metadata.")
 @click.argument("path", metavar="CKPT", type=_PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(path: Path, as_json: bool) -> int:
-    """Show the tensors of a checkpoint, and what the training run keeps beside them.
+    """Show the tensors of a checkpoint and the metadata of its training run.
 
     \b
     partc checkpoint show checkpoints/
@@ -53,29 +54,29 @@ def show(path: Path, as_json: bool) -> int:
             for name, one in index.tensors.items()
         }
         found = {"path": str(checkpoint.path), "step": index.step, "ranks": index.ranks, "meta": index.meta}
-        say.echo(json.dumps({**found, "tensors": tensors}, indent=1))
+        console.echo(json.dumps({**found, "tensors": tensors}, indent=1))
         return 0
     table = Table(["tensor", "dtype", "shape", "kind", ">shards", ">bytes"])
     for name, one in index.tensors.items():
         table.add(printable(name), one.dtype, list(one.shape), one.kind, len(one.pieces), size(one.bytes))
     table.show()
-    say.echo()
+    console.echo()
     for key, value in index.meta.items():
-        say.echo(printable(f"{key}: {value if isinstance(value, str) else json.dumps(value)}"))
+        console.echo(printable(f"{key}: {value if isinstance(value, str) else json.dumps(value)}"))
     total = sum(one.bytes for one in index.tensors.values())
-    say.echo(
+    console.echo(
         f"{checkpoint.path}: step {index.step}, {count(len(index.tensors), 'tensor')}, {size(total)}, "
         f"written by {count(index.ranks, 'rank')} in {count(len(index.files), 'file')}"
     )
     return 0
 
 
-@command.command(short_help="Prove a checkpoint whole.")
+@command.command(short_help="Verify a checkpoint's integrity.")
 @click.argument("path", metavar="CKPT", type=_PATH)
 def verify(path: Path) -> int:
-    """Prove that a checkpoint is whole: every file as it was written, every element of every tensor exactly once.
+    """Verify a checkpoint's integrity: files match their hashes, shards hold each element of each tensor exactly once.
 
-    Exit code 1 where anything is wrong.
+    Exit code 1 if there is a problem.
 
     \b
     partc checkpoint verify checkpoints/step_00000120
@@ -87,12 +88,12 @@ def verify(path: Path) -> int:
     folder = next(candidates(path))
     problems = verified(folder)
     for problem in problems:
-        say.echo(problem, err=True)
+        console.echo(problem, err=True)
     if problems:
-        say.echo(f"{folder}: {count(len(problems), 'problem')}", err=True)
+        console.echo(f"{folder}: {count(len(problems), 'problem')}", err=True)
         return 1
     index = read_index(folder)
-    say.echo(
+    console.echo(
         f"{folder}: ok, step {index.step}, {count(len(index.tensors), 'tensor')}, {count(len(index.files), 'file')}"
     )
     return 0
@@ -101,14 +102,19 @@ def verify(path: Path) -> int:
 @command.command(short_help="Write one safetensors file, or the trained model.")
 @click.argument("path", metavar="CKPT", type=_PATH)
 @click.option(
-    "-o", "--output", "out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Write it here."
+    "-o",
+    "--output",
+    "out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    help="The .safetensors or .onnx file to write.",
 )
-@click.option("--model", type=_PATH, help="The model that was trained: write it with the trained weights.")
-@click.option("--all", "everything", is_flag=True, help="The optimizer's tensors too.")
+@click.option("--model", type=_PATH, help="Write this model, the one that was trained, with the trained weights.")
+@click.option("--all", "everything", is_flag=True, help="Include the optimizer's tensors.")
 def export(path: Path, out: Path, model: Path | None, everything: bool) -> int:
     """Write the weights of a checkpoint as one safetensors file, or the model with these weights as an .onnx file.
 
-    Names and shapes are the model's own, whatever plan it was trained with. The model takes its inference form.
+    Names and shapes are those of the model and do not depend on the plan. The model is written in its inference form.
 
     \b
     partc checkpoint export checkpoints/ -o weights.safetensors
@@ -122,13 +128,13 @@ def export(path: Path, out: Path, model: Path | None, everything: bool) -> int:
     wanted = ".safetensors" if model is None else ".onnx"
     if out.suffix != wanted:
         remedy = (
-            "give --model, the model that was trained"
+            "add --model with the model that was trained"
             if out.suffix == ".onnx"
-            else f"give a name that ends in {wanted}"
+            else f"use a name that ends in {wanted}"
         )
         raise UsageError(f"{out}: its name must end in {wanted}\n  help: {remedy}")
     if model is not None and everything:
-        raise UsageError("--all: a model has no place for the optimizer's tensors\n  help: leave out --all, or --model")
+        raise UsageError("--all: an .onnx model cannot hold the optimizer's tensors\n  help: remove --all or --model")
     kinds = (*WEIGHTS, "optimizer") if everything else WEIGHTS
 
     def write(place: Path) -> tuple[Checkpoint, int]:
@@ -141,7 +147,7 @@ def export(path: Path, out: Path, model: Path | None, everything: bool) -> int:
 
     _, (checkpoint, number) = take_whole(path, write, "partc checkpoint export")
     if model is not None:
-        say.echo(f"{out}: {model.name} with {count(number, 'weight')} of step {checkpoint.index.step}")
+        console.echo(f"{out}: {model.name} with {count(number, 'weight')} of step {checkpoint.index.step}")
     else:
-        say.echo(f"{out}: {count(number, 'tensor')} of step {checkpoint.index.step}, {size(out.stat().st_size)}")
+        console.echo(f"{out}: {count(number, 'tensor')} of step {checkpoint.index.step}, {size(out.stat().st_size)}")
     return 0

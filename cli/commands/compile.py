@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from partc.cli.output import say
-from partc.cli.output.present import Table, count, seconds, size
+from partc.cli.output import console
+from partc.cli.output.table import Table
+from partc.cli.output.units import count, seconds, size
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -24,21 +25,27 @@ _NAMED = 4
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option(
-    "--plan", type=click.Path(path_type=Path), help="The plan; without it the model's annotations, or one rank."
+    "--plan", type=click.Path(path_type=Path), help="The plan; without it, the model's annotations or one rank."
 )
-@click.option("-o", "--output", "out", type=click.Path(path_type=Path), default=Path("build"), show_default=True)
-@click.option("--strict", is_flag=True, help="Refuse changes of layout that the plan did not ask for.")
+@click.option(
+    "-o",
+    "--output",
+    "out",
+    type=click.Path(path_type=Path),
+    default=Path("build"),
+    show_default=True,
+    help="Folder of the artifact.",
+)
+@click.option("--strict", is_flag=True, help="Refuse reshards that the plan does not ask for.")
 @click.option(
     "--annotated",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the whole model here too, every node annotated as it was cut.",
+    help="Also write the unsharded model to this file, each node annotated with its sharding.",
 )
-@click.option(
-    "--configuration", metavar="NAME", help="The model's device configuration to follow; 'none' follows none."
-)
-@click.option("--no-check", is_flag=True, help="Do not open what was written with the checker and onnxruntime.")
-@click.option("--dump-ir", is_flag=True, help="Write the text after each pass too, ir/1_shapes.ir and on.")
-@click.option("--verify-passes", is_flag=True, help="Verify the program after each pass; a fault names the pass.")
+@click.option("--configuration", metavar="NAME", help="The model's device configuration to use; 'none' ignores all.")
+@click.option("--no-check", is_flag=True, help="Skip the check of the written files by the checker and onnxruntime.")
+@click.option("--dump-ir", is_flag=True, help="Also write a dump after each pass: ir/1_shapes.ir and on.")
+@click.option("--verify-passes", is_flag=True, help="Verify the program after each pass; an error names the pass.")
 def command(
     model: Path,
     plan: Path | None,
@@ -52,14 +59,14 @@ def command(
 ) -> int:
     """Compile MODEL (.onnx or .py) by a plan into one ONNX program per rank.
 
-    The folder is replaced only if it is an artifact with nothing else in it, or empty, and only when the new one is whole.
+    An existing output folder is replaced when the new artifact is complete, and only if it is empty or holds nothing but an artifact.
 
     \b
     partc compile model.py --plan plan.yaml -o build/
     """
     import time
 
-    from partc.cli.output.watch import CompileWatch
+    from partc.cli.output.compile_progress import CompileWatch
     from partc.compiler.pipeline import compile_model
     from partc.compiler.verify import VARIABLE
     from partc.runtime.artifact.format import BEGIN_IR, END_IR
@@ -70,35 +77,35 @@ def command(
     with CompileWatch() as watch:
         report = compile_model(model, plan, out, dump_ir, strict, annotated, configuration, not no_check, watch)
     spent = time.perf_counter() - begin
-    if say.as_json():
+    if console.as_json():
         for warning in report.warnings:
-            say.echo(f"warning: {warning}", err=True)
-        say.result(document(report, spent))
+            console.echo(f"warning: {warning}", err=True)
+        console.result(document(report, spent))
         return 0
     ranks_table(out).show()
     if report.manifest.collectives:
-        say.echo()
+        console.echo()
         communication_table(report).show()
     ranks = report.manifest.ranks
     moves = count(len(report.manifest.transfers), "transfer")
     if report.manifest.collectives:
         moves += f", {count(len(report.manifest.collectives), 'collective')}"
     for warning in report.warnings:
-        say.echo(f"warning: {warning}", err=True)
-    say.echo(f"\n{out}: {count(ranks, 'rank')}, {moves}, in {seconds(spent)}")
+        console.echo(f"warning: {warning}", err=True)
+    console.echo(f"\n{out}: {count(ranks, 'rank')}, {moves}, in {seconds(spent)}")
     if report.program.training is not None:
-        say.echo(learned_line(report))
+        console.echo(trained_line(report))
         for line in shared_lines(report):
-            say.echo(line)
-    say.echo(f"to read: {out / BEGIN_IR}, {out / END_IR}")
+            console.echo(line)
+    console.echo(f"dumps: {out / BEGIN_IR}, {out / END_IR}")
     if report.program.training is not None and plan is not None:
-        say.echo(f"to train: {shlex.join(['partc', 'train', str(out), '--plan', str(plan)])}")
+        console.echo(f"train it with: {shlex.join(['partc', 'train', str(out), '--plan', str(plan)])}")
     return 0
 
 
 def document(report: Report, spent: float) -> dict[str, object]:
-    """What `--json` prints of a compile; byte counts that vary with the sizes are expressions in the symbols."""
-    from partc.cli.output.figures import rank_figures, typical_sizes
+    """The JSON document of a compile; byte counts of dynamic shapes are expressions in the symbols."""
+    from partc.cli.output.stats import rank_stats, typical_sizes
     from partc.compiler.sharding.budget import largest_first
     from partc.runtime.artifact.manifest import open_artifact
 
@@ -106,7 +113,7 @@ def document(report: Report, spent: float) -> dict[str, object]:
     sizes = typical_sizes(artifact.manifest)
     ranks = []
     for rank in range(artifact.manifest.ranks):
-        one = rank_figures(artifact, rank, sizes)
+        one = rank_stats(artifact, rank, sizes)
         figures = {"nodes": one.nodes, "weights": one.weights, "received": one.received.text, "sent": one.sent.text}
         ranks.append({"rank": rank, **figures})
     return {
@@ -125,11 +132,11 @@ def document(report: Report, spent: float) -> dict[str, object]:
 
 
 def communication_table(report: Report) -> Table:
-    """A row per collective and message, the largest first; the smallest of many are summed up."""
+    """A row per collective and message, the largest first; of more than ten, the last row counts the rest."""
     from partc.compiler.sharding.budget import largest_first
 
     events = largest_first(report.program)
-    table = Table(["communication", "value", "ranks", ">bytes a rank", "cause"])
+    table = Table(["communication", "value", "ranks", ">bytes per rank", "cause"])
     for event in events[:_LARGEST]:
         ranks = ", ".join("-".join(map(str, some)) for some in event.ranks[:2]) + (
             ", ..." if len(event.ranks) > 2 else ""
@@ -140,21 +147,21 @@ def communication_table(report: Report) -> Table:
     return table
 
 
-def learned_line(report: Report) -> str:
-    """What is trained, what the plan freezes, and which tensors of several numbers are taken for no parameters."""
+def trained_line(report: Report) -> str:
+    """Trained and frozen parameters, and the float tensors of several elements that are not parameters."""
     from partc.compiler.training.trainable import candidates
 
     training = report.program.training
     assert training is not None
     known = training.parameters
     frozen = [value for value, how in known.items() if how.frozen]
-    others = [value for value in candidates(report.program.model) if value not in known and _numbers(value) > 1]
+    others = [value for value in candidates(report.program.model) if value not in known and _elements(value) > 1]
     parts = [f"trains {_counted([value for value in known if value not in frozen])}"]
     parts += [f"frozen: {_counted(frozen)}"] if frozen else []
     named = [f"{value.name} {list(value.shape or ())}" for value in others]
     if named:
         more = f", and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-        parts.append(f"not learned: {', '.join(named[:_NAMED])}{more}")
+        parts.append(f"not trained: {', '.join(named[:_NAMED])}{more}")
     return "; ".join(parts)
 
 
@@ -167,22 +174,22 @@ def shared_lines(report: Report) -> list[str]:
 
 
 def _counted(values: Sequence[ir.Value]) -> str:
-    return f"{count(len(values), 'parameter')}, {count(sum(map(_numbers, values)), 'number')}"
+    return f"{count(len(values), 'parameter')}, {count(sum(map(_elements, values)), 'element')}"
 
 
-def _numbers(value: ir.Value) -> int:
+def _elements(value: ir.Value) -> int:
     return math.prod(dim for dim in value.shape or () if isinstance(dim, int))
 
 
 def ranks_table(folder: Path) -> Table:
     """A row per rank: nodes, weights, bytes in and out as expressions in the symbols."""
-    from partc.cli.output.figures import rank_figures, typical_sizes
+    from partc.cli.output.stats import rank_stats, typical_sizes
     from partc.runtime.artifact.manifest import open_artifact
 
     artifact = open_artifact(folder, trust=True)
     sizes = typical_sizes(artifact.manifest)
     table = Table([">rank", ">nodes", ">weights", ">bytes received", ">bytes sent"])
     for rank in range(artifact.manifest.ranks):
-        one = rank_figures(artifact, rank, sizes)
+        one = rank_stats(artifact, rank, sizes)
         table.add(rank, one.nodes, size(one.weights), one.received.text, one.sent.text)
     return table

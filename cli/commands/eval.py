@@ -1,4 +1,4 @@
-"""The command `partc eval`: the loss and the metrics of a trained model over records, by the evaluation inside of its artifact."""
+"""The command `partc eval`: the loss and the metrics of a model, by the evaluation program of its artifact."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from partc.cli.job.job import Job, TrainingJob
 
 @click.command(cls=WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
-@click.option("--data", multiple=True, metavar="PATH|INPUT=PATH", help="The records; by default the plan's `test:`.")
-@click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Records a step, over all ranks.")
+@click.option(
+    "--data", multiple=True, metavar="PATH|INPUT=PATH", help="Evaluation data; by default the plan's `test:`."
+)
+@click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Global batch size.")
 @click.option(
     "--checkpoint",
     type=click.Path(exists=True, path_type=Path),
-    help="A checkpoint, or the newest whole one of a folder of them.",
+    help="A checkpoint, or a folder of checkpoints whose newest intact one is used.",
 )
-@click.option("--init", type=click.Path(exists=True, path_type=Path), help="The weights of a .safetensors file.")
+@click.option("--init", type=click.Path(exists=True, path_type=Path), help="Use the weights of a .safetensors file.")
 @click.option(
-    "--metrics", type=click.Path(dir_okay=False, path_type=Path), help="Append the numbers to this file, as JSON lines."
+    "--metrics", type=click.Path(dir_okay=False, path_type=Path), help="Append the metrics to this file as JSON lines."
 )
 @origin_options
 @place_options
 @click.pass_context
 def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
-    """Measure the model of the artifact in FOLDER (by default build), as it is, or as a checkpoint has it.
+    """Evaluate the artifact in FOLDER (by default build) with its initial weights, or with those of a checkpoint.
 
     \b
     partc eval --checkpoint runs/a --data test.npz --batch 500

@@ -1,4 +1,4 @@
-"""The command `partc inspect`: what runs on each rank, why there, what it needs and what moves between ranks."""
+"""The command `partc inspect`: nodes, memory and communication of each rank, and the reasons for them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 import click
 from partc.cli.commands.run import parse_sizes
-from partc.cli.output import say
-from partc.cli.output.present import Table, count, show_tables, size
+from partc.cli.output import console
+from partc.cli.output.table import Table, show_tables
+from partc.cli.output.units import count, size
 
 if TYPE_CHECKING:
     from onnx import NodeProto
-    from partc.cli.output.figures import Moved
-    from partc.cli.output.figures_training import TrainingFigures
+    from partc.cli.output.stats import Moved
+    from partc.cli.output.training_stats import TrainingStats
     from partc.runtime.artifact.manifest import Artifact
 
 _LARGEST = 10
@@ -26,7 +27,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Row:
-    """A node of a rank's program as the lists show it; `why` is the rule that placed it, or a transfer's cause."""
+    """A node of a rank's program; `why` is the rule that placed it, or the cause of a transfer."""
 
     rank: int
     at: int
@@ -39,20 +40,20 @@ class Row:
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="List the program of one rank.")
-@click.option("--node", "pattern", metavar="PATTERN", help="Tell where the matching nodes run, and why.")
+@click.option("--node", "pattern", metavar="PATTERN", help="Show where the matching nodes run, and why.")
 @click.option("--set", "given", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(folder: Path, rank: int | None, pattern: str | None, given: Mapping[str, int], as_json: bool) -> int:
-    """Show what the artifact in FOLDER (by default build) runs where, what it needs and what it moves.
+    """Show nodes, memory and communication of each rank of the artifact in FOLDER (by default build).
 
     \b
     partc inspect build/                   # ranks, memory, the largest transfers
     partc inspect --rank 3                 # the program of a rank
     partc inspect --node 'conv*'           # where and why
     """
-    from partc.cli.job.feed import choose_sizes
-    from partc.cli.output.figures import rank_figures, typical_sizes
-    from partc.cli.output.figures_training import training_figures
+    from partc.cli.job.inputs import choose_sizes
+    from partc.cli.output.stats import rank_stats, typical_sizes
+    from partc.cli.output.training_stats import training_stats
     from partc.runtime.artifact.manifest import open_artifact
     from partc.runtime.errors import UsageError
 
@@ -69,9 +70,9 @@ def command(folder: Path, rank: int | None, pattern: str | None, given: Mapping[
     if problems:
         raise UsageError("\n".join(problems))
     sizes = {**typical_sizes(manifest), **given}
-    figures = [rank_figures(artifact, one, sizes) for one in range(manifest.ranks)]
+    figures = [rank_stats(artifact, one, sizes) for one in range(manifest.ranks)]
     trains = any(record.next for record in manifest.state)
-    trained = [training_figures(manifest, artifact.model(one), one, sizes) for one in range(manifest.ranks) if trains]
+    trained = [training_stats(manifest, artifact.model(one), one, sizes) for one in range(manifest.ranks) if trains]
     if as_json:
         transfers = [transfer.model_dump(mode="json") for transfer in manifest.transfers]
         collectives = [one.model_dump(mode="json") for one in manifest.collectives]
@@ -79,7 +80,7 @@ def command(folder: Path, rank: int | None, pattern: str | None, given: Mapping[
         found = {"sizes": sizes, "ranks": ranks_json, "transfers": transfers}
         found |= {"groups": manifest.groups, "collectives": collectives} if collectives else {}
         found |= {"training": [dataclasses.asdict(one) for one in trained]} if trained else {}
-        say.echo(json.dumps(found, indent=1))
+        console.echo(json.dumps(found, indent=1))
         return 0
     table = Table(
         [">rank", ">nodes", ">segments", ">weights", ">peak memory", ">received", ">sent", "bytes in and out"]
@@ -101,20 +102,20 @@ def command(folder: Path, rank: int | None, pattern: str | None, given: Mapping[
     show_tables(
         [table, *_training(trained), *_largest_transfers(artifact, sizes), *_largest_collectives(artifact, sizes)]
     )
-    say.echo()
+    console.echo()
     for line in _notes(artifact, sizes, sum(one.unknown_values for one in figures), bool(trained)):
-        say.echo(line)
+        console.echo(line)
     return 0
 
 
-def _training(figures: Sequence[TrainingFigures]) -> Iterator[Table]:
-    """Nodes of each phase, what is kept from step to step, and the messages in which gradients are reduced."""
+def _training(figures: Sequence[TrainingStats]) -> Iterator[Table]:
+    """Nodes of each phase, bytes of the state, and the buckets in which gradients are reduced."""
     statistics, sums = any(one.statistics for one in figures), any(one.sums for one in figures)
     columns = [">rank", ">forward", ">backward", ">update", ">parameters", ">optimizer"]
     columns += [
         *([">statistics"] if statistics else []),
-        *([">gradients' sums"] if sums else []),
-        "buckets of gradients",
+        *([">accumulated gradients"] if sums else []),
+        "gradient buckets",
     ]
     table = Table(columns, title="training")
     for one in figures:
@@ -131,7 +132,7 @@ def _moved(moved: Moved) -> str:
 
 
 def _largest_transfers(artifact: Artifact, sizes: Mapping[str, int]) -> Iterator[Table]:
-    from partc.cli.output.figures import moved
+    from partc.cli.output.stats import moved
 
     measured = [(moved([transfer], sizes), transfer) for transfer in artifact.manifest.transfers]
     measured.sort(key=lambda pair: (-pair[0].bytes, pair[1].tag))
@@ -146,7 +147,7 @@ def _largest_transfers(artifact: Artifact, sizes: Mapping[str, int]) -> Iterator
 
 
 def _largest_collectives(artifact: Artifact, sizes: Mapping[str, int]) -> Iterator[Table]:
-    from partc.cli.output.figures import moved
+    from partc.cli.output.stats import moved
 
     manifest = artifact.manifest
     measured = [(moved([one], sizes), one) for one in manifest.collectives]
@@ -162,7 +163,7 @@ def _largest_collectives(artifact: Artifact, sizes: Mapping[str, int]) -> Iterat
 
 
 def _lists_text(lists: list[list[int]]) -> str:
-    """Lists of ranks as people read them: `0-3`, `0,2`, `4 lists of 2: 0,4`."""
+    """Lists of ranks as text: `0-3`, `0,2`, `4 lists of 2: 0,4`."""
     first = lists[0] if lists else []
     run = len(first) > 1 and first == list(range(first[0], first[0] + len(first)))
     text = f"{first[0]}-{first[-1]}" if run else ",".join(map(str, first))
@@ -173,11 +174,11 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int, trains: b
     symbols = artifact.manifest.symbols
     if symbols:
         chosen = ", ".join(f"{name}={value}" for name, value in sizes.items())
-        yield f"sizes are at {chosen}: the largest allowed, or the smallest where there is no bound; --set changes it"
-    kept = "weights, what the optimizer keeps of them," if trains else "weights"
-    yield f"peak memory is an estimate: {kept} and the largest set of values alive at once"
+        yield f"sizes are for {chosen}: the maximum, or the minimum if there is no maximum; --set changes it"
+    kept = "weights, optimizer state" if trains else "weights"
+    yield f"peak memory is an estimate: {kept} and the largest set of live values"
     if unknown:
-        yield f"'+?': {count(unknown, 'value')} of a size that only a run tells, not counted"
+        yield f"'+?': without {count(unknown, 'value')} whose size is known only at run time"
 
 
 def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
@@ -201,7 +202,7 @@ def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
         outputs = tuple(f"{name} {_type_text(*types[name])}" if name in types else name for name in names if name)
         why = metadata.get(CAUSE if node.domain == DOMAIN else RULE, "")
         if cut := metadata.get(CUT):
-            why += f"; cut {cut}"
+            why += f"; sharded {cut}"
         if tensors := [replaced[name] for name in node.output if name in replaced]:
             why += f"{'; ' if why else ''}next {', '.join(tensors)}"
         yield Row(rank, at, op, metadata.get(PATH) or _name(node), outputs, why)
@@ -234,7 +235,7 @@ def _show_rows(folder: Path, rows: list[Row], pattern: str | None, as_json: bool
             raise UsageError(f"{folder}: '{pattern}' matches no node{help}")
         rows = [row for row in rows if row.path in chosen]
     if as_json:
-        say.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+        console.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
         return
     table = Table([">rank", ">at", "op", "path", "value", "why"])
     for row in rows:

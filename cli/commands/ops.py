@@ -1,4 +1,4 @@
-"""The command `partc ops`: the table of ops, how each may be cut, whether it has a gradient, and how much of the standard it covers."""
+"""The command `partc ops`: how each op can be sharded, whether it has a gradient, and how much of the standard is covered."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 from typing import TYPE_CHECKING
 
 import click
-from partc.cli.output import say
-from partc.cli.output.present import Table
+from partc.cli.output import console
+from partc.cli.output.table import Table
 
 if TYPE_CHECKING:
     from partc.compiler.ops.registry import Entry
@@ -20,12 +20,11 @@ OPSET = 23
 @click.argument("patterns", nargs=-1, metavar="[OP...]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(patterns: tuple[str, ...], as_json: bool) -> int:
-    """Show how each op may be cut: all of them, or those that match one of the names.
+    """Show how each op can be sharded: all ops, or those that match one of the names.
 
-    A letter is a factor: cutting it cuts every dim that has it. A contracted factor is in no output: a cut of it leaves
-    terms of a sum, or of what is named. `*` is any dims that correspond, `.` is a dim and `_` are dims that stay
-    whole. Training goes through ops whose gradient is `yes`; it `stops` at those whose output does not follow small
-    changes.
+    A letter is a factor: sharding it shards every dim that has it. A contracted factor is in no output: sharding it makes the
+    output partial, a term of a sum unless another reduction is named. `*` is any number of corresponding dims, `.` is one dim, and
+    `_` is a dim that cannot be sharded. gradient: `yes` if the op has one, `stops` if its output is piecewise constant.
 
     \b
     partc ops                              # the whole table
@@ -56,9 +55,9 @@ def command(patterns: tuple[str, ...], as_json: bool) -> int:
             }
             for one in chosen
         ]
-        say.echo(json.dumps(rows, indent=1))
+        console.echo(json.dumps(rows, indent=1))
         return 0
-    table = Table(["op", "factors", "contracted", "whole", "gradient", "remarks"])
+    table = Table(["op", "factors", "contracted", "unsharded", "gradient", "remarks"])
     for one in chosen:
         table.add(
             one.name,
@@ -74,13 +73,13 @@ def command(patterns: tuple[str, ...], as_json: bool) -> int:
         there = [one for one in entries() if one.domain == "" and one.op_type in standard]
         cuttable = sum(one.cuttable for one in there)
         differentiable = sum(one.differentiable for one in there)
-        say.echo(
-            f"\nai.onnx, opset {OPSET}: {len(standard)} ops, {len(there)} with an entry, {cuttable} of them cuttable, "
+        console.echo(
+            f"\nai.onnx, opset {OPSET}: {len(standard)} ops, {len(there)} with an entry, {cuttable} of them shardable, "
             f"{differentiable} with a gradient"
         )
     return 0
 
 
 def _gradient(entry: Entry) -> str:
-    """`yes` where a gradient flows back through the op, `stops` where it is known to be nothing, empty where there is no rule."""
+    """`yes` if the op has a gradient, `stops` if it is zero everywhere, empty if there is no rule."""
     return "yes" if entry.differentiable else "stops" if entry.stops else ""

@@ -1,23 +1,27 @@
-"""The commands about plans: `partc plan` writes one to start from, `partc schema` says what one may hold."""
+"""The commands about plans: `partc plan` writes a starting plan, `partc schema` prints the JSON schema of plans."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import click
-from partc.cli.output import say
+from partc.cli.output import console
 
 
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("-o", "--output", "out", type=click.Path(path_type=Path, dir_okay=False), help="Write it to this file.")
-@click.option("--tp", type=click.IntRange(min=1), default=1, help="Propose cuts of every layer over so many ranks.")
-@click.option("--dp", type=click.IntRange(min=1), default=1, help="Propose to cut the batch over so many ranks.")
-@click.option("--stages", type=click.IntRange(min=1), default=1, help="Propose so many stages of equal weight.")
+@click.option(
+    "-o", "--output", "out", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan to this file."
+)
+@click.option(
+    "--tp", type=click.IntRange(min=1), default=1, metavar="N", help="Propose tensor parallelism over N ranks."
+)
+@click.option("--dp", type=click.IntRange(min=1), default=1, metavar="N", help="Propose data parallelism over N ranks.")
+@click.option("--stages", type=click.IntRange(min=1), default=1, metavar="N", help="Propose N stages of equal cost.")
 def command(model: Path, out: Path | None, tp: int, dp: int, stages: int) -> int:
-    """Write a plan for MODEL to edit: its inputs, and its modules and parameters as comments.
+    """Write a starting plan for MODEL: its inputs, and its modules and parameters as comments.
 
-    With --tp, --dp and --stages it proposes placement and cuts for what it recognizes; they multiply to the number of ranks.
+    With --tp, --dp and --stages the plan has placement and sharding for the layers that partc recognizes, on TP * DP * STAGES ranks.
 
     \b
     partc plan model.onnx -o plan.yaml
@@ -31,20 +35,20 @@ def command(model: Path, out: Path | None, tp: int, dp: int, stages: int) -> int
     from partc.runtime.files.replace import write_text
 
     if out is not None and out.exists():
-        raise UsageError(f"{out}: there is such a file already\n  help: give another name with -o, or remove it")
+        raise UsageError(f"{out}: the file exists already\n  help: choose another name with -o, or remove the file")
     source = load(model)
     degrees = Degrees(tp, dp, stages)
     if degrees.ranks > 1:
         text, missing = propose(source, model.name, degrees)
         for line in missing:
-            say.echo(f"warning: not recognized: {line}", err=True)
+            console.echo(f"warning: not recognized: {line}", err=True)
     else:
         text = starting_plan(source.model, node_paths(source.model), model.name, source.declared.symbols)
     if out is None:
-        say.echo(text, nl=False)
+        console.echo(text, nl=False)
         return 0
     write_text(out, text)
-    say.echo(f"wrote {out}")
+    console.echo(f"wrote {out}")
     return 0
 
 
@@ -61,5 +65,5 @@ def schema() -> int:
 
     from partc.compiler.plan.schema import plan_schema
 
-    say.echo(json.dumps(plan_schema(), indent=2))
+    console.echo(json.dumps(plan_schema(), indent=2))
     return 0

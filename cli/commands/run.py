@@ -1,7 +1,7 @@
-"""The command `partc run`: decides where the ranks come from, and hands each of them its job.
+"""The command `partc run`: decides how the ranks are started, and gives each of them its job.
 
-Ranks come from the user's own launcher where this process already is under one, from this process where the artifact
-has one rank or all are wanted in-process, and else from a launcher that is started here.
+Under a launcher of the user's own this process is one of the ranks. An artifact of one rank, or a run with `--in-process`, needs no
+other process. Else a launcher is started here.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from partc.cli.job.byte_count import max_bytes
+from partc.cli.commands.byte_count import max_bytes
 from partc.cli.job.job import Job
-from partc.cli.job.launcher import Hosts, Place, surrounding_job
-from partc.cli.output import say
+from partc.cli.job.place import Place, surrounding_job
+from partc.cli.launch.launcher import Hosts
+from partc.cli.output import console
 
 _LAUNCHER_OPTIONS = "launcher_options"
 Command = TypeVar("Command", bound=Callable[..., Any])
 _PLACE_OPTIONS = (
     click.option(
-        "-n", "ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks; the artifact knows it."
+        "-n", "ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks; must be the artifact's."
     ),
     click.option(
         "--threads",
         type=click.IntRange(min=1),
         metavar="N",
-        help="Threads per rank; by default the cores are shared out.",
+        help="Threads per rank; by default the cores are divided among the ranks.",
     ),
     click.option(
         "--stall", type=float, default=30.0, show_default=True, metavar="SECONDS", help="Report waits longer than this."
     ),
     max_bytes,
-    click.option("--trust", is_flag=True, help="Do not hash the artifact's files."),
+    click.option("--trust", is_flag=True, help="Skip the hashes of the artifact's files."),
     click.option("--in-process", is_flag=True, help="Run all ranks as threads of this process, without MPI."),
-    click.option("--hostfile", type=click.Path(exists=True, dir_okay=False), help="The launcher's file of hosts."),
-    click.option("--host", "hosts", metavar="A,B", help="The launcher's list of hosts."),
+    click.option("--hostfile", type=click.Path(exists=True, dir_okay=False), help="Host file for the launcher."),
+    click.option("--host", "hosts", metavar="A,B", help="Host list for the launcher."),
 )
 
 
@@ -46,18 +47,18 @@ _ORIGIN_OPTIONS = (
     click.option(
         "--plan",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="The plan that the artifact was compiled from: the files and the code that it names are beside it.",
+        help="The plan that the artifact was compiled from; allows the code and paths that it names.",
     ),
     click.option(
         "--trust-code",
         is_flag=True,
-        help="Run the code, and use the files and folders, that the artifact names, whoever made it.",
+        help="Allow the code and paths that the artifact itself names.",
     ),
 )
 
 
 class WithLauncherOptions(click.Command):
-    """A command that leaves everything after `--` to the launcher."""
+    """A command that passes everything after `--` to the launcher."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         at = args.index("--") if "--" in args else len(args)
@@ -66,29 +67,29 @@ class WithLauncherOptions(click.Command):
 
 
 def place_options(command: Command) -> Command:
-    """The options that say where ranks come from and how they run."""
+    """Adds the options for starting and running ranks."""
     for option in reversed(_PLACE_OPTIONS):
         command = option(command)
     return command
 
 
 def origin_options(command: Command) -> Command:
-    """The options that say whether what an artifact names is the user's own."""
+    """Adds the options that allow the code and paths that an artifact names."""
     for option in reversed(_ORIGIN_OPTIONS):
         command = option(command)
     return command
 
 
 def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) -> int:
-    """Runs a job where the `place_options` and the surroundings say; the exit code."""
+    """Runs a job as the `place_options` and the environment say; the exit code."""
     job = dataclasses.replace(
         job,
         threads=given["threads"],
         stall=given["stall"],
         trust=given["trust"],
         max_bytes=given["max_bytes"],
-        quiet=job.quiet or say.is_quiet(),
-        json=say.as_json(),
+        quiet=job.quiet or console.is_quiet(),
+        json=console.as_json(),
     )
     if job.training is not None:
         job = dataclasses.replace(job, training=dataclasses.replace(job.training, max_bytes=given["max_bytes"]))
@@ -100,13 +101,13 @@ def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) 
 
     manifest = prepare(job)
     if ranks not in (None, manifest.ranks):
-        say.failure(wrong_ranks(str(folder), manifest.ranks, ranks or 0))
+        console.failure(wrong_ranks(str(folder), manifest.ranks, ranks or 0))
         return 2
     if in_process or manifest.ranks == 1:
-        from partc.cli.job.launch import run_here
+        from partc.cli.launch.launch import run_here
 
         return run_here(job, manifest)
-    from partc.cli.job.launch import launch
+    from partc.cli.launch.launch import launch
 
     return launch(job, manifest, Hosts(given["hostfile"], given["hosts"]), ctx.meta[_LAUNCHER_OPTIONS])
 
@@ -124,15 +125,13 @@ def parse_sizes(ctx: click.Context, parameter: click.Parameter, given: Sequence[
 
 @click.command(cls=WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
+@click.option("--input", "inputs", multiple=True, metavar="X.NPZ|NAME=X.NPY|NAME=0.5", help="Inputs; may be repeated.")
+@click.option("--random", type=int, metavar="SEED", help="Seed of random values for inputs without --input.")
 @click.option(
-    "--input", "inputs", multiple=True, metavar="X.NPZ|NAME=X.NPY|NAME=0.5", help="Inputs; may be given several times."
-)
-@click.option("--random", type=int, metavar="SEED", help="Random values for the inputs that no --input gives.")
-@click.option(
-    "--set", "sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="A symbol's size for --random."
+    "--set", "sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol, for --random."
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the outputs to this .npz.")
-@click.option("--repeat", type=click.IntRange(min=1), default=1, metavar="N", help="Run N steps and tell their times.")
+@click.option("--repeat", type=click.IntRange(min=1), default=1, metavar="N", help="Run N steps and print their times.")
 @place_options
 @click.pass_context
 def command(
@@ -165,7 +164,7 @@ def command(
 
 
 def _absolute(spec: str) -> str:
-    """An --input with an absolute path, since ranks may start in another folder."""
+    """An --input with an absolute path, since ranks may be started in another folder."""
     from partc.runtime.data.spec import literal
 
     name, equals, file = spec.partition("=")
@@ -175,7 +174,7 @@ def _absolute(spec: str) -> str:
 
 
 def _as_rank(job: Job, place: Place) -> int:
-    """This process is a rank already. What the files alone show to be wrong is told by rank 0, before MPI begins."""
+    """Runs this process's rank. Errors that the files alone show are printed by rank 0, before MPI begins."""
     from partc.cli.job.rank import prepare, run_rank, wrong_ranks
     from partc.runtime.errors import PartcError
 
@@ -187,14 +186,14 @@ def _as_rank(job: Job, place: Place) -> int:
         return _refused(str(error), error.exit_code, place)
     sys.stdout.flush()
     code = run_rank(job)
-    say.leave_to_ranks()
+    console.leave_to_ranks()
     return code
 
 
 def _refused(text: str, code: int, place: Place) -> int:
-    """What every rank finds alike is told by rank 0."""
+    """Prints an error that all ranks find alike, on rank 0 only."""
     if place.rank == 0:
-        say.failure(text)
+        console.failure(text)
     else:
-        say.leave_to_ranks()
+        console.leave_to_ranks()
     return code

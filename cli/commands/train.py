@@ -1,4 +1,4 @@
-"""The command `partc train`: hands every rank its part of a training; where ranks come from is as for `partc run`."""
+"""The command `partc train`: starts the ranks of a training, as `partc run` starts those of an inference."""
 
 from __future__ import annotations
 
@@ -13,32 +13,35 @@ from partc.cli.job.job import Job, TrainingJob
 @click.command(cls=WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
 @click.option(
-    "--data", multiple=True, metavar="PATH|INPUT=PATH", help="The records: a .npz, a folder, a .py, or a file by input."
+    "--data",
+    multiple=True,
+    metavar="PATH|INPUT=PATH",
+    help="Training data: a .npz, a folder, a .py, or one file per input.",
 )
-@click.option("--test", multiple=True, metavar="PATH|INPUT=PATH", help="The records of evaluation, as --data.")
-@click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Records a step, over all ranks.")
-@click.option("--epochs", type=click.IntRange(min=1), metavar="N", help="How often all records are used.")
-@click.option("--steps", type=click.IntRange(min=1), metavar="N", help="How many steps, instead of epochs.")
-@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Of the order of the records.")
-@click.option("--log", metavar="N|epoch", help="A line of progress after so many steps, or after each epoch.")
+@click.option("--test", multiple=True, metavar="PATH|INPUT=PATH", help="Evaluation data, like --data.")
+@click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Global batch size.")
+@click.option("--epochs", type=click.IntRange(min=1), metavar="N", help="Number of passes over the data.")
+@click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Number of steps, instead of epochs.")
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Seed for shuffling.")
+@click.option("--log", metavar="N|epoch", help="Print progress every N steps, or after each epoch.")
 @click.option(
-    "--metrics", type=click.Path(dir_okay=False, path_type=Path), help="Append all numbers to this file, as JSON lines."
+    "--metrics", type=click.Path(dir_okay=False, path_type=Path), help="Append all metrics to this file as JSON lines."
 )
-@click.option("--evaluate", metavar="N|epoch", help="Evaluate after so many steps, or after each epoch.")
-@click.option("--checkpoint", type=click.Path(file_okay=False, path_type=Path), help="The folder of the checkpoints.")
-@click.option("--save", metavar="N|epoch", help="Write a checkpoint after so many steps, or after each epoch.")
-@click.option("--keep", type=click.IntRange(min=1), metavar="N", help="How many checkpoints are kept.")
+@click.option("--evaluate", metavar="N|epoch", help="Evaluate every N steps, or after each epoch.")
+@click.option("--checkpoint", type=click.Path(file_okay=False, path_type=Path), help="Folder for checkpoints.")
+@click.option("--save", metavar="N|epoch", help="Write a checkpoint every N steps, or after each epoch.")
+@click.option("--keep", type=click.IntRange(min=1), metavar="N", help="Number of checkpoints to keep.")
 @click.option(
     "--resume",
     is_flag=False,
     flag_value="",
     metavar="[PATH]",
-    help="Go on from a checkpoint; without a path from the newest whole one of --checkpoint.",
+    help="Resume from a checkpoint; without a path, from the newest intact one in --checkpoint.",
 )
 @click.option(
     "--init",
     type=click.Path(exists=True, path_type=Path),
-    help="Begin with the weights of a .safetensors file or a checkpoint.",
+    help="Start with the weights of a .safetensors file or a checkpoint.",
 )
 @origin_options
 @place_options
@@ -46,8 +49,8 @@ from partc.cli.job.job import Job, TrainingJob
 def command(ctx: click.Context, /, folder: Path, resume: str | None, **given: Any) -> int:
     """Train the artifact in FOLDER (by default build) on its ranks.
 
-    By itself an artifact may name no code, and no file or folder outside of it: data, test, checkpoint and schedule of its plan count
-    with --plan.
+    Code, and paths outside of the artifact, that its plan names are used only with --plan, which shows that the plan is yours, or
+    with --trust-code.
 
     \b
     partc train --plan train.yaml

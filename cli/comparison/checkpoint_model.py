@@ -1,7 +1,6 @@
-"""A model with the weights of a checkpoint: the forward model as it was before training, with what was learned.
+"""A model with the weights of a checkpoint, in its inference form: BatchNormalization uses its running statistics, Dropout does nothing.
 
-Layers that behave otherwise in training take their inference form: a BatchNormalization takes its running statistics, a Dropout
-lets all pass. Weights are read from the checkpoint when they are written: one at a time where they stand in a file of their own.
+Weights are read from the checkpoint when they are written, one at a time where they have a file of their own.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
 def export_model(checkpoint: Checkpoint, model: Path, path: Path, inline_bytes: int = INLINE_BYTES) -> int:
     """Writes the model with the checkpoint's parameters and statistics into `path`; how many of its weights were replaced.
 
-    Large weights go beside it into `path` and `.data`. CheckpointError has all weights that do not fit; CompileError tells where
-    a file would be overwritten that is read,
-    DamagedError where the checkpoint is not as it was written.
+    Large weights go beside it into `path` and `.data`. CheckpointError has all weights that do not fit; CompileError where a file
+    that is read would be overwritten, DamagedError for a damaged checkpoint.
     """
     from onnx_ir.passes.common import RemoveUnusedNodesPass
     from partc.compiler.frontend import load
@@ -37,8 +35,8 @@ def export_model(checkpoint: Checkpoint, model: Path, path: Path, inline_bytes: 
         if problems := proof.problems():
             raise DamagedError(problems)
     if any(is_inside(node) for node in program.graph):
-        fact = f"{model}: it has local maps, whose meaning is that of the mesh of a plan"
-        raise CheckpointError(f"{fact}\n  help: evaluate it by the plan, with `partc eval`")
+        fact = f"{model}: it has local maps, which are defined only on the mesh of a plan"
+        raise CheckpointError(f"{fact}\n  help: evaluate it with `partc eval`, on the artifact of the plan")
     split_as(program, checkpoint.index.tensors)
     replaced = _replace(program, checkpoint, model)
     to_evaluation(program)
@@ -63,7 +61,7 @@ def _replace(program: ir.Model, checkpoint: Checkpoint, model: Path) -> int:
         if (have := f"{old.dtype.numpy().name} {list(old.shape.numpy())}") != (new := _text(tensor)):
             problems.append(f"{model}: '{name}' is {have}; in the checkpoint it is {new}")
     if problems:
-        help = f"  help: give the model that was trained; {checkpoint.path} is of another"
+        help = f"  help: use the model that was trained; {checkpoint.path} is from another one"
         raise CheckpointError("\n".join([*problems, help]))
     for name in _learned(checkpoint):
         value = weights[name]

@@ -1,7 +1,7 @@
-"""Compares two runs' outputs element by element and says where they differ most.
+"""Compares the outputs of two runs element by element and finds where they differ most.
 
-An element passes where |compiled - whole| <= atol + rtol * |whole|, or where both are NaN; whole numbers, truth
-values and text must be equal. Each dtype has tolerances that the order of floating-point sums needs and that a wrong
+An element passes where |compiled - unsharded| <= atol + rtol * |unsharded|, or where both are NaN; integers, booleans
+and strings must be equal. Each dtype has tolerances that the order of floating-point sums needs and that a wrong
 program exceeds.
 
 Where that does not pass, the noise may be given: per element, how far rounding carries the whole model itself (`rounding.py`). Then
@@ -100,7 +100,7 @@ def _compare(
     if whole is None or compiled is None:
         there = whole if compiled is None else compiled
         assert there is not None
-        side = "compiled" if compiled is None else "whole"
+        side = "compiled" if compiled is None else "unsharded"
         return _unlike(name, there, f"absent in the {side} model")
     if whole.shape != compiled.shape:
         return _unlike(name, whole, f"shape {_index(compiled.shape)} when compiled")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from partc.cli.comparison.compare import Compared, compare
+from partc.cli.comparison.verdict import Case, Verdict, measured
 from partc.cli.job.job import Job, TrainingJob
 from partc.runtime.artifact.dtypes import Array
 from partc.runtime.artifact.lr_schedule import scalars
@@ -23,8 +24,7 @@ from partc.runtime.errors import UsageError
 from partc.runtime.training.trainer import PART, STEP
 
 if TYPE_CHECKING:
-    from partc.cli.commands.verify import Case, Verdict
-    from partc.cli.job.feed import Value
+    from partc.cli.job.inputs import Value
     from partc.runtime.artifact.format import Manifest
 
 STEPS = 2
@@ -37,10 +37,9 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
 
     Of a sum over ranks the whole model's gradients are those of the sum of the parts' means.
     """
-    from partc.cli.commands.verify import Verdict, measured
-    from partc.cli.comparison.alone import DRAWS, batch_shards, compile_alone, first_values, perturbed, scaled_seed
     from partc.cli.comparison.compare import spread
-    from partc.cli.comparison.trace import Compiled, first_difference, gradients
+    from partc.cli.comparison.first_difference import Compiled, first_difference, gradients
+    from partc.cli.comparison.reference import DRAWS, batch_shards, compile_alone, first_values, perturbed, scaled_seed
 
     report, scratch, plan = case.report, case.scratch, case.report.program.plan
     assert plan.train is not None
@@ -145,8 +144,8 @@ def _records(manifest: Manifest, values: Mapping[str, Value]) -> dict[str, Any]:
 def _trained(plan: Path | None, folder: Path, data: Path, batch: int, out: Path, mpi: bool) -> dict[str, Array]:
     """What an artifact, compiled from the user's plan, tells of its steps, and its tensors after the last."""
     import click
-    from partc.cli.job.launch import launch, run_here
-    from partc.cli.job.launcher import Hosts
+    from partc.cli.launch.launch import launch, run_here
+    from partc.cli.launch.launcher import Hosts
     from partc.runtime.checkpoint.checkpoint import Checkpoint
 
     out.mkdir()

@@ -1,6 +1,6 @@
-"""Where in the user's code a rank was when a signal ended it from within: an abort, or a fault in a library that the code calls.
+"""The line of user code at which a fatal signal ended a rank: an abort, or a segmentation fault in a library that the code calls.
 
-Python writes the calls of its threads into a file of the job's folder as such a signal comes.
+faulthandler writes the stacks of all threads into a file of the job's folder on such a signal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _files: list[IO[str]] = []
 
 
 def write_faults(folder: Path, rank: int) -> None:
-    """From here on this process, which is the rank, leaves word of such a signal."""
+    """Enables faulthandler in this process, which is the rank."""
     with contextlib.suppress(OSError):
         _files.append((folder / f"fault_{rank}").open("w", encoding="utf-8"))
         faulthandler.enable(_files[-1])

@@ -1,4 +1,4 @@
-"""What one rank is told to do, as `partc run` hands it over: a value that travels as one argument of a command line.
+"""What one rank has to do: a value that `partc run` passes to each rank as one argument of its command line.
 
 Everything is in the argument and nothing in the environment, because launchers carry arguments to other hosts and not
 always variables.
@@ -11,13 +11,18 @@ import json as text_of
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+BOARD = "board"
+"""The status board's file in a job's folder."""
+PROGRESS = "progress"
+"""The file in a job's folder in which rank 0 leaves the progress of a training for the launching process."""
+
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What a training, or with `only_test` an evaluation, is told on the command line; None and empty: as the plan says.
+    """The command line of a training, or with `only_test` of an evaluation; None or empty: the plan decides.
 
-    Paths are absolute but for those of `data` and `test`, which are relative to `base`. `plan` is the plan that says what the artifact
-    names; without it, and unless `trust_code`, the artifact may name nothing outside of itself, and no code.
+    Paths are absolute but for those of `data` and `test`, which are relative to `base`. Without `plan`, and
+    unless `trust_code`, the artifact may name neither code nor files outside of its folder.
     """
 
     base: str
@@ -49,9 +54,9 @@ class TrainingJob:
 class Job:
     """One run of an artifact; paths are absolute.
 
-    `inputs` holds `x.npz` or `name=file.npy`; `sizes` the symbols' values for random inputs. `scratch` is the launching
+    `inputs` holds `x.npz` or `name=file.npy`; `sizes` the symbols' values for random inputs. `run_dir` is the launching
     process's folder with the status board and the process ids, None where the user's own launcher started the ranks. A `quiet`
-    run tells nothing but failures; with `json` rank 0 gives one document.
+    run prints failures only; with `json` rank 0 prints one document.
     """
 
     folder: str
@@ -64,7 +69,7 @@ class Job:
     stall: float = 30.0
     trust: bool = False
     max_bytes: int | None = None
-    scratch: str | None = None
+    run_dir: str | None = None
     quiet: bool = False
     json: bool = False
     training: TrainingJob | None = None
@@ -78,9 +83,9 @@ class Job:
         """The job that `dumps` wrote."""
         fields = text_of.loads(text)
         training = fields["training"]
-        told = (
+        options = (
             None
             if training is None
             else TrainingJob(**{**training, "data": tuple(training["data"]), "test": tuple(training["test"])})
         )
-        return Job(**{**fields, "inputs": tuple(fields["inputs"]), "training": told})
+        return Job(**{**fields, "inputs": tuple(fields["inputs"]), "training": options})

@@ -1,7 +1,7 @@
-"""Whose words the settings of a training are: the user's, who gave the plan or options, or only those of an artifact.
+"""Whether the settings of a training come from the user, by a plan or by options, or from an artifact alone.
 
-`partc train build --plan train.yaml` says that the plan is the user's. Its `train:` must say what the manifest says of data, schedule and
-checkpoints; then its folder is where their files are. Else what lies outside of the artifact, and any code, is refused together.
+With `partc train build --plan train.yaml` the plan is the user's. Its `train:` must agree with the manifest on data, schedule and
+checkpoints, and their paths are relative to its folder. Without it, code and paths outside of the artifact are refused, all in one error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OPTIONS = {DATA: "--data DATA", TEST: "--test DATA", CHECKPOINT: "--checkpoint 
 
 
 def base_of(told: TrainingJob, folder: Path, manifest: Manifest) -> Path:
-    """Where the files are that `train:` names; UsageError, with all of it, for what is only the artifact's to name."""
+    """The folder to which paths of `train:` are relative; UsageError lists all code and paths that only the artifact names."""
     record = manifest.training
     assert record is not None
     if told.plan is not None:
@@ -29,8 +29,8 @@ def base_of(told: TrainingJob, folder: Path, manifest: Manifest) -> Path:
     if not told.trust_code and (found := outside(folder, record, _used(told))):
         options = {one.setting: _option(one.setting, told) for one in found if one.setting in _OPTIONS}
         given = f", or {', '.join(options.values())}" if options else ""
-        mine = f"give the plan if it is yours, --plan{{plan}}{given}"
-        raise refusal(folder, manifest, found, f"{mine}; --trust-code trusts the artifact in all that it names")
+        mine = f"if the plan is yours, use --plan{{plan}}{given}"
+        raise refusal(folder, manifest, found, f"{mine}; --trust-code allows all that the artifact names")
     return base_folder(folder, record)
 
 
@@ -47,12 +47,12 @@ def _option(setting: str, told: TrainingJob) -> str:
 
 
 def check_plan(plan: Path, folder: Path, record: TrainingRecord) -> None:
-    """Raises UsageError, or CompileError for a plan that is none, where the artifact names other things than the plan."""
+    """Raises UsageError where the artifact and the plan differ, CompileError for an invalid plan."""
     from partc.compiler.plan.read import read_plan
 
     rules = read_plan(plan).train
     if rules is None:
-        raise UsageError(f"{plan}: it has no `train:`\n  help: give the plan that {folder} was compiled from")
+        raise UsageError(f"{plan}: it has no `train:`\n  help: use the plan that {folder} was compiled from")
     mine = {SCHEDULE: dict(rules.schedule), **{name: rules.settings.get(name) for name in (DATA, TEST, CHECKPOINT)}}
     its = {SCHEDULE: record.schedule, **{name: record.settings.get(name) for name in (DATA, TEST, CHECKPOINT)}}
     problems = [
@@ -61,7 +61,7 @@ def check_plan(plan: Path, folder: Path, record: TrainingRecord) -> None:
         if _text(mine[name]) != _text(its[name])
     ]
     if problems:
-        raise UsageError("\n".join([*problems, "  help: compile again, or give the plan that it was compiled from"]))
+        raise UsageError("\n".join([*problems, "  help: compile again, or use the plan that it was compiled from"]))
 
 
 def _text(said: Any) -> str:

@@ -14,13 +14,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """Asks the kernel for the signal should this process's parent be killed outright; Linux alone has that."""
+    """Asks the kernel to send the signal when this process's parent ends; on Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def naming(folder: Path) -> Iterator[int]:
-    """The processes of this machine with the folder in their command line, this one left out; none where the system does not tell."""
+    """The other processes of this machine with the folder in their command line; none without /proc."""
     word = os.fsencode(folder)
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -30,7 +30,7 @@ def naming(folder: Path) -> Iterator[int]:
 
 
 def kill(processes: Iterator[int]) -> None:
-    """Kills them; those that are gone already are left out."""
+    """Kills the processes that still exist."""
     for pid in processes:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)

@@ -1,8 +1,7 @@
-"""What one rank of `partc run` does: reads its inputs, loads its program, steps, and brings the outputs to rank 0.
+"""One rank of `partc run`: reads its inputs, loads its program, runs the steps, and sends the outputs to rank 0.
 
-Started as `python -P -m partc.cli.job.rank JOB` by the launcher, or called directly where the user's own launcher is around.
-A failure is told once: what all ranks find alike by rank 0 alone, what one rank finds by that rank, which then ends
-all.
+The launcher starts it as `python -P -m partc.cli.job.rank JOB`; under the user's own launcher it is called directly. A failure is
+printed once: an error that all ranks find alike by rank 0, an error of one rank by that rank, which then ends all.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from partc.cli.job.faults import write_faults
-from partc.cli.job.job import Job
-from partc.cli.job.launcher import Place, surrounding_job
+from partc.cli.job.job import BOARD, Job
+from partc.cli.job.place import Place, surrounding_job
 from partc.cli.job.processes import end_with_parent
-from partc.cli.job.scratch import BOARD
-from partc.cli.main import INTERRUPTED, described
-from partc.cli.output import say
-from partc.cli.output.present import count, size, timing
+from partc.cli.output import console
+from partc.cli.output.failures import INTERRUPTED, described
+from partc.cli.output.units import count, size, timing
 from partc.runtime.communication.leaving import said
 from partc.runtime.errors import ArtifactError, CheckpointError, InputError, NonFiniteError, UsageError, printable
 from partc.runtime.files.replace import refuse_other
@@ -31,7 +29,7 @@ from partc.runtime.job.status_board import VARIABLE, open_task, processes, write
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-    from partc.cli.job.feed import Feed
+    from partc.cli.job.inputs import InputReader
     from partc.runtime.artifact.dtypes import Array
     from partc.runtime.artifact.format import Manifest
     from partc.runtime.communication.mpi_watch import Watch
@@ -49,7 +47,7 @@ def run_rank(job: Job) -> int:
     try:
         comm, watch = _join(job, place.rank if place is not None else 0)
     except Exception as error:
-        _tell(job, 0, error)
+        _report(job, 0, error)
         return described(error)[0]
     code = _run_joined(job, comm)
     from partc.runtime.communication.mpi_calls import end
@@ -59,7 +57,7 @@ def run_rank(job: Job) -> int:
 
 
 def _run_joined(job: Job, comm: MPI.Intracomm) -> int:
-    """The exit code of a rank that has joined the others; what one rank alone knows of ends the job."""
+    """The exit code of a rank that has joined the others; an error of this rank alone aborts the job."""
     from partc.runtime.communication.mpi_calls import abort
 
     rank = comm.Get_rank()
@@ -71,10 +69,10 @@ def _run_joined(job: Job, comm: MPI.Intracomm) -> int:
         return refused.code
     except (ArtifactError, CheckpointError, InputError, NonFiniteError) as error:
         if rank == 0:
-            _tell(job, rank, error)
+            _report(job, rank, error)
         return error.exit_code
     except Exception as error:
-        _tell(job, rank, error)
+        _report(job, rank, error)
         abort(comm, described(error)[0])
         raise
     except BaseException as error:
@@ -86,19 +84,19 @@ def _run_joined(job: Job, comm: MPI.Intracomm) -> int:
 
 
 def _begin(job: Job, place: Place | None) -> None:
-    """What a launching process must know of this one before MPI begins; it ends when its launcher does."""
+    """Registers this process in the job's folder before MPI begins; it ends when its launcher does."""
     end_with_parent(signal.SIGKILL)
-    if job.scratch is not None:
+    if job.run_dir is not None:
         # Ctrl-C is the launching process's to hear; who sends it to a rank alone wants that rank to end.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if job.scratch is not None and place is not None and Path(job.scratch).is_dir():
-        os.environ[VARIABLE] = str(Path(job.scratch) / BOARD)
-        write_pid(Path(job.scratch), place.rank)
-        open_task(Path(job.scratch), place.rank)
+    if job.run_dir is not None and place is not None and Path(job.run_dir).is_dir():
+        os.environ[VARIABLE] = str(Path(job.run_dir) / BOARD)
+        write_pid(Path(job.run_dir), place.rank)
+        open_task(Path(job.run_dir), place.rank)
 
 
 def _join(job: Job, rank: int) -> tuple[MPI.Intracomm, Watch]:
-    """The communicator of all ranks, and who looks on where MPI blocks."""
+    """The communicator of all ranks, and the watch over blocking calls of MPI."""
     try:
         import mpi4py
 
@@ -110,21 +108,21 @@ def _join(job: Job, rank: int) -> tuple[MPI.Intracomm, Watch]:
         raise UsageError(f"no MPI library can be loaded: {error}\n{help}") from None
     watch = Watch(rank, job.stall, processes)
     comm = begin(watch)
-    if job.scratch is not None:
-        write_faults(Path(job.scratch), rank)
+    if job.run_dir is not None:
+        write_faults(Path(job.run_dir), rank)
     return comm, watch
 
 
 class _Refused(Exception):
-    """All ranks know that one of them cannot begin: the lowest such rank, its exit code and its text."""
+    """Raised on all ranks where one of them cannot begin: the lowest such rank, its exit code and its text."""
 
     def __init__(self, rank: int, code: int, text: str) -> None:
         super().__init__(text)
         self.rank, self.code, self.text = rank, code, text
 
 
-def _together(transport: Transport, action: Callable[[], Result]) -> Result:
-    """The action's result, where it succeeds on every rank; else `_Refused` on every rank alike."""
+def _on_all_ranks(transport: Transport, action: Callable[[], Result]) -> Result:
+    """The action's result if it succeeds on every rank; else raises `_Refused` on every rank."""
     problem: tuple[int, str] | None = None
     result: Result | None = None
     try:
@@ -156,11 +154,11 @@ def _run(job: Job, comm: MPI.Intracomm) -> int:
 
 
 def _infer(job: Job, transport: Transport, begin: float) -> int:
-    from partc.cli.job.results import gather
+    from partc.cli.job.outputs import gather
     from partc.runtime import load
 
-    inputs = _together(transport, lambda: _open(job, transport))
-    on_error: Literal["raise", "abort"] = "abort" if job.scratch is None else "raise"
+    inputs = _on_all_ranks(transport, lambda: _open(job, transport))
+    on_error: Literal["raise", "abort"] = "abort" if job.run_dir is None else "raise"
     with load(job.folder, transport, threads=job.threads, trust=job.trust, on_error=on_error) as program:
         loaded = time.perf_counter() - begin
         times = []
@@ -184,79 +182,70 @@ def _open(job: Job, transport: Transport) -> dict[str, object]:
     if manifest.ranks != size:
         raise UsageError(wrong_ranks(job.folder, manifest.ranks, size))
     ports = {port.name: port for port in manifest.inputs if rank in port.ranks}
-    values = open_job_feed(job, manifest).read(ports)
+    values = open_job_inputs(job, manifest).read(ports)
     return {name: shard(ports[name], rank, value) for name, value in values.items()}
 
 
 def prepare(job: Job) -> Manifest:
-    """The manifest, once all is checked that can be without starting anything; PartcError says what is wrong."""
+    """The manifest, after every check that needs no rank to be started; PartcError for what is wrong."""
     from partc.runtime.artifact.manifest import open_artifact
 
     manifest = open_artifact(job.folder, trust=True).manifest
     if job.training is not None:
-        from partc.cli.job.training import check
+        from partc.cli.job.settings import check
 
         check(job, manifest)
         return manifest
-    open_job_feed(job, manifest)
+    open_job_inputs(job, manifest)
     if job.output is not None:
         refuse_other(Path(job.output))
         if not Path(job.output).parent.is_dir():
-            raise UsageError(f"{job.output}: there is no folder {Path(job.output).parent} to write it to")
+            raise UsageError(f"{job.output}: the folder {Path(job.output).parent} does not exist")
     return manifest
 
 
-def open_job_feed(job: Job, manifest: Manifest) -> Feed:
+def open_job_inputs(job: Job, manifest: Manifest) -> InputReader:
     """The sources of the job's inputs."""
-    from partc.cli.job.feed import open_feed
+    from partc.cli.job.inputs import open_inputs
 
-    return open_feed(manifest, job.inputs, job.random, job.sizes, job.max_bytes)
+    return open_inputs(manifest, job.inputs, job.random, job.sizes, job.max_bytes)
 
 
 def wrong_ranks(folder: str, right: int, given: int) -> str:
-    """The one line that says the right number of ranks."""
-    return f"{folder}: it is compiled for {count(right, 'rank')}, not for {given}: run it with -n {right}"
+    """The message for a wrong number of ranks."""
+    return f"{folder}: compiled for {count(right, 'rank')}, not {given}; run it with -n {right}"
 
 
 def finish(job: Job, arrays: dict[str, Array], loaded: float, times: list[float]) -> None:
-    """Writes the outputs or tells them, then the timing."""
-    from partc.cli.job.results import OUTPUT_KEYS, figures, summary, write
+    """Writes or prints the outputs, then prints the timing."""
+    from partc.cli.job.outputs import OUTPUT_KEYS, hand_over, statistics, summary, write
 
     if job.output is not None:
         path = Path(job.output)
         write(path, arrays)
     if job.json:
-        rows = [dict(zip(OUTPUT_KEYS, row, strict=True)) for row in figures(arrays)]
-        give(job, {"outputs": rows, "file": job.output, "loaded": loaded, "steps": times})
+        rows = [dict(zip(OUTPUT_KEYS, row, strict=True)) for row in statistics(arrays)]
+        hand_over(job, {"outputs": rows, "file": job.output, "loaded": loaded, "steps": times})
     if job.quiet:
         return
     if job.output is None:
-        say.echo(summary(arrays).plain())
+        console.echo(summary(arrays).plain())
     else:
-        say.echo(f"wrote {path}: {count(len(arrays), 'array')}, {size(path.stat().st_size)}")
-    say.echo(timing(loaded, times))
+        console.echo(f"wrote {path}: {count(len(arrays), 'array')}, {size(path.stat().st_size)}")
+    console.echo(timing(loaded, times))
     sys.stdout.flush()
 
 
-def give(job: Job, document: dict[str, object]) -> None:
-    """Hands the command's document over: to the launching process, where there is one."""
-    if job.scratch is None:
-        say.result(document)
-    else:
-        say.echo(say.DOCUMENT + json.dumps(say.plain(document)))
-        sys.stdout.flush()
-
-
-def _tell(job: Job, rank: int, error: Exception) -> None:
+def _report(job: Job, rank: int, error: Exception) -> None:
     _print_failure(job, rank, *described(error))
 
 
 def _print_failure(job: Job, rank: int, code: int, text: str) -> None:
-    """Says a failure to the user, or to the launching process, which prints the first one that it hears of."""
+    """Prints a failure, or sends it to the launching process, which prints the first that it receives."""
     sys.stdout.flush()
-    if job.scratch is None:
-        say.result({"error": text})
-    line = printable(text) if job.scratch is None else FRAME + json.dumps({"rank": rank, "code": code, "text": text})
+    if job.run_dir is None:
+        console.result({"error": text})
+    line = printable(text) if job.run_dir is None else FRAME + json.dumps({"rank": rank, "code": code, "text": text})
     os.write(sys.stderr.fileno(), f"{line}\n".encode())
 
 

@@ -1,6 +1,6 @@
-"""Shows how far a run of many steps is: a bar on a terminal, else a line now and then, both on stderr.
+"""The progress of a run of many steps on stderr: a bar on a terminal, else a line every ten seconds.
 
-Short runs show nothing: a bar for a moment is a flicker, and a line that says what the next one says is noise.
+A run shorter than a second shows nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from partc.cli.output import say
+from partc.cli.output import console
 from partc.runtime.errors import one_line
 
 if TYPE_CHECKING:
@@ -23,24 +23,24 @@ _BETWEEN_DRAWS = 0.1
 
 
 class TrainingBar:
-    """A bar with what a training last told; other output may come in between, after `close`. Nothing where there is no terminal."""
+    """A bar with the latest numbers of a training, on a terminal only. Before other output, call `close`."""
 
     def __init__(self) -> None:
         self._bar: Bar | None = None
         self._task: TaskID | None = None
 
-    def told(self, step: int, total: int, text: str) -> None:
+    def show(self, step: int, total: int, text: str) -> None:
         """Shows the numbers of a step."""
         if not sys.stderr.isatty():
             return
         if self._bar is None:
-            self._bar = _bar("{task.fields[told]}")
-            self._task = self._bar.add_task("", total=total, told="")
+            self._bar = _bar("{task.fields[numbers]}")
+            self._task = self._bar.add_task("", total=total, numbers="")
         assert self._task is not None
-        self._bar.update(self._task, completed=step, total=total, told=one_line(text))
+        self._bar.update(self._task, completed=step, total=total, numbers=one_line(text))
 
     def close(self) -> None:
-        """Takes the bar away; the next `told` brings it back."""
+        """Removes the bar; the next `show` draws it again."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -64,7 +64,7 @@ class Progress:
         self.close()
 
     def reached(self, step: int) -> None:
-        """Says that this many steps are done."""
+        """Shows that this many steps are done."""
         now = time.monotonic()
         if step >= self.total:
             self.close()
@@ -72,7 +72,7 @@ class Progress:
             return
         if not sys.stderr.isatty():
             self._next = now + _BETWEEN_LINES
-            say.echo(f"step {step} of {self.total}", err=True)
+            console.echo(f"step {step} of {self.total}", err=True)
             return
         self._next = now + _BETWEEN_DRAWS
         if self._bar is None:

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from equivalence import compiled, model, same_as_whole
 from onnx import numpy_helper
-from partc.cli.output.figures import moved
+from partc.cli.output.stats import moved
 from partc.compiler.errors import CompileError
 from partc.runtime.artifact.format import Transfer
 

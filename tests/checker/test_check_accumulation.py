@@ -16,7 +16,7 @@ import pytest
 from mutated import correct
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 from partc.cli.commands.inspect import command as inspect
-from partc.cli.output.figures_training import kept_bytes, training_figures
+from partc.cli.output.training_stats import kept_bytes, training_stats
 from partc.runtime.artifact.format import MANIFEST, Manifest
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check
@@ -334,7 +334,7 @@ def test_sums_are_counted(sound: Path) -> None:
     floats = 6 * 5 + 5 + 5 * 3
     kept = {"parameter": 4 * floats, "optimizer": 4 * floats, "statistics": 0, "gradient": 4 * floats}
     assert kept_bytes(artifact.manifest, 1) == kept
-    assert training_figures(artifact.manifest, artifact.model(1), 1, {"batch": 4}).sums == 4 * floats
+    assert training_stats(artifact.manifest, artifact.model(1), 1, {"batch": 4}).sums == 4 * floats
     lines = click.testing.CliRunner().invoke(inspect, [str(sound)], catch_exceptions=False).output.splitlines()
     at = lines.index("training")
     assert lines[at + 1].split()[-5:] == ["gradients'", "sums", "buckets", "of", "gradients"]

@@ -380,4 +380,4 @@ def test_the_command_says_what_is_proven(sound: Path) -> None:
     result = click.testing.CliRunner().invoke(command, [str(sound)], catch_exceptions=False)
     assert result.exit_code == 0
     (line,) = [line for line in result.output.splitlines() if line.startswith("training: ")]
-    assert line == "training: 12 tensors safely updated in place; 6 shards on several ranks, whose copies stay equal"
+    assert line == "training: 12 tensors safely updated in place; 6 replicated shards, proven to stay identical"

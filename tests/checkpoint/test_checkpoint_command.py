@@ -17,7 +17,7 @@ from checkpoint_case import layout, record, save_all, tensors
 from onnx import numpy_helper
 from partc.cli.commands.checkpoint import command
 from partc.cli.comparison.checkpoint_model import export_model
-from partc.cli.main import report
+from partc.cli.output.failures import report
 from partc.compiler.frontend import load
 from partc.runtime.artifact.dtypes import Array
 from partc.runtime.checkpoint.checkpoint import Checkpoint
@@ -85,7 +85,7 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = load_file(out)
     assert {name: array.tobytes() for name, array in found.items()} == {n: a.tobytes() for n, a in whole.items()}
     assert invoke("export", tmp_path / "ck", "-o", tmp_path / "w.onnx") == 2
-    assert "its name must end in .safetensors\n  help: give --model" in capsys.readouterr().err
+    assert "its name must end in .safetensors\n  help: add --model" in capsys.readouterr().err
 
 
 MODEL = """
@@ -151,7 +151,7 @@ def test_weights_that_do_not_fit_the_model_are_all_named(tmp_path: Path, capsys:
         f"{where}: 'a' is float32 [3, 4]; in the checkpoint it is float32 [4, 3]",
         f"{where}: 'b' is float32 [4, 2]; in the checkpoint it is float16 [4, 2]",
         f"{where}: has no weight 'frozn'; the nearest are 'frozen'",
-        f"  help: give the model that was trained; {checkpoint.path} is of another",
+        f"  help: use the model that was trained; {checkpoint.path} is from another one",
     ]
     assert not (tmp_path / "out.onnx").exists()
 

@@ -66,19 +66,23 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["nothing"], 2, "No such command 'nothing'"),
         (["run", "--nothing"], 2, "No such option"),
         (["run", "missing"], 1, "missing: there is no such folder\n  help: "),
-        (["run", "build", "-n", "5"], 2, "build: it is compiled for 3 ranks, not for 5: run it with -n 3\n"),
+        (["run", "build", "-n", "5"], 2, "build: compiled for 3 ranks, not 5; run it with -n 3\n"),
         (["run", "build", "--random", "1", "--set", "batch"], 2, "'batch' is not NAME=SIZE"),
         (["run", "build", "--random", "1", "--set", "batch=65"], 2, "--set batch=65: it must be at most 64"),
-        (["run", "build", "--random", "1", "--set", "bath=3"], 2, "--set bath=3: no such symbol; they are 'batch'"),
-        (["run", "build", "--set", "batch=3"], 2, "--set gives sizes to random inputs, and there is no --random"),
-        (["run", "build"], 2, "input 'x' (tensor(float) [batch, 5]) is not given"),
+        (
+            ["run", "build", "--random", "1", "--set", "bath=3"],
+            2,
+            "--set bath=3: no such symbol; the symbols are 'batch'",
+        ),
+        (["run", "build", "--set", "batch=3"], 2, "--set is the size of random inputs: add --random SEED"),
+        (["run", "build"], 2, "input 'x' (tensor(float) [batch, 5]) has no value"),
         (["run", "build", "--input", "none.npz"], 2, "none.npz: there is no such file"),
         (["run", "build", "--input", "x=none.npy"], 2, "none.npy: there is no such file, for input 'x'"),
-        (["run", "build", "--input", "x.npy"], 2, "x.npy: say which input it is, as in x="),
-        (["run", "build", "--input", "text.npz"], 2, "text.npz: it is no .npz file, or a broken one"),
-        (["run", "build", "--input", "in.npz", "--input", "z=x.npy"], 2, "'z' is no input of the model"),
-        (["run", "build", "--input", "in.npz", "--input", "x=x.npy"], 2, "input 'x' is already given by"),
-        (["run", "build", "--input", "in.npz", "-o", "no/out.npz"], 2, "there is no folder"),
+        (["run", "build", "--input", "x.npy"], 2, "x.npy: name its input, as in x="),
+        (["run", "build", "--input", "text.npz"], 2, "text.npz: not a valid .npz file"),
+        (["run", "build", "--input", "in.npz", "--input", "z=x.npy"], 2, "'z' is not an input of the model"),
+        (["run", "build", "--input", "in.npz", "--input", "x=x.npy"], 2, "input 'x' is already read from"),
+        (["run", "build", "--input", "in.npz", "-o", "no/out.npz"], 2, "does not exist"),
         (["inspect", "build", "--rank", "3"], 2, "build: there is no rank 3; the ranks are 0 to 2"),
         (["inspect", "build", "--node", "fcc*"], 2, "'fcc*' matches no node"),
         (["check", "missing"], 1, "missing: there is no such folder"),
@@ -117,7 +121,7 @@ def test_a_fault_of_partc_keeps_its_traceback(
     err = capsys.readouterr().err
     assert "Traceback" in err
     assert "ZeroDivisionError: inside" in err
-    assert err.endswith("partc: this is a fault of partc itself; please report it together with the text above\n")
+    assert err.endswith("partc: this is a bug in partc; please report it with the text above\n")
 
 
 def test_an_interrupt_ends_with_130_and_no_words(
@@ -160,7 +164,7 @@ def test_inspect_shows_ranks_and_transfers(build: Path, capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     words = [line.split() for line in out.splitlines()]
     assert [line.split() for line in INSPECTED.splitlines()] == words[: len(INSPECTED.splitlines())]
-    assert "sizes are at batch=7" in out
+    assert "sizes are for batch=7" in out
 
 
 def test_inspect_gives_the_same_to_machines(build: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,15 +264,15 @@ def test_compile_check_verify_and_run_a_model(
     assert "28*batch" in told
     assert "made: 3 ranks, 2 transfers" in told
     for line in told.splitlines():
-        if line.startswith("to read: "):
-            assert all(Path(file.strip()).is_file() for file in line.removeprefix("to read: ").split(","))
+        if line.startswith("dumps: "):
+            assert all(Path(file.strip()).is_file() for file in line.removeprefix("dumps: ").split(","))
             break
     else:
         raise AssertionError("no word of the dumps")
     assert invoke(["check", "made"]) == 0
     assert invoke(["verify", "model.onnx", "--plan", "plan.yaml", "--set", "batch=7"]) == 0
     told = capsys.readouterr().out
-    assert "model.onnx: 1 output on 3 ranks equal to the whole model's" in told
+    assert "model.onnx: 1 output on 3 ranks equal to the unsharded model's" in told
     assert "[7, 3]" in told
     assert invoke(["run", "made", "--in-process", "--random", "3", "--set", "batch=9"]) == 0
     assert "[9, 3]" in capsys.readouterr().out
@@ -277,17 +281,17 @@ def test_compile_check_verify_and_run_a_model(
 def test_verify_fails_where_an_output_differs(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from partc.cli.commands import verify
+    from partc.cli.comparison import verify_inference
 
     monkeypatch.chdir(model.parent)
-    right = verify.run_whole
+    right = verify_inference.run_whole
 
     def wrong(*arguments: object) -> dict[str, np.ndarray]:
         outputs = right(*arguments)  # type: ignore[arg-type]
         outputs["y"][3, 1] += 0.5
         return outputs
 
-    monkeypatch.setattr(verify, "run_whole", wrong)
+    monkeypatch.setattr(verify_inference, "run_whole", wrong)
     assert invoke(["verify", "model.onnx", "--plan", "plan.yaml", "--set", "batch=7"]) == 1
     told = capsys.readouterr()
     assert "NOT EQUAL" in told.out
@@ -312,7 +316,7 @@ def test_plan_writes_a_plan_that_compiles(
     monkeypatch.chdir(model.parent)
     assert invoke(["plan", "model.onnx", "-o", "start.yaml"]) == 0
     assert invoke(["plan", "model.onnx", "-o", "start.yaml"]) == 2
-    assert "start.yaml: there is such a file already" in capsys.readouterr().err
+    assert "start.yaml: the file exists already" in capsys.readouterr().err
     assert "up" in Path("start.yaml").read_text()
     assert invoke(["compile", "model.onnx", "--plan", "start.yaml", "-o", "started"]) == 0
     assert open_artifact("started").manifest.ranks >= 1

@@ -8,7 +8,7 @@ import onnx
 import pytest
 from equivalence import model
 from partc.cli.main import COMMANDS, LazyGroup, invoke
-from partc.cli.output import say
+from partc.cli.output import console
 
 TEXT = """<ir_version: 10, opset_import: ["" : 21]>
 main (float[batch, 3] x) => (float[batch, 2] y)
@@ -127,12 +127,12 @@ def test_every_command_has_them(name: str) -> None:
         word for one in getattr(command, "commands", {"": command}).values() for p in one.params for word in p.opts
     }
     assert {"-q", "-v"} <= words
-    assert ("--json" in words) == (name in (*say.WITH_JSON, "inspect", "ops", "simulate", "checkpoint"))
+    assert ("--json" in words) == (name in (*console.WITH_JSON, "inspect", "ops", "simulate", "checkpoint"))
 
 
 def test_numbers_that_json_has_not_are_texts() -> None:
     given = {"a": float("nan"), "b": (np.float32(1.5), np.int64(2), float("-inf")), "c": None, 3: True}
-    assert json.dumps(say.plain(given)) == '{"a": "nan", "b": [1.5, 2, "-inf"], "c": null, "3": true}'
+    assert json.dumps(console.plain(given)) == '{"a": "nan", "b": [1.5, 2, "-inf"], "c": null, "3": true}'
 
 
 def test_the_plan_is_read_before_the_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from artifact_edit import chain, chain_reference
-from partc.cli.job.launcher import Hosts, Kind, Launcher, Place, command_line, find_launcher, surrounding_job
-from partc.cli.job.noise import Ended, Noise
-from partc.cli.job.scratch import Scratch
-from partc.cli.job.signals import Signals
-from partc.cli.job.supervise import supervise
+from partc.cli.job.place import Place, surrounding_job
+from partc.cli.launch.launcher import Hosts, Kind, Launcher, command_line, find_launcher
+from partc.cli.launch.launcher_output import Ended, LauncherOutput
+from partc.cli.launch.run_dir import RunDir
+from partc.cli.launch.signals import Signals
+from partc.cli.launch.supervise import supervise
 from partc.runtime.errors import UsageError
 
 WITHIN = 10.0
@@ -70,15 +71,15 @@ SLURM_KILLED = "srun: error: node3: task 4: Killed\nsrun: Terminating StepId=12.
     ],
 )
 def test_a_launchers_words_are_held_back_and_read(text: str, expected: Ended) -> None:
-    noise = Noise()
-    passed = [line for line in text.splitlines() if not noise.hold(line) and line]
+    output = LauncherOutput()
+    passed = [line for line in text.splitlines() if not output.hold(line) and line]
     assert passed == []
-    assert noise.ended() == expected
+    assert output.ended() == expected
 
 
 @pytest.mark.parametrize("line", ["partc: rank 0 has waited 2 s: Recv of 'y'", "[rank 3] hello", "-- a list", ""])
 def test_a_ranks_words_pass(line: str) -> None:
-    assert not Noise().hold(line)
+    assert not LauncherOutput().hold(line)
 
 
 @pytest.mark.parametrize(
@@ -205,14 +206,14 @@ def test_a_truncated_file_of_one_rank_is_told_once(build: Path) -> None:
     assert len(err.splitlines()) == 2
 
 
-def wait_for_steps(process: subprocess.Popen[str], scratch: Path) -> list[int]:
+def wait_for_steps(process: subprocess.Popen[str], run_dir: Path) -> list[int]:
     """The ranks' process ids, once each has taken a step."""
     from partc.runtime.job.status_board import read_board, read_pids
 
     until = time.monotonic() + 30
     while time.monotonic() < until:
         assert process.poll() is None, process.communicate()
-        for folder in scratch.glob("partc-run-*"):
+        for folder in run_dir.glob("partc-run-*"):
             if not ((folder / "pids").exists() and (folder / "board").exists()):
                 continue
             pids, board = read_pids(folder), read_board(folder / "board")
@@ -270,8 +271,8 @@ def test_the_end_of_one_process_is_the_end_of_all(
 
 def test_a_launcher_that_refuses_root_is_told_with_the_remedy(capfd: pytest.CaptureFixture[str]) -> None:
     words = "prterun has detected an attempt to run as root.\\n\\nYou can override this by adding the --allow-run-as-root\\n"
-    with Scratch(2) as scratch:
+    with RunDir(2) as run_dir:
         command = ["sh", "-c", f"printf '%b' '{words}' >&2; exit 1"]
-        code = supervise(command, os.environ, scratch, lambda rank, action: "", lambda: None, lambda: None, Signals())
+        code = supervise(command, os.environ, run_dir, lambda rank, action: "", lambda: None, lambda: None, Signals())
     assert code == 1
-    assert "help: Open MPI refuses root: give it its option, partc run -- --allow-run-as-root" in capfd.readouterr().err
+    assert "help: Open MPI refuses to run as root: use partc run -- --allow-run-as-root" in capfd.readouterr().err

@@ -93,8 +93,8 @@ def test_what_a_manifest_names_counts_only_with_the_plan(mine: Path, capsys: pyt
     told = capsys.readouterr().err
     assert [line.strip() for line in told.splitlines()[1:-1]] == [name.format(mine) for name in NAMES]
     assert told.splitlines()[-1] == (
-        "  help: give the plan if it is yours, --plan plan.yaml, or --data DATA, --test DATA, --checkpoint DIR; "
-        "--trust-code trusts the artifact in all that it names"
+        "  help: if the plan is yours, use --plan plan.yaml, or --data DATA, --test DATA, --checkpoint DIR; "
+        "--trust-code allows all that the artifact names"
     )
     assert invoke(["eval", build]) == 2
     assert "data.npz, which would be read" in capsys.readouterr().err

@@ -13,8 +13,8 @@ import pytest
 from mutated import change_file
 from mutations import KINDS
 from onnx import ModelProto, numpy_helper
-from partc.cli.comparison.alone import compile_alone
-from partc.cli.comparison.trace import Compiled, first_difference
+from partc.cli.comparison.first_difference import Compiled, first_difference
+from partc.cli.comparison.reference import compile_alone
 from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
 
@@ -43,7 +43,7 @@ HALF = Case(
     {"v": normal(40, 96).astype(np.float16), "w": normal(96, 12, seed=4).astype(np.float16)},
     "ranks: 3\nsharding:\n  up: colwise\n  down: rowwise\n",
     "n=5",
-    "rounding alone changes the whole model's 'y' by ",
+    "rounding alone changes the unsharded model's 'y' by ",
 )
 STEPS = Case(
     """g (float[n, 24] x) => (float[n, 96] y) {
@@ -51,7 +51,7 @@ STEPS = Case(
     {"v": normal(24, 96), "step": np.float32(2.0**-10), "zero": np.int16(0)},
     "ranks: 2\nsharding:\n  up: rowwise\n",
     "n=64",
-    "it is quantized, and rounding decides where a value halfway between two steps goes",
+    "it is quantized, and a value halfway between two steps is rounded either way",
 )
 DEAD_BIAS = Case(
     """g (float[n, 2, 6, 6] x) => (float[n, 4] y) {
@@ -186,20 +186,20 @@ EVERY, LAST = "rank_*.onnx", "rank_000[1-9].onnx"
             "half",
             EVERY,
             another_reduction,
-            "the first value that differs is 'd' of MatMul 'down', on rank 0: it is off by",
+            "the first value that differs is 'd' of MatMul 'down', on rank 0: it differs by",
         ),
         (
             "half",
             LAST,
             term_dropped,
-            "the first value that differs is 'd' of MatMul 'down', on rank 0: it is off by",
+            "the first value that differs is 'd' of MatMul 'down', on rank 0: it differs by",
         ),
-        ("half", LAST, wrong_shard, "the first value that differs is 'd' of MatMul 'down', on rank 0: it is off by"),
+        ("half", LAST, wrong_shard, "the first value that differs is 'd' of MatMul 'down', on rank 0: it differs by"),
         (
             "steps",
             EVERY,
             another_reduction,
-            "the first value that differs is 'u' of MatMul 'up', on rank 0: it is off by",
+            "the first value that differs is 'u' of MatMul 'up', on rank 0: it differs by",
         ),
         ("dead bias", EVERY, gradient_scaled, "the first value that differs is 'loss"),
         ("sum over ranks", EVERY, gradient_scaled, "the first value that differs is 'loss"),

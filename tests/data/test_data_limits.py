@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from artifact_edit import chain_manifest
-from partc.cli.job.byte_count import byte_count
-from partc.cli.job.feed import open_feed
+from partc.cli.commands.byte_count import byte_count
+from partc.cli.job.inputs import open_inputs
 from partc.runtime.artifact.format import Manifest, Port
 from partc.runtime.data import Spec, open_data
 from partc.runtime.data.files import open_field, open_fields, open_value
@@ -136,7 +136,7 @@ def test_inputs_of_a_run(tmp_path: Path, name: str) -> None:
     make(tmp_path / name)
     manifest = small_manifest([Port(name="x", type="tensor(float)", shape=["n"], ranks=[0])])
     with pytest.raises(UsageError) as caught:
-        open_feed(manifest, [str(tmp_path / name)], None, {}, MOST).read(["x"])
+        open_inputs(manifest, [str(tmp_path / name)], None, {}, MOST).read(["x"])
     assert name in str(caught.value)
 
 
@@ -172,7 +172,7 @@ def test_random_inputs_and_sizes(tmp_path: Path) -> None:
         UsageError,
         match=r"random 'x' of \[1000000000000, 10\] takes 80,000,000,000,000 bytes(.*\n)*.* or choose smaller sizes",
     ):
-        open_feed(manifest, [], 1, {"n": 10**12}).read(["x"])
+        open_inputs(manifest, [], 1, {"n": 10**12}).read(["x"])
     assert 1 << 26 < default_bytes() < 1 << 50
     said = ("7", "2K", "2KiB", "1.5GB", "3 mb")
     assert [byte_count(text) for text in said] == [7, 2000, 2048, 1_500_000_000, 3_000_000]

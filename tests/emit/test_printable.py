@@ -122,8 +122,8 @@ def test_printable() -> None:
 
 
 def test_all_that_commands_print_goes_one_way() -> None:
-    """Past `say.echo` and tables nothing is printed, but by what prints no names."""
+    """Past `console.echo` and tables nothing is printed, but by what prints no names."""
     top = Path(__file__).parents[2]
     for path in sorted((top / "cli").glob("*.py")):
         found = re.findall(r"click\.echo\(|(?<![\w.])print\(", path.read_text())
-        assert len(found) == (path.name == "say.py"), path
+        assert len(found) == (path.name == "console.py"), path

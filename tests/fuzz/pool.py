@@ -29,7 +29,8 @@ from typing import TypeAlias
 
 sys.path.extend([str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir()])
 
-from partc.cli.main import INTERRUPTED, invoke
+from partc.cli.main import invoke
+from partc.cli.output.failures import INTERRUPTED
 
 SECONDS = 20.0
 MEMORY = 3 << 30

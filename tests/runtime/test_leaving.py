@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from artifact_edit import chain
-from partc.cli.job.signals import Signals
-from partc.cli.job.stopped import Stopped
+from partc.cli.launch.signals import Signals
+from partc.cli.launch.stopped import Stopped
 from partc.runtime import load_trainer
 from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.communication.transport import Transport

@@ -23,7 +23,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from equivalence import whole_outputs
-from partc.cli.job.launcher import Kind, find_launcher
+from partc.cli.launch.launcher import Kind, find_launcher
 from partc.compiler.frontend import load
 from partc.compiler.pipeline import compile_model
 from partc.compiler.plan.read import parse_plan, read_plan

@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from equivalence import whole_outputs
-from partc.cli.job.launcher import Hosts, command_line, find_launcher, launch_environment
+from partc.cli.launch.launcher import Hosts, command_line, find_launcher, launch_environment
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend import load
 from partc.compiler.pipeline import Report, compile_model

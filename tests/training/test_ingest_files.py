@@ -148,7 +148,7 @@ def test_the_command_tells_what_is_learned(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(ONE + TRAIN + "  parameters: {bias: {frozen: true}}\n")
     paths = [str(tmp_path / name) for name in ("model.onnx", "plan.yaml", "build")]
     said = CliRunner().invoke(command, [paths[0], "--plan", paths[1], "-o", paths[2]]).output
-    line = "trains 2 parameters, 28 numbers; frozen: 1 parameter, 3 numbers; not learned: mask [4, 4]"
+    line = "trains 2 parameters, 28 elements; frozen: 1 parameter, 3 elements; not trained: mask [4, 4]"
     assert line in said.splitlines()
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import click.testing
 import pytest
 from partc.cli.commands.inspect import command
-from partc.cli.output.figures import rank_figures
-from partc.cli.output.figures_training import training_figures
+from partc.cli.output.stats import rank_stats
+from partc.cli.output.training_stats import training_stats
 from partc.runtime.artifact.manifest import open_artifact
 from small_training import DATA_PARALLEL, LAMB, NORMALIZED, PERCEPTRON, compiled
 
@@ -30,8 +30,8 @@ def printed(*arguments: str) -> str:
 def test_every_node_is_in_one_phase(build: Path, tmp_path: Path) -> None:
     for folder in (build, compiled(tmp_path / "lamb", PERCEPTRON, DATA_PARALLEL, LAMB)):
         artifact = open_artifact(folder)
-        one = training_figures(artifact.manifest, artifact.model(1), 1, {"batch": 4})
-        whole = rank_figures(artifact, 1, {"batch": 4})
+        one = training_stats(artifact.manifest, artifact.model(1), 1, {"batch": 4})
+        whole = rank_stats(artifact, 1, {"batch": 4})
         assert one.forward + one.backward + one.update == whole.nodes
         assert (one.parameters, one.statistics) == (4 * FLOATS, 0)
         assert (one.buckets, one.bucket_bytes) == (1, 4 * FLOATS)
@@ -42,7 +42,7 @@ def test_every_node_is_in_one_phase(build: Path, tmp_path: Path) -> None:
 
 def test_memory_is_that_of_the_state_and_of_what_lives_beside_it(build: Path) -> None:
     artifact = open_artifact(build)
-    small, large = (rank_figures(artifact, 0, {"batch": batch}) for batch in (2, 200))
+    small, large = (rank_stats(artifact, 0, {"batch": batch}) for batch in (2, 200))
     constants = small.weights - 4 * FLOATS
     assert 0 <= constants < 100
     # all gradients are alive when the first update begins
@@ -73,5 +73,5 @@ def test_an_update_says_what_it_replaces(build: Path, tmp_path: Path) -> None:
 def test_an_evaluation_is_inspected_as_what_runs(build: Path) -> None:
     found = printed(str(build / "evaluation"))
     assert "training" not in found
-    whole = rank_figures(open_artifact(build / "evaluation"), 0, {"batch": 4})
+    whole = rank_stats(open_artifact(build / "evaluation"), 0, {"batch": 4})
     assert whole.weights >= 4 * FLOATS

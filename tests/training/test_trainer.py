@@ -117,7 +117,7 @@ def test_a_bad_batch_is_refused_by_all_and_harms_nothing(tmp_path: Path) -> None
 
 
 def test_an_artifact_that_runs_has_no_trainer(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="it was compiled to run, not to train"):
+    with pytest.raises(UsageError, match="the artifact has no training program"):
         load_trainer(built(tmp_path / "build", "ranks: 1\n"))
 
 

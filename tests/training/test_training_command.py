@@ -112,7 +112,7 @@ def test_killed_at_any_moment_it_goes_on_as_if_it_never_was(folder: Path) -> Non
         env={**os.environ, **AS_ROOT},
         timeout=60,
     )
-    assert "goes on after step" in done.stdout or "20 of 20" in done.stdout
+    assert "resumes after step" in done.stdout or "20 of 20" in done.stdout
     assert tensors(kept) == tensors(whole)
 
 
@@ -185,7 +185,7 @@ def test_shares_over_mpi_are_those_of_the_whole(folder: Path, capsys: pytest.Cap
     """Two values are scattered and gathered as one message; `a.bias` and `b.weight` have odd places in it."""
     (folder / "shared.yaml").write_text(PARALLEL.replace("lr: 0.01", "lr: 0.01, shard: dp") + "  clip: {norm: 0.3}\n")
     assert invoke(["verify", "model.py", "--plan", "shared.yaml", "--set", "batch=6", "--mpi"]) == 0
-    assert "20 tensors on 2 MPI ranks equal to the whole model's" in capsys.readouterr().out
+    assert "20 tensors on 2 MPI ranks equal to the unsharded model's" in capsys.readouterr().out
     compile_model(folder / "model.py", folder / "shared.yaml", folder / "shared")
     assert invoke(["check", "shared"]) == 0
     told = (folder / "shared" / "ir" / "step_parallel_end.ir").read_text()
@@ -245,7 +245,7 @@ def test_it_learns_is_measured_and_exported(folder: Path, capsys: pytest.Capture
         (["--data", "x=data.npz"], "label"),
         (["--test", "none.npz"], "none.npz: there is no such file"),
         (["--batch", "600"], "600"),
-        (["--resume"], "it is not known where the checkpoints are"),
+        (["--resume"], "--resume: the folder of the checkpoints is not known"),
         (["--resume", "nowhere"], "there is no such folder"),
         (["--evaluate", "sometimes"], "--evaluate is 'sometimes'"),
     ],
@@ -262,7 +262,7 @@ def test_what_is_wrong_is_said_in_a_line(
 
 def test_an_artifact_that_runs_does_not_train(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["train", str(built(folder, "ranks: 1\n")), "--data", "data.npz"]) == 2
-    assert "it was compiled to run, not to train" in capsys.readouterr().err
+    assert "the artifact has no training program" in capsys.readouterr().err
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused_by_all(folder: Path) -> None:
@@ -286,7 +286,7 @@ def test_verify_takes_two_steps_and_compares_all_that_is_kept(
     built(folder, PARALLEL)
     assert invoke(["verify", "model.py", "--plan", "build.yaml", "--set", "batch=6"]) == 0
     told = capsys.readouterr().out
-    assert "20 tensors on 2 ranks equal to the whole model's" in told
+    assert "20 tensors on 2 ranks equal to the unsharded model's" in told
     assert "a.weight.exp_avg_sq" in told
     assert "loss, step 2" in told
     assert "a.weight.grad" in told
@@ -311,7 +311,7 @@ def test_an_evaluation_says_what_it_leaves_out(folder: Path, capsys: pytest.Capt
         invoke(["train", build, "--plan", f"{build}.yaml", "--in-process", "--steps", "10", "--test", "odd.npz"]) == 0
     )
     told = capsys.readouterr().out
-    assert told.count("the last 7 of 31 records of evaluation make no batch that ranks can share") == 1
+    assert told.count("the last 7 of 31 evaluation records are left out: the ranks cannot share so small a batch") == 1
     assert told.count("evaluated after step") == 2
     assert invoke(["eval", build, "--in-process", "--data", "odd.npz", "--batch", "30"]) == 0
     assert "the last 1 of 31" in capsys.readouterr().out

@@ -319,7 +319,7 @@ def test_a_parameter_that_no_gradient_reaches_stays(plan: str, tmp_path: Path) -
 
 
 def test_the_comparison_sees_a_wrong_gradient(tmp_path: Path) -> None:
-    """A learning rate that is off by a thousandth is told apart."""
+    """A learning rate that differs by a thousandth is told apart."""
     one, source = small("mlp")
     steps = [one.feeds(np.random.default_rng(7), batch=4)]
     plan = f"ranks: 2\n{batches(2)}{SGD}"

@@ -1,4 +1,4 @@
-"""The signals that ask a process to end, noted in place of their default: what they interrupt ends in order, the launcher first."""
+"""Records the signals that ask a process to end, so that the job can end in order, the launcher first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ASKING = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Signals:
-    """As a context it notes which signals have come. One that the process was started to ignore (nohup) stays ignored."""
+    """A context that records which signals have come. A signal that is ignored at the start (nohup) stays ignored."""
 
     def __init__(self) -> None:
         self.noted: list[int] = []
@@ -35,7 +35,7 @@ class Signals:
 
     @property
     def again(self) -> bool:
-        """Whether a second signal has come: whoever sent it does not want to wait."""
+        """Whether a second signal has come: the user does not want to wait."""
         return len(self.noted) > 1
 
     def _note(self, number: int, frame: FrameType | None) -> None:

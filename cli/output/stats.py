@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from partc.cli.output.figures_training import kept_bytes
+from partc.cli.output.training_stats import kept_bytes
 from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.dtypes import BY_CODE
 from partc.runtime.artifact.format import ALL_REDUCE, BYTES, DOMAIN, TAG, Collective, Manifest, Transfer
@@ -38,7 +38,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class RankFigures:
+class RankStats:
     """The numbers of one rank."""
 
     rank: int
@@ -59,7 +59,7 @@ def typical_sizes(manifest: Manifest) -> dict[str, int]:
     }
 
 
-def rank_figures(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankFigures:
+def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankStats:
     """The numbers of a rank, with the symbols at these sizes."""
     from partc.runtime.program.segmentation import Segment, Update, segmented
 
@@ -74,7 +74,7 @@ def rank_figures(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> Ran
     weights += kept["parameter"] + kept["statistics"]
     in_place = {name for step in steps if isinstance(step, Update) for node in step.nodes for name in node.output}
     live, unknown = _largest_live_set(model, sizes, state | in_place)
-    return RankFigures(
+    return RankStats(
         rank=rank,
         nodes=sum(node.domain != DOMAIN for node in model.graph.node),
         segments=sum(isinstance(step, Segment) for step in steps),

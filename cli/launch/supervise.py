@@ -1,9 +1,8 @@
-"""Starts a launcher, watches its ranks, and says of a failure one thing: what happened first.
+"""Starts a launcher, watches its ranks, and prints one message for a failure: its first cause.
 
-The launcher's output passes through. A rank's own failure arrives as one framed line on stderr; a rank that was
-killed says nothing, and is told by the launcher's words, or by which process vanished first, together with the status
-board. After the first sign of a failure the launcher has some seconds to end, then its process group is killed. Where a signal asks this
-process to end it has as long, and with a second signal no longer.
+The ranks' output passes through. A rank reports its failure as one framed line on stderr. A killed rank is found from the launcher's
+messages or from the first process that vanished, and the status board has its position. After the first sign of a failure the
+launcher has some seconds to end, then its process group is killed; likewise after a signal to this process, and at once after a second.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from partc.cli.job.faults import fault_of
-from partc.cli.job.noise import Ended, Noise
 from partc.cli.job.processes import end_with_parent
 from partc.cli.job.rank import FRAME
-from partc.cli.job.scratch import Scratch
-from partc.cli.job.signals import Signals
-from partc.cli.job.stopped import Stopped
-from partc.cli.output import say
+from partc.cli.launch.launcher_output import Ended, LauncherOutput
+from partc.cli.launch.run_dir import RunDir
+from partc.cli.launch.signals import Signals
+from partc.cli.launch.stopped import Stopped
+from partc.cli.output import console
 from partc.runtime.job.status_board import IDLE, read_task
 
 _PATIENCE = 4.0
@@ -40,7 +39,7 @@ _REMEMBERED = 40
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank said of its failure."""
+    """A failure that a rank reported."""
 
     rank: int
     code: int
@@ -49,27 +48,27 @@ class Failure:
 
 @dataclass
 class _Heard:
-    """What the threads that read and watch have found so far."""
+    """What the reading and watching threads have found so far."""
 
     failure: Failure | None = None
     failed_at: float | None = None
     first_dead: int | None = None
-    on_stdout: Noise = field(default_factory=Noise)
-    on_stderr: Noise = field(default_factory=Noise)
+    on_stdout: LauncherOutput = field(default_factory=LauncherOutput)
+    on_stderr: LauncherOutput = field(default_factory=LauncherOutput)
     passed: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     def ended(self) -> Ended | None:
-        """How a rank ended, by the launcher's words."""
+        """How a rank ended, according to the launcher's messages."""
         return self.on_stderr.ended() or self.on_stdout.ended()
 
     def words(self) -> list[str]:
-        """All that was held back, and what passed last."""
+        """The lines held back, and the last ones passed through."""
         return [*self.on_stdout.lines, *self.on_stderr.lines, *self.passed]
 
-    def show_noise(self) -> None:
-        """Prints what was held back."""
+    def show_launcher_output(self) -> None:
+        """Prints the lines held back."""
         for line in [*self.on_stdout.lines, *self.on_stderr.lines]:
-            say.echo(line, err=True)
+            console.echo(line, err=True)
 
     def fail(self, failure: Failure | None) -> None:
         self.failure = self.failure or failure
@@ -79,7 +78,7 @@ class _Heard:
 def supervise(
     command: Sequence[str],
     environment: Mapping[str, str],
-    scratch: Scratch,
+    run_dir: RunDir,
     where: Callable[[int, int], str],
     tick: Callable[[], None],
     before_output: Callable[[], None],
@@ -89,7 +88,7 @@ def supervise(
     """Runs the command to its end and prints the one message of a failure; the exit code, which a signal may have asked for.
 
     `where` renders an action of a rank; `tick` is called some times a second, for progress, and `before_output`
-    before a line of the ranks is passed through. Processes that are stopped are told of after `stall` seconds.
+    before a line of the ranks is passed through. Stopped processes are reported after `stall` seconds.
     """
     heard, stopped = _Heard(), Stopped(stall)
     process = subprocess.Popen(
@@ -101,36 +100,36 @@ def supervise(
         start_new_session=True,
         preexec_fn=(lambda: end_with_parent(signal.SIGTERM)) if sys.platform == "linux" else None,
     )
-    scratch.tell_guard(process.pid)
+    run_dir.tell_guard(process.pid)
     assert process.stdout is not None
     assert process.stderr is not None
     readers = [
         threading.Thread(target=_pass_through, args=(process.stdout, heard, before_output), daemon=True),
         threading.Thread(target=_listen, args=(process.stderr, heard), daemon=True),
-        threading.Thread(target=_watch, args=(process, scratch, heard), daemon=True),
+        threading.Thread(target=_watch, args=(process, run_dir, heard), daemon=True),
     ]
     try:
         for reader in readers:
             reader.start()
         while process.poll() is None and not signals.noted:
             tick()
-            stopped.look(process.pid, scratch.pids())
+            stopped.look(process.pid, run_dir.pids())
             if heard.failed_at is not None and time.monotonic() - heard.failed_at > _PATIENCE:
                 break
             time.sleep(_POLL)
     finally:
         _end(process, signals)
-        scratch.end_ranks()
+        run_dir.end_ranks()
         for reader in readers:
             reader.join(_LAST_PATIENCE)
         if not any(reader.is_alive() for reader in readers):
             process.stdout.close()
             process.stderr.close()
-    return signals.exit_code or _verdict(process.returncode, heard, scratch, where)
+    return signals.exit_code or _verdict(process.returncode, heard, run_dir, where)
 
 
 def _end(process: subprocess.Popen[bytes], signals: Signals) -> None:
-    """Ends the launcher: politely, so that it ends its ranks on all hosts, then by force."""
+    """Ends the launcher: by SIGTERM, so that it ends its ranks on all hosts, then by SIGKILL."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -148,9 +147,9 @@ def _pass_through(stream: IO[bytes], heard: _Heard, before_output: Callable[[], 
         if heard.on_stdout.hold(line.decode(errors="replace")):
             continue
         before_output()
-        _, given, document = line.partition(say.DOCUMENT.encode())
+        _, given, document = line.partition(console.DOCUMENT.encode())
         if given:
-            say.result(json.loads(document))
+            console.result(json.loads(document))
             continue
         with contextlib.suppress(OSError):
             # Who reads them may have gone; the job goes on, and must not wait for a full pipe.
@@ -182,8 +181,8 @@ def _failure(text: str) -> Failure:
         return Failure(-1, 1, text)
 
 
-def _watch(process: subprocess.Popen[bytes], scratch: Scratch, heard: _Heard) -> None:
-    """Notes the rank whose process ends first, by a handle that the system signals at its end."""
+def _watch(process: subprocess.Popen[bytes], run_dir: RunDir, heard: _Heard) -> None:
+    """Records the rank whose process ends first, by pidfd."""
     if not hasattr(os, "pidfd_open"):
         return
     poll = select.poll()
@@ -191,13 +190,13 @@ def _watch(process: subprocess.Popen[bytes], scratch: Scratch, heard: _Heard) ->
     known: set[int] = set()
     try:
         while process.poll() is None and heard.first_dead is None:
-            for rank, pid in enumerate(scratch.pids() if len(known) < scratch.ranks else []):
+            for rank, pid in enumerate(run_dir.pids() if len(known) < run_dir.ranks else []):
                 if pid and rank not in known:
                     known.add(rank)
                     handle = os.pidfd_open(pid)
                     ranks[handle] = rank
                     poll.register(handle, select.POLLIN)
-            for handle, _ in poll.poll(200 if len(known) == scratch.ranks else 20)[:1]:
+            for handle, _ in poll.poll(200 if len(known) == run_dir.ranks else 20)[:1]:
                 heard.first_dead = ranks[handle]
     except OSError:
         return
@@ -206,34 +205,32 @@ def _watch(process: subprocess.Popen[bytes], scratch: Scratch, heard: _Heard) ->
             os.close(handle)
 
 
-def _verdict(code: int, heard: _Heard, scratch: Scratch, where: Callable[[int, int], str]) -> int:
+def _verdict(code: int, heard: _Heard, run_dir: RunDir, where: Callable[[int, int], str]) -> int:
     if heard.failure is not None:
-        say.failure(heard.failure.text)
+        console.failure(heard.failure.text)
         return heard.failure.code
     if code == 0 and heard.failed_at is None:
-        heard.show_noise()
+        heard.show_launcher_output()
         return 0
     ended = heard.ended() or _by_exit_code(code)
     if code < 0 and ended.rank is None:
-        say.failure(f"the launcher was killed by signal {-code}{_name(-code)}, and its ranks with it")
+        console.failure(f"the launcher was killed by signal {-code}{_name(-code)}, and its ranks with it")
         return 1
     rank = ended.rank if ended.rank is not None else heard.first_dead
-    if rank is None or not 0 <= rank < scratch.ranks:
-        heard.show_noise()
-        say.failure(f"the launcher ended with exit code {code}, and no rank said why{_as_root(heard)}")
+    if rank is None or not 0 <= rank < run_dir.ranks:
+        heard.show_launcher_output()
+        console.failure(f"the launcher ended with exit code {code}, and no rank reported an error{_as_root(heard)}")
         return 1
-    position = _position(rank, scratch, where) + _in_users_code(rank, scratch)
-    say.failure(f"rank {rank} {_manner(ended)} {position}{_advice(ended)}")
+    position = _position(rank, run_dir, where) + _in_users_code(rank, run_dir)
+    console.failure(f"rank {rank} {_manner(ended)} {position}{_advice(ended)}")
     return 1
 
 
 def _as_root(heard: _Heard) -> str:
-    """The remedy where Open MPI refuses to run as root although `partc run` asks it to allow that."""
+    """The remedy where Open MPI refuses to run as root although `partc run` sets the variables that allow it."""
     if not any("run as root" in line or "allow-run-as-root" in line for line in heard.words()):
         return ""
-    return (
-        "\n  help: Open MPI refuses root: give it its option, partc run -- --allow-run-as-root, or run as another user"
-    )
+    return "\n  help: Open MPI refuses to run as root: use partc run -- --allow-run-as-root, or run as another user"
 
 
 def _by_exit_code(code: int) -> Ended:
@@ -252,24 +249,22 @@ def _name(number: int) -> str:
     return f" ({signal.Signals(number).name})" if number in set(signal.Signals) else ""
 
 
-def _position(rank: int, scratch: Scratch, where: Callable[[int, int], str]) -> str:
-    step, action = scratch.board()[rank]
+def _position(rank: int, run_dir: RunDir, where: Callable[[int, int], str]) -> str:
+    step, action = run_dir.board()[rank]
     if action == IDLE:
         return f"after step {step}" if step else "before its first step"
     return f"in step {step}, at {where(rank, action)}"
 
 
-def _in_users_code(rank: int, scratch: Scratch) -> str:
-    """What of the user's code the rank was running when it ended."""
-    task, line = read_task(scratch.folder, rank), fault_of(scratch.folder, rank)
-    return (
-        "".join(["\n  while it ran ", task or "code of the user's", f", at {line}" if line else ""])
-        if task or line
-        else ""
-    )
+def _in_users_code(rank: int, run_dir: RunDir) -> str:
+    """The user code that the rank was running when it ended."""
+    task, line = read_task(run_dir.folder, rank), fault_of(run_dir.folder, rank)
+    return "".join(["\n  while it ran ", task or "user code", f", at {line}" if line else ""]) if task or line else ""
 
 
 def _advice(ended: Ended) -> str:
     if ended.signal != signal.SIGKILL:
         return ""
-    return "\n  help: where memory runs out, the system kills; 'partc inspect' estimates what each rank needs"
+    return (
+        "\n  help: the system kills processes when memory runs out; 'partc inspect' estimates the memory of each rank"
+    )

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from partc.cli.job.feed import choose_sizes, open_feed
-from partc.cli.job.results import flatten, write
-from partc.cli.output.figures import typical_sizes
+from partc.cli.job.inputs import choose_sizes, open_inputs
+from partc.cli.job.outputs import flatten, write
+from partc.cli.output.stats import typical_sizes
 from partc.runtime.artifact.format import Manifest, Port, SymbolRecord
 from partc.runtime.errors import UsageError
 from partc.runtime.execution.symbol_bindings import smallest
@@ -54,9 +54,9 @@ def test_random_inputs_depend_on_seed_and_name_alone() -> None:
     ports = [Port(name=f"v{at}", type=type, shape=["n", 2 + at, "2*n"], ranks=[0]) for at, type in enumerate(types)]
     manifest = small_manifest(ports, **symbols)
     names = [port.name for port in ports]
-    whole = open_feed(manifest, [], 5, {}).read(names)
-    alone = {name: open_feed(manifest, [], 5, {}).read([name])[name] for name in names}
-    other = open_feed(manifest, [], 6, {}).read(["v0"])["v0"]
+    whole = open_inputs(manifest, [], 5, {}).read(names)
+    alone = {name: open_inputs(manifest, [], 5, {}).read([name])[name] for name in names}
+    other = open_inputs(manifest, [], 6, {}).read(["v0"])["v0"]
     for at, name in enumerate(names):
         value = np.asarray(whole[name])
         assert value.shape == (3, 2 + at, 6)
@@ -90,7 +90,7 @@ def test_what_numpy_has_no_file_form_for_goes_out_and_comes_in_again(tmp_path: P
     ports = [Port(name=name, type=type, shape=None, ranks=[0]) for name, type in types.items()]
     ports += [Port(name="absent", type="optional(tensor(float))", shape=None, ranks=[0])]
     manifest = small_manifest([*ports, Port(name="file", type="tensor(int64)", shape=[], ranks=[0])])
-    again = open_feed(manifest, [str(tmp_path / "o.npz")], None, {}).read(["half", "words", "several", "absent"])
+    again = open_inputs(manifest, [str(tmp_path / "o.npz")], None, {}).read(["half", "words", "several", "absent"])
     assert np.asarray(again["half"]).dtype == ml_dtypes.bfloat16
     assert np.asarray(again["words"]).tolist() == ["a", "bcd"]
     several = again["several"]
@@ -111,7 +111,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
 
 def test_feed_refuses_python_objects(tmp_path: Path) -> None:
     np.save(tmp_path / "o.npy", np.array([{}], dtype=object))
-    feed = open_feed(
+    feed = open_inputs(
         small_manifest([Port(name="x", type="tensor(float)", shape=[1], ranks=[0])]), [f"{tmp_path}/o.npy"], None, {}
     )
     with pytest.raises(UsageError, match="it holds Python objects"):
@@ -126,7 +126,7 @@ def test_a_number_is_given_as_it_is(tmp_path: Path) -> None:
         Port(name="size", type="tensor(int32)", shape=["n"], ranks=[0]),
     ]
     manifest = small_manifest(ports)
-    feed = open_feed(manifest, ["t=0.5", "trips=3", "go=true", "size=[4, 5]"], None, {})
+    feed = open_inputs(manifest, ["t=0.5", "trips=3", "go=true", "size=[4, 5]"], None, {})
     found = {name: np.asarray(value) for name, value in feed.read(["t", "trips", "go", "size"]).items()}
     assert {name: (str(one.dtype), one.tolist()) for name, one in found.items()} == {
         "t": ("float32", 0.5),
@@ -137,4 +137,4 @@ def test_a_number_is_given_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"input 'trips': float64 \[\] is given|input 'trips': 0.5 is given|input 'trips': \[0.5\]"
     ):
-        open_feed(manifest, ["t=1", "trips=0.5", "go=false", "size=[1]"], None, {})
+        open_inputs(manifest, ["t=1", "trips=0.5", "go=false", "size=[1]"], None, {})

@@ -1,4 +1,4 @@
-"""Finds the first value inside of a compiled model that is not the whole model's, and the rank that has it.
+"""Finds the first value inside of a compiled model that differs from the unsharded model, and its rank.
 
 Both artifacts are copied with an output more for every value that a node makes and that the compiler knows as a shard of a value of the
 model, and run once. Values are then compared in the order of the whole program; terms of a sum are not, but what they are reduced to
@@ -105,7 +105,7 @@ def _shown(
     compiled: Compiled, out: Path, inputs: Mapping[str, Any], seed: int = 0, only_gradients: bool = False
 ) -> tuple[_Look, Arrays]:
     """One step of a copy that shows what is inside; with a seed the operands are changed by units in the last place."""
-    from partc.cli.job.results import flatten
+    from partc.cli.job.outputs import flatten
     from partc.runtime import load_local
 
     look = _Look()
@@ -171,21 +171,21 @@ def _word(kind: int) -> str:
 
 
 def _differs(one: _Seen, whole: Array, have: Array | None, noise: Array | None) -> str | None:
-    """What is wrong with a value on a rank; None where nothing is, or it cannot be told."""
+    """How a value on a rank differs; None where it does not, or cannot be compared."""
     if have is None:
         return None
     at = _place(one, whole.shape)
     if at is None:
         return None
     want = whole[at]
-    part = f"its part [{', '.join(f'{cut.start}:{cut.stop}' for cut in at)}]" if want.shape != whole.shape else "it"
+    part = f"its shard [{', '.join(f'{cut.start}:{cut.stop}' for cut in at)}]" if want.shape != whole.shape else "it"
     if have.shape != want.shape:
         return f"{part} has the shape {list(have.shape)} instead of {list(want.shape)}"
     share = _SHARE.get(want.dtype.name, 1e-4)
     finite = np.abs(whole[np.isfinite(whole)]) if whole.dtype.kind in "fc" else np.zeros(0)
     close = share * float(finite.max(initial=0.0)) if want.dtype.kind in "fc" else None
     row = compare({"": want}, {"": have}, share, close, {} if noise is None else {"": noise[at]})[0]
-    return None if row.passed else f"{part} is off by {row.absolute:.3g} at {list(row.absolute_at)}"
+    return None if row.passed else f"{part} differs by {row.absolute:.3g} at {list(row.absolute_at)}"
 
 
 def _place(one: _Seen, shape: tuple[int, ...]) -> tuple[slice, ...] | None:

@@ -23,7 +23,7 @@ _COTANGENT = "grad"
 
 
 @dataclass(frozen=True)
-class TrainingFigures:
+class TrainingStats:
     """The numbers of one rank: nodes but those that communicate, bytes, and the buckets with what they send together."""
 
     rank: int
@@ -48,13 +48,13 @@ def kept_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
     return found
 
 
-def training_figures(manifest: Manifest, model: ModelProto, rank: int, sizes: Mapping[str, int]) -> TrainingFigures:
+def training_stats(manifest: Manifest, model: ModelProto, rank: int, sizes: Mapping[str, int]) -> TrainingStats:
     """The numbers of a rank, with the symbols at these sizes."""
     gradients = _gradients(model)
     phases = list(_phases(model, gradients))
     buckets = [node for node in model.graph.node if _is_reduction(node) and not gradients.isdisjoint(node.output)]
     kept = kept_bytes(manifest, rank)
-    return TrainingFigures(
+    return TrainingStats(
         rank=rank,
         forward=phases.count("forward"),
         backward=phases.count("backward"),

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from onnx import ModelProto, numpy_helper
+from partc.cli.comparison.first_difference import Compiled
 from partc.cli.comparison.rounding import perturb
-from partc.cli.comparison.trace import Compiled
 from partc.cli.comparison.variant import variant
 from partc.runtime.artifact.dtypes import Array
 from partc.runtime.artifact.format import Manifest

@@ -1,4 +1,4 @@
-"""What a training tells its user: lines on stdout, and every number as a line of JSON in a file for those who plot.
+"""The log of a training: lines on stdout, and every number as a line of JSON in a file for plotting.
 
 step 100 of 18750   epoch 0.05   loss 0.4312   accuracy 0.8719   lr 0.01   24100 records/s   about 25 s left
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from partc.cli.output import say
-from partc.cli.output.present import count, size
+from partc.cli.output import console
+from partc.cli.output.units import count, size
 from partc.runtime.checkpoint.index import steps
 from partc.runtime.files.replace import write_text
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Watch: TypeAlias = Callable[[int, int, str], None]
 
 
-def watched_through(file: Path) -> Watch:
-    """Leaves what is told in a file, for the launching process, which has the terminal (see `seen`)."""
+def watch_through_file(file: Path) -> Watch:
+    """Writes the progress to a file, for the launching process, which has the terminal and reads it by `read_progress`."""
 
     def watch(step: int, total: int, numbers: str) -> None:
         write_text(file, json.dumps([step, total, numbers]), settle=False)
@@ -36,8 +36,8 @@ def watched_through(file: Path) -> Watch:
     return watch
 
 
-def seen(file: Path) -> tuple[int, int, str] | None:
-    """What was last left in the file; None where nothing is."""
+def read_progress(file: Path) -> tuple[int, int, str] | None:
+    """The progress last written to the file; None where there is none."""
     try:
         step, total, numbers = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -46,56 +46,56 @@ def seen(file: Path) -> tuple[int, int, str] | None:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Opens a file that is appended to; a pipe only where somebody reads it, rather than to wait for that."""
+    """Opens a file for appending, without waiting for the reader of a pipe: a pipe that has none is an error."""
     handle = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(handle, True)
     return handle
 
 
-class Report:
-    """The listener of rank 0. `metrics` is the file of numbers, to which is appended.
+class TrainingLog:
+    """The log of rank 0. `metrics` is the file of numbers, to which lines are appended.
 
-    `watch`: who shows a bar instead of a line for every few steps; it is given the step, the total and the line's other numbers.
-    A `quiet` one says nothing, and writes the numbers only.
+    `watch` replaces the lines of progress: it is called with the step, the total and the other numbers, and shows a bar.
+    A `quiet` log writes the numbers only.
     """
 
-    def __init__(self, metrics: str | None, unit: str, watch: Watch | None = None, quiet: bool = False) -> None:
-        self.unit, self.watch, self.quiet = unit, watch, quiet
+    def __init__(self, metrics: str | None, watch: Watch | None = None, quiet: bool = False) -> None:
+        self.watch, self.quiet = watch, quiet
         self._file: IO[str] | None = None
         if metrics:
             self._file = open(metrics, "a", encoding="utf-8", opener=_at_once)  # noqa: SIM115, open as long as training goes on
 
     def begins(self, trainer: Trainer, loader: Loader, total: int) -> None:
-        """Says what is about to be done."""
+        """Prints the sizes of the training."""
         manifest, order = trainer.manifest, loader.order
         parameters = {record.tensor: record for record in manifest.state if record.kind == "parameter" and record.next}
         elements = sum(_elements(record.shape) for record in parameters.values())
-        self._say(
-            f"{count(manifest.ranks, 'rank')}, {count(len(parameters), 'parameter')} of {elements:,} numbers; "
-            f"{order.records:,} {self.unit}, {count(order.batches, 'batch', 'batches')} of {order.batch}; {count(total, 'step')}"
+        self._print(
+            f"{count(manifest.ranks, 'rank')}, {count(len(parameters), 'parameter')} of {elements:,} elements; "
+            f"{count(order.records, 'record')}, {count(order.batches, 'batch', 'batches')} of {order.batch}; {count(total, 'step')}"
         )
 
-    def begins_beside(self, folder: Path) -> None:
-        """Warns where a run that begins anew writes its checkpoints beside those of another."""
+    def warn_of_other_run(self, folder: Path) -> None:
+        """Warns where a new run writes its checkpoints into the folder of another run."""
         if there := steps(folder):
-            say.echo(
-                f"warning: {folder} has checkpoints of another run, up to step {there[-1][0]}: `keep` leaves them, --resume takes the "
-                "latest step, and equal steps are replaced; give each run a folder of its own",
+            console.echo(
+                f"warning: {folder} has checkpoints of another run, up to step {there[-1][0]}: `keep` does not remove them, --resume "
+                "takes the latest step, and equal steps are replaced; use a separate folder for each run",
                 err=True,
             )
 
     def resumed(self, step: int, path: Path) -> None:
-        """Says where training goes on."""
-        self._say(f"goes on after step {step}, from {path}")
+        """Prints the checkpoint from which training resumes."""
+        self._print(f"resumes after step {step} from {path}")
 
     def stepped(self, progress: Progress) -> None:
-        """Some steps are done."""
-        numbers = f"{_shown(progress.metrics)}   lr {progress.rate:.4g}   {progress.speed:,.0f} {self.unit}/s"
+        """Logs the metrics of the steps since the last line."""
+        numbers = f"{_shown(progress.metrics)}   lr {progress.rate:.4g}   {progress.speed:,.0f} records/s"
         if self.watch is not None:
             self.watch(progress.step, progress.total, numbers)
         else:
             at = f"step {progress.step:,} of {progress.total:,}   epoch {progress.epoch:.2f}"
-            self._say(f"{at}   {numbers}   {_time(progress.remaining)} left")
+            self._print(f"{at}   {numbers}   {_time(progress.remaining)} left")
         self._write(
             {
                 "kind": "train",
@@ -108,33 +108,33 @@ class Report:
         )
 
     def not_finite(self, step: int, outputs: Mapping[str, Any], skipped: bool) -> None:
-        """A step's loss, or a gradient, is no finite number."""
+        """Warns of a loss, or a gradient, that is not finite."""
         numbers = {name: float(np.asarray(value)) for name, value in outputs.items()}
-        what = "a gradient is no finite number; the step changes nothing" if skipped else "the loss is no finite number"
-        say.echo(f"warning: step {step}: {what}   {_shown(numbers)}", err=True)
+        what = "a gradient is not finite; the step is skipped" if skipped else "the loss is not finite"
+        console.echo(f"warning: step {step}: {what}   {_shown(numbers)}", err=True)
         self._write({"kind": "nonfinite", "step": step, "skipped": skipped})
 
     def evaluated(self, step: int, epoch: float, metrics: Metrics) -> None:
-        """The model was evaluated."""
-        self._say(f"evaluated after step {step}   {_shown(metrics)}")
+        """Logs the metrics of an evaluation."""
+        self._print(f"evaluated after step {step}   {_shown(metrics)}")
         self._write({"kind": "test", "step": step, "epoch": round(epoch, 6), **metrics})
 
     def saved(self, step: int, path: Path) -> None:
-        """A checkpoint was written."""
+        """Prints the folder and size of a checkpoint."""
         total = sum(file.stat().st_size for file in path.iterdir())
         here = Path.cwd()
         shown = path.relative_to(here) if path.is_relative_to(here) else path
-        self._say(f"wrote {shown}: {size(total)}")
+        self._print(f"wrote {shown}: {size(total)}")
 
     def close(self) -> None:
-        """Ends the file of numbers."""
+        """Closes the file of numbers."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if not self.quiet:
-            say.echo(line)
+            console.echo(line)
             sys.stdout.flush()
 
     def _write(self, row: dict[str, object]) -> None:
@@ -155,7 +155,7 @@ def _elements(shape: list[int]) -> int:
 
 
 def _time(seconds: float) -> str:
-    """A time to come, as exact as it is known."""
+    """A remaining time, to the precision of the estimate."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     if seconds < 6000:

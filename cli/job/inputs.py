@@ -1,9 +1,8 @@
-"""Reads a run's inputs: members of an .npz, single .npy files, or random values; each rank reads only what it uses.
+"""Reads a run's inputs: members of an .npz, single .npy files, or random values; each rank reads only its own inputs.
 
-All that is wrong with what the user gave is said at once, before any value is read: files, names, sizes of symbols.
-Random values depend on the seed and the input's name alone, so that every rank makes the same ones. A sequence `s` is
-given as the members `s.0`, `s.1` and so on; types that numpy has no file form for (bfloat16, float8, int4) are given
-as float32, int8 or uint8. A sequence or an optional that is not given is empty.
+All errors in files, names and sizes of symbols are reported together, before any value is read. Random values depend on the seed
+and the input's name alone, so that all ranks generate the same. A sequence `s` is stored as the members `s.0`, `s.1` and so on; types
+that numpy cannot store (bfloat16, float8, int4) are stored as float32, int8 or uint8. A sequence or an optional without value is empty.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ _RANDOM_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Feed:
-    """Where each input of a model comes from; `read` gives the values."""
+class InputReader:
+    """The source of each input of a model; `read` returns the values."""
 
     ports: Mapping[str, Port]
     members: Mapping[str, tuple[Path, str | None]]
@@ -43,7 +42,7 @@ class Feed:
     memory: Memory = field(default_factory=Memory)
 
     def read(self, names: Iterable[str]) -> dict[str, Value]:
-        """The values of these inputs, as the model's types want them."""
+        """The values of these inputs, in the model's types."""
         return {name: self._value(self.ports[name]) for name in names}
 
     def _value(self, port: Port) -> Value:
@@ -74,12 +73,12 @@ class Feed:
             raise UsageError(f"{place} cannot be read: {reason(error)}") from None
 
 
-def open_feed(
+def open_inputs(
     manifest: Manifest, specs: Sequence[str], seed: int | None, sizes: Mapping[str, int], max_bytes: int | None = None
-) -> Feed:
-    """The sources of all inputs of the model; UsageError with everything that is wrong with what was given.
+) -> InputReader:
+    """The sources of all inputs of the model; UsageError lists all errors in `specs` and `sizes`.
 
-    What is not mapped takes at most `max_bytes` of memory, by default half of what there is.
+    Data that is not mapped takes at most `max_bytes` of memory, by default half of the machine's.
     """
     ports = {port.name: port for port in manifest.inputs}
     members: dict[str, tuple[Path, str | None]] = {}
@@ -87,8 +86,8 @@ def open_feed(
     problems: list[str] = []
     for spec in specs:
         try:
-            if (said := _said(spec, ports)) is not None:
-                literals |= said
+            if (value := _literal(spec, ports)) is not None:
+                literals |= value
                 continue
             found = _members(spec, ports)
         except ValueError as error:
@@ -96,33 +95,33 @@ def open_feed(
             continue
         for name, source in found.items():
             if name.rpartition(".")[0] not in ports and name not in ports:
-                problems.append(f"{source[0]}: '{name}' is no input of the model{_choice(ports)}")
+                problems.append(f"{source[0]}: '{name}' is not an input of the model{_choice('inputs', ports)}")
             elif name in members:
-                problems.append(f"{source[0]}: input '{name}' is already given by {members[name][0]}")
+                problems.append(f"{source[0]}: input '{name}' is already read from {members[name][0]}")
             members[name] = source
     chosen: dict[str, int] = {}
     if seed is not None:
         chosen, wrong = choose_sizes(manifest.symbols, sizes)
         problems.extend(wrong)
     elif sizes:
-        problems.append("--set gives sizes to random inputs, and there is no --random SEED")
+        problems.append("--set is the size of random inputs: add --random SEED")
     given = {name for name in ports if name in members or name in literals or f"{name}.0" in members}
     for name in (name for name in ports if name not in given):
         port = ports[name]
         if port.type.startswith(("optional(", "seq(")):
             continue
         if seed is None:
-            problems.append(f"input '{name}' ({describe(port)}) is not given")
+            problems.append(f"input '{name}' ({describe(port)}) has no value")
         elif not port.type.startswith("tensor(") or port.shape is None:
             problems.append(f"input '{name}' ({describe(port)}) cannot be random: its shape is not known")
     if problems:
-        help = "help: give every input by --input x.npz or --input name=file.npy, or all by --random SEED"
+        help = "  help: use --input x.npz or --input name=file.npy for every input, or --random SEED for all"
         raise UsageError("\n".join([*problems, help]))
-    return Feed(ports, members, seed, chosen, literals, Memory(max_bytes))
+    return InputReader(ports, members, seed, chosen, literals, Memory(max_bytes))
 
 
-def _said(spec: str, ports: Mapping[str, Port]) -> dict[str, Array] | None:
-    """The value that `name=0.5` gives an input; None where a file is meant. ValueError where it does not fit."""
+def _literal(spec: str, ports: Mapping[str, Port]) -> dict[str, Array] | None:
+    """The value of `name=0.5` by its input; None where `spec` is a file. ValueError where the value does not fit the input."""
     name, equals, text = spec.partition("=")
     number = literal(text) if equals and name in ports and not Path(spec).exists() and not Path(text).exists() else None
     if number is None:
@@ -134,14 +133,14 @@ def _said(spec: str, ports: Mapping[str, Port]) -> dict[str, Array] | None:
 
 
 def _members(spec: str, ports: Mapping[str, Port]) -> dict[str, tuple[Path, str | None]]:
-    """The inputs that one --input gives, by name; ValueError with the reason where it gives none."""
+    """The files of one --input, by input; ValueError with the reason if there are none."""
     name, equals, file = spec.partition("=")
     if equals and not Path(spec).exists():
         path = Path(file)
         if why := fault(path):
             raise ValueError(f"{file}: {why}, for input '{name}'")
         if path.suffix == ".npz":
-            raise ValueError(f"{file}: an .npz holds several arrays; give it without '{name}='")
+            raise ValueError(f"{file}: an .npz holds several arrays; use it without '{name}='")
         return {name: (path, None)}
     path = Path(spec)
     if why := fault(path):
@@ -149,16 +148,16 @@ def _members(spec: str, ports: Mapping[str, Port]) -> dict[str, tuple[Path, str 
     if path.suffix == ".npy":
         if len(ports) == 1:
             return {next(iter(ports)): (path, None)}
-        raise ValueError(f"{spec}: say which input it is, as in {next(iter(ports), 'name')}={spec}")
+        raise ValueError(f"{spec}: name its input, as in {next(iter(ports), 'name')}={spec}")
     try:
         return {name: (path, name) for name in Archive(path, Memory(0))}
     except BROKEN:
-        raise ValueError(f"{spec}: it is no .npz file, or a broken one") from None
+        raise ValueError(f"{spec}: not a valid .npz file") from None
 
 
-def _choice(names: Iterable[str]) -> str:
-    listed = list(names)
-    return f"; they are {', '.join(repr(name) for name in listed)}" if listed else "; it has none"
+def _choice(noun: str, names: Iterable[str]) -> str:
+    listed = ", ".join(repr(name) for name in names)
+    return f"; the {noun} are {listed}" if listed else f"; there are no {noun}"
 
 
 def describe(port: Port) -> str:
@@ -167,9 +166,11 @@ def describe(port: Port) -> str:
 
 
 def choose_sizes(symbols: Mapping[str, SymbolRecord], given: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
-    """A size for every symbol, the given one or the smallest, and what is wrong with those given."""
+    """A size for every symbol, the given one or the smallest, and the errors in those given."""
     problems = [
-        f"--set {name}={given[name]}: no such symbol{_choice(symbols)}" for name in given if name not in symbols
+        f"--set {name}={given[name]}: no such symbol{_choice('symbols', symbols)}"
+        for name in given
+        if name not in symbols
     ]
     for name, size in given.items():
         if name in symbols and (law := _broken_law(symbols[name], size)):
@@ -194,7 +195,7 @@ def _element(port: Port) -> Dtype | None:
 
 
 def _fit(array: Array, port: Port) -> Array:
-    """The array as the runtime takes it: types that numpy's files cannot name come in a wide one."""
+    """The array in the runtime's type: types that numpy cannot store are read as a wider type."""
     element = _element(port)
     if element is None:
         return array.astype(object) if array.dtype.kind == "U" else array

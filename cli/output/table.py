@@ -1,20 +1,20 @@
-"""Tables and numbers as the commands print them: aligned on any output, never cut, wrapped only on a terminal.
+"""Tables as the commands print them: aligned on any output, never truncated, wrapped only on a terminal.
 
-A number keeps all its digits and a name all its letters whatever the width; only a table's last column, made for words, is
-wrapped, and only where the output is a terminal with room for it.
+A number keeps all its digits and a name all its letters whatever the width; only the last column, which holds words, is
+wrapped, and only where the output is a terminal with room for it. rich draws the progress bars but not these tables: it folds or
+truncates every column at the console's width and pads lines with trailing blanks, and its import costs more than most commands print.
 """
 
 from __future__ import annotations
 
 import shutil
-import statistics
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import click
-from partc.cli.output import say
+from partc.cli.output import console
 from partc.runtime.errors import one_line, printable
 
 _GAP = "  "
@@ -61,52 +61,18 @@ class Table:
     def show(self) -> None:
         """Prints the table to stdout, the header set off on a terminal."""
         if not sys.stdout.isatty():
-            say.echo(self.plain())
+            console.echo(self.plain())
             return
         header, *rows = self.lines(shutil.get_terminal_size().columns)
         if self.title:
             click.secho(printable(self.title), bold=True)
         click.secho(header, dim=True)
-        say.echo("\n".join(rows))
+        console.echo("\n".join(rows))
 
 
 def show_tables(tables: Iterable[Table]) -> None:
     """Prints tables one below the other with a blank line between."""
     for at, table in enumerate(tables):
         if at:
-            say.echo()
+            console.echo()
         table.show()
-
-
-def size(count: int) -> str:
-    """Bytes for people: three digits and a binary unit: `812 B`, `1.25 KiB`, `30.0 MiB`."""
-    if count < 1024:
-        return f"{count} B"
-    power = min(4, (count.bit_length() - 1) // 10)
-    value, unit = count / 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
-    return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
-
-
-def seconds(duration: float) -> str:
-    """A duration for people: three digits and a unit: `1.23 s`, `45.6 ms`, `789 us`."""
-    scale, unit = (1.0, "s") if duration >= 1 else (1e-3, "ms") if duration >= 1e-3 else (1e-6, "us")
-    return f"{duration / scale:.3g} {unit}" if duration / scale < 999.5 else f"{duration / scale:.0f} {unit}"
-
-
-def count(number: int, word: str, words: str = "") -> str:
-    """A number with its word in the right form: `1 rank`, `5 ranks`."""
-    return f"{number:,} {word}" if number == 1 else f"{number:,} {words or word + 's'}"
-
-
-def timing(loaded: float, times: Sequence[float]) -> str:
-    """The line for a load time and the times of all steps, in seconds; the first step is apart, since it warms up.
-
-    loaded in 412 ms, first step 12.3 ms, then 99 steps: median 1.02 ms, min 998 us, p90 1.2 ms; 968 steps/s
-    """
-    text = f"loaded in {seconds(loaded)}, first step {seconds(times[0])}"
-    rest = sorted(times[1:])
-    if not rest:
-        return text
-    p90 = rest[min(len(rest) - 1, round(0.9 * (len(rest) - 1)))]
-    figures = f"median {seconds(statistics.median(rest))}, min {seconds(rest[0])}, p90 {seconds(p90)}"
-    return f"{text}, then {count(len(rest), 'step')}: {figures}; {len(rest) / sum(rest):,.4g} steps/s"

@@ -1,8 +1,8 @@
-"""What every command says and where: text for people, one JSON document with `--json`, less with `-q`, more with `-v`.
+"""The output of every command: text for people, one JSON document with `--json`, less with `-q`, more with `-v`.
 
-Commands print as they like. With `--json` and `-q` what they print to stdout goes nowhere, and with `--json` the document that they hand
-over is all that stdout gets; where a command fails it is `{"error": text}`, and the text stands on stderr as ever. Exit codes are the
-same in all forms. Numbers that JSON has no word for (nan, inf) are texts.
+With `--json` and `-q` the text that a command prints to stdout is discarded. With `--json` stdout has the document that the command
+passes to `result`, or `{"error": text}` if it fails; the error's text is on stderr in any case. Exit codes do not depend on these
+options. Numbers that JSON cannot express (nan, inf) are strings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import click
 from partc.runtime.errors import printable
 
 DOCUMENT = "partc-document: "
-"""What a line of rank 0 begins with that holds a document, on its way to the launching process."""
+"""Prefix of the line by which rank 0 sends the document to the launching process."""
 
 WITH_JSON = ("compile", "verify", "check", "run", "eval")
 _SHOWS_NOTHING_ELSE = ("plan", "schema", "ops", "inspect", "simulate", "checkpoint")
@@ -31,7 +31,7 @@ class _Mode:
     quiet: bool = False
     verbose: bool = False
     stdout: IO[str] | None = None
-    told: bool = False
+    printed: bool = False
     error: str = ""
 
 
@@ -39,7 +39,7 @@ _mode = _Mode()
 
 
 def echo(text: object = "", err: bool = False, nl: bool = True) -> None:
-    """Prints a text, with what a terminal would obey as escapes: names from models, plans and artifacts stand in it."""
+    """Prints a text, control characters escaped: it contains names from models, plans and artifacts."""
     click.echo(printable(str(text)), err=err, nl=nl)
 
 
@@ -59,44 +59,44 @@ def is_quiet() -> bool:
 
 
 def detail(text: str) -> None:
-    """Says something that only `-v` asks for."""
+    """Prints a line on stderr with `-v`."""
     if _mode.verbose:
         echo(text, err=True)
 
 
 def failure(text: str) -> None:
-    """Says on stderr why the command fails; with `--json` it is the document, too."""
+    """Prints on stderr why the command fails; with `--json` this text is in the document."""
     echo(text, err=True)
     failed(text)
 
 
 def failed(text: str) -> None:
-    """Notes why the command fails, where that is on stderr already."""
+    """Records why the command fails, where the text is on stderr already."""
     _mode.error = _mode.error or text
 
 
 def result(document: Mapping[str, Any]) -> None:
     """Prints the command's document with `--json`, and nothing otherwise."""
-    if not _mode.json or _mode.told:
+    if not _mode.json or _mode.printed:
         return
-    _mode.told = True
+    _mode.printed = True
     stream = _mode.stdout or sys.stdout
     stream.write(_as_json_escapes(json.dumps(plain(document), indent=1, ensure_ascii=False)) + "\n")
     stream.flush()
 
 
 def _as_json_escapes(text: str) -> str:
-    """A JSON document with the escapes that JSON has for what a terminal would obey."""
+    """A JSON document with its control characters as JSON escapes."""
     return "".join(one if one.isprintable() or one == "\n" else json.dumps(one)[1:-1] for one in text)
 
 
 def leave_to_ranks() -> None:
-    """This process is one of several ranks: one of them gives the document, the others none."""
+    """Prints no document: this process is one of several ranks, and another one prints it."""
     _mode.json = False
 
 
 def plain(value: Any) -> Any:
-    """The value with what JSON has: numbers that are not finite as texts, tuples as lists."""
+    """The value in JSON types: numbers that are not finite as strings, tuples as lists."""
     match value:
         case Mapping():
             return {str(key): plain(item) for key, item in value.items()}
@@ -114,8 +114,8 @@ def plain(value: Any) -> Any:
 
 
 def end(code: int) -> None:
-    """Ends a command: the document of an error where none was given, and stdout as it was."""
-    if _mode.json and not _mode.told and code:
+    """Ends a command: prints the document of an error if none was printed, and restores stdout."""
+    if _mode.json and not _mode.printed and code:
         result({"error": _mode.error or f"exit code {code}"})
     if _mode.stdout is not None:
         sys.stdout.close()
@@ -125,7 +125,7 @@ def end(code: int) -> None:
 
 
 def begin(arguments: Sequence[str]) -> None:
-    """Reads what must be known before the arguments are parsed: whether an error is to be a document."""
+    """Looks for `--json` before the arguments are parsed, since a usage error is a document, too."""
     own = arguments[: list(arguments).index("--")] if "--" in arguments else arguments
     if "--json" in own and own and own[0] in WITH_JSON:
         _json(True)
@@ -134,8 +134,12 @@ def begin(arguments: Sequence[str]) -> None:
 def options_of(name: str) -> list[click.Option]:
     """The options that every command has, and `--json` for those that have a document."""
     found = [
-        _option(("-q", "--quiet"), lambda on: _quiet(on, name), "Say nothing but warnings and errors."),
-        _option(("-v", "--verbose"), _verbose, "Say more, on stderr: passes, the launcher's command, tracebacks."),
+        _option(("-q", "--quiet"), lambda on: _quiet(on, name), "Print warnings and errors only."),
+        _option(
+            ("-v", "--verbose"),
+            _verbose,
+            "Print details on stderr: times of passes, the launcher's command, tracebacks.",
+        ),
     ]
     if name in WITH_JSON:
         found.append(_option(("--json",), _json, "Print the result, or the error, as one JSON document."))
@@ -143,7 +147,7 @@ def options_of(name: str) -> list[click.Option]:
 
 
 def add_options(command: click.Command, name: str) -> None:
-    """Gives a command, and the commands inside of it, the options that it does not have."""
+    """Adds these options to a command and its subcommands, except those that they define themselves."""
     if isinstance(command, click.Group):
         for inner in command.commands.values():
             add_options(inner, name)
@@ -176,7 +180,7 @@ def _json(on: bool) -> None:
 
 
 def _silence() -> None:
-    """What goes to stdout from here on goes nowhere."""
+    """Discards what is printed to stdout from here on."""
     if _mode.stdout is None:
         _mode.stdout = sys.stdout
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (closed by `end`)

@@ -1,11 +1,11 @@
-"""Tells of processes of a job that are stopped, where no rank can tell it: the launcher, or all of the ranks that are left."""
+"""Reports stopped processes of a job that no rank can report: the launcher, or all remaining ranks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-from partc.cli.output import say
+from partc.cli.output import console
 from partc.runtime.job.status_board import states
 
 _BETWEEN = 0.25
@@ -14,7 +14,7 @@ _ENDED = ("", "Z", "X")
 
 
 class Stopped:
-    """What is known of a job's processes; `look` is called some times a second."""
+    """The watch over a job's processes; `look` is called several times a second."""
 
     def __init__(self, stall: float) -> None:
         self.stall = stall
@@ -23,7 +23,7 @@ class Stopped:
         self._report = stall
 
     def look(self, launcher: int, ranks: Sequence[int]) -> None:
-        """Says in one line on stderr that the job cannot go on, after `stall` seconds, and again after twice as long."""
+        """Prints one line on stderr if the job cannot go on, after `stall` seconds, and again after twice as long."""
         now = time.monotonic()
         if now - self._looked < _BETWEEN:
             return
@@ -36,7 +36,7 @@ class Stopped:
         waited = now - self._since
         if waited >= self._report:
             self._report = 2 * waited
-            say.echo(f"partc: the job has waited {waited:.0f} s: {what}", err=True)
+            console.echo(f"partc: the job has waited {waited:.0f} s: {what}", err=True)
 
 
 def _what(launcher: int, ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""The option `--max-bytes`: how much memory data may take that is not mapped."""
+"""The option `--max-bytes`: the memory limit for data that is not mapped."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
 
 
 def byte_count(text: str) -> int:
-    """The bytes that a text such as 8GB, 512MiB, 1.5G or 1000000 says; click.BadParameter where it says none."""
+    """The number of bytes of a text such as 8GB, 512MiB, 1.5G or 1000000; click.BadParameter for other texts."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise click.BadParameter(f"'{text}' is no size, such as 8GB, 512MiB or 1000000")
+        raise click.BadParameter(f"'{text}' is not a size such as 8GB, 512MiB or 1000000")
     scale: int = (1024 if found[3] else 1000) ** " KMGT".index((found[2] or " ").upper())
     return round(float(found[1]) * scale)
 
@@ -26,5 +26,5 @@ max_bytes = click.option(
     "--max-bytes",
     callback=_given,
     metavar="SIZE",
-    help="Memory of a rank for data that is compressed or random, such as 8GB; by default half of what there is.",
+    help="Memory limit of a rank for compressed or random data, such as 8GB; by default half of the machine's.",
 )

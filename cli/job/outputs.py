@@ -1,19 +1,23 @@
-"""A run's outputs: brought to rank 0, written as one .npz at once, or told in a line each.
+"""A run's outputs: gathered to rank 0, then written as one .npz or printed as one line each.
 
-The file appears whole or not at all, and its bytes depend on the values alone. A sequence `s` becomes the members `s.0`, `s.1` and so
-on, an absent optional becomes none, and types that numpy has no file form for become float32, int8 or uint8, which hold them exactly.
+The file is written completely or not at all, and its bytes depend on the values alone. A sequence `s` becomes the members
+`s.0`, `s.1` and so on, an absent optional has no member, and types that numpy cannot write (bfloat16, float8, int4) become
+float32, int8 or uint8, which hold them exactly.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from partc.cli.output.present import Table
+from partc.cli.job.job import Job
+from partc.cli.output import console
+from partc.cli.output.table import Table
 from partc.runtime.artifact.boxes import distinct, merge
 from partc.runtime.artifact.dtypes import Array, Bytes, by_numpy
 from partc.runtime.artifact.format import Manifest, Port
@@ -102,14 +106,14 @@ def summary(arrays: Arrays) -> Table:
     """A row per output: name, dtype, shape, range and mean, and along the last axis where the largest values are."""
     table = Table(["output", "dtype", "shape", ">min", ">mean", ">max", "argmax"])
     for name, array in arrays.items():
-        table.add(name, array.dtype.name, _shape(array), *_figures(array))
+        table.add(name, array.dtype.name, _shape(array), *_statistics(array))
     return table
 
 
 OUTPUT_KEYS = ("name", "dtype", "shape", "min", "mean", "max")
 
 
-def figures(arrays: Arrays) -> list[tuple[Any, ...]]:
+def statistics(arrays: Arrays) -> list[tuple[Any, ...]]:
     """Per output its `OUTPUT_KEYS`: numbers of an array that has some, else None."""
     found = []
     for name, array in arrays.items():
@@ -125,14 +129,23 @@ def _shape(array: Array) -> str:
     return f"[{', '.join(map(str, array.shape))}]"
 
 
-def _figures(array: Array) -> tuple[str, str, str, str]:
+def _statistics(array: Array) -> tuple[str, str, str, str]:
     if array.size == 0 or array.dtype.kind not in "biuf":
         sample = ", ".join(str(item) for item in array.reshape(-1)[:3])
         return "", "", "", sample
     wide = array.astype(np.float64) if array.dtype.kind == "f" else array
-    figures = (f"{wide.min():.6g}", f"{wide.mean():.6g}", f"{wide.max():.6g}")
+    numbers = (f"{wide.min():.6g}", f"{wide.mean():.6g}", f"{wide.max():.6g}")
     if array.ndim == 0 or array.shape[-1] < 2:
-        return (*figures, "")
+        return (*numbers, "")
     rows = array.reshape(-1, array.shape[-1])
     best = " ".join(str(at) for at in rows[:_ROWS].argmax(axis=-1))
-    return (*figures, f"{best} ..." if len(rows) > _ROWS else best)
+    return (*numbers, f"{best} ..." if len(rows) > _ROWS else best)
+
+
+def hand_over(job: Job, document: dict[str, object]) -> None:
+    """Prints the command's JSON document, or sends it to the launching process, which prints it."""
+    if job.run_dir is None:
+        console.result(document)
+    else:
+        console.echo(console.DOCUMENT + json.dumps(console.plain(document)))
+        sys.stdout.flush()

@@ -1,8 +1,8 @@
-"""A small process that outlives partc: it ends the job and removes its folders where partc itself was killed outright.
+"""A small process that outlives partc: if partc is killed, it ends the job and removes its folders.
 
 Its input is a pipe whose other end only partc holds. It reads the launcher's process id and the folders, a line each, until the pipe ends.
-Where the folders are gone by then, partc has ended in order. It imports little, for it starts with every job, and is a session of its
-own, so that no signal for partc's reaches it.
+If the folders are gone by then, partc has ended in order. It imports little, since it starts with every job, and has a session of its
+own, so that signals to partc's process group do not reach it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _POLL = 0.02
 
 
 def main() -> None:
-    """Waits for partc's end, and then for that of its job."""
+    """Waits for the end of partc, then ends its job."""
     lines = sys.stdin.read().splitlines()
     folders = [line for line in lines if not line.isdigit()]
     launcher = max((int(line) for line in lines if line.isdigit()), default=0)

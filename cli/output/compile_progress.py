@@ -8,8 +8,8 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from partc.cli.output.present import seconds
-from partc.cli.output.say import detail, is_quiet
+from partc.cli.output.console import detail, is_quiet
+from partc.cli.output.units import seconds
 
 if TYPE_CHECKING:
     from rich.status import Status

@@ -1,4 +1,4 @@
-"""Runs a job: its ranks under a launcher, leaving nothing behind however that ends, or all of them in this process."""
+"""Runs a job: its ranks under a launcher, with cleanup however that ends, or all of them in this process."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from partc.cli.job.job import Job
-from partc.cli.job.launcher import Hosts, command_line, find_launcher, launch_environment
-from partc.cli.job.scratch import Scratch
-from partc.cli.job.signals import Signals
-from partc.cli.job.supervise import supervise
-from partc.cli.job.training import TOLD
-from partc.cli.output import say
+from partc.cli.job.job import PROGRESS, Job
+from partc.cli.launch.launcher import Hosts, command_line, find_launcher, launch_environment
+from partc.cli.launch.run_dir import RunDir
+from partc.cli.launch.signals import Signals
+from partc.cli.launch.supervise import supervise
+from partc.cli.output import console
 from partc.cli.output.progress import Progress, TrainingBar
-from partc.cli.output.report import seen
+from partc.cli.output.training_log import read_progress
 from partc.runtime.artifact.format import Manifest
 from partc.runtime.files.replace import remove_left, remove_made
 
@@ -25,22 +24,22 @@ from partc.runtime.files.replace import remove_left, remove_made
 def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> int:
     """Runs the job on the manifest's number of ranks; the exit code."""
     launcher = find_launcher(manifest.ranks)
-    with Signals() as signals, Scratch(manifest.ranks) as scratch, Progress(job.repeat) as progress:
-        given = dataclasses.replace(job, scratch=str(scratch.folder))
+    with Signals() as signals, RunDir(manifest.ranks) as run_dir, Progress(job.repeat) as progress:
+        given = dataclasses.replace(job, run_dir=str(run_dir.folder))
         bar = TrainingBar()
         if job.training is not None:
             given = dataclasses.replace(given, training=dataclasses.replace(job.training, bar=sys.stderr.isatty()))
         # -P: modules are never looked for in the folder where the job is started, which may be anybody's
         program = [sys.executable, "-P", "-m", "partc.cli.job.rank", given.dumps()]
         command = command_line(launcher, manifest.ranks, hosts, extra, program)
-        say.detail(shlex.join(command))
+        console.detail(shlex.join(command))
 
         def tick() -> None:
             if job.training is not None:
-                if told := seen(scratch.folder / TOLD):
-                    bar.told(*told)
+                if latest := read_progress(run_dir.folder / PROGRESS):
+                    bar.show(*latest)
             else:
-                progress.reached(min(step for step, _ in scratch.board()))
+                progress.reached(min(step for step, _ in run_dir.board()))
 
         def where(rank: int, action: int) -> str:
             from partc.runtime.execution.program import describe_action
@@ -50,8 +49,8 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
         try:
             before = bar.close if job.training is not None else progress.close
             local = hosts.file is None and hosts.names is None
-            environment = launch_environment(launcher, scratch.folder if local else None, scratch.memory)
-            return supervise(command, environment, scratch, where, tick, before, signals, job.stall)
+            environment = launch_environment(launcher, run_dir.folder if local else None, run_dir.memory)
+            return supervise(command, environment, run_dir, where, tick, before, signals, job.stall)
         finally:
             bar.close()
             if job.output is not None:
@@ -64,12 +63,12 @@ def run_here(job: Job, manifest: Manifest) -> int:
         from partc.cli.job.training import run_threads
 
         return run_threads(job, manifest)
-    from partc.cli.job.rank import finish, open_job_feed
-    from partc.cli.job.results import flatten
+    from partc.cli.job.outputs import flatten
+    from partc.cli.job.rank import finish, open_job_inputs
     from partc.runtime import load_local
 
     begin = time.perf_counter()
-    inputs = open_job_feed(job, manifest).read(port.name for port in manifest.inputs)
+    inputs = open_job_inputs(job, manifest).read(port.name for port in manifest.inputs)
     times = []
     with load_local(job.folder, threads=job.threads, trust=job.trust, stall=job.stall) as program:
         loaded = time.perf_counter() - begin

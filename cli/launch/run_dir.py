@@ -1,7 +1,7 @@
-"""The folders of one job: the status board, the ranks' process ids, and what the launcher and MPI put into files meanwhile.
+"""The folders of one job: the status board, the ranks' process ids, and the files of the launcher and MPI.
 
-They are removed with the job. Where partc is killed outright its guard does that, and where the guard is killed as well, the next job: the
-owner of a folder holds a lock in it, which the system takes back at its end.
+They are removed at the end of the job. If partc is killed, its guard removes them, and if the guard is killed as well, the next job
+does: the owner of a folder holds a lock in it, which the system releases when the owner ends.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from partc.cli.job import guard
+from partc.cli.job.job import BOARD
 from partc.cli.job.processes import kill, naming
+from partc.cli.launch import guard
 from partc.runtime.job.status_board import create_board, create_pids, create_tasks, read_board, read_pids
 
-BOARD = "board"
 _PREFIX = "partc-run-"
 _LOCK = "lock"
 _MEMORY = Path("/dev/shm")
@@ -28,8 +28,8 @@ _YOUNG = 60.0
 """Seconds in which a folder may not have its lock yet."""
 
 
-class Scratch:
-    """The folders of one run; as a context it removes them and ends every rank that is still there."""
+class RunDir:
+    """The folders of one run; as a context it removes them and kills every rank that is still running."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -57,7 +57,7 @@ class Scratch:
         create_pids(self.folder, ranks)
         create_tasks(self.folder, ranks)
 
-    def __enter__(self) -> Scratch:
+    def __enter__(self) -> RunDir:
         return self
 
     def __exit__(
@@ -75,11 +75,11 @@ class Scratch:
             self._guard.wait(2.0)
 
     def folders(self) -> list[Path]:
-        """All of them."""
+        """Both folders, or one where there is no folder in memory."""
         return [self.folder, *([self.memory] if self.memory else [])]
 
     def tell_guard(self, what: Path | int) -> None:
-        """Makes known to the guard a folder, or the process id of the launcher."""
+        """Sends the guard a folder, or the process id of the launcher."""
         assert self._guard.stdin is not None
         with contextlib.suppress(OSError):
             self._guard.stdin.write(os.fsencode(f"{what}\n"))

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from partc.cli.job import guard
-from partc.cli.job.scratch import Scratch, sweep
+from partc.cli.launch import guard
+from partc.cli.launch.run_dir import RunDir, sweep
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="locks and /proc")
 
@@ -33,12 +33,12 @@ def test_folders_of_dead_owners_are_removed_and_no_others(tmp_path: Path, monkey
         (folder / "lock").write_text("")
     for folder in (dead, other, mine):
         aged(folder)
-    with Scratch(2) as scratch:
-        aged(scratch.folder)
+    with RunDir(2) as run_dir:
+        aged(run_dir.folder)
         sweep(tmp_path)
-        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([scratch.folder.name, *names[1:]])
-        assert all(folder.is_dir() for folder in scratch.folders())
-    assert not any(folder.exists() for folder in scratch.folders())
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([run_dir.folder.name, *names[1:]])
+        assert all(folder.is_dir() for folder in run_dir.folders())
+    assert not any(folder.exists() for folder in run_dir.folders())
 
 
 def test_the_guard_ends_a_job_whose_owner_was_killed_and_removes_its_folders(tmp_path: Path) -> None:

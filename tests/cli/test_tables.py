@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from partc.cli.comparison.compare import compare
-from partc.cli.output.figures import moved
-from partc.cli.output.present import Table, count, seconds, size, timing
+from partc.cli.output.stats import moved
+from partc.cli.output.table import Table
+from partc.cli.output.units import count, seconds, size, timing
 from partc.runtime.artifact.format import Transfer
 
 

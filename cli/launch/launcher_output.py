@@ -1,7 +1,7 @@
-"""Tells a launcher's own words from those of the ranks, and reads from them which rank ended, and how.
+"""Separates a launcher's own messages from the ranks' output, and reads from them which rank ended, and how.
 
-Launchers explain the end of a rank in many lines, after the rank itself has said what is wrong. Those lines are held
-back; they are shown only where nothing better is known.
+Launchers explain the end of a rank in many lines, after the rank itself has reported its error. Those lines are held back and
+shown only if there is no better message.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank's end as the launcher tells it; the rank or its process id is None where the launcher does not say."""
+    """A rank's end according to the launcher; the rank or its process id is None if the launcher does not name it."""
 
     rank: int | None = None
     pid: int | None = None
@@ -55,21 +55,21 @@ _LINE = re.compile(
 
 
 def _hydra(pid: int, code: int) -> Ended:
-    """Hydra gives a signal as an exit code below 32, or in the shell's way above 128."""
+    """Hydra reports a signal as an exit code below 32, or as the shell does, above 128."""
     if code > 128:
         return Ended(pid=pid, signal=code - 128)
     return Ended(pid=pid, signal=code) if code in (4, 6, 7, 8, 9, 11, 15) else Ended(pid=pid, code=code)
 
 
 @dataclass
-class Noise:
+class LauncherOutput:
     """The launcher's lines so far; `hold` says of each new line whether it is one."""
 
     lines: list[str] = field(default_factory=list)
     fenced: bool = False
 
     def hold(self, line: str) -> bool:
-        """Whether the line is the launcher's own; if so it is kept here."""
+        """Whether the line is the launcher's own; if so it is held back here."""
         text = line.rstrip("\r\n ")
         fence = _FENCE.match(text) is not None
         held = fence or self.fenced or _LINE.match(text) is not None or (text == "" and bool(self.lines))
@@ -79,7 +79,7 @@ class Noise:
         return held
 
     def ended(self) -> Ended | None:
-        """How a rank ended, as far as the launcher told."""
+        """How a rank ended, if the launcher has reported it."""
         text = "\n".join(self.lines)
         for pattern, read in _ENDS:
             if found := re.search(pattern, text):

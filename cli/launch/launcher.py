@@ -1,4 +1,4 @@
-"""Finds what starts ranks on this machine, and writes its command line.
+"""Finds the launcher of this machine, and writes its command line.
 
 Looked for in this order: the environment's own mpiexec (which belongs to the MPI library that mpi4py will load), one
 on the PATH, and srun inside a Slurm allocation. Open MPI binds each rank to one core unless told otherwise, which
@@ -12,17 +12,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from partc.runtime.errors import UsageError
 
-_INTERACTIVE_STEP = 0xFFFFFFF0
 _SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
 """What names the folder of Open MPI's sessions, from version 5 on and before."""
 _NO_MPI = """\
-no mpiexec, mpirun or srun is found, which would start the {ranks} ranks
+no mpiexec, mpirun or srun found to start the {ranks} ranks
   help: install one with pip install "partc[mpi]", or run all ranks in this process with --in-process"""
 
 
@@ -48,33 +47,6 @@ class Hosts:
 
     file: str | None = None
     names: str | None = None
-
-
-@dataclass(frozen=True)
-class Place:
-    """What a launcher around this process says of it: its rank, and how many there are where it says so."""
-
-    rank: int
-    size: int | None
-
-
-def surrounding_job(environment: Mapping[str, str]) -> Place | None:
-    """This process's place in a job of ranks that someone else started, or None outside of any."""
-    if "OMPI_COMM_WORLD_SIZE" in environment:
-        return _place(environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    if "PMI_RANK" in environment:
-        return _place(environment, "PMI_RANK", "PMI_SIZE")
-    step, tasks = environment.get("SLURM_STEP_ID", ""), environment.get("SLURM_STEP_NUM_TASKS", "1")
-    if step.isdecimal() and int(step) < _INTERACTIVE_STEP and tasks.isdecimal() and int(tasks) > 1:
-        return _place(environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-    if "PMIX_RANK" in environment and "SLURM_JOB_ID" not in environment:
-        return _place(environment, "PMIX_RANK", "")
-    return None
-
-
-def _place(environment: Mapping[str, str], rank: str, size: str) -> Place:
-    size_text = environment.get(size, "")
-    return Place(int(environment.get(rank, "0")), int(size_text) if size_text.isdecimal() else None)
 
 
 def find_launcher(ranks: int) -> Launcher:
@@ -118,9 +90,9 @@ def command_line(
 
 
 def launch_environment(launcher: Launcher, folder: Path | None = None, memory: Path | None = None) -> dict[str, str]:
-    """The environment for the launcher: Open MPI refuses to work for root unless it is told twice.
+    """The environment for the launcher; for root it has the two variables that Open MPI asks for.
 
-    `folder` and `memory`: where it puts its files, and what its processes share in memory, if all of them are on this machine.
+    `folder` and `memory`: where Open MPI puts its files and its shared memory, if all processes are on this machine.
     """
     environment = dict(os.environ)
     if launcher.kind is not Kind.OPEN_MPI:

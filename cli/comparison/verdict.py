@@ -1,0 +1,60 @@
+"""What `partc verify` compares, and its result: the rows of the comparison and lines that explain them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from partc.cli.comparison.compare import Compared
+from partc.runtime.artifact.dtypes import Array
+
+if TYPE_CHECKING:
+    from partc.cli.comparison.first_difference import Compiled
+    from partc.cli.job.inputs import Value
+    from partc.compiler.pipeline import Report
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that was compiled, and the inputs on which it is compared."""
+
+    model: Path
+    plan: Path | None
+    report: Report
+    values: Mapping[str, Value]
+    scratch: Path
+    mpi: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The comparison, and lines that explain it."""
+
+    rows: Sequence[Compared]
+    notes: Sequence[str] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether all is equal."""
+        return all(row.passed for row in self.rows)
+
+
+def measured(
+    before: Sequence[Compared], after: Sequence[Compared], alone: Compiled, noise: Mapping[str, Array]
+) -> list[str]:
+    """A line that names the values which pass only because of the measured rounding."""
+    from partc.cli.comparison.reference import DRAWS, is_quantized
+    from partc.runtime.artifact.manifest import open_artifact
+
+    pairs = zip(before, after, strict=True)
+    moved = {new.name: float(noise[new.name].max()) for old, new in pairs if new.passed and not old.passed}
+    if not moved:
+        return []
+    names = ", ".join(f"'{name}' by {most:.3g}" for name, most in list(moved.items())[:3])
+    more = f" and {len(moved) - 3} more" if len(moved) > 3 else ""
+    text = f"rounding alone changes the unsharded model's {names}{more}, in {DRAWS} runs with operands changed by units in the last place"
+    if is_quantized(alone.folder, open_artifact(alone.folder, trust=True).manifest):
+        text += "; it is quantized, and a value halfway between two steps is rounded either way"
+    return [text]

@@ -1,0 +1,101 @@
+"""`partc verify` of a plan that does not train: the outputs of the unsharded model against those of the compiled one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from partc.cli.comparison.verdict import Case, Verdict, measured
+from partc.runtime.artifact.dtypes import Array
+
+if TYPE_CHECKING:
+    from partc.cli.job.inputs import Value
+    from partc.compiler.pipeline import Report
+    from partc.runtime.artifact.format import Manifest
+
+
+def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
+    """Every output of the whole model against the compiled one's; what rounding does is measured where they are not close."""
+    from partc.cli.comparison.compare import compare, spread
+    from partc.cli.comparison.first_difference import Compiled, first_difference
+    from partc.cli.comparison.reference import DRAWS, compile_alone, merged, perturbed
+    from partc.cli.job.outputs import flatten
+    from partc.runtime import load_local
+
+    def run(folder: Path) -> dict[str, Array]:
+        with load_local(folder, trust=True) as program:
+            return flatten(program(case.values))
+
+    report, scratch = case.report, case.scratch
+    path = _whole_model(case.model, report, scratch)
+    whole = flatten(run_whole(path, report.manifest, case.values))
+    compiled = _run_over_mpi(report, flatten(case.values), scratch) if case.mpi else run(report.out)
+    first = Verdict(compare(whole, compiled, rtol, atol))
+    if first.passed:
+        return first
+    alone = compile_alone(case.model, report.program.plan, scratch / "alone")
+    noise: dict[str, Array] = {}
+    if rtol is None and atol is None:
+        draws = [run(perturbed(alone.folder, scratch / "perturbed", draw + 1)) for draw in range(DRAWS)]
+        plain = flatten(run_whole(path, report.manifest, case.values, False))
+        noise = merged(spread(run(alone.folder), draws), spread(whole, [plain]))
+    rows = compare(whole, compiled, rtol, atol, noise)
+    second = Verdict(rows, measured(first.rows, rows, alone, noise))
+    if second.passed:
+        return second
+    inside = first_difference(alone, Compiled(report.program, report.out), case.values, scratch, bool(noise))
+    return Verdict(second.rows, [*second.notes, *filter(None, [inside])])
+
+
+def _run_over_mpi(report: Report, inputs: Mapping[str, Array], scratch: Path) -> dict[str, Array]:
+    """The outputs of the compiled model on MPI ranks, through files as a user would."""
+    import numpy as np
+    from partc.cli.job.job import Job
+    from partc.cli.launch.launch import launch
+    from partc.cli.launch.launcher import Hosts
+
+    given, made = scratch / "inputs.npz", scratch / "outputs.npz"
+    np.savez(given, **inputs)  # type: ignore[arg-type]
+    job = Job(folder=str(report.out), inputs=(str(given),), output=str(made), quiet=True)
+    code = launch(job, report.manifest, Hosts(None, None), ())
+    if code:
+        raise click.exceptions.Exit(code)
+    with np.load(made) as outputs:
+        return dict(outputs)
+
+
+def _whole_model(model: Path, report: Report, scratch: Path) -> Path:
+    """A file of the whole model: the user's own where it is one, else the loaded program's."""
+    if model.suffix == ".onnx":
+        return model
+    import onnx_ir as ir
+    from partc.compiler.rewrite.unrolled import unrolled
+
+    path = scratch / "whole.onnx"
+    whole = unrolled(report.program.model, dict(report.program.plan.mesh))
+    ir.save(whole, path, external_data="whole.data")
+    return path
+
+
+def run_whole(path: Path, manifest: Manifest, values: Mapping[str, Value], optimized: bool = True) -> dict[str, Any]:
+    """The outputs of the model in one onnxruntime session; without its optimizations no kernel stands for several nodes."""
+    import onnxruntime
+    from partc.runtime.errors import PartcError
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    names = [port.name for port in manifest.outputs]
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        taken = {port.name for port in session.get_inputs()}
+        return dict(
+            zip(
+                names, session.run(names, {name: value for name, value in values.items() if name in taken}), strict=True
+            )
+        )
+    except Exception as error:
+        raise PartcError(f"{path}: onnxruntime cannot run the unsharded model: {error}") from error
