@@ -13,7 +13,7 @@ def test_the_whole_table_ends_with_its_coverage(capsys: pytest.CaptureFixture[st
     assert invoke(["ops"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["op", "factors", "contracted", "unsharded", "gradient", "remarks"]
-    words = r"ai.onnx, opset 23: (\d+) ops, (\d+) with an entry, (\d+) of them cuttable, (\d+) with a gradient"
+    words = r"ai.onnx, opset 23: (\d+) ops, (\d+) with an entry, (\d+) of them shardable, (\d+) with a gradient"
     coverage = re.fullmatch(words, lines[-1])
     assert coverage
     standard, there, cuttable, differentiable = map(int, coverage.groups())
