@@ -70,13 +70,13 @@ def command(folder: Path, rank: int | None, pattern: str | None, given: Mapping[
     if problems:
         raise UsageError("\n".join(problems))
     sizes = {**typical_sizes(manifest), **given}
-    figures = [rank_stats(artifact, one, sizes) for one in range(manifest.ranks)]
+    stats = [rank_stats(artifact, one, sizes) for one in range(manifest.ranks)]
     trains = any(record.next for record in manifest.state)
     trained = [training_stats(manifest, artifact.model(one), one, sizes) for one in range(manifest.ranks) if trains]
     if as_json:
         transfers = [transfer.model_dump(mode="json") for transfer in manifest.transfers]
         collectives = [one.model_dump(mode="json") for one in manifest.collectives]
-        ranks_json = [dataclasses.asdict(one) for one in figures]
+        ranks_json = [dataclasses.asdict(one) for one in stats]
         found = {"sizes": sizes, "ranks": ranks_json, "transfers": transfers}
         found |= {"groups": manifest.groups, "collectives": collectives} if collectives else {}
         found |= {"training": [dataclasses.asdict(one) for one in trained]} if trained else {}
@@ -85,7 +85,7 @@ def command(folder: Path, rank: int | None, pattern: str | None, given: Mapping[
     table = Table(
         [">rank", ">nodes", ">segments", ">weights", ">peak memory", ">received", ">sent", "bytes in and out"]
     )
-    for one in figures:
+    for one in stats:
         peak = size(one.peak) + ("+?" if one.unknown_values else "")
         moves = f"in {one.received.text}, out {one.sent.text}"
         cells = (
@@ -103,14 +103,14 @@ def command(folder: Path, rank: int | None, pattern: str | None, given: Mapping[
         [table, *_training(trained), *_largest_transfers(artifact, sizes), *_largest_collectives(artifact, sizes)]
     )
     console.echo()
-    for line in _notes(artifact, sizes, sum(one.unknown_values for one in figures), bool(trained)):
+    for line in _notes(artifact, sizes, sum(one.unknown_values for one in stats), bool(trained)):
         console.echo(line)
     return 0
 
 
-def _training(figures: Sequence[TrainingStats]) -> Iterator[Table]:
+def _training(stats: Sequence[TrainingStats]) -> Iterator[Table]:
     """Nodes of each phase, bytes of the state, and the buckets in which gradients are reduced."""
-    statistics, sums = any(one.statistics for one in figures), any(one.sums for one in figures)
+    statistics, sums = any(one.statistics for one in stats), any(one.sums for one in stats)
     columns = [">rank", ">forward", ">backward", ">update", ">parameters", ">optimizer"]
     columns += [
         *([">statistics"] if statistics else []),
@@ -118,12 +118,12 @@ def _training(figures: Sequence[TrainingStats]) -> Iterator[Table]:
         "gradient buckets",
     ]
     table = Table(columns, title="training")
-    for one in figures:
+    for one in stats:
         kept = [one.parameters, one.optimizer]
         kept += [*([one.statistics] if statistics else []), *([one.sums] if sums else [])]
         buckets = f"{one.buckets}, {size(one.bucket_bytes)}" if one.buckets else "none"
         table.add(one.rank, one.forward, one.backward, one.update, *map(size, kept), buckets)
-    if figures:
+    if stats:
         yield table
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from partc.cli.output import say
-from partc.cli.output.present import Table
+from partc.cli.output import console
+from partc.cli.output.table import Table
 
 if TYPE_CHECKING:
     from partc.compiler.schedule.costs import Costs
@@ -110,11 +110,11 @@ def command(
     homes = [int(one) for one in placement] if placement else _homes(name or "", ranks, stages)
     schedule, costs = _chosen(name or "auto", homes, given, rows)
     if as_json:
-        say.echo(json.dumps(_document(schedule, costs), indent=1))
+        console.echo(json.dumps(_document(schedule, costs), indent=1))
         return 0
     from partc.compiler.schedule.grid import schedule_text
 
-    say.echo(schedule_text(schedule, costs), nl=False)
+    console.echo(schedule_text(schedule, costs), nl=False)
     return 0
 
 
@@ -244,10 +244,10 @@ def _compare(ranks: int, given: _Given, as_json: bool) -> int:
         table.add(name, shown, f"{timing.total:.6g}", percent(timing.bubble), percent(timing.overhead), kept, sent)
         documents.append(_document(schedule, costs))
     if as_json:
-        say.echo(json.dumps(documents, indent=1))
+        console.echo(json.dumps(documents, indent=1))
         return 0
     table.show()
-    say.echo()
-    say.echo("bubble: idle share of the ranks; overhead: total over the work of a rank, less one")
-    say.echo("keeps at most: microbatches that a rank keeps between F and the end of their backward pass")
+    console.echo()
+    console.echo("bubble: idle share of the ranks; overhead: total over the work of a rank, less one")
+    console.echo("keeps at most: microbatches that a rank keeps between F and the end of their backward pass")
     return 0

@@ -36,5 +36,5 @@ def timing(loaded: float, times: Sequence[float]) -> str:
     if not rest:
         return text
     p90 = rest[min(len(rest) - 1, round(0.9 * (len(rest) - 1)))]
-    figures = f"median {seconds(statistics.median(rest))}, min {seconds(rest[0])}, p90 {seconds(p90)}"
-    return f"{text}, then {count(len(rest), 'step')}: {figures}; {len(rest) / sum(rest):,.4g} steps/s"
+    times_text = f"median {seconds(statistics.median(rest))}, min {seconds(rest[0])}, p90 {seconds(p90)}"
+    return f"{text}, then {count(len(rest), 'step')}: {times_text}; {len(rest) / sum(rest):,.4g} steps/s"
