@@ -25,7 +25,7 @@ from partc.compiler.frontend import load
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Source
 from partc.compiler.frontend.unsound import blamed
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.lower.lower import lower
 from partc.compiler.ops.families.local_map import is_inside
 from partc.compiler.placement.placement import place
@@ -45,7 +45,6 @@ from partc.compiler.tasks.differentiate import differentiate
 from partc.compiler.tasks.localize import localize
 from partc.compiler.tasks.update import update
 from partc.compiler.training.add_training import attach, learned_names
-from partc.compiler.training.config import ProgramKind
 from partc.compiler.training.in_parts import in_parts, only_totals, part_facts
 from partc.compiler.verify import is_asked_for, verify
 from partc.runtime.artifact.format import Manifest, SourceRecord

@@ -22,8 +22,9 @@ import onnx_ir as ir
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.dims.reading import read
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
-from partc.compiler.ir.graph import bodies
-from partc.compiler.ir.program import CommOp, Program, RankProgram, captured, read_names
+from partc.compiler.ir.graph import bodies, captured
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.rank_program import CommOp, RankProgram, read_names
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.ops.families.local_map import ALONG

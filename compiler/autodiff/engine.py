@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient, extend
 from partc.compiler.autodiff.scope import Scope
-from partc.compiler.ir.program import captured
+from partc.compiler.ir.graph import captured
 from partc.compiler.ops.local import Shape, likeness
 from partc.compiler.ops.node import Dim, same
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.engine import differentiate_nodes
 from partc.compiler.autodiff.scope import Scope
-from partc.compiler.ir.program import captured
+from partc.compiler.ir.graph import captured
 from partc.compiler.ops.families.random import RANDOM
 
 Outer = Callable[[ir.Value], ir.Value]

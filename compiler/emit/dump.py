@@ -21,19 +21,8 @@ from partc.compiler.dims.facts import facts_of
 from partc.compiler.emit.helper_types import helper_types
 from partc.compiler.emit.transfer_bytes import bytes_text
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
-from partc.compiler.ir.program import (
-    CommOp,
-    ComputeOp,
-    Constant,
-    Event,
-    Group,
-    LocalTensor,
-    Program,
-    RankConstant,
-    RankProgram,
-    Shape,
-    ShardedValue,
-)
+from partc.compiler.ir.program import Group, Program, Shape, ShardedValue
+from partc.compiler.ir.rank_program import CommOp, ComputeOp, Constant, Event, LocalTensor, RankConstant, RankProgram
 from partc.compiler.layout.layout import Layout
 from partc.runtime.artifact.format import SEND, order_text
 

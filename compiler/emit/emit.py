@@ -14,7 +14,8 @@ from partc.compiler.emit.dump import begin_text, cut_text, end_text, part_text, 
 from partc.compiler.emit.manifest import manifest_of
 from partc.compiler.emit.weights import Location, Stored, is_inline, owners, shard_of, shard_text, stored, write_weights
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.program import CommOp, ComputeOp, LocalTensor, Program, RankConstant, RankProgram
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.rank_program import CommOp, ComputeOp, LocalTensor, RankConstant, RankProgram
 from partc.compiler.training.optimizer_functions import functions as optimizer_functions
 from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.replace_folder import obstacle, replacing_folder

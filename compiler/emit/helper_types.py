@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 import onnx
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
-from partc.compiler.ir.program import ComputeOp, Program, RankConstant, RankProgram, Shape
+from partc.compiler.ir.program import Program, Shape
+from partc.compiler.ir.rank_program import ComputeOp, RankConstant, RankProgram
 
 
 def helper_types(program: Program, part: RankProgram) -> dict[str, str]:

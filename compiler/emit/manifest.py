@@ -9,20 +9,9 @@ from itertools import pairwise
 
 import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
-from partc.compiler.ir.program import (
-    PART,
-    CommOp,
-    Event,
-    Group,
-    LocalTensor,
-    PackedBox,
-    Program,
-    Shape,
-    ShardedValue,
-    StateTensor,
-)
+from partc.compiler.ir.program import PART, Group, PackedBox, Program, ProgramKind, Shape, ShardedValue
+from partc.compiler.ir.rank_program import CommOp, Event, LocalTensor, StateTensor
 from partc.compiler.layout.layout import Layout
-from partc.compiler.training.config import ProgramKind
 from partc.runtime.artifact import format as fmt
 
 

@@ -19,7 +19,7 @@ from typing import Protocol
 import ml_dtypes  # noqa: F401  (registers numpy's views of bfloat16 and float8)
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.program import LocalTensor
+from partc.compiler.ir.rank_program import LocalTensor
 from partc.runtime.artifact.dtypes import BY_CODE
 from partc.runtime.artifact.format import FileRecord, weights_file
 from partc.runtime.artifact.safetensors_stream import AS_BYTES, CODES, header_bytes

@@ -1,10 +1,12 @@
-"""Graphs inside of graphs: the bodies of nodes, and how a node is taken out."""
+"""Graphs inside of graphs: the bodies of nodes, what these read from outside, and how a node is taken out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import onnx_ir as ir
+
+Reads = dict[ir.Node, tuple[ir.Value, ...]]
 
 
 def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:
@@ -24,6 +26,28 @@ def bodies(node: ir.Node) -> list[ir.Graph]:
         elif attr.type == ir.AttributeType.GRAPHS:
             found.extend(attr.as_graphs())
     return found
+
+
+def reads_of(graph: ir.Graph) -> Reads:
+    """Per node of a graph, in order, the distinct values that it reads, those captured by its bodies included."""
+    return {node: tuple(dict.fromkeys(_read_by(node))) for node in graph}
+
+
+def _read_by(node: ir.Node) -> list[ir.Value]:
+    values = [value for value in node.inputs if value is not None]
+    for body in bodies(node):
+        values += captured(body)
+    return values
+
+
+def captured(body: ir.Graph) -> list[ir.Value]:
+    """Values that a body reads from outside of itself, in order of their first use."""
+    inside: set[ir.Value] = {*body.inputs, *body.initializers.values()}
+    outside: list[ir.Value] = []
+    for node in body:
+        outside += [value for value in _read_by(node) if value not in inside]
+        inside.update(node.outputs)
+    return outside + [value for value in body.outputs if value not in inside]
 
 
 def take_out(graph: ir.Graph, node: ir.Node) -> None:

@@ -9,22 +9,22 @@ model. Decisions are bound to the graph's objects, not to names.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-from partc.compiler.ir.graph import bodies
+from partc.compiler.ir.graph import Reads, bodies, captured, reads_of
 
 if TYPE_CHECKING:
     from partc.compiler.annotations.check import Followed
     from partc.compiler.dims.facts import Facts
     from partc.compiler.frontend.declare import Declared
     from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+    from partc.compiler.ir.rank_program import Event, RankProgram
     from partc.compiler.layout.layout import Layout
     from partc.compiler.plan.rules import Plan
     from partc.compiler.sharding.propagate import Pinned
@@ -34,9 +34,26 @@ if TYPE_CHECKING:
 Dim = int | str
 Shape = tuple[Dim, ...]
 Array = npt.NDArray[Any]
-Reads = dict[ir.Node, tuple[ir.Value, ...]]
 Group = tuple[int, ...]
 """Ranks in order that share values; a group of one is a rank."""
+
+
+class ProgramKind(Enum):
+    """What a program does of a training; the name of its folder inside of the artifact."""
+
+    STEP = ""
+    """A whole step, with the update."""
+    ACCUMULATION = "accumulation"
+    """A part of a batch but the last: its gradients are added to sums that are kept."""
+    EVALUATION = "evaluation"
+    """The loss and the metrics alone."""
+    TOTALS = "totals"
+    """What the parts of a batch are given of the whole batch."""
+
+    @property
+    def backward(self) -> bool:
+        """Whether gradients are computed."""
+        return self in (ProgramKind.STEP, ProgramKind.ACCUMULATION)
 
 
 @dataclass(frozen=True)
@@ -109,157 +126,6 @@ def _holders(group: Group, layout: Layout) -> tuple[tuple[int, Group], ...]:
     return tuple((held[0], tuple(group[index] for index in held)) for held in layout.holders.values())
 
 
-class TaskKind(StrEnum):
-    """The task of a step to which an op belongs, by the letter that a schedule writes: `2F0`."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    UPDATE = "U"
-    """The reduction of the parameters' gradients, and the update: once a step, however many microbatches it has."""
-
-
-@dataclass(frozen=True, eq=False)
-class ComputeOp:
-    """In a rank's program: a node with the names that its operands have there; `source` is the model's node that it stands for.
-
-    `captured` renames what bodies read from outside of themselves. An op is its own identity: ranks that do the same have one object.
-    """
-
-    node: ir.Node
-    source: ir.Node
-    captured: Mapping[str, str] = field(default_factory=dict)
-    task: TaskKind = TaskKind.FORWARD
-
-
-@dataclass(frozen=True, eq=False)
-class CommOp:
-    """In a rank's program: a message or a collective, by the op's name in the artifact; `tag` tells events apart.
-
-    `bytes` is what the rank sends (Send) or receives, an expression in the symbols.
-    """
-
-    op_type: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    attributes: Mapping[str, int | str | tuple[int, ...]]
-    tag: int
-    value: ir.Value
-    cause: str
-    bytes: str
-    task: TaskKind = TaskKind.FORWARD
-
-
-RankOp = ComputeOp | CommOp
-
-
-def read_names(step: RankOp) -> list[str]:
-    """The names that an op reads, those captured by bodies included."""
-    if isinstance(step, CommOp):
-        return list(step.inputs)
-    names = [value.name or "" for value in step.node.inputs if value is not None]
-    for body in bodies(step.node):
-        names += [step.captured.get(value.name or "", value.name or "") for value in captured(body)]
-    return names
-
-
-Way = tuple[tuple[Group, "Layout"], tuple[Group, "Layout"]]
-"""A group and a layout on it, before and after."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """A message or collective as all its ranks see it: `ranks` are source and target of a message, or the sets of a collective.
-
-    `derived`: it changes the layout for a reader whose cut nobody gave.
-    """
-
-    tag: int
-    op_type: str
-    value: ir.Value
-    name: str
-    ranks: tuple[tuple[int, ...], ...]
-    group: str
-    shape: Shape | None
-    bytes: str
-    cause: str
-    derived: bool = False
-    way: Way | None = None
-    """How the value lies before and after a collective."""
-
-
-@dataclass(frozen=True)
-class LocalTensor:
-    """A model input, weight or output on a rank: its name there and the layout's shard, by the rank's place in the group."""
-
-    name: str
-    copy: ShardedValue
-    index: int
-
-
-@dataclass(frozen=True)
-class StateTensor:
-    """A tensor that ranks keep from step to step, and the value that takes its place after one, "" where nothing does.
-
-    Each rank of `copy` has its shard of it, under `name`. `tensor` is its global name; `parameter`: of whom an optimizer's tensor is.
-    """
-
-    name: str
-    copy: ShardedValue
-    next: str
-    tensor: str
-    kind: Literal["parameter", "optimizer", "statistics", "gradient"]
-    parameter: str = ""
-    initial: float = 0.0
-
-
-@dataclass(frozen=True)
-class RankConstant:
-    """A constant that differs by rank: each item an expression over `place`, the rank's place in its list of `group`."""
-
-    group: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    items: tuple[str, ...]
-
-    @staticmethod
-    def of(group: str, items: Sequence[str], dtype: npt.DTypeLike = np.int64) -> RankConstant:
-        """A vector of these items."""
-        return RankConstant(group, np.dtype(dtype), (len(items),), tuple(items))
-
-    @staticmethod
-    def first(group: str, dtype: npt.DTypeLike) -> RankConstant:
-        """1 on the first rank of each list, 0 on the others."""
-        return RankConstant(group, np.dtype(dtype), (), ("Max(1 - place, 0)",))
-
-
-Constant: TypeAlias = Array | RankConstant
-
-
-@dataclass(frozen=True)
-class RankProgram:
-    """One rank's program: its steps in order, the inputs that it reads, its weights, the outputs delivered to it.
-
-    `constants` belong to no weight of the model, and may differ by rank; `types` has every value by its name there, with local shapes.
-    `kept` and `scalars` are a training program's: what lives from step to step, and the numbers that each step is given.
-    """
-
-    rank: int
-    steps: tuple[RankOp, ...]
-    inputs: tuple[LocalTensor, ...]
-    weights: tuple[LocalTensor, ...]
-    outputs: tuple[LocalTensor, ...]
-    constants: Mapping[str, Constant] = field(default_factory=dict)
-    types: Mapping[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
-    kept: tuple[StateTensor, ...] = ()
-    scalars: tuple[str, ...] = ()
-
-    @property
-    def likeness(self) -> Hashable:
-        """Equal for parts of one program whose files are the same: what ranks have in common is one object in their parts."""
-        names = tuple(tuple(held.name for held in some) for some in (self.inputs, self.outputs))
-        return id(self.steps), id(self.weights), id(self.types), names
-
-
 @dataclass(frozen=True)
 class PackedBox:
     """Where a weight lies in a packed one: the name and shape of that, and per dim begin and end."""
@@ -283,8 +149,9 @@ PART = "partc.part_of"
 class Program:
     """A model on its way to ranks; `name` is its file's, `paths` gives every node of the main graph its dotted path.
 
-    `whole` has the names of the model's nodes where the program is a part of it: what training needs. `begun` is the program of the
-    training step, of which this one is a part or the evaluation.
+    Of a plan that trains: `kind` is what the program does of it, `trainable` names the weights of the model that may be learned, `whole`
+    the model's nodes before what training does not need fell away; `begun` is the program of the step, where this is another one.
+    `strict`: whether changes of layout that nobody asked for are refused.
     """
 
     name: str
@@ -292,6 +159,9 @@ class Program:
     plan: Plan
     declared: Declared
     paths: Mapping[ir.Node, str]
+    kind: ProgramKind = ProgramKind.STEP
+    trainable: tuple[str, ...] = ()
+    strict: bool = False
     symbols: Mapping[str, SymbolInfo] = field(default_factory=dict)
     values: Mapping[ir.Value, ValueInfo] = field(default_factory=dict)
     followed: Mapping[ir.Node, Followed] = field(default_factory=dict)
@@ -353,11 +223,6 @@ class Program:
         return reads_of(self.model.graph)
 
 
-def reads_of(graph: ir.Graph) -> Reads:
-    """Per node of a graph, in order, the distinct values that it reads, those captured by its bodies included."""
-    return {node: tuple(dict.fromkeys(_read_by(node))) for node in graph}
-
-
 def _names_in(graph: ir.Graph) -> Iterator[str]:
     for value in (*graph.inputs, *graph.initializers.values()):
         yield value.name or ""
@@ -365,20 +230,3 @@ def _names_in(graph: ir.Graph) -> Iterator[str]:
         yield from (value.name or "" for value in node.outputs)
         for body in bodies(node):
             yield from _names_in(body)
-
-
-def _read_by(node: ir.Node) -> list[ir.Value]:
-    values = [value for value in node.inputs if value is not None]
-    for body in bodies(node):
-        values += captured(body)
-    return values
-
-
-def captured(body: ir.Graph) -> list[ir.Value]:
-    """Values that a body reads from outside of itself, in order of their first use."""
-    inside: set[ir.Value] = {*body.inputs, *body.initializers.values()}
-    outside: list[ir.Value] = []
-    for node in body:
-        outside += [value for value in _read_by(node) if value not in inside]
-        inside.update(node.outputs)
-    return outside + [value for value in body.outputs if value not in inside]

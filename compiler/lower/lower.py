@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from partc.compiler.ir.program import LocalTensor, Program, RankProgram, read_names
+from partc.compiler.ir.program import Program, ProgramKind
+from partc.compiler.ir.rank_program import LocalTensor, RankProgram, read_names
 from partc.compiler.lower.builders import ProgramBuilder
 from partc.compiler.rewrite.simplify_steps import simplify_steps
-from partc.compiler.training.config import ProgramKind
 
 if TYPE_CHECKING:
     from partc.compiler.tasks.local_view import LocalView

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.frontend.names import node_paths
-from partc.compiler.ir.program import reads_of
+from partc.compiler.ir.graph import reads_of
 from partc.compiler.ops.families.extreme import EXTREME
 from partc.compiler.ops.families.local_map import SPREAD, is_collective
 from partc.compiler.ops.node import constant_ints, operand

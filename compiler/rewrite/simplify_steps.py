@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
-from partc.compiler.ir.graph import bodies
-from partc.compiler.ir.program import ComputeOp, RankOp, Shape, captured
+from partc.compiler.ir.graph import bodies, captured
+from partc.compiler.ir.program import Shape
+from partc.compiler.ir.rank_program import ComputeOp, RankOp
 from partc.compiler.rewrite.simplify import simplify
 
 

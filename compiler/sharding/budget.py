@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.program import Event, Program
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.rank_program import Event
 from partc.runtime.artifact.format import ALL_GATHER, ALL_TO_ALL, EXCHANGE, SEND
 
 _RESHARDS = (ALL_GATHER, ALL_TO_ALL, EXCHANGE)

@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 from partc.compiler.analysis.lost import how_lost, unknown_dims
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.program import Program, ShardedValue
+from partc.compiler.ir.program import Program, ProgramKind, ShardedValue
 from partc.compiler.ir.values import derived
 from partc.compiler.layout.exchange import span_of
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.sharding.operands import input_layout_of, is_derived, output_layout_of, replicated_on
-from partc.compiler.training.config import ProgramKind
 
 
 @dataclass

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from partc.compiler.ir.program import Array, Constant, Group, RankConstant
+from partc.compiler.ir.program import Array, Group
+from partc.compiler.ir.rank_program import Constant, RankConstant
 from partc.compiler.ops.local import likeness
 
 if TYPE_CHECKING:

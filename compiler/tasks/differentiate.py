@@ -28,7 +28,8 @@ from partc.compiler.autodiff.engine import NoGradient, differentiate_nodes, is_d
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.program import ComputeOp, Group, Program, Shape, ShardedValue, TaskKind
+from partc.compiler.ir.program import Group, Program, Shape, ShardedValue
+from partc.compiler.ir.rank_program import ComputeOp, TaskKind
 from partc.compiler.ir.values import ValueTable, derived
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal

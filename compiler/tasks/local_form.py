@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
-from partc.compiler.ir.program import Array, ComputeOp, Constant, Group, RankConstant, Shape
+from partc.compiler.ir.program import Array, Group, Shape
+from partc.compiler.ir.rank_program import ComputeOp, Constant, RankConstant
 from partc.compiler.layout.layout import Layout, Mesh
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.kept import operand_name

@@ -16,7 +16,8 @@ from dataclasses import replace
 
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.program import Group, LocalTensor, Program, ShardedValue
+from partc.compiler.ir.program import Group, Program, ShardedValue
+from partc.compiler.ir.rank_program import LocalTensor
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.lower.builders import ProgramBuilders
 from partc.compiler.lower.comm import CommLowering

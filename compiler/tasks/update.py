@@ -15,18 +15,8 @@ from typing import Literal, TypeAlias, cast
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.program import (
-    PART,
-    ComputeOp,
-    Group,
-    LocalTensor,
-    PackedBox,
-    Program,
-    RankConstant,
-    ShardedValue,
-    StateTensor,
-    TaskKind,
-)
+from partc.compiler.ir.program import PART, Group, PackedBox, Program, ShardedValue
+from partc.compiler.ir.rank_program import ComputeOp, LocalTensor, RankConstant, StateTensor, TaskKind
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.moves import AllReduce
 from partc.compiler.layout.reshard import lower

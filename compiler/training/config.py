@@ -4,31 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Literal
 
 import onnx_ir as ir
+from partc.compiler.ir.program import ProgramKind
 from partc.compiler.training.optimizers import Optimizer
 from partc.runtime.artifact.format import LabelRecord, TrainingRecord
 from pydantic import JsonValue
-
-
-class ProgramKind(Enum):
-    """What a program does of a training; the name of its folder inside of the artifact."""
-
-    STEP = ""
-    """A whole step, with the update."""
-    ACCUMULATION = "accumulation"
-    """A part of a batch but the last: its gradients are added to sums that are kept."""
-    EVALUATION = "evaluation"
-    """The loss and the metrics alone."""
-    TOTALS = "totals"
-    """What the parts of a batch are given of the whole batch."""
-
-    @property
-    def backward(self) -> bool:
-        """Whether gradients are computed."""
-        return self in (ProgramKind.STEP, ProgramKind.ACCUMULATION)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 from partc.compiler.autodiff.engine import stops_gradient
-from partc.compiler.ir.program import Reads
+from partc.compiler.ir.graph import Reads
 from partc.compiler.training.config import Training
 
 

@@ -14,12 +14,11 @@ from partc.compiler.autodiff.scope import Scope
 from partc.compiler.dims.facts import Facts
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.pipeline import start
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.rewrite.train_mode import ranked
 from partc.compiler.training.append import Append
-from partc.compiler.training.config import ProgramKind
 from partc.compiler.training.in_parts import part_facts
 
 COMPILER = Path(__file__).parents[2] / "compiler"

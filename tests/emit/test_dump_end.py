@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from partc.compiler.emit.dump import begin_text, end_text
-from partc.compiler.ir.program import ComputeOp, Program
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.rank_program import ComputeOp
 from shard_call_models import compiled
 
 NET = """

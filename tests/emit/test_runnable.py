@@ -12,7 +12,8 @@ from equivalence import compiled, model, same_as_whole
 from onnx import numpy_helper
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import CommOp, ComputeOp, Program
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.rank_program import CommOp, ComputeOp
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.sharding.budget import check_budget

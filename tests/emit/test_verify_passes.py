@@ -11,7 +11,8 @@ import pytest
 from partc.compiler import pipeline
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import CommOp, ComputeOp, Program
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.rank_program import CommOp, ComputeOp
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.verify import InvalidProgram, verify
 from sharded_models import BLOCK_STYLES, block

@@ -9,7 +9,8 @@ import pytest
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import CommOp, ComputeOp, Event, Program
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.rank_program import CommOp, ComputeOp, Event
 from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
 from sharded_models import BLOCK_STYLES, block, mlp, with_weights

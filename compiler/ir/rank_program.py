@@ -1,0 +1,172 @@
+"""Programs of ranks: ops in order, with names instead of values; and the events that several ranks take part in.
+
+ComputeOp   %h = Relu(%x)                          a node in local shapes
+CommOp      %h = AllReduce(%h.partial) group=0-3   a message or a collective; `tag` is that of its `Event`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from partc.compiler.ir.graph import bodies, captured
+from partc.compiler.ir.program import Array, Group, Shape, ShardedValue
+
+if TYPE_CHECKING:
+    from partc.compiler.layout.layout import Layout
+
+
+class TaskKind(StrEnum):
+    """The task of a step to which an op belongs, by the letter that a schedule writes: `2F0`."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    UPDATE = "U"
+    """The reduction of the parameters' gradients, and the update: once a step, however many microbatches it has."""
+
+
+@dataclass(frozen=True, eq=False)
+class ComputeOp:
+    """In a rank's program: a node with the names that its operands have there; `source` is the model's node that it stands for.
+
+    `captured` renames what bodies read from outside of themselves. An op is its own identity: ranks that do the same have one object.
+    """
+
+    node: ir.Node
+    source: ir.Node
+    captured: Mapping[str, str] = field(default_factory=dict)
+    task: TaskKind = TaskKind.FORWARD
+
+
+@dataclass(frozen=True, eq=False)
+class CommOp:
+    """In a rank's program: a message or a collective, by the op's name in the artifact; `tag` tells events apart.
+
+    `bytes` is what the rank sends (Send) or receives, an expression in the symbols.
+    """
+
+    op_type: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, int | str | tuple[int, ...]]
+    tag: int
+    value: ir.Value
+    cause: str
+    bytes: str
+    task: TaskKind = TaskKind.FORWARD
+
+
+RankOp = ComputeOp | CommOp
+
+
+def read_names(step: RankOp) -> list[str]:
+    """The names that an op reads, those captured by bodies included."""
+    if isinstance(step, CommOp):
+        return list(step.inputs)
+    names = [value.name or "" for value in step.node.inputs if value is not None]
+    for body in bodies(step.node):
+        names += [step.captured.get(value.name or "", value.name or "") for value in captured(body)]
+    return names
+
+
+Way = tuple[tuple[Group, "Layout"], tuple[Group, "Layout"]]
+"""A group and a layout on it, before and after."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """A message or collective as all its ranks see it: `ranks` are source and target of a message, or the sets of a collective.
+
+    `derived`: it changes the layout for a reader whose cut nobody gave.
+    """
+
+    tag: int
+    op_type: str
+    value: ir.Value
+    name: str
+    ranks: tuple[tuple[int, ...], ...]
+    group: str
+    shape: Shape | None
+    bytes: str
+    cause: str
+    derived: bool = False
+    way: Way | None = None
+    """How the value lies before and after a collective."""
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """A model input, weight or output on a rank: its name there and the layout's shard, by the rank's place in the group."""
+
+    name: str
+    copy: ShardedValue
+    index: int
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor that ranks keep from step to step, and the value that takes its place after one, "" where nothing does.
+
+    Each rank of `copy` has its shard of it, under `name`. `tensor` is its global name; `parameter`: of whom an optimizer's tensor is.
+    """
+
+    name: str
+    copy: ShardedValue
+    next: str
+    tensor: str
+    kind: Literal["parameter", "optimizer", "statistics", "gradient"]
+    parameter: str = ""
+    initial: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankConstant:
+    """A constant that differs by rank: each item an expression over `place`, the rank's place in its list of `group`."""
+
+    group: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    items: tuple[str, ...]
+
+    @staticmethod
+    def of(group: str, items: Sequence[str], dtype: npt.DTypeLike = np.int64) -> RankConstant:
+        """A vector of these items."""
+        return RankConstant(group, np.dtype(dtype), (len(items),), tuple(items))
+
+    @staticmethod
+    def first(group: str, dtype: npt.DTypeLike) -> RankConstant:
+        """1 on the first rank of each list, 0 on the others."""
+        return RankConstant(group, np.dtype(dtype), (), ("Max(1 - place, 0)",))
+
+
+Constant: TypeAlias = Array | RankConstant
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """One rank's program: its steps in order, the inputs that it reads, its weights, the outputs delivered to it.
+
+    `constants` belong to no weight of the model, and may differ by rank; `types` has every value by its name there, with local shapes.
+    `kept` and `scalars` are a training program's: what lives from step to step, and the numbers that each step is given.
+    """
+
+    rank: int
+    steps: tuple[RankOp, ...]
+    inputs: tuple[LocalTensor, ...]
+    weights: tuple[LocalTensor, ...]
+    outputs: tuple[LocalTensor, ...]
+    constants: Mapping[str, Constant] = field(default_factory=dict)
+    types: Mapping[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
+    kept: tuple[StateTensor, ...] = ()
+    scalars: tuple[str, ...] = ()
+
+    @property
+    def likeness(self) -> Hashable:
+        """Equal for parts of one program whose files are the same: what ranks have in common is one object in their parts."""
+        names = tuple(tuple(held.name for held in some) for some in (self.inputs, self.outputs))
+        return id(self.steps), id(self.weights), id(self.types), names
