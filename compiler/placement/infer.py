@@ -99,7 +99,7 @@ class _Settler:
             if weight:
                 group = max(weight, key=lambda group: weight[group])
                 self.home[node] = group
-                self.reasons[node] = f"joins {self.program.paths[first[group]]}"
+                self.reasons[node] = f"follows {self.program.paths[first[group]]}"
 
     def join_consumers(self) -> None:
         for node in reversed(self.free):
@@ -108,12 +108,12 @@ class _Settler:
             if readers := self._readers_with_home(node):
                 reader = min(readers, key=lambda reader: self.index[reader])
                 self.home[node] = self.home[reader]
-                self.reasons[node] = f"joins its reader {self.program.paths[reader]}"
+                self.reasons[node] = f"follows its reader {self.program.paths[reader]}"
                 continue
             wanted = [groups[0] for out in node.outputs if (groups := self.delivered.get(out))]
-            joins = wanted and len(self.default) == 1
-            self.home[node] = wanted[0] if joins else self.default
-            self.reasons[node] = "joins its output" if joins else "nothing decides"
+            follows = wanted and len(self.default) == 1
+            self.home[node] = wanted[0] if follows else self.default
+            self.reasons[node] = "follows its output" if follows else "nothing decides"
 
     def _readers_with_home(self, node: ir.Node) -> list[ir.Node]:
         """The readers of a node that run in one place; else those of what floating nodes make of it."""
@@ -167,7 +167,7 @@ class _Settler:
                     moved = self._worth_moving(node, here, to, free)
                     if moved:
                         for each in moved:
-                            self.home[each], self.reasons[each] = to, f"joins its readers on {spelled(to)}"
+                            self.home[each], self.reasons[each] = to, f"follows its readers on {spelled(to)}"
                         again = True
                         break
 

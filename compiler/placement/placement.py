@@ -9,8 +9,8 @@ The law, in order; the first that decides holds:
    than sending it: `repeated.py` has this law.
 3. The plan's last matching rule, else the model's own last `place`; what a sharding rule matches and no placement does runs on
    the group of all ranks.
-4. A node joins the producer that has most bytes of its inputs; at a tie, the earliest input's.
-5. Without a placed producer it joins its first consumer, else the rank its output goes to, else rank 0. In a plan that cuts
+4. A node follows the producer that has most bytes of its inputs; at a tie, the earliest input's.
+5. Without a placed producer it follows its first consumer, else the rank its output goes to, else rank 0. In a plan that cuts
    operators, the group of all ranks stands for rank 0.
 6. Nodes that (4) or (5) placed move to their consumers, alone or with the producers that serve them only, where that saves a
    transfer, never to a smaller group.

@@ -1,4 +1,4 @@
-"""Where nodes run: the plan's rules, what joins what, and how many transfers come of it."""
+"""Where nodes run: the plan's rules, which node follows which, and how many transfers come of it."""
 
 from pathlib import Path
 
