@@ -165,7 +165,7 @@ def command(
 
 def _absolute(spec: str) -> str:
     """An --input with an absolute path, since ranks may be started in another folder."""
-    from partc.runtime.data.spec import literal
+    from partc.runtime.artifact.data_spec import literal
 
     name, equals, file = spec.partition("=")
     if equals and not Path(file).exists() and literal(file) is not None:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from partc.runtime.artifact.data_spec import literal
 from partc.runtime.artifact.dtypes import BY_NAME, Array, Dtype
 from partc.runtime.artifact.format import Manifest, Port, SymbolRecord
 from partc.runtime.data.constants import as_input
 from partc.runtime.data.memory import Memory
 from partc.runtime.data.npy import BROKEN, Archive, read_array, reason
-from partc.runtime.data.spec import literal
 from partc.runtime.errors import UsageError
 from partc.runtime.execution.symbol_bindings import smallest
 from partc.runtime.files.regular import fault

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partc.cli.job.job import TrainingJob
+from partc.runtime.artifact.named import CHECKPOINT, DATA, SCHEDULE, TEST, base_folder, outside, refusal
 from partc.runtime.errors import UsageError
-from partc.runtime.training.named import CHECKPOINT, DATA, SCHEDULE, TEST, base_folder, outside, refusal
 
 if TYPE_CHECKING:
     from partc.runtime.artifact.format import Manifest, TrainingRecord

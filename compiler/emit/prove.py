@@ -15,7 +15,7 @@ from partc.compiler.errors import CompileError, OwnFaultError, Problem
 from partc.runtime.artifact.format import Manifest
 from partc.runtime.checker.written import Written, check_model, check_written, refusal, written
 from partc.runtime.errors import Violation
-from partc.runtime.program.ort import version
+from partc.runtime.program.ort import can_load, version
 
 _INLINE_BYTES = 1024
 _OWN_FAULT = "this is a fault of partc itself; please report it together with the model and the plan"
@@ -29,7 +29,7 @@ def prove(folder: Path, model: ir.Model, name: str) -> list[str]:
     """
     programs = written(folder)
     violations = check_written(programs)
-    refused = [(one, text) for one in programs if (text := refusal(one.model, one.folder))]
+    refused = [(one, text) for one in programs if (text := refusal(one.model, can_load, one.folder))]
     if not violations and not refused:
         return []
     whole = _unsharded(model)
@@ -40,7 +40,7 @@ def prove(folder: Path, model: ir.Model, name: str) -> list[str]:
 
 
 def _refused(refused: Sequence[tuple[Written, str]], whole: onnx.ModelProto, name: str) -> CompileError:
-    if text := refusal(whole):
+    if text := refusal(whole, can_load):
         fact = f"onnxruntime {version()} does not load the unsharded model: {text}"
         law = "what a rank runs, onnxruntime must load"
         help = f"change the model, its types or its opset; where it runs on another onnxruntime or device, {_NO_CHECK}"

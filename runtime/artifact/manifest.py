@@ -176,8 +176,12 @@ def _whole(digits: str) -> int:
 def _contradictions(manifest: Manifest) -> Iterator[str]:
     """What a schema cannot say: ranks within range, tags unique, dims that are expressions over the symbols."""
     last = manifest.ranks - 1
-    if not manifest.programs and last >= len(manifest.files):
-        yield f"it has {manifest.ranks} ranks and lists {len(manifest.files)} files: each rank has a program"
+    if manifest.programs and len(manifest.programs) != manifest.ranks:
+        yield f"it names {len(manifest.programs)} programs for {manifest.ranks} ranks"
+        return
+    missing = next((rank for rank in range(manifest.ranks) if manifest.program(rank) not in manifest.files), None)
+    if missing is not None:
+        yield f"it lists no file {manifest.program(missing)} for rank {missing} of {manifest.ranks}"
         return
     tags: set[int] = set()
     for kind, ports in (("input", manifest.inputs), ("output", manifest.outputs)):
@@ -204,8 +208,6 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 def _bad_collectives(manifest: Manifest) -> Iterator[str]:
     """What is wrong with groups, programs, boxes and collectives."""
     ranks = manifest.ranks
-    if manifest.programs and len(manifest.programs) != ranks:
-        yield f"{len(manifest.programs)} programs are named for {ranks} ranks"
     for name, lists in manifest.groups.items():
         members = [rank for one in lists for rank in one]
         if any(not 0 <= rank < ranks for rank in members) or len(set(members)) != len(members) or not all(lists):

@@ -1,36 +1,23 @@
 """Checks an artifact from its files alone: what the compiler promises of them is proved again, without running it.
 
-files     the manifest's schema, sizes and hashes, strangers in the folder, sound weights files
-graphs    onnx.checker, each value made once and before its use, known ops, weights inside their files
-types     what the nodes of a file make, inferred anew, is what it declares
-order     every Send has its Recv and every collective all its ranks, all agree with the manifest, and the common order ends
-          without a deadlock
-layouts   each collective makes of how its value lies before how it lies after
-places    shards that meet in a node lie in the same places on all ranks, and what is made as terms of a sum is reduced
-state     what ranks keep from step to step is in their files, and together all of each tensor; updates in place are safe, and copies
-          of a shard stay equal; gradients of the parts of a batch are all added up
-named     what a training names beside its programs is no code inside of the artifact
-training  its names are those of inputs and outputs, its numbers those of the update nodes, its schedule one that can be followed
-inside    the evaluation of an artifact that trains, and the program of a part of a batch, are artifacts of their own, checked as such
-          and beside it
+`checks.py` lists the checks. An artifact inside of another one, such as the evaluation of one that trains, is checked as such and
+beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
 
-from partc.runtime.artifact.format import MANIFEST, TOTALS, Manifest, stays_inside
+from partc.runtime.artifact.format import MANIFEST, Manifest
 from partc.runtime.artifact.manifest import stamp
-from partc.runtime.checker.files import check_folder, missing_programs, read_manifest
+from partc.runtime.artifact.named import Named, outside
+from partc.runtime.checker.checks import ACROSS, CHECKS, FILES, GRAPH, NO_CODE, SOUND, TRAINING, Check, Run
+from partc.runtime.checker.files import read_manifest
+from partc.runtime.checker.graph.rank_file import read_rank
+from partc.runtime.checker.subject import Inside, Subject
 from partc.runtime.errors import Violation
-
-if TYPE_CHECKING:
-    from onnx import ModelProto
-    from partc.runtime.checker.training.in_place import Replaced
-    from partc.runtime.training.named import Named
 
 __all__ = ["Checked", "Violation", "check", "check_artifact"]
 
@@ -62,171 +49,100 @@ def check_artifact(folder: str | Path) -> list[Violation]:
 
 def check(folder: str | Path) -> Checked:
     """The violations together with counts of what was checked."""
-    from partc.runtime.training.named import carried_code, outside
-
-    before = stamp(Path(folder))
-    checked, manifest, _ = _check(Path(folder))
-    if stamp(Path(folder)) != before:
+    place = Path(folder)
+    before = stamp(place)
+    manifest, unread = read_manifest(place)
+    checked = Checked(unread) if manifest is None else _checked(_Run(place, manifest))
+    if stamp(place) != before:
         return Checked([Violation(MANIFEST, "the artifact was replaced while it was checked", help="check it again")])
-    if manifest is None or manifest.training is None:
-        return checked
-    carried = carried_code(Path(folder), manifest)
-    named = [] if carried else outside(Path(folder), manifest.training)
-    return replace(checked, violations=[*checked.violations, *carried], named=named)
+    return checked
 
 
-class _Artifact:
-    """An artifact while it is checked: its manifest, what was found so far, and the models of the ranks whose files can be read."""
+class _Run:
+    """A run of all checks over one artifact: `found` are the violations, `failed` names the checks and files that have any."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
-        self.found = check_folder(folder, manifest)
-        self.wrong = frozenset(one.file for one in self.found)
-        self.models: dict[int, ModelProto] = {}
-        self.replaced: Replaced | None = None
-        self.copies = 0
+        self.subject = Subject(folder, manifest, _inside)
+        self.found: list[Violation] = []
+        self.failed: set[str] = set()
+        self._run(FILES)
+        self.subject.wrong = frozenset(one.file for one in self.found)
+        self._read()
+        self._run(ACROSS, TRAINING)
 
-    def prove(self, what: str, stage: Callable[[], Iterable[Violation]]) -> bool:
-        """Adds what a stage finds; whether that is nothing. A stage that stumbles over files that are wrong has nothing to add."""
+    def _run(self, *scopes: str) -> None:
+        for check in CHECKS:
+            if (
+                check.scope in scopes
+                and _is_due(check, self.failed)
+                and self._finds(check.proves, check.run, self.subject)
+            ):
+                self.failed.add(check.proves)
+
+    def _read(self) -> None:
+        """Reads and checks each rank file once; a file that is not the manifest's is not read."""
+        subject = self.subject
+        files: dict[str, list[int]] = {}
+        for rank in range(subject.manifest.ranks):
+            files.setdefault(subject.manifest.program(rank), []).append(rank)
+        for file, ranks in files.items():
+            if file in subject.wrong:
+                continue
+            one, failed = replace(subject, file=file), set[str]()
+            if self._finds(f"that {file} is a model", read_rank, one):
+                self.failed.add(file)
+                continue
+            subject.models |= dict.fromkeys(ranks, one.model)
+            for check in CHECKS:
+                if (
+                    check.scope == GRAPH
+                    and _is_due(check, failed)
+                    and self._finds(f"{check.proves} of {file}", check.run, one)
+                ):
+                    failed.add(check.proves)
+            self.failed |= failed
+
+    def _finds(self, proves: str, run: Run, subject: Subject) -> bool:
+        """Whether a check finds something. One that stumbles over files that are wrong has nothing to add."""
         try:
-            found = [*dict.fromkeys(stage())]
+            found = [*dict.fromkeys(run(subject))]
         except Exception as error:  # whatever bytes a file has, the user is told that the artifact is not proven sound
             kind = f"{type(error).__name__}: {error}".splitlines()[0]
-            fact = f"{what} cannot be proven: the check itself failed with {kind}"
-            found = [] if self.found else [Violation(MANIFEST, fact, help="compile the model again, and report this")]
-            self.found += found
-            return False
+            fact = f"{proves} cannot be proven: the check itself failed with {kind}"
+            self.found += (
+                [] if self.found else [Violation(MANIFEST, fact, help="compile the model again, and report this")]
+            )
+            return True
         self.found += found
-        return not found
-
-    def read(self) -> None:
-        """Reads each rank file once; one that is not the manifest's is not read."""
-        read: dict[str, ModelProto | None] = {}
-        for rank in range(self.manifest.ranks):
-            file = self.manifest.program(rank)
-            if file not in read:
-                read[file] = None
-                if file not in self.wrong:
-                    self.prove(f"{file} alone", lambda: self._read(file, read))  # noqa: B023, it is called at once
-            if (model := read[file]) is not None:
-                self.models[rank] = model
-
-    def _read(self, file: str, read: dict[str, ModelProto | None]) -> list[Violation]:
-        from partc.runtime.checker.rank_file import check_rank, read_rank
-
-        model, found = read_rank(self.folder, file)
-        if model is None or found:
-            return found
-        read[file] = model
-        return check_rank(self.folder, file, model, self.manifest, self.wrong)
-
-    def together(self) -> None:
-        """What the rank files and the manifest say of each other."""
-        from partc.runtime.checker.across.ordering import check_order
-        from partc.runtime.checker.across.places import check_places
-        from partc.runtime.checker.training.in_place import check_updates
-        from partc.runtime.checker.training.section import check_training
-        from partc.runtime.checker.training.state import check_state
-
-        def updates() -> list[Violation]:
-            self.replaced, unsafe = check_updates(self.manifest, self.models)
-            return unsafe
-
-        self.prove("the training", lambda: check_training(self.manifest, self.models))
-        kept = self.prove("what ranks keep", lambda: check_state(self.manifest, self.models))
-        self.prove("the order of communication", lambda: check_order(self.manifest, self.models))
-        if kept:
-            self.prove("updates in place", updates)
-        if not self.found:
-            self.prove("that shards fit and sums are whole", lambda: check_places(self.manifest, self.models))
-
-    def equal(self, inner: Inside | None) -> None:
-        """Values that must be equal on several ranks, once all else is proven."""
-        from partc.runtime.checker.training.accumulation import check_parts, classes_of
-        from partc.runtime.checker.training.replicas import check_replicas, copies_of
-        from partc.runtime.checker.training.value_numbering import Classes, Numbering
-
-        if self.found:
-            return
-        copies = copies_of(self.manifest)
-        if not copies and inner is None:
-            return
-
-        def numbers() -> Iterator[Violation]:
-            classes, made = classes_of(*inner) if inner is not None else (Classes(), {})
-            numbering = Numbering(self.folder, self.manifest, self.models, classes)
-            if numbering.done:
-                self.copies = len(copies)
-                yield from check_replicas(numbering, copies)
-                yield from check_parts(numbering, made)
-
-        self.prove("that copies stay equal", numbers)
-
-    def checked(self) -> Checked:
-        """All that was found."""
-        manifest, replaced = self.manifest, self.replaced
-        return Checked(
-            self.found,
-            manifest.ranks,
-            len(manifest.files) + 1,
-            sum(len(model.graph.node) for model in self.models.values()),
-            len(manifest.transfers),
-            len(manifest.collectives),
-            replaced.in_place if replaced else 0,
-            replaced.copied if replaced else 0,
-            self.copies,
-        )
+        return bool(found)
 
 
-def _check(folder: Path) -> tuple[Checked, Manifest | None, dict[int, ModelProto]]:
-    """What was found, the manifest if it can be read, and the models of the ranks whose files can."""
-    manifest, found = read_manifest(folder)
+def _is_due(check: Check, failed: set[str]) -> bool:
+    """Whether a check can be made: none that it relies on has failed."""
+    return not failed if check.after == SOUND else failed.isdisjoint(check.after)
+
+
+def _inside(folder: Path) -> Inside:
+    """Checks an artifact inside of another one."""
+    manifest, unread = read_manifest(folder)
     if manifest is None:
-        return Checked(found), None, {}
-    one = _Artifact(folder, manifest)
-    if any(missing_programs(manifest)):
-        return Checked(one.found), manifest, {}
-    one.read()
-    one.together()
-    inner, problems = _check_inside(folder, manifest, one.wrong)
-    if not problems:
-        one.equal(inner)
-    one.found += problems
-    return one.checked(), manifest, one.models
+        return Inside(folder, unread)
+    run = _Run(folder, manifest)
+    return Inside(folder, run.found, manifest, run.subject.models)
 
 
-Inside: TypeAlias = "tuple[Path, Manifest, dict[int, ModelProto]]"
-
-
-def _check_inside(folder: Path, manifest: Manifest, wrong: Collection[str]) -> tuple[Inside | None, list[Violation]]:
-    """The program of a part of a batch, and what is wrong with it and the evaluation, alone and beside the training."""
-    from partc.runtime.checker.training.accumulation import check_accumulation
-    from partc.runtime.checker.training.companions import check_evaluation, check_part, check_totals
-
-    if manifest.training is None:
-        return None, []
-    training, found, accumulation = manifest.training, list[Violation](), None
-    kinds = {"evaluation": check_evaluation, "accumulation": check_part, "totals": check_totals}
-    folders = (training.evaluation, training.accumulation, TOTALS if training.totals else "")
-    for kind, name in zip(kinds, folders, strict=True):
-        if not name:
-            continue
-        if not stays_inside(name) or f"{name}/{MANIFEST}" not in manifest.files:
-            fact = f"its {kind} lies at '{name}', where the manifest lists no other one"
-            found.append(Violation(MANIFEST, fact, help="compile the model again"))
-            continue
-        if f"{name}/{MANIFEST}" in wrong:
-            continue
-        checked, inner, models = _check(folder / name)
-        if inner is None:
-            found += [replace(one, file=f"{name}/{MANIFEST}") for one in checked.violations]
-            continue
-        found += [replace(one, file=f"{name}/{one.file}") for one in checked.violations]
-        if inner.training is not None:
-            found.append(Violation(f"{name}/{MANIFEST}", f"it trains, and is the {kind} of another one"))
-        found += kinds[kind](manifest, inner, name)
-        if kind == "accumulation":
-            accumulation = folder / name, inner, models
-    if not training.accumulation or accumulation is not None:
-        found += check_accumulation(manifest, accumulation[1] if accumulation else None)
-    return accumulation, found
+def _checked(run: _Run) -> Checked:
+    subject, manifest = run.subject, run.subject.manifest
+    named = outside(subject.folder, manifest.training) if manifest.training and NO_CODE not in run.failed else []
+    return Checked(
+        run.found,
+        manifest.ranks,
+        len(manifest.files) + 1,
+        sum(len(model.graph.node) for model in subject.models.values()),
+        len(manifest.transfers),
+        len(manifest.collectives),
+        subject.in_place,
+        subject.copied,
+        subject.copies,
+        named,
+    )

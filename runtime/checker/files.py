@@ -1,4 +1,4 @@
-"""Checks an artifact's folder against its manifest: schema, sizes, hashes, strangers, and the weights files."""
+"""Checks an artifact's folder against its manifest: schema, sizes, hashes, unlisted files, and the weights files."""
 
 from __future__ import annotations
 
@@ -28,21 +28,8 @@ def read_manifest(folder: Path) -> tuple[Manifest | None, list[Violation]]:
 
 def check_folder(folder: Path, manifest: Manifest) -> list[Violation]:
     """What differs between the folder's files and the manifest's list of them; a file that is not the manifest's is not read further."""
-    found = list(missing_programs(manifest))
-    for name, record in sorted(manifest.files.items()):
-        found.extend(_check_file(folder, name, record))
-    return [*found, *_strangers(folder, manifest)]
-
-
-def missing_programs(manifest: Manifest) -> Iterator[Violation]:
-    """A violation for the first rank without a program; the others without one are not listed."""
-    if manifest.programs and len(manifest.programs) != manifest.ranks:
-        yield Violation(MANIFEST, f"it names {len(manifest.programs)} programs for {manifest.ranks} ranks")
-        return
-    for rank in range(manifest.ranks):
-        if manifest.program(rank) not in manifest.files:
-            yield Violation(MANIFEST, f"it lists no file {manifest.program(rank)} for rank {rank} of {manifest.ranks}")
-            return
+    changed = [one for name, record in sorted(manifest.files.items()) for one in _check_file(folder, name, record)]
+    return [*changed, *_unlisted(folder, manifest)]
 
 
 def _check_file(folder: Path, name: str, record: FileRecord) -> Iterator[Violation]:
@@ -69,7 +56,7 @@ def _check_file(folder: Path, name: str, record: FileRecord) -> Iterator[Violati
             yield Violation(name, str(error), help=_COMPILE_AGAIN)
 
 
-def _strangers(folder: Path, manifest: Manifest) -> Iterator[Violation]:
+def _unlisted(folder: Path, manifest: Manifest) -> Iterator[Violation]:
     known = {*manifest.files, MANIFEST}
     for root, folders, files in os.walk(folder):
         folders.sort()

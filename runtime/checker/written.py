@@ -11,19 +11,26 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import onnx
 from onnx import ModelProto, NodeProto, ValueInfoProto
-from partc.runtime.artifact import comm_schemas as comm_ops
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, Manifest
 from partc.runtime.artifact.onnx_graph import all_nodes, reads
 from partc.runtime.checker.files import read_manifest
-from partc.runtime.checker.graph import check_graph, not_text
-from partc.runtime.checker.types import as_plain_onnx, check_types, without_weights
+from partc.runtime.checker.graph.nodes import check_graph, not_text
+from partc.runtime.checker.graph.rank_file import check_onnx
+from partc.runtime.checker.graph.types import check_types, without_weights
 from partc.runtime.errors import Violation
-from partc.runtime.program.ort import can_load
 
 __all__ = ["Written", "check_model", "check_written", "not_text", "refusal", "written"]
+
+
+class CanLoad(Protocol):
+    """Says why onnxruntime does not load the bytes of a model, "" where it does."""
+
+    def __call__(self, model: bytes, folder: str, *, optimized: bool) -> str: ...
+
 
 _QUANTIZED = {"QuantizeLinear", "DequantizeLinear"}
 _MOVED = {"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}
@@ -57,7 +64,6 @@ def written(folder: Path) -> list[Written]:
 
 def check_written(programs: Sequence[Written]) -> list[Violation]:
     """What is wrong with programs, each by itself."""
-    comm_ops.register()
     return [violation for one in programs for violation in check_model(one.file, one.model, one.manifest)]
 
 
@@ -66,15 +72,14 @@ def check_model(file: str, model: ModelProto, manifest: Manifest) -> list[Violat
     found = check_graph(file, model)
     if found:
         return found
-    try:
-        onnx.checker.check_model(as_plain_onnx(model))
-    except onnx.checker.ValidationError as error:
-        return [Violation(file, f"onnx.checker refuses it: {' '.join(str(error).split())}")]
-    return check_types(file, model, manifest, 1)
+    return check_onnx(file, model) or check_types(file, model, manifest, 1)
 
 
-def refusal(model: ModelProto, folder: Path | None = None) -> str:
-    """Why onnxruntime does not load a program, "" where it does; weights that it needs to see lie in `folder`."""
+def refusal(model: ModelProto, can_load: CanLoad, folder: Path | None = None) -> str:
+    """Why onnxruntime does not load a program, "" where it does; weights that it needs to see lie in `folder`.
+
+    `can_load` says so of a model's bytes: onnxruntime is not known here.
+    """
     ops = {node.op_type for node in all_nodes(model.graph.node)}
     risky = not ops.isdisjoint(_QUANTIZED) and not ops.isdisjoint(_MOVED)
     light = without_weights(model)

@@ -10,10 +10,10 @@ which computes a record in thirty, has. Here a record of MNIST costs about one.
     reader.py    what a rank reads of a batch    ahead.py    a thread that reads ahead    loader.py   all of it, step by step
 """
 
+from ..artifact.data_spec import Spec
 from .dataset import Dataset, open_data
 from .loader import Loader, open_loader
 from .reader import Reader
 from .sampler import Order, Position
-from .spec import Spec
 
 __all__ = ["Dataset", "Loader", "Order", "Position", "Reader", "Spec", "open_data", "open_loader"]

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from ..artifact.data_spec import Spec
 from ..artifact.dtypes import Array, dense
 from ..artifact.format import Port
 from ..errors import UsageError
 from .convert import described
 from .files import open_value
 from .memory import Memory
-from .spec import Spec
 
 
 def constants(spec: Spec, ports: Iterable[Port], fixed: Collection[str], rank: int) -> dict[str, Array]:

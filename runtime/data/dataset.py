@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ..artifact.data_spec import Spec
 from ..artifact.dtypes import Array
 from ..errors import UsageError
 from .code import Batch, Code, CodeSource, Transform
@@ -18,7 +19,6 @@ from .fields import Column, Field, Index, Ragged, RaggedRows
 from .files import OFFSETS, open_field, open_fields
 from .length_buckets import Buckets
 from .memory import Memory
-from .spec import Spec
 
 LENGTH = ".length"
 

@@ -16,11 +16,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from ..artifact.data_spec import WINDOW
 from ..errors import UsageError
 from .fields import Index
 
 QUANTILES = 8
-WINDOW = 64
 
 
 @dataclass(frozen=True, eq=False)

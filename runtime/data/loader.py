@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
 
+from ..artifact.data_spec import Spec
 from ..artifact.format import Port
 from ..errors import UsageError
 from ..user_code import UserCodeError
@@ -21,7 +22,6 @@ from .dataset import open_data
 from .prefetch import PATIENCE, Prefetcher
 from .reader import Reader
 from .sampler import Last, Order, Position
-from .spec import Spec
 
 DEPTH = 2
 

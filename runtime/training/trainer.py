@@ -20,6 +20,7 @@ from pydantic import JsonValue
 from ..artifact.format import TOTALS, Manifest, Port, TrainingRecord, stays_inside
 from ..artifact.lr_schedule import Rate, scalars, schedule
 from ..artifact.manifest import Artifact, open_artifact
+from ..artifact.named import SCHEDULE, base_folder, outside, refusal
 from ..checkpoint.ahead import EarlyProof
 from ..checkpoint.index import NONFINITE
 from ..errors import ArtifactError, InputError, NonFiniteError, UsageError
@@ -39,7 +40,6 @@ from .finite import (
     not_finite,
     told,
 )
-from .named import SCHEDULE, base_folder, outside, refusal
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -12,9 +12,9 @@ import pytest
 from artifact_edit import chain
 from mutated import change_file, change_manifest, correct
 from onnx import ModelProto, helper
-from partc.runtime.checker import rank_file as check_rank
-from partc.runtime.checker import weights as check_weights
 from partc.runtime.checker.check import check_artifact
+from partc.runtime.checker.graph import rank_file as check_rank
+from partc.runtime.checker.graph import weights as check_weights
 
 WEIGHTS = "weights/rank_0001.safetensors"
 
@@ -110,7 +110,7 @@ def test_what_the_checker_itself_stumbles_over_is_not_proven(tmp_path: Path, mon
     def stumble(*_: object) -> None:
         raise KeyError("odd")
 
-    monkeypatch.setattr("partc.runtime.checker.across.ordering.check_order", stumble)
+    monkeypatch.setattr("partc.runtime.checker.checks.check_order", stumble)
     expected = (
         "manifest.json: the order of communication cannot be proven: the check itself failed with KeyError: 'odd'"
     )

@@ -16,8 +16,8 @@ from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, RANK_CONSTANT, Grid, Manifest, Port, order_text, ranks_of
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.rank_constants import bound, is_rank_constant
+from partc.runtime.checker.across.constants import check_constants
 from partc.runtime.checker.check import check
-from partc.runtime.checker.constants import check_constants
 from partc.runtime.errors import ArtifactError
 from small_training import PERCEPTRON, compiled
 

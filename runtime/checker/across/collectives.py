@@ -12,19 +12,15 @@ from itertools import zip_longest
 from math import lcm, prod
 
 from onnx import ModelProto
-from partc.runtime.artifact import dim_expression as expression
 from partc.runtime.artifact.boxes import slices
 from partc.runtime.artifact.comm_node import Call, Shard, contradictions, read_call, result_shape
-from partc.runtime.artifact.format import COLLECTIVES, DOMAIN, EXCHANGE, MANIFEST, Box, Collective, Manifest, Shape
+from partc.runtime.artifact.format import COLLECTIVES, DOMAIN, EXCHANGE, MANIFEST, Collective, Manifest, Shape
 from partc.runtime.artifact.onnx_graph import node_title
+from partc.runtime.checker.graph.declared import ValueType
+from partc.runtime.checker.graph.symbols import Bindings, numbers, same_dims, samples
 from partc.runtime.errors import ArtifactError, Violation
 
-ValueType = tuple[str, Shape]
-Bindings = dict[str, int]
-"""Sizes of the symbols."""
-
 _AGAIN = "compile the model again"
-_SAMPLES = 3
 
 
 @dataclass(frozen=True)
@@ -127,43 +123,6 @@ def check_collectives(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]
             if node.call.tag != tag:
                 yield node.violation(f"it stands where {MANIFEST} has collective {tag}")
                 break
-
-
-def same_dims(one: Shape, other: Shape, manifest: Manifest) -> bool:
-    """Whether two shapes are equal at all sample sizes; a dim that the symbols do not tell is equal to any."""
-    if one is None or other is None or one == other:
-        return True
-    if len(one) != len(other):
-        return False
-    return all(
-        first is None or second is None or first == second
-        for sizes in samples(manifest)
-        for first, second in zip(numbers(one, manifest, sizes), numbers(other, manifest, sizes), strict=True)
-    )
-
-
-def local_shape(shape: Shape, box: Box | None) -> Shape:
-    """The dims of a shard as expressions."""
-    if shape is None or box is None:
-        return shape
-    return [
-        dim if (begin, end) == (0, denominator) else f"({dim})*{end - begin}/{denominator}"
-        for dim, (begin, end, denominator) in zip(shape, box, strict=True)
-    ]
-
-
-def samples(manifest: Manifest) -> list[Bindings]:
-    """A few legal sizes of the symbols, no two of them alike where the laws let them differ."""
-    found = []
-    for number in range(_SAMPLES):
-        sizes: Bindings = {}
-        for place, (name, law) in enumerate(sorted(manifest.symbols.items())):
-            least = max(law.min, law.divisor + law.remainder if law.divisor > 1 else 1)
-            least += (law.remainder - least) % law.divisor
-            size = least + law.divisor * number * (place + 1)
-            sizes[name] = least if law.max is not None and size > law.max else size
-        found.append(sizes)
-    return found
 
 
 def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: tuple[int, ...]) -> Iterator[Violation]:
@@ -324,20 +283,6 @@ def _size(shard: Shard, declared: ValueType | None, manifest: Manifest, sizes: B
     if None in shape:
         return None
     return tuple(at.stop - at.start for at in slices(shard.box, tuple(size or 0 for size in shape)))
-
-
-def numbers(shape: Shape, manifest: Manifest, sizes: Bindings) -> list[int | None]:
-    """The dims at these sizes; None for those that the symbols do not tell."""
-    found: list[int | None] = []
-    for dim in shape or []:
-        if isinstance(dim, int):
-            found.append(dim)
-            continue
-        try:
-            found.append(expression.parse(dim, manifest.symbols)(sizes))
-        except ValueError:
-            found.append(None)
-    return found
 
 
 def _text(shape: Shape) -> str:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from onnx import ModelProto, TypeProto, helper
-from partc.runtime.artifact.dtypes import type_text
+from onnx import ModelProto
 from partc.runtime.artifact.format import (
     COLLECTIVES,
     DOMAIN,
@@ -22,16 +21,14 @@ from partc.runtime.artifact.format import (
     TAG,
     Manifest,
     Port,
-    Shape,
     Transfer,
 )
 from partc.runtime.artifact.onnx_graph import node_title, path_of
-from partc.runtime.checker.across.collectives import CallNode, call_nodes, check_collectives, local_shape, same_dims
+from partc.runtime.checker.across.collectives import CallNode, call_nodes, check_collectives
 from partc.runtime.checker.across.layouts import check_layouts
-from partc.runtime.checker.constants import check_constants
+from partc.runtime.checker.graph.declared import ValueType, declared_types, type_of
+from partc.runtime.checker.graph.symbols import local_shape, same_dims
 from partc.runtime.errors import Violation
-
-ValueType = tuple[str, Shape]
 
 
 @dataclass(frozen=True)
@@ -63,26 +60,6 @@ class CommNode:
         return f"{self.title} {side}, tag {self.tag}"
 
 
-def type_of(type: TypeProto) -> ValueType:
-    """A type as the manifest writes it, and shape: `("tensor(float)", ["batch", 10])`; None if not known."""
-    tensor = type.tensor_type
-    if not type.HasField("tensor_type") or not tensor.HasField("shape"):
-        return type_text(type), None
-    shape = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in tensor.shape.dim]
-    return type_text(type), None if "" in shape else shape
-
-
-def declared_types(model: ModelProto) -> dict[str, ValueType]:
-    """What a rank file declares of its values: inputs, outputs, value_info and initializers."""
-    graph = model.graph
-    types: dict[str, ValueType] = {}
-    for tensor in graph.initializer:
-        types[tensor.name] = type_text(helper.make_tensor_type_proto(tensor.data_type, None)), list(tensor.dims)
-    for port in [*graph.value_info, *graph.input, *graph.output]:
-        types[port.name] = type_of(port.type)
-    return types
-
-
 def comm_nodes(rank: int, file: str, model: ModelProto, types: Mapping[str, ValueType]) -> list[CommNode]:
     """The Send and Recv nodes of a rank, in their order; `types` is what its file declares."""
     found = []
@@ -104,7 +81,7 @@ def check_order(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Vi
     programs = {
         rank: comm_nodes(rank, (file := manifest.program(rank)), model, types[file]) for rank, model in models.items()
     }
-    found = [*_check_ports(manifest, models), *_check_nodes(manifest, programs), *check_constants(manifest, models)]
+    found = [*_check_ports(manifest, models), *_check_nodes(manifest, programs)]
     read = {file: call_nodes(rank, file, models[rank], types[file]) for file, rank in files.items()}
     found += [violation for _, unread in read.values() for violation in unread]
     calls = {rank: [one.on(rank) for one in read[manifest.program(rank)][0]] for rank in models}
@@ -143,11 +120,6 @@ def _check_ports(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterat
                     yield Violation(
                         manifest.program(rank), f"{MANIFEST} gives it the {side} '{record.name}', and the file has none"
                     )
-    for record in [*manifest.inputs, *manifest.outputs]:
-        if wrong := [rank for rank in record.ranks if not 0 <= rank < manifest.ranks]:
-            yield Violation(
-                MANIFEST, f"'{record.name}' names rank {wrong[0]}; there are ranks 0 to {manifest.ranks - 1}"
-            )
 
 
 def _check_nodes(manifest: Manifest, programs: Mapping[int, Sequence[CommNode]]) -> Iterator[Violation]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from onnx import ModelProto, NodeProto
 from partc.runtime.artifact.format import GRADIENT, MANIFEST, Manifest, StateRecord
 from partc.runtime.artifact.onnx_graph import node_title, path_of, reads
-from partc.runtime.checker.across.ordering import ValueType, declared_types
+from partc.runtime.checker.graph.declared import ValueType, declared_types
 from partc.runtime.checker.training.value_numbering import Classes, Held, Numbering
 from partc.runtime.errors import Violation
 

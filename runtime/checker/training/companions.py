@@ -9,12 +9,43 @@ totals         keeps nothing; it reads a batch as a step does, and makes for eve
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from partc.runtime.artifact.format import GRADIENT, MANIFEST, Manifest, Port, StateRecord
+from partc.runtime.artifact.format import GRADIENT, MANIFEST, TOTALS, Manifest, Port, StateRecord, stays_inside
+from partc.runtime.checker.subject import Subject
+from partc.runtime.checker.training.accumulation import check_accumulation
 from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
 _COUNTS = ("step", "part")
+
+
+def check_companions(subject: Subject) -> Iterator[Violation]:
+    """What is wrong with the programs inside of an artifact that trains, alone and beside the training."""
+    manifest, training = subject.manifest, subject.manifest.training
+    if training is None:
+        return
+    folders = (training.evaluation, training.accumulation, TOTALS if training.totals else "")
+    for (kind, check), name in zip(_KINDS.items(), folders, strict=True):
+        path = f"{name}/{MANIFEST}"
+        if not name or path in subject.wrong:
+            continue
+        if not stays_inside(name) or path not in manifest.files:
+            fact = f"its {kind} lies at '{name}', where the manifest lists no other one"
+            yield Violation(MANIFEST, fact, help=_AGAIN)
+            continue
+        inside = subject.check_inside(subject.folder / name)
+        if inside.manifest is None:
+            yield from (replace(one, file=path) for one in inside.violations)
+            continue
+        yield from (replace(one, file=f"{name}/{one.file}") for one in inside.violations)
+        if inside.manifest.training is not None:
+            yield Violation(path, f"it trains, and is the {kind} of another one")
+        yield from check(manifest, inside.manifest, name)
+        if kind == _ACCUMULATION:
+            subject.accumulation = inside
+    if not training.accumulation or subject.accumulation is not None:
+        yield from check_accumulation(manifest, subject.accumulation.manifest if subject.accumulation else None)
 
 
 def check_evaluation(manifest: Manifest, inner: Manifest, where: str) -> Iterator[Violation]:
@@ -115,3 +146,7 @@ def _port(port: Port) -> str:
 
 def _outputs(ports: dict[str, list[int]]) -> str:
     return ", ".join(f"'{name}' on ranks {ranks}" for name, ranks in ports.items()) or "none"
+
+
+_ACCUMULATION = "accumulation"
+_KINDS = {"evaluation": check_evaluation, _ACCUMULATION: check_part, "totals": check_totals}

@@ -26,7 +26,8 @@ from partc.runtime.artifact.format import DOMAIN, EXCHANGE, GRADIENT, OPTIMIZER,
 from partc.runtime.artifact.onnx_graph import node_title, path_of, reads
 from partc.runtime.artifact.optimizer_function import NEXT, is_elementwise, is_in_place
 from partc.runtime.artifact.rank_constants import is_rank_constant
-from partc.runtime.checker.graph import check_calls
+from partc.runtime.checker.graph.nodes import check_calls
+from partc.runtime.checker.subject import Subject
 from partc.runtime.checker.training.accumulation import check_sums
 from partc.runtime.checker.training.state import check_kept
 from partc.runtime.errors import Violation
@@ -45,11 +46,11 @@ class Replaced:
         return Replaced(self.in_place + other.in_place, self.copied + other.copied)
 
 
-def check_updates(manifest: Manifest, models: Mapping[int, ModelProto]) -> tuple[Replaced, list[Violation]]:
-    """What is replaced in which way, and every reason why that is not safe; the rank files are sound graphs."""
-    total, found = Replaced(), list[Violation]()
+def check_updates(subject: Subject) -> list[Violation]:
+    """Every reason why what is replaced in place is not safe, and the counts of both ways; the rank files are sound graphs."""
+    manifest, total, found = subject.manifest, Replaced(), list[Violation]()
     known: dict[tuple[str, frozenset[tuple[str, str]]], Replaced] = {}
-    for rank, model in models.items():
+    for rank, model in subject.models.items():
         records = [
             record for record in manifest.state if rank in record.ranks and (record.next or record.kind == GRADIENT)
         ]
@@ -58,7 +59,8 @@ def check_updates(manifest: Manifest, models: Mapping[int, ModelProto]) -> tuple
             known[key], problems = _Rank(manifest.program(rank), model, records).check()
             found += problems
         total += known.get(key, Replaced())
-    return total, found
+    subject.in_place, subject.copied = total.in_place, total.copied
+    return found
 
 
 def unsafe_state(manifest: Manifest, rank: int, model: ModelProto) -> list[Violation]:

@@ -14,12 +14,29 @@ from typing import TypeAlias
 from onnx import AttributeProto, NodeProto, helper
 from partc.runtime.artifact.format import DOMAIN, GRADIENT, Manifest, StateRecord
 from partc.runtime.artifact.onnx_graph import node_title, path_of
-from partc.runtime.checker.training.value_numbering import Numbering
+from partc.runtime.checker.subject import Subject
+from partc.runtime.checker.training.accumulation import check_parts, classes_of
+from partc.runtime.checker.training.value_numbering import Classes, Held, Numbering
 from partc.runtime.errors import Violation
 
 Holder: TypeAlias = tuple[int, StateRecord]
 
 _AGAIN = "compile the model again"
+
+
+def check_copies(subject: Subject) -> Iterator[Violation]:
+    """The copies of tensors, and the sums of gradients over the parts of a batch, that are not proven to stay equal; all else is proven."""
+    copies, parts = copies_of(subject.manifest), subject.accumulation
+    if not copies and parts is None:
+        return
+    classes, made = Classes(), dict[Held, int]()
+    if parts is not None and parts.manifest is not None:
+        classes, made = classes_of(parts.folder, parts.manifest, parts.models)
+    numbering = Numbering(subject.folder, subject.manifest, subject.models, classes)
+    if numbering.done:
+        subject.copies = len(copies)
+        yield from check_replicas(numbering, copies)
+        yield from check_parts(numbering, made)
 
 
 def copies_of(manifest: Manifest) -> list[list[Holder]]:

@@ -15,7 +15,7 @@ from itertools import combinations, pairwise, product
 from onnx import ModelProto
 from partc.runtime.artifact.dtypes import dense
 from partc.runtime.artifact.format import GRADIENT, MANIFEST, Manifest, Shape, StateRecord
-from partc.runtime.checker.across.ordering import declared_types, type_of
+from partc.runtime.checker.graph.declared import declared_types, type_of
 from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"

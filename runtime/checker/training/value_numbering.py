@@ -40,9 +40,9 @@ from partc.runtime.artifact.format import (
 )
 from partc.runtime.artifact.onnx_graph import reads
 from partc.runtime.artifact.rank_constants import constant_of, group_of, is_rank_constant
-from partc.runtime.checker.across.collectives import numbers as dims_at
-from partc.runtime.checker.across.collectives import samples
-from partc.runtime.checker.across.ordering import ValueType, declared_types
+from partc.runtime.checker.graph.declared import ValueType, declared_types
+from partc.runtime.checker.graph.symbols import numbers as dims_at
+from partc.runtime.checker.graph.symbols import samples
 
 Held: TypeAlias = tuple[int, str]
 """A rank, and the name in its file of what it keeps."""

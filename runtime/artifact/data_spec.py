@@ -32,10 +32,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..errors import UsageError
-from .length_buckets import WINDOW
 
 _WORDS = ("source", "transform", "length")
 MULTIPLE = 8
+WINDOW = 64
+"""Batches within which records of similar lengths are brought together."""
 
 
 @dataclass(frozen=True)

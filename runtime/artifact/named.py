@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..artifact.format import MANIFEST, Manifest, TrainingRecord
-from ..data.spec import Spec
 from ..errors import UsageError, Violation
+from .data_spec import Spec
+from .format import MANIFEST, Manifest, TrainingRecord
 
 SCHEDULE, DATA, TEST, CHECKPOINT = "schedule", "data", "test", "checkpoint"
 EVERY = (SCHEDULE, DATA, TEST, CHECKPOINT)

@@ -16,7 +16,7 @@ from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, 
 from partc.runtime.artifact.dtypes import type_text
 from partc.runtime.artifact.format import Manifest, Shape
 from partc.runtime.artifact.onnx_graph import all_nodes, node_title, path_of
-from partc.runtime.checker.across.collectives import numbers, samples
+from partc.runtime.checker.graph.symbols import numbers, samples
 from partc.runtime.checker.windows import does_not_fit
 from partc.runtime.errors import Violation
 

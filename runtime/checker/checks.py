@@ -1,0 +1,66 @@
+"""Every check of `partc check`, in order: what it proves, where it looks, and what must be proven before.
+
+    FILES      the folder, before any of its files is read
+    GRAPH      each rank file by itself
+    ACROSS     rank files and the manifest beside each other
+    TRAINING   what ranks keep from step to step, of artifacts that train
+
+A check is a function that gives violations, and one row here. It may rely on what the rows that it names as `after` prove, and is left
+out where one of them has found something; `SOUND` stands for all rows before it, and for the programs inside of the artifact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from partc.runtime.artifact.named import carried_code
+from partc.runtime.checker.across.constants import check_constants
+from partc.runtime.checker.across.ordering import check_order
+from partc.runtime.checker.across.places import check_places
+from partc.runtime.checker.files import check_folder
+from partc.runtime.checker.graph.nodes import check_graph
+from partc.runtime.checker.graph.rank_file import check_onnx
+from partc.runtime.checker.graph.types import check_types
+from partc.runtime.checker.graph.weights import check_weights
+from partc.runtime.checker.subject import Subject
+from partc.runtime.checker.training.companions import check_companions
+from partc.runtime.checker.training.in_place import check_updates
+from partc.runtime.checker.training.replicas import check_copies
+from partc.runtime.checker.training.section import check_training
+from partc.runtime.checker.training.state import check_state
+from partc.runtime.errors import Violation
+
+FILES, GRAPH, ACROSS, TRAINING = "files", "graph", "across", "training"
+SOUND = ("*",)
+NO_CODE = "that no code is carried"
+Run: TypeAlias = Callable[[Subject], Iterable[Violation]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: what it proves, as messages say it, where it looks, and how."""
+
+    proves: str
+    scope: str
+    run: Run
+    after: Sequence[str] = ()
+
+
+CHECKS = (
+    Check("the files", FILES, lambda one: check_folder(one.folder, one.manifest)),
+    Check("the nodes", GRAPH, lambda one: check_graph(one.file, one.model)),
+    Check("the weights", GRAPH, lambda one: check_weights(one.folder, one.file, one.model, one.manifest, one.wrong)),
+    Check("ONNX", GRAPH, lambda one: check_onnx(one.file, one.model), SOUND),
+    Check("the types", GRAPH, lambda one: check_types(one.file, one.model, one.manifest), SOUND),
+    Check(NO_CODE, TRAINING, lambda one: carried_code(one.folder, one.manifest)),
+    Check("the training", TRAINING, lambda one: check_training(one.manifest, one.models)),
+    Check("what ranks keep", TRAINING, lambda one: check_state(one.manifest, one.models)),
+    Check("constants by rank", ACROSS, lambda one: check_constants(one.manifest, one.models)),
+    Check("the order of communication", ACROSS, lambda one: check_order(one.manifest, one.models)),
+    Check("updates in place", TRAINING, check_updates, ("what ranks keep",)),
+    Check("that shards fit and sums are whole", ACROSS, lambda one: check_places(one.manifest, one.models), SOUND),
+    Check("the programs inside", TRAINING, check_companions),
+    Check("that copies stay equal", TRAINING, check_copies, SOUND),
+)

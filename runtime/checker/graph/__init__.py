@@ -1,0 +1,1 @@
+"""One rank file by itself: nodes, weights, types, and what it declares."""

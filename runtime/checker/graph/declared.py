@@ -1,0 +1,32 @@
+"""Types and shapes that a rank file declares of its values."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from onnx import ModelProto, TypeProto, helper
+from partc.runtime.artifact.dtypes import type_text
+from partc.runtime.artifact.format import Shape
+
+ValueType: TypeAlias = tuple[str, Shape]
+"""A type as the manifest writes it, and a shape."""
+
+
+def type_of(type: TypeProto) -> ValueType:
+    """A type as the manifest writes it, and shape: `("tensor(float)", ["batch", 10])`; None if not known."""
+    tensor = type.tensor_type
+    if not type.HasField("tensor_type") or not tensor.HasField("shape"):
+        return type_text(type), None
+    shape = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in tensor.shape.dim]
+    return type_text(type), None if "" in shape else shape
+
+
+def declared_types(model: ModelProto) -> dict[str, ValueType]:
+    """What a rank file declares of its values: inputs, outputs, value_info and initializers."""
+    graph = model.graph
+    types: dict[str, ValueType] = {}
+    for tensor in graph.initializer:
+        types[tensor.name] = type_text(helper.make_tensor_type_proto(tensor.data_type, None)), list(tensor.dims)
+    for port in [*graph.value_info, *graph.input, *graph.output]:
+        types[port.name] = type_of(port.type)
+    return types

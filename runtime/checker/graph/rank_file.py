@@ -1,0 +1,37 @@
+"""Reads one rank file, and holds it against ONNX itself."""
+
+from __future__ import annotations
+
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import ModelProto
+from partc.runtime.artifact.comm_schemas import register
+from partc.runtime.checker.graph.nodes import not_text
+from partc.runtime.checker.graph.types import as_plain_onnx
+from partc.runtime.checker.subject import Subject
+from partc.runtime.errors import Violation
+
+_AGAIN = "compile the model again"
+
+
+def read_rank(subject: Subject) -> list[Violation]:
+    """Reads the rank file of a subject into its `model`; why there is none otherwise."""
+    file = subject.file
+    try:
+        model = onnx.load(subject.folder / file, load_external_data=False)
+    except DecodeError as error:
+        return [Violation(file, f"it is not an ONNX file: {error}", help=_AGAIN)]
+    if broken := not_text(model):
+        return [Violation(file, f"it has a name or a text that is not UTF-8: {broken}", help=_AGAIN)]
+    subject.model = model
+    return []
+
+
+def check_onnx(file: str, model: ModelProto) -> list[Violation]:
+    """What `onnx.checker` refuses of a rank file, which is a sound graph."""
+    register()
+    try:
+        onnx.checker.check_model(as_plain_onnx(model))
+    except (onnx.checker.ValidationError, UnicodeDecodeError) as error:
+        return [Violation(file, f"onnx.checker refuses it: {' '.join(str(error).split())}")]
+    return []

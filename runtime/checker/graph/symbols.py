@@ -1,0 +1,63 @@
+"""Dims as numbers, at a few legal sizes of the symbols: equal expressions may be written in many ways."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from partc.runtime.artifact import dim_expression as expression
+from partc.runtime.artifact.format import Box, Manifest, Shape
+
+Bindings: TypeAlias = dict[str, int]
+"""Sizes of the symbols."""
+_SAMPLES = 3
+
+
+def samples(manifest: Manifest) -> list[Bindings]:
+    """A few legal sizes of the symbols, no two of them alike where the laws let them differ."""
+    found = []
+    for number in range(_SAMPLES):
+        sizes: Bindings = {}
+        for place, (name, law) in enumerate(sorted(manifest.symbols.items())):
+            least = max(law.min, law.divisor + law.remainder if law.divisor > 1 else 1)
+            least += (law.remainder - least) % law.divisor
+            size = least + law.divisor * number * (place + 1)
+            sizes[name] = least if law.max is not None and size > law.max else size
+        found.append(sizes)
+    return found
+
+
+def numbers(shape: Shape, manifest: Manifest, sizes: Bindings) -> list[int | None]:
+    """The dims at these sizes; None for those that the symbols do not tell."""
+    found: list[int | None] = []
+    for dim in shape or []:
+        if isinstance(dim, int):
+            found.append(dim)
+            continue
+        try:
+            found.append(expression.parse(dim, manifest.symbols)(sizes))
+        except ValueError:
+            found.append(None)
+    return found
+
+
+def same_dims(one: Shape, other: Shape, manifest: Manifest) -> bool:
+    """Whether two shapes are equal at all sample sizes; a dim that the symbols do not tell is equal to any."""
+    if one is None or other is None or one == other:
+        return True
+    if len(one) != len(other):
+        return False
+    return all(
+        first is None or second is None or first == second
+        for sizes in samples(manifest)
+        for first, second in zip(numbers(one, manifest, sizes), numbers(other, manifest, sizes), strict=True)
+    )
+
+
+def local_shape(shape: Shape, box: Box | None) -> Shape:
+    """The dims of a shard as expressions."""
+    if shape is None or box is None:
+        return shape
+    return [
+        dim if (begin, end) == (0, denominator) else f"({dim})*{end - begin}/{denominator}"
+        for dim, (begin, end, denominator) in zip(shape, box, strict=True)
+    ]

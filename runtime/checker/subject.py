@@ -1,0 +1,45 @@
+"""What a check looks at, and what checks count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onnx import ModelProto
+from partc.runtime.artifact.format import Manifest
+from partc.runtime.errors import Violation
+
+
+@dataclass(frozen=True)
+class Inside:
+    """An artifact inside of another one: its folder, what was found in it, its manifest if it can be read, and its models by rank."""
+
+    folder: Path
+    violations: list[Violation]
+    manifest: Manifest | None = None
+    models: Mapping[int, ModelProto] = field(default_factory=dict)
+
+
+@dataclass
+class Subject:
+    """An artifact that is checked: `wrong` are the files that are not the manifest's, `models` those of the ranks whose files can be read.
+
+    A check of a single rank file gets it as `file` and `model`. `check_inside` checks an artifact inside of this one.
+    """
+
+    folder: Path
+    manifest: Manifest
+    check_inside: Callable[[Path], Inside]
+    wrong: frozenset[str] = frozenset()
+    models: dict[int, ModelProto] = field(default_factory=dict)
+    file: str = ""
+    model: ModelProto = field(default_factory=ModelProto)
+    accumulation: Inside | None = None
+    """The programs of the parts of a batch, once they are checked."""
+    in_place: int = 0
+    """Tensors of all ranks that are replaced in place."""
+    copied: int = 0
+    """Tensors of all ranks that are replaced by a copy when a step ends."""
+    copies: int = 0
+    """Shards that several ranks hold, and that are proven to stay equal there."""
