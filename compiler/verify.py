@@ -139,7 +139,7 @@ def _choices(program: Program) -> Iterator[str]:
 def _sums(program: Program) -> Iterator[str]:
     for instance, choice in program.choices.items():
         where = program.paths.get(instance.node, instance.node.op_type)
-        for k in sorted(choice.terms):
+        for k in sorted(choice.partial):
             value = instance.node.inputs[k]
             producer = None if value is None else value.producer()
             maker = program.choices.get(NodeOnGroup(producer, instance.group)) if producer is not None else None
@@ -149,7 +149,7 @@ def _sums(program: Program) -> Iterator[str]:
                 yield f"{where}: it is given terms of '{value.name if value else ''}', which is not made so: {made}, not {wanted}"
         there = {k for k, value in enumerate(instance.node.inputs) if value is not None}
         if choice.passing and not any(
-            there & {*row} <= choice.terms | choice.kept for row in choice.rule.partial_inputs
+            there & {*row} <= choice.partial | choice.kept for row in choice.rule.partial_inputs
         ):
             yield f"{where}: it passes a sum on, and is not linear in what it is given"
 

@@ -24,13 +24,13 @@ def command(patterns: tuple[str, ...], as_json: bool) -> int:
 
     A letter is a factor: sharding it shards every dim that has it. A contracted factor is in no output: sharding it makes the
     output partial, a term of a sum unless another reduction is named. `*` is any number of corresponding dims, `.` is one dim, and
-    `_` is a dim that cannot be sharded. gradient: `yes` if the op has one, `stops` if its output is piecewise constant.
+    `_` any number of dims, that are replicated. linear: inputs that may be partial, with the outputs partial then, each by itself
+    (a product) or jointly (a sum). gradient: `yes` if the op has one, `stops` if its output is piecewise constant.
 
     \b
     partc ops                              # the whole table
     partc ops MatMul 'Reduce*'             # some ops
     """
-    import partc.compiler.ops.families  # noqa: F401
     from partc.compiler.ops.registry import entries, standard_ops
     from partc.runtime.errors import UsageError
 
@@ -47,34 +47,38 @@ def command(patterns: tuple[str, ...], as_json: bool) -> int:
                 "domain": one.domain,
                 "op": one.op_type,
                 "factors": one.factors,
-                "contracted": one.contracted,
-                "whole": one.whole,
-                "remarks": one.remarks,
-                "cuttable": one.cuttable,
+                "contracted": dict(one.contracted),
+                "replicated": one.replicated,
+                "linear": one.linear,
+                "partial": None if one.partial is None else list(one.partial),
+                "shardable": one.shardable,
                 "gradient": _gradient(one),
+                "why": one.why,
+                "remarks": one.remarks,
             }
             for one in chosen
         ]
         console.echo(json.dumps(rows, indent=1))
         return 0
-    table = Table(["op", "factors", "contracted", "unsharded", "gradient", "remarks"])
+    table = Table(["op", "factors", "contracted", "replicated", "linear", "gradient", "remarks"])
     for one in chosen:
         table.add(
             one.name,
             one.factors or "-",
-            one.contracted,
-            one.whole or ("" if one.cuttable else "all"),
+            one.reductions,
+            one.replicated or ("" if one.shardable else "all"),
+            one.linearity,
             _gradient(one),
-            one.remarks,
+            one.why or one.remarks,
         )
     table.show()
     if not patterns:
         standard = set(standard_ops(OPSET))
         there = [one for one in entries() if one.domain == "" and one.op_type in standard]
-        cuttable = sum(one.cuttable for one in there)
+        shardable = sum(one.shardable for one in there)
         differentiable = sum(one.differentiable for one in there)
         console.echo(
-            f"\nai.onnx, opset {OPSET}: {len(standard)} ops, {len(there)} with an entry, {cuttable} of them shardable, "
+            f"\nai.onnx, opset {OPSET}: {len(standard)} ops, {len(there)} with an entry, {shardable} of them shardable, "
             f"{differentiable} with a gradient"
         )
     return 0
@@ -82,4 +86,4 @@ def command(patterns: tuple[str, ...], as_json: bool) -> int:
 
 def _gradient(entry: Entry) -> str:
     """`yes` if the op has a gradient, `stops` if it is zero everywhere, empty if there is no rule."""
-    return "yes" if entry.differentiable else "stops" if entry.stops else ""
+    return "yes" if entry.differentiable else "stops" if entry.stops_gradient else ""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import GradientBuilder, NoGradient
+from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 
 
 def numbers(g: GradientBuilder, x: str | None, attribute: str = "") -> tuple[int, ...] | None:

@@ -14,8 +14,8 @@ import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.engine import differentiate_nodes
 from partc.compiler.autodiff.scope import Scope
-from partc.compiler.ir.graph import captured
-from partc.compiler.ops.families.random import RANDOM
+from partc.compiler.ir.graph import captured_by
+from partc.compiler.ops.registry import draws
 
 Outer = Callable[[ir.Value], ir.Value]
 
@@ -63,7 +63,7 @@ class Body:
         scope.know(own.values())
         taken = [str(one.name) for one in own.values()]
         nodes += _copies(graph, prefix, own, outer)
-        if drawn := next((one.op_type for one in _every(nodes) if one.op_type in RANDOM), None):
+        if drawn := next((one.op_type for one in _every(nodes) if draws(one)), None):
             raise NoGradient(f"{drawn} in the body of {g.node.op_type} draws other numbers when the body is done again")
         made = []
         for k, value in enumerate(graph.outputs):
@@ -115,7 +115,7 @@ class Body:
         for node in reversed(self.nodes):
             if any(out.name in needed for out in node.outputs):
                 kept.append(node)
-                needed.update(one.name or "" for one in (*node.inputs, *_around(node)) if one is not None)
+                needed.update(one.name or "" for one in (*node.inputs, *captured_by(node)) if one is not None)
         own, around = dict[str, ir.Value](), dict[str, ir.Value]()
         for one in inputs:
             known = self.scope.value(one)
@@ -190,12 +190,6 @@ def _constant(name: str, array: np.ndarray) -> ir.Node:
     tensor = ir.tensor(array)
     made = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
     return ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)], outputs=[made], name=name)
-
-
-def _around(node: ir.Node) -> list[ir.Value]:
-    """What the bodies of a node read from around it."""
-    graphs = [attr.as_graph() for attr in node.attributes.values() if attr.type == ir.AttributeType.GRAPH]
-    return [value for graph in graphs for value in captured(graph)]
 
 
 def _every(nodes: Iterable[ir.Node]) -> Iterable[ir.Node]:

@@ -35,7 +35,7 @@ class NodeOnGroup:
 class NodeSharding:
     """Axes by factor, major first. While `open`, axes that cut nothing yet may be given to factors that have none.
 
-    `passing`: axes over which the node is given terms of a sum, and gives such: those of inputs `terms` are there, inputs `kept` are
+    `passing`: axes over which the node is given terms of a sum, and gives such: those of inputs `partial` are there, inputs `kept` are
     whole and are the term of the first rank along the axes, zeros being those of the others. Of its other inputs every rank has all.
     """
 
@@ -45,13 +45,13 @@ class NodeSharding:
     open: bool = True
     why: dict[str, str] = field(default_factory=dict)
     passing: Axes = ()
-    terms: frozenset[int] = frozenset()
+    partial: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
 
     def input(self, k: int) -> Layout | None:
         """The layout that input `k` must have; None for one that is absent or no tensor of known rank."""
         letters = self.rule.inputs[k] if k < len(self.rule.inputs) else None
-        return None if letters is None else self._laid_out(letters, self._passed if k in self.terms else ())
+        return None if letters is None else self._laid_out(letters, self._passed if k in self.partial else ())
 
     def kept_as(self, k: int) -> Layout:
         """The layout of what becomes of input `k`, which is kept by the first of the ranks."""
@@ -75,7 +75,7 @@ class NodeSharding:
     def giving(self, terms: Layout) -> NodeSharding | None:
         """This choice, with all inputs and outputs whole along axes of its own that are those of `terms`; None where these cut it.
 
-        What is left is to say which inputs are `terms`, and which are `kept`.
+        What is left is to say which inputs are `partial`, and which are `kept`.
         """
         here = Layout(self.mesh, tuple(self.axes.values()))
         common = on_common_mesh(here, Layout(terms.mesh, (), terms.partial))
@@ -90,7 +90,7 @@ class NodeSharding:
 
     def settled(self) -> NodeSharding:
         """The choice as it is where sums are reduced as soon as they are made."""
-        return replace(self, passing=(), terms=frozenset(), kept=frozenset()) if self.passing else self
+        return replace(self, passing=(), partial=frozenset(), kept=frozenset()) if self.passing else self
 
     @property
     def _passed(self) -> tuple[tuple[int, str], ...]:

@@ -34,10 +34,12 @@ def reads_of(graph: ir.Graph) -> Reads:
 
 
 def _read_by(node: ir.Node) -> list[ir.Value]:
-    values = [value for value in node.inputs if value is not None]
-    for body in bodies(node):
-        values += captured(body)
-    return values
+    return [*(value for value in node.inputs if value is not None), *captured_by(node)]
+
+
+def captured_by(node: ir.Node) -> list[ir.Value]:
+    """Values that the bodies of a node read from outside of them, in order of their first use in each."""
+    return [value for body in bodies(node) for value in captured(body)]
 
 
 def captured(body: ir.Graph) -> list[ir.Value]:

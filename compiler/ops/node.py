@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 Dim: TypeAlias = "int | ir.SymbolicDim"
 
+FLOATING = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+"""The types in which gradients flow."""
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 

@@ -2,7 +2,8 @@
 
 A letter is a factor and one dim. `*` is any number of dims that correspond across the operands that have it, aligned at the last
 one; where one of them is 1 and another is not, it broadcasts. `.` is one dim that stays whole and `_` any number of them. `-` is
-an operand that is no tensor, and an operand may be missing. A factor that no output has is contracted.
+an operand that is no tensor, and an operand may be missing. A factor that no output has is contracted. `...` repeats the operand
+before it as often as the node has inputs.
 
     *mk,*kn->*mn    on (5, 2, 6) and (6, 4)     amk,kn->amn
     nc_,oc_,o->no_  on (2, 3, 8, 8), (4, 3, 2, 2) and (4)    nc..,oc..,o->no..
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
     from partc.compiler.ops.local import Local
 
 
-def whole_rule(node: ir.Node) -> Rule:
-    """The rule by which nothing of a node is cut."""
+def replicated_rule(node: ir.Node) -> Rule:
+    """The rule by which nothing of a node is sharded."""
     return Rule(
         tuple(None if rank_of(value) is None else WHOLE * len(dims(value) or ()) for value in node.inputs),
         tuple(None if rank_of(value) is None else WHOLE * len(dims(value) or ()) for value in node.outputs),
+        linear="",
     )
 
 
@@ -34,9 +36,9 @@ def rule(
     factors: str,
     *,
     contracted: Mapping[str, str] | None = None,
-    whole: str = "",
-    linear: str = "",
-    terms: Sequence[int] | None = None,
+    replicated: str = "",
+    linear: str | None = None,
+    partial: Sequence[int] | None = None,
     local: Callable[[Local], None] | None = None,
     units: Mapping[str, int] | None = None,
 ) -> Rule | None:
@@ -46,6 +48,8 @@ def rule(
     """
     left, right = factors.split("->")
     ins, outs = left.split(",") if left else [], right.split(",")
+    if ins and ins[-1] == "...":
+        ins = [*ins[:-1], *ins[-2:-1] * (len(node.inputs) - len(ins) + 1)]
     if len(node.inputs) > len(ins) or len(node.outputs) > len(outs):
         return None
     stars: list[Sequence[Dim]] = []
@@ -73,10 +77,10 @@ def rule(
     reductions = {
         letter: (contracted or {}).get(letter, "sum")
         for letter in dict.fromkeys(letter for one in inputs if one for letter in one)
-        if letter != WHOLE and letter not in made and letter not in whole
+        if letter != WHOLE and letter not in made and letter not in replicated
     }
-    of_terms = None if terms is None else tuple(terms)
-    return Rule(inputs, outputs, reductions, frozenset(whole), linear, of_terms, local, units or {})
+    inputs_of_linear = None if partial is None else tuple(partial)
+    return Rule(inputs, outputs, reductions, frozenset(replicated), linear, inputs_of_linear, local, units or {})
 
 
 def broadcast(shapes: Sequence[Sequence[Dim]], free: Sequence[str]) -> tuple[str, list[str]]:

@@ -1,24 +1,27 @@
-"""The op table: which ops have an entry, and the rule of one node.
+"""The op table: one entry an op, which holds all that the compiler knows of it.
 
-An entry is registered where its op is described. What it says of itself, for `partc ops` and for readers, is the first paragraph
-of its docstring: factors, what is contracted, what stays whole, remarks.
+    matmul = op("MatMul", factors="*mk,*kn->*mn", contracted="k", linear="each")
 
-    @op("MatMul")
-    def matmul(node: ir.Node) -> Rule | None:
-        \"\"\"`*mk,*kn->*mn`; k contracted.\"\"\"
+    @matmul.sharding        # only where attributes or ranks decide: the rule of one node
+    def _(node): ...
 
-    op("Det", factors="*..->*", says="the matrix whole")
+    @matmul.gradient        # dA = dY Bt, dB = At dY, in plain ops
+    def _(g, dy, a, b): ...
+
+`load` fills the table from the files of `families/`; every look-up calls it.
 """
 
 from __future__ import annotations
 
-import re
+import functools
+import importlib
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from partc.compiler.autodiff.engine import is_differentiable, stops_gradient
-from partc.compiler.ops.notation import rule, whole_rule
+import onnx_shape_inference
+from partc.compiler.ops.notation import replicated_rule, rule
 from partc.compiler.ops.rule import OWN, Rule, RuleOf
 
 if TYPE_CHECKING:
@@ -26,19 +29,44 @@ if TYPE_CHECKING:
     from partc.compiler.ops.local import Local
 
 CONTRIB = "com.microsoft"
+FAMILIES = "partc.compiler.ops.families"
+
+LocalForm = Callable[["Local"], None]
+GradientRule = Callable[..., "str | Sequence[str | None] | None"]
+BodyRule = Callable[..., "Sequence[tuple[str, str]]"]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One op's row: its rule, and in words its factors, its contracted letters, what stays whole, and remarks."""
+    """What the compiler knows of one op.
+
+    `factors`: the op's dims in the notation of `notation.py`, empty where nothing is sharded. `contracted`: per factor that no
+    output has, the reduction that sharding it leaves to be done. `replicated`: factors that are never sharded. `linear`, `partial`:
+    as in `Rule`. `why`: the reason why nothing is sharded. `remarks`: what attributes change. `draws`: whether a node may give
+    other numbers each time it runs. `stops_gradient`: the outputs do not follow small changes of the inputs, as in a comparison.
+
+    `sharding`: the rule of one node, where `factors` alone do not say it. `local`: the node of one rank, for rules that name none.
+    `gradient`: takes the cotangents of the outputs, or of the first `gradient_outputs`, and the inputs; `body_gradient` that of an op
+    with bodies.
+    """
 
     domain: str
     op_type: str
-    rule: RuleOf
-    factors: str
-    contracted: str = ""
-    whole: str = ""
+    factors: str = ""
+    contracted: Mapping[str, str] = field(default_factory=dict)
+    replicated: str = ""
+    linear: str = ""
+    partial: tuple[int, ...] | None = None
+    why: str = ""
     remarks: str = ""
+    draws: bool = False
+    stops_gradient: bool = False
+    sharding: RuleOf | None = None
+    local: LocalForm | None = None
+    gradient: GradientRule | None = None
+    gradient_outputs: int = 0
+    body_gradient: BodyRule | None = None
 
     @property
     def name(self) -> str:
@@ -46,71 +74,185 @@ class Entry:
         return f"{self.domain}.{self.op_type}" if self.domain else self.op_type
 
     @property
-    def cuttable(self) -> bool:
-        """Whether any factor of the op may be cut."""
-        return any(sign == "*" or (sign.isalpha() and sign not in self.whole) for sign in self.factors)
+    def shardable(self) -> bool:
+        """Whether any factor of the op may be sharded."""
+        return any(sign == "*" or (sign.isalpha() and sign not in self.replicated) for sign in self.factors)
 
     @property
     def differentiable(self) -> bool:
         """Whether a gradient flows back through the op."""
-        return is_differentiable(self.domain, self.op_type)
+        return self.gradient is not None or self.body_gradient is not None
+
+    def rule(self, node: ir.Node) -> Rule:
+        """The rule of a node of the op; nothing is sharded where the operands have not the ranks that the op asks for."""
+        if self.sharding is not None:
+            found = self.sharding(node)
+        elif self.factors:
+            found = rule(node, self.factors, contracted=self.contracted, replicated=self.replicated)
+        else:
+            found = None
+        if found is None:
+            return replicated_rule(node)
+        if found.linear is None:
+            found = replace(found, linear=self.linear, partial=self.partial)
+        return found if found.local is not None else replace(found, local=self.local)
 
     @property
-    def stops(self) -> bool:
-        """Whether the op is known to let no gradient through, as a comparison does; else it has merely no rule."""
-        return stops_gradient(self.domain, self.op_type)
+    def reductions(self) -> str:
+        """The contracted factors, in words: `k`, `hw by max`."""
+        found = {how: "".join(k for k, v in self.contracted.items() if v == how) for how in self.contracted.values()}
+        return ", ".join(letters if how in ("", "sum") else f"{letters} by {how}" for how, letters in found.items())
 
     def __str__(self) -> str:
         words = [
-            self.factors or "whole",
-            *([f"contracted: {self.contracted}"] if self.contracted else []),
-            *([f"whole: {self.whole}"] if self.whole else []),
-            *([self.remarks] if self.remarks else []),
+            self.factors or "replicated",
+            *([f"contracted: {self.reductions}"] if self.contracted else []),
+            *([f"replicated: {self.replicated}"] if self.replicated else []),
+            *([f"linear {self.linearity}"] if self.linear else []),
+            *([self.why or self.remarks] if self.why or self.remarks else []),
         ]
         return f"{self.name}: {'; '.join(words)}"
 
+    @property
+    def linearity(self) -> str:
+        """The inputs that may be Partial(sum), in words: `jointly`, `in each`, `in 0`, `jointly in 1, 2`."""
+        if not self.linear or self.partial is None:
+            return {"": "", "each": "in each", "joint": "jointly"}[self.linear]
+        inputs = ", ".join(map(str, self.partial))
+        return (
+            f"in {inputs}"
+            if len(self.partial) == 1
+            else f"{'in each of' if self.linear == 'each' else 'jointly in'} {inputs}"
+        )
 
-_TABLE: dict[tuple[str, str], Entry] = {}
+
+TABLE: dict[tuple[str, str], Entry] = {}
+"""By domain and op type, the domain of the standard as ""; complete once `load` has run."""
+
+
+class Declared:
+    """The entries that one `op(...)` declares; as decorators its methods give them their functions."""
+
+    def __init__(self, keys: Sequence[tuple[str, str]]) -> None:
+        self._keys = keys
+
+    def sharding(self, rule_of_node: Function) -> Function:
+        """The rule of one node; None where nothing is sharded."""
+        return self._given("sharding", rule_of_node)
+
+    def local(self, form: Function) -> Function:
+        """The node of one rank, in rules that name no local form of their own."""
+        return self._given("local", form)
+
+    def gradient(self, rule: Function) -> Function:
+        """The gradient: takes the cotangent of each output (None where there is none) and the inputs, and gives one name an input."""
+        return self._given("gradient", rule)
+
+    def body_gradient(self, rule: Function) -> Function:
+        """The gradient of an op with bodies; see `autodiff.engine.Bodies`."""
+        return self._given("body_gradient", rule)
+
+    def shapes(self, infer: Function) -> Function:
+        """The inference of types and shapes, for ops that `onnx_shape_inference` does not know."""
+        for domain, op_type in self._keys:
+            onnx_shape_inference.registry.register(domain, op_type)(infer)
+        return infer
+
+    def _given(self, name: str, function: Function) -> Function:
+        changed: dict[str, Any] = {name: function}
+        for key in self._keys:
+            entry = TABLE[key]
+            if getattr(entry, name) is not None:
+                raise ValueError(f"{entry.name} has two functions '{name}'")
+            if entry.stops_gradient and name in ("gradient", "body_gradient"):
+                raise ValueError(f"{entry.name} stops gradients, and has a gradient")
+            TABLE[key] = replace(entry, **changed)
+        return function
 
 
 def op(
     *op_types: str,
     domain: str = "",
     factors: str = "",
-    contracted: Mapping[str, str] | None = None,
-    whole: str = "",
+    contracted: str | Mapping[str, str] = "",
+    replicated: str = "",
     linear: str = "",
-    terms: Sequence[int] | None = None,
-    local: Callable[[Local], None] | None = None,
-    says: str = "",
-) -> Callable[[RuleOf], RuleOf]:
-    """Registers ops: the decorated rule of a node, or with `factors` (the notation of `notation.py`) this very row.
+    partial: Sequence[int] | None = None,
+    why: str = "",
+    remarks: str = "",
+    draws: bool = False,
+    stops_gradient: bool = False,
+    gradient_outputs: int = 0,
+) -> Declared:
+    """Declares ops that share an entry's fields (see `Entry`); `contracted` as letters means a sum over each."""
+    if bool(factors) == bool(why):
+        raise ValueError(f"{', '.join(op_types)}: an op has factors, or a reason `why` nothing is sharded")
+    reductions = dict.fromkeys(contracted, "sum") if isinstance(contracted, str) else dict(contracted)
+    inputs = None if partial is None else tuple(partial)
+    keys = [(domain, op_type) for op_type in op_types]
+    for key in keys:
+        if key in TABLE:
+            raise ValueError(f"the op table has two entries for {TABLE[key].name}")
+        TABLE[key] = Entry(
+            *key,
+            factors=factors,
+            contracted=reductions,
+            replicated=replicated,
+            linear=linear,
+            partial=inputs,
+            why=why,
+            remarks=remarks,
+            draws=draws,
+            stops_gradient=stops_gradient,
+            gradient_outputs=gradient_outputs,
+        )
+    return Declared(keys)
 
-    `says` is what follows the factors in the op's line.
-    """
-    if factors:
 
-        def by_factors(node: ir.Node) -> Rule | None:
-            return rule(node, factors, contracted=contracted, whole=whole, linear=linear, terms=terms, local=local)
-
-        _register(op_types, domain, by_factors, f"`{factors}`{'; ' if says else ''}{says}")
-
-    def decorate(rule_of_node: RuleOf) -> RuleOf:
-        doc = (rule_of_node.__doc__ or "").strip().split("\n\n")[0]
-        _register(op_types, domain, rule_of_node, " ".join(doc.split()))
-        return rule_of_node
-
-    return decorate
-
-
-def uncut(*op_types: str, domain: str = "", why: str) -> None:
-    """Registers ops of which nothing is cut, and the reason."""
-    _register(op_types, domain, whole_rule, why)
+@functools.cache
+def load() -> None:
+    """Fills the table: imports every file of `families/`, in the order of their names."""
+    package = importlib.import_module(FAMILIES)
+    for name in sorted(found.name for found in pkgutil.iter_modules(package.__path__)):
+        importlib.import_module(f"{FAMILIES}.{name}")
 
 
 def entries() -> tuple[Entry, ...]:
     """All entries: the standard's ops by name, then those of other domains."""
-    return tuple(_TABLE[key] for key in sorted(_TABLE))
+    load()
+    return tuple(TABLE[key] for key in sorted(TABLE))
+
+
+def entry_of(node: ir.Node) -> Entry | None:
+    """The entry of a node's op; None where there is none."""
+    load()
+    return TABLE.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
+
+
+def rule_of(node: ir.Node) -> Rule:
+    """The rule of a node; nothing is sharded where its op has no entry or the shape of an operand is unknown."""
+    entry = entry_of(node)
+    operands = [*node.inputs, *(value for value in node.outputs if value.name)]
+    unknown = any(value is not None and value.shape is None for value in operands)
+    return replicated_rule(node) if entry is None or (unknown and entry.domain != OWN) else entry.rule(node)
+
+
+def is_differentiable(node: ir.Node) -> bool:
+    """Whether a gradient flows back through a node."""
+    entry = entry_of(node)
+    return entry is not None and entry.differentiable
+
+
+def stops_gradient(node: ir.Node) -> bool:
+    """Whether the outputs of a node are known not to follow small changes of its inputs."""
+    entry = entry_of(node)
+    return entry is not None and entry.stops_gradient
+
+
+def draws(node: ir.Node) -> bool:
+    """Whether a node may give other numbers each time it runs."""
+    entry = entry_of(node)
+    return entry is not None and entry.draws
 
 
 def standard_ops(opset: int = 23) -> tuple[str, ...]:
@@ -123,40 +265,3 @@ def standard_ops(opset: int = 23) -> tuple[str, ...]:
         if schema.domain == "" and (older.since_version if older else 0) < schema.since_version <= opset:
             newest[schema.name] = schema
     return tuple(sorted(name for name, schema in newest.items() if not schema.deprecated))
-
-
-def rule_of(node: ir.Node) -> Rule:
-    """The rule of a node; nothing is cut where its op has no entry or the shape of an operand is unknown."""
-    entry = _TABLE.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
-    operands = [*node.inputs, *(value for value in node.outputs if value.name)]
-    unknown = any(value is not None and value.shape is None for value in operands)
-    if entry is None or (unknown and entry.domain != OWN):
-        return whole_rule(node)
-    return entry.rule(node) or whole_rule(node)
-
-
-def _register(op_types: Sequence[str], domain: str, rule_of_node: RuleOf, line: str) -> None:
-    for op_type in op_types:
-        if (domain, op_type) in _TABLE:
-            raise ValueError(f"the op table has two entries for {op_type}")
-        _TABLE[domain, op_type] = Entry(domain, op_type, rule_of_node, **_read(line))
-
-
-def _read(line: str) -> dict[str, str]:
-    """The parts of an entry's line, which semicolons separate.
-
-    `factors` in backticks, `k contracted` or `k contracted by max`, `n whole`, and remarks.
-    """
-    found = {"factors": "", "contracted": "", "whole": ""}
-    remarks = []
-    for clause in (part.strip().rstrip(".") for part in line.split(";")):
-        contracted = re.fullmatch(r"(\w+) contracted( by \w+)?", clause)
-        if clause.startswith("`") and not found["factors"]:
-            found["factors"] = clause.strip("`")
-        elif contracted:
-            found["contracted"] = contracted[1] + (contracted[2] or "")
-        elif clause.endswith(" whole") and not re.search(" (are|is|stays?) ", clause):
-            found["whole"] = clause.removesuffix(" whole")
-        elif clause:
-            remarks.append(clause)
-    return {**found, "remarks": "; ".join(remarks)}

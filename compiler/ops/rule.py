@@ -1,8 +1,8 @@
-"""What an op's entry in the table says: how its dims correspond, so that a cut of one is a cut of all that share its letter.
+"""How one node may be sharded: a letter per dim, so that sharding one dim shards all that have the same letter.
 
-A factor is a letter that names dims which correspond across an op. MatMul is `mk,kn->mn`: cutting m cuts the first input and the
-output; cutting k, which no output has, leaves every rank a term of a sum: the output is Partial. A dim without a letter (`.`)
-is never cut: its operand broadcasts there, or the op needs it whole.
+A factor is a letter that names dims which correspond across an op. MatMul is `mk,kn->mn`: sharding m shards the first input and the
+output; sharding k, which no output has, leaves every rank a term of a sum: the output is Partial. A dim without a letter (`.`)
+is replicated: its operand broadcasts there, or the op needs it whole.
 """
 
 from __future__ import annotations
@@ -17,53 +17,54 @@ if TYPE_CHECKING:
 
 WHOLE = "."
 OWN = "partc.nn"
-"""The domain of ops that no runtime knows: `local` rewrites their nodes on every rank, also where nothing is cut."""
+"""The domain of ops that no runtime knows: `local` rewrites their nodes on every rank, also where nothing is sharded."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one node may be cut.
+    """How one node may be sharded.
 
-    `inputs`, `outputs`: per operand one letter a dim, `.` for a dim that stays whole; None for an operand that is absent or no
-    tensor. `reduce`: per factor that an output lacks, the reduction that its cut awaits there: sum, max or min, or "" where
-    `local` leaves the whole result on every rank. A factor that stands in inputs only and not in `reduce` cannot be cut, nor one
-    in `whole`.
-    `linear`: inputs that may be Partial(sum), with the outputs Partial then: "" none, "each" any one of `terms` while the others
-    are whole (a product), "joint" all of them together (a sum). `terms`: of which inputs it speaks; None: of all tensors.
+    `inputs`, `outputs`: per operand one letter a dim, `.` for a dim that stays replicated; None for an operand that is absent or no
+    tensor. `reduce`: per contracted factor (one that an output lacks) the reduction that sharding it leaves to be done: sum, max or
+    min, or "" where `local` leaves the result on every rank. A factor that stands in inputs only and not in `reduce` cannot be
+    sharded, nor one in `replicated`.
+    `linear`: inputs that may be Partial(sum), with the outputs Partial then: "" none, "each" any one of `partial` while the others
+    are replicated (a product), "joint" all of them together (a sum); None: as the op's entry says. `partial`: the inputs of which
+    `linear` speaks, by index; None: all tensors.
     `units`: per factor a number that its shards must divide besides the dims themselves: heads, groups, blocks.
     `apart`: inputs of which every rank has one of its own, and so of their cotangents.
-    `local`: rewrites the node for a rank where the plain node on local shards would be wrong; None where it is right.
+    `local`: rewrites the node for a rank where the plain node on local shards would be wrong; None: as the op's entry says.
     """
 
     inputs: tuple[str | None, ...]
     outputs: tuple[str | None, ...]
     reduce: Mapping[str, str] = field(default_factory=dict)
-    whole: frozenset[str] = frozenset()
-    linear: str = ""
-    terms: tuple[int, ...] | None = None
+    replicated: frozenset[str] = frozenset()
+    linear: str | None = None
+    partial: tuple[int, ...] | None = None
     local: Callable[[Local], None] | None = None
     units: Mapping[str, int] = field(default_factory=dict)
     apart: frozenset[int] = frozenset()
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """Letters that may be cut, in order of their first appearance: the axes of an integer strategy's device matrix."""
+        """Letters that may be sharded, in order of their first appearance: the axes of an integer strategy's device matrix."""
         seen = dict.fromkeys(letter for operand in (*self.inputs, *self.outputs) if operand for letter in operand)
         made = {letter for operand in self.outputs if operand for letter in operand}
         return tuple(
             letter
             for letter in seen
-            if letter != WHOLE and letter not in self.whole and (letter in made or letter in self.reduce)
+            if letter != WHOLE and letter not in self.replicated and (letter in made or letter in self.reduce)
         )
 
     @property
     def partial_inputs(self) -> tuple[tuple[int, ...], ...]:
-        """Every set of inputs that may be Partial(sum) together, the others whole; the outputs are Partial(sum) then."""
+        """Every set of inputs that may be Partial(sum) together, the others replicated; the outputs are Partial(sum) then."""
         tensors = tuple(k for k, letters in enumerate(self.inputs) if letters is not None)
-        terms = tensors if self.terms is None else tuple(k for k in tensors if k in self.terms)
-        if not self.linear or not terms:
+        partial = tensors if self.partial is None else tuple(k for k in tensors if k in self.partial)
+        if not self.linear or not partial:
             return ()
-        return (terms,) if self.linear == "joint" else tuple((k,) for k in terms)
+        return (partial,) if self.linear == "joint" else tuple((k,) for k in partial)
 
 
 RuleOf = Callable[["ir.Node"], "Rule | None"]

@@ -23,7 +23,7 @@ from dataclasses import replace
 import onnx_ir as ir
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Group, Placed, Program
-from partc.compiler.ops.families.random import RANDOM
+from partc.compiler.ops.registry import draws
 from partc.compiler.placement.infer import REPEATED, Delivered, Settled, settle
 from partc.compiler.placement.repeated import repeatable, worth_repeating
 from partc.compiler.plan.matching import Rule, default_group, output_ranks, placement_rules, sharding_rules
@@ -69,7 +69,7 @@ def _floating(program: Program, rules: dict[ir.Node, Rule]) -> dict[ir.Node, str
     of_shape: set[ir.Value] = set()
     floating: dict[ir.Node, str] = {}
     for node in program.model.graph:
-        if node.op_type in RANDOM or node.domain not in ("", "ai.onnx", "com.microsoft"):
+        if draws(node) or node.domain not in ("", "ai.onnx", "com.microsoft"):
             continue
         values = program.reads[node]
         if all(value in constant for value in values):

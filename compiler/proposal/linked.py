@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.ir.program import Program
-from partc.compiler.ops import families as ops  # noqa: F401  (registers the table)
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE, Rule
 

@@ -23,7 +23,7 @@ from partc.compiler.ops.families.local_map import (
     specs,
 )
 from partc.compiler.ops.node import LETTERS
-from partc.compiler.ops.notation import whole_rule
+from partc.compiler.ops.notation import replicated_rule
 from partc.compiler.ops.rule import OWN
 from partc.compiler.plan.groups import shown_mesh
 from partc.compiler.plan.rules import Plan
@@ -85,7 +85,7 @@ def seed_local_maps(program: Program, choices: dict[NodeOnGroup, NodeSharding]) 
                 law = "inside, a value is what one rank has; specs say how the whole is cut"
                 problems.append(Problem(where, fact, law, "name what is outside of it"))
             if node.domain != OWN:
-                choice.rule = whole_rule(node)
+                choice.rule = replicated_rule(node)
             elif not problems:
                 _cut(program, node, group, choice)
     return list(dict.fromkeys(problems))

@@ -2,7 +2,7 @@
 
 Exporters give models in inference form, where BatchNormalization takes the running statistics and Dropout does nothing. Training works on
 the single-device model, before anything is placed or cut: normalizations take the statistics of the batch and give new running ones,
-dropouts draw masks (`ops/families/seeded_dropout.py`). Nodes keep their paths, so that patterns match as before; one that becomes
+dropouts draw masks (`ops/families/dropout.py`). Nodes keep their paths, so that patterns match as before; one that becomes
 several is the module of these.
 
     modes = to_training(model, cut=True, seed=7, frozen=lambda name: False)
@@ -22,7 +22,7 @@ from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES, node_paths
 from partc.compiler.ir.graph import bodies
-from partc.compiler.ops.families.seeded_dropout import DROPOUT
+from partc.compiler.ops.families.dropout import DROPOUT
 from partc.compiler.ops.rule import OWN
 from partc.compiler.rewrite.batch_norm import decompose, infer_in_place, train_in_place
 

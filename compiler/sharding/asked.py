@@ -37,7 +37,7 @@ def through(node: ir.Node, k: int, dim: int) -> int | None:
     letters = rule.inputs[k] if k < len(rule.inputs) else None
     made = rule.outputs[0]
     letter = letters[dim] if letters and dim < len(letters) else WHOLE
-    if letter == WHOLE or letter in rule.whole or letter in rule.units or made is None or letter not in made:
+    if letter == WHOLE or letter in rule.replicated or letter in rule.units or made is None or letter not in made:
         return None
     if rule.local is not None and node.op_type not in _PLAIN:
         return None

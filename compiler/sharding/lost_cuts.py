@@ -42,7 +42,7 @@ def _lost(
     node, rule = instance.node, choice.rule
     letters = rule.inputs[k] if k < len(rule.inputs) else None
     letter = WHOLE if letters is None else letters[dim]
-    if letter in rule.whole:
+    if letter in rule.replicated:
         return None
     for row, values in ((rule.inputs, node.inputs), (rule.outputs, node.outputs)):
         for spelled, value in zip(row, values, strict=False):

@@ -16,7 +16,6 @@ from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Program
-from partc.compiler.ops import families as ops  # noqa: F401  (registers the table)
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import Rule
 from partc.compiler.plan.matching import sharding_rules
@@ -75,7 +74,7 @@ def _rule(node: ir.Node) -> Rule:
     rule = rule_of(node)
     operands = [*zip(rule.inputs, node.inputs, strict=False), *zip(rule.outputs, node.outputs, strict=False)]
     text = {letter for letters, value in operands if letters and is_text(value) for letter in letters}
-    return replace(rule, whole=rule.whole | text) if text else rule
+    return replace(rule, replicated=rule.replicated | text) if text else rule
 
 
 def _levels(program: Program) -> Iterator[str]:

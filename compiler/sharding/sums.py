@@ -354,7 +354,7 @@ class _Sums:
                     if instance.node.inputs[k] in side and self._arrives(instance, found.choices[instance], k, found)
                 )
                 kept = frozenset(found.operands[instance]) - there
-                self.choices[instance] = replace(found.choices[instance], terms=there, kept=kept)
+                self.choices[instance] = replace(found.choices[instance], partial=there, kept=kept)
                 self.changed = True
 
 

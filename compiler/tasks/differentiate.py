@@ -23,8 +23,9 @@ from functools import partial
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.autodiff.builder import NoGradient
 from partc.compiler.autodiff.engine import Backward as Found
-from partc.compiler.autodiff.engine import NoGradient, differentiate_nodes, is_differentiable
+from partc.compiler.autodiff.engine import differentiate_nodes
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
@@ -35,13 +36,14 @@ from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.lower.kept import operand_name
 from partc.compiler.lower.written import is_written, write_backward
+from partc.compiler.ops.registry import is_differentiable, stops_gradient
 from partc.compiler.ops.rule import OWN
 from partc.compiler.sharding.operands import input_layout_of, output_layout_of, replicated_on
 from partc.compiler.tasks.duals import Passing, dual_of_input, takes_extreme, typed, wanted_layout
 from partc.compiler.tasks.local_form import LocalForm, renamed, with_names
 from partc.compiler.tasks.local_view import LocalView
 from partc.compiler.tasks.reduce_gradients import GradientReduction
-from partc.compiler.training.gradient_reach import learned_from, stops
+from partc.compiler.training.gradient_reach import learned_from
 
 
 def differentiate(program: Program) -> Program:
@@ -168,7 +170,7 @@ class Backward:
                 layout, passing = wanted_layout(self.program, instance, k, given)
                 target = ShardedValue(self.cotangents[value], home.group, normal(layout))
                 dys[self.names[home]] = self.sums.total(given, target)
-        if not dys or stops(node):
+        if not dys or stops_gradient(node):
             return
         if is_written(node):
             self._written(instance, dys)
@@ -240,7 +242,7 @@ class Backward:
             shapes[name] = shape
         around = {old: new for op in local.ops for old, new in op.captured.items()}
         forward = [op.node for op in local.ops]
-        if node.domain == OWN and is_differentiable(OWN, node.op_type):
+        if node.domain == OWN and is_differentiable(node):
             names = [operand_name(self.comm, instance, k) for k in range(len(node.inputs))]
             made = [self.names[output_layout_of(self.program, instance, k)] for k in range(len(node.outputs))]
             whole = [renamed(node, names, made)]

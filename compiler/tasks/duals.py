@@ -101,7 +101,7 @@ def dual_of_input(program: Program, instance: NodeOnGroup, k: int) -> Layout:
         return replicated_on(value, instance.group).layout
     if k in choice.rule.apart:
         return layout
-    return dual(choice, layout.cuts, choice.passing if k in choice.terms | choice.kept else ())
+    return dual(choice, layout.cuts, choice.passing if k in choice.partial | choice.kept else ())
 
 
 def dual(choice: NodeSharding, cuts: tuple[tuple[int, ...], ...], summed: Collection[int]) -> Layout:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import stops_gradient
 from partc.compiler.ir.graph import Reads
+from partc.compiler.ops.registry import stops_gradient
 from partc.compiler.training.config import Training
 
 
@@ -12,7 +12,7 @@ def learned_from(reads: Reads, training: Training) -> set[ir.Value]:
     """The values that change with a parameter that is learned; `reads` are those of the graph's nodes, in order."""
     found = {value for value, how in training.parameters.items() if not how.frozen}
     for node, read in reads.items():
-        if not stops(node) and any(value in found for value in read):
+        if not stops_gradient(node) and any(value in found for value in read):
             found.update(value for value in node.outputs if value.dtype is None or value.dtype.is_floating_point())
     return found
 
@@ -22,14 +22,9 @@ def flowing(reads: Reads, training: Training) -> set[ir.Node]:
     learned, reaching = learned_from(reads, training), {training.loss}
     found: set[ir.Node] = set()
     for node, read in reversed(reads.items()):
-        if stops(node) or reaching.isdisjoint(node.outputs):
+        if stops_gradient(node) or reaching.isdisjoint(node.outputs):
             continue
         reaching.update(read)
         if not learned.isdisjoint(read):
             found.add(node)
     return found
-
-
-def stops(node: ir.Node) -> bool:
-    """Whether nothing flows back through a node."""
-    return stops_gradient("" if node.domain == "ai.onnx" else node.domain, node.op_type)

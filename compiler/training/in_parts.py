@@ -22,7 +22,7 @@ from partc.compiler.dims.facts import ANY_DIM, Facts
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import take_out
 from partc.compiler.ir.program import Program, ProgramKind, SymbolInfo, ValueInfo
-from partc.compiler.ops.families.seeded_dropout import DROPOUT, PARTS, RECORDS_DIM
+from partc.compiler.ops.families.dropout import DROPOUT, PARTS, RECORDS_DIM
 from partc.compiler.ops.rule import OWN as OWN_OPS
 from partc.compiler.plan.rules import FULL_BATCH, Dataset, DatasetCut, OutputRule
 from partc.compiler.plan.training import TrainRules

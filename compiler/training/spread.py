@@ -23,8 +23,7 @@ import onnx_ir as ir
 from partc.compiler.ir.program import Program
 from partc.compiler.ops.families.loss import local_mean
 from partc.compiler.ops.families.pool import scaled
-from partc.compiler.ops.families.random import RANDOM
-from partc.compiler.ops.registry import rule_of
+from partc.compiler.ops.registry import draws, rule_of
 from partc.compiler.ops.rule import OWN as OWN_OPS
 from partc.compiler.ops.rule import WHOLE, Rule
 from partc.compiler.training.records import OF_PIECES, batch_symbols
@@ -95,7 +94,7 @@ class _Walk(Spread):
     def node(self, node: ir.Node) -> None:
         """Finds how the outputs lie."""
         reads = self.program.reads[node]
-        if node.op_type not in RANDOM and node.domain != OWN_OPS and all(value in self.light for value in reads):
+        if not draws(node) and node.domain != OWN_OPS and all(value in self.light for value in reads):
             self.light.update(node.outputs)
         if all(self.state(value) is EVERY for value in reads):
             return
@@ -163,7 +162,7 @@ class _Walk(Spread):
             return
         letters = {_letter(rule.inputs[k], dim) for k, dim in at}
         letter = letters.pop() if len(letters) == 1 and not around else WHOLE
-        if letter == WHOLE or letter in rule.whole:
+        if letter == WHOLE or letter in rule.replicated:
             if not all(_is_integer(out) for out in node.outputs):
                 self.mixing.setdefault(node, "may bring records of a batch together")
             self._guess(node, EVERY if at else OWN)

@@ -20,7 +20,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 from onnxscript import nn
-from partc.compiler.autodiff.engine import stops_gradient
+from partc.compiler.ops.registry import stops_gradient
 
 LEARNED = "partc.learned"
 """Key of `ir.Value.meta`: whether a loader knows that a weight is learned, or that it is not."""
@@ -103,8 +103,7 @@ def _is_of_layer(node: ir.Node, k: int) -> bool:
 
 
 def _lets_through(node: ir.Node, k: int) -> bool:
-    domain = "" if node.domain == "ai.onnx" else node.domain
-    return not stops_gradient(domain, node.op_type) and k not in _SETTINGS.get(node.op_type, ())
+    return not stops_gradient(node) and k not in _SETTINGS.get(node.op_type, ())
 
 
 def _is_mask(value: ir.Value, shape: tuple[int, ...]) -> bool:

@@ -9,9 +9,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
-import partc.compiler.ops.families  # noqa: F401
 import pytest
-from partc.compiler.autodiff.engine import Backward, NoGradient, differentiate_nodes
+from partc.compiler.autodiff.builder import NoGradient
+from partc.compiler.autodiff.engine import Backward, differentiate_nodes
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from training_equivalence import run, same_tensors, same_training

@@ -8,7 +8,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_shape_inference
-import partc.compiler.ops.families  # noqa: F401
 import pytest
 from gradient_case import evaluate
 from partc.compiler.autodiff.engine import Backward, differentiate_nodes

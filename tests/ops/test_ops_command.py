@@ -12,14 +12,14 @@ from partc.cli.main import invoke
 def test_the_whole_table_ends_with_its_coverage(capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["ops"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["op", "factors", "contracted", "unsharded", "gradient", "remarks"]
+    assert lines[0].split() == ["op", "factors", "contracted", "replicated", "linear", "gradient", "remarks"]
     words = r"ai.onnx, opset 23: (\d+) ops, (\d+) with an entry, (\d+) of them shardable, (\d+) with a gradient"
     coverage = re.fullmatch(words, lines[-1])
     assert coverage
-    standard, there, cuttable, differentiable = map(int, coverage.groups())
+    standard, there, shardable, differentiable = map(int, coverage.groups())
     assert standard == there > 190
-    assert 140 < cuttable < there
-    assert 80 < differentiable < cuttable
+    assert 140 < shardable < there
+    assert 80 < differentiable < shardable
 
 
 def test_some_ops(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,13 +31,13 @@ def test_some_ops(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json_tells_factors_apart(capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["ops", "--json", "ReduceMax", "Softmax"]) == 0
     first, second = json.loads(capsys.readouterr().out)
-    assert (first["op"], first["factors"], first["contracted"], first["cuttable"]) == (
+    assert (first["op"], first["factors"], first["contracted"], first["shardable"]) == (
         "ReduceMax",
         "ax->a",
-        "x by max",
+        {"x": "max"},
         True,
     )
-    assert (second["op"], second["whole"]) == ("Softmax", "x")
+    assert (second["op"], second["replicated"]) == ("Softmax", "x")
 
 
 def test_an_unknown_op_is_named(capsys: pytest.CaptureFixture[str]) -> None:

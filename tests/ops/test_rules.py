@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 from conftest import Golden
-from partc.compiler.ops.notation import whole_rule
+from partc.compiler.ops.notation import replicated_rule
 from partc.compiler.ops.registry import Entry, entries, rule_of, standard_ops
 from partc.compiler.ops.rule import Rule
 from partc.compiler.rewrite.decompose import BENT, decompose
@@ -36,10 +36,15 @@ def test_every_standard_op_has_an_entry() -> None:
     assert set(standard_ops(23)) - {entry.op_type for entry in entries() if entry.domain == ""} == set()
 
 
-def test_every_cuttable_op_has_a_case() -> None:
+def test_every_shardable_op_has_a_case() -> None:
     unproven = {name: reason for module in MODULES for name, reason in getattr(module, "UNPROVEN", {}).items()}
-    without = {entry.name for entry in entries() if entry.cuttable and (entry.domain, entry.op_type) not in FIRST}
+    without = {entry.name for entry in entries() if entry.shardable and (entry.domain, entry.op_type) not in FIRST}
     assert without == set(unproven)
+
+
+def test_a_rule_is_linear_only_where_its_entry_says_so() -> None:
+    linear = {(entry.domain, entry.op_type) for entry in entries() if entry.linear}
+    assert [str(one) for one in CASES if rule_of(node_of(one)).linear and (one.domain, one.op_type) not in linear] == []
 
 
 def line(entry: Entry) -> str:
@@ -78,9 +83,12 @@ def test_a_wrong_rule_is_found(name: str) -> None:
 
 
 def test_every_row_that_a_rule_lacks_is_found() -> None:
-    found = unclaimed(case("MatMul", [(6, 12), (12, 18)]), whole_rule)
+    found = unclaimed(case("MatMul", [(6, 12), (12, 18)]), replicated_rule)
     assert found == {"S(0),R->S(0)", "R,S(1)->S(1)", "S(1),S(0)->P", "P,R->P", "R,P->P"}
-    assert unclaimed(case("ReduceMax", [(6, 12)], constants={1: [1]}), whole_rule) == {"S(0),R->S(0)", "S(1),R->P(max)"}
+    assert unclaimed(case("ReduceMax", [(6, 12)], constants={1: [1]}), replicated_rule) == {
+        "S(0),R->S(0)",
+        "S(1),R->P(max)",
+    }
 
 
 def value(name: str, *dims: int | str, dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:

@@ -14,7 +14,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
-import partc.compiler.ops.families  # noqa: F401
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.autodiff.engine import differentiate_nodes
 from partc.compiler.frontend.declare import Declared

@@ -15,7 +15,7 @@ MATMUL = Rule(("mk", "kn"), ("mn",), reduce={"k": "sum"})
 RELU = Rule(("ab",), ("ab",))
 BIAS = Rule(("mk", "kn", "n"), ("mn",), reduce={"k": "sum"})
 BATCHED = Rule(("bmk", ".kn"), ("bmn",), reduce={"k": "sum"})
-SOFTMAX = Rule(("abc",), ("abc",), whole=frozenset("c"))
+SOFTMAX = Rule(("abc",), ("abc",), replicated=frozenset("c"))
 ABSENT = Rule(("ab", None, "b"), ("ab",))
 
 

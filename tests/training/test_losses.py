@@ -10,7 +10,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_shape_inference
-import partc.compiler.ops.families  # noqa: F401
 import pytest
 from equivalence import whole_outputs
 from gradient_case import evaluate

@@ -16,7 +16,7 @@ from partc.compiler.frontend.declare import Collector, Input
 from partc.compiler.frontend.inputs import DimNames
 from partc.compiler.frontend.onnx_file import load_onnx
 from partc.compiler.frontend.source import Source
-from partc.compiler.ops.families.seeded_dropout import DROPOUT
+from partc.compiler.ops.families.dropout import DROPOUT
 from partc.compiler.pipeline import start
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.rewrite.opset import TARGET, normalize

@@ -1,24 +1,43 @@
 """Attention of the standard and rotary embedding: batch and heads are free, and queries where none waits for another.
 
-Heads of queries and of keys are cut together, so that every rank keeps their ratio: a cut must divide the number of the
-keys' heads; where there is but one, each rank has it whole. Where heads lie in the hidden dim, the attributes that count
-them are divided.
+Heads of queries and of keys are cut together, so that every rank keeps their ratio: a cut must divide the number of the keys'
+heads; where there is but one, each rank has it whole. Where heads lie in the hidden dim, the attributes that count them are
+divided.
+
+For its gradient attention is taken apart into plain ops, which the engine differentiates. The probabilities are made again in the
+backward pass instead of being kept, which for long sequences would be the largest value.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
+from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
+from partc.compiler.autodiff.engine import differentiate_nodes
+from partc.compiler.autodiff.shapes import extents, joined, like
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.node import Dim, dims, operand, same
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
 
+HEAD_COUNTS = ("num_heads", "kv_num_heads", "q_num_heads")
+_BATCH, _HEADS, _LENGTH, _DEPTH = range(4)
 
-@op("Attention")
-def attention(node: ir.Node) -> Rule | None:
-    """`bhs.,bh..,bh.d,bhs.,bh..,bh.d->bhsd,bh..,bh.d,bhs.`; heads by those of the keys; a sum passes in V; causal s whole."""
+
+attention = op(
+    "Attention",
+    factors="bhs.,bh..,bh.d,bhs.,bh..,bh.d->bhsd,bh..,bh.d,bhs.",
+    linear="each",
+    partial=(2,),
+    remarks="heads by those of the keys; s is replicated where causal; linear with one output",
+)
+
+
+@attention.sharding
+def _(node: ir.Node) -> Rule | None:
     query, key, value = (dims(operand(node, k)) for k in range(3))
     if query is None or key is None or value is None:
         return None
@@ -50,16 +69,50 @@ def attention(node: ir.Node) -> Rule | None:
     return Rule(
         inputs,
         tuple(made[: len(node.outputs)]),
-        linear="each" if len(node.outputs) == 1 else "",
-        terms=(2,),
+        linear=None if len(node.outputs) == 1 else "",
         local=fewer_heads if flat else None,
         units={"h": keys if keys > 1 else queries} if shared and keys and queries else {},
     )
 
 
-@op("RotaryEmbedding")
-def rotary_embedding(node: ir.Node) -> Rule | None:
-    """`bhs.,bs.,bs.,bs->bhs.`; caches that positions look up whole; a sum passes in X."""
+@attention.gradient
+def _(g: GradientBuilder, *names: str | None) -> list[str | None]:
+    """The gradient of softmax(Q Kt * scale + mask) V, written in plain ops.
+
+    Each operand is taken under a name of its own, since one value may be several of them, or be put out as the present keys.
+    """
+    count = len(g.node.outputs)
+    dys, operands = names[:count], names[count:]
+    if len(dys) > 3 and dys[3]:
+        raise NoGradient("the scores that Attention puts out have no gradient")
+    if len(operands) > 6 or {"left_window_size", "right_window_size"} & set(g.node.attributes):
+        raise NoGradient("Attention over a window, or of keys that are padded, has no gradient")
+    first, early = len(g.scope.nodes), len(g.scope.early)
+    own = [name and str(g.Identity(name)) for name in operands]
+    begin = len(g.scope.nodes)
+    query, key, value, *rest = own
+    made = _plain(g, str(query), str(key), str(value), *rest)
+    plain = g.scope.nodes[begin:]
+    cotangents = {primal: dy for primal, dy in zip(made, dys, strict=False) if dy}
+    wanted = [name for k, name in enumerate(own) if name and g.wants(k)]
+    found = differentiate_nodes(plain, cotangents, wanted, scope=g.scope).gradients
+    here = {out.name for node in g.scope.nodes[first : begin + len(plain)] for out in node.outputs}
+    _keep_here(g, early, begin + len(plain), here)
+    _drop_unread(g, first, set(found.values()))
+    return [found.get(name) if name else None for name in own]
+
+
+rotary_embedding = op(
+    "RotaryEmbedding",
+    factors="bhs.,bs.,bs.,bs->bhs.",
+    linear="joint",
+    partial=(0,),
+    remarks="caches that positions look up are replicated",
+)
+
+
+@rotary_embedding.sharding
+def _(node: ir.Node) -> Rule | None:
     source = dims(node.inputs[0])
     if source is None:
         return None
@@ -76,14 +129,19 @@ def rotary_embedding(node: ir.Node) -> Rule | None:
     return Rule(
         (letters, cache, cache, *(["bs" if looked_up else None] if len(node.inputs) > 3 else [])),
         (letters,),
-        linear="joint",
-        terms=(0,),
         local=fewer_heads if len(source) == 3 else None,
         units={"h": heads} if len(source) == 3 and heads else {},
     )
 
 
-HEAD_COUNTS = ("num_heads", "kv_num_heads", "q_num_heads")
+@rotary_embedding.gradient
+def _(g: GradientBuilder, dy: str, x: str, cosines: str, sines: str, positions: str | None = None) -> str:
+    """dX = dY turned back by the same angles."""
+    if g.wants(1) or g.wants(2):
+        raise NoGradient("the angles of RotaryEmbedding have no gradient")
+    names = ("interleaved", "num_heads", "rotary_embedding_dim")
+    attributes = {name: g.attribute(name) for name in names if name in g.node.attributes}
+    return like(g, str(g.RotaryEmbedding(dy, cosines, g.Neg(sines), positions, **attributes)), x)
 
 
 def fewer_heads(local: Local) -> None:
@@ -112,3 +170,109 @@ def _aligned(mask: tuple[Dim, ...] | None, sizes: dict[str, Dim], letters: str) 
         else:
             return None
     return found
+
+
+def _plain(
+    g: GradientBuilder,
+    query: str,
+    key: str,
+    value: str,
+    mask: str | None = None,
+    past_key: str | None = None,
+    past_value: str | None = None,
+) -> tuple[str, str, str]:
+    """Attention in plain ops: its output, and the keys and values with the past ones before them."""
+    flat = g.rank(query) == 3
+    if flat:
+        query = _by_heads(g, query, g.attribute("q_num_heads"))
+        key, value = (_by_heads(g, one, g.attribute("kv_num_heads")) for one in (key, value))
+    present_key = str(g.Concat(past_key, key, axis=_LENGTH)) if past_key else key
+    present_value = str(g.Concat(past_value, value, axis=_LENGTH)) if past_value else value
+    keys, values = (_repeated(g, one, _dim(g, query, _HEADS)) for one in (present_key, present_value))
+    scores = str(g.MatMul(g.Mul(query, _scale(g, query)), g.mT(keys)))
+    softcap = g.attribute("softcap", 0.0)
+    if softcap > 0:
+        cap = g.constant(softcap, query)
+        scores = str(g.Mul(g.Tanh(g.Div(scores, cap)), cap))
+    allowed = _causal(g, query, keys, past_key) if g.attribute("is_causal", 0) else ""
+    if mask and g.dtype(mask) == ir.DataType.BOOL:
+        allowed = str(g.And(allowed, mask)) if allowed else mask
+    elif mask:
+        scores = str(g.Add(scores, mask))
+    if allowed:
+        scores = str(g.Where(allowed, scores, g.constant(_lowest(g, query), query)))
+    precision = ir.DataType(g.attribute("softmax_precision", g.dtype(query).value))
+    if precision != g.dtype(query):
+        scores = str(g.Cast(scores, to=precision))
+    weights = str(g.Softmax(scores, axis=-1))
+    if precision != g.dtype(query):
+        weights = str(g.Cast(weights, to=g.dtype(query)))
+    if allowed:
+        weights = str(g.Where(allowed, weights, g.constant(0, query)))
+    made = str(g.MatMul(weights, values))
+    if flat:
+        made = g.reshape(g.Transpose(made, perm=[_BATCH, _LENGTH, _HEADS, _DEPTH]), [0, 0, -1])
+    return made, present_key, present_value
+
+
+def _by_heads(g: GradientBuilder, x: str, heads: int) -> str:
+    """(batch, length, heads * depth) as (batch, heads, length, depth)."""
+    return str(g.Transpose(g.reshape(x, [0, 0, heads, -1]), perm=[0, 2, 1, 3]))
+
+
+def _scale(g: GradientBuilder, query: str) -> str:
+    """By what the scores are multiplied: as the node says, or 1 / sqrt(depth)."""
+    given, depth = g.attribute("scale"), _dim(g, query, _DEPTH)
+    if given is None and not isinstance(depth, int):
+        return str(g.Reciprocal(g.Sqrt(g.size_of(query, [_DEPTH], like=query))))
+    return g.constant(1 / math.sqrt(int(str(depth))) if given is None else given, query)
+
+
+def _repeated(g: GradientBuilder, x: str, heads: Dim) -> str:
+    """Keys or values for as many heads as the queries have: each for as many in a row."""
+    own = _dim(g, x, _HEADS)
+    if same(own, heads):
+        return x
+    if not isinstance(own, int) or not isinstance(heads, int):
+        raise NoGradient("Attention whose numbers of heads are dynamic has no gradient")
+    spread = g.Expand(g.unsqueeze(x, 2), g.constant(np.array([1, 1, heads // own, 1, 1], np.int64)))
+    return str(g.Reshape(spread, joined(g, [0, heads, -1], extents(g, x, [_DEPTH]))))
+
+
+def _causal(g: GradientBuilder, query: str, keys: str, past: str | None) -> str:
+    """Which keys a query may see: those up to its own place, which the past ones come before."""
+    here, there = (g.reshape(extents(g, one, [_LENGTH]), []) for one in (query, keys))
+    rows = g.Range(g.constant(0), here, g.constant(1))
+    if past:
+        rows = g.Add(rows, g.reshape(extents(g, past, [_LENGTH]), []))
+    columns = g.Range(g.constant(0), there, g.constant(1))
+    return str(g.LessOrEqual(columns, g.unsqueeze(rows, 1)))
+
+
+def _dim(g: GradientBuilder, x: str, axis: int) -> Dim:
+    shape = g.shape(x)
+    if shape is None:
+        raise NoGradient(f"the rank of {x!r} is not known")
+    return shape[axis]
+
+
+def _lowest(g: GradientBuilder, x: str) -> float:
+    """A score that no other is below, and that is no infinity, which a row of nothing else would make not a number."""
+    return -65504.0 if g.dtype(x) == ir.DataType.FLOAT16 else -3e38
+
+
+def _keep_here(g: GradientBuilder, early: int, place: int, made: set[str | None]) -> None:
+    """Shapes of the plain ops' values are taken where these are made: in the backward pass, not in the forward one."""
+    here = [node for node in g.scope.early[early:] if any(one is not None and one.name in made for one in node.inputs)]
+    g.scope.early[early:] = [node for node in g.scope.early[early:] if node not in here]
+    g.scope.nodes[place:place] = here
+
+
+def _drop_unread(g: GradientBuilder, begin: int, read: set[str]) -> None:
+    """Leaves out the nodes from `begin` on whose outputs nobody reads."""
+    kept: list[ir.Node] = []
+    for node in reversed(g.scope.nodes[begin:]):
+        if any(out.name in read for out in node.outputs):
+            kept.append(node)
+            read |= {str(one.name) for one in node.inputs if one is not None}
+    g.scope.nodes[begin:] = kept[::-1]

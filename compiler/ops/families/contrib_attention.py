@@ -16,10 +16,18 @@ from partc.compiler.ops.node import Dim, dims, operand, same
 from partc.compiler.ops.registry import CONTRIB, op
 from partc.compiler.ops.rule import WHOLE, Rule
 
+multi_head_attention = op(
+    "MultiHeadAttention",
+    domain=CONTRIB,
+    factors="bsh,b.h,b.h,.,b.,bhs.,bh..,bh..->bsh,bh..,bh..",
+    linear="each",
+    partial=(2,),
+    remarks="s free unless causal or cached; packed operands are replicated; linear without bias and cache",
+)
 
-@op("MultiHeadAttention", domain=CONTRIB)
-def multi_head_attention(node: ir.Node) -> Rule | None:
-    """`bsh,b.h,b.h,.,b.,bhs.,bh..,bh..->bsh,bh..,bh..`; s free unless causal or cached; packed operands whole."""
+
+@multi_head_attention.sharding
+def _(node: ir.Node) -> Rule | None:
     query, key, value = (dims(operand(node, k)) for k in range(3))
     heads = node.attributes.get_int("num_heads", 0)
     if query is None or len(node.inputs) > 8 or heads < 1:
@@ -40,16 +48,22 @@ def multi_head_attention(node: ir.Node) -> Rule | None:
     return Rule(
         _present(node, operands),
         (f"b{free}h", "bh..", "bh..")[: len(node.outputs)],
-        linear="each" if bias is None and not cached else "",
-        terms=(2,),
+        linear=None if bias is None and not cached else "",
         local=fewer_heads if bias is None else _local_heads,
         units={"h": heads},
     )
 
 
-@op("GroupQueryAttention", domain=CONTRIB)
-def group_query_attention(node: ir.Node) -> Rule | None:
-    """`b.h,b.h,b.h,bh..,bh..,b,,_,_,b.,bh..,h->b.h,bh..,bh..`; heads by those of the keys; packed heads whole."""
+group_query_attention = op(
+    "GroupQueryAttention",
+    domain=CONTRIB,
+    factors="b.h,b.h,b.h,bh..,bh..,b,,_,_,b.,bh..,h->b.h,bh..,bh..",
+    remarks="heads by those of the keys; packed heads are replicated",
+)
+
+
+@group_query_attention.sharding
+def _(node: ir.Node) -> Rule | None:
     query, key = dims(operand(node, 0)), dims(operand(node, 1))
     queries, keys = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
     if query is None or len(node.inputs) > 12:
@@ -71,9 +85,16 @@ def group_query_attention(node: ir.Node) -> Rule | None:
     )
 
 
-@op("Attention", domain=CONTRIB)
-def packed_attention(node: ir.Node) -> Rule | None:
-    """`b..,_,_,b.,.bh..,bh..->b.h,.bh..`; heads by their number; each rank takes its columns of the weights."""
+packed_attention = op(
+    "Attention",
+    domain=CONTRIB,
+    factors="b..,_,_,b.,.bh..,bh..->b.h,.bh..",
+    remarks="heads by their number; each rank takes its columns of the weights",
+)
+
+
+@packed_attention.sharding
+def _(node: ir.Node) -> Rule | None:
     source, weights = dims(node.inputs[0]), dims(operand(node, 1))
     heads = node.attributes.get_int("num_heads", 0)
     if source is None or weights is None or len(source) != 3 or heads < 1 or len(node.inputs) > 6:
@@ -87,14 +108,22 @@ def packed_attention(node: ir.Node) -> Rule | None:
     return Rule(
         _present(node, ["b..", "..", WHOLE, padding, ".bh..", extra]),
         ("b.h", ".bh..")[: len(node.outputs)],
-        local=_local_columns,
         units={"h": heads},
     )
 
 
-@op("RotaryEmbedding", domain=CONTRIB)
-def rotary_embedding(node: ir.Node) -> Rule | None:
-    """`bhs.,bs,..,..->bhs.`; s whole where its first position is given; a sum passes in the input."""
+rotary_embedding = op(
+    "RotaryEmbedding",
+    domain=CONTRIB,
+    factors="bhs.,bs,..,..->bhs.",
+    linear="joint",
+    partial=(0,),
+    remarks="s is replicated where its first position is given",
+)
+
+
+@rotary_embedding.sharding
+def _(node: ir.Node) -> Rule | None:
     source, positions = dims(node.inputs[0]), dims(operand(node, 1))
     cache = dims(operand(node, 2))
     if source is None or positions is None or cache is None or node.attributes.get_int("is_packed_batching", 0) != 0:
@@ -107,8 +136,6 @@ def rotary_embedding(node: ir.Node) -> Rule | None:
     return Rule(
         (letters, "bs" if len(positions) == 2 else WHOLE, "..", ".."),
         (letters,),
-        linear="joint",
-        terms=(0,),
         local=fewer_heads,
         units={"h": heads} if heads else {},
     )
@@ -163,7 +190,8 @@ def _local_heads(local: Local) -> None:
     local.same([*local.inputs[:3], part, *local.inputs[4:]], num_heads=count)
 
 
-def _local_columns(local: Local) -> None:
+@packed_attention.local
+def _(local: Local) -> None:
     """Fewer heads, with their columns of the weights and of the bias."""
     if local.cut("h") == 1:
         local.same()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import GradientBuilder, gradient, no_gradient
+from partc.compiler.autodiff.builder import GradientBuilder
 from partc.compiler.autodiff.shapes import like, numbers, once, vector
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.local_shapes import as_int64, divided, integers, local_dims, shards_of
@@ -13,10 +13,11 @@ from partc.compiler.ops.node import LETTERS, Dim, constant_ints, dims, opset_of,
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
 
+expand = op("Expand", factors=".b,_->ab", linear="joint", partial=(0,))
 
-@op("Expand")
-def expand(node: ir.Node) -> Rule | None:
-    """`.b,_->ab`; a sum passes."""
+
+@expand.sharding
+def _(node: ir.Node) -> Rule | None:
     source, made = dims(node.inputs[0]), dims(node.outputs[0])
     if source is None or made is None:
         return None
@@ -26,21 +27,25 @@ def expand(node: ir.Node) -> Rule | None:
     return _repeated(ones + source, made, len(source), _local_shape)
 
 
-@op("Tile")
-def tile(node: ir.Node) -> Rule | None:
-    """`.b,_->ab`; dims above 1 that are repeated whole; a sum passes."""
-    source, made = dims(node.inputs[0]), dims(node.outputs[0])
-    return None if source is None or made is None else _repeated(source, made, len(source), _local_repeats)
-
-
-@gradient("Expand")
-def expand_gradient(g: GradientBuilder, dy: str, x: str, shape: str) -> str:
+@expand.gradient
+def _(g: GradientBuilder, dy: str, x: str, shape: str) -> str:
     """dX = dY, summed where X was repeated, as of every operand that broadcasts."""
     return dy
 
 
-@gradient("Tile")
-def tile_gradient(g: GradientBuilder, dy: str, x: str, repeats: str) -> str:
+tile = op(
+    "Tile", factors=".b,_->ab", linear="joint", partial=(0,), remarks="dims above 1 that are repeated are replicated"
+)
+
+
+@tile.sharding
+def _(node: ir.Node) -> Rule | None:
+    source, made = dims(node.inputs[0]), dims(node.outputs[0])
+    return None if source is None or made is None else _repeated(source, made, len(source), _local_repeats)
+
+
+@tile.gradient
+def _(g: GradientBuilder, dy: str, x: str, repeats: str) -> str:
     """dX = the sum of dY over the repetitions, which are the major part of each dim."""
     times = numbers(g, repeats)
     if times is not None:
@@ -51,14 +56,13 @@ def tile_gradient(g: GradientBuilder, dy: str, x: str, repeats: str) -> str:
     return like(g, g.sum(made, range(0, 2 * rank, 2)), x)
 
 
-@op("ConstantOfShape")
-def constant_of_shape(node: ir.Node) -> Rule | None:
-    """`_->ab`."""
+constant_of_shape = op("ConstantOfShape", factors="_->ab", stops_gradient=True)
+
+
+@constant_of_shape.sharding
+def _(node: ir.Node) -> Rule | None:
     made = dims(node.outputs[0])
-    return None if made is None else Rule((WHOLE,), (LETTERS[: len(made)],), local=_local_extents)
-
-
-no_gradient("ConstantOfShape")
+    return None if made is None else Rule((WHOLE,), (LETTERS[: len(made)],))
 
 
 def _repeated(source: Sequence[Dim], made: Sequence[Dim], rank: int, local: Callable[[Local], None]) -> Rule:
@@ -68,7 +72,7 @@ def _repeated(source: Sequence[Dim], made: Sequence[Dim], rank: int, local: Call
         kept = same(before, after)
         given += letter if kept and before != 1 else WHOLE
         out += letter if kept or before == 1 else WHOLE
-    return Rule((given[len(given) - rank :], WHOLE), (out,), linear="joint", terms=(0,), local=local)
+    return Rule((given[len(given) - rank :], WHOLE), (out,), local=local)
 
 
 def _local_shape(local: Local) -> None:
@@ -107,7 +111,8 @@ def _local_repeats(local: Local) -> None:
         local.same([local.inputs[0], divided(local, as_int64(local, 1), shards)])
 
 
-def _local_extents(local: Local) -> None:
+@constant_of_shape.local
+def _(local: Local) -> None:
     """The shape divided by the shards."""
     known = local_dims(local, local.outputs[0]) or (None,)
     numbers = [dim for dim in known if isinstance(dim, int)]

@@ -8,8 +8,8 @@ equal it, which ranks reduce, and `partc.nn.Extreme(x, top, same, count) {axes}`
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnx_shape_inference import ShapeInferenceContext, registry
-from partc.compiler.autodiff.engine import GradientBuilder, gradient
+from onnx_shape_inference import ShapeInferenceContext
+from partc.compiler.autodiff.builder import GradientBuilder
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.node import LETTERS, rank_of
 from partc.compiler.ops.registry import op
@@ -18,31 +18,38 @@ from partc.compiler.ops.rule import OWN, WHOLE, Rule
 EXTREME = "Extreme"
 
 
-@op(EXTREME, domain=OWN)
-def extreme(node: ir.Node) -> Rule | None:
-    """`ax,a.,ax,a.->a.`; x contracted; every rank has the whole's extreme."""
+extreme = op(
+    EXTREME,
+    domain=OWN,
+    factors="ax,a.,ax,a.->a.",
+    contracted={"x": ""},
+    remarks="every rank has the global extreme",
+)
+
+
+@extreme.sharding
+def _(node: ir.Node) -> Rule | None:
     rank = rank_of(node.inputs[0]) or 0
     axes = {axis % rank for axis in node.attributes.get_ints("axes") or ()} if rank else set()
     letters = LETTERS[:rank]
     kept = "".join(WHOLE if dim in axes else letter for dim, letter in enumerate(letters))
     contracted = {letters[axis]: "" for axis in sorted(axes)}
-    return Rule((letters, kept, letters, kept), (kept,), reduce=contracted, local=_taken)
+    return Rule((letters, kept, letters, kept), (kept,), reduce=contracted)
 
 
-@gradient(EXTREME, domain=OWN)
-def extreme_gradient(g: GradientBuilder, dy: str, x: str, top: str, same: str, count: str) -> str:
+@extreme.local
+def _(local: Local) -> None:
+    local.emit("Identity", [local.inputs[1]], local.outputs[0])
+
+
+@extreme.gradient
+def _(g: GradientBuilder, dy: str, x: str, top: str, same: str, count: str) -> str:
     """dX = dY where X is the extreme; equal ones share it."""
     return g.Mul(g.mask(same, x), g.Div(dy, count))
 
 
-def _taken(local: Local) -> None:
-    local.emit("Identity", [local.inputs[1]], local.outputs[0])
-
-
-def _shapes(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+@extreme.shapes
+def _(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     top = node.inputs[1]
     assert top is not None
     ctx.set_shape_and_dtype(node.outputs[0], top.shape, top.dtype)
-
-
-registry.register(OWN, EXTREME)(_shapes)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import GradientBuilder, gradient
+from partc.compiler.autodiff.builder import GradientBuilder
 from partc.compiler.autodiff.shapes import added_along, extents, joined, like, vector
-from partc.compiler.ops.families.lookup import OLDEST_OPSET, look_up, masked, rows_of, spread, summable
+from partc.compiler.ops.families.concat import but_axes
+from partc.compiler.ops.families.indexing import OLDEST_OPSET, look_up, masked, rows_of, spread, summable
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.local_shapes import as_int64, as_typed, integer
-from partc.compiler.ops.node import LETTERS, axis_of, constant_ints, dims, opset_of, rank_of, same
+from partc.compiler.ops.node import LETTERS, axis_of, constant_ints, counted, dims, opset_of, rank_of, same
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
 
@@ -21,9 +22,18 @@ ROW = "v"
 """The letter of an axis that is looked up into."""
 
 
-@op("Gather")
-def gather(node: ir.Node) -> Rule | None:
-    """`avb,i->aib`; v contracted; rows of other ranks are masked; a sum passes in the data."""
+gather = op(
+    "Gather",
+    factors="avb,i->aib",
+    contracted="v",
+    linear="each",
+    partial=(0,),
+    remarks="rows of other ranks are masked",
+)
+
+
+@gather.sharding
+def _(node: ir.Node) -> Rule | None:
     rank, count = rank_of(node.inputs[0]), rank_of(node.inputs[1])
     if rank is None or count is None:
         return None
@@ -36,15 +46,28 @@ def gather(node: ir.Node) -> Rule | None:
         (before + row + after, indices),
         (before + indices + after,),
         reduce={ROW: "sum"} if row == ROW else {},
-        linear="each",
-        terms=(0,),
-        local=_local_gather,
     )
 
 
-@op("GatherElements")
-def gather_elements(node: ir.Node) -> Rule | None:
-    """`av,ai->ai`; v contracted; rows of other ranks are masked; a sum passes in the data; dims in which sizes differ whole."""
+@gather.gradient
+def _(g: GradientBuilder, dy: str, x: str, indices: str) -> str:
+    """dX = zeros to which dY is added where it was taken."""
+    axis = axis_of(g.node, g.rank(x), 0)
+    return like(g, added_along(g, indices, dy, axis, x), x)
+
+
+gather_elements = op(
+    "GatherElements",
+    factors="av,ai->ai",
+    contracted="v",
+    linear="each",
+    partial=(0,),
+    remarks="rows of other ranks are masked; dims in which sizes differ are replicated",
+)
+
+
+@gather_elements.sharding
+def _(node: ir.Node) -> Rule | None:
     data, indices = dims(node.inputs[0]), dims(node.inputs[1])
     if data is None or indices is None:
         return None
@@ -58,15 +81,28 @@ def gather_elements(node: ir.Node) -> Rule | None:
         ("".join(given), out),
         (out,),
         reduce={ROW: "sum"} if given[axis] == ROW else {},
-        linear="each",
-        terms=(0,),
-        local=_local_gather_elements,
     )
 
 
-@op("GatherND")
-def gather_nd(node: ir.Node) -> Rule | None:
-    """`bvwd,bi.->bid`; vw contracted; rows of other ranks are masked; a sum passes in the data."""
+@gather_elements.gradient
+def _(g: GradientBuilder, dy: str, x: str, indices: str) -> str:
+    """dX = zeros to which dY is added element by element."""
+    made = g.ScatterElements(g.zeros(x), indices, dy, axis=axis_of(g.node, g.rank(x), 0), reduction="add")
+    return like(g, str(made), x)
+
+
+gather_nd = op(
+    "GatherND",
+    factors="bvwd,bi.->bid",
+    contracted="vw",
+    linear="each",
+    partial=(0,),
+    remarks="rows of other ranks are masked",
+)
+
+
+@gather_nd.sharding
+def _(node: ir.Node) -> Rule | None:
     data, indices = dims(node.inputs[0]), dims(node.inputs[1])
     if data is None or indices is None or not isinstance(indices[-1], int):
         return None
@@ -80,47 +116,11 @@ def gather_nd(node: ir.Node) -> Rule | None:
         (letters[:batch] + rows + letters[batch + depth :], letters[:batch] + found + WHOLE),
         (letters[:batch] + found + letters[batch + depth :],),
         reduce=dict.fromkeys(looked_up, "sum") if contractible else {},
-        linear="each",
-        terms=(0,),
-        local=_local_gather_nd,
     )
 
 
-@op("OneHot")
-def one_hot(node: ir.Node) -> Rule | None:
-    """`i,_,_->iv`; a sum passes in the values."""
-    rank = rank_of(node.inputs[0])
-    if rank is None:
-        return None
-    indices = "".join([letter for letter in LETTERS if letter != ROW][:rank])
-    axis = axis_of(node, rank + 1, -1)
-    row = ROW if opset_of(node) >= OLDEST_OPSET else WHOLE
-    depth = WHOLE * (rank_of(node.inputs[1]) or 0)
-    return Rule(
-        (indices, depth, WHOLE),
-        (indices[:axis] + row + indices[axis:],),
-        linear="each",
-        terms=(2,),
-        local=_local_one_hot,
-    )
-
-
-@gradient("Gather")
-def gather_gradient(g: GradientBuilder, dy: str, x: str, indices: str) -> str:
-    """dX = zeros to which dY is added where it was taken."""
-    axis = axis_of(g.node, g.rank(x), 0)
-    return like(g, added_along(g, indices, dy, axis, x), x)
-
-
-@gradient("GatherElements")
-def gather_elements_gradient(g: GradientBuilder, dy: str, x: str, indices: str) -> str:
-    """dX = zeros to which dY is added element by element."""
-    made = g.ScatterElements(g.zeros(x), indices, dy, axis=axis_of(g.node, g.rank(x), 0), reduction="add")
-    return like(g, str(made), x)
-
-
-@gradient("GatherND")
-def gather_nd_gradient(g: GradientBuilder, dy: str, x: str, indices: str) -> str:
+@gather_nd.gradient
+def _(g: GradientBuilder, dy: str, x: str, indices: str) -> str:
     """dX = zeros to which dY is added where it was taken; each index has that of its batch before it."""
     places, batch = vector(g, indices), g.attribute("batch_dims", 0)
     if batch:
@@ -136,13 +136,61 @@ def gather_nd_gradient(g: GradientBuilder, dy: str, x: str, indices: str) -> str
     return like(g, str(g.ScatterND(g.zeros(x), places, dy, reduction="add")), x)
 
 
-@gradient("OneHot")
-def one_hot_gradient(g: GradientBuilder, dy: str, indices: str, depth: str, values: str) -> tuple[None, None, str]:
+one_hot = op("OneHot", factors="i,_,_->iv", linear="each", partial=(2,))
+
+
+@one_hot.sharding
+def _(node: ir.Node) -> Rule | None:
+    rank = rank_of(node.inputs[0])
+    if rank is None:
+        return None
+    indices = "".join([letter for letter in LETTERS if letter != ROW][:rank])
+    axis = axis_of(node, rank + 1, -1)
+    row = ROW if opset_of(node) >= OLDEST_OPSET else WHOLE
+    depth = WHOLE * (rank_of(node.inputs[1]) or 0)
+    return Rule(
+        (indices, depth, WHOLE),
+        (indices[:axis] + row + indices[axis:],),
+    )
+
+
+@one_hot.gradient
+def _(g: GradientBuilder, dy: str, indices: str, depth: str, values: str) -> tuple[None, None, str]:
     """dValues: the sum of dY where it is hot comes last, the rest first."""
     marks = g.OneHot(indices, depth, g.constant([0.0, 1.0], values), axis=g.attribute("axis", -1))
     hot = g.ReduceSum(g.Mul(dy, marks), keepdims=0)
     cold = g.Sub(g.ReduceSum(dy, keepdims=0), hot)
     return None, None, like(g, str(g.Concat(g.unsqueeze(cold, 0), g.unsqueeze(hot, 0), axis=0)), values)
+
+
+compress = op(
+    "Compress",
+    factors="a.,_->a.",
+    linear="joint",
+    partial=(0,),
+    remarks="the axis is replicated, without axis everything",
+)
+
+
+@compress.sharding
+def _(node: ir.Node) -> Rule | None:
+    rank = rank_of(node.inputs[0])
+    if rank is None:
+        return None
+    if node.attributes.get_int("axis", None) is None:
+        return Rule((WHOLE * rank, WHOLE), (WHOLE,))
+    letters = but_axes(rank, (axis_of(node, rank, 0),))
+    return Rule((letters, WHOLE), (letters,))
+
+
+@compress.gradient
+def _(g: GradientBuilder, dy: str, x: str, condition: str) -> str:
+    """dX = zeros to which dY is added where it was kept."""
+    kept, axis = g.reshape(g.NonZero(condition), [-1]), g.attribute("axis")
+    if axis is not None:
+        return like(g, added_along(g, kept, dy, counted(axis, g.rank(x)), x), x)
+    flat = g.ConstantOfShape(g.reshape(g.size_of(x), [1]), value=ir.tensor(np.zeros(1, g.dtype(x).numpy())))
+    return like(g, str(g.Reshape(g.ScatterElements(flat, kept, dy), g.shape_of(x), allowzero=1)), x)
 
 
 def _contractible(node: ir.Node) -> bool:
@@ -157,7 +205,8 @@ def _dtype(local: Local) -> ir.DataType:
     return data.dtype
 
 
-def _local_gather(local: Local) -> None:
+@gather.local
+def _(local: Local) -> None:
     if local.cut(ROW) == 1:
         local.same()
         return
@@ -170,7 +219,8 @@ def _local_gather(local: Local) -> None:
     masked(local, rows, mask, _dtype(local), local.outputs[0])
 
 
-def _local_gather_elements(local: Local) -> None:
+@gather_elements.local
+def _(local: Local) -> None:
     if local.cut(ROW) == 1:
         local.same()
         return
@@ -181,7 +231,8 @@ def _local_gather_elements(local: Local) -> None:
     masked(local, rows, found.present, _dtype(local), local.outputs[0])
 
 
-def _local_gather_nd(local: Local) -> None:
+@gather_nd.local
+def _(local: Local) -> None:
     """Components of an index into dims that are cut count from the shard's begin; an element is there if all are."""
     data, indices = local.rule.inputs[0] or "", local.rule.inputs[1] or ""
     batch = local.node.attributes.get_int("batch_dims", 0)
@@ -209,7 +260,8 @@ def _local_gather_nd(local: Local) -> None:
     masked(local, rows, mask, _dtype(local), local.outputs[0])
 
 
-def _local_one_hot(local: Local) -> None:
+@one_hot.local
+def _(local: Local) -> None:
     """The depth is this rank's; an index before its begin is moved behind its end, where no element is on."""
     shards = local.cut(ROW)
     if shards == 1:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from onnx_shape_inference import ShapeInferenceContext, registry
+from onnx_shape_inference import ShapeInferenceContext
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.node import LETTERS, rank_of
 from partc.compiler.ops.registry import op
@@ -86,48 +86,51 @@ def dims_changed(node: ir.Node) -> tuple[int | None, int | None]:
     return dim if law.divides else None, to if law.multiplies else None
 
 
-@op(ENTER, domain=OWN)
-def enter(node: ir.Node) -> Rule | None:
-    """`_->_`; as its spec says; every rank has its shard."""
-    letters, plain = _letters(node)
-    return Rule((letters,), (plain,), reduce=dict.fromkeys([*letters.replace(WHOLE, ""), ALONG], ""), local=_identity)
+enter = op(ENTER, domain=OWN, factors="_->_", remarks="as its spec says; every rank has its shard")
+leave = op(LEAVE, domain=OWN, factors="_->_", remarks="as its spec says; what is not sharded is the same")
+collective = op(*COLLECTIVES, domain=OWN, factors="_->_", remarks="every rank has its own")
+axis_index = op(AXIS_INDEX, domain=OWN, factors="->", remarks="the rank's place along the axis")
 
 
-@op(LEAVE, domain=OWN)
-def leave(node: ir.Node) -> Rule | None:
-    """`_->_`; as its spec says; what is not cut is the same."""
+@enter.sharding
+def _(node: ir.Node) -> Rule | None:
     letters, plain = _letters(node)
-    return Rule((plain,), (letters,), local=_identity, apart=frozenset({0}))
+    return Rule((letters,), (plain,), reduce=dict.fromkeys([*letters.replace(WHOLE, ""), ALONG], ""))
+
+
+@leave.sharding
+def _(node: ir.Node) -> Rule | None:
+    letters, plain = _letters(node)
+    return Rule((plain,), (letters,), apart=frozenset({0}))
+
+
+@collective.sharding
+def _(node: ir.Node) -> Rule | None:
+    rank = rank_of(node.inputs[0])
+    return Rule((None if rank is None else WHOLE * rank,), (None if rank is None else WHOLE * rank,))
+
+
+@axis_index.sharding
+def _(node: ir.Node) -> Rule | None:
+    return Rule((), ("",), reduce={ALONG: ""})
+
+
+@enter.local
+@leave.local
+@collective.local
+def _(local: Local) -> None:
+    local.emit("Identity", [local.inputs[0]], local.outputs[0])
+
+
+@axis_index.local
+def _(local: Local) -> None:
+    number = local.constant("place", np.array(local.index(ALONG), np.int64))
+    local.emit("Identity", [number], local.outputs[0])
 
 
 def _letters(node: ir.Node) -> tuple[str, str]:
     spec = specs(node) or ((),) * (rank_of(node.inputs[0]) or 0)
     return "".join(LETTERS[dim] if axes else WHOLE for dim, axes in enumerate(spec)), WHOLE * len(spec)
-
-
-def _collective(node: ir.Node) -> Rule | None:
-    """`_->_`; every rank has its own."""
-    rank = rank_of(node.inputs[0])
-    return Rule((None if rank is None else WHOLE * rank,), (None if rank is None else WHOLE * rank,), local=_identity)
-
-
-for _name in COLLECTIVES:
-    op(_name, domain=OWN)(_collective)
-
-
-@op(AXIS_INDEX, domain=OWN)
-def axis_index(node: ir.Node) -> Rule | None:
-    """`->`; the rank's place along the axis."""
-    return Rule((), ("",), reduce={ALONG: ""}, local=_index)
-
-
-def _identity(local: Local) -> None:
-    local.emit("Identity", [local.inputs[0]], local.outputs[0])
-
-
-def _index(local: Local) -> None:
-    number = local.constant("place", np.array(local.index(ALONG), np.int64))
-    local.emit("Identity", [number], local.outputs[0])
 
 
 def _border_shapes(times: bool) -> Callable[[ShapeInferenceContext, ir.Node], None]:
@@ -145,7 +148,8 @@ def _border_shapes(times: bool) -> Callable[[ShapeInferenceContext, ir.Node], No
     return shapes
 
 
-def _collective_shapes(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+@collective.shapes
+def _(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     x, size = node.inputs[0], node.attributes.get_int("size", 1)
     assert x is not None
     if x.shape is None:
@@ -168,12 +172,10 @@ def scaled(dim: int | ir.SymbolicDim, times: int, by: int) -> int | ir.SymbolicD
     return dim if dim.value is None else dim * times / by
 
 
-def _index_shapes(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+@axis_index.shapes
+def _(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     ctx.set_shape_and_dtype(node.outputs[0], ir.Shape([]), ir.DataType.INT64)
 
 
-registry.register(OWN, ENTER)(_border_shapes(False))
-registry.register(OWN, LEAVE)(_border_shapes(True))
-registry.register(OWN, AXIS_INDEX)(_index_shapes)
-for _name in COLLECTIVES:
-    registry.register(OWN, _name)(_collective_shapes)
+enter.shapes(_border_shapes(False))
+leave.shapes(_border_shapes(True))

@@ -1,5 +1,7 @@
-"""Losses over classes: each position has its own; their sum is contracted, and so is an even mean: one without weights and
-without ignored labels."""
+"""Losses over classes: classes are replicated, positions are sharded.
+
+The sum over positions is contracted, and so is an even mean: one without weights and without ignored labels.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +9,30 @@ import math
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import GradientBuilder, gradient
+from partc.compiler.autodiff.builder import GradientBuilder
 from partc.compiler.autodiff.shapes import like, vector
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.node import LETTERS, operand, rank_of
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
 
+softmax_cross_entropy = op(
+    "SoftmaxCrossEntropyLoss",
+    factors="n.d,nd,.->nd,n.d",
+    contracted="nd",
+    linear="each",
+    partial=(2,),
+    remarks="of means only an even one is contracted; the classes are replicated; linear only in a sum without the second output",
+)
 
-@op("SoftmaxCrossEntropyLoss")
-def softmax_cross_entropy(node: ir.Node) -> Rule | None:
-    """`n.d,nd,.->nd,n.d`; nd contracted by sum, and by an even mean; the classes whole; a sum passes in the weights."""
+
+@softmax_cross_entropy.sharding
+def _(node: ir.Node) -> Rule | None:
     return _loss(node, (2,) if _reduction(node) != "mean" and len(node.outputs) == 1 else ())
 
 
-@op("NegativeLogLikelihoodLoss")
-def negative_log_likelihood(node: ir.Node) -> Rule | None:
-    """`n.d,nd,.->nd`; nd contracted by sum, and by an even mean; a sum passes in one operand."""
-    return _loss(node, (0,) if _reduction(node) == "mean" else (0, 2))
-
-
-@gradient("SoftmaxCrossEntropyLoss")
-def softmax_cross_entropy_gradient(g: GradientBuilder, dy: str | None, *names: str | None) -> list[str | None]:
+@softmax_cross_entropy.gradient
+def _(g: GradientBuilder, dy: str | None, *names: str | None) -> list[str | None]:
     """dScores = (softmax - label) * share of dY, and of d(log softmax) itself, where that is an output."""
     made = len(g.node.outputs)
     dlog, scores, labels, weights = [*names[: made - 1], *[None] * (2 - made), *names[made - 1 :], None][:4]
@@ -49,10 +53,23 @@ def softmax_cross_entropy_gradient(g: GradientBuilder, dy: str | None, *names: s
     return [dscores and like(g, dscores, scores), None, dweights][: len(g.node.inputs)]
 
 
-@gradient("NegativeLogLikelihoodLoss")
-def negative_log_likelihood_gradient(
-    g: GradientBuilder, dy: str, scores: str, labels: str, weights: str | None = None
-) -> list[str | None]:
+negative_log_likelihood = op(
+    "NegativeLogLikelihoodLoss",
+    factors="n.d,nd,.->nd",
+    contracted="nd",
+    linear="each",
+    partial=(0, 2),
+    remarks="of means only an even one is contracted; in a mean linear in input 0 alone",
+)
+
+
+@negative_log_likelihood.sharding
+def _(node: ir.Node) -> Rule | None:
+    return _loss(node, (0,) if _reduction(node) == "mean" else (0, 2))
+
+
+@negative_log_likelihood.gradient
+def _(g: GradientBuilder, dy: str, scores: str, labels: str, weights: str | None = None) -> list[str | None]:
     """dScores = zeros, and at each label less its share of dY."""
     labelled = _Labels(g, dy, scores, labels, weights)
     dscores = dweights = None
@@ -112,7 +129,7 @@ def _reduction(node: ir.Node) -> str:
     return node.attributes.get_string("reduction", "mean")
 
 
-def _loss(node: ir.Node, terms: tuple[int, ...]) -> Rule | None:
+def _loss(node: ir.Node, partial: tuple[int, ...]) -> Rule | None:
     rank = rank_of(node.inputs[0])
     if rank is None or rank < 2:
         return None
@@ -127,8 +144,8 @@ def _loss(node: ir.Node, terms: tuple[int, ...]) -> Rule | None:
         (scores, places, *((WHOLE if operand(node, 2) is not None else None,) if len(node.inputs) > 2 else ())),
         ("" if kind != "none" else places, scores)[: len(node.outputs)],
         reduce=dict.fromkeys(places, "sum") if summed else {},
-        linear="each" if terms else "",
-        terms=terms,
+        linear="each" if partial else "",
+        partial=partial,
         local=local_mean if summed and kind == "mean" else None,
     )
 

@@ -1,29 +1,27 @@
-"""Quantization: elements by themselves, scales and zero points cut with the axis that they belong to."""
+"""Quantization: elements by themselves, scales and zero points are sharded with the axis that they belong to."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 from partc.compiler.ops.node import LETTERS, axis_of, dims, operand, rank_of, same
-from partc.compiler.ops.registry import op, uncut
+from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
 
+quantize = op("QuantizeLinear", factors="a,a,a->a", remarks="a scale of one number is replicated; blocks stay together")
 
-@op("QuantizeLinear")
-def quantize(node: ir.Node) -> Rule | None:
-    """`a,a,a->a`; scales of one number whole; blocks are cut whole."""
-    return _scaled(node, "")
-
-
-@op("DequantizeLinear")
-def dequantize(node: ir.Node) -> Rule | None:
-    """`a,a,a->a`; scales of one number whole; blocks are cut whole; a sum passes in the scale."""
-    return _scaled(node, "each")
-
-
-uncut("DynamicQuantizeLinear", why="its scale is that of the whole's extremes")
+dequantize = op(
+    "DequantizeLinear",
+    factors="a,a,a->a",
+    linear="each",
+    partial=(1,),
+    remarks="a scale of one number is replicated; blocks stay together",
+)
+op("DynamicQuantizeLinear", why="its scale follows from the global extremes")
 
 
-def _scaled(node: ir.Node, linear: str) -> Rule | None:
+@quantize.sharding
+@dequantize.sharding
+def _(node: ir.Node) -> Rule | None:
     source, scale = dims(node.inputs[0]), dims(operand(node, 1))
     if source is None or scale is None:
         return None
@@ -44,4 +42,4 @@ def _scaled(node: ir.Node, linear: str) -> Rule | None:
         scales = letters
     point = operand(node, 2)
     points = () if len(node.inputs) < 3 else (None if point is None else scales if rank_of(point) else "",)
-    return Rule((letters, scales, *points), (letters,), linear=linear, terms=(1,))
+    return Rule((letters, scales, *points), (letters,))

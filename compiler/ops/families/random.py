@@ -1,4 +1,4 @@
-"""Random numbers: they are drawn whole, and by every rank of a group the same.
+"""Random numbers: every rank of a group draws the same ones, in the global order.
 
 A node without a seed would draw other numbers on each rank that holds its result; it gets one that its output's name gives it.
 """
@@ -9,27 +9,26 @@ import zlib
 from dataclasses import replace
 
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import no_gradient
 from partc.compiler.ops.local import Local
-from partc.compiler.ops.notation import whole_rule
+from partc.compiler.ops.notation import replicated_rule
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import Rule
-
-_DRAWN = ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
-RANDOM = frozenset((*_DRAWN, "Dropout"))
-"""Ops that may give other numbers each time they run."""
 
 LARGEST_SEED = 2**24
 """Integers below it are exact in the attribute's type, a float of 32 bits."""
 
 
-@op(*_DRAWN)
-def drawn(node: ir.Node) -> Rule | None:
-    """drawn in the order of the whole, with one seed on every rank."""
-    return replace(whole_rule(node), local=seeded)
+drawn = op(
+    *("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
+    why="drawn in the global order, with one seed on every rank",
+    draws=True,
+    stops_gradient=True,
+)
 
 
-no_gradient(*_DRAWN)
+@drawn.sharding
+def _(node: ir.Node) -> Rule | None:
+    return replace(replicated_rule(node), local=seeded)
 
 
 def seeded(local: Local) -> None:

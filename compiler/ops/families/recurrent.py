@@ -7,18 +7,21 @@ from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import Rule
 
+gated = op("RNN", "GRU", factors=".b.,_,_,_,b,.b.->..b.,.b.", remarks="with layout 1 the batch comes first")
 
-@op("RNN", "GRU")
-def gated(node: ir.Node) -> Rule | None:
-    """`.b.,_,_,_,b,.b.->..b.,.b.`; with layout 1 the batch comes first."""
+
+@gated.sharding
+def _(node: ir.Node) -> Rule | None:
     if node.attributes.get_int("layout", 0):
         return rule(node, "b..,_,_,_,b,b..->b...,b..")
     return rule(node, ".b.,_,_,_,b,.b.->..b.,.b.")
 
 
-@op("LSTM")
-def lstm(node: ir.Node) -> Rule | None:
-    """`.b.,_,_,_,b,.b.,.b.,_->..b.,.b.,.b.`; with layout 1 the batch comes first."""
+lstm = op("LSTM", factors=".b.,_,_,_,b,.b.,.b.,_->..b.,.b.,.b.", remarks="with layout 1 the batch comes first")
+
+
+@lstm.sharding
+def _(node: ir.Node) -> Rule | None:
     if node.attributes.get_int("layout", 0):
         return rule(node, "b..,_,_,_,b,b..,b..,_->b...,b..,b..")
     return rule(node, ".b.,_,_,_,b,.b.,.b.,_->..b.,.b.,.b.")

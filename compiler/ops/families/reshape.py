@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import GradientBuilder, gradient
+from partc.compiler.autodiff.builder import GradientBuilder
 from partc.compiler.autodiff.shapes import shaped
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.local_shapes import as_int64, integer, integers, local_dims, shards_of
@@ -26,33 +26,45 @@ if TYPE_CHECKING:
     import sympy
 
 
-@op("Reshape")
-def reshape(node: ir.Node) -> Rule | None:
-    """`a,_->bc as the dims group`; the major-most dim of a group shares its cut; a sum passes."""
+reshape = op(
+    "Reshape",
+    factors="a,_->a",
+    linear="joint",
+    partial=(0,),
+    remarks="dims are matched in groups of equal products, of which the major-most may be sharded",
+)
+
+
+@reshape.sharding
+def _(node: ir.Node) -> Rule | None:
     source, target = dims(node.inputs[0]), dims(node.outputs[0])
     if source is None or target is None or len(node.inputs) < 2:
         return None
     if constant_ints(node, 1) is None and opset_of(node) < 9:
         return None
     letters = matched(source, target)
-    return letters and Rule((letters[0], WHOLE), (letters[1],), linear="joint", terms=(0,), local=_local_target)
+    return letters and Rule((letters[0], WHOLE), (letters[1],))
 
 
-@op("Flatten")
-def flatten(node: ir.Node) -> Rule | None:
-    """`a_b_->ab`; the major-most dim of each side shares its cut; a sum passes."""
+flatten = op("Flatten", factors="a_b_->ab", linear="joint", remarks="the major-most dim of each side is sharded alike")
+
+
+@flatten.sharding
+def _(node: ir.Node) -> Rule | None:
     source = dims(node.inputs[0])
     if source is None:
         return None
     at = axis_of(node, len(source), 1)
     first, second = _major(source[:at], "a"), _major(source[at:], "b")
     made = ("a" if "a" in first else WHOLE) + ("b" if "b" in second else WHOLE)
-    return Rule((first + second,), (made,), linear="joint")
+    return Rule((first + second,), (made,))
 
 
-@op("Squeeze")
-def squeeze(node: ir.Node) -> Rule | None:
-    """`a.b->ab`; a sum passes."""
+squeeze = op("Squeeze", factors="a.b->ab", linear="joint", partial=(0,))
+
+
+@squeeze.sharding
+def _(node: ir.Node) -> Rule | None:
     source, made = dims(node.inputs[0]), dims(node.outputs[0])
     axes = axes_of(node, 0 if source is None else len(source))
     if source is None or axes is None:
@@ -63,17 +75,14 @@ def squeeze(node: ir.Node) -> Rule | None:
             return None
     letters = "".join(WHOLE if k in axes else LETTERS[k] for k in range(len(source)))
     local = None if node.attributes.get("axes") or operand(node, 1) else functools.partial(_named_axes, axes=axes)
-    return Rule((letters, *_axes_operand(node)), (letters.replace(WHOLE, ""),), linear="joint", terms=(0,), local=local)
+    return Rule((letters, *_axes_operand(node)), (letters.replace(WHOLE, ""),), local=local)
 
 
-def _named_axes(local: Local, axes: Sequence[int]) -> None:
-    """The axes that the whole value loses are named, for a shard may have other dims of size 1."""
-    local.same([local.inputs[0], integers(local, "axes", axes)])
+unsqueeze = op("Unsqueeze", factors="ab->a.b", linear="joint", partial=(0,))
 
 
-@op("Unsqueeze")
-def unsqueeze(node: ir.Node) -> Rule | None:
-    """`ab->a.b`; a sum passes."""
+@unsqueeze.sharding
+def _(node: ir.Node) -> Rule | None:
     source = dims(node.inputs[0])
     if source is None:
         return None
@@ -84,13 +93,21 @@ def unsqueeze(node: ir.Node) -> Rule | None:
     axes = {counted(axis, rank) for axis in given}
     letters = iter(LETTERS[: len(source)])
     made = "".join(WHOLE if k in axes else next(letters) for k in range(rank))
-    return Rule((LETTERS[: len(source)], *_axes_operand(node)), (made,), linear="joint", terms=(0,))
+    return Rule((LETTERS[: len(source)], *_axes_operand(node)), (made,))
 
 
-@gradient("Reshape", "Flatten", "Squeeze", "Unsqueeze")
-def regrouped_gradient(g: GradientBuilder, dy: str, x: str, *_: str | None) -> str:
+@reshape.gradient
+@flatten.gradient
+@squeeze.gradient
+@unsqueeze.gradient
+def _(g: GradientBuilder, dy: str, x: str, *_: str | None) -> str:
     """dX = dY in the shape of X."""
     return shaped(g, dy, x)
+
+
+def _named_axes(local: Local, axes: Sequence[int]) -> None:
+    """The axes that the whole value loses are named, for a shard may have other dims of size 1."""
+    local.same([local.inputs[0], integers(local, "axes", axes)])
 
 
 def matched(source: Sequence[Dim], target: Sequence[Dim]) -> tuple[str, str] | None:
@@ -150,7 +167,8 @@ def _axes_operand(node: ir.Node) -> tuple[str | None, ...]:
     return () if len(node.inputs) < 2 else (None if node.inputs[1] is None else WHOLE,)
 
 
-def _local_target(local: Local) -> None:
+@reshape.local
+def _(local: Local) -> None:
     """The target in local extents: a constant where one dim at most is dynamic, else the given one with its entries divided."""
     shards = shards_of(local, local.rule.outputs[0])
     known = local_dims(local, local.outputs[0])

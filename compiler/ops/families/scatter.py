@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import GradientBuilder, NoGradient, gradient
+from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.shapes import like
-from partc.compiler.ops.families.join import but_axes
-from partc.compiler.ops.families.lookup import OLDEST_OPSET, Rows, look_up, rows_of, summable
+from partc.compiler.ops.families.concat import but_axes
+from partc.compiler.ops.families.indexing import OLDEST_OPSET, Rows, look_up, rows_of, summable
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.local_shapes import as_int64, integers
 from partc.compiler.ops.node import LETTERS, axis_of, dims, operand, opset_of, rank_of, same
@@ -20,13 +20,20 @@ from partc.compiler.ops.rule import WHOLE, Rule
 
 ROW = "v"
 """The letter of a dim of the data that indices reach."""
-
 _REDUCTIONS = {"add": "sum", "max": "max", "min": "min"}
 
 
-@op("ScatterElements", "Scatter")
-def scatter_elements(node: ir.Node) -> Rule | None:
-    """`av,ai,ai->av`; i contracted where updates are added up or compared; a sum passes in data and updates together."""
+_REMARKS = "i contracted only where updates are added up or compared; linear unless they are compared, in input 0 alone if multiplied"
+
+scatter_elements = op(
+    "ScatterElements", factors="av,ai,ai->av", contracted="i", linear="joint", partial=(0, 2), remarks=_REMARKS
+)
+scatter = op("Scatter", factors="av,ai,ai->av", contracted="i", linear="joint", partial=(0, 2), remarks=_REMARKS)
+
+
+@scatter_elements.sharding
+@scatter.sharding
+def _(node: ir.Node) -> Rule | None:
     data, indices = dims(node.inputs[0]), dims(node.inputs[1])
     if data is None or indices is None:
         return None
@@ -35,7 +42,7 @@ def scatter_elements(node: ir.Node) -> Rule | None:
     shared = [letter if same(a, b) else WHOLE for letter, a, b in zip(letters, data, indices, strict=False)]
     written = list(shared)
     shared[axis] = ROW if _splits_rows(node) else WHOLE
-    reduce, (linear, terms) = _reduction(node), _linear(node)
+    reduce, (linear, partial) = _reduction(node), _linear(node)
     written[axis] = "i" if reduce else WHOLE
     kept = "".join(shared)
     return Rule(
@@ -43,38 +50,13 @@ def scatter_elements(node: ir.Node) -> Rule | None:
         (kept,),
         reduce={"i": reduce} if reduce else {},
         linear=linear,
-        terms=terms,
+        partial=partial,
         local=_local_scatter,
     )
 
 
-@op("ScatterND")
-def scatter_nd(node: ir.Node) -> Rule | None:
-    """`vb,i.,ib->vb`; i contracted where updates are added up or compared; a sum passes in data and updates together."""
-    data, indices = dims(node.inputs[0]), dims(node.inputs[1])
-    if data is None or indices is None or not isinstance(indices[-1], int):
-        return None
-    depth, count = indices[-1], len(indices) - 1
-    free = [letter for letter in LETTERS if letter != ROW]
-    kept = "".join(free[: len(data) - depth])
-    reduce, (linear, terms) = _reduction(node), _linear(node)
-    written = "".join(free[len(kept) : len(kept) + count]) if reduce else WHOLE * count
-    row = ROW if depth and _splits_rows(node) else WHOLE * min(depth, 1)
-    reached = row + WHOLE * (depth - 1) + kept
-    return Rule(
-        (reached, written + WHOLE, written + kept),
-        (reached,),
-        reduce=dict.fromkeys(written, reduce) if reduce else {},
-        linear=linear,
-        terms=terms,
-        local=_local_scatter,
-    )
-
-
-@gradient("ScatterElements")
-def scatter_elements_gradient(
-    g: GradientBuilder, dy: str, x: str, indices: str, updates: str
-) -> tuple[str | None, None, str | None]:
+@scatter_elements.gradient
+def _(g: GradientBuilder, dy: str, x: str, indices: str, updates: str) -> tuple[str | None, None, str | None]:
     """dX = dY, without what was replaced; dUpdates = dY where they were written."""
     axis, replaces = axis_of(g.node, g.rank(x), 0), _replaces(g)
     data = made = None
@@ -85,10 +67,40 @@ def scatter_elements_gradient(
     return data, None, made
 
 
-@gradient("ScatterND")
-def scatter_nd_gradient(
-    g: GradientBuilder, dy: str, x: str, indices: str, updates: str
-) -> tuple[str | None, None, str | None]:
+scatter_nd = op(
+    "ScatterND",
+    factors="vb,i.,ib->vb",
+    contracted="i",
+    linear="joint",
+    partial=(0, 2),
+    remarks=_REMARKS,
+)
+
+
+@scatter_nd.sharding
+def _(node: ir.Node) -> Rule | None:
+    data, indices = dims(node.inputs[0]), dims(node.inputs[1])
+    if data is None or indices is None or not isinstance(indices[-1], int):
+        return None
+    depth, count = indices[-1], len(indices) - 1
+    free = [letter for letter in LETTERS if letter != ROW]
+    kept = "".join(free[: len(data) - depth])
+    reduce, (linear, partial) = _reduction(node), _linear(node)
+    written = "".join(free[len(kept) : len(kept) + count]) if reduce else WHOLE * count
+    row = ROW if depth and _splits_rows(node) else WHOLE * min(depth, 1)
+    reached = row + WHOLE * (depth - 1) + kept
+    return Rule(
+        (reached, written + WHOLE, written + kept),
+        (reached,),
+        reduce=dict.fromkeys(written, reduce) if reduce else {},
+        linear=linear,
+        partial=partial,
+        local=_local_scatter,
+    )
+
+
+@scatter_nd.gradient
+def _(g: GradientBuilder, dy: str, x: str, indices: str, updates: str) -> tuple[str | None, None, str | None]:
     """dX = dY, without what was replaced; dUpdates = dY where they were written."""
     data = made = None
     if g.wants(0):
@@ -98,23 +110,27 @@ def scatter_nd_gradient(
     return data, None, made
 
 
+tensor_scatter = op(
+    "TensorScatter", factors="b.d,b.d,b->b.d", linear="joint", partial=(0, 1), remarks="the axis is replicated"
+)
+
+
+@tensor_scatter.sharding
+def _(node: ir.Node) -> Rule | None:
+    rank = rank_of(node.inputs[0])
+    if rank is None:
+        return None
+    letters = but_axes(rank, (axis_of(node, rank, -2),))
+    places = () if len(node.inputs) < 3 else (None if operand(node, 2) is None else letters[0],)
+    return Rule((letters, letters, *places), (letters,))
+
+
 def _replaces(g: GradientBuilder) -> bool:
     """Whether updates replace elements, or else are added to them."""
     reduction = g.attribute("reduction", "none")
     if reduction not in ("none", "add"):
         raise NoGradient(f"{g.node.op_type} with reduction {reduction!r} has no gradient")
     return bool(reduction == "none")
-
-
-@op("TensorScatter")
-def tensor_scatter(node: ir.Node) -> Rule | None:
-    """`b.d,b.d,b->b.d`; the axis whole; a sum passes in cache and update together."""
-    rank = rank_of(node.inputs[0])
-    if rank is None:
-        return None
-    letters = but_axes(rank, (axis_of(node, rank, -2),))
-    places = () if len(node.inputs) < 3 else (None if operand(node, 2) is None else letters[0],)
-    return Rule((letters, letters, *places), (letters,), linear="joint", terms=(0, 1))
 
 
 def _reduction(node: ir.Node) -> str:

@@ -1,4 +1,7 @@
-"""Ops that make numbers out of extents: the shape of a cut tensor is the whole's, and a range is cut by its shard."""
+"""Ops that make numbers out of extents: the shape of a sharded tensor is the global one, and a rank takes its shard of a range.
+
+What counts elements or is small is on every rank alike.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +9,61 @@ import math
 from collections.abc import Callable
 
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import no_gradient
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.local_shapes import integer, integers, shard_of, shards_of
 from partc.compiler.ops.node import LETTERS, counted, opset_of, rank_of
-from partc.compiler.ops.registry import op, uncut
+from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
 
+shape = op("Shape", factors="ab->_", remarks="the global extents, on every rank", stops_gradient=True)
 
-@op("Shape")
-def shape(node: ir.Node) -> Rule | None:
-    """`ab->_`; the extents of the whole, on every rank."""
+
+@shape.sharding
+def _(node: ir.Node) -> Rule | None:
     return _extents(node, WHOLE, _global_shape)
 
 
-@op("Size")
-def size(node: ir.Node) -> Rule | None:
-    """`ab->`; the size of the whole, on every rank."""
+size = op("Size", factors="ab->", remarks="the global size, on every rank", stops_gradient=True)
+
+
+@size.sharding
+def _(node: ir.Node) -> Rule | None:
     return _extents(node, "", _global_size)
 
 
-@op("Range")
-def range_(node: ir.Node) -> Rule | None:
-    """`,,->n`; every rank takes its shard."""
+range_ = op("Range", factors=",,->n", remarks="every rank takes its shard")
+
+
+@range_.sharding
+def _(node: ir.Node) -> Rule | None:
     if opset_of(node) < 10:
         return None
     scalars = tuple(WHOLE * (rank_of(value) or 0) for value in node.inputs)
-    return Rule(scalars, ("n",), local=_local_range)
+    return Rule(scalars, ("n",))
 
 
-uncut("NonZero", why="how many elements there are, and where they stand in the whole, only the whole tells")
-uncut("EyeLike", why="where the diagonal crosses a shard differs by rank")
-uncut("HannWindow", "HammingWindow", "BlackmanWindow", "MelWeightMatrix", why="small, and made of scalars")
-uncut("Constant", why="known to every rank")
-no_gradient("Shape", "Size", "NonZero", "EyeLike", "Constant")
-no_gradient("HannWindow", "HammingWindow", "BlackmanWindow", "MelWeightMatrix")
+op("Unique", why="how many distinct elements there are needs all of them")
+op(
+    "NonZero",
+    why="how many elements there are, and where they stand, needs all of them",
+    stops_gradient=True,
+)
+
+
+op("EyeLike", why="where the diagonal crosses a shard differs by rank", stops_gradient=True)
+
+
+op(
+    "HannWindow",
+    "HammingWindow",
+    "BlackmanWindow",
+    "MelWeightMatrix",
+    why="small, and made of scalars",
+    stops_gradient=True,
+)
+
+
+op("Constant", why="known to every rank", stops_gradient=True)
 
 
 def _extents(node: ir.Node, made: str, local: Callable[[Local], None]) -> Rule | None:
@@ -72,7 +95,8 @@ def _global_size(local: Local) -> None:
     local.emit("Mul", [here, count], local.outputs[0])
 
 
-def _local_range(local: Local) -> None:
+@range_.local
+def _(local: Local) -> None:
     """The whole range, which is short, and of it this rank's shard, so that its numbers are those of the whole."""
     if local.cut("n") == 1:
         local.same()

@@ -3,41 +3,49 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import GradientBuilder, gradient
+from partc.compiler.autodiff.builder import GradientBuilder
 from partc.compiler.autodiff.shapes import extents, inverse, joined, like, shaped
 from partc.compiler.ops.node import LETTERS, counted, rank_of
 from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import Rule
 
+transpose = op("Transpose", factors="ab->ba", linear="joint")
 
-@op("Transpose")
-def transpose(node: ir.Node) -> Rule | None:
-    """`ab->ba`; a sum passes."""
+
+@transpose.sharding
+def _(node: ir.Node) -> Rule | None:
     rank = rank_of(node.inputs[0])
     if rank is None:
         return None
     order = node.attributes.get_ints("perm") or tuple(reversed(range(rank)))
     letters = LETTERS[:rank]
-    return Rule((letters,), ("".join(letters[counted(axis, rank)] for axis in order),), linear="joint")
+    return Rule((letters,), ("".join(letters[counted(axis, rank)] for axis in order),))
 
 
-@gradient("Transpose")
-def transpose_gradient(g: GradientBuilder, dy: str, x: str) -> str:
+@transpose.gradient
+def _(g: GradientBuilder, dy: str, x: str) -> str:
     """dX = dY with its dims put back."""
     order = g.attribute("perm") or [*reversed(range(g.rank(x)))]
     return str(g.Transpose(dy, perm=inverse([axis % len(order) for axis in order])))
 
 
-@op("DepthToSpace")
-def depth_to_space(node: ir.Node) -> Rule | None:
-    """`nchw->nchw`; a sum passes; channels only in mode CRD, where they are major in the input's depth."""
+depth_to_space = op(
+    "DepthToSpace",
+    factors="nchw->nchw",
+    linear="joint",
+    remarks="channels only in mode CRD, where they are major in the input's depth",
+)
+
+
+@depth_to_space.sharding
+def _(node: ir.Node) -> Rule | None:
     crd = node.attributes.get_string("mode", "DCR") == "CRD"
-    return rule(node, "nchw->nchw" if crd else "n.hw->n.hw", linear="joint")
+    return rule(node, "nchw->nchw" if crd else "n.hw->n.hw")
 
 
-@gradient("DepthToSpace")
-def depth_to_space_gradient(g: GradientBuilder, dy: str, x: str) -> str:
+@depth_to_space.gradient
+def _(g: GradientBuilder, dy: str, x: str) -> str:
     """dX = SpaceToDepth(dY), whose channels are counted the other way round in mode CRD."""
     block = g.attribute("blocksize")
     packed = str(g.SpaceToDepth(dy, blocksize=block))
@@ -47,10 +55,10 @@ def depth_to_space_gradient(g: GradientBuilder, dy: str, x: str) -> str:
     return like(g, packed, x)
 
 
-@gradient("SpaceToDepth")
-def space_to_depth_gradient(g: GradientBuilder, dy: str, x: str) -> str:
+space_to_depth = op("SpaceToDepth", factors="n.hw->n.hw", linear="joint")
+
+
+@space_to_depth.gradient
+def _(g: GradientBuilder, dy: str, x: str) -> str:
     """dX = DepthToSpace(dY)."""
     return like(g, str(g.DepthToSpace(dy, blocksize=g.attribute("blocksize"))), x)
-
-
-op("SpaceToDepth", factors="n.hw->n.hw", linear="joint", says="a sum passes")

@@ -1,10 +1,20 @@
-"""How the windows of a convolution or a pooling lie in an image: what its attributes say, in numbers that gradients need."""
+"""How the windows of a convolution or a pooling lie in an image.
+
+Along a spatial dim neighbouring windows overlap, and so it stays replicated, but where every window lies in its own stretch of the
+input: a kernel no larger than its stride, no padding, and an input that the stride divides. Then shards have whole windows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from partc.compiler.autodiff.engine import GradientBuilder, NoGradient
+import onnx_ir as ir
+from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
+from partc.compiler.ops.node import Dim, dims, operand
+from partc.compiler.ops.rule import WHOLE
+
+SPATIAL = "hwdefgijk"
 
 
 @dataclass(frozen=True)
@@ -90,3 +100,26 @@ def kernel_of(g: GradientBuilder, w: str) -> tuple[int, ...]:
     if size is None:
         raise NoGradient("a kernel of unknown size")
     return tuple(size[2:])
+
+
+def separate_windows(node: ir.Node, kernel: Sequence[int] | None, *, transposed: bool = False) -> str:
+    """The letters of the spatial dims of input 0: one where windows do not overlap and shards hold whole ones, else `.`."""
+    shape = dims(operand(node, 0)) or ()
+    rank = len(shape) - 2
+    strides = node.attributes.get_ints("strides") or [1] * rank
+    dilations = node.attributes.get_ints("dilations") or [1] * rank
+    pads = node.attributes.get_ints("pads") or [0] * (2 * rank)
+    padding = node.attributes.get_ints("output_padding") or [0] * rank
+    automatic = node.attributes.get_string("auto_pad", "NOTSET") not in ("NOTSET", "VALID")
+    if kernel is None or len(kernel) != rank or automatic or "output_shape" in node.attributes:
+        return WHOLE * rank
+    found = ""
+    for k, size in enumerate(shape[2:]):
+        reach = (kernel[k] - 1) * dilations[k] + 1
+        fits = reach == strides[k] if transposed else reach <= strides[k] and _divides(strides[k], size)
+        found += SPATIAL[k] if fits and pads[k] == pads[k + rank] == padding[k] == 0 else WHOLE
+    return found
+
+
+def _divides(stride: int, size: Dim) -> bool:
+    return stride == 1 or (isinstance(size, int) and size % stride == 0)

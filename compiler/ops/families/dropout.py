@@ -1,15 +1,18 @@
-"""Dropout whose mask follows from a seed, the number of the step, and where an element stands in the whole tensor.
+"""Dropout: the standard's, and the one that trains, whose mask follows from the place of an element in the whole tensor.
 
-So the masks of a model are the same on one rank and on many, however a tensor is cut, and those of a step that is run again are
-those that it had. `partc.nn.Dropout(x, step) {ratio, seed}` is no op that a runtime knows: on every rank it becomes plain ones.
-`Dropout(x, step, part) {ratio, seed, parts, records_dim}` draws the masks of one of several parts of a batch: what a rank has of a
-whole batch is `parts` shards like its own, one behind the other.
+The standard's op draws its mask in the order of the whole tensor, so that only the mode that drops nothing can be sharded.
+`partc.nn.Dropout` draws from a seed, the number of the step, and the element's place. So the masks of a model are the same on one
+rank and on many, however a tensor is cut, and those of a step that is run again are those that it had. `partc.nn.Dropout(x, step)
+{ratio, seed}` is no op that a runtime knows: on every rank it becomes plain ones. `Dropout(x, step, part) {ratio, seed, parts,
+records_dim}` draws the masks of one of several parts of a batch: what a rank has of a whole batch is `parts` shards like its own,
+one behind the other.
 
-The dims are parted in two, rows and columns, and each part gives every place of its own a number: a Weyl sequence begun by seed and
-step, mixed modulo 2**32 by two rounds of a shift, an exclusive or and a product. Numbers of rows are even, those of columns odd. An
-element is kept where (row + column)**2 is below the share to be kept. The square is needed: of sums alone the fourth corner of every
-rectangle follows from the other three. Squares of odd numbers meet all residues of 1 modulo 8 equally often, so the share is exact to
-2**-29. Only the sum, the square, the comparison and what is done with the mask are passes over the whole tensor.
+The dims are parted in two, rows and columns, and each part gives every place of its own a number: a Weyl sequence begun by seed
+and step, mixed modulo 2**32 by two rounds of a shift, an exclusive or and a product. Numbers of rows are even, those of columns
+odd. An element is kept where (row + column)**2 is below the share to be kept. The square is needed: of sums alone the fourth
+corner of every rectangle follows from the other three. Squares of odd numbers meet all residues of 1 modulo 8 equally often, so
+the share is exact to 2**-29. Only the sum, the square, the comparison and what is done with the mask are passes over the whole
+tensor.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
-from onnx_shape_inference import ShapeInferenceContext, registry
+from onnx_shape_inference import ShapeInferenceContext
+from partc.compiler.autodiff.builder import GradientBuilder
+from partc.compiler.ops.families.random import seeded
 from partc.compiler.ops.local import Local, Shape
 from partc.compiler.ops.local_shapes import integer, integers, local_dims
-from partc.compiler.ops.node import rank_of
-from partc.compiler.ops.notation import rule, whole_rule
+from partc.compiler.ops.node import operand, rank_of
+from partc.compiler.ops.notation import replicated_rule, rule
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import OWN, Rule
 
@@ -39,27 +44,70 @@ _ROUNDS = ((2**16, 0x7FEB352D), (2**15, 2 * 0x046CA68B))
 """Per round what is divided by, as a shift to the right, and the factor; the last one leaves an even number."""
 _SIZE_OF_A_SYMBOL = 64
 
+dropout = op(
+    "Dropout",
+    factors="*,_,_->*,*",
+    linear="joint",
+    partial=(0,),
+    draws=True,
+    remarks="replicated in training mode, which draws random numbers; linear only where no mask is made",
+)
 
-@op(DROPOUT, domain=OWN)
-def seeded_dropout(node: ir.Node) -> Rule | None:
-    """`*,_,_->*,*`; a sum passes where the mask is not asked for; masks follow from global places."""
+
+@dropout.sharding
+def _(node: ir.Node) -> Rule | None:
+    training = operand(node, 2)
+    if training is not None:
+        mode = ir.convenience.get_const_tensor(training)
+        if mode is None or bool(mode.numpy()):
+            return replace(replicated_rule(node), local=seeded)
+    return rule(node, "*,_,_->*,*", linear=None if len(node.outputs) == 1 else "")
+
+
+@dropout.gradient
+def _(g: GradientBuilder, dy: str | None, *names: str | None) -> str | None:
+    """dX = dY / (1 - ratio) where the mask has kept X; dY itself where nothing is dropped."""
+    x, ratio, training = [*names[len(g.node.outputs) - 1 :], None, None][:3]
+    mode = g.known(training)
+    if not dy or not x or not training or (mode is not None and not mode.any()):
+        return dy
+    kept = g.mask(g.output(1), dy)
+    known = g.known(ratio) if ratio else np.array(0.5)
+    if known is not None:
+        scale = g.constant(1 / (1 - float(known)), dy)
+    else:
+        scale = str(g.Reciprocal(g.Sub(g.constant(1, dy), g.Cast(ratio, to=g.dtype(dy)))))
+    if mode is None:
+        scale = str(g.Where(training, scale, g.constant(1, dy)))
+    return str(g.Mul(g.Mul(dy, kept), scale))
+
+
+placed_dropout = op(
+    DROPOUT,
+    domain=OWN,
+    factors="*,_,_->*,*",
+    linear="joint",
+    partial=(0,),
+    remarks="masks follow from global places; linear only where the mask is no output",
+)
+
+
+@placed_dropout.sharding
+def _(node: ir.Node) -> Rule | None:
     if rank_of(node.inputs[0]) is None:
-        return replace(whole_rule(node), local=drawn_by_place)
-    linear = "joint" if len(node.outputs) == 1 else ""
-    return rule(node, "*,_,_->*,*", linear=linear, terms=(0,), local=drawn_by_place)
+        return replicated_rule(node)
+    return rule(node, "*,_,_->*,*", linear=None if len(node.outputs) == 1 else "")
 
 
-def _shapes(ctx: ShapeInferenceContext, node: ir.Node) -> None:
-    """Outputs have the shape of the input."""
+@placed_dropout.shapes
+def _(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     x = node.inputs[0]
     assert x is not None
     for out, dtype in zip(node.outputs, (x.dtype, ir.DataType.BOOL), strict=False):
         ctx.set_shape_and_dtype(out, x.shape, dtype)
 
 
-registry.register(OWN, DROPOUT)(_shapes)
-
-
+@placed_dropout.local
 def drawn_by_place(local: Local) -> None:
     """y = x m, m being 1 / (1 - ratio) where the element is kept and 0 elsewhere."""
     node, x = local.node, local.inputs[0]

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import GradientBuilder, gradient
-from partc.compiler.ops.families.lookup import rows_of
+from partc.compiler.autodiff.builder import GradientBuilder
+from partc.compiler.ops.families.indexing import rows_of
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.local_shapes import integer
 from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import Rule
 
-
-@op("Trilu")
-def trilu(node: ir.Node) -> Rule | None:
-    """`*rc,_->*rc`; a sum passes."""
-    return rule(node, "*rc,_->*rc", linear="joint", terms=(0,), local=_moved_diagonal)
+trilu = op("Trilu", factors="*rc,_->*rc", linear="joint", partial=(0,))
 
 
-@gradient("Trilu")
-def trilu_gradient(g: GradientBuilder, dy: str, x: str, k: str | None = None) -> str:
+@trilu.sharding
+def _(node: ir.Node) -> Rule | None:
+    return rule(node, "*rc,_->*rc")
+
+
+@trilu.gradient
+def _(g: GradientBuilder, dy: str, x: str, k: str | None = None) -> str:
     """dX = the same triangle of dY."""
     return str(g.Trilu(dy, k, upper=g.attribute("upper", 1)))
 
 
-def _moved_diagonal(local: Local) -> None:
+@trilu.local
+def _(local: Local) -> None:
     """Row i of a shard is row i + begin of the whole, so that k grows by the first row and falls by the first column."""
     if local.cut("r") == 1 and local.cut("c") == 1:
         local.same()

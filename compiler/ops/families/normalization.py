@@ -1,4 +1,4 @@
-"""Gradients of softmax and the normalizations.
+"""Normalizations: the dims over which they normalize are replicated, everything else is free.
 
 All of these take x to (x - mean) / deviation, times a scale. With x^ the normalized value and w = dY scale, over what is normalized:
 
@@ -11,28 +11,52 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import GradientBuilder, gradient
-from partc.compiler.ops.node import opset_of
+from partc.compiler.autodiff.builder import GradientBuilder
+from partc.compiler.ops.families.softmax import replicated_along
+from partc.compiler.ops.local import Local
+from partc.compiler.ops.node import axis_of, counted, opset_of, rank_of
+from partc.compiler.ops.notation import rule
+from partc.compiler.ops.registry import CONTRIB, op
+from partc.compiler.ops.rule import WHOLE, Rule
+
+lp_normalization = op("LpNormalization", factors="ax->ax", replicated="x")
 
 
-@gradient("Softmax")
-def softmax(g: GradientBuilder, dy: str, x: str) -> str:
-    """dX = Y (dY - sum(dY Y))."""
-    y = g.output(0)
-    part = g.Mul(dy, y)
-    return g.Sub(part, g.Mul(y, g.sum(part, _along(g, x), keepdims=True)))
+@lp_normalization.sharding
+def _(node: ir.Node) -> Rule | None:
+    return replicated_along(node, [axis_of(node, rank_of(node.inputs[0]) or 0, -1)])
 
 
-@gradient("LogSoftmax")
-def log_softmax(g: GradientBuilder, dy: str, x: str) -> str:
-    """dX = dY - exp(Y) sum(dY)."""
-    return g.Sub(dy, g.Mul(g.Exp(g.output(0)), g.sum(dy, _along(g, x), keepdims=True)))
+mean_variance_normalization = op("MeanVarianceNormalization", factors="ax->ax", replicated="x")
 
 
-@gradient("LayerNormalization", outputs=1)
-def layer_normalization(
-    g: GradientBuilder, dy: str, x: str, scale: str, bias: str | None = None
-) -> Sequence[str | None]:
+@mean_variance_normalization.sharding
+def _(node: ir.Node) -> Rule | None:
+    rank = rank_of(node.inputs[0]) or 0
+    return replicated_along(node, [counted(axis, rank) for axis in node.attributes.get_ints("axes") or (0, 2, 3)])
+
+
+op("LRN", factors="n.*->n.*", remarks="channels are replicated")
+
+
+_LAST = "*x,_,_->*x,*.,*."
+
+layer_normalization = op("LayerNormalization", factors=_LAST, replicated="x", gradient_outputs=1)
+rms_normalization = op(
+    "RMSNormalization", "SimplifiedLayerNormalization", factors=_LAST, replicated="x", gradient_outputs=1
+)
+
+
+@layer_normalization.sharding
+@rms_normalization.sharding
+def _(node: ir.Node) -> Rule | None:
+    rank = rank_of(node.inputs[0]) or 0
+    tail = WHOLE * (rank - axis_of(node, rank, -1))
+    return rule(node, f"*{tail},_,_->*{tail},*{tail},*{tail}")
+
+
+@layer_normalization.gradient
+def _(g: GradientBuilder, dy: str, x: str, scale: str, bias: str | None = None) -> Sequence[str | None]:
     """dX of the module's formula, dScale = dY x^, dB = dY; x^ from the node's own statistics where they are in the type of x."""
     rank = g.rank(x)
     axes = list(range(g.attribute("axis", -1) % rank, rank))
@@ -45,8 +69,8 @@ def layer_normalization(
     return dx, g.Mul(dy, normal) if g.wants(1) else None, dy
 
 
-@gradient("RMSNormalization", "SimplifiedLayerNormalization", outputs=1)
-def rms_normalization(g: GradientBuilder, dy: str, x: str, scale: str) -> Sequence[str | None]:
+@rms_normalization.gradient
+def _(g: GradientBuilder, dy: str, x: str, scale: str) -> Sequence[str | None]:
     """x^ = x / r, r = sqrt(mean(x x)): dX = (w - x^ mean(w x^)) / r, dScale = dY x^."""
     rank = g.rank(x)
     axes = g.constant(np.arange(g.attribute("axis", -1) % rank, rank))
@@ -57,8 +81,30 @@ def rms_normalization(g: GradientBuilder, dy: str, x: str, scale: str) -> Sequen
     return dx, g.Mul(dy, normal) if g.wants(1) else None
 
 
-@gradient("GroupNormalization")
-def group_normalization(g: GradientBuilder, dy: str, x: str, scale: str, bias: str) -> Sequence[str | None]:
+skip_layer_normalization = op(
+    "SkipLayerNormalization",
+    "SkipSimplifiedLayerNormalization",
+    domain=CONTRIB,
+    factors="*x,*x,_,_,_->*x,*.,*.,*x",
+    replicated="x",
+)
+
+
+@skip_layer_normalization.sharding
+def _(node: ir.Node) -> Rule | None:
+    return rule(node, "*.,*.,_,_,_->*.,*.,*.,*.")
+
+
+group_normalization = op("GroupNormalization", factors="nc_,c,c->nc_", remarks="channels are sharded by whole groups")
+
+
+@group_normalization.sharding
+def _(node: ir.Node) -> Rule | None:
+    return rule(node, "nc_,c,c->nc_", units={"c": node.attributes.get_int("num_groups", 1)})
+
+
+@group_normalization.gradient
+def _(g: GradientBuilder, dy: str, x: str, scale: str, bias: str) -> Sequence[str | None]:
     """dX of the module's formula over the channels of a group; dScale = sum(dY x^), dB = sum(dY), a channel."""
     groups = g.attribute("num_groups")
     shape = g.shape_of(x)
@@ -75,16 +121,40 @@ def group_normalization(g: GradientBuilder, dy: str, x: str, scale: str, bias: s
     return dx, g.sum(g.Mul(dy, g.Reshape(normal, shape)), others), g.sum(dy, others)
 
 
-@gradient("InstanceNormalization")
-def instance_normalization(g: GradientBuilder, dy: str, x: str, scale: str, bias: str) -> Sequence[str | None]:
+@group_normalization.local
+def _(local: Local) -> None:
+    """The node with as many groups as this rank has."""
+    local.same(num_groups=local.node.attributes.get_int("num_groups", 1) // local.cut("c"))
+
+
+instance_normalization = op("InstanceNormalization", factors="nc_,c,c->nc_")
+
+
+@instance_normalization.gradient
+def _(g: GradientBuilder, dy: str, x: str, scale: str, bias: str) -> Sequence[str | None]:
     """dX of the module's formula over the positions of a channel; dScale = sum(dY x^), dB = sum(dY)."""
     return _in_groups(g, dy, x, scale)
 
 
-@gradient("BatchNormalization", outputs=1)
-def batch_normalization(
-    g: GradientBuilder, dy: str, x: str, scale: str, bias: str, mean: str, variance: str
-) -> Sequence[str | None]:
+batch_normalization = op(
+    "BatchNormalization",
+    factors="nc*,c,c,c,c->nc*,c,c",
+    remarks="in training, whose statistics are over images and positions, only channels are sharded",
+    gradient_outputs=1,
+)
+
+
+@batch_normalization.sharding
+def _(node: ir.Node) -> Rule | None:
+    if not node.attributes.get_int("spatial", 1):
+        return None
+    if node.attributes.get_int("training_mode", 0) or len(node.outputs) > 1:
+        return rule(node, ".c_,c,c,c,c->.c_,c,c,c,c")
+    return rule(node, "nc*,c,c,c,c->nc*")
+
+
+@batch_normalization.gradient
+def _(g: GradientBuilder, dy: str, x: str, scale: str, bias: str, mean: str, variance: str) -> Sequence[str | None]:
     """In training dX of the module's formula over images and positions; else dX = dY scale / deviation."""
     others = [0, *range(2, g.rank(x))]
     wide = list(range(1, g.rank(x) - 1))
@@ -155,10 +225,3 @@ def _inverse_root(g: GradientBuilder, square: str, like: str) -> str:
 def _wide(g: GradientBuilder, per_channel: str, axes: Sequence[int]) -> str:
     """One number a channel, aligned with the channels of images."""
     return g.unsqueeze(per_channel, *axes) if axes else per_channel
-
-
-def _along(g: GradientBuilder, x: str) -> list[int]:
-    rank = g.rank(x)
-    if opset_of(g.node) < 13:
-        return list(range(g.attribute("axis", 1) % rank, rank))
-    return [g.attribute("axis", -1) % rank]

@@ -1,7 +1,7 @@
-"""Gradients of convolutions and pooling: what a window made is spread over the window again.
+"""What flows back through the windows of a convolution: the cotangent of its input, and of its weight.
 
-The cotangent of a convolution's input is the transposed convolution of the output's. That of its weight is a product a place of
-the kernel, dY times the input as this place saw it; which form computes it fastest depends on the shapes (see `weight`).
+The cotangent of the input is the transposed convolution of the output's. That of the weight is a product a place of the kernel, dY
+times the input as this place saw it; which form computes it fastest depends on the shapes (see `weight`).
 """
 
 from __future__ import annotations
@@ -11,122 +11,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import GradientBuilder, NoGradient, gradient
-from partc.compiler.autodiff.shapes import like, shaped
-from partc.compiler.ops.families.windows import Windows, kernel_of, transposed_windows, windows_of
+from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
+from partc.compiler.autodiff.shapes import like
+from partc.compiler.ops.families.windows import Windows
 
 # Where one form of a product becomes faster than another, measured on one core at 1 to 64 images.
 FEW_CHANNELS = 8
 WIDE_KERNEL, LARGE_KERNEL = 5, 7
 SMALL_IMAGE, LARGE_IMAGE = 64, 256
-FEW_PLACES = 4
-_TO_THE_END = np.iinfo(np.int64).max
-
-
-@gradient("Conv")
-def conv(g: GradientBuilder, dy: str, x: str, w: str, bias: str | None = None) -> Sequence[str | None]:
-    """dX = ConvTranspose(dY, W); dW = the sum over images and positions of dY X; dB = sum(dY)."""
-    windows = windows_of(g, x, dy, kernel_of(g, w))
-    group = g.attribute("group", 1)
-    dx = spread(g, dy, w, x, windows, group) if g.wants(0) else None
-    dw = weight(g, x, dy, w, windows, group) if g.wants(1) else None
-    return dx, dw, _over_images(g, dy) if g.wants(2) else None
-
-
-@gradient("ConvTranspose")
-def conv_transpose(g: GradientBuilder, dy: str, x: str, w: str, bias: str | None = None) -> Sequence[str | None]:
-    """dX = Conv(dY, W); dW = that of a convolution which takes dY to X; dB = sum(dY)."""
-    windows = transposed_windows(g, x, w)
-    group = g.attribute("group", 1)
-    dx = None
-    if g.wants(0):
-        strides, dilations = list(windows.strides), list(windows.dilations)
-        dx = g.Conv(dy, w, strides=strides, dilations=dilations, pads=windows.pads, group=group)
-    dw = weight(g, dy, x, w, windows, group) if g.wants(1) else None
-    return dx, dw, _over_images(g, dy) if g.wants(2) else None
-
-
-@gradient("MaxPool", outputs=1)
-def max_pool(g: GradientBuilder, dy: str, x: str) -> str:
-    """dX = dY at the place of the first that is the largest; MaxUnpool where windows do not overlap."""
-    windows = windows_of(g, x, dy, tuple(g.attribute("kernel_shape")))
-    if g.attribute("storage_order", 0):
-        raise NoGradient("MaxPool counts its indices by columns (storage_order is 1)")
-    apart = all(reach <= stride for reach, stride in zip(windows.reach, windows.strides, strict=True))
-    plain = not any(windows.pads) and set(windows.dilations) == {1} and not g.attribute("ceil_mode", 0)
-    if apart and plain and g.dtype(x) == ir.DataType.FLOAT:
-        sizes = {"kernel_shape": list(windows.kernel), "strides": list(windows.strides)}
-        return g.MaxUnpool(dy, _largest(g, x, dy, windows), g.shape_of(x), **sizes)
-    zero = ir.tensor(np.zeros(1, g.dtype(x).numpy()))
-    flat = g.ConstantOfShape(g.reshape(g.size_of(x), [1]), value=zero)
-    indices = g.reshape(g.output(1), [-1])
-    return g.Reshape(g.ScatterElements(flat, indices, g.reshape(dy, [-1]), axis=0, reduction="add"), g.shape_of(x))
-
-
-def _largest(g: GradientBuilder, x: str, dy: str, windows: Windows) -> str:
-    """The index of the first number of every window that is the largest, in the order of the whole input.
-
-    The node itself tells it, in a pooling that is ten times as slow; few places are found faster by comparing each with the output.
-    """
-    shape, counts = g.shape(x) or (None,), g.shape(dy) or (None,)
-    sizes = [dim for dim in shape[1:] if isinstance(dim, int)]
-    made = [dim for dim in counts[2:] if isinstance(dim, int)]
-    if math.prod(windows.kernel) > FEW_PLACES or len(sizes) < len(shape) - 1 or len(made) < len(counts) - 2:
-        return g.output(1)
-    steps = [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
-    places = [sum(at * step for at, step in zip(p, steps[1:], strict=True)) for p in np.ndindex(*windows.kernel)]
-    # A window may end before the image, where a slice to the end would have one more.
-    axes, strides = g.constant(list(range(2, len(shape)))), g.constant(list(windows.strides))
-    found = g.constant(places[-1])
-    for place, starts in reversed(list(zip(places, np.ndindex(*windows.kernel), strict=True))[:-1]):
-        ends = [at + (count - 1) * stride + 1 for at, count, stride in zip(starts, made, windows.strides, strict=True)]
-        seen = g.Slice(x, g.constant(list(starts)), g.constant(ends), axes, strides)
-        found = g.Where(g.Equal(seen, g.output(0)), g.constant(place), found)
-    grid = np.indices((sizes[0], *made)).astype(np.int64)
-    begins = sum(
-        one * step for one, step in zip(grid, [steps[0], *np.multiply(steps[1:], windows.strides)], strict=True)
-    )
-    images = g.Range(g.constant(0), g.size_of(x), g.constant(math.prod(sizes)))
-    first = g.unsqueeze(images, *range(1, len(shape)))
-    return g.Add(g.Add(found, g.constant(np.asarray(begins)[None])), first)
-
-
-@gradient("AveragePool")
-def average_pool(g: GradientBuilder, dy: str, x: str) -> str:
-    """dX = the transposed convolution of dY / n with ones, n being how many numbers a window averaged."""
-    kernel = tuple(g.attribute("kernel_shape"))
-    windows = windows_of(g, x, dy, kernel)
-    share = g.Div(dy, _counts(g, x, dy, windows))
-    rank = len(kernel)
-    ones = g.constant(np.ones((1, 1, *kernel)), dy)
-    shape = g.shape(x)
-    if shape is None or not isinstance(shape[1], int):
-        raise NoGradient("AveragePool over an unknown number of channels")
-    single = g.reshape(share, [-1, 1, *[0] * rank])
-    return g.reshape(spread(g, single, ones, x, windows, 1), [-1, shape[1], *[0] * rank])
-
-
-@gradient("GlobalAveragePool")
-def global_average_pool(g: GradientBuilder, dy: str, x: str) -> str:
-    """dX = dY / n for the n positions."""
-    return g.Expand(g.Div(dy, g.size_of(x, range(2, g.rank(x)), like=x)), g.shape_of(x))
-
-
-@gradient("GlobalMaxPool")
-def global_max_pool(g: GradientBuilder, dy: str, x: str) -> str:
-    """dX = dY where X is the largest; equal ones share it."""
-    chosen = g.mask(g.Equal(x, g.output(0)), x)
-    return g.Mul(chosen, g.Div(dy, g.sum(chosen, range(2, g.rank(x)), keepdims=True)))
-
-
-@gradient("Col2Im")
-def column_to_image(g: GradientBuilder, dy: str, x: str, image: str, block: str) -> str:
-    """dX = what every place of every window sees of dY."""
-    kernel = g.known(block)
-    if kernel is None:
-        raise NoGradient("Col2Im with windows whose size only a run tells")
-    windows = windows_of(g, dy, dy, tuple(int(size) for size in kernel))
-    return shaped(g, _columns(g, dy, windows), x)
+TO_THE_END = np.iinfo(np.int64).max
 
 
 def spread(g: GradientBuilder, dy: str, w: str, x: str, windows: Windows, group: int) -> str:
@@ -154,7 +47,7 @@ def spread(g: GradientBuilder, dy: str, w: str, x: str, windows: Windows, group:
     if exact:
         return dx
     axes = list(range(2, g.rank(x)))
-    ends = g.Slice(g.shape_of(x), g.constant([2]), g.constant([_TO_THE_END]))
+    ends = g.Slice(g.shape_of(x), g.constant([2]), g.constant([TO_THE_END]))
     return g.Slice(dx, g.constant(np.zeros(len(axes), np.int64)), ends, g.constant(axes))
 
 
@@ -255,12 +148,12 @@ def _depthwise(g: GradientBuilder, x: str, dy: str, size: Sequence[int], windows
 
 def _by_columns(g: GradientBuilder, x: str, dy: str, size: Sequence[int], windows: Windows, group: int) -> str:
     """The places of every window as columns, made by a convolution with one-hot kernels; then one product an image and group."""
-    columns = _as_columns(g, _columns(g, x, windows), x, dy, [group, math.prod(size[1:])])
+    columns = _as_columns(g, columns_of(g, x, windows), x, dy, [group, math.prod(size[1:])])
     rows = g.reshape(dy, [0, group, size[0] // group, -1])
     return g.reshape(g.sum(g.MatMul(rows, g.mT(columns)), [0]), size)
 
 
-def _columns(g: GradientBuilder, x: str, windows: Windows) -> str:
+def columns_of(g: GradientBuilder, x: str, windows: Windows) -> str:
     """What every place of the kernel sees of each channel by itself, as channels."""
     places = math.prod(windows.kernel)
     one_hot = g.constant(np.eye(places).reshape(places, 1, *windows.kernel), x)
@@ -296,7 +189,7 @@ def _seen(g: GradientBuilder, x: str, windows: Windows, first: int) -> list[str]
     for place in np.ndindex(*windows.kernel):
         starts = [at * d for at, d in zip(place, windows.dilations, strict=True)]
         left = [reach - 1 - start for reach, start in zip(windows.reach, starts, strict=True)]
-        ends = [-one if one else _TO_THE_END for one in left]
+        ends = [-one if one else TO_THE_END for one in left]
         found.append(g.Slice(x, g.constant(starts), g.constant(ends), axes, strides))
     return found
 
@@ -317,29 +210,3 @@ def _positions(g: GradientBuilder, dy: str) -> int:
     dims = (g.shape(dy) or (None, None, None))[2:]
     known = [dim for dim in dims if isinstance(dim, int)]
     return math.prod(known) if len(known) == len(dims) else SMALL_IMAGE
-
-
-def _over_images(g: GradientBuilder, dy: str) -> str:
-    return g.sum(dy, [0, *range(2, g.rank(dy))])
-
-
-def _counts(g: GradientBuilder, x: str, dy: str, windows: Windows) -> str:
-    """How many numbers each window averages: all of the kernel, or those that lie within the image, or its padding."""
-    places = math.prod(windows.kernel)
-    rank = len(windows.kernel)
-    padded = bool(g.attribute("count_include_pad", 0))
-    own = g.attribute("pads") or [0] * (2 * rank)
-    automatic = g.attribute("auto_pad", "NOTSET") not in ("NOTSET", "VALID")
-    if not any(windows.pads) or (padded and (automatic or windows.pads == own)):
-        return g.constant(places, dy)
-    inside = windows.pads if automatic or not padded else [w - o for w, o in zip(windows.pads, own, strict=True)]
-    ones = g.constant(np.ones((1, 1, *windows.kernel)), dy)
-    sizes = g.Slice(g.shape_of(x), g.constant([2]), g.constant([_TO_THE_END]))
-    image = g.Concat(g.constant([1, 1]), sizes, axis=0)
-    if padded and not automatic:
-        grown = [before + after for before, after in zip(own[:rank], own[rank:], strict=True)]
-        image = g.Add(image, g.constant([0, 0, *grown]))
-    one = ir.tensor(np.ones(1, g.dtype(dy).numpy()))
-    covered = g.ConstantOfShape(image, value=one)
-    strides, dilations = list(windows.strides), list(windows.dilations)
-    return g.Conv(covered, ones, strides=strides, dilations=dilations, pads=inside)

@@ -1,18 +1,19 @@
-"""Ops that join tensors or part them along an axis: the axis stays whole, every other dim may be cut."""
+"""Concat and Split: the axis is replicated, every other dim may be sharded."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
-from partc.compiler.autodiff.engine import GradientBuilder, gradient
+from partc.compiler.autodiff.builder import GradientBuilder
 from partc.compiler.autodiff.shapes import extents, joined, like
 from partc.compiler.ops.node import LETTERS, axis_of, dims, operand, rank_of, same
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
 
+concat = op("Concat", factors="a.,a.->a.", linear="joint", remarks="the axis is replicated")
 
-@op("Concat")
-def concat(node: ir.Node) -> Rule | None:
-    """`a.,a.->a.`; the axis whole; sums pass together."""
+
+@concat.sharding
+def _(node: ir.Node) -> Rule | None:
     shapes = [dims(value) for value in node.inputs]
     first = shapes[0]
     if first is None:
@@ -22,22 +23,11 @@ def concat(node: ir.Node) -> Rule | None:
     for k, dim in enumerate(first):
         sure = all(shape is not None and same(dim, shape[k]) for shape in shapes) if len(shapes) > 1 else True
         letters += LETTERS[k] if k != axis and sure else WHOLE
-    return Rule((letters,) * len(shapes), (letters,), linear="joint")
+    return Rule((letters,) * len(shapes), (letters,))
 
 
-@op("Split")
-def split(node: ir.Node) -> Rule | None:
-    """`a.,_->a.,a.`; the axis whole; a sum passes."""
-    rank = rank_of(node.inputs[0])
-    if rank is None:
-        return None
-    letters = but_axes(rank, (axis_of(node, rank, 0),))
-    sizes = () if len(node.inputs) < 2 else (None if operand(node, 1) is None else WHOLE,)
-    return Rule((letters, *sizes), (letters,) * len(node.outputs), linear="joint", terms=(0,))
-
-
-@gradient("Concat")
-def concat_gradient(g: GradientBuilder, dy: str, *parts: str) -> list[str]:
+@concat.gradient
+def _(g: GradientBuilder, dy: str, *parts: str) -> list[str]:
     """The part of dY that each operand has made."""
     axis = axis_of(g.node, g.rank(dy), 1)
     if len(parts) == 1:
@@ -47,8 +37,21 @@ def concat_gradient(g: GradientBuilder, dy: str, *parts: str) -> list[str]:
     return [like(g, one, part) for one, part in zip(made, parts, strict=True)]
 
 
-@gradient("Split")
-def split_gradient(g: GradientBuilder, *names: str | None) -> str:
+split = op("Split", factors="a.,_->a.,a.", linear="joint", partial=(0,), remarks="the axis is replicated")
+
+
+@split.sharding
+def _(node: ir.Node) -> Rule | None:
+    rank = rank_of(node.inputs[0])
+    if rank is None:
+        return None
+    letters = but_axes(rank, (axis_of(node, rank, 0),))
+    sizes = () if len(node.inputs) < 2 else (None if operand(node, 1) is None else WHOLE,)
+    return Rule((letters, *sizes), (letters,) * len(node.outputs))
+
+
+@split.gradient
+def _(g: GradientBuilder, *names: str | None) -> str:
     """dX = the cotangents of the parts one after the other, zeros for a part that nobody reads."""
     count = len(g.node.outputs)
     axis = axis_of(g.node, g.rank(str(names[count])), 0)

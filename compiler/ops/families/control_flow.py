@@ -1,4 +1,6 @@
-"""Gradients of branches and loops: what a body does is done again beside its gradient, in a body of the same kind.
+"""Branches and loops: every rank of the group runs the bodies as they are.
+
+In the backward pass what a body does is done again beside its gradient, in a body of the same kind.
 
 A body reads values of the graph around it, so what flows back is a cotangent for each of these, besides those of the operands.
 
@@ -19,16 +21,23 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
-from partc.compiler.autodiff.engine import Bodies, Cotangents, body_gradient
+from partc.compiler.autodiff.engine import Bodies, Cotangents
 from partc.compiler.autodiff.subgraph import Body
 from partc.compiler.ops.node import Dim, same
+from partc.compiler.ops.registry import op
 
+_WHY = "its bodies are run as they are"
 BACKWARDS = 1
 """A direction of Scan: from the last turn to the first."""
 
 
-@body_gradient("If")
-def if_gradient(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies) -> Cotangents:
+branch = op("If", why=_WHY)
+scan = op("Scan", why=_WHY)
+loop = op("Loop", why=_WHY)
+
+
+@branch.body_gradient
+def _(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies) -> Cotangents:
     """Each branch gives the cotangents of all that either reads, zeros of what it does not."""
     wanted, path = list(inside.wanted), _path(g)
     branches = []
@@ -40,8 +49,8 @@ def if_gradient(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies) -
     return _emitted(g, "If", [_input(g, 0)], branches, wanted)
 
 
-@body_gradient("Scan")
-def scan_gradient(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies) -> Cotangents:
+@scan.body_gradient
+def _(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies) -> Cotangents:
     """A Scan over the same elements from the last to the first; the states that each turn began with are kept by the forward one."""
     count, whole = g.attribute("num_scan_inputs"), len(g.node.inputs)
     states = whole - count
@@ -67,8 +76,8 @@ def scan_gradient(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies)
     return turns.gradient(dys, inside)
 
 
-@body_gradient("Loop")
-def loop_gradient(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies) -> Cotangents:
+@loop.body_gradient
+def _(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies) -> Cotangents:
     """A Loop over the turns that were taken, from the last to the first; their numbers and states are kept by the forward one."""
     states = list(range(2, len(g.node.inputs)))
     outs = [_Along()] * (len(g.node.outputs) - len(states))

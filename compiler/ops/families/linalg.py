@@ -1,0 +1,8 @@
+"""Matrices of which each is one problem: every other dim is free."""
+
+from __future__ import annotations
+
+from partc.compiler.ops.registry import CONTRIB, op
+
+op("Det", factors="*..->*", remarks="the matrix is replicated")
+op("Inverse", domain=CONTRIB, factors="*..->*..", remarks="the matrix is replicated")
