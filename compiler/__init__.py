@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from partc.compiler import nn
     from partc.compiler.dims.symbol import Symbol
-    from partc.compiler.frontend.declare import Input
-    from partc.compiler.frontend.place_calls import place
-    from partc.compiler.frontend.shard_calls import shard
+    from partc.compiler.directives.input import Input
+    from partc.compiler.directives.place_calls import place
+    from partc.compiler.directives.shard_calls import shard
     from partc.compiler.pipeline import compile_model
 
 __all__ = ["Input", "Symbol", "compile_model", "nn", "place", "shard"]
 
 _HOME = {
-    "Input": "partc.compiler.frontend.declare",
+    "Input": "partc.compiler.directives.input",
     "Symbol": "partc.compiler.dims.symbol",
     "compile_model": "partc.compiler.pipeline",
-    "place": "partc.compiler.frontend.place_calls",
-    "shard": "partc.compiler.frontend.shard_calls",
+    "place": "partc.compiler.directives.place_calls",
+    "shard": "partc.compiler.directives.shard_calls",
 }
 
 

@@ -27,9 +27,10 @@ from typing import Any, TypeAlias
 
 import onnx_ir as ir
 from onnxscript import OpBuilder
+from partc.compiler.directives.recorder import calling_line
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.declare import calling_line
-from partc.compiler.ops.families.local_map import AXIS_INDEX, COLLECTIVES, ENTER, INSIDE, LEAVE, LINE
+from partc.compiler.ir.graph import INSIDE
+from partc.compiler.ops.families.local_map import AXIS_INDEX, COLLECTIVES, ENTER, LEAVE, LINE
 from partc.compiler.ops.rule import OWN
 
 __all__ = [

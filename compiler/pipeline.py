@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from partc.compiler.analysis.bindings import promised
+from partc.compiler.analysis.part_symbols import part_facts
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.annotations.check import follow_annotations
 from partc.compiler.annotations.read import read
-from partc.compiler.annotations.write import write_annotated
+from partc.compiler.emit.annotated import write_annotated
 from partc.compiler.emit.dump import begin_text
 from partc.compiler.emit.emit import emit, refuse_to_replace
 from partc.compiler.emit.prove import prove
@@ -24,10 +25,9 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend import load
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Source
-from partc.compiler.frontend.unsound import blamed
+from partc.compiler.ir.graph import is_inside
 from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.lower.lower import lower
-from partc.compiler.ops.families.local_map import is_inside
 from partc.compiler.placement.placement import place
 from partc.compiler.plan.dataset import in_order
 from partc.compiler.plan.matching import own_name
@@ -45,7 +45,8 @@ from partc.compiler.tasks.differentiate import differentiate
 from partc.compiler.tasks.localize import localize
 from partc.compiler.tasks.update import update
 from partc.compiler.training.add_training import attach, learned_names
-from partc.compiler.training.in_parts import in_parts, only_totals, part_facts
+from partc.compiler.training.in_parts import in_parts, only_totals
+from partc.compiler.unsound import blamed
 from partc.compiler.verify import is_asked_for, verify
 from partc.runtime.artifact.format import Manifest, SourceRecord
 from partc.runtime.files.regular import open_regular

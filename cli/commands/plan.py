@@ -29,8 +29,8 @@ def command(model: Path, out: Path | None, tp: int, dp: int, stages: int) -> int
     """
     from partc.compiler.frontend import load
     from partc.compiler.frontend.names import node_paths
-    from partc.compiler.plan.start import starting_plan
     from partc.compiler.proposal.propose import Degrees, propose
+    from partc.compiler.proposal.starting_plan import starting_plan
     from partc.runtime.errors import UsageError
     from partc.runtime.files.replace import write_text
 

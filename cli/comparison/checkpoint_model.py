@@ -26,7 +26,7 @@ def export_model(checkpoint: Checkpoint, model: Path, path: Path, inline_bytes: 
     """
     from onnx_ir.passes.common import RemoveUnusedNodesPass
     from partc.compiler.frontend import load
-    from partc.compiler.ops.families.local_map import is_inside
+    from partc.compiler.ir.graph import is_inside
     from partc.compiler.rewrite.train_mode import to_evaluation
     from partc.compiler.training.shared import split_as
 

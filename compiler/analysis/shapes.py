@@ -13,9 +13,9 @@ from dataclasses import replace
 import onnx_ir as ir
 from partc.compiler.analysis.bindings import bind_inputs
 from partc.compiler.analysis.infer_shapes import infer_shapes, type_text
+from partc.compiler.analysis.part_symbols import part_symbols
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Program, Shape, ValueInfo
-from partc.compiler.training.in_parts import part_symbols
 
 
 def shapes(program: Program) -> Program:

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
-from partc.compiler.annotations import keys
 from partc.compiler.annotations.read import NONE, Annotations, NodeMarks
 from partc.compiler.annotations.spec import spread_in
 from partc.compiler.annotations.spread import Spread
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend import annotation_keys as keys
 from partc.compiler.ir.program import Group, Program, SymbolInfo
 from partc.compiler.layout.layout import Mesh
 from partc.compiler.plan.pattern import nearest

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-from partc.compiler.annotations import keys
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend import annotation_keys as keys
 from partc.compiler.plan.groups import Axes
 from partc.compiler.plan.pattern import literal_pattern, nearest
 from partc.compiler.plan.rules import OutputRule, Plan

@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
-from partc.compiler.annotations import keys
 from partc.compiler.annotations.check import Followed
 from partc.compiler.annotations.spread import Spread, any_layout, layout_on, meshes
 from partc.compiler.errors import Problem
-from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.frontend import annotation_keys as keys
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.layout.layout import Layout, Mesh
 from partc.compiler.layout.mesh import normal
 from partc.compiler.ops.rule import WHOLE
 from partc.compiler.plan.rules import FULL_BATCH
-from partc.compiler.sharding.propagate import Pinned
 
 _LAW = "the cuts of a node's operands are layouts of one grid of its ranks"
 

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
+from partc.compiler.ir.graph import OWN_NAME
 
 CALLS = "partc.calls"
 """Key of `ir.Node.meta`: the names of the calls that a node comes from."""
-OWN_NAME = "partc.own_name"
-"""Key of `ir.Node.meta`: the name that the node has in its file, or in the function that it comes from."""
 
 _MARK, _NAME = "partc.call.", "partc.name"
 

@@ -16,8 +16,8 @@ import ml_dtypes  # noqa: F401, makes bfloat16 and its like known to numpy
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.dims.symbol import Symbol
+from partc.compiler.directives.input import Input
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.declare import Input
 
 _HELP = 'write inputs = {"x": Input(["batch", 1, 28, 28], "float32")}, one entry for each argument of forward'
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import onnx_ir as ir
-from partc.compiler.frontend.functions import CALLS, OWN_NAME
+from partc.compiler.frontend.functions import CALLS
+from partc.compiler.ir.graph import OWN_NAME
 from partc.runtime.errors import one_line
 
 ONNXSCRIPT_SCOPES = "pkg.onnxscript.name_scopes"

@@ -16,14 +16,13 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import TopologicalSortPass
-from partc.compiler.annotations.keep import kept
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.functions import OWN_NAME, inline_calls
+from partc.compiler.frontend.functions import inline_calls
 from partc.compiler.frontend.input_dims import name_input_dims
+from partc.compiler.frontend.preserved import kept
 from partc.compiler.frontend.structure import missing_attributes, structure_problems
-from partc.compiler.ir.graph import graphs_of
-from partc.runtime.artifact.onnx_graph import graph_bodies
-from partc.runtime.checker.written import not_text
+from partc.compiler.ir.graph import OWN_NAME, graphs_of, is_inside
+from partc.runtime.artifact.onnx_graph import graph_bodies, not_text
 from partc.runtime.errors import breaks_lines, one_line
 from partc.runtime.files.regular import fault, read_regular
 
@@ -206,8 +205,6 @@ def _known_ops() -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
 
 
 def _unknown_ops(model: ir.Model, where: str) -> list[Problem]:
-    from partc.compiler.ops.families.local_map import is_inside
-
     known, domains = _known_ops()
     count: dict[tuple[str, str], list[str]] = {}
     for node in ir.traversal.RecursiveGraphIterator(model.graph):

@@ -35,14 +35,15 @@ import onnx
 import onnx_ir as ir
 import onnxscript.nn
 from partc.compiler.dims.symbol import Symbol
+from partc.compiler.directives.recorder import Recorder, recording
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.declare import Collector, Declared, collecting
 from partc.compiler.frontend.inputs import DimNames, all_inputs, as_mapping, specs
 from partc.compiler.frontend.onnx_file import NEWEST_OPSET, OLDEST_OPSET, checked, from_proto
 from partc.compiler.frontend.region_calls import placements, shardings
 from partc.compiler.frontend.source import Source
 from partc.compiler.frontend.trace import module_paths, trace
 from partc.compiler.frontend.user_code import MODEL_MODULE, UserFile, importable, told_by_line
+from partc.compiler.ir.declared import Declared
 from partc.compiler.nn.parameter import seed_of_its_own
 from partc.compiler.plan.dataset import KEYS, declared_dataset
 from partc.compiler.plan.rules import Dataset
@@ -64,18 +65,18 @@ def load_python(path: Path) -> Source:
         raise CompileError(Problem(str(path), fact, help="give the path of a model.py or a .onnx file"))
     path = path.resolve()
     with (
-        collecting(path.parent) as collector,
+        recording(path.parent) as recorder,
         importable(path.parent),
         seed_of_its_own(),
-        told_by_line(path, collector),
+        told_by_line(path, recorder),
     ):
         file = UserFile.run(path)
         built, inputs = _defined(file)
         names = DimNames(file.globals, set())
-        model = _model(built, inputs, names, file, collector)
+        model = _model(built, inputs, names, file, recorder)
         _use_named_symbols(model, names, file)
-        placed = placements(collector, _modules(built), model)
-        sharding = shardings(collector, _modules(built), model)
+        placed = placements(recorder, _modules(built), model)
+        sharding = shardings(recorder, _modules(built), model)
         return Source(model, Declared(placed, names.symbols, sharding, dataset=_dataset(file)))
 
 
@@ -115,7 +116,7 @@ def _defined(file: UserFile) -> tuple[object, object]:
     return result
 
 
-def _model(built: object, inputs: object, names: DimNames, file: UserFile, collector: Collector) -> ir.Model:
+def _model(built: object, inputs: object, names: DimNames, file: UserFile, recorder: Recorder) -> ir.Model:
     where = file.line("model", "build")
     match built:
         case onnx.ModelProto():
@@ -132,7 +133,7 @@ def _model(built: object, inputs: object, names: DimNames, file: UserFile, colle
 
         dynamic_shapes = file.globals.get("dynamic_shapes")
         given, outputs = _required(inputs, file), _output_names(file)
-        return export(built, given, dynamic_shapes, names, outputs, _where_inputs(file), collector)
+        return export(built, given, dynamic_shapes, names, outputs, _where_inputs(file), recorder)
     kind = f"the class {built.__name__}" if isinstance(built, type) else f"a {type(built).__name__}"
     help_ = f"make an instance of it: {built.__name__}()" if isinstance(built, type) else f"a model is {_KINDS}"
     what = "model" if "model" in file.globals else "what build returns"

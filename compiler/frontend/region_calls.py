@@ -9,29 +9,30 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
+from partc.compiler.directives.recorder import Recorder
+from partc.compiler.directives.shard_calls import ShardCall
+from partc.compiler.directives.traced import Region, TracedCall, is_module
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.declare import Collector, Placement
 from partc.compiler.frontend.names import node_paths
-from partc.compiler.frontend.shard_calls import ShardCall
-from partc.compiler.frontend.traced import Region, TracedCall, is_module
+from partc.compiler.ir.declared import Placement
 from partc.compiler.plan.cut import Cut, shown_cut
 from partc.compiler.plan.pattern import literal_pattern, nearest
 from partc.compiler.plan.rules import RegionCall, ShardingRule
 
 
-def shardings(collector: Collector, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[ShardingRule, ...]:
+def shardings(recorder: Recorder, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[ShardingRule, ...]:
     """The rules in the order of the calls.
 
     Raises CompileError for modules that the model does not have, functions that nobody calls, unknown parameters, cuts that
     do not fit them, and regions within others.
     """
-    if not collector.shards:
+    if not recorder.shards:
         return ()
     nodes = node_paths(model)
     paths = _paths(modules, list(nodes.values()))
     problems: list[Problem] = []
     found: list[tuple[str, ShardCall, ShardingRule]] = []
-    for call in collector.shards:
+    for call in recorder.shards:
         if not is_module(call.target):
             regions = regions_of(call, nodes, problems)
             found += [(path, call, _rule(call, path, {}, [region])) for path, region in regions]
@@ -48,12 +49,12 @@ def shardings(collector: Collector, modules: Iterable[tuple[str, object]], model
     return tuple(rule for _, _, rule in found)
 
 
-def placements(collector: Collector, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[Placement, ...]:
+def placements(recorder: Recorder, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[Placement, ...]:
     """The place calls with the paths of what they speak of.
 
     Raises CompileError for modules that the model does not have and functions that nobody calls.
     """
-    if not collector.calls:
+    if not recorder.calls:
         return ()
     nodes = node_paths(model)
     paths: dict[int, str] = {}
@@ -61,7 +62,7 @@ def placements(collector: Collector, modules: Iterable[tuple[str, object]], mode
         paths.setdefault(id(module), first)
     problems: list[Problem] = []
     found: list[Placement] = []
-    for call in collector.calls:
+    for call in recorder.calls:
         if isinstance(call.target, str):
             found.append(Placement(call.target, call.on, call.where))
         elif not is_module(call.target):

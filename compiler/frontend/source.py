@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from partc.compiler.frontend.declare import Declared
+from partc.compiler.ir.declared import Declared
 
 if TYPE_CHECKING:
     import onnx_ir as ir

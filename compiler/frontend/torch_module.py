@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 from partc.compiler.dims.symbol import Symbol
+from partc.compiler.directives.input import Input
+from partc.compiler.directives.recorder import Recorder
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.declare import Collector, Input
 from partc.compiler.frontend.inputs import DimNames, Spec, all_inputs, as_mapping, specs
 from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
 from partc.compiler.frontend.onnx_file import checked
@@ -46,7 +47,7 @@ def export(
     names: DimNames,
     outputs: Sequence[str],
     where: str,
-    collector: Collector,
+    recorder: Recorder,
 ) -> ir.Model:
     """The module's model. An input is an example tensor, its dims named by `dynamic_shapes`, or whatever `specs` takes.
 
@@ -69,7 +70,7 @@ def export(
             options: dict[str, Any] = {"dynamo": True, "optimize": False, "verbose": False, "opset_version": OPSET}
             program: Any = torch.onnx.export(module, **arguments, **options)
     except Exception as error:
-        raise _refusal(error, where, collector) from error
+        raise _refusal(error, where, recorder) from error
     if program is None:
         raise CompileError(Problem(where, "torch.onnx.export returned no program", help="use torch 2.6 or later"))
     model: ir.Model = program.model
@@ -179,18 +180,18 @@ def _quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def _refusal(error: Exception, where: str, collector: Collector) -> Exception:
+def _refusal(error: Exception, where: str, recorder: Recorder) -> Exception:
     """What stopped the export, at its root: the user's own error as it is, torch's with the user's line where it has one."""
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
-    frames = own_frames(root, collector)
+    frames = own_frames(root, recorder)
     own_kind = type(root).__module__.startswith("torch")
     if frames and isinstance(root, Exception) and not own_kind:
         return root
     lines = [line.strip() for line in str(root).strip().splitlines() if line.strip()] or [type(root).__name__]
     if frames:
-        where = collector.line(frames[-1].filename, frames[-1].lineno or 0)
+        where = recorder.line(frames[-1].filename, frames[-1].lineno or 0)
         lines[1:] = [frames[-1].line or ""]
     help_ = "a dim that the module fixes is an int in inputs; torch.export's documentation says what forward may do"
     fact = f"torch cannot export the module: {'' if own_kind else type(root).__name__ + ': '}{lines[0]}"

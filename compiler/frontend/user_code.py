@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
 
+from partc.compiler.directives.recorder import Recorder
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.declare import Collector
 from partc.runtime.files.regular import read_regular
 
 # The name under which the file runs.
@@ -100,7 +100,7 @@ def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
 
 
 @contextmanager
-def told_by_line(path: Path, collector: Collector) -> Iterator[None]:
+def told_by_line(path: Path, recorder: Recorder) -> Iterator[None]:
     """Turns what the user's own code raises within into a CompileError; a fault that no line of it took part in stays."""
     try:
         yield
@@ -109,31 +109,31 @@ def told_by_line(path: Path, collector: Collector) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever it is, `exit()` and GeneratorExit too, user code has raised it
-        problem = _problem(error, path, collector)
+        problem = _problem(error, path, recorder)
         if problem is None:
             raise
         raise CompileError(problem) from error
 
 
-def own_frames(error: BaseException, collector: Collector) -> list[traceback.FrameSummary]:
+def own_frames(error: BaseException, recorder: Recorder) -> list[traceback.FrameSummary]:
     """The lines of the user's own files that the error came through, the innermost last."""
-    return [frame for frame in traceback.extract_tb(error.__traceback__) if collector.owns(frame.filename)]
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if recorder.owns(frame.filename)]
 
 
-def _problem(error: BaseException, path: Path, collector: Collector) -> Problem | None:
-    if isinstance(error, SyntaxError) and error.filename and collector.owns(error.filename):
-        line = collector.line(error.filename, error.lineno or 0)
+def _problem(error: BaseException, path: Path, recorder: Recorder) -> Problem | None:
+    if isinstance(error, SyntaxError) and error.filename and recorder.owns(error.filename):
+        line = recorder.line(error.filename, error.lineno or 0)
         return Problem(line, f"{type(error).__name__}: {error.msg}", (error.text or "").strip())
-    frames = own_frames(error, collector)
+    frames = own_frames(error, recorder)
     if not frames:
         return None
     inner = frames[-1]
     lines = [linecache.getline(inner.filename, inner.lineno or 0).strip()]
     reached = [frame for frame in frames if frame.filename == str(path)]
     if inner.filename != str(path) and reached:
-        lines.append(f"reached from {collector.line(str(path), reached[-1].lineno or 0)}")
+        lines.append(f"reached from {recorder.line(str(path), reached[-1].lineno or 0)}")
     return Problem(
-        collector.line(inner.filename, inner.lineno or 0), _fact(error), "\n  ".join(filter(None, lines)), _help(error)
+        recorder.line(inner.filename, inner.lineno or 0), _fact(error), "\n  ".join(filter(None, lines)), _help(error)
     )
 
 

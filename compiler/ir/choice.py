@@ -122,3 +122,15 @@ class NodeSharding:
             if (layout := self.input(k)) is not None
         ]
         return f"({', '.join(rows)})"
+
+
+Operand = tuple[NodeOnGroup, int]
+
+
+@dataclass
+class Pinned:
+    """Layouts that the plan or the model gives: of operands inside of a region, of what arrives in a group, of outputs that are wanted."""
+
+    inputs: dict[Operand, tuple[Layout, str]] = field(default_factory=dict)
+    outputs: dict[Operand, tuple[Layout, str]] = field(default_factory=dict)
+    arriving: dict[tuple[ir.Value, Group], tuple[Layout, str]] = field(default_factory=dict)

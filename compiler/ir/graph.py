@@ -1,4 +1,4 @@
-"""Graphs inside of graphs: the bodies of nodes, what these read from outside, and how a node is taken out."""
+"""Graphs inside of graphs: the bodies of nodes, what these read from outside, how a node is taken out, what loaders note of nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+OWN_NAME = "partc.own_name"
+"""Key of `ir.Node.meta`: the name that the node has in its file, or in the function that it comes from."""
+INSIDE = "partc.local"
+"""The metadata of nodes inside of a local map: which one it is."""
+
 Reads = dict[ir.Node, tuple[ir.Value, ...]]
+
+
+def is_inside(node: ir.Node) -> bool:
+    """Whether a node belongs to a local map, borders and collectives included."""
+    return INSIDE in node.metadata_props
 
 
 def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:

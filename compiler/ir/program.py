@@ -22,14 +22,13 @@ from partc.compiler.ir.graph import Reads, bodies, captured, reads_of
 if TYPE_CHECKING:
     from partc.compiler.annotations.check import Followed
     from partc.compiler.dims.facts import Facts
-    from partc.compiler.frontend.declare import Declared
-    from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+    from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
+    from partc.compiler.ir.declared import Declared
     from partc.compiler.ir.rank_program import Event, RankProgram
+    from partc.compiler.ir.training import Training
     from partc.compiler.layout.layout import Layout
     from partc.compiler.plan.rules import Plan
-    from partc.compiler.sharding.propagate import Pinned
     from partc.compiler.tasks.local_view import LocalView
-    from partc.compiler.training.config import Training
 
 Dim = int | str
 Shape = tuple[Dim, ...]

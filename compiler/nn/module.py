@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import onnxscript.nn
 from onnxscript import OpBuilder
-from partc.compiler.frontend.place_calls import Ranks, place
-from partc.compiler.frontend.shard_calls import shard
-from partc.compiler.frontend.traced import note_call
+from partc.compiler.directives.place_calls import Ranks, place
+from partc.compiler.directives.shard_calls import shard
+from partc.compiler.directives.traced import note_call
 
 if TYPE_CHECKING:
     Base = onnxscript.nn.Module

@@ -21,10 +21,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
+from partc.compiler.autodiff.reach import learned_from
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.placement.infer import Settled
 from partc.compiler.placement.middling import Middling
-from partc.compiler.training.gradient_reach import learned_from
 from partc.runtime.artifact import format as fmt
 
 MOST_WORK = 64

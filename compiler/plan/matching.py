@@ -8,8 +8,8 @@ from pathlib import PurePath
 
 import onnx_ir as ir
 from partc.compiler.errors import Problem
-from partc.compiler.frontend.declare import Declared
-from partc.compiler.frontend.functions import OWN_NAME
+from partc.compiler.ir.declared import Declared
+from partc.compiler.ir.graph import OWN_NAME
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.plan.groups import Frame, group_of
 from partc.compiler.plan.pattern import compile_pattern, nearest

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
-from partc.compiler.training import losses, metrics
-from partc.compiler.training.optimizers import OPTIMIZERS
-from partc.compiler.training.options import known_type, usual_names
+from partc.compiler.plan import loss, metric
+from partc.compiler.plan.optimizer import OPTIMIZERS
+from partc.compiler.plan.options import known_type, usual_names
 from partc.runtime.artifact.lr_schedule import SCHEDULES
 
 Json = dict[str, Any]
@@ -26,16 +26,16 @@ class Key(Protocol):
 
 def loss_form() -> Json:
     """A loss: one of the types with its keys, or the name of an output."""
-    return {"anyOf": [TEXT, *_types(losses.TYPES, lambda key, law: key in losses.REQUIRED)]}
+    return {"anyOf": [TEXT, *_types(loss.TYPES, lambda key, law: key in loss.REQUIRED)]}
 
 
 def metrics_form() -> Json:
     """Metrics: a name, names, or names with options; without a type they are the metric of their name."""
-    keys = {key: law for one in metrics.TYPES.values() for key, law in one.items()}
+    keys = {key: law for one in metric.TYPES.values() for key, law in one.items()}
     untyped = _mapping({key: dict(law.form) for key, law in keys.items()})
     named = {
         "type": "object",
-        "additionalProperties": {"anyOf": [*_types(metrics.TYPES, lambda key, law: False), untyped, NULL]},
+        "additionalProperties": {"anyOf": [*_types(metric.TYPES, lambda key, law: False), untyped, NULL]},
     }
     return {"anyOf": [TEXT, {"type": "array", "items": TEXT}, named, NULL]}
 

@@ -21,8 +21,8 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
 from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.plan.start import Proposed, counted, key, starting_plan
 from partc.compiler.proposal.stages import Stage, balanced_stages
+from partc.compiler.proposal.starting_plan import Proposed, counted, key, starting_plan
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
 from partc.compiler.rewrite.packed import unpack
 from partc.compiler.rewrite.straighten import straighten

@@ -13,15 +13,15 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.analysis.shape_rules import Known
+from partc.compiler.autodiff.reach import flowing
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.graph import reads_of
+from partc.compiler.ir.training import Training
 from partc.compiler.ops.families.extreme import EXTREME
 from partc.compiler.ops.families.local_map import SPREAD, is_collective
 from partc.compiler.ops.node import constant_ints, operand
 from partc.compiler.ops.rule import OWN
 from partc.compiler.rewrite.train_mode import modules, ranked
-from partc.compiler.training.config import Training
-from partc.compiler.training.gradient_reach import flowing
 
 _REDUCTIONS = ("ReduceMax", "ReduceMin")
 _POOL = "GlobalMaxPool"

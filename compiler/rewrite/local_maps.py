@@ -9,17 +9,16 @@ import onnx_ir as ir
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.graph import INSIDE, is_inside
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.ops.families.local_map import (
     ALONG,
     AXIS_INDEX,
     ENTER,
-    INSIDE,
     LINE,
     dims_changed,
     is_border,
     is_collective,
-    is_inside,
     specs,
 )
 from partc.compiler.ops.node import LETTERS

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 
 import onnx_ir as ir
-from partc.compiler.annotations.keep import carried
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.declare import Declared
+from partc.compiler.frontend.preserved import carried
+from partc.compiler.ir.declared import Declared
 from partc.compiler.plan.rules import FULL_BATCH, Plan
 from partc.compiler.rewrite.decompose import decompose
 

@@ -23,6 +23,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import PART, PackedBox, Program
+from partc.compiler.ir.training import Learned
 from partc.compiler.ops.node import constant_ints
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE
@@ -32,7 +33,6 @@ from partc.compiler.rewrite.rewriting import Rewriting
 from partc.compiler.sharding.asked import Outlet, asked_parts, outlets, through
 from partc.compiler.sharding.seeds import TENSOR_PARALLEL
 from partc.compiler.sharding.styles import parameter_factor, source_of, styled
-from partc.compiler.training.config import Learned
 
 MOST_PARTS = 8
 """A Split into more, of which nothing is said, takes something else apart: heads, positions."""

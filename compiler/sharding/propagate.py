@@ -18,21 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 import onnx_ir as ir
-from partc.compiler.ir.choice import Axes, NodeOnGroup, NodeSharding
+from partc.compiler.ir.choice import Axes, NodeOnGroup, NodeSharding, Operand, Pinned
 from partc.compiler.ir.program import Group
 from partc.compiler.layout.layout import Layout, Mesh
 from partc.compiler.ops.rule import WHOLE
-
-Operand = tuple[NodeOnGroup, int]
-
-
-@dataclass
-class Pinned:
-    """Layouts that the plan or the model gives: of operands inside of a region, of what arrives in a group, of outputs that are wanted."""
-
-    inputs: dict[Operand, tuple[Layout, str]] = field(default_factory=dict)
-    outputs: dict[Operand, tuple[Layout, str]] = field(default_factory=dict)
-    arriving: dict[tuple[ir.Value, Group], tuple[Layout, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

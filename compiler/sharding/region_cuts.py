@@ -13,14 +13,13 @@ from pathlib import PurePath
 
 import onnx_ir as ir
 from partc.compiler.errors import Problem
-from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.layout.layout import Layout, Mesh, primes
 from partc.compiler.plan.cut import Cut, is_named
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.sharding.joint import Joint, corresponding, cut_layout, names_of, numbers_of
-from partc.compiler.sharding.propagate import Pinned
 from partc.compiler.sharding.strategy import WrongStrategy, assign_integers, from_names, refined, to_axes
 from partc.runtime.artifact import format as fmt
 

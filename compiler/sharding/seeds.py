@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 from partc.compiler.annotations.seed import seed_annotations
 from partc.compiler.errors import Problem
-from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.layout.layout import Layout, primes
 from partc.compiler.placement.infer import spelled
@@ -23,7 +23,6 @@ from partc.compiler.plan.matching import sharding_rules
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import DATA_AXIS, DATA_PARALLEL
 from partc.compiler.sharding.joint import cut_layout, is_text
-from partc.compiler.sharding.propagate import Pinned
 from partc.compiler.sharding.region_cuts import Region, RegionCuts, line_of
 from partc.compiler.sharding.strategy import refined
 from partc.compiler.sharding.styles import parameter_factor, styled

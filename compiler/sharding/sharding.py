@@ -14,7 +14,7 @@ import onnx_ir as ir
 from partc.compiler.analysis.lost import dim_of, how_lost
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
 from partc.compiler.ir.program import Program
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import Rule
@@ -22,7 +22,7 @@ from partc.compiler.plan.matching import sharding_rules
 from partc.compiler.rewrite.local_maps import seed_local_maps
 from partc.compiler.sharding.joint import is_text
 from partc.compiler.sharding.lost_cuts import lost_cuts
-from partc.compiler.sharding.propagate import Pinned, Propagation
+from partc.compiler.sharding.propagate import Propagation
 from partc.compiler.sharding.region_cuts import group_mesh
 from partc.compiler.sharding.seeds import seed
 from partc.compiler.sharding.uncut import uncut

@@ -27,21 +27,21 @@ from fractions import Fraction
 
 import onnx_ir as ir
 import sympy
+from partc.compiler.autodiff.reach import learned_from
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.dims.reading import read
 from partc.compiler.emit.transfer_bytes import whole_bytes
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.graph import is_inside
 from partc.compiler.ir.program import Group, Program, ShardedValue
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import bytes_moved, is_local
 from partc.compiler.layout.reshard import lower
-from partc.compiler.ops.families.local_map import is_inside
 from partc.compiler.plan.matching import output_ranks
 from partc.compiler.sharding.least_cut import ALWAYS, LeastCut
 from partc.compiler.sharding.operands import input_layout_of, proven_divisors, replicated_on
 from partc.compiler.sharding.versions import ValueVersions, deliver, reduce_definition
-from partc.compiler.training.gradient_reach import learned_from
 
 _FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 _TYPICAL = 512

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import onnx_ir as ir
-from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Operand
 from partc.compiler.ir.program import Program
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import on_common_mesh
 from partc.compiler.placement.repeated import repeatable
-from partc.compiler.sharding.propagate import Operand, Propagation
+from partc.compiler.sharding.propagate import Propagation
 from partc.runtime.artifact import format as fmt
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from partc.compiler.errors import Problem
-from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
 from partc.compiler.ir.program import Program
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
@@ -19,7 +19,6 @@ from partc.compiler.ops.rule import WHOLE
 from partc.compiler.plan.matching import sharding_rules
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import ShardingRule
-from partc.compiler.sharding.propagate import Pinned
 
 Refusal = Callable[[NodeOnGroup, NodeSharding, str, int, str], Problem | None]
 """Why a factor of a node cannot be cut into so many shards, at the line that asks for it; None where nothing forbids it."""

@@ -26,6 +26,7 @@ import onnx_ir as ir
 from partc.compiler.autodiff.builder import NoGradient
 from partc.compiler.autodiff.engine import Backward as Found
 from partc.compiler.autodiff.engine import differentiate_nodes
+from partc.compiler.autodiff.reach import learned_from
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
@@ -43,7 +44,6 @@ from partc.compiler.tasks.duals import Passing, dual_of_input, takes_extreme, ty
 from partc.compiler.tasks.local_form import LocalForm, renamed, with_names
 from partc.compiler.tasks.local_view import LocalView
 from partc.compiler.tasks.reduce_gradients import GradientReduction
-from partc.compiler.training.gradient_reach import learned_from
 
 
 def differentiate(program: Program) -> Program:

@@ -16,12 +16,12 @@ from typing import cast
 import onnx_ir as ir
 from partc.compiler.ir.program import Program, ProgramKind, ShardedValue
 from partc.compiler.ir.rank_program import ComputeOp, TaskKind
+from partc.compiler.ir.training import Training
 from partc.compiler.layout.reshard import lower
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.tasks.buckets import Buckets, Fused, can_join
 from partc.compiler.tasks.local_view import AccumulatedGradient, Gradient
 from partc.compiler.tasks.zero import shared_out
-from partc.compiler.training.config import Training
 
 
 class GradientReduction:

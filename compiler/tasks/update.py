@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.program import PART, Group, PackedBox, Program, ShardedValue
 from partc.compiler.ir.rank_program import ComputeOp, LocalTensor, RankConstant, StateTensor, TaskKind
+from partc.compiler.ir.training import Training
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.moves import AllReduce
 from partc.compiler.layout.reshard import lower
@@ -24,8 +25,7 @@ from partc.compiler.sharding.operands import replicated_on
 from partc.compiler.tasks.buckets import Buckets, Fused, can_join
 from partc.compiler.tasks.duals import typed
 from partc.compiler.tasks.local_view import AccumulatedGradient, Gradient, LocalView
-from partc.compiler.training.config import Training
-from partc.compiler.training.optimizers import clip_scale
+from partc.compiler.training.optimizers import clip_scale, update_nodes
 
 Kind: TypeAlias = Literal["parameter", "optimizer", "statistics", "gradient"]
 _NO_BOUND = float(np.finfo(np.float32).max)
@@ -103,7 +103,8 @@ class Updates:
         reduced = None
         if first is not None or (cut and not optimizer.is_elementwise):
             reduced = ir.Value(name=self.builders.derived(f"{name}.squares.whole"), type=kind, shape=ir.Shape([2]))
-        update = optimizer.update(
+        update = update_nodes(
+            optimizer,
             value(shard),
             value(one.name),
             slots,

@@ -14,6 +14,7 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.graph import take_out
 from partc.compiler.ir.program import ProgramKind
+from partc.compiler.ir.training import Learned, Training
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.training import ParameterRule, TrainRules
 from partc.compiler.rewrite.extremes import in_parts
@@ -21,7 +22,6 @@ from partc.compiler.rewrite.local_maps import enter_parameters, refuse_modes
 from partc.compiler.rewrite.split_sequences import split_sequences
 from partc.compiler.rewrite.train_mode import STEP, to_evaluation, to_training
 from partc.compiler.rewrite.uneven_means import split_uneven_means
-from partc.compiler.training.config import Learned, Training
 from partc.compiler.training.losses import add_loss
 from partc.compiler.training.metrics import add_metric
 from partc.compiler.training.shared import give_own

@@ -12,22 +12,18 @@ What brings records of different parts together in another way is named in a war
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.dims.facts import ANY_DIM, Facts
-from partc.compiler.errors import CompileError, Problem
+from partc.compiler.analysis.part_symbols import training_records
 from partc.compiler.ir.graph import take_out
-from partc.compiler.ir.program import Program, ProgramKind, SymbolInfo, ValueInfo
+from partc.compiler.ir.program import Program, ProgramKind, ValueInfo
 from partc.compiler.ops.families.dropout import DROPOUT, PARTS, RECORDS_DIM
 from partc.compiler.ops.rule import OWN as OWN_OPS
 from partc.compiler.plan.rules import FULL_BATCH, Dataset, DatasetCut, OutputRule
-from partc.compiler.plan.training import TrainRules
 from partc.compiler.training.labels import labels_of
-from partc.compiler.training.records import batch_symbols, records_of
 from partc.compiler.training.spread import EVERY, SUM, Rows, Spread, needed_for, spread
 
 PART = "part"
@@ -39,7 +35,7 @@ def in_parts(program: Program) -> Program:
     training = program.training
     if training is None:
         return program
-    records = _records(program)
+    records = training_records(program)
     fixed = tuple(str(value.name) for value in program.model.graph.inputs if value not in records)
     fixed = tuple(name for name in fixed if name not in training.scalars)
     training = replace(training, fixed=fixed, labels=labels_of(program))
@@ -95,58 +91,6 @@ def only_totals(program: Program) -> Program:
     )
 
 
-def part_symbols(program: Program, symbols: Mapping[str, SymbolInfo]) -> dict[str, SymbolInfo]:
-    """The symbols of a program, where the first dims of records are those of a part. CompileError where a batch never has parts."""
-    training = program.training
-    if training is None or training.accumulate == 1 or not training.part.backward:
-        return dict(symbols)
-    found, problems = dict(symbols), []
-    for name in sorted(batch_symbols(_records(program)) & symbols.keys()):
-        info = symbols[name]
-        facts = quotient(info.facts, training.accumulate)
-        if facts is None:
-            fact = f"no batch of '{name}', {info.facts}, can be cut into {training.accumulate} parts"
-            problems.append(
-                Problem(info.where, fact, "`accumulate` says how many", f"change it, or what '{name}' may be")
-            )
-            continue
-        found[name] = replace(info, facts=facts, parts=training.accumulate, whole=info.facts)
-    if problems:
-        raise CompileError(problems)
-    return found
-
-
-def part_facts(graph: ir.Graph, rules: TrainRules, part: ProgramKind, known: Mapping[str, Facts]) -> dict[str, Facts]:
-    """As `part_symbols`, before there is a training to speak of, by the names that the model gives its dims."""
-    if rules.accumulate == 1 or not part.backward:
-        return dict(known)
-    batch = batch_symbols(records_of(graph, rules.loss.labels))
-    return {
-        name: (quotient(facts, rules.accumulate) or ANY_DIM) if name in batch else facts
-        for name, facts in known.items()
-    }
-
-
-def quotient(facts: Facts, count: int) -> Facts | None:
-    """What is known of the integers whose `count`-fold is allowed; None where there are none.
-
-    count * p == r (mod d) has a solution where g = gcd(count, d) divides r, and it is unique modulo d / g.
-    """
-    if facts.value is not None:
-        return None if facts.value % count else Facts.constant(facts.value // count)
-    common = math.gcd(count, facts.divisor)
-    if facts.remainder % common:
-        return None
-    divisor = facts.divisor // common
-    remainder = facts.remainder // common * pow(count // common, -1, divisor) % divisor if divisor > 1 else 0
-    low = None if facts.min is None else -(-facts.min // count)
-    high = None if facts.max is None else facts.max // count
-    try:
-        return Facts(divisor, remainder, low, high)
-    except ValueError:
-        return None
-
-
 def _arriving_whole(program: Program, names: Iterable[str]) -> Program:
     """The program where these inputs are whole on every rank, also where records are dealt out."""
     dataset = program.plan.dataset
@@ -155,13 +99,6 @@ def _arriving_whole(program: Program, names: Iterable[str]) -> Program:
     if dataset.style == FULL_BATCH or not whole:
         return program
     return replace(program, plan=replace(program.plan, dataset=replace(dataset, cuts={**whole, **dataset.cuts})))
-
-
-def _records(program: Program) -> dict[ir.Value, None]:
-    train = program.plan.train
-    scalars = program.training.scalars if program.training is not None else ()
-    found = records_of(program.model.graph, train.loss.labels if train is not None else "")
-    return {value: None for value in found if value.name not in scalars}
 
 
 def _give_totals(program: Program, found: Spread, values: dict[ir.Value, ValueInfo]) -> None:

@@ -14,60 +14,18 @@ batch size: exact for a mean over a batch, close where the number of ignored lab
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 import onnx_ir as ir
 from partc.compiler.analysis.shape_rules import Known
+from partc.compiler.plan.loss import Loss
+from partc.compiler.plan.metric import TYPES, Metric
+from partc.compiler.plan.options import known_type, usual_names
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.training.append import FLOATS, INTEGERS, Append
-from partc.compiler.training.losses import Loss, class_axis, distance, own_scalar
-from partc.compiler.training.options import Check, known_type, read, usual_names
-
-_CLASSES = {
-    "logits": Check.NAME,
-    "labels": Check.NAME,
-    "axis": Check.INTEGER,
-    "ignore_index": Check.INTEGER,
-    "probabilities": Check.BOOL,
-}
-_NUMBERS = {"prediction": Check.NAME, "target": Check.NAME}
-TYPES: Mapping[str, Mapping[str, Check]] = {
-    "accuracy": _CLASSES,
-    "top_k": {**_CLASSES, "k": Check.COUNT},
-    "mse": _NUMBERS,
-    "mae": _NUMBERS,
-    "output": {"output": Check.NAME},
-}
-"""By type the keys that it takes."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A metric: `output` of the model against the input `labels`; None is as in the loss. The other fields are as in a loss."""
-
-    type: str
-    output: str | None = None
-    labels: str | None = None
-    axis: int | None = None
-    ignore_index: int | None = None
-    probabilities: bool | None = None
-    k: int = 5
-
-
-def metric(name: str, options: Mapping[str, Any], where: str = "train.metrics") -> Metric:
-    """The metric that options say; without a type it is that of its name. A type that is none is the name of an output of the model.
-
-    Raises CompileError with all that is wrong.
-    """
-    said = {"type": name, **options}
-    if said["type"] not in TYPES and len(said) == 1 and isinstance(said["type"], str):
-        return Metric("output", said["type"])
-    found = read(said, TYPES, where)
-    words = {"logits": "output", "prediction": "output", "target": "labels"}
-    return Metric(**{words.get(key, key): value for key, value in found.items()})
+from partc.compiler.training.losses import class_axis, distance, own_scalar
 
 
 def add_metric(

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 
 import onnx
 import onnx.parser
-import onnx_ir as ir
 from partc.runtime.artifact.format import OPTIMIZER
 
 DOMAIN = OPTIMIZER
@@ -253,11 +252,6 @@ def function(op_type: str, opset: int = OPSET) -> onnx.FunctionProto:
 def functions(op_types: Iterable[str], opset: int = OPSET) -> list[onnx.FunctionProto]:
     """The functions that nodes of these op types call, each once, by name."""
     return [function(op_type, opset) for op_type in sorted(set(op_types))]
-
-
-def ir_functions(op_types: Iterable[str], opset: int = OPSET) -> list[ir.Function]:
-    """As `functions`, for a model of onnx-ir."""
-    return [ir.serde.deserialize_function(each) for each in functions(op_types, opset)]
 
 
 @dataclass

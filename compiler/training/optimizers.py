@@ -1,120 +1,28 @@
-"""Optimizers of a plan: what each may be told, what it keeps of a parameter, and the nodes that make one parameter's update.
+"""The nodes that make one parameter's update by an optimizer.
 
-    chosen = optimizer("momentum", {"lr": 0.01, "momentum": 0.9})
-    chosen.slots                                   # ("momentum",): one tensor of the parameter's shape
-    chosen.scalars                                 # ("lr",): what the runtime feeds each step
-    chosen.update(weight, gradient, slots, scalars, outputs).nodes
+    update_nodes(optimizer("momentum", {"lr": 0.01}), weight, gradient, slots, scalars, outputs).nodes
 
-All but LAMB are one node a parameter, element by element, so that a piece of a parameter, or of a flat buffer of many, is updated as the
-whole is. LAMB is four, with two norms in the middle, which need all pieces: `update(..., reduced=value)` reads a sum over ranks there.
+All but LAMB are one node a parameter, element by element, so that a shard of a parameter, or of a flat buffer of many, is updated as the
+whole is. LAMB is four, with two norms in the middle, which need all shards:
+`update_nodes(..., reduced=value)` reads a sum over ranks there.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.plan.pattern import nearest
-from partc.compiler.plan.violation import shown
+from partc.compiler.plan.optimizer import OPTIMIZERS, Optimizer
 from partc.compiler.training.optimizer_functions import DOMAIN, function, variant
-
-__all__ = ["OPTIMIZERS", "Optimizer", "Update", "clip_scale", "optimizer", "sum_of_squares"]
-
-
-Number: TypeAlias = "float | tuple[float, float]"
-
-
-@dataclass(frozen=True)
-class Option:
-    """A number, or a pair where its default is one; without a default it must be given. `below` bounds it, `positive` excludes 0."""
-
-    default: Number | None = None
-    below: float = math.inf
-    positive: bool = False
-
-    @property
-    def law(self) -> str:
-        """What the number must be, for people."""
-        least = "above 0" if self.positive else "at least 0"
-        bound = least if math.isinf(self.below) else f"{least} and below {self.below:g}"
-        return f"two numbers, each {bound}," if isinstance(self.default, tuple) else f"a number {bound}"
-
-    @property
-    def form(self) -> dict[str, Any]:
-        """The law as a JSON schema."""
-        one: dict[str, Any] = {"type": "number", "exclusiveMinimum" if self.positive else "minimum": 0}
-        one |= {} if math.isinf(self.below) else {"exclusiveMaximum": self.below}
-        if isinstance(self.default, tuple):
-            return {"type": "array", "items": one, "minItems": 2, "maxItems": 2, "default": list(self.default)}
-        return one if self.default is None else {**one, "default": self.default}
-
-    def number(self, value: object) -> Number | None:
-        """The value as a number or a pair; None where the law does not hold."""
-        if not isinstance(self.default, tuple):
-            return self._number(value)
-        if not isinstance(value, list | tuple) or len(value) != 2:
-            return None
-        first, second = map(self._number, value)
-        return None if first is None or second is None else (first, second)
-
-    def _number(self, value: object) -> float | None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            return None
-        return float(value) if (value > 0 if self.positive else value >= 0) and value < self.below else None
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A type of optimizer: the family of its function, its slots, the scalars of a step, and its options beside `lr`."""
-
-    family: str
-    slots: tuple[str, ...]
-    scalars: tuple[str, ...]
-    options: Mapping[str, Option]
-
-
-_LR = {"lr": Option()}
-_DECAY = {"weight_decay": Option(0.0)}
-_MOMENTUM = {**_LR, "momentum": Option(0.9, below=1), **_DECAY}
-_BETAS = {"betas": Option((0.9, 0.999), below=1)}
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def _adam(eps: float, weight_decay: float) -> dict[str, Option]:
-    return {**_LR, **_BETAS, "eps": Option(eps, positive=True), "weight_decay": Option(weight_decay)}
-
-
-OPTIMIZERS = {
-    "sgd": Kind("Sgd", (), ("lr",), {**_LR, **_DECAY}),
-    "momentum": Kind("Momentum", ("momentum",), ("lr",), _MOMENTUM),
-    "nesterov": Kind("Nesterov", ("momentum",), ("lr",), _MOMENTUM),
-    "adagrad": Kind(
-        "Adagrad",
-        ("sum",),
-        ("lr",),
-        {**_LR, "initial_accumulator": Option(0.0), "eps": Option(1e-10, positive=True), **_DECAY},
-    ),
-    "adam": Kind("Adam", _MOMENTS, ("lr", "bias1", "bias2"), _adam(1e-8, 0.0)),
-    "adamw": Kind("AdamW", _MOMENTS, ("lr", "bias1", "bias2"), _adam(1e-8, 0.01)),
-    "adam_weight_decay": Kind("AdamWeightDecay", _MOMENTS, ("lr",), _adam(1e-6, 0.0)),
-    "lamb": Kind(
-        "Lamb",
-        _MOMENTS,
-        ("lr", "bias1", "bias2"),
-        {**_adam(1e-6, 0.0), "max_ratio": Option(10.0, positive=True)},
-    ),
-}
 
 
 @dataclass(frozen=True)
 class Update:
     """The nodes of one parameter's update, in order. `squares`: LAMB's two sums of squares, which the last of `before` makes.
 
-    Of a cut parameter they are terms: the sum over its pieces, as a value, is given to `Optimizer.update` as `reduced`, and made
+    Of a cut parameter they are terms: the sum over its pieces, as a value, is given to `update_nodes` as `reduced`, and made
     between `before` and `after`.
     """
 
@@ -128,90 +36,65 @@ class Update:
         return self.before + self.after
 
 
-@dataclass(frozen=True)
-class Optimizer:
-    """An optimizer with its numbers. `hyper`: those but `lr` and `weight_decay`, by name, `betas` as `beta1` and `beta2`."""
+def update_nodes(
+    optimizer: Optimizer,
+    parameter: ir.Value,
+    gradient: ir.Value,
+    slots: Sequence[ir.Value],
+    scalars: Mapping[str, ir.Value],
+    outputs: Sequence[ir.Value],
+    *,
+    weight_decay: float | None = None,
+    lr_multiplier: float = 1.0,
+    clip_value: float = 0.0,
+    reduced: ir.Value | None = None,
+) -> Update:
+    """The nodes that make `outputs`, the next parameter and slots.
 
-    type: str
-    lr: float
-    weight_decay: float = 0.0
-    hyper: Mapping[str, float] = field(default_factory=dict, hash=False)
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        """The tensors that are kept of each parameter, each of its shape and type."""
-        return OPTIMIZERS[self.type].slots
-
-    @property
-    def scalars(self) -> tuple[str, ...]:
-        """The rank-0 float32 values that a step reads; where gradients are scaled `scale` is one more."""
-        return OPTIMIZERS[self.type].scalars
-
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether an update needs nothing of a parameter but the same elements of its gradient and slots."""
-        return self.type != "lamb"
-
-    def initial(self, slot: str) -> float:
-        """What every element of a slot begins with."""
-        if slot not in self.slots:
-            raise KeyError(f"{self.type} has no slot '{slot}'")
-        return self.hyper.get("initial_accumulator", 0.0)
-
-    def update(
-        self,
-        parameter: ir.Value,
-        gradient: ir.Value,
-        slots: Sequence[ir.Value],
-        scalars: Mapping[str, ir.Value],
-        outputs: Sequence[ir.Value],
-        *,
-        weight_decay: float | None = None,
-        lr_multiplier: float = 1.0,
-        clip_value: float = 0.0,
-        reduced: ir.Value | None = None,
-    ) -> Update:
-        """The nodes that make `outputs`, the next parameter and slots.
-
-        `scalars` are by name; with `scale` among them the gradient is first multiplied with it. `weight_decay` is the optimizer's own
-        if None; `clip_value` 0 clips nothing. `reduced` stands for LAMB's sums of squares where the parameter is cut. The functions
-        that the nodes call are `functions(node.op_type for ...)`. Raises CompileError for a parameter that is not float32 or float64.
-        """
-        if parameter.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
-            kind = "unknown" if parameter.dtype is None else parameter.dtype.name.lower()
-            raise CompileError(
-                Problem(
-                    f"parameter '{parameter.name}'",
-                    f"its type is {kind}, which no optimizer updates",
-                    "parameters are learned in float32 or float64",
-                    "freeze it, or give the model float32 weights",
-                )
+    `scalars` are by name; with `scale` among them the gradient is first multiplied with it. `weight_decay` is the optimizer's own
+    if None; `clip_value` 0 clips nothing. `reduced` stands for LAMB's sums of squares where the parameter is cut. The functions
+    that the nodes call are `functions(node.op_type for ...)`. Raises CompileError for a parameter that is not float32 or float64.
+    """
+    if parameter.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
+        kind = "unknown" if parameter.dtype is None else parameter.dtype.name.lower()
+        raise CompileError(
+            Problem(
+                f"parameter '{parameter.name}'",
+                f"its type is {kind}, which no optimizer updates",
+                "parameters are learned in float32 or float64",
+                "freeze it, or give the model float32 weights",
             )
-        decay = self.weight_decay if weight_decay is None else weight_decay
-        numbers = {**self._attributes, "weight_decay": decay, "lr_multiplier": lr_multiplier, "clip_value": clip_value}
-        call = _Call(parameter, numbers, scalars)
-        family = OPTIMIZERS[self.type].family
-        inputs = {"parameter": parameter, "gradient": gradient, **dict(zip(self.slots, slots, strict=True))}
-        if self.is_elementwise:
-            return Update((call.node(family, inputs, outputs, "update"),))
-        direction = call.value("direction", parameter.shape)
-        squares = call.value("squares", ir.Shape([2]))
-        ratio = call.value("ratio", ir.Shape([]))
-        both = {"parameter": parameter, "direction": direction}
-        before = (
-            call.node("LambDirection", inputs, [direction, *outputs[1:]], "direction"),
-            call.node("LambSquares", both, [squares], "squares"),
         )
-        after = (
-            call.node("LambRatio", {"squares": reduced or squares}, [ratio], "ratio"),
-            call.node("LambApply", {**both, "ratio": ratio}, outputs[:1], "update"),
-        )
-        return Update(before, after, squares)
+    decay = optimizer.weight_decay if weight_decay is None else weight_decay
+    numbers = {
+        **_attributes(optimizer),
+        "weight_decay": decay,
+        "lr_multiplier": lr_multiplier,
+        "clip_value": clip_value,
+    }
+    call = _Call(parameter, numbers, scalars)
+    family = OPTIMIZERS[optimizer.type].family
+    inputs = {"parameter": parameter, "gradient": gradient, **dict(zip(optimizer.slots, slots, strict=True))}
+    if optimizer.is_elementwise:
+        return Update((call.node(family, inputs, outputs, "update"),))
+    direction = call.value("direction", parameter.shape)
+    squares = call.value("squares", ir.Shape([2]))
+    ratio = call.value("ratio", ir.Shape([]))
+    both = {"parameter": parameter, "direction": direction}
+    before = (
+        call.node("LambDirection", inputs, [direction, *outputs[1:]], "direction"),
+        call.node("LambSquares", both, [squares], "squares"),
+    )
+    after = (
+        call.node("LambRatio", {"squares": reduced or squares}, [ratio], "ratio"),
+        call.node("LambApply", {**both, "ratio": ratio}, outputs[:1], "update"),
+    )
+    return Update(before, after, squares)
 
-    @property
-    def _attributes(self) -> dict[str, float]:
-        rest = {f"one_minus_{name}": 1 - value for name, value in self.hyper.items() if name.startswith("beta")}
-        return {**self.hyper, **rest}
+
+def _attributes(optimizer: Optimizer) -> dict[str, float]:
+    rest = {f"one_minus_{name}": 1 - value for name, value in optimizer.hyper.items() if name.startswith("beta")}
+    return {**optimizer.hyper, **rest}
 
 
 @dataclass(frozen=True)
@@ -242,68 +125,7 @@ class _Call:
         return ir.Value(name=f"{self.parameter.name}.{part}", shape=shape, type=self.parameter.type)
 
 
-def sum_of_squares(gradients: Sequence[ir.Value], total: ir.Value) -> tuple[ir.Node, ...]:
-    """Nodes that make `total`, of rank 0, the sum of the squares of all elements; pieces of a cut gradient make terms of it."""
-    alone = len(gradients) == 1
-    outs = [
-        total if alone else ir.Value(name=f"{gradient.name}.square", shape=ir.Shape([]), type=gradient.type)
-        for gradient in gradients
-    ]
-    parts = [
-        ir.Node("", "ReduceSumSquare", [gradient], [ir.AttrInt64("keepdims", 0)], outputs=[out], name=out.name)
-        for gradient, out in zip(gradients, outs, strict=True)
-    ]
-    return tuple(parts) if alone else (*parts, ir.Node("", "Sum", outs, outputs=[total], name=total.name))
-
-
 def clip_scale(total: ir.Value, scale: ir.Value, max_norm: float) -> ir.Node:
     """The node that makes `scale`, with which gradients have at most the norm `max_norm`, out of the sum of all their squares."""
     attributes = [ir.AttrFloat32("max_norm", max_norm)]
     return ir.Node(DOMAIN, "ClipScale", [total], attributes, outputs=[scale], name=scale.name)
-
-
-def optimizer(
-    type: object, options: Mapping[str, object], where: Callable[[str], str] = lambda key: "optimizer"
-) -> Optimizer:
-    """The optimizer of a type and its options, defaults filled in. Raises CompileError with all that is wrong, each at `where(key)`."""
-    if not isinstance(type, str) or type not in OPTIMIZERS:
-        near = nearest(type, OPTIMIZERS, 1) if isinstance(type, str) else []
-        remedy = f"the nearest is '{near[0]}'" if near else f"choose from {', '.join(OPTIMIZERS)}"
-        fact = (
-            f"unknown optimizer '{type}'"
-            if isinstance(type, str)
-            else f"an optimizer's type is a text, but got {shown(type)}"
-        )
-        raise CompileError(Problem(where("type"), fact, help=remedy))
-    known = OPTIMIZERS[type].options
-    problems: list[Problem] = []
-    numbers: dict[str, float] = {}
-    for key in options:
-        if key not in known:
-            problems.append(Problem(where(key), f"{type}: unknown option '{key}'", help=_remedy(type, key)))
-    for key, option in known.items():
-        if option.default is None and key not in options:
-            problems.append(Problem(where(key), f"{type}: '{key}' is missing", help=f"it is {option.law}"))
-            continue
-        value = options.get(key, option.default)
-        match option.number(value):
-            case None:
-                got = value if isinstance(value, list | tuple) else shown(value)
-                problems.append(Problem(where(key), f"{type}: expected {option.law} as '{key}', but got {got}"))
-            case (first, second):
-                numbers.update(beta1=first, beta2=second)
-            case float(number):
-                numbers[key] = number
-    if problems:
-        raise CompileError(problems)
-    return Optimizer(type, numbers.pop("lr"), numbers.pop("weight_decay"), numbers)
-
-
-def _remedy(type: str, key: str) -> str:
-    known = OPTIMIZERS[type].options
-    if key in OPTIMIZERS:
-        return f"write 'type: {key}'"
-    if key in ("beta1", "beta2") and "betas" in known:
-        return "write 'betas: [0.9, 0.999]'"
-    near = nearest(key, known, 1)
-    return f"the nearest is '{near[0]}'" if near else f"the options of {type} are {', '.join(known)}"

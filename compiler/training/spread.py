@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import onnx_ir as ir
+from partc.compiler.analysis.records import OF_PIECES, batch_symbols
 from partc.compiler.ir.program import Program
 from partc.compiler.ops.families.loss import local_mean
 from partc.compiler.ops.families.pool import scaled
 from partc.compiler.ops.registry import draws, rule_of
 from partc.compiler.ops.rule import OWN as OWN_OPS
 from partc.compiler.ops.rule import WHOLE, Rule
-from partc.compiler.training.records import OF_PIECES, batch_symbols
 
 _LIGHT_ELEMENTS = 1 << 16
 """The largest weight of which something may be made twice: once before the parts."""

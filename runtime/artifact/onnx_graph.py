@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .format import PATH
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, NodeProto, TensorProto
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 
 def graph_bodies(node: NodeProto) -> Iterator[GraphProto]:
@@ -72,3 +72,45 @@ def node_title(node: NodeProto) -> str:
     """A node as the rank file names it: `MatMul 'fc1_node'`, or by what it makes or takes where it has no name."""
     name = node.name or next(iter([*node.output, *node.input]), "")
     return f"{node.op_type} '{name}'"
+
+
+def not_text(model: ModelProto) -> str:
+    """The first name or text of a model that is not UTF-8, as protobuf gives it: as bytes; '' where all are."""
+    for text in _texts(model):
+        if not isinstance(text, str):
+            return repr(text)
+    return ""
+
+
+def _texts(model: ModelProto) -> Iterator[object]:
+    yield from _graph_texts(model.graph)
+    for function in model.functions:
+        yield from (function.name, function.domain, *function.input, *function.output, *function.attribute)
+        yield from _node_texts(function.node)
+    for entry in model.opset_import:
+        yield entry.domain
+    for prop in model.metadata_props:
+        yield from (prop.key, prop.value)
+
+
+def _graph_texts(graph: GraphProto) -> Iterator[object]:
+    yield graph.name
+    for tensor in graph.initializer:
+        yield tensor.name
+        for entry in (*tensor.external_data, *tensor.metadata_props):
+            yield from (entry.key, entry.value)
+    for port in (*graph.input, *graph.output, *graph.value_info):
+        yield port.name
+        yield from (dim.dim_param for dim in port.type.tensor_type.shape.dim if dim.HasField("dim_param"))
+    yield from _node_texts(graph.node)
+
+
+def _node_texts(nodes: Iterable[NodeProto]) -> Iterator[object]:
+    for node in nodes:
+        yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
+        for prop in node.metadata_props:
+            yield from (prop.key, prop.value)
+        for attribute in node.attribute:
+            yield from (attribute.name, attribute.ref_attr_name)
+        for body in graph_bodies(node):
+            yield from _graph_texts(body)

@@ -18,12 +18,12 @@ from onnx import ModelProto, NodeProto, ValueInfoProto
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, Manifest
 from partc.runtime.artifact.onnx_graph import all_nodes, reads
 from partc.runtime.checker.files import read_manifest
-from partc.runtime.checker.graph.nodes import check_graph, not_text
+from partc.runtime.checker.graph.nodes import check_graph
 from partc.runtime.checker.graph.rank_file import check_onnx
 from partc.runtime.checker.graph.types import check_types, without_weights
 from partc.runtime.errors import Violation
 
-__all__ = ["Written", "check_model", "check_written", "not_text", "refusal", "written"]
+__all__ = ["Written", "check_model", "check_written", "refusal", "written"]
 
 
 class CanLoad(Protocol):

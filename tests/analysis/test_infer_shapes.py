@@ -10,6 +10,7 @@ import onnx_ir as ir
 import pytest
 from equivalence import model
 from partc.compiler.analysis.bindings import promised
+from partc.compiler.analysis.part_symbols import part_facts
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.dims.facts import Facts
 from partc.compiler.frontend.onnx_file import from_proto
@@ -19,7 +20,6 @@ from partc.compiler.pipeline import start
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.rewrite.train_mode import ranked
 from partc.compiler.training.append import Append
-from partc.compiler.training.in_parts import part_facts
 
 COMPILER = Path(__file__).parents[2] / "compiler"
 TRAIN = "train: {loss: {type: mean_squared, prediction: y, target: t}, optimizer: {type: sgd, lr: 0.1}%s}\n"

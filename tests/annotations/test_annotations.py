@@ -19,7 +19,7 @@ from google.protobuf.text_format import MessageToString
 from linear_chains import STYLES, parallel_block
 from onnx_ir._multi_device import _check_device_configurations
 from partc.cli.main import invoke
-from partc.compiler.annotations.write import annotated
+from partc.compiler.emit.annotated import annotated
 from partc.compiler.emit.dump import end_text
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto

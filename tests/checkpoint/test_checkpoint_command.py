@@ -158,7 +158,7 @@ def test_weights_that_do_not_fit_the_model_are_all_named(tmp_path: Path, capsys:
 
 NET = """
 from partc.compiler import nn
-from partc.compiler.frontend.declare import Input
+from partc.compiler.directives.input import Input
 
 inputs = {"x": Input(["n", 3, 5, 7], "float32")}
 model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.ReLU()).MODE()
@@ -191,7 +191,7 @@ def test_a_model_in_training_mode_takes_its_inference_form(tmp_path: Path, capsy
 
 TORCH = """
 import torch
-from partc.compiler.frontend.declare import Input
+from partc.compiler.directives.input import Input
 
 inputs = {"x": Input(["n", 3, 5, 7], "float32")}
 torch.manual_seed(0)

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 from equivalence import compiled, model, same_as_whole
 from partc.cli.main import partc
-from partc.compiler.annotations.write import annotated
 from partc.compiler.emit import emit
+from partc.compiler.emit.annotated import annotated
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source

@@ -12,10 +12,10 @@ import onnxruntime as ort
 import pytest
 from partc.compiler import place
 from partc.compiler.errors import CompileError
-from partc.compiler.frontend.declare import Placement
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.python import load_python
 from partc.compiler.frontend.source import Source
+from partc.compiler.ir.declared import Placement
 
 SAMPLE = Path(__file__).parents[2] / "samples" / "lenet"
 HEAD = "from partc.compiler import Input, Symbol, nn, place\n"

@@ -11,8 +11,9 @@ import onnx_shape_inference
 import pytest
 from gradient_case import evaluate
 from partc.compiler.autodiff.engine import Backward, differentiate_nodes
+from partc.compiler.plan.loss import loss
 from partc.compiler.rewrite.simplify import simplify
-from partc.compiler.training.losses import add_loss, loss
+from partc.compiler.training.losses import add_loss
 
 RANDOM = np.random.default_rng(17)
 TABLE = """<ir_version: 10, opset_import: ["" : 21]>

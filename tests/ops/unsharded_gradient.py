@@ -16,9 +16,9 @@ import onnx_ir as ir
 import onnxruntime
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.autodiff.engine import differentiate_nodes
-from partc.compiler.frontend.declare import Declared
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.trace import trace
+from partc.compiler.ir.declared import Declared
 from partc.compiler.ir.program import Program
 from partc.compiler.plan.rules import Plan
 from training_models import Feeds, Model

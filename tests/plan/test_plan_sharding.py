@@ -12,7 +12,7 @@ from partc.compiler.errors import CompileError
 from partc.compiler.plan.groups import axes_of
 from partc.compiler.plan.read import Dataset, DatasetCut, OutputRule, PlacementRule, Plan, ShardingRule, parse_plan
 from partc.compiler.plan.schema import plan_schema
-from partc.compiler.plan.start import starting_plan
+from partc.compiler.proposal.starting_plan import starting_plan
 from ruamel.yaml import YAML
 
 MESH = (("dp", 2), ("tp", 4))

@@ -11,7 +11,7 @@ from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.plan.start import starting_plan
+from partc.compiler.proposal.starting_plan import starting_plan
 
 
 def value(name: str, dims: list[int | str | None] | None, dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:

@@ -8,8 +8,9 @@ import onnx
 import pytest
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
-from partc.compiler.training.losses import loss
-from partc.compiler.training.metrics import add_metric, metric
+from partc.compiler.plan.loss import loss
+from partc.compiler.plan.metric import metric
+from partc.compiler.training.metrics import add_metric
 
 NUMBERS = {"prediction": "y", "target": "t"}
 CLASSES = {"logits": "y", "labels": "t"}

@@ -8,9 +8,9 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from partc.compiler.directives.shard_calls import shard
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.names import node_paths
-from partc.compiler.frontend.shard_calls import shard
 from partc.compiler.plan.rules import RegionCall, ShardingRule
 from shard_call_models import DENSE_RELU, INPUTS, NET, line, load, refused
 

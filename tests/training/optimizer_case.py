@@ -10,8 +10,9 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 import onnxruntime
-from partc.compiler.training.optimizer_functions import ir_functions
-from partc.compiler.training.optimizers import Optimizer
+from partc.compiler.plan.optimizer import Optimizer
+from partc.compiler.training.optimizer_functions import functions
+from partc.compiler.training.optimizers import update_nodes
 from partc.runtime.artifact.lr_schedule import scalars
 
 Array = npt.NDArray[Any]
@@ -97,10 +98,10 @@ def operands(
 
 
 def model_of(chosen: Optimizer, shape: tuple[int, ...], opset: int = 21, **more: Any) -> onnx.ModelProto:
-    """A checked model whose outputs are one parameter's update; `more` goes to `operands` and to `update`."""
+    """A checked model whose outputs are one parameter's update; `more` goes to `operands` and to `update_nodes`."""
     given = operands(chosen, shape, **{key: more.pop(key) for key in ("scaled", "dtype") if key in more})
     parameter, gradient, slots, singles, outputs = given
-    nodes = chosen.update(*given, **more).nodes
+    nodes = update_nodes(chosen, *given, **more).nodes
     graph = ir.Graph(
         [parameter, gradient, *slots, *singles.values()],
         outputs,
@@ -108,8 +109,8 @@ def model_of(chosen: Optimizer, shape: tuple[int, ...], opset: int = 21, **more:
         opset_imports={"": opset, "partc.optimizer": 1},
         name="update",
     )
-    called = ir_functions({node.op_type for node in nodes}, opset)
-    proto = ir.serde.serialize_model(ir.Model(graph, ir_version=10, functions=called))
+    proto = ir.serde.serialize_model(ir.Model(graph, ir_version=10))
+    proto.functions.extend(functions({node.op_type for node in nodes}, opset))
     onnx.checker.check_model(proto)
     return proto
 

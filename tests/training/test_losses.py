@@ -15,8 +15,10 @@ from equivalence import whole_outputs
 from gradient_case import evaluate
 from partc.compiler.autodiff.engine import Backward, differentiate_nodes
 from partc.compiler.errors import CompileError
-from partc.compiler.training.losses import add_loss, loss
-from partc.compiler.training.metrics import add_metric, metric
+from partc.compiler.plan.loss import loss
+from partc.compiler.plan.metric import metric
+from partc.compiler.training.losses import add_loss
+from partc.compiler.training.metrics import add_metric
 
 Array = np.ndarray[Any, np.dtype[Any]]
 RANDOM = np.random.default_rng(11)

@@ -12,8 +12,10 @@ import onnx_ir as ir
 import pytest
 from equivalence import model, same_as_whole
 from partc.compiler.frontend.onnx_file import from_proto
-from partc.compiler.training.losses import Loss, add_loss, loss
-from partc.compiler.training.metrics import add_metric, metric
+from partc.compiler.plan.loss import Loss, loss
+from partc.compiler.plan.metric import metric
+from partc.compiler.training.losses import add_loss
+from partc.compiler.training.metrics import add_metric
 
 RANDOM = np.random.default_rng(13)
 START = RANDOM.bit_generator.state

@@ -11,8 +11,9 @@ import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 from optimizer_case import drawn, fed, model_of, operands, session_of
+from partc.compiler.plan.optimizer import OPTIMIZERS, optimizer
 from partc.compiler.training.optimizer_functions import FAMILIES, function, functions, variant
-from partc.compiler.training.optimizers import OPTIMIZERS, optimizer
+from partc.compiler.training.optimizers import update_nodes
 from partc.runtime.artifact.lr_schedule import SCALARS
 from partc.runtime.artifact.optimizer_function import is_elementwise, is_in_place
 from partc.runtime.updates.update_model import flat_model
@@ -141,7 +142,7 @@ def test_shards_of_flat_buffers_in_place_are_the_whole_bit_by_bit(name: str) -> 
 @pytest.mark.parametrize("type", ["sgd", "momentum", "adam", "lamb"])
 def test_a_scale_of_zero_stops_a_gradient_whose_square_overflows(type: str) -> None:
     chosen = optimizer(type, {"lr": 0.1})
-    node = chosen.update(*operands(chosen, scaled=True)).nodes[0]
+    node = update_nodes(chosen, *operands(chosen, scaled=True)).nodes[0]
     called = function(node.op_type)
     names = tuple(name for name in called.input if name in SCALARS)
     state = {name: np.ones(3, np.float32) for name in called.input if name not in names}
@@ -178,7 +179,7 @@ def test_lamb_on_shards_with_a_sum_between_is_lamb_on_the_whole() -> None:
     whole = session_of(model_of(chosen, (6, 5)).SerializeToString()).run(None, feeds | step)
 
     reduced = ir.Value(name="squares.sum", type=ir.TensorType(ir.DataType.FLOAT))
-    update = chosen.update(*operands(chosen), reduced=reduced)
+    update = update_nodes(chosen, *operands(chosen), reduced=reduced)
     assert update.squares is update.before[-1].outputs[0]
     assert list(update.after[0].inputs) == [reduced]
     direction, squares, ratio, apply = (session_of(flat(node)) for node in update.nodes)
@@ -198,7 +199,7 @@ def test_lamb_on_shards_with_a_sum_between_is_lamb_on_the_whole() -> None:
 )
 def test_lamb_does_not_adapt_to_zeros(squares: tuple[float, float], ratio: float) -> None:
     chosen = optimizer("lamb", {"lr": 1})
-    (found,) = session_of(flat(chosen.update(*operands(chosen)).after[0])).run(
+    (found,) = session_of(flat(update_nodes(chosen, *operands(chosen)).after[0])).run(
         None, {"squares": np.asarray(squares, np.float32)}
     )
     assert found.shape == ()

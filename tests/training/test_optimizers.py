@@ -23,8 +23,9 @@ from optimizer_case import (
     trained,
 )
 from partc.compiler.errors import CompileError
-from partc.compiler.training.optimizer_functions import function, ir_functions
-from partc.compiler.training.optimizers import OPTIMIZERS, clip_scale, optimizer, sum_of_squares
+from partc.compiler.plan.optimizer import OPTIMIZERS, optimizer
+from partc.compiler.training.optimizer_functions import function, functions
+from partc.compiler.training.optimizers import clip_scale, update_nodes
 from partc.runtime.artifact.lr_schedule import SCALARS
 from partc.runtime.updates.update_model import flat_model
 
@@ -103,9 +104,15 @@ def test_the_norm_of_all_gradients_is_clipped(count: int) -> None:
     kind = ir.TensorType(ir.DataType.FLOAT)
     inputs = [ir.Value(name=f"g{k}", shape=ir.Shape([k + 2, 3]), type=kind) for k in range(count)]
     total, scale = (ir.Value(name=name, shape=ir.Shape([]), type=kind) for name in ("total", "scale"))
-    nodes = [*sum_of_squares(inputs, total), clip_scale(total, scale, 0.5)]
+    squares = [
+        ir.Node("", "ReduceSumSquare", [one], [ir.AttrInt64("keepdims", 0)], name=f"{one.name}.square")
+        for one in inputs
+    ]
+    added = ir.Node("", "Sum", [node.outputs[0] for node in squares], outputs=[total])
+    nodes = [*squares, added, clip_scale(total, scale, 0.5)]
     graph = ir.Graph(inputs, [scale], nodes=nodes, opset_imports={"": 21, "partc.optimizer": 1}, name="clip")
-    proto = ir.serde.serialize_model(ir.Model(graph, ir_version=10, functions=ir_functions(["ClipScale"])))
+    proto = ir.serde.serialize_model(ir.Model(graph, ir_version=10))
+    proto.functions.extend(functions(["ClipScale"]))
     onnx.checker.check_model(proto)
     session = session_of(proto.SerializeToString())
     arrays = {f"g{k}": drawn((k + 2, 3), k) for k in range(count)}
@@ -186,4 +193,4 @@ def test_other_types_of_parameters_are_refused() -> None:
     parameter, *rest = operands(chosen)
     parameter.type = None
     with pytest.raises(CompileError, match="its type is unknown"):
-        chosen.update(parameter, *rest)
+        update_nodes(chosen, parameter, *rest)

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from partc.compiler.analysis.part_symbols import quotient
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.training.in_parts import quotient
 from partc.runtime import InputError, load_trainer
 from partc.runtime.artifact.boxes import slices
 from partc.runtime.artifact.format import Manifest, SymbolRecord

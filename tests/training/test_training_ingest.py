@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from partc.compiler.frontend.declare import Collector, Input
+from partc.compiler.directives.input import Input
+from partc.compiler.directives.recorder import Recorder
 from partc.compiler.frontend.inputs import DimNames
 from partc.compiler.frontend.onnx_file import load_onnx
 from partc.compiler.frontend.source import Source
@@ -95,7 +96,7 @@ def exported(module: Any, x: Input) -> Source:
     from partc.compiler.frontend.torch_module import export
 
     names = DimNames({}, set())
-    return Source(export(module, {"x": x}, None, names, ["y"], "model.py:1", Collector(Path())))
+    return Source(export(module, {"x": x}, None, names, ["y"], "model.py:1", Recorder(Path())))
 
 
 def by_torch(module: Any, steps: list[dict[str, np.ndarray]]) -> tuple[list[float], dict[str, np.ndarray]]:

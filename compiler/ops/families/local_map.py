@@ -23,8 +23,6 @@ from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import OWN, WHOLE, Rule
 
 ENTER, LEAVE, AXIS_INDEX = "Enter", "Leave", "AxisIndex"
-INSIDE = "partc.local"
-"""The metadata of nodes inside of a local map: which one it is."""
 LINE = "partc.line"
 """The metadata of its borders and collectives: the line of the model that says so."""
 ALONG = "#"
@@ -56,11 +54,6 @@ COLLECTIVES = {
     "SendRecv": Collective("SendRecv"),
     "Spread": Collective("AllReduce", same=True),
 }
-
-
-def is_inside(node: ir.Node) -> bool:
-    """Whether a node belongs to a local map, borders and collectives included."""
-    return INSIDE in node.metadata_props
 
 
 def is_border(node: ir.Node) -> bool:

@@ -6,7 +6,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 from partc.runtime.artifact.comm_schemas import register
-from partc.runtime.checker.graph.nodes import not_text
+from partc.runtime.artifact.onnx_graph import not_text
 from partc.runtime.checker.graph.types import as_plain_onnx
 from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import Violation

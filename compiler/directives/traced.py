@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 
 import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder
+from partc.compiler.directives.recorder import Recorder, recorder
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.declare import Collector, collector
 
 
 @dataclass
@@ -61,7 +61,7 @@ def is_module(target: object) -> bool:
 
 def note_call(module: object, arguments: Sequence[object], result: object) -> None:
     """Records what a module that is being traced was given and gave back, if `shard` spoke of it."""
-    record = collector()
+    record = recorder()
     for call in record.shards if record else ():
         if call.target is module:
             region = Region("", None, _tensors(arguments), _tensors([result]))
@@ -88,7 +88,7 @@ def traced(call: TracedCall, target: Callable[..., object]) -> Callable[..., obj
             law = "the region of a function is what it emits: its first argument is the op builder of forward"
             help = f"call it with op first; of a torch model {call.verb} a module"
             raise CompileError(Problem(call.where, fact, law, help))
-        builder, record = op.builder, collector()
+        builder, record = op.builder, recorder()
         if record and builder.parent is not None:
             fact = f"'{call.name}' is called in a body of If, Loop or Scan, whose ops run whole"
             raise CompileError(Problem(call.where, fact, help=f"{call.verb} what is outside of it"))
@@ -113,7 +113,7 @@ def traced(call: TracedCall, target: Callable[..., object]) -> Callable[..., obj
 
 
 @contextmanager
-def _scope(builder: GraphBuilder, name: str | None, record: Collector | None) -> Iterator[str]:
+def _scope(builder: GraphBuilder, name: str | None, record: Recorder | None) -> Iterator[str]:
     """Within, nodes get a scope of this name, made unlike those of earlier calls; its path without the root's own name."""
     around = [part for part in builder._scope_names()[1:] if part]
     if name is None:

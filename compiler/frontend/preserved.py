@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
-from partc.compiler.annotations import keys
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend import annotation_keys as keys
 
 
 @dataclass(frozen=True)

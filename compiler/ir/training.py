@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import onnx_ir as ir
 from partc.compiler.ir.program import ProgramKind
-from partc.compiler.training.optimizers import Optimizer
 from partc.runtime.artifact.format import LabelRecord, TrainingRecord
 from pydantic import JsonValue
+
+if TYPE_CHECKING:
+    from partc.compiler.plan.optimizer import Optimizer
 
 
 @dataclass(frozen=True)

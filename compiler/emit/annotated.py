@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import onnx_ir as ir
-from partc.compiler.annotations import keys
 from partc.compiler.annotations.check import Followed
 from partc.compiler.annotations.seed import cut_by_operands
 from partc.compiler.annotations.spread import Spread, spec_of, spread_of
 from partc.compiler.dims.facts import Facts
 from partc.compiler.emit.whole import save_unsharded
+from partc.compiler.frontend import annotation_keys as keys
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.layout.layout import Layout

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 from partc.compiler.ir.graph import Reads
+from partc.compiler.ir.training import Training
 from partc.compiler.ops.registry import stops_gradient
-from partc.compiler.training.config import Training
 
 
 def learned_from(reads: Reads, training: Training) -> set[ir.Value]:

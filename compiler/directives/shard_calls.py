@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast
 
+from partc.compiler.directives.recorder import calling_line, recorder
+from partc.compiler.directives.traced import Region, TracedCall, is_module, traced
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.declare import calling_line, collector
-from partc.compiler.frontend.traced import Region, TracedCall, is_module, traced
 from partc.compiler.plan.cut import Cut, Shard, one_spelling, shard_of, shown_cut
 from partc.compiler.plan.violation import Violation
 
@@ -98,7 +98,7 @@ def shard(
         {name: cut for name, cut in zip(plan, cuts, strict=True) if cut is not None},
         level,
     )
-    if record := collector():
+    if record := recorder():
         record.shards.append(call)
     if is_module(fn_or_module):
         return fn_or_module

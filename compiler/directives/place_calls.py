@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias, TypeVar, cast
 
+from partc.compiler.directives.recorder import calling_line, recorder
+from partc.compiler.directives.traced import TracedCall, is_module, traced
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.declare import On, calling_line, collector
-from partc.compiler.frontend.traced import TracedCall, is_module, traced
+from partc.compiler.ir.declared import On
 
 Target = TypeVar("Target")
 Ranks: TypeAlias = int | Sequence[int] | Mapping[str, int]
@@ -58,7 +59,7 @@ def place(
     if problems:
         raise CompileError(problems)
     call = PlaceCall(target, line, _on(cast(Ranks, given[0])))
-    if record := collector():
+    if record := recorder():
         record.calls.append(call)
     if is_module(target) or isinstance(target, str):
         return target

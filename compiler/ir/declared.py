@@ -1,0 +1,39 @@
+"""What a model says of its own distribution: placements, shardings, promises of its dims, annotations, how its inputs arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from partc.compiler.annotations.read import Annotations
+    from partc.compiler.dims.symbol import Symbol
+    from partc.compiler.plan.rules import Dataset, ShardingRule
+
+On: TypeAlias = int | tuple[int, ...] | Mapping[str, int]
+"""Where a model places: a rank, a group, or coordinates along axes of the plan's mesh."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What matches `pattern` runs on this rank or group; `where` is the line that says so, such as `model.py:12`."""
+
+    pattern: str
+    on: On
+    where: str
+
+
+@dataclass(frozen=True)
+class Declared:
+    """All declarations of one model.
+
+    `placements` and `sharding` are in the order of the calls in a `model.py`, `symbols` are the constraints of its dims by name,
+    `annotations` the standard's that the model carries, `dataset` how its inputs arrive.
+    """
+
+    placements: tuple[Placement, ...] = ()
+    symbols: Mapping[str, Symbol] = field(default_factory=dict)
+    sharding: tuple[ShardingRule, ...] = ()
+    annotations: Annotations | None = None
+    dataset: Dataset | None = None

@@ -1,0 +1,56 @@
+"""A metric of a plan: its types, their keys, and what is wrong with the options that are given.
+
+metric("top5", {"type": "top_k", "k": 5})
+metric("accuracy", {})                                       # its name is its type
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from partc.compiler.plan.options import Check, read
+
+_CLASSES = {
+    "logits": Check.NAME,
+    "labels": Check.NAME,
+    "axis": Check.INTEGER,
+    "ignore_index": Check.INTEGER,
+    "probabilities": Check.BOOL,
+}
+_NUMBERS = {"prediction": Check.NAME, "target": Check.NAME}
+TYPES: Mapping[str, Mapping[str, Check]] = {
+    "accuracy": _CLASSES,
+    "top_k": {**_CLASSES, "k": Check.COUNT},
+    "mse": _NUMBERS,
+    "mae": _NUMBERS,
+    "output": {"output": Check.NAME},
+}
+"""By type the keys that it takes."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric: `output` of the model against the input `labels`; None is as in the loss. The other fields are as in a loss."""
+
+    type: str
+    output: str | None = None
+    labels: str | None = None
+    axis: int | None = None
+    ignore_index: int | None = None
+    probabilities: bool | None = None
+    k: int = 5
+
+
+def metric(name: str, options: Mapping[str, Any], where: str = "train.metrics") -> Metric:
+    """The metric that options say; without a type it is that of its name. A type that is none is the name of an output of the model.
+
+    Raises CompileError with all that is wrong.
+    """
+    said = {"type": name, **options}
+    if said["type"] not in TYPES and len(said) == 1 and isinstance(said["type"], str):
+        return Metric("output", said["type"])
+    found = read(said, TYPES, where)
+    words = {"logits": "output", "prediction": "output", "target": "labels"}
+    return Metric(**{words.get(key, key): value for key, value in found.items()})
