@@ -1,8 +1,9 @@
 """A schedule for any stage times, edges, homes and limits: many orders are tried, the one with the least time by simulation wins.
 
-Orders of F and B come from the named schedules where these fit the homes, from a greedy run under the limits, and from building blocks. W
-is put into each of them where a home would wait. At equal times the schedule with the smaller peaks wins, then the first. Where
-`lower_bound` is met, nothing more is tried. In the end a stage's B and W become one task again where that costs nothing.
+Orders of F and B come from the named schedules where these fit the homes, from a greedy run under the limits, and from building blocks.
+W is put into each of them where a home would wait. The best of them are made faster by exchanges of neighbours. At equal times the
+schedule with the smaller peaks wins, then the first. Where one is within a thousandth of `lower_bound`, nothing more is tried. In the end
+a stage's B and W become one task again where that costs nothing.
 
 With equal stages this meets the closed forms of ZB-H1 and ZB-V; since 1F1B and GPipe are among the orders, it is never slower than
 these where they keep to the limits.
@@ -19,6 +20,7 @@ from partc.compiler.schedule.costs import Costs
 from partc.compiler.schedule.fill import fill
 from partc.compiler.schedule.gpipe import gpipe
 from partc.compiler.schedule.greedy import Preference, greedy
+from partc.compiler.schedule.improve import improve
 from partc.compiler.schedule.interleaved import interleaved
 from partc.compiler.schedule.memory import TOLERANCE, one_microbatch, peaks, within
 from partc.compiler.schedule.one_f_one_b import one_f_one_b
@@ -31,7 +33,11 @@ from partc.compiler.schedule.zb_h1 import zb_h1
 from partc.compiler.schedule.zbv import zbv
 
 _WORK = 600_000
-"""Tasks that are simulated at most, over all orders that are tried; the named and greedy ones are tried in any case."""
+"""Tasks that are put in order or simulated at most. Named orders, and greedy ones under the limit, are tried in any case."""
+_NEAR = 1e-3
+"""The part of the bound above it that is not worth the search."""
+_IMPROVED, _EXCHANGES = 4, 30_000
+"""How many of the best schedules are made faster by exchanges, and tasks that are simulated for each of them."""
 _FILLS = ((1.0, False), (0.5, False), (1.0, True))
 
 
@@ -56,19 +62,20 @@ def auto(
     if not within(one_microbatch(stages, costs), limits):
         raise LimitError(f"one microbatch keeps {one_microbatch(stages, costs)}, and the limits are {limits}")
     bound = lower_bound(stages, microbatches, costs, limits, split)
-    best, best_total, best_kept = None, float("inf"), float("inf")
+    found: list[tuple[float, float, int, Schedule]] = []
     for schedule in _candidates(stages, microbatches, costs, limits, split):
         kept, known = peaks(schedule, costs), precedence(schedule)
-        if known.cycle or not within(kept, limits):
-            continue
-        total = simulate(schedule, costs, known).total
-        as_fast = total <= best_total * (1 + TOLERANCE)
-        if total < best_total * (1 - TOLERANCE) or (as_fast and sum(kept) < best_kept * (1 - TOLERANCE)):
-            best, best_total, best_kept = schedule, total, sum(kept)
-        if total <= bound * (1 + TOLERANCE):
-            break
-    assert best is not None, "the greedy order keeps to every limit that holds one microbatch"
-    rows = _joined(best, costs, limits, best_total).rows
+        if not known.cycle and within(kept, limits):
+            found.append((simulate(schedule, costs, known).total, sum(kept), len(found), schedule))
+            if found[-1][0] <= bound * (1 + _NEAR):
+                break
+    scale = bound or 1.0
+    found.sort(key=lambda one: (round(one[0] / scale, 9), *one[1:3]))
+    best = found[0][-1]
+    if found[0][0] > bound * (1 + _NEAR):
+        better = [improve(one[-1], costs, limits, bound, _EXCHANGES) for one in found[:_IMPROVED]]
+        best = min(better, key=lambda one: round(simulate(one, costs).total / scale, 9))
+    rows = _joined(best, costs, limits, simulate(best, costs).total).rows
     schedule = Schedule("auto", stages, microbatches, rows)
     return Found(schedule, simulate(schedule, costs).total, bound)
 
@@ -82,11 +89,11 @@ def _candidates(
     for sure, order in _orders(stages, microbatches, costs, limits, split):
         if left < 0 and not sure:
             return
+        left -= (2 + 2 * len(_FILLS)) * sum(map(len, order.rows))
         fills = [fill(order, costs, limits, *how) for how in _FILLS] if split and any(stages.splittable) else []
         for schedule in (order, *fills):
             if schedule is not None and schedule.rows not in seen:
                 seen.add(schedule.rows)
-                left -= sum(map(len, schedule.rows))
                 yield schedule
 
 

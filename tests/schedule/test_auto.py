@@ -11,6 +11,7 @@ from partc.compiler.schedule.bound import lower_bound
 from partc.compiler.schedule.costs import Costs, StageCost, transfer_times, unit_costs
 from partc.compiler.schedule.deadlock import validate_actions
 from partc.compiler.schedule.gpipe import gpipe
+from partc.compiler.schedule.improve import improve
 from partc.compiler.schedule.memory import one_microbatch, peaks, within
 from partc.compiler.schedule.messages import actions
 from partc.compiler.schedule.one_f_one_b import one_f_one_b
@@ -49,7 +50,7 @@ def random_costs(chosen: random.Random, stages: Stages) -> Costs:
 
 def test_random_graphs_homes_times_and_limits() -> None:
     chosen, met = random.Random(41), 0
-    for _ in range(45):
+    for _ in range(30):
         stages, m = random_stages(chosen), chosen.choice((1, 2, 3, 5))
         costs = random_costs(chosen, stages)
         limits = [one * chosen.choice((1, 1.3, 2, 3, 100)) for one in one_microbatch(stages, costs)]
@@ -63,7 +64,7 @@ def test_random_graphs_homes_times_and_limits() -> None:
             other = make(stages, m)
             if within(peaks(other, costs), limits):
                 assert found.total <= simulate(other, costs).total * (1 + 1e-9)
-    assert met > 22, "most small cases meet the bound"
+    assert met > 15, "most small cases meet the bound"
 
 
 def test_equal_stages_meet_the_closed_forms() -> None:
@@ -79,9 +80,9 @@ def test_equal_stages_meet_the_closed_forms() -> None:
 
 def test_half_the_memory_of_1f1b_with_less_bubble() -> None:
     stages = vee(4)
-    found = auto(stages, 8, unit_costs(stages), [2.0] * 4)
+    found = auto(stages, 6, unit_costs(stages), [2.0] * 4)
     assert max(peaks(found.schedule, unit_costs(stages))) == 2
-    assert found.total <= 29.5 < simulate(one_f_one_b(one_each(4), 8), unit_costs(one_each(4))).total
+    assert found.total <= 23.5 < simulate(one_f_one_b(one_each(4), 6), unit_costs(one_each(4))).total
 
 
 def test_a_longer_last_stage() -> None:
@@ -93,7 +94,7 @@ def test_a_longer_last_stage() -> None:
 
 def test_near_the_least_time_of_all_orders_and_the_bound_below_it() -> None:
     chosen, ratios = random.Random(6), []
-    for _ in range(20):
+    for _ in range(14):
         p, m = chosen.choice(((2, 2), (2, 3), (3, 2)))
         stages = chosen.choice((one_each(p), vee(2), loop(2, 2), graph([(0,), (1,), (0,)], [Edge(0, 2), Edge(1, 2)])))
         some = []
@@ -107,8 +108,24 @@ def test_near_the_least_time_of_all_orders_and_the_bound_below_it() -> None:
         least, found = least_time(stages, m, costs, limits), auto(stages, m, costs, limits)
         assert lower_bound(stages, m, costs, limits) <= least * (1 + 1e-9)
         ratios.append(found.total / least)
-    assert max(ratios) < 1.1
-    assert sum(ratios) / len(ratios) < 1.01
+    assert max(ratios) < 1.03
+    assert sum(ratios) / len(ratios) < 1.005
+
+
+def test_exchanges_make_a_schedule_faster_within_the_limits() -> None:
+    stages = vee(2)
+    costs = Costs((StageCost(2, 1, 1), StageCost(), StageCost(1, 2, 1), StageCost()))
+    slow = gpipe(stages, 4)
+    for limits in ([8, 8], [float("inf")] * 2):
+        fast = improve(slow, costs, limits, 0.0, 100_000)
+        assert validate(fast) == []
+        assert within(peaks(fast, costs), limits)
+        assert simulate(fast, costs).total < simulate(slow, costs).total
+
+
+def test_times_of_nothing() -> None:
+    assert auto(vee(2), 3, Costs((StageCost(0, 0, 0),) * 4)).total == 0
+    assert auto(vee(2), 3, Costs((StageCost(0, 0, 0),) * 4, message=1.0)).total > 0
 
 
 def test_b_and_w_are_apart_only_where_allowed_and_where_it_helps() -> None:
@@ -160,4 +177,4 @@ def test_the_same_case_gives_the_same_rows() -> None:
     chosen = random.Random(9)
     stages = random_stages(chosen)
     costs = random_costs(chosen, stages)
-    assert auto(stages, 4, costs) == auto(stages, 4, costs)
+    assert auto(stages, 2, costs) == auto(stages, 2, costs)
