@@ -275,10 +275,10 @@ def _box(*boxes: list[list[int]]) -> dict[str, object]:
         (_state("shift", type="tensor(double)"), "makes it tensor(double) [5] on rank 0"),
         (_state("shift", ranks=[0, 2]), "state 'shift': it names rank 2; there are ranks 0 to 1"),
         (_state("shift", ranks=[1, 1]), "its ranks are [1, 1]; each that holds it stands there once"),
-        (_state("shift", **_box([[0, 1, 5]], [[3, 5, 5]])), "no rank holds [1 to 3] of 'shift' [5]"),
+        (_state("shift", **_box([[0, 1, 5]], [[3, 5, 5]])), "no rank holds [1:3] of 'shift' [5]"),
         (
             _state("shift", **_box([[0, 3, 5]], [[2, 5, 5]])),
-            "its shards [0 to 3] and [2 to 5] overlap; they are equal or",
+            "its shards overlap in [2:3]; they are equal or",
         ),
         (_state("shift", **_box([[0, 1, 2]], [[1, 2, 2]])), "the box of rank 0 is 0/2 to 1/2 of dim 0, which is 5"),
         (_state("shift", **_box([[0, 1, 1]])), "it has 1 boxes for 2 ranks"),

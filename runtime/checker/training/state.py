@@ -9,10 +9,9 @@ gradient   a sum has the shape of its parameter, and begins as zeros
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fractions import Fraction
-from itertools import combinations, pairwise, product
 
 from onnx import ModelProto
+from partc.runtime.artifact.boxes import Region, overlap, region, remaining, whole
 from partc.runtime.artifact.dtypes import dense
 from partc.runtime.artifact.format import GRADIENT, MANIFEST, Manifest, Shape, StateRecord
 from partc.runtime.checker.graph.declared import declared_types, type_of
@@ -74,12 +73,8 @@ def _check_tensors(records: Sequence[StateRecord]) -> Iterator[Violation]:
     """Records of one tensor agree, and hold all of it; no rank has two values of one name."""
     by_tensor: dict[str, list[StateRecord]] = {}
     for record in records:
-        for one, two in combinations(sorted({_places(record, rank) for rank in record.ranks}), 2):
-            if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, two, strict=True)):
-                yield _violation(
-                    record, f"its shards {_span(one)} and {_span(two)} overlap; they are equal or disjoint"
-                )
-                break
+        if (shared := overlap(_regions([record]))) is not None:
+            yield _violation(record, f"its shards overlap in {shared}; they are equal or disjoint")
         by_tensor.setdefault(record.tensor, []).append(record)
     for tensor, same in by_tensor.items():
         first = same[0]
@@ -93,8 +88,9 @@ def _check_tensors(records: Sequence[StateRecord]) -> Iterator[Violation]:
                 yield _violation(
                     kept, f"no step replaces it, and '{moved.value}', the same tensor, becomes '{moved.next}'"
                 )
-        if all(one.shape == first.shape for one in same) and (hole := _hole(same)) is not None:
-            yield _violation(first, f"no rank holds {_span(hole)} of '{tensor}' {first.shape}")
+        if all(one.shape == first.shape for one in same):
+            lost = [one for one in remaining([whole(first.shape)], _regions(same)) if one.count]
+            yield from (_violation(first, f"no rank holds {one} of '{tensor}' {first.shape}") for one in lost[:1])
     names: dict[tuple[str, int], StateRecord] = {}
     for record in records:
         for rank in record.ranks:
@@ -103,42 +99,17 @@ def _check_tensors(records: Sequence[StateRecord]) -> Iterator[Violation]:
                     yield _violation(record, f"on rank {rank} '{name}' is also of '{other.tensor}'")
 
 
-def _hole(records: Iterable[StateRecord]) -> list[tuple[int, int]] | None:
-    """A part of a tensor that nobody holds, as begin and end for each dim; None where all of it is held."""
-    boxes = {_places(record, rank) for record in records for rank in record.ranks}
-    shape = next(iter(records)).shape
-    edges = [sorted({0, size, *(place for box in boxes for place in box[axis])}) for axis, size in enumerate(shape)]
-    for cell in product(*(pairwise(places) for places in edges)):
-        inside = any(
-            all(begin <= first and last <= end for (first, last), (begin, end) in zip(cell, box, strict=True))
-            for box in boxes
-        )
-        if not inside:
-            return list(cell)
-    return None
-
-
-def _places(record: StateRecord, rank: int) -> tuple[tuple[int, int], ...]:
-    """Where in the tensor a rank's shard lies, in elements."""
-    spans = zip(record.shape, record.shard(rank), strict=True)
-    return tuple((int(Fraction(size * begin, of)), int(Fraction(size * end, of))) for size, (begin, end, of) in spans)
-
-
-def _is_inside(one: Sequence[tuple[int, int]], shards: Iterable[Sequence[tuple[int, int]]]) -> bool:
-    """Whether one of the shards has all of this one."""
-    return any(all(a <= c and d <= b for (a, b), (c, d) in zip(shard, one, strict=True)) for shard in shards)
-
-
-def _span(places: Iterable[tuple[int, int]]) -> str:
-    return f"[{', '.join(f'{begin} to {end}' for begin, end in places)}]"
+def _regions(records: Iterable[StateRecord]) -> list[Region]:
+    """The shards of records of one tensor, those that several ranks hold once."""
+    return sorted({region(record.shard(rank), record.shape) for record in records for rank in record.ranks})
 
 
 def _check_slots(manifest: Manifest) -> Iterator[Violation]:
     """What an optimizer keeps of a parameter lies within shards of it that the same rank has."""
-    held: dict[tuple[str, int], list[tuple[tuple[int, int], ...]]] = {}
+    held: dict[tuple[str, int], list[Region]] = {}
     for record in manifest.state:
         for rank in record.ranks if record.kind == "parameter" else ():
-            held.setdefault((record.tensor, rank), []).append(_places(record, rank))
+            held.setdefault((record.tensor, rank), []).append(region(record.shard(rank), record.shape))
     shapes = {record.tensor: record.shape for record in manifest.state if record.kind == "parameter"}
     for record in manifest.state:
         if record.kind not in ("optimizer", GRADIENT):
@@ -153,12 +124,16 @@ def _check_slots(manifest: Manifest) -> Iterator[Violation]:
         elif record.kind == GRADIENT:
             if record.initial:
                 yield _violation(record, f"it begins as {record.initial:g}; a sum of gradients begins as zeros")
-        elif lost := [
-            r for r in record.ranks if not _is_inside(_places(record, r), held.get((record.parameter, r), []))
-        ]:
+        elif lost := [rank for rank in record.ranks if not _is_inside(record, rank, held)]:
             yield _violation(
                 record, f"rank {lost[0]} holds it without that shard of its parameter '{record.parameter}'"
             )
+
+
+def _is_inside(record: StateRecord, rank: int, held: Mapping[tuple[str, int], Sequence[Region]]) -> bool:
+    """Whether a slot lies within one of the shards that its rank has of its parameter."""
+    own = region(record.shard(rank), record.shape)
+    return any(one.contains(own) for one in held.get((record.parameter, rank), ()))
 
 
 def _check_file(
