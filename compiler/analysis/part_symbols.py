@@ -14,7 +14,7 @@ from partc.compiler.analysis.records import batch_symbols, records_of
 from partc.compiler.dims.facts import ANY_DIM, Facts
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Program, ProgramKind, SymbolInfo
-from partc.compiler.plan.training import TrainRules
+from partc.compiler.plan.training.rules import TrainRules
 
 
 def part_symbols(program: Program, symbols: Mapping[str, SymbolInfo]) -> dict[str, SymbolInfo]:

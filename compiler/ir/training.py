@@ -12,7 +12,7 @@ from partc.runtime.artifact.format import LabelRecord, TrainingRecord
 from pydantic import JsonValue
 
 if TYPE_CHECKING:
-    from partc.compiler.plan.optimizer import Optimizer
+    from partc.compiler.plan.training.optimizer import Optimizer
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from partc.compiler.plan.rules import (
 )
 from partc.compiler.plan.schema import LATER, PlanEntries, SymbolEntry
 from partc.compiler.plan.sharding import ShardingEntry
-from partc.compiler.plan.training import CheckpointEntry, ClipEntry, ParameterEntry, TrainEntry
+from partc.compiler.plan.training.rules import CheckpointEntry, ClipEntry, ParameterEntry, TrainEntry
 from partc.compiler.plan.violation import Violation, shown
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails

@@ -16,7 +16,7 @@ from partc.compiler.plan.cut import Cut
 from partc.compiler.plan.groups import Axes, axes_of
 
 if TYPE_CHECKING:
-    from partc.compiler.plan.training import TrainRules
+    from partc.compiler.plan.training.rules import TrainRules
 
 FULL_BATCH, DATA_PARALLEL = "full_batch", "data_parallel"
 DATA_AXIS = "dp"

@@ -17,7 +17,7 @@ from partc.compiler.plan.groups import Group, checked_mesh, placed, rank_of, ran
 from partc.compiler.plan.pattern import checked_pattern
 from partc.compiler.plan.rules import FULL_BATCH
 from partc.compiler.plan.sharding import ByteCount, ShardingForm
-from partc.compiler.plan.training import TrainEntry
+from partc.compiler.plan.training.rules import TrainEntry
 from partc.compiler.plan.violation import Violation, is_integer, shown
 from partc.runtime.artifact.format import MOST_RANKS
 from pydantic import (

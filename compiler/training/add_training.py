@@ -16,7 +16,7 @@ from partc.compiler.ir.graph import take_out
 from partc.compiler.ir.program import ProgramKind
 from partc.compiler.ir.training import Learned, Training
 from partc.compiler.plan.pattern import compile_pattern, nearest
-from partc.compiler.plan.training import ParameterRule, TrainRules
+from partc.compiler.plan.training.rules import ParameterRule, TrainRules
 from partc.compiler.rewrite.extremes import in_parts
 from partc.compiler.rewrite.local_maps import enter_parameters, refuse_modes
 from partc.compiler.rewrite.split_sequences import split_sequences

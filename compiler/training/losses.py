@@ -22,7 +22,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.analysis.records import OF_PIECES
 from partc.compiler.analysis.shape_rules import Known
-from partc.compiler.plan.loss import Loss
+from partc.compiler.plan.training.loss import Loss
 from partc.compiler.training.append import FLOATS, INTEGERS, Append, Dims
 
 

@@ -20,10 +20,10 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 from partc.compiler.analysis.shape_rules import Known
-from partc.compiler.plan.loss import Loss
-from partc.compiler.plan.metric import TYPES, Metric
-from partc.compiler.plan.options import known_type, usual_names
 from partc.compiler.plan.pattern import nearest
+from partc.compiler.plan.training.loss import Loss
+from partc.compiler.plan.training.metric import TYPES, Metric
+from partc.compiler.plan.training.usual_names import k_of, known_type, usual_names
 from partc.compiler.training.append import FLOATS, INTEGERS, Append
 from partc.compiler.training.losses import class_axis, distance, own_scalar
 
@@ -46,7 +46,7 @@ def add_metric(
     if metric.type == "output" and metric.output not in outputs:
         if known_type(metric.output, TYPES) not in TYPES:
             raise to.error(*_unknown(metric.output or "", outputs))
-        metric = Metric(str(known_type(metric.output, TYPES)))
+        metric = Metric(str(known_type(metric.output, TYPES)), k=k_of(metric.output) or Metric.k)
     if isinstance(of, Loss) and of.type != "output":
         metric = _filled(metric, of)
     if metric.type == "output":

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.plan.optimizer import OPTIMIZERS, Optimizer
+from partc.compiler.plan.training.optimizer import OPTIMIZERS, Optimizer
 from partc.compiler.training.optimizer_functions import DOMAIN, function, variant
 
 

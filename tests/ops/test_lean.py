@@ -11,7 +11,7 @@ import onnx_shape_inference
 import pytest
 from gradient_case import evaluate
 from partc.compiler.autodiff.engine import Backward, differentiate_nodes
-from partc.compiler.plan.loss import loss
+from partc.compiler.plan.training.loss import loss
 from partc.compiler.rewrite.simplify import simplify
 from partc.compiler.training.losses import add_loss
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError
-from partc.compiler.plan.loss import TYPES as LOSSES
-from partc.compiler.plan.optimizer import OPTIMIZERS
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.read import InputRule, OutputRule, PlacementRule, Plan, SymbolRule, parse_plan, read_plan
 from partc.compiler.plan.schema import plan_schema
+from partc.compiler.plan.training.loss import TYPES as LOSSES
+from partc.compiler.plan.training.optimizer import OPTIMIZERS
 from partc.runtime.artifact.lr_schedule import SCHEDULES
 
 WHOLE = """\

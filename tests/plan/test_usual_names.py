@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx
+import onnx_ir as ir
 import pytest
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
-from partc.compiler.plan.loss import loss
-from partc.compiler.plan.metric import metric
+from partc.compiler.plan.training.loss import loss
+from partc.compiler.plan.training.metric import metric
 from partc.compiler.training.metrics import add_metric
 
 NUMBERS = {"prediction": "y", "target": "t"}
@@ -24,6 +25,10 @@ CLASSES = {"logits": "y", "labels": "t"}
         ("mae", "l1", NUMBERS),
         ("cross_entropy", "softmax_cross_entropy", CLASSES),
         ("bce_with_logits", "binary_cross_entropy", CLASSES),
+        ("BCEWithLogitsLoss", "binary_cross_entropy", CLASSES),
+        ("nn.CrossEntropyLoss", "softmax_cross_entropy", CLASSES),
+        ("MSELoss", "mean_squared", NUMBERS),
+        ("mse_loss", "mean_squared", NUMBERS),
     ],
 )
 def test_a_loss_by_its_usual_name_is_the_same_loss(usual: str, here: str, options: dict[str, str]) -> None:
@@ -41,6 +46,44 @@ def model(output: str) -> onnx.ModelProto:
     return onnx.parser.parse_model(
         f'<ir_version: 10, opset_import: ["" : 21]> main (float[4, 2] x) => ({text}) {{ y = Neg(x) {made} }}'
     )
+
+
+@pytest.mark.parametrize(("usual", "k"), [("top5", 5), ("top_1", 1), ("top10_accuracy", 10)])
+def test_a_metric_whose_name_says_its_k(usual: str, k: int) -> None:
+    assert metric("best", {"type": usual, **CLASSES}) == metric("best", {"type": "top_k", "k": k, **CLASSES})
+    model_of_classes = from_proto(model("y"), Path("m.onnx"))
+    of = loss({"type": "cross_entropy", **CLASSES})
+    add_metric(model_of_classes, usual, metric(usual, {}), of=of)
+    (compared,) = [node for node in model_of_classes.graph if node.op_type == "LessOrEqual"]
+    number = ir.convenience.get_const_tensor(compared.inputs[1])
+    assert number is not None
+    assert number.numpy() == k
+
+
+@pytest.mark.parametrize(
+    ("usual", "words"),
+    [
+        ("nll_loss", "it takes logarithms of probabilities\n  help: write softmax_cross_entropy"),
+        ("bce", "it takes probabilities\n  help: write binary_cross_entropy, and give it the logits"),
+        ("BinaryCrossentropy", "it takes probabilities\n  help: write binary_cross_entropy"),
+        ("SmoothL1Loss", "help: compute it in the model as an output of one float"),
+        ("huber", "help: compute it in the model as an output of one float"),
+        ("l2", "help: write mean_squared"),
+        ("cros_entropy", "help: say 'cross_entropy'"),
+    ],
+)
+def test_a_loss_that_means_something_else_elsewhere_is_refused_with_what_to_write(usual: str, words: str) -> None:
+    with pytest.raises(CompileError) as caught:
+        loss({"type": usual, **CLASSES})
+    assert f"there is no type '{usual}'" in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_a_key_of_another_type_is_told_by_its_counterpart() -> None:
+    with pytest.raises(CompileError, match=r"'mean_squared' has no key 'labels'\n.*\n  help: say 'target'"):
+        loss({"type": "mse", "prediction": "y", "labels": "t"})
+    with pytest.raises(CompileError, match="leave it out: the loss itself is reported"):
+        metric("error", {"type": "cross_entropy", **CLASSES})
 
 
 def test_a_name_in_the_list_of_metrics_is_first_of_all_an_output_of_the_model() -> None:

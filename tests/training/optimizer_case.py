@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 import onnxruntime
-from partc.compiler.plan.optimizer import Optimizer
+from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.training.optimizer_functions import functions
 from partc.compiler.training.optimizers import update_nodes
 from partc.runtime.artifact.lr_schedule import scalars

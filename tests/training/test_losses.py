@@ -15,8 +15,8 @@ from equivalence import whole_outputs
 from gradient_case import evaluate
 from partc.compiler.autodiff.engine import Backward, differentiate_nodes
 from partc.compiler.errors import CompileError
-from partc.compiler.plan.loss import loss
-from partc.compiler.plan.metric import metric
+from partc.compiler.plan.training.loss import loss
+from partc.compiler.plan.training.metric import metric
 from partc.compiler.training.losses import add_loss
 from partc.compiler.training.metrics import add_metric
 

@@ -12,8 +12,8 @@ import onnx_ir as ir
 import pytest
 from equivalence import model, same_as_whole
 from partc.compiler.frontend.onnx_file import from_proto
-from partc.compiler.plan.loss import Loss, loss
-from partc.compiler.plan.metric import metric
+from partc.compiler.plan.training.loss import Loss, loss
+from partc.compiler.plan.training.metric import metric
 from partc.compiler.training.losses import add_loss
 from partc.compiler.training.metrics import add_metric
 

@@ -23,7 +23,7 @@ from optimizer_case import (
     trained,
 )
 from partc.compiler.errors import CompileError
-from partc.compiler.plan.optimizer import OPTIMIZERS, optimizer
+from partc.compiler.plan.training.optimizer import OPTIMIZERS, optimizer
 from partc.compiler.training.optimizer_functions import function, functions
 from partc.compiler.training.optimizers import clip_scale, update_nodes
 from partc.runtime.artifact.lr_schedule import SCALARS

@@ -9,6 +9,7 @@ from typing import Any
 
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.pattern import nearest
+from partc.compiler.plan.training.usual_names import known_type, unknown_type
 from partc.compiler.plan.violation import is_integer, shown
 
 
@@ -41,14 +42,8 @@ _FORMS: dict[Check, dict[str, Any]] = {
     Check.BOOL: {"type": "boolean"},
 }
 
-ALIASES = {
-    **dict.fromkeys(("mse", "mean_squared_error", "mean_squared"), ("mean_squared", "mse")),
-    **dict.fromkeys(("mae", "mean_absolute_error", "l1_loss", "l1"), ("l1", "mae")),
-    **dict.fromkeys(("cross_entropy", "sparse_softmax_cross_entropy"), ("softmax_cross_entropy", "")),
-    **dict.fromkeys(("bce_with_logits", "binary_cross_entropy_with_logits"), ("binary_cross_entropy", "")),
-    **dict.fromkeys(("top_k_accuracy",), ("", "top_k")),
-}
-"""Usual names of losses and metrics, with what they are called here: the loss, and the metric."""
+_COUNTERPARTS = {"labels": "target", "target": "labels", "logits": "prediction", "prediction": "logits"}
+"""Keys by the key that has their place in the other types."""
 
 Contradictions = Callable[[Mapping[str, Any]], list[tuple[str, str, str]]]
 
@@ -68,12 +63,13 @@ def read(
     """
     kind = known_type(options.get("type"), types)
     if not isinstance(kind, str) or kind not in types:
-        raise CompileError(_unknown_type(kind, types, where))
+        raise CompileError(unknown_type(kind, types, where))
     keys, given = types[kind], {key: value for key, value in options.items() if value is not None}
     found, problems = {"type": kind}, []
     for key in options:
         if key != "type" and key not in keys:
-            close = nearest(str(key), keys)
+            same = _COUNTERPARTS.get(str(key), "")
+            close = [same] if same in keys and same not in given else nearest(str(key), keys)
             remedy = f"say '{close[0]}'" if close else "take it out"
             problems.append(Problem(where, f"'{kind}' has no key '{key}'", f"its keys are {', '.join(keys)}", remedy))
     for key, check in keys.items():
@@ -89,27 +85,6 @@ def read(
     if problems:
         raise CompileError(problems)
     return found
-
-
-def known_type(kind: object, types: Mapping[str, Any]) -> object:
-    """The type that a usual name means; the name itself where it means none of the types."""
-    usual = ALIASES.get(kind, ()) if isinstance(kind, str) and kind not in types else ()
-    return next((name for name in usual if name in types), kind)
-
-
-def usual_names(types: Mapping[str, Any]) -> list[str]:
-    """The usual names that mean one of the types."""
-    return [name for name, known in ALIASES.items() if name not in types and set(known) & types.keys()]
-
-
-def _unknown_type(kind: object, types: Mapping[str, Any], where: str) -> Problem:
-    law = f"the types are {', '.join(types)}"
-    if kind is None:
-        return Problem(where, "no 'type' is given", law)
-    if not isinstance(kind, str):
-        return Problem(where, f"type: expected a name, but got {shown(kind)}", law)
-    close = nearest(kind, [*types, *usual_names(types)])
-    return Problem(where, f"there is no type '{kind}'", law, f"say '{close[0]}'" if close else "")
 
 
 def _checked(value: Any, check: Check, folder: Path | None) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
-from partc.compiler.plan import loss, metric
-from partc.compiler.plan.optimizer import OPTIMIZERS
-from partc.compiler.plan.options import known_type, usual_names
+from partc.compiler.plan.training import loss, metric
+from partc.compiler.plan.training.optimizer import OPTIMIZERS
+from partc.compiler.plan.training.usual_names import TOP_K, known_type, usual_names
 from partc.runtime.artifact.lr_schedule import SCHEDULES
 
 Json = dict[str, Any]
@@ -69,9 +69,10 @@ def _types(
     for kind, laws in types.items():
         keys = {key: dict(law.form) for key, law in laws.items()}
         needed = [key for key, law in laws.items() if required(key, law)]
-        found.append(
-            _mapping({"type": {"enum": [kind, *usual.get(kind, ())]}, **keys, **(more or {})}, ["type", *needed])
-        )
+        names: Json = {"enum": [kind, *usual.get(kind, ())]}
+        if kind == "top_k":
+            names = {"anyOf": [names, {"type": "string", "pattern": TOP_K}]}
+        found.append(_mapping({"type": names, **keys, **(more or {})}, ["type", *needed]))
     return found
 
 

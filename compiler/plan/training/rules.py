@@ -20,11 +20,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from partc.compiler.errors import CompileError
 from partc.compiler.plan.groups import Frame
-from partc.compiler.plan.loss import Loss, loss
-from partc.compiler.plan.metric import Metric, metric
-from partc.compiler.plan.optimizer import Optimizer, optimizer
 from partc.compiler.plan.pattern import checked_pattern
-from partc.compiler.plan.training_forms import loss_form, metrics_form, optimizer_form, schedule_form
+from partc.compiler.plan.training.forms import loss_form, metrics_form, optimizer_form, schedule_form
+from partc.compiler.plan.training.loss import Loss, loss
+from partc.compiler.plan.training.metric import Metric, metric
+from partc.compiler.plan.training.optimizer import Optimizer, optimizer
 from partc.compiler.plan.violation import Violation, shown
 from partc.runtime.artifact.lr_schedule import schedule
 from partc.runtime.errors import UsageError

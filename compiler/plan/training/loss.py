@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from partc.compiler.plan.options import Check, read
+from partc.compiler.plan.training.options import Check, read
 
 TYPES: Mapping[str, Mapping[str, Check]] = {
     "softmax_cross_entropy": {

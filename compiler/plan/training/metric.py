@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from partc.compiler.plan.options import Check, read
+from partc.compiler.plan.training.options import Check, read
+from partc.compiler.plan.training.usual_names import k_of
 
 _CLASSES = {
     "logits": Check.NAME,
@@ -51,6 +52,8 @@ def metric(name: str, options: Mapping[str, Any], where: str = "train.metrics") 
     said = {"type": name, **options}
     if said["type"] not in TYPES and len(said) == 1 and isinstance(said["type"], str):
         return Metric("output", said["type"])
+    if said.get("k") is None and (k := k_of(said["type"])) is not None:
+        said["k"] = k
     found = read(said, TYPES, where)
     words = {"logits": "output", "prediction": "output", "target": "labels"}
     return Metric(**{words.get(key, key): value for key, value in found.items()})
