@@ -182,7 +182,8 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int, trains: b
 
 
 def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
-    from partc.runtime.artifact.format import CAUSE, COLLECTIVES, CUT, DOMAIN, GROUP, PATH, PEER, RULE, SEND
+    from partc.runtime.artifact.collectives import COLLECTIVES
+    from partc.runtime.artifact.format import CAUSE, CUT, DOMAIN, GROUP, PATH, PEER, RULE, SEND
     from partc.runtime.checker.graph.declared import ValueType, declared_types
 
     model = artifact.model(rank)

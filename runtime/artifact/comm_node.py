@@ -3,8 +3,8 @@
     call = read_call(node, "rank_0000.onnx")
     result_shape(call, (4, 6), 3)          # what one of 3 ranks gets where each gives (4, 6)
 
-The law of sizes, for p ranks: AllReduce, Reduce and Broadcast keep the shape, AllGather multiplies the dim `axis` by p, ReduceScatter
-divides it by p, AllToAll divides `split_axis` and multiplies `concat_axis`. Negative axes count from the end.
+The law of sizes, for p ranks: what an op splits is divided by p, what it joins is multiplied by p (`collectives.py`); other dims stay.
+Negative axes count from the end.
 """
 
 from __future__ import annotations
@@ -14,29 +14,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..errors import ArtifactError
+from .collectives import COLLECTIVES, CollectiveOp, dynamic_ops
 from .dtypes import Dtype, dense
 from .format import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    AXIS,
-    BROADCAST,
-    COLLECTIVES,
-    CONCAT_AXIS,
     DOMAIN,
-    EXCHANGE,
     GROUP,
     RANK,
     RECV_BOXES,
     RECV_PEERS,
     REDUCE,
-    REDUCE_SCATTER,
-    REDUCE_TO,
     REDUCTIONS,
     ROOT,
     SEND_BOXES,
     SEND_PEERS,
-    SPLIT_AXIS,
     SUM,
     TAG,
     Collective,
@@ -49,25 +39,6 @@ if TYPE_CHECKING:
 Shape: TypeAlias = tuple[int, ...]
 Span: TypeAlias = tuple[tuple[int, int, int], ...]
 """A box: per dim begin, end and denominator."""
-
-LOOSE = (ALL_REDUCE, ALL_GATHER)
-"""The ops that take a value whose shape is known only when the step runs."""
-
-MANY = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
-"""The ops that take several values of one type, of which they make one message."""
-
-ROOTED = (REDUCE_TO, BROADCAST)
-"""The ops in which one rank is the root: a Reduce has its output there alone, a Broadcast needs none there."""
-
-_NUMBERS = {
-    ALL_REDUCE: (),
-    ALL_GATHER: (AXIS,),
-    REDUCE_SCATTER: (AXIS,),
-    ALL_TO_ALL: (SPLIT_AXIS, CONCAT_AXIS),
-    REDUCE_TO: (ROOT,),
-    BROADCAST: (ROOT,),
-    EXCHANGE: (RANK,),
-}
 
 
 @dataclass(frozen=True)
@@ -82,9 +53,9 @@ class Shard:
 class Call:
     """A collective node; `source` is None where the rank gives nothing, `result` where it gets nothing.
 
-    `axis` is AllGather's and ReduceScatter's, and AllToAll's split axis; `gives` and `takes` are Exchange's. One of several
-    values (`MANY`) has them as `parts`, what goes in and what comes out; `source` and `result` of an AllReduce then name the memory where
-    all of them lie, and the others have none.
+    `axis` is the one axis that an op splits or joins, and of an op that does both (AllToAll) the one that it splits; `gives` and `takes`
+    are Exchange's. One of several values has them as `parts`, what goes in and what comes out; `source` and `result` of an AllReduce
+    then name the memory where all of them lie, and the others have none.
     """
 
     op: str
@@ -102,6 +73,16 @@ class Call:
     parts: tuple[tuple[str, str], ...] = ()
 
     @property
+    def kind(self) -> CollectiveOp:
+        """The entry of its op."""
+        return COLLECTIVES[self.op]
+
+    @property
+    def join_axis(self) -> int:
+        """The axis along which the result is joined, of an op that joins."""
+        return self.concat_axis if self.kind.splits else self.axis
+
+    @property
     def value(self) -> str:
         """The value that reports name: what comes out, or what goes in where nothing does."""
         return self.parts[0][1] if self.parts else self.result or self.source or ""
@@ -109,7 +90,7 @@ class Call:
     @property
     def in_one_buffer(self) -> bool:
         """Whether its values lie side by side in memory, where it works in place: those of an AllReduce of several."""
-        return bool(self.parts) and self.op == ALL_REDUCE
+        return bool(self.parts) and self.kind.keeps_size
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -138,10 +119,11 @@ def read_call(node: NodeProto, where: str) -> Call:
     def number(name: str) -> int:
         return found[name].i if name in found else 0
 
+    kind = COLLECTIVES[node.op_type]
     parts = tuple(zip(node.input, node.output, strict=True)) if len(node.input) > 1 else ()
     source, result = next(filter(None, node.input), None), next(filter(None, node.output), None)
     if parts:
-        source = result = f"{node.output[0]} and {len(parts) - 1} more" if node.op_type == ALL_REDUCE else None
+        source = result = f"{node.output[0]} and {len(parts) - 1} more" if kind.keeps_size else None
     return Call(
         op=node.op_type,
         source=source,
@@ -150,8 +132,8 @@ def read_call(node: NodeProto, where: str) -> Call:
         tag=number(TAG),
         path=path_of(node),
         reduce=found[REDUCE].s.decode(errors="replace") if REDUCE in found else "",
-        axis=number(SPLIT_AXIS) if node.op_type == ALL_TO_ALL else number(AXIS),
-        concat_axis=number(CONCAT_AXIS),
+        axis=number(kind.splits or kind.joins),
+        concat_axis=number(kind.joins if kind.splits else ""),
         root=number(ROOT),
         gives=_shards(found, SEND_PEERS, SEND_BOXES),
         takes=_shards(found, RECV_PEERS, RECV_BOXES),
@@ -164,25 +146,22 @@ def result_shape(call: Call, shape: Shape, ranks: int) -> Shape:
 
     An Exchange's result has the shape that its rank file states.
     """
-    if call.op in (ALL_REDUCE, REDUCE_TO, BROADCAST):
-        return shape
-    axis = place_of(call.axis, shape)
-    if call.op == ALL_GATHER:
-        return _scaled(shape, axis, ranks, 1)
-    split = _scaled(shape, axis, 1, ranks)
-    if call.op == REDUCE_SCATTER:
-        return split
-    return _scaled(split, place_of(call.concat_axis, shape), ranks, 1)
+    kind = call.kind
+    if kind.splits:
+        shape = _scaled(shape, place_of(call.axis, shape), 1, ranks)
+    if kind.joins:
+        shape = _scaled(shape, place_of(call.join_axis, shape), ranks, 1)
+    return shape
 
 
 def wrong_end(call: Call, is_root: bool) -> str:
     """What is wrong with the ends of a call with a root, on the root or on another rank; empty where nothing is."""
-    who = "its root" if is_root else "a rank that is not its root"
-    if call.op == REDUCE_TO and bool(call.result) != is_root:
+    who, root = "its root" if is_root else "a rank that is not its root", call.kind.root
+    if root == "takes" and bool(call.result) != is_root:
         return f"{who} {'gets nothing' if is_root else 'gets a result'}"
-    if call.op == BROADCAST and is_root and not call.source:
+    if root == "gives" and is_root and not call.source:
         return f"{who} gives nothing"
-    return f"{who} gets nothing" if call.op == BROADCAST and not is_root and not call.result else ""
+    return f"{who} gets nothing" if root == "gives" and not is_root and not call.result else ""
 
 
 def contradictions(call: Call, record: Collective, ranks: Sequence[int], rank: int) -> Iterator[str]:
@@ -192,8 +171,8 @@ def contradictions(call: Call, record: Collective, ranks: Sequence[int], rank: i
         yield f"a {record.type} cannot take part in a collective"
     elif call.reduce and not reducible(dtype, call.reduce):
         yield f"a {record.type} has no {call.reduce}"
-    if record.shape is None and call.op not in LOOSE:
-        yield f"the shape of its input is not known; only {' and '.join(LOOSE)} take such"
+    if record.shape is None and not call.kind.dynamic:
+        yield f"the shape of its input is not known; only {dynamic_ops()} take such"
     if not 0 <= call.root < len(ranks):
         yield f"its root is {call.root}, and its list has {len(ranks)} ranks"
     elif wrong := wrong_end(call, ranks[call.root] == rank):
@@ -234,26 +213,27 @@ def _shards(found: Mapping[str, AttributeProto], peers: str, boxes: str) -> tupl
 
 def _problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> list[str]:
     """What keeps a node from being a call."""
-    op = node.op_type
-    needed = [GROUP, TAG, *_NUMBERS[op], *([REDUCE] if op in (ALL_REDUCE, REDUCE_SCATTER, REDUCE_TO) else [])]
-    problems = [f"its attribute '{name}' is missing" for name in needed if name not in found]
+    kind = COLLECTIVES[node.op_type]
+    problems = [
+        f"its attribute '{one.name}' is missing"
+        for one in kind.every_attribute
+        if one.required and one.name not in found
+    ]
     sources, results = [*filter(None, node.input)], [*filter(None, node.output)]
-    optional = op == EXCHANGE
-    if op in MANY and len(sources) > 1:
-        if op != ALL_REDUCE and AXIS in found and found[AXIS].i != 0:
-            problems.append(f"its axis is {found[AXIS].i}, and several values are cut along axis 0")
+    if kind.coalesces and len(sources) > 1:
+        axis = kind.splits or kind.joins
+        if axis in found and found[axis].i != 0:
+            problems.append(f"its axis is {found[axis].i}, and several values are cut along axis 0")
         if len(sources) != len(results) or len(sources) != len(node.input):
             problems.append(f"it has {len(sources)} inputs and {len(results)} outputs, and makes one of each")
         sources, results = sources[:1], results[:1]
-    if len(sources) > 1 or (not sources and not optional and op != BROADCAST):
+    if len(sources) > 1 or (not sources and not kind.boxes and kind.root != "gives"):
         problems.append(f"it has {len(sources)} inputs, and takes one")
-    if len(results) > 1 or (not results and not optional and op not in ROOTED):
+    if len(results) > 1 or (not results and not kind.boxes and not kind.root):
         problems.append(f"it has {len(results)} outputs, and makes one")
-    if REDUCE in found and found[REDUCE].s.decode(errors="replace") not in REDUCTIONS:
-        problems.append(
-            f"its reduction is '{found[REDUCE].s.decode(errors='replace')}'; it is one of {', '.join(REDUCTIONS)}"
-        )
-    if op == EXCHANGE and not problems:
+    if REDUCE in found and (reduction := found[REDUCE].s.decode(errors="replace")) not in REDUCTIONS:
+        problems.append(f"its reduction is '{reduction}'; it is one of {', '.join(REDUCTIONS)}")
+    if kind.boxes and not problems:
         problems += _box_problems(found, bool(sources), SEND_PEERS, SEND_BOXES, "input")
         problems += _box_problems(found, bool(results), RECV_PEERS, RECV_BOXES, "output")
     return problems

@@ -13,95 +13,41 @@ import onnx.defs
 from onnx import TypeProto
 from onnx.defs import OpSchema
 
-from .comm_node import MANY
+from .collectives import AMONG, COLLECTIVES, NUMBER, Attribute, CollectiveOp
 from .dtypes import BY_NAME
-from .format import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    AXIS,
-    BROADCAST,
-    CONCAT_AXIS,
-    DOMAIN,
-    DOMAIN_VERSION,
-    DTYPE,
-    EXCHANGE,
-    GROUP,
-    ITEMS,
-    PEER,
-    RANK,
-    RANK_CONSTANT,
-    RECV,
-    RECV_BOXES,
-    RECV_PEERS,
-    REDUCE,
-    REDUCE_SCATTER,
-    REDUCE_TO,
-    ROOT,
-    SEND,
-    SEND_BOXES,
-    SEND_PEERS,
-    SHAPE,
-    SPLIT_AXIS,
-    TAG,
-)
+from .format import DOMAIN, DOMAIN_VERSION, DTYPE, ITEMS, PEER, RANK, RANK_CONSTANT, RECV, SEND, SHAPE
 
-_INT, _INTS, _STRING = OpSchema.AttrType.INT, OpSchema.AttrType.INTS, OpSchema.AttrType.STRING
-_STRINGS = OpSchema.AttrType.STRINGS
-_ATTRIBUTES = {
-    PEER: (_INT, "The rank at the other end."),
-    TAG: (_INT, "The number that all nodes of one transfer or collective carry, and no other node."),
-    GROUP: (_STRING, "The group of the manifest among whose lists of ranks it happens."),
-    REDUCE: (_STRING, "sum, max or min."),
-    AXIS: (_INT, "The axis along which shards lie."),
-    SPLIT_AXIS: (_INT, "The axis that is split into a shard for each rank."),
-    CONCAT_AXIS: (_INT, "The axis along which the shards that come are joined."),
-    ROOT: (_INT, "The place in the list of the rank whose value it is."),
-    RANK: (_INT, "The number of dims."),
-    SEND_PEERS: (_INTS, "The ranks that boxes of the input go to."),
-    SEND_BOXES: (_INTS, "For each such box and each dim of the input: begin, end and denominator."),
-    RECV_PEERS: (_INTS, "The ranks that boxes of the output come from."),
-    RECV_BOXES: (_INTS, "For each such box and each dim of the output: begin, end and denominator."),
-    DTYPE: (_INT, "The element type, as onnx.TensorProto numbers it."),
-    SHAPE: (_INTS, "The dims; none of a scalar."),
-    ITEMS: (_STRINGS, "The items in order: expressions over `place`, the rank's place in its list."),
+_TYPES = {
+    "int": OpSchema.AttrType.INT,
+    "ints": OpSchema.AttrType.INTS,
+    "string": OpSchema.AttrType.STRING,
+    "strings": OpSchema.AttrType.STRINGS,
 }
-_OPTIONAL = (SHAPE, SEND_PEERS, SEND_BOXES, RECV_PEERS, RECV_BOXES)
-_OPS = {
-    SEND: ("Sends a value to another rank; the value stays as it is.", (PEER, TAG)),
-    RECV: (
-        "Receives a value from another rank; its type and shape stand in the graph's value_info.",
-        (PEER, TAG),
-    ),
-    ALL_REDUCE: (
-        "The element-wise reduction of the values of all ranks, on every rank; several values of one type travel as one.",
-        (GROUP, TAG, REDUCE),
-    ),
-    ALL_GATHER: ("The values of all ranks joined along an axis, on every rank.", (GROUP, TAG, AXIS)),
-    REDUCE_SCATTER: (
-        "The element-wise reduction of the values of all ranks, of which each rank gets its shard along an axis.",
-        (GROUP, TAG, AXIS, REDUCE),
-    ),
-    ALL_TO_ALL: (
-        "Each rank gives every rank a shard along one axis, and joins what it gets along another.",
-        (GROUP, TAG, SPLIT_AXIS, CONCAT_AXIS),
-    ),
-    REDUCE_TO: ("The element-wise reduction of the values of all ranks, on one rank.", (GROUP, TAG, ROOT, REDUCE)),
-    BROADCAST: ("The value of one rank, on every rank.", (GROUP, TAG, ROOT)),
-    EXCHANGE: (
-        "Boxes of the input go to ranks, and boxes that come from ranks make the output.",
-        (GROUP, TAG, RANK, SEND_PEERS, SEND_BOXES, RECV_PEERS, RECV_BOXES),
-    ),
-    RANK_CONSTANT: (
-        "A constant that follows from the rank's place in its list of the group.",
-        (GROUP, DTYPE, SHAPE, ITEMS),
-    ),
-}
+_ONE, _MAYBE, _MANY = (
+    OpSchema.FormalParameterOption.Single,
+    OpSchema.FormalParameterOption.Optional,
+    OpSchema.FormalParameterOption.Variadic,
+)
+_TO = Attribute(PEER, "int", "The rank at the other end.")
+_CONSTANT = (
+    AMONG,
+    Attribute(DTYPE, "int", "The element type, as onnx.TensorProto numbers it."),
+    Attribute(SHAPE, "ints", "The dims; none of a scalar.", False),
+    Attribute(ITEMS, "strings", "The items in order: expressions over `place`, the rank's place in its list."),
+)
 
 
 def schemas() -> list[OpSchema]:
     """The schemas of all ops of the domain."""
-    return [_schema(op, doc, attributes) for op, (doc, attributes) in _OPS.items()]
+    sends = "Sends a value to another rank; the value stays as it is."
+    receives = "Receives a value from another rank; its type and shape stand in the graph's value_info."
+    follows = "A constant that follows from the rank's place in its list of the group."
+    return [
+        _schema(SEND, sends, (_TO, NUMBER), _ONE, None),
+        _schema(RECV, receives, (_TO, NUMBER), None, _ONE),
+        _schema(RANK_CONSTANT, follows, _CONSTANT, None, _ONE),
+        *(_collective(op) for op in COLLECTIVES.values()),
+    ]
 
 
 def register() -> None:
@@ -111,20 +57,23 @@ def register() -> None:
             onnx.defs.register_schema(schema)
 
 
-def _schema(op: str, doc: str, attributes: Sequence[str]) -> OpSchema:
-    options = {
-        SEND: (OpSchema.FormalParameterOption.Single, None),
-        RECV: (None, OpSchema.FormalParameterOption.Single),
-        RANK_CONSTANT: (None, OpSchema.FormalParameterOption.Single),
-        REDUCE_TO: (OpSchema.FormalParameterOption.Single, OpSchema.FormalParameterOption.Optional),
-        BROADCAST: (OpSchema.FormalParameterOption.Optional, OpSchema.FormalParameterOption.Optional),
-        EXCHANGE: (OpSchema.FormalParameterOption.Optional, OpSchema.FormalParameterOption.Optional),
-        **dict.fromkeys(MANY, (OpSchema.FormalParameterOption.Variadic, OpSchema.FormalParameterOption.Variadic)),
-    }
-    single = OpSchema.FormalParameterOption.Single
-    given, made = options.get(op, (single, single))
-    schema = OpSchema(
-        op,
+def _collective(op: CollectiveOp) -> OpSchema:
+    given = _MANY if op.coalesces else _MAYBE if op.boxes or op.root == "gives" else _ONE
+    made = _MANY if op.coalesces else _MAYBE if op.boxes or op.root else _ONE
+    schema = _schema(op.name, op.doc, op.every_attribute, given, made)
+    schema.set_type_and_shape_inference_function(_infer(op))
+    return schema
+
+
+def _schema(
+    name: str,
+    doc: str,
+    attributes: Sequence[Attribute],
+    given: OpSchema.FormalParameterOption | None,
+    made: OpSchema.FormalParameterOption | None,
+) -> OpSchema:
+    return OpSchema(
+        name,
         DOMAIN,
         DOMAIN_VERSION,
         doc=doc,
@@ -132,20 +81,16 @@ def _schema(op: str, doc: str, attributes: Sequence[str]) -> OpSchema:
         outputs=[] if made is None else [OpSchema.FormalParameter("Y", "T", "The value.", param_option=made)],
         type_constraints=[("T", _types(), "Whatever a value can be.")],
         attributes=[
-            OpSchema.Attribute(name, _ATTRIBUTES[name][0], _ATTRIBUTES[name][1], required=name not in _OPTIONAL)
-            for name in attributes
+            OpSchema.Attribute(one.name, _TYPES[one.type], one.doc, required=one.required) for one in attributes
         ],
     )
-    if given is not None and made is not None:
-        schema.set_type_and_shape_inference_function(_infer(op))
-    return schema
 
 
-def _infer(op: str) -> Callable[[Any], None]:
+def _infer(op: CollectiveOp) -> Callable[[Any], None]:
     """What a node alone tells of its output: how many ranks take part stands in the manifest."""
 
     def infer(context: Any) -> None:
-        places = min(context.get_num_inputs(), context.get_num_outputs()) if op in MANY else 1
+        places = min(context.get_num_inputs(), context.get_num_outputs()) if op.coalesces else 1
         for place in range(places):
             infer_one(context, place)
 
@@ -155,16 +100,12 @@ def _infer(op: str) -> Callable[[Any], None]:
             return
         found = TypeProto()
         found.tensor_type.elem_type = given.tensor_type.elem_type
-        if op in (ALL_REDUCE, REDUCE_TO, BROADCAST):
-            found.CopyFrom(given)
-        elif op == EXCHANGE:
+        if op.boxes:
             for _ in range(context.get_attribute(RANK).i):
                 found.tensor_type.shape.dim.add()
         elif given.tensor_type.HasField("shape"):
-            axes = (AXIS,) if op != ALL_TO_ALL else (SPLIT_AXIS, CONCAT_AXIS)
             dims = given.tensor_type.shape.dim
-            changed = {context.get_attribute(name).i % max(len(dims), 1) for name in axes}
-            changed = set() if op == ALL_TO_ALL and len(changed) == 1 else changed
+            changed = _changed(op, context, len(dims))
             for axis, dim in enumerate(dims):
                 made = found.tensor_type.shape.dim.add()
                 if axis not in changed:
@@ -173,6 +114,12 @@ def _infer(op: str) -> Callable[[Any], None]:
             context.set_output_type(place, found)
 
     return infer
+
+
+def _changed(op: CollectiveOp, context: Any, rank: int) -> set[int]:
+    """The axes whose size depends on the number of ranks: none where one is split and joined again."""
+    axes = [context.get_attribute(name).i % max(rank, 1) for name in (op.splits, op.joins) if name]
+    return set(axes) if len(set(axes)) == len(axes) else set()
 
 
 def _types() -> list[str]:

@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from ..errors import ArtifactError, breaks_lines, one_line
 from ..files.regular import fault, open_regular, read_regular
 from . import dim_expression as expression
-from .format import COLLECTIVES, FORMAT, LARGEST_MANIFEST, MANIFEST, Manifest, Port, Shape, stays_inside
+from .collectives import COLLECTIVES
+from .format import FORMAT, LARGEST_MANIFEST, MANIFEST, Manifest, Port, Shape, stays_inside
 from .rank_constants import bound
 
 if TYPE_CHECKING:

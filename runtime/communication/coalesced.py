@@ -15,7 +15,6 @@ import numpy as np
 
 from ..artifact.comm_node import Call
 from ..artifact.dtypes import Bytes, Dtype
-from ..artifact.format import ALL_GATHER, ALL_REDUCE
 from ..artifact.tensor import Tensor
 from .collective import Action, BoundCollective, CollectivePlan
 from .transport import Transport
@@ -35,7 +34,7 @@ class CoalescedCollective:
         self.made = dtype.bytes_of(self.work.result)
         self.packed = self.given
         self.landing = self.made + self.work.landing
-        assert call.op != ALL_REDUCE
+        assert not call.in_one_buffer
         assert not self.work.packed
 
     def bind(
@@ -43,7 +42,7 @@ class CoalescedCollective:
     ) -> BoundCollective:
         """The collective on this memory."""
         dtype, count = self.work.dtype, len(self.ranks)
-        gathers = self.call.op == ALL_GATHER
+        gathers = bool(self.call.kind.joins)
         whole, own = Tensor(dtype, self.work.shape, packed[: self.given]), landing[: self.made]
         flat = Tensor(dtype, self.work.result, own)
         bound = self.work.bind(whole, flat, landing[:0], landing[self.made : self.landing], at_once)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..artifact.comm_node import Call, Shape, place_of, result_shape
 from ..artifact.dtypes import BY_NAME, Bytes, Dtype
-from ..artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, REDUCE_TO
+from ..artifact.format import ALL_GATHER, ALL_TO_ALL
 from ..artifact.tensor import Tensor, aligned
 from ..errors import RankError, StepError
 from .packing import carried, carrier, is_front, moved_bytes, reduced, split, store
@@ -53,18 +53,18 @@ class CollectivePlan:
         self.transport = transport
         self.tag = tag
         self.result = result_shape(call, shape, len(ranks))
-        self.native = transport.reduces(dtype, call.reduce) if call.reduce else True
-        narrow = dtype.bits < 8 and call.op != BROADCAST
-        self._from = place_of(call.axis, shape) if call.op in (REDUCE_SCATTER, ALL_TO_ALL) else 0
-        into = {ALL_GATHER: call.axis, ALL_TO_ALL: call.concat_axis}.get(call.op)
-        self._into = 0 if into is None else place_of(into, self.result)
+        kind = self.kind = call.kind
+        self.native = transport.reduces(dtype, call.reduce) if kind.reduces else True
+        narrow = dtype.bits < 8 and kind.root != "gives"
+        self._from = place_of(call.axis, shape) if kind.splits else 0
+        self._into = place_of(call.join_axis, self.result) if kind.joins else 0
         self.piece = self._piece()
         moved = moved_bytes(dtype, shape)
         alone = len(ranks) == 1
         self.packed = moved if not alone and (narrow or not is_front(shape, self._from)) else 0
-        landed = moved * (len(ranks) if call.op in (ALL_GATHER, ALL_REDUCE, REDUCE_TO) else 1)
+        landed = moved if kind.splits or kind.root == "gives" else moved * len(ranks)
         joins = not is_front(self.piece, self._into) or not self.native
-        takes = call.op != REDUCE_TO or transport.rank == ranks[call.root]
+        takes = kind.root != "takes" or transport.rank == ranks[call.root]
         self.landing = landed if not alone and takes and (narrow or joins) else 0
 
     @property
@@ -78,7 +78,7 @@ class CollectivePlan:
         """The collective on this memory; scratch may be longer than it needs. Without a result the rank gets nothing."""
         place = self.ranks.index(self.transport.rank)
         packed, landing = packed[: self.packed], landing[: self.landing]
-        if len(self.ranks) == 1 or (self.call.op == BROADCAST and place == self.call.root):
+        if len(self.ranks) == 1 or (self.kind.root == "gives" and place == self.call.root):
             assert source is not None
             before: Action | None = None
             if result is not None and source.pointer != result.pointer:
@@ -88,7 +88,7 @@ class CollectivePlan:
         if len(self.ranks) == 1:
             return BoundCollective(nothing, before)
         given = packed if self.packed else source.data if source else NOTHING
-        if self.call.op == BROADCAST:
+        if self.kind.root == "gives":
             result = result or source
             given = result.data if place == self.call.root and result else NOTHING
         taken = landing if self.landing else result.data if result else NOTHING
@@ -107,19 +107,20 @@ class CollectivePlan:
         return BoundCollective(self.transport.ready(movement), before, after)
 
     def _movement(self) -> str:
+        """The transport's primitive: the op itself, or what brings here all that is reduced here."""
         if self.native:
             return self.call.op
-        return {ALL_REDUCE: ALL_GATHER, REDUCE_TO: GATHER}.get(self.call.op, ALL_TO_ALL)
+        return ALL_TO_ALL if self.kind.splits else GATHER if self.kind.root == "takes" else ALL_GATHER
 
     def _piece(self) -> Shape:
         """The shape of what one rank gives to one other."""
-        if self.call.op not in (REDUCE_SCATTER, ALL_TO_ALL):
+        if not self.kind.splits:
             return self.shape
         size = self.shape[self._from] // len(self.ranks)
         return (*self.shape[: self._from], size, *self.shape[self._from + 1 :])
 
     def _packing(self, source: Tensor, packed: Bytes) -> Action:
-        if self.call.op not in (REDUCE_SCATTER, ALL_TO_ALL):
+        if not self.kind.splits:
             whole = carrier(packed, self.dtype, self.shape)
             return lambda: np.copyto(whole, carried(source))
         pieces = carrier(packed, self.dtype, (len(self.ranks), *self.piece))
@@ -129,7 +130,7 @@ class CollectivePlan:
 
     def _placing(self, landing: Bytes, result: Tensor) -> Action:
         pieces = carrier(landing, self.dtype, (len(self.ranks), *self.piece))
-        if self.call.reduce:
+        if self.kind.reduces:
             return lambda: store(reduced(list(pieces), self.dtype, self.call.reduce), result)
         if self.dtype.bits < 8:
             return lambda: store(np.concatenate(list(pieces), self._into), result)
@@ -144,8 +145,8 @@ def dynamic_collective(
     AllReduce wants equal shapes. AllGather wants them equal but for `axis`: shorter pieces travel filled up to the longest.
     """
     shapes = _shapes(call, ranks, tag, source, transport, what)
-    if call.op == ALL_GATHER and shapes and len({len(shape) for shape in shapes}) == 1:
-        axis = place_of(call.axis, source.shape)
+    if call.kind.joins and shapes and len({len(shape) for shape in shapes}) == 1:
+        axis = place_of(call.join_axis, source.shape)
         lengths = [shape[axis] for shape in shapes]
         rests = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
         fits = len(rests) == 1

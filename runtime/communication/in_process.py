@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition
+from typing import TypeAlias
 
 import numpy as np
 
@@ -221,21 +222,32 @@ class LocalTransport:
         pass
 
 
-def _distribute(rank: int, movement: CollectiveArgs, brought: Sequence[Bytes], what: Callable[[], str]) -> None:
-    """Give a rank its part of what all have brought."""
-    ranks, target = len(movement.ranks), movement.target
-    if movement.op in (GATHER, BROADCAST) and (rank == movement.ranks[movement.root]) != (movement.op == GATHER):
+def _distribute(rank: int, args: CollectiveArgs, given: Sequence[Bytes], what: Callable[[], str]) -> None:
+    """Write what a rank gets of what all have given into its target."""
+    parts = PRIMITIVES[args.op](given, args.ranks.index(rank), args)
+    if parts is None:
         return
-    if movement.op in (ALL_GATHER, GATHER):
-        parts = list(brought)
-    elif movement.op == ALL_TO_ALL:
-        place = movement.ranks.index(rank)
-        size = target.size // ranks
-        parts = [data[place * size : (place + 1) * size] for data in brought]
-    else:
-        parts = [brought[movement.root]]
+    target = args.target
     if any(part.size * len(parts) != target.size for part in parts):
         sizes = ", ".join(str(part.size) for part in parts)
         raise RankError(f"rank {rank} got {sizes} bytes instead of {target.size} from all: {what()}")
     if target.size:
         np.concatenate(parts, out=target)
+
+
+Primitive: TypeAlias = Callable[[Sequence[Bytes], int, CollectiveArgs], Sequence[Bytes] | None]
+"""The bytes that a rank gets: of those that each has given, in the list's order, and of its place; None where it gets nothing."""
+
+
+def _own_blocks(given: Sequence[Bytes], place: int, args: CollectiveArgs) -> Sequence[Bytes]:
+    size = args.target.size // len(given)
+    return [data[place * size : (place + 1) * size] for data in given]
+
+
+PRIMITIVES: dict[str, Primitive] = {
+    ALL_GATHER: lambda given, place, args: given,
+    GATHER: lambda given, place, args: given if place == args.root else None,
+    ALL_TO_ALL: _own_blocks,
+    BROADCAST: lambda given, place, args: [given[args.root]] if place != args.root else None,
+}
+"""The collectives of this transport; what is reduced is gathered and reduced by the runtime."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from mpi4py import MPI
 
 from ..artifact.dtypes import Bytes, Dtype
-from ..artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, MAX, REDUCE_SCATTER, REDUCE_TO, SUM
+from ..artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, MAX, REDUCE_SCATTER, REDUCE_TO, SUM
 from ..errors import RankError
 from .mpi_watch import Watch
 from .transport import GATHER, CollectiveArgs, Request
@@ -108,62 +108,88 @@ def abort(comm: MPI.Intracomm, code: int) -> None:
     comm.Abort(code)
 
 
-def call(comm: MPI.Intracomm, movement: CollectiveArgs, blocking: bool) -> Callable[[], Request]:
+def call(comm: MPI.Intracomm, args: CollectiveArgs, blocking: bool) -> Callable[[], Request]:
     """MPI's call for a collective, with its buffers; one that blocks is made only when all ranks have come."""
-    source, target, ranks = movement.source, movement.target, len(movement.ranks)
-    if movement.op == REDUCE_TO:
-        return _reduce_to(comm, movement, blocking)
-    if movement.op in (ALL_REDUCE, REDUCE_SCATTER):
-        kind = _TYPES[movement.dtype.shown]
-        operation = _operation(movement)
-        into = _spec(target, kind)
-        same = source.ctypes.data == target.ctypes.data
-        given = MPI.IN_PLACE if same and movement.op == ALL_REDUCE else _spec(source, kind)
-        if movement.op == ALL_REDUCE:
-            if blocking and same:
-                pieces = [_spec(target[at : at + _CHUNK], kind) for at in range(0, target.size, _CHUNK)]
+    return PRIMITIVES[args.op](comm, args, blocking)
 
-                def reduce_pieces() -> None:
-                    for piece in pieces:
-                        comm.Allreduce(given, piece, operation)
 
-                return reduce_pieces
-            reduce = comm.Allreduce if blocking else comm.Iallreduce
-            return lambda: reduce(given, into, operation)
-        scatter = comm.Reduce_scatter_block if blocking else comm.Ireduce_scatter_block
-        # mpi4py wants the count of a block on both sides.
-        return lambda: scatter((source, into[1], kind), into, operation)
-    if movement.op == GATHER:
-        width, unit = _unit(source)
-        given = (source, source.size // width, unit)
-        taken = (target, source.size // width, unit) if target.size else None
-        collect = comm.Gather if blocking else comm.Igather
-        return lambda: collect(given, taken, movement.root)
-    block = target if movement.op not in (ALL_GATHER, ALL_TO_ALL) else target[: target.size // ranks]
+def _all_reduce(comm: MPI.Intracomm, args: CollectiveArgs, blocking: bool) -> Callable[[], Request]:
+    source, target, kind, operation = args.source, args.target, _TYPES[args.dtype.shown], _operation(args)
+    into, same = _spec(target, kind), source.ctypes.data == target.ctypes.data
+    given = MPI.IN_PLACE if same else _spec(source, kind)
+    if blocking and same:
+        pieces = [_spec(target[at : at + _CHUNK], kind) for at in range(0, target.size, _CHUNK)]
+
+        def reduce_pieces() -> None:
+            for piece in pieces:
+                comm.Allreduce(given, piece, operation)
+
+        return reduce_pieces
+    reduce = comm.Allreduce if blocking else comm.Iallreduce
+    return lambda: reduce(given, into, operation)
+
+
+def _reduce_scatter(comm: MPI.Intracomm, args: CollectiveArgs, blocking: bool) -> Callable[[], Request]:
+    kind, operation = _TYPES[args.dtype.shown], _operation(args)
+    into = _spec(args.target, kind)
+    scatter = comm.Reduce_scatter_block if blocking else comm.Ireduce_scatter_block
+    # mpi4py wants the count of a block on both sides.
+    return lambda: scatter((args.source, into[1], kind), into, operation)
+
+
+def _reduce_to(comm: MPI.Intracomm, args: CollectiveArgs, blocking: bool) -> Callable[[], Request]:
+    """A Reduce; only the root has a target."""
+    source, target, kind = args.source, args.target, _TYPES[args.dtype.shown]
+    given, into = _spec(source, kind), _spec(target, kind) if comm.rank == args.root else None
+    same = comm.rank == args.root and source.ctypes.data == target.ctypes.data
+    reduce, operation = comm.Reduce if blocking else comm.Ireduce, _operation(args)
+    return lambda: reduce(MPI.IN_PLACE if same else given, into, operation, args.root)
+
+
+def _gather(comm: MPI.Intracomm, args: CollectiveArgs, blocking: bool) -> Callable[[], Request]:
+    """A Gather; only the root has a target."""
+    width, unit = _unit(args.source)
+    count = args.source.size // width
+    taken = (args.target, count, unit) if args.target.size else None
+    gather = comm.Gather if blocking else comm.Igather
+    return lambda: gather((args.source, count, unit), taken, args.root)
+
+
+def _all_gather(comm: MPI.Intracomm, args: CollectiveArgs, blocking: bool) -> Callable[[], Request]:
+    block = args.target[: args.target.size // len(args.ranks)]
     width, unit = _unit(block)
-    whole = (target, target.size // width, unit)
-    if movement.op == ALL_GATHER:
-        gather = comm.Allgather if blocking else comm.Iallgather
-        return lambda: gather((source, source.size // width, unit), (target, block.size // width, unit))
-    if movement.op == ALL_TO_ALL:
-        every = block.size // width
-        exchange = comm.Alltoall if blocking else comm.Ialltoall
-        return lambda: exchange((source, every, unit), (target, every, unit))
+    gather = comm.Allgather if blocking else comm.Iallgather
+    return lambda: gather((args.source, args.source.size // width, unit), (args.target, block.size // width, unit))
+
+
+def _all_to_all(comm: MPI.Intracomm, args: CollectiveArgs, blocking: bool) -> Callable[[], Request]:
+    block = args.target[: args.target.size // len(args.ranks)]
+    width, unit = _unit(block)
+    every = block.size // width
+    exchange = comm.Alltoall if blocking else comm.Ialltoall
+    return lambda: exchange((args.source, every, unit), (args.target, every, unit))
+
+
+def _broadcast(comm: MPI.Intracomm, args: CollectiveArgs, blocking: bool) -> Callable[[], Request]:
+    width, unit = _unit(args.target)
     broadcast = comm.Bcast if blocking else comm.Ibcast
-    return lambda: broadcast(whole, movement.root)
+    return lambda: broadcast((args.target, args.target.size // width, unit), args.root)
 
 
-def _reduce_to(comm: MPI.Intracomm, movement: CollectiveArgs, blocking: bool) -> Callable[[], Request]:
-    """MPI's call for a Reduce; only the root has a target."""
-    source, target, kind = movement.source, movement.target, _TYPES[movement.dtype.shown]
-    given, into = _spec(source, kind), _spec(target, kind) if comm.rank == movement.root else None
-    same = comm.rank == movement.root and source.ctypes.data == target.ctypes.data
-    reduce, operation = comm.Reduce if blocking else comm.Ireduce, _operation(movement)
-    return lambda: reduce(MPI.IN_PLACE if same else given, into, operation, movement.root)
+PRIMITIVES: dict[str, Callable[[MPI.Intracomm, CollectiveArgs, bool], Callable[[], Request]]] = {
+    ALL_REDUCE: _all_reduce,
+    ALL_GATHER: _all_gather,
+    REDUCE_SCATTER: _reduce_scatter,
+    ALL_TO_ALL: _all_to_all,
+    REDUCE_TO: _reduce_to,
+    GATHER: _gather,
+    BROADCAST: _broadcast,
+}
+"""MPI's call for each collective."""
 
 
-def _operation(movement: CollectiveArgs) -> MPI.Op:
-    return MPI.SUM if movement.reduce == SUM else MPI.MAX if movement.reduce == MAX else MPI.MIN
+def _operation(args: CollectiveArgs) -> MPI.Op:
+    return MPI.SUM if args.reduce == SUM else MPI.MAX if args.reduce == MAX else MPI.MIN
 
 
 def _unit(block: Bytes) -> tuple[int, MPI.Datatype]:

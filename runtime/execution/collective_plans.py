@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from ..artifact.format import ALL_REDUCE, EXCHANGE
 from ..communication.coalesced import CoalescedCollective
 from ..communication.collective import CollectivePlan
 from ..communication.exchange import Redistribution
@@ -34,10 +33,10 @@ def plan_collectives(
         call, promise = step.call, promises[step.call.tag]
         dtype = program.values.dtype(call.source or call.value)
         try:
-            if call.op == EXCHANGE:
+            if call.kind.boxes:
                 given, taken = promise if call.source else None, shapes.get(call.result or "")
                 found[call.tag] = Redistribution(call, given, taken, dtype, transport, wire[call.tag])
-            elif call.parts and call.op != ALL_REDUCE:
+            elif call.parts and not call.in_one_buffer:
                 kept = program.state.tensors
                 sizes = [dtype.bytes_of(shapes[name] if name in shapes else kept[name].shape) for name in call.given]
                 found[call.tag] = CoalescedCollective(call, step.ranks, sizes, dtype, transport, call.tag)

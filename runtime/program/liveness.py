@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..artifact.format import ALL_REDUCE, BROADCAST, EXCHANGE
 from .memory_plan import Lifetime
 from .segmentation import PostRecv, Segment, Send, StartCollective, Step, Update, WaitCollective, WaitRecv
 
@@ -96,7 +95,7 @@ def lifetimes(
 
 def _keeps_size(step: StartCollective) -> bool:
     """Whether the output of a collective is as large as its input, and may begin as its input was."""
-    return step.call.op in (ALL_REDUCE, BROADCAST) or (len(step.ranks) == 1 and step.call.op != EXCHANGE)
+    return step.call.kind.keeps_size or (len(step.ranks) == 1 and not step.call.kind.boxes)
 
 
 def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple[str, int]]:
@@ -108,7 +107,7 @@ def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple
             yield step.value, index
         case StartCollective():
             call = step.call
-            yield from ((name, finishes.get(call.tag, index) if call.op != EXCHANGE else index) for name in call.given)
+            yield from ((name, finishes.get(call.tag, index) if not call.kind.boxes else index) for name in call.given)
             yield from ((name, index) for name in call.made)
         case Update():
             yield from ((name, index) for name in (*step.inputs, *(out for node in step.nodes for out in node.output)))
@@ -120,6 +119,6 @@ def _leaving(step: Step) -> str | None:
     """The value whose bytes a step lets go, and that must stay as it is until they have gone."""
     if isinstance(step, Send):
         return step.value
-    if isinstance(step, StartCollective) and (step.call.op == EXCHANGE or not step.call.made):
+    if isinstance(step, StartCollective) and (step.call.kind.boxes or not step.call.made):
         return step.call.source
     return None

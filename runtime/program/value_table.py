@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..artifact import dim_expression as expression
-from ..artifact.comm_node import LOOSE
 from ..artifact.dtypes import Dtype, dense
-from ..artifact.format import EXCHANGE, Collective, Dim, Manifest, Shape, Transfer
+from ..artifact.format import Collective, Dim, Manifest, Shape, Transfer
 from ..errors import ArtifactError
 from .flat_buffers import FlatBuffer, flat_places
 from .liveness import LiveRange, live_ranges, merged_ranges
@@ -107,10 +106,10 @@ def check_results(file: RankFile, shapes: Collection[str], promises: Collection[
     """ArtifactError for each collective the shape of whose result must be known and is not."""
     problems = []
     for call in file.results.values():
-        if call.tag not in promises and call.op not in LOOSE:
+        if call.tag not in promises and not call.kind.dynamic:
             fact = "the inputs of a step do not tell the shape of what it moves"
             problems.append(f"{file.where}: {call.op} of '{call.value}': {fact}")
-        elif call.op == EXCHANGE and call.result not in shapes:
+        elif call.kind.boxes and call.result not in shapes:
             fact = "the file does not state the shape of its output"
             problems.append(f"{file.where}: {call.op} of '{call.value}': {fact}")
     if problems:

@@ -19,9 +19,9 @@ import numpy as np
 import onnx
 import onnx.parser
 from onnx import GraphProto, ModelProto, ValueInfoProto, helper, numpy_helper
+from partc.runtime.artifact.collectives import COLLECTIVES
 from partc.runtime.artifact.dtypes import type_text
 from partc.runtime.artifact.format import (
-    COLLECTIVES,
     DOMAIN,
     MANIFEST,
     PATH,

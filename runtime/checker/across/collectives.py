@@ -13,8 +13,9 @@ from math import lcm, prod
 
 from onnx import ModelProto
 from partc.runtime.artifact.boxes import slices
+from partc.runtime.artifact.collectives import COLLECTIVES
 from partc.runtime.artifact.comm_node import Call, Shard, contradictions, read_call, result_shape
-from partc.runtime.artifact.format import COLLECTIVES, DOMAIN, EXCHANGE, MANIFEST, Collective, Manifest, Shape
+from partc.runtime.artifact.format import DOMAIN, EXCHANGE, MANIFEST, Collective, Manifest, Shape
 from partc.runtime.artifact.onnx_graph import node_title
 from partc.runtime.checker.graph.declared import ValueType
 from partc.runtime.checker.graph.symbols import Bindings, numbers, same_dims, samples

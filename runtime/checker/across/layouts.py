@@ -20,15 +20,9 @@ from fractions import Fraction
 from itertools import pairwise
 from math import prod
 
+from partc.runtime.artifact.collectives import COLLECTIVES
 from partc.runtime.artifact.comm_node import Call
 from partc.runtime.artifact.format import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    EXCHANGE,
-    REDUCE_SCATTER,
-    REDUCE_TO,
     Collective,
     LayoutRecord,
     Manifest,
@@ -41,7 +35,6 @@ Span = tuple[Fraction, Fraction]
 Shard = tuple[Span, ...]
 
 _AGAIN = "compile the model again"
-_PROVEN = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, REDUCE_TO, BROADCAST, EXCHANGE)
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ def check_layouts(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -
         for node in there:
             nodes.setdefault(node.call.tag, {})[rank] = node
     for record in manifest.collectives:
-        if record.given is None or record.made is None or record.op not in _PROVEN:
+        if record.given is None or record.made is None or record.op not in COLLECTIVES:
             continue
         try:
             given, made = (layout_of(one, known) for one in (record.given, record.made))
@@ -129,13 +122,14 @@ def _check_list(
     record: Collective, ranks: Sequence[int], nodes: Mapping[int, CallNode], given: Layout, made: Layout
 ) -> None:
     """Raises ValueError where the ranks of a list do not bring the one layout to the other."""
-    if record.op == EXCHANGE:
+    kind = COLLECTIVES[record.op]
+    if kind.boxes:
         for rank in ranks:
             if rank in nodes:
                 _check_exchange(nodes[rank].call, rank, nodes, given, made)
         return
     call = nodes[ranks[0]].call
-    if record.op == BROADCAST:
+    if kind.root == "gives":
         root = given.held[ranks[call.root]]
         for rank in ranks:
             if rank != ranks[call.root] and made.held[rank] != root:
@@ -143,22 +137,18 @@ def _check_list(
                     f"rank {rank} gets {_box(root.shard)} of the value, and is to have {_box(made.held[rank].shard)}"
                 )
         return
-    getting = [ranks[call.root]] if record.op == REDUCE_TO else ranks
+    getting = [ranks[call.root]] if kind.root == "takes" else ranks
     before, after = [given.held[rank] for rank in ranks], [made.held[rank] for rank in getting]
-    if record.op in (ALL_REDUCE, REDUCE_SCATTER, REDUCE_TO):
+    if kind.reduces:
         _check_terms(call, ranks, before, given, made)
-    axis = _place(call.axis, before[0].shard)
-    match record.op:
-        case "AllReduce" | "Reduce":
-            wanted = [one.shard for one in before[: len(getting)]]
-        case "ReduceScatter":
-            wanted = [_part(one.shard, axis, at, len(ranks)) for at, one in enumerate(before)]
-        case "AllGather":
-            wanted = [_joined([one.shard for one in before], axis)] * len(ranks)
-        case _:
-            parts = [_part(before[0].shard, axis, at, len(ranks)) for at in range(len(ranks))]
-            joined = _joined([one.shard for one in before], _place(call.concat_axis, before[0].shard))
-            wanted = [_with(joined, axis, part[axis]) for part in parts]
+    shards = [one.shard for one in before]
+    wanted = shards[: len(getting)]
+    if kind.joins:
+        wanted = [_joined(shards, _place(call.join_axis, shards[0]))] * len(getting)
+    if kind.splits:
+        axis = _place(call.axis, shards[0])
+        parts = [_part(shard, axis, at, len(ranks)) for at, shard in enumerate(shards)]
+        wanted = [_with(want, axis, part[axis]) for want, part in zip(wanted, parts, strict=True)]
     for rank, want, have in zip(getting, wanted, after, strict=True):
         if want != have.shard:
             raise ValueError(f"rank {rank} gets {_box(want)} of the value, and is to have {_box(have.shard)}")

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnx import ModelProto
+from partc.runtime.artifact.collectives import COLLECTIVES
 from partc.runtime.artifact.format import (
-    COLLECTIVES,
     DOMAIN,
     MANIFEST,
     PEER,

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import onnx
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
-from partc.runtime.artifact.format import COLLECTIVES, DOMAIN, DOMAIN_VERSION, RANK_CONSTANT, RECV, SEND
+from partc.runtime.artifact.collectives import COLLECTIVES
+from partc.runtime.artifact.format import DOMAIN, DOMAIN_VERSION, RANK_CONSTANT, RECV, SEND
 from partc.runtime.artifact.onnx_graph import all_nodes, graph_bodies, node_title, path_of
 from partc.runtime.errors import Violation
 
@@ -128,11 +129,13 @@ def _check_functions(file: str, model: ModelProto) -> Iterator[Violation]:
                 yield Violation(file, f"its domain {domain} has no opset_import in the function", title)
 
 
-@functools.cache
 def _known_ops() -> set[tuple[str, str]]:
+    return _schemas() | {(DOMAIN, op) for op in (SEND, RECV, RANK_CONSTANT, *COLLECTIVES)}
+
+
+@functools.cache
+def _schemas() -> set[tuple[str, str]]:
     from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime
 
     schemas = [*onnx.defs.get_all_schemas(), *onnxruntime.get_all_operator_schema()]
-    return {(schema.domain or "ai.onnx", schema.name) for schema in schemas} | {
-        (DOMAIN, op) for op in (SEND, RECV, RANK_CONSTANT, *COLLECTIVES)
-    }
+    return {(schema.domain or "ai.onnx", schema.name) for schema in schemas}

@@ -27,13 +27,10 @@ from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 from partc.runtime.artifact.comm_node import Call, read_call
 from partc.runtime.artifact.format import (
     ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
     DOMAIN,
     EXCHANGE,
     GRADIENT,
     RECV,
-    REDUCE_SCATTER,
     SEND,
     TAG,
     Manifest,
@@ -181,11 +178,11 @@ class Numbering:
             return False
         given = [self.given[call.tag, other][1] for other in ranks]
         for place, name in enumerate(call.made):
-            if call.op == BROADCAST:
+            if call.kind.root == "gives":
                 numbers[name] = given[call.root][0]
                 continue
             values = tuple(one[place] for one in given)
-            own = ranks.index(rank) if call.op in (REDUCE_SCATTER, ALL_TO_ALL) else None
+            own = ranks.index(rank) if call.kind.splits else None
             made = ("collective", call.op, call.reduce, call.axis, call.concat_axis, values, own)
             numbers[name] = values[0] if call.op == ALL_REDUCE and len(ranks) == 1 else self._number(*made)
         return True
