@@ -12,9 +12,7 @@ Suffixes, in this order, name what else a function does, so that nobody pays a p
     Decayed   `weight_decay` is at work
     Double    parameter, gradient and slots are float64; attributes and scalars are float32 all the same
 
-A body is text, a line a node. `@name` is the attribute as a constant; `g` the gradient after scaling, clipping and coupled decay; a
-line `name ~ value` multiplies with `scale` where that costs no pass over the gradient; lines behind `+` are those of a decayed
-function, behind `-` those of one without. `1 - beta` is an attribute of its own, since float32 cannot subtract 0.999 from 1 exactly enough.
+The formulas are rows of `plan/training/optimizer_table.py`, which says how a body is written; what is no element-wise update is here.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from dataclasses import dataclass, field
 
 import onnx
 import onnx.parser
+from partc.compiler.plan.training.optimizer_table import CORRECTED, MEAN, OPTIMIZERS, RATE, SQUARE
 from partc.runtime.artifact.format import OPTIMIZER
 
 DOMAIN = OPTIMIZER
@@ -48,39 +47,6 @@ class Family:
     coupled: bool = False
 
 
-_MEAN = """
-    weight1 ~ @one_minus_beta1
-    old_mean = Mul (exp_avg, @beta1)
-    new_mean = Mul (g, weight1)
-    exp_avg_next = Add (old_mean, new_mean)
-"""
-_SQUARE = """
-    root_weight2 = Sqrt (@one_minus_beta2)
-    weight2 ~ root_weight2
-    weighted = Mul (g, weight2)
-    new_square = Mul (weighted, weighted)
-    old_square = Mul (exp_avg_sq, @beta2)
-    exp_avg_sq_next = Add (old_square, new_square)
-    root = Sqrt (exp_avg_sq_next)
-"""
-# m/bias1 / (sqrt(v/bias2) + eps) is sqrt(bias2)/bias1 * m / (sqrt(v) + eps*sqrt(bias2)): the corrections cost no pass.
-_CORRECTED = """
-    root_bias = Sqrt (bias2)
-    small = Mul (root_bias, @eps)
-    divisor = Add (root, small)
-    quotient = Div (exp_avg_next, divisor)
-    correction = Div (root_bias, bias1)
-"""
-_APPLY = """
-    - parameter_next = Sub (parameter, change)
-    + lost = Mul (rate, @weight_decay)
-    + share = Sub (@1, lost)
-    + kept = Mul (parameter, share)
-    + parameter_next = Sub (kept, change)
-"""
-_RATE = "rate = Mul (lr, @lr_multiplier)\n"
-_ADAM = f"{_RATE}{_MEAN}{_SQUARE}{_CORRECTED}step = Mul (rate, correction)\nchange = Mul (quotient, step)\n"
-
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _BIAS = ("bias1", "bias2")
 _PAIR = ("parameter", "gradient")
@@ -91,84 +57,22 @@ def _next(*names: str) -> tuple[str, ...]:
 
 
 FAMILIES = {
-    "Sgd": Family(
-        "w' = w - lr (g + weight_decay w), as torch.optim.SGD",
-        (*_PAIR, "lr"),
-        _next("parameter"),
-        f"""{_RATE}
-        step ~ rate
-        change = Mul (g, step)
-        {_APPLY}""",
-    ),
-    "Momentum": Family(
-        "m' = momentum m + g; w' = w - lr m', as torch.optim.SGD with momentum, without dampening",
-        (*_PAIR, "momentum", "lr"),
-        _next("parameter", "momentum"),
-        f"""{_RATE}
-        old = Mul (momentum, @momentum)
-        momentum_next = Add (old, g)
-        change = Mul (momentum_next, rate)
-        parameter_next = Sub (parameter, change)
-        """,
-        coupled=True,
-    ),
-    "Nesterov": Family(
-        "m' = momentum m + g; w' = w - lr (g + momentum m'), as torch.optim.SGD with nesterov",
-        (*_PAIR, "momentum", "lr"),
-        _next("parameter", "momentum"),
-        f"""{_RATE}
-        old = Mul (momentum, @momentum)
-        momentum_next = Add (old, g)
-        ahead = Mul (momentum_next, @momentum)
-        direction = Add (ahead, g)
-        change = Mul (direction, rate)
-        parameter_next = Sub (parameter, change)
-        """,
-        coupled=True,
-    ),
-    "Adagrad": Family(
-        "s' = s + g g; w' = w - lr g / (sqrt(s') + eps), as torch.optim.Adagrad",
-        (*_PAIR, "sum", "lr"),
-        _next("parameter", "sum"),
-        f"""{_RATE}
-        square = Mul (g, g)
-        sum_next = Add (sum, square)
-        root = Sqrt (sum_next)
-        divisor = Add (root, @eps)
-        quotient = Div (g, divisor)
-        change = Mul (quotient, rate)
-        parameter_next = Sub (parameter, change)
-        """,
-        coupled=True,
-    ),
-    "Adam": Family(
-        "m' = beta1 m + (1-beta1) g; v' = beta2 v + (1-beta2) g g; w' = w - lr m'/bias1 / (sqrt(v'/bias2) + eps), as torch.optim.Adam",
-        (*_PAIR, *_MOMENTS, "lr", *_BIAS),
-        _next("parameter", *_MOMENTS),
-        f"{_ADAM}parameter_next = Sub (parameter, change)",
-        coupled=True,
-    ),
-    "AdamW": Family(
-        "Adam with w (1 - lr weight_decay) in place of w, as torch.optim.AdamW",
-        (*_PAIR, *_MOMENTS, "lr", *_BIAS),
-        _next("parameter", *_MOMENTS),
-        f"{_ADAM}{_APPLY}",
-    ),
-    "AdamWeightDecay": Family(
-        "AdamW without bias correction: w' = w - lr (m' / (sqrt(v') + eps) + weight_decay w), as MindSpore's nn.AdamWeightDecay",
-        (*_PAIR, *_MOMENTS, "lr"),
-        _next("parameter", *_MOMENTS),
-        f"""{_RATE}{_MEAN}{_SQUARE}
-        divisor = Add (root, @eps)
-        quotient = Div (exp_avg_next, divisor)
-        change = Mul (quotient, rate)
-        {_APPLY}""",
-    ),
+    **{
+        kind.function: Family(
+            kind.doc,
+            (*_PAIR, *kind.slots, *kind.scalars),
+            _next("parameter", *kind.slots),
+            kind.body,
+            kind.coupled,
+        )
+        for kind in OPTIMIZERS.values()
+        if kind.body
+    },
     "LambDirection": Family(
         "d = m'/bias1 / (sqrt(v'/bias2) + eps) + weight_decay w, the direction of LAMB (You et al. 2020, algorithm 2)",
         (*_PAIR, *_MOMENTS, *_BIAS),
         ("direction", *_next(*_MOMENTS)),
-        f"""{_MEAN}{_SQUARE}{_CORRECTED}
+        f"""{MEAN}{SQUARE}{CORRECTED}
         - direction = Mul (quotient, correction)
         + corrected = Mul (quotient, correction)
         + decay = Mul (parameter, @weight_decay)
@@ -207,7 +111,7 @@ FAMILIES = {
         "w' = w - lr ratio d",
         ("parameter", "direction", "ratio", "lr"),
         _next("parameter"),
-        f"""{_RATE}
+        f"""{RATE}
         step = Mul (rate, ratio)
         change = Mul (direction, step)
         parameter_next = Sub (parameter, change)

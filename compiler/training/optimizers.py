@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.plan.training.optimizer import OPTIMIZERS, Optimizer
+from partc.compiler.plan.training.optimizer import Optimizer
+from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
 from partc.compiler.training.optimizer_functions import DOMAIN, function, variant
 
 
@@ -73,7 +74,7 @@ def update_nodes(
         "clip_value": clip_value,
     }
     call = _Call(parameter, numbers, scalars)
-    family = OPTIMIZERS[optimizer.type].family
+    family = OPTIMIZERS[optimizer.type].function
     inputs = {"parameter": parameter, "gradient": gradient, **dict(zip(optimizer.slots, slots, strict=True))}
     if optimizer.is_elementwise:
         return Update((call.node(family, inputs, outputs, "update"),))

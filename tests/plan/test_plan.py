@@ -14,7 +14,7 @@ from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.read import InputRule, OutputRule, PlacementRule, Plan, SymbolRule, parse_plan, read_plan
 from partc.compiler.plan.schema import plan_schema
 from partc.compiler.plan.training.loss import TYPES as LOSSES
-from partc.compiler.plan.training.optimizer import OPTIMIZERS
+from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
 from partc.runtime.artifact.lr_schedule import SCHEDULES
 
 WHOLE = """\

@@ -11,7 +11,8 @@ import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 from optimizer_case import drawn, fed, model_of, operands, session_of
-from partc.compiler.plan.training.optimizer import OPTIMIZERS, optimizer
+from partc.compiler.plan.training.optimizer import optimizer
+from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
 from partc.compiler.training.optimizer_functions import FAMILIES, function, functions, variant
 from partc.compiler.training.optimizers import update_nodes
 from partc.runtime.artifact.lr_schedule import SCALARS

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from partc.compiler.plan.training import loss, metric
-from partc.compiler.plan.training.optimizer import OPTIMIZERS
+from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
 from partc.compiler.plan.training.usual_names import TOP_K, known_type, usual_names
 from partc.runtime.artifact.lr_schedule import SCHEDULES
 
