@@ -16,12 +16,15 @@ from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, 
 from partc.runtime.artifact.dtypes import type_text
 from partc.runtime.artifact.format import Manifest, Shape
 from partc.runtime.artifact.onnx_graph import all_nodes, node_title, path_of
+from partc.runtime.artifact.rank_constants import bound, is_rank_constant
 from partc.runtime.checker.graph.symbols import numbers, samples
-from partc.runtime.checker.windows import does_not_fit
-from partc.runtime.errors import Violation
+from partc.runtime.checker.graph.windows import does_not_fit
+from partc.runtime.errors import ArtifactError, Violation
 
 _AGAIN = "compile the model again"
 _SIZES = 2
+_LONG = 1 << 16
+"""The elements of a long vector; none that is a shape, or of which one is made, has so many."""
 _OPAQUE = ("If", "Loop", "Scan", "Optional", "OptionalGetElement", "SequenceAt", "SequenceMap")
 """Ops whose shapes onnx tells more surely than they are known."""
 
@@ -31,6 +34,7 @@ def check_types(file: str, model: ModelProto, manifest: Manifest, count: int = _
 
     Held against each other at so many sizes of the symbols.
     """
+    model = _with_constants(model, manifest, file)
     declared = {port.name: port for port in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
     makers = {name: node for node in model.graph.node for name in node.output if name}
     for sizes in samples(manifest)[: count if manifest.symbols else 1]:
@@ -143,8 +147,37 @@ def _inferred(
         port.CopyFrom(_at(port, manifest, sizes))
     for port in graph.output:
         port.CopyFrom(ValueInfoProto(name=port.name) if port.name not in given else _at(port, manifest, sizes))
-    made = onnx.shape_inference.infer_shapes(light, data_prop=True)
+    made = _infer(light)
     return {port.name: port.type for port in (*made.graph.value_info, *made.graph.output) if port.name not in given}
+
+
+def _infer(model: ModelProto) -> ModelProto:
+    """The model with inferred types. Numbers in vectors are followed only where sizes are not known without.
+
+    And not where such a vector is long: onnx makes a dim, of a hundred bytes, of each of its elements.
+    """
+    made = onnx.shape_inference.infer_shapes(model)
+    graph = made.graph
+    types = {port.name: port.type for port in (*graph.value_info, *graph.output, *graph.input)}
+    vectors = [tensor.dims[0] for tensor in graph.initializer if len(tensor.dims) == 1]
+    vectors += [sizes[0] or 0 for sizes in map(_sizes, types.values()) if len(sizes) == 1]
+    results = [types.get(name) for node in graph.node for name in node.output if name]
+    if max(vectors, default=0) > _LONG or all(type is not None and None not in _sizes(type) for type in results):
+        return made
+    return onnx.shape_inference.infer_shapes(model, data_prop=True)
+
+
+def _with_constants(model: ModelProto, manifest: Manifest, file: str) -> ModelProto:
+    """The model as the first of its ranks reads it, with its constants by rank as weights, so that slices by them have a size."""
+    if not any(map(is_rank_constant, model.graph.node)):
+        return model
+    rank = next((rank for rank in range(manifest.ranks) if file.endswith(manifest.program(rank))), 0)
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    try:
+        return bound(copy, manifest.circles(rank), rank, file)
+    except ArtifactError:
+        return model  # another check says which constant is not sound
 
 
 def _is_given(node: NodeProto, known: set[str], model: ModelProto) -> bool:

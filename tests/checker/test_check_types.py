@@ -1,0 +1,48 @@
+"""Types inside a rank file: what is inferred, and what inferring it may cost."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import onnx
+from mutated import change_file
+from partc.runtime.artifact.format import Manifest, SymbolRecord
+from partc.runtime.artifact.rank_constants import is_rank_constant
+from partc.runtime.checker.check import check_artifact
+from partc.runtime.checker.graph.types import check_types
+from small_training import PERCEPTRON, compiled
+
+LONG = 4_000_000
+
+
+def test_a_long_vector_of_integers_costs_nothing() -> None:
+    """onnx makes a dim of each of its elements where it follows numbers in vectors: 21 GB at 2^28."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        g (int64[n] x, float[n] z) => (int64[n] y, float[n, 1] w) {
+            one = Constant<value_int=1>()  a = Add(x, one)  y = Mul(a, a)
+            s = Shape(z)  last = Constant<value_ints=[1]>()  t = Concat<axis=0>(s, last)  w = Reshape(z, t) }""")
+    manifest = Manifest.model_construct(symbols={"n": SymbolRecord(min=LONG)})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert check_types("rank_0000.onnx", model, manifest) == []
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+def test_a_slice_by_rank_is_as_large_as_its_bounds_say(tmp_path: Path) -> None:
+    plan = "ranks: 2\nmesh: {dp: 2}\nsymbols: {batch: {divisor: 2}}\ndataset: data_parallel\n"
+    folder = compiled(tmp_path / "build", PERCEPTRON, plan, "{type: adam, lr: 0.1, shard: dp}")
+    assert check_artifact(folder) == []
+    wrong: list[str] = []
+
+    def widen(model: onnx.ModelProto) -> None:
+        constants = {name for node in model.graph.node if is_rank_constant(node) for name in node.output}
+        sliced = next(
+            node for node in model.graph.node if node.op_type == "Slice" and not constants.isdisjoint(node.input)
+        )
+        wrong.append(sliced.output[0])
+        declared = next(port for port in model.graph.value_info if port.name == wrong[0])
+        declared.type.tensor_type.shape.dim[0].dim_value += 1
+
+    change_file(folder, "rank_0000.onnx", widen)
+    assert [one.node.split()[0] for one in check_artifact(folder)] == ["Slice"]
+    assert f"it makes '{wrong[0]}' of" in check_artifact(folder)[0].fact
