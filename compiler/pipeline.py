@@ -1,4 +1,4 @@
-"""The road of a compile: load, then the passes in order, then emit.
+"""The road of a compile: load, then the passes in order, then emit and prove.
 
 program = analyse(Path("model.py"), Path("plan.yaml"))      # everything but writing
 report = compile_model(Path("model.py"), Path("plan.yaml"), Path("build"))
@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from partc.compiler.analysis.bindings import promised
-from partc.compiler.analysis.part_symbols import part_facts
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.annotations.check import follow_annotations
 from partc.compiler.annotations.read import read
@@ -30,11 +28,9 @@ from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.lower.lower import lower
 from partc.compiler.placement.placement import place
 from partc.compiler.plan.dataset import in_order
-from partc.compiler.plan.matching import own_name
 from partc.compiler.plan.read import Plan, read_plan
-from partc.compiler.plan.rules import Dataset, batch_shards
-from partc.compiler.rewrite.local_maps import with_sizes
-from partc.compiler.rewrite.opset import TARGET, cuts, normalize
+from partc.compiler.plan.rules import Dataset
+from partc.compiler.rewrite.normalize import normalize
 from partc.compiler.rewrite.packed import unpack
 from partc.compiler.rewrite.rotary import repeat_tables
 from partc.compiler.rewrite.straighten import straighten
@@ -44,32 +40,39 @@ from partc.compiler.sharding.sums import pass_sums
 from partc.compiler.tasks.differentiate import differentiate
 from partc.compiler.tasks.localize import localize
 from partc.compiler.tasks.update import update
-from partc.compiler.training.add_training import attach, learned_names
+from partc.compiler.training.add_training import add_training
 from partc.compiler.training.in_parts import in_parts, only_totals
+from partc.compiler.training.trainable import learned_names
 from partc.compiler.unsound import blamed
 from partc.compiler.verify import is_asked_for, verify
 from partc.runtime.artifact.format import Manifest, SourceRecord
 from partc.runtime.files.regular import open_regular
 
 Pass = Callable[[Program], Program]
+After = Callable[[str, Program], None]
+"""Is told the name of a pass and the program that it gave."""
 Watch = Callable[[str], None]
 """Is told the name of what begins."""
 PASSES: tuple[Pass, ...] = (
+    normalize,  # the single-device model
+    add_training,
     shapes,
     repeat_tables,
     straighten,
     unpack,
-    follow_annotations,
+    follow_annotations,  # the global view
     in_parts,
     place,
     only_totals,
     shard,
     pass_sums,
-    localize,
+    localize,  # the local view
     differentiate,
     update,
     lower,
+    check_budget,
 )
+"""What comes before is `load` and `start`. What comes behind, for all programs of a plan at once, is `emit` and `prove` (`_written`)."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,13 @@ def start(
     name: str,
     configuration: str | None = None,
     *,
-    part: ProgramKind = ProgramKind.STEP,
+    kind: ProgramKind = ProgramKind.STEP,
+    strict: bool = False,
 ) -> Program:
     """The program before any pass. Without a plan the model's own annotations are one, else all runs on one rank.
 
     Of several device configurations the one called `configuration` is meant, or the first; "none" ignores annotations. Of a
-    plan that trains, `part` says which of its programs is meant.
+    plan that trains, `kind` says which of its programs is meant: each has a model of its own. `strict` is as `compile_model` says.
     """
     found = read(source.model, name, configuration)
     declared = source.declared
@@ -107,31 +111,11 @@ def start(
     if found:
         plan = replace(plan, outputs=(*found.outputs, *plan.outputs))
     plan = replace(plan, dataset=_arriving(source, plan))
-    cut = cuts(plan, declared)
-    with_sizes(source.model, plan)
-    if plan.train is None:
-        model = normalize(source.model, name) if cut else source.model
-        if found and cut:  # a converter makes nodes anew
-            declared = replace(declared, annotations=read(model, name, configuration))
-        return Program(name=name, model=model, plan=plan, declared=declared, paths=node_paths(model))
-    axes = [axis for axis, _ in plan.mesh]
-    if isinstance(plan.train.shard, str) and plan.train.shard not in axes:
-        fact = f"the optimizer is shared out over '{plan.train.shard}', and the mesh has no such axis"
-        help_ = f"its axes are {', '.join(axes)}" if axes else "give the plan a mesh, {dp: 4}, or write shard: true"
-        raise CompileError(Problem(plan.train.where, fact, help=help_))
-    rules = plan.train
-    if rules.per_rank_mean:
-        loss = replace(rules.loss, pieces=max(rules.loss.pieces, batch_shards(plan, rules.loss.labels)))
-        rules = replace(rules, loss=loss)
-        plan = replace(plan, train=rules)
-    learned = learned_names(source.model)
-    model = normalize(source.model.clone(), name, TARGET)
-    whole = frozenset(each for node, path in node_paths(model).items() for each in (path, own_name(node)))
-    before = Program(name=name, model=model, plan=plan, declared=declared, paths={})
-    known = part_facts(model.graph, rules, part, promised(before))
-    training = attach(model, rules, learned, cut=cut, part=part, known=known)
-    plan, paths = replace(plan, outputs=()), node_paths(model)
-    return Program(name=name, model=model, plan=plan, declared=declared, paths=paths, training=training, whole=whole)
+    trains = plan.train is not None
+    model = source.model.clone() if trains else source.model
+    weights = tuple(learned_names(source.model)) if trains else ()
+    paths = node_paths(model)
+    return Program(name, model, plan, declared, paths, kind=kind, trainable=weights, strict=strict)
 
 
 def _arriving(source: Source, plan: Plan) -> Dataset:
@@ -144,28 +128,40 @@ def _arriving(source: Source, plan: Plan) -> Dataset:
 
 
 def run_passes(
-    program: Program, after: Callable[[str, Program], None] | None = None, watch: Watch = lambda name: None
+    program: Program,
+    after: After | None = None,
+    watch: Watch = lambda name: None,
+    *,
+    verify_passes: bool = False,
+    through: Pass | None = None,
 ) -> Program:
-    """The program after all passes; `after` is told each pass's name and result, `watch` its name when it begins.
+    """The program after all passes, or after those to `through`; `after` and `watch` are told of each.
 
-    Raises CompileError with all violations that the failing pass found; where the environment asks for it (`verify.py`), InvalidProgram
-    after a pass that breaks a law.
+    With `verify_passes`, or where the environment asks for it (`verify.py`), each pass's program is verified: InvalidProgram where it
+    breaks a law. Raises CompileError with all violations that the failing pass found. A note of whatever a pass raises names the pass.
     """
-    verified = is_asked_for()
+    verified = verify_passes or is_asked_for()
     for step in PASSES:
-        watch(step.__name__)
-        program = step(program)
+        name = step.__name__
+        watch(name)
+        try:
+            program = step(program)
+        except Exception as error:
+            error.add_note(f"in the pass '{name}'")
+            raise
         if verified:
-            verify(program, step.__name__)
+            verify(program, name)
         if after:
-            after(step.__name__, program)
+            after(name, program)
+        if step is through:
+            break
     return program
 
 
 def analyse(
     model: Path,
     plan: Path | None,
-    after: Callable[[str, Program], None] | None = None,
+    after: After | None = None,
     configuration: str | None = None,
 ) -> Program:
     """Loads and runs all passes; writes nothing. `plan` and `configuration` are as `start` says."""
@@ -174,25 +170,16 @@ def analyse(
         return run_passes(start(load(model), chosen, model.name, configuration), after)
 
 
-def _inner(
-    program: Program,
-    source: Source,
-    plan: Plan | None,
-    name: str,
-    configuration: str | None = None,
-    watch: Watch = lambda name: None,
-) -> list[Program]:
-    """The other programs of a plan that trains, over the same parameters; `program` is the step's."""
-    if plan is None or plan.train is None or program.training is None:
-        return []
-    parts = [ProgramKind.EVALUATION, *([ProgramKind.ACCUMULATION] if plan.train.accumulate > 1 else [])]
-    parts += [ProgramKind.TOTALS] if program.training.totals else []
-    found = []
-    for part in parts:
-        watch(part.name.lower())
-        begun = replace(start(source, plan, name, configuration, part=part), begun=program)
-        found.append(run_passes(begun))
-    return found
+@dataclass(frozen=True)
+class Options:
+    """How a compile is to go, as `compile_model` says."""
+
+    dump_ir: bool = False
+    strict: bool = False
+    annotated: Path | None = None
+    configuration: str | None = None
+    check: bool = True
+    verify_passes: bool = False
 
 
 def compile_model(
@@ -205,34 +192,24 @@ def compile_model(
     configuration: str | None = None,
     check: bool = True,
     watch: Watch = lambda name: None,
+    verify_passes: bool = False,
 ) -> Report:
-    """Compiles `model` by `plan` into the folder `out`; with `dump_ir` also the text after each pass, `ir/1_shapes.ir` and on.
+    """Compiles `model` by `plan` into the folder `out`; with `dump_ir` also the text after each pass, `ir/1_normalize.ir` and on.
 
     `strict` refuses changes of layout that nobody asked for. `annotated`: where the whole model is written with the choices
     made, in the standard's annotations; `configuration`: which of the model's own are followed. `check`: whether what was
-    written is opened. `watch` is told what begins. The plan is read first: what is wrong in it by itself is told before a module is
-    exported, which may take long.
+    written is opened. `watch` is told what begins. `verify_passes`: whether the program is verified after each pass. The plan is read
+    first: what is wrong in it by itself is told before a module is exported, which may take long.
 
     Raises CompileError; then `out` is as it was.
     """
     chosen = read_plan(plan) if plan is not None else None
     refuse_to_replace(out)
     watch("load")
-    options = Options(dump_ir, strict, annotated, configuration, check)
+    options = Options(dump_ir, strict, annotated, configuration, check, verify_passes)
     with blamed(model):
         source = load(model)
         return _compiled(source, model, chosen, plan, out, options, watch)
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a compile is to go, as `compile_model` says."""
-
-    dump_ir: bool
-    strict: bool
-    annotated: Path | None
-    configuration: str | None
-    check: bool
 
 
 def _compiled(
@@ -240,47 +217,76 @@ def _compiled(
 ) -> Report:
     """Compiles a model that is loaded by a plan that is read."""
     texts: dict[str, str] = {}
-    annotated, configuration = options.annotated, options.configuration
+    annotated = options.annotated
 
     def keep(name: str, program: Program) -> None:
         texts[f"ir/{len(texts) + 1}_{name}.ir"] = begin_text(program, name)
 
     watch("start")
-    program = run_passes(start(source, chosen, model.name, configuration), keep if options.dump_ir else None, watch)
+    program = start(source, chosen, model.name, options.configuration, strict=options.strict)
+    dumped = keep if options.dump_ir else None
+    program = run_passes(program, dumped, watch, verify_passes=options.verify_passes)
     if annotated is not None and any(is_inside(node) for node in program.model.graph):
         fact = "the model has local maps, for which the standard's annotations have no word"
         raise CompileError(Problem(str(annotated), fact, help="leave out --annotated"))
     if program.training is not None and plan is not None:
         program = replace(program, training=program.training.from_folder(os.path.relpath(plan.parent, out)))
-    check_budget(program, options.strict)
-    inner = _inner(program, source, chosen, model.name, configuration, watch)
-    watch("emit")
+    inner = _inner(program, source, chosen, model.name, options, watch)
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
-    warnings: list[str] = []
-
-    def checked(folder: Path) -> None:
-        watch("check")
-        warnings.extend(prove(folder, source.model, model.name) if options.check else ())
-
-    manifest = emit(program, out, sources, texts, inner, checked)
-    program = replace(program, warnings=(*program.warnings, *warnings))
+    report = _written(program, inner, source, out, sources, texts, options.check, watch)
     if annotated is not None:
-        write_annotated(program, annotated)
-    return Report(program, manifest, out)
+        write_annotated(report.program, annotated)
+    return report
 
 
 def compile_source(source: Source, plan: Plan | None, out: Path, name: str = "model") -> Report:
     """As `compile_model`, of a model and a plan in memory."""
     program = run_passes(start(source, plan, name))
-    check_budget(program)
     record = SourceRecord(name=name, sha256=hashlib.sha256(begin_text(program).encode()).hexdigest())
-    inner = _inner(program, source, plan, name)
+    inner = _inner(program, source, plan, name, Options())
+    return _written(program, inner, source, out, {"model": record, "plan": None})
+
+
+def _inner(
+    program: Program,
+    source: Source,
+    plan: Plan | None,
+    name: str,
+    options: Options,
+    watch: Watch = lambda name: None,
+) -> list[Program]:
+    """The other programs of a plan that trains, over the same parameters; `program` is the step's."""
+    if plan is None or plan.train is None or program.training is None:
+        return []
+    kinds = [ProgramKind.EVALUATION, *([ProgramKind.ACCUMULATION] if plan.train.accumulate > 1 else [])]
+    kinds += [ProgramKind.TOTALS] if program.training.totals else []
+    found = []
+    for kind in kinds:
+        watch(kind.name.lower())
+        begun = replace(start(source, plan, name, options.configuration, kind=kind), begun=program)
+        found.append(run_passes(begun, verify_passes=options.verify_passes))
+    return found
+
+
+def _written(
+    program: Program,
+    inner: list[Program],
+    source: Source,
+    out: Path,
+    sources: dict[str, SourceRecord | None],
+    texts: dict[str, str] | None = None,
+    check: bool = True,
+    watch: Watch = lambda name: None,
+) -> Report:
+    """The last of the road: the artifact is written (`emit`), and opened (`prove`) before it takes its place."""
     warnings: list[str] = []
 
     def checked(folder: Path) -> None:
-        warnings.extend(prove(folder, source.model, name))
+        watch("check")
+        warnings.extend(prove(folder, source.model, program.name) if check else ())
 
-    manifest = emit(program, out, {"model": record, "plan": None}, None, inner, checked)
+    watch("emit")
+    manifest = emit(program, out, sources, texts, inner, checked)
     return Report(replace(program, warnings=(*program.warnings, *warnings)), manifest, out)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +43,7 @@ _NAMED = 4
 )
 @click.option("--configuration", metavar="NAME", help="The model's device configuration to use; 'none' ignores all.")
 @click.option("--no-check", is_flag=True, help="Skip the check of the written files by the checker and onnxruntime.")
-@click.option("--dump-ir", is_flag=True, help="Also write a dump after each pass: ir/1_shapes.ir and on.")
+@click.option("--dump-ir", is_flag=True, help="Also write a dump after each pass: ir/1_normalize.ir and on.")
 @click.option("--verify-passes", is_flag=True, help="Verify the program after each pass; an error names the pass.")
 def command(
     model: Path,
@@ -68,14 +67,13 @@ def command(
 
     from partc.cli.output.compile_progress import CompileWatch
     from partc.compiler.pipeline import compile_model
-    from partc.compiler.verify import VARIABLE
     from partc.runtime.artifact.format import BEGIN_IR, END_IR
 
-    if verify_passes:
-        os.environ[VARIABLE] = "1"
     begin = time.perf_counter()
     with CompileWatch() as watch:
-        report = compile_model(model, plan, out, dump_ir, strict, annotated, configuration, not no_check, watch)
+        report = compile_model(
+            model, plan, out, dump_ir, strict, annotated, configuration, not no_check, watch, verify_passes
+        )
     spent = time.perf_counter() - begin
     if console.as_json():
         for warning in report.warnings:

@@ -53,6 +53,8 @@ class Annotations:
     outputs: tuple[OutputRule, ...] = ()
     mesh: Axes = ()
     warnings: tuple[str, ...] = ()
+    asked: str | None = None
+    """The name by which the configuration was asked for."""
 
     @property
     def several(self) -> bool:
@@ -92,7 +94,7 @@ def read(model: ir.Model, where: str, name: str | None = None) -> Annotations | 
         ) from None
     warnings = [_inside_bodies(model, where), _others(model, where, name)]
     told = tuple(warning for warning in warnings if warning)
-    return Annotations(configuration, nodes, dangling, symbols, outputs, mesh, told)
+    return Annotations(configuration, nodes, dangling, symbols, outputs, mesh, told, name)
 
 
 def _chosen(model: ir.Model, where: str, name: str | None) -> ir.ModelConfiguration | None:

@@ -280,7 +280,11 @@ def _bytes(program: Program, value: ir.Value) -> str:
 
 
 def _type(program: Program, value: ir.Value | None) -> str:
-    return "<>" if value is None or not value.name else _type_text(program, value, program.values[value].shape)
+    if value is None or not value.name:
+        return "<>"
+    if value not in program.values:  # before `shapes`
+        return f"<{type_text(value.type)}>"
+    return _type_text(program, value, program.values[value].shape)
 
 
 def _type_text(program: Program, value: ir.Value, shape: Shape | None) -> str:

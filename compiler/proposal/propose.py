@@ -67,7 +67,7 @@ def propose(source: Source, name: str, degrees: Degrees) -> tuple[str, list[str]
     batch = _batch(source, degrees.dp)
     mesh = f"mesh: {{{', '.join(f'{axis}: {size}' for axis, size in degrees.mesh.items())}}}"
     frame = f"ranks: {degrees.ranks}\n{mesh if degrees.mesh else ''}\n"
-    program = shapes(_started(source, frame, name))
+    program = _shaped(source, frame, name)
     cut = (
         tensor_parallel(_taken_apart(source, frame, name), program.paths.values(), degrees.tp)
         if degrees.tp > 1
@@ -100,13 +100,18 @@ def _started(source: Source, text: str, name: str) -> Program:
     return start(dataclasses.replace(source, model=source.model.clone()), parse_plan(text, _FILE), name)
 
 
+def _shaped(source: Source, text: str, name: str) -> Program:
+    """The program with shapes, by the text of a plan."""
+    return run_passes(_started(source, text, name), through=shapes)
+
+
 def _taken_apart(source: Source, frame: str, name: str) -> Program:
     """The program with packed weights taken apart, as `colwise` does, so that each part is linked by itself."""
-    program = straighten(shapes(_started(source, f'{frame}sharding: {{"**": colwise}}\n', name)))
+    program = straighten(_shaped(source, f'{frame}sharding: {{"**": colwise}}\n', name))
     try:
         return unpack(program)
     except CompileError:
-        return straighten(shapes(_started(source, frame, name)))
+        return straighten(_shaped(source, frame, name))
 
 
 def _ranks(degrees: Degrees, mesh: str) -> Iterator[str]:

@@ -32,7 +32,7 @@ def cuts(plan: Plan, declared: Declared) -> bool:
     )
 
 
-def normalize(model: ir.Model, name: str, oldest: int = OLDEST) -> ir.Model:
+def converted(model: ir.Model, name: str, oldest: int = OLDEST) -> ir.Model:
     """`model` decomposed, and converted if it is older than `oldest`. Raises CompileError where the converter cannot."""
     if model.opset_imports.get("", TARGET) < oldest:
         import onnxscript.version_converter

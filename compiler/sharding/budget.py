@@ -1,4 +1,4 @@
-"""What communication may cost: `--strict` refuses changes of layout that nobody asked for, `max_reshard_bytes` bounds their bytes.
+"""Pass: what communication may cost: `--strict` refuses changes of layout that nobody asked for, `max_reshard_bytes` bounds their bytes.
 
 A change of layout is asked for where the plan or the model gave its reader's cut, or placed it; reducing the terms that a given cut
 leaves is no change of layout. Bytes are what a rank receives, at the largest sizes that the symbols may have, the smallest where
@@ -11,16 +11,18 @@ from collections.abc import Iterator
 
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.ir.rank_program import Event
 from partc.runtime.artifact.format import ALL_GATHER, ALL_TO_ALL, EXCHANGE, SEND
 
 _RESHARDS = (ALL_GATHER, ALL_TO_ALL, EXCHANGE)
 
 
-def check_budget(program: Program, strict: bool = False) -> None:
-    """Raises CompileError for what `--strict` and the plan's `max_reshard_bytes` forbid."""
-    problems = list(_unasked(program)) if strict else []
+def check_budget(program: Program) -> Program:
+    """Pass: the program itself. Raises CompileError for what `strict` and the plan's `max_reshard_bytes` forbid in a step."""
+    if program.kind is not ProgramKind.STEP:
+        return program
+    problems = list(_unasked(program)) if program.strict else []
     budget = program.plan.max_reshard_bytes
     if budget is not None:
         costs = [(bytes_at(program, event), event) for event in program.events if event.op_type != SEND]
@@ -36,6 +38,7 @@ def check_budget(program: Program, strict: bool = False) -> None:
             )
     if problems:
         raise CompileError(problems)
+    return program
 
 
 def bytes_at(program: Program, event: Event) -> int:

@@ -7,27 +7,52 @@ evaluation of a model is the same with its nodes as they are, and without a back
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import onnx_ir as ir
+from partc.compiler.analysis.bindings import promised
+from partc.compiler.analysis.part_symbols import part_facts
 from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.graph import take_out
-from partc.compiler.ir.program import ProgramKind
+from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.ir.training import Learned, Training
+from partc.compiler.plan.matching import own_name
 from partc.compiler.plan.pattern import compile_pattern, nearest
+from partc.compiler.plan.rules import batch_shards
 from partc.compiler.plan.training.rules import ParameterRule, TrainRules
 from partc.compiler.rewrite.extremes import in_parts
 from partc.compiler.rewrite.local_maps import enter_parameters, refuse_modes
+from partc.compiler.rewrite.opset import cuts
 from partc.compiler.rewrite.split_sequences import split_sequences
 from partc.compiler.rewrite.train_mode import STEP, to_evaluation, to_training
 from partc.compiler.rewrite.uneven_means import split_uneven_means
 from partc.compiler.training.losses import add_loss
 from partc.compiler.training.metrics import add_metric
 from partc.compiler.training.shared import give_own
-from partc.compiler.training.trainable import candidates, learned_names, running_statistics
+from partc.compiler.training.trainable import candidates, running_statistics
 
-__all__ = ["attach", "learned_names"]
+
+def add_training(program: Program) -> Program:
+    """Pass: the model with the loss and the metrics, and `training` filled; the program itself where the plan trains nothing."""
+    plan, rules, model = program.plan, program.plan.train, program.model
+    if rules is None:
+        return program
+    axes = [axis for axis, _ in plan.mesh]
+    if isinstance(rules.shard, str) and rules.shard not in axes:
+        fact = f"the optimizer is shared out over '{rules.shard}', and the mesh has no such axis"
+        help_ = f"its axes are {', '.join(axes)}" if axes else "give the plan a mesh, {dp: 4}, or write shard: true"
+        raise CompileError(Problem(rules.where, fact, help=help_))
+    if rules.per_rank_mean:
+        loss = replace(rules.loss, pieces=max(rules.loss.pieces, batch_shards(plan, rules.loss.labels)))
+        rules = replace(rules, loss=loss)
+    whole = frozenset(each for node, path in program.paths.items() for each in (path, own_name(node)))
+    cut = cuts(plan, program.declared)
+    known = part_facts(model.graph, rules, program.kind, promised(program))
+    training = attach(model, rules, list(program.trainable), cut=cut, part=program.kind, known=known)
+    plan, paths = replace(plan, train=rules, outputs=()), node_paths(model)
+    return replace(program, plan=plan, paths=paths, training=training, whole=whole)
 
 
 def attach(

@@ -16,9 +16,10 @@ from partc.compiler.dims.facts import Facts
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program, ProgramKind
-from partc.compiler.pipeline import start
+from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.rewrite.train_mode import ranked
+from partc.compiler.training.add_training import add_training
 from partc.compiler.training.append import Append
 
 COMPILER = Path(__file__).parents[2] / "compiler"
@@ -44,9 +45,9 @@ def chain(length: int) -> onnx.ModelProto:
 
 
 def begun(proto: onnx.ModelProto, plan: str, part: ProgramKind = ProgramKind.STEP) -> Program:
-    """The program before any pass."""
+    """The program before its shapes are inferred."""
     source = Source(from_proto(proto, Path("model.onnx")))
-    return start(source, parse_plan(plan, "plan.yaml"), "model.onnx", part=part)
+    return run_passes(start(source, parse_plan(plan, "plan.yaml"), "model.onnx", kind=part), through=add_training)
 
 
 def test_only_one_function_runs_the_engine() -> None:

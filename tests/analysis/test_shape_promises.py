@@ -16,7 +16,7 @@ from partc.compiler.analysis.shapes import shapes
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import ValueInfo
-from partc.compiler.pipeline import start
+from partc.compiler.pipeline import run_passes, start
 from partc.runtime.artifact.dim_expression import parse
 from test_onnx_nodes import cases, quiet
 
@@ -28,7 +28,8 @@ MOST = 3
 
 def promised(model: onnx.ModelProto) -> Promised:
     """What the compiler says of the outputs, and the dims of the inputs by its names."""
-    program = shapes(start(Source(from_proto(model, Path("model.onnx"))), None, "model.onnx"))
+    source = Source(from_proto(model, Path("model.onnx")))
+    program = run_passes(start(source, None, "model.onnx"), through=shapes)
     graph = program.model.graph
     values = {value.name or "": program.values[value] for value in graph.outputs if value in program.values}
     inputs = {

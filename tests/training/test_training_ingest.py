@@ -18,10 +18,11 @@ from partc.compiler.frontend.inputs import DimNames
 from partc.compiler.frontend.onnx_file import load_onnx
 from partc.compiler.frontend.source import Source
 from partc.compiler.ops.families.dropout import DROPOUT
-from partc.compiler.pipeline import start
+from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.rewrite.opset import TARGET, normalize
-from partc.compiler.training.add_training import learned_names
+from partc.compiler.rewrite.opset import TARGET, converted
+from partc.compiler.training.add_training import add_training
+from partc.compiler.training.trainable import learned_names
 from training_equivalence import Run, run, same_tensors
 
 STEPS, BATCH = 5, 6
@@ -141,7 +142,7 @@ def test_a_module_trains_as_in_torch(case: str, tmp_path: Path) -> None:
     source, steps = exported(module, x), [feeds(rng) for _ in range(STEPS)]
     learned = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     assert sorted(learned_names(source.model)) == sorted(learned)
-    assert sorted(learned_names(normalize(source.model.clone(), "model.py", TARGET))) == sorted(learned)
+    assert sorted(learned_names(converted(source.model.clone(), "model.py", TARGET))) == sorted(learned)
     before = {name: tensor.detach().numpy().copy() for name, tensor in module.state_dict().items()}
     one = run(source, ONE + TRAIN, tmp_path / "one", steps)
     two = run(source, TWO + TRAIN, tmp_path / "two", steps)
@@ -203,7 +204,7 @@ def _same_losses(made: Run, losses: list[float]) -> None:
 def test_dropouts_of_a_module_stay() -> None:
     pytest.importorskip("torch")
     source = exported(language(0.25).train(), Input(["batch", 5], "int64"))
-    program = start(source, parse_plan(ONE + TRAIN, "plan.yaml"), "model.py")
+    program = run_passes(start(source, parse_plan(ONE + TRAIN, "plan.yaml"), "model.py"), through=add_training)
     assert [node.op_type for node in program.model.graph].count(DROPOUT) == 2
     assert program.training is not None
     assert sorted(value.name or "" for value in program.training.parameters) == sorted(learned_names(source.model))
