@@ -69,7 +69,7 @@ def _write_all(
 ) -> fmt.Manifest:
     files, locations = write_weights(folder, owners({part.rank: part.weights for part, _ in program.alike}))
     files |= inner
-    nodes: dict[int, onnx.NodeProto] = {}
+    nodes: dict[ComputeOp, onnx.NodeProto] = {}
     programs: dict[bytes, tuple[RankProgram, list[int]]] = {}
     for part, ranks in program.alike:
         data = _rank_model(program, part, locations, nodes).SerializeToString(deterministic=True)
@@ -117,47 +117,19 @@ def _write(folder: Path, file: str, data: bytes) -> fmt.FileRecord:
 
 
 def _rank_model(
-    program: Program, part: RankProgram, locations: Mapping[Stored, Location], cache: dict[int, onnx.NodeProto]
+    program: Program, part: RankProgram, locations: Mapping[Stored, Location], cache: dict[ComputeOp, onnx.NodeProto]
 ) -> onnx.ModelProto:
     graph = onnx.GraphProto(name="program")
-    named = set[str]()
     graph.node.extend(_rank_constant(name, one) for name, one in _by_rank(part))
-    named.update(node.name for node in graph.node)
-    for step in part.steps:
-        if isinstance(step, CommOp):
-            graph.node.append(_comm_node(program, step))
-        else:
-            if id(step) not in cache:
-                cache[id(step)] = _node(program, step)
-            graph.node.append(cache[id(step)])
-        _name_apart(graph.node[-1], named)
-    known = frozenset(program.symbols)
-    state = [one.name for one in part.kept]
-    following = [one.next for one in part.kept if one.next]
-    ports = [*(held.name for held in (*part.inputs, *part.outputs)), *state, *following]
-    graph.input.extend(_value_info(part, name, known) for name in (*(held.name for held in part.inputs), *state))
-    graph.input.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, []) for name in part.scalars)
-    graph.output.extend(_value_info(part, name, known) for name in (*(held.name for held in part.outputs), *following))
-    listed = {*ports, *(held.name for held in part.weights)}
-    graph.value_info.extend(
-        _value_info(part, name, known) for name, (value, _) in part.types.items() if name not in listed and value.type
-    )
-    for held in part.weights:
-        graph.initializer.append(_weight(held, locations))
-    for name, one in part.constants.items():
-        if not isinstance(one, RankConstant):
-            graph.initializer.append(onnx.numpy_helper.from_array(one, name))
-    for name, by_rank in _by_rank(part):
-        code = ir.DataType.from_numpy(by_rank.dtype).value
-        graph.value_info.append(onnx.helper.make_tensor_value_info(name, code, by_rank.shape))
+    _add_nodes(graph, program, part, cache)
+    _add_ports(graph, part, frozenset(program.symbols))
+    _add_constants(graph, part, locations)
     imports = dict(program.model.opset_imports)
     imports.setdefault("", imports.pop("ai.onnx", 21))
     if any(node.domain == fmt.DOMAIN for node in graph.node):
         imports[fmt.DOMAIN] = fmt.DOMAIN_VERSION
-    called = {
-        step.node.op_type for step in part.steps if isinstance(step, ComputeOp) and step.node.domain == fmt.OPTIMIZER
-    }
-    functions = optimizer_functions(called, imports[""])
+    nodes = (step.node for step in part.steps if isinstance(step, ComputeOp))
+    functions = optimizer_functions({node.op_type for node in nodes if node.domain == fmt.OPTIMIZER}, imports[""])
     if functions:
         imports[fmt.OPTIMIZER] = 1
     return onnx.ModelProto(
@@ -170,6 +142,45 @@ def _rank_model(
             onnx.OperatorSetIdProto(domain=domain, version=number) for domain, number in sorted(imports.items())
         ],
     )
+
+
+def _add_nodes(
+    graph: onnx.GraphProto, program: Program, part: RankProgram, cache: dict[ComputeOp, onnx.NodeProto]
+) -> None:
+    """The ops of a rank, each under a name of its own; one that several ranks have is made once (`cache`)."""
+    named = {node.name for node in graph.node}
+    for step in part.steps:
+        if isinstance(step, CommOp):
+            graph.node.append(_comm_node(program, step))
+        else:
+            if step not in cache:
+                cache[step] = _node(program, step)
+            graph.node.append(cache[step])
+        _name_apart(graph.node[-1], named)
+
+
+def _add_ports(graph: onnx.GraphProto, part: RankProgram, known: frozenset[str]) -> None:
+    """The inputs and outputs, with what is kept from step to step, and the types of all else."""
+    inputs = [*(held.name for held in part.inputs), *(one.name for one in part.kept)]
+    outputs = [*(held.name for held in part.outputs), *(one.next for one in part.kept if one.next)]
+    graph.input.extend(_value_info(part, name, known) for name in inputs)
+    graph.input.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, []) for name in part.scalars)
+    graph.output.extend(_value_info(part, name, known) for name in outputs)
+    listed = {*inputs, *outputs, *(held.name for held in part.weights)}
+    graph.value_info.extend(
+        _value_info(part, name, known) for name, (value, _) in part.types.items() if name not in listed and value.type
+    )
+
+
+def _add_constants(graph: onnx.GraphProto, part: RankProgram, locations: Mapping[Stored, Location]) -> None:
+    """Weights and constants, and the types of those that differ by rank."""
+    graph.initializer.extend(_weight(held, locations) for held in part.weights)
+    for name, one in part.constants.items():
+        if not isinstance(one, RankConstant):
+            graph.initializer.append(onnx.numpy_helper.from_array(one, name))
+    for name, by_rank in _by_rank(part):
+        code = ir.DataType.from_numpy(by_rank.dtype).value
+        graph.value_info.append(onnx.helper.make_tensor_value_info(name, code, by_rank.shape))
 
 
 def _by_rank(part: RankProgram) -> Iterator[tuple[str, RankConstant]]:

@@ -213,35 +213,42 @@ def _made_apart(copies: ValueVersions, one: ShardedValue, other: ShardedValue) -
     return bool(here & there) and not there <= here and copies.definition_for(derived) != home
 
 
-def _name(copies: ValueVersions, value: ir.Value, own: frozenset[str], fed: Collection[str]) -> None:
-    """Names the copies of a value: none as another value of the model (`own`), or as what a step of a training is `fed` with."""
+def _name(versions: ValueVersions, value: ir.Value, own: frozenset[str], fed: Collection[str]) -> None:
+    """Names the versions of a value: none as another value of the model (`own`), or as a scalar that a training step is `fed`."""
     name = value.name or ""
     allowed = "" if name in fed and not value.is_graph_input() else name
-    defs = copies.defs.get(value, [])
+    defs, delivered = versions.defs.get(value, []), versions.delivered.get(value, ())
     if value.is_graph_input():  # nobody makes it: what is whole is one value, however groups overlap
-        copies.names.update({home: name for home in defs if home.layout.is_replicated})
-    made = [home for home in defs if not home.layout.partial]
-    order = dict.fromkeys(
-        [
-            *copies.delivered.get(value, ()),
-            *(copies.canonical[home] for home in defs if home in copies.canonical),
-            *made,
-            *copies.uses.get(value, ()),
-            *defs,
-        ]
-    )
-    for copy in copies.delivered.get(value, ()):
-        source = copies.definition_for(copy) if defs else copy
-        if source.layout.is_replicated and copy.layout.is_replicated and set(copy.group) <= set(source.group):
-            copies.names[source] = copies.names[copy] = name
-    for copy in order:
-        if copy in copies.names:
+        versions.names.update({home: name for home in defs if home.layout.is_replicated})
+    for version in delivered:
+        source = versions.definition_for(version) if defs else version
+        if _is_inside(version, source):
+            versions.names[source] = versions.names[version] = name
+    order = _by_claim(versions, value)
+    for version in order:
+        if version in versions.names:
             continue
-        wanted = _spellings(name, copy)
-        known = [one for one in order if one in copies.names]
-        taken = {copies.names[one] for one in known if not can_share(one, copy) or _made_apart(copies, one, copy)}
+        wanted = _spellings(name, version)
+        known = [one for one in order if one in versions.names]
+        apart = (one for one in known if not can_share(one, version) or _made_apart(versions, one, version))
+        taken = {versions.names[one] for one in apart}
         free = (one for one in wanted if one not in taken and (one == allowed or (one not in own and one not in fed)))
-        copies.names[copy] = next(free, None) or derived(wanted[-1], own | taken)
+        versions.names[version] = next(free, None) or derived(wanted[-1], own | taken)
+
+
+def _is_inside(version: ShardedValue, source: ShardedValue) -> bool:
+    """Whether a version is whole, on some of the ranks on which its source is whole."""
+    replicated = source.layout.is_replicated and version.layout.is_replicated
+    return replicated and set(version.group) <= set(source.group)
+
+
+def _by_claim(versions: ValueVersions, value: ir.Value) -> list[ShardedValue]:
+    """The versions of a value in the order in which they have a claim on its name: as delivered, reduced, made, read, partial."""
+    defs = versions.defs.get(value, [])
+    canonical = (versions.canonical[home] for home in defs if home in versions.canonical)
+    made = (home for home in defs if not home.layout.partial)
+    uses = versions.uses.get(value, ())
+    return list(dict.fromkeys([*versions.delivered.get(value, ()), *canonical, *made, *uses, *defs]))
 
 
 def _spellings(name: str, copy: ShardedValue) -> list[str]:

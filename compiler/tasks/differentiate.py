@@ -19,30 +19,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import NoGradient
-from partc.compiler.autodiff.engine import Backward as Found
-from partc.compiler.autodiff.engine import differentiate_nodes
 from partc.compiler.autodiff.reach import learned_from
-from partc.compiler.autodiff.scope import Scope
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.program import Group, Program, Shape, ShardedValue
-from partc.compiler.ir.rank_program import ComputeOp, TaskKind
+from partc.compiler.ir.program import Program, ShardedValue
+from partc.compiler.ir.rank_program import TaskKind
 from partc.compiler.ir.values import ValueTable, derived
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.lower.kept import operand_name
 from partc.compiler.lower.written import is_written, write_backward
-from partc.compiler.ops.registry import is_differentiable, stops_gradient
-from partc.compiler.ops.rule import OWN
+from partc.compiler.ops.registry import stops_gradient
 from partc.compiler.sharding.operands import input_layout_of, output_layout_of, replicated_on
-from partc.compiler.tasks.duals import Passing, dual_of_input, takes_extreme, typed, wanted_layout
-from partc.compiler.tasks.local_form import LocalForm, renamed, with_names
+from partc.compiler.tasks.duals import Passing, dual_of_input, takes_extreme, wanted_layout
 from partc.compiler.tasks.local_view import LocalView
+from partc.compiler.tasks.node_gradients import NodeGradients
 from partc.compiler.tasks.reduce_gradients import GradientReduction
 
 
@@ -89,10 +85,9 @@ class Backward:
         self.builders, self.values, self.names = local.comm.builders, local.comm.values, local.comm.values.names
         assert program.training is not None
         self.needed = learned_from(program.reads, program.training)
-        self.known = {name: info.facts for name, info in program.symbols.items()}
+        self.node_gradients = NodeGradients(program, local.comm)
         self.contributions: dict[ShardedValue, dict[ShardedValue, list[str]]] = {}
         """Cotangent contributions of each version that is read, keyed by their layout, not yet added."""
-        self.unlisted = self.builders.unlisted()
         self.routes: dict[ShardedValue, list[ShardedValue]] = {}
         """For each definition of a value: the resharded versions that readers use."""
         for value, uses in self.versions.uses.items():
@@ -153,23 +148,13 @@ class Backward:
         return max((home.layout.num_shards(0) for home in defs if home.layout.cuts), default=1)
 
     def _node(self, instance: NodeOnGroup) -> None:
+        """Differentiates a node on a group, where a cotangent of an output comes and a parameter changes an input."""
         node = instance.node
         flows = [value is not None and value in self.needed for value in node.inputs]
         inner = [one for one in self.program.around[node] if one in self.needed]
         if not any(flows) and not inner:
             return
-        dys: dict[str, str] = {}
-        passing: Passing | None = None
-        for k, value in enumerate(node.outputs):
-            home = output_layout_of(self.program, instance, k)
-            given = self._merged(self.routes.get(home, ())) if value in self.cotangents else {}
-            if given:
-                if takes_extreme(self.program, instance, k):
-                    fact = f"{node.op_type} is cut along what it takes the extreme of, which has no gradient"
-                    self._refuse(node, fact, "leave that dim whole")
-                layout, passing = wanted_layout(self.program, instance, k, given)
-                target = ShardedValue(self.cotangents[value], home.group, normal(layout))
-                dys[self.names[home]] = self.sums.total(given, target)
+        dys, passing = self._incoming(instance)
         if not dys or stops_gradient(node):
             return
         if is_written(node):
@@ -178,137 +163,59 @@ class Backward:
         around = {value: replicated_on(value, instance.group) for value in inner}
         read = {k: input_layout_of(self.program, instance, k) for k, flow in enumerate(flows) if flow}
         names = {k: operand_name(self.comm, instance, k) for k in read}
-        wanted = {*names.values(), *(self.names[copy] for copy in around.values())}
-        found: list[tuple[LocalForm, Group, Found]] = []
-        for local, ranks in self.forms[instance]:
-            try:
-                found.append((local, ranks, self._local(instance, local, dys, wanted)))
-            except NoGradient as error:
-                self._refuse(node, str(error))
-        made = self._write(instance, found)
-        for k, copy in {names[k]: (k, copy) for k, copy in read.items()}.values():
+        wanted = {*names.values(), *(self.names[version] for version in around.values())}
+        try:
+            found = [
+                (form, ranks, self.node_gradients.find(instance, form, dys, wanted))
+                for form, ranks in self.forms[instance]
+            ]
+        except NoGradient as error:
+            self._refuse(node, str(error))
+        made = self.node_gradients.write(instance, found)
+        for k, version in {names[k]: (k, version) for k, version in read.items()}.values():
             if names[k] in made:
                 layout = dual_of_input(self.program, instance, k)
-                layout = passing.through(layout) if passing else layout
-                given_as = ShardedValue(self.cotangents[copy.value], copy.group, normal(layout))
-                self._shaped(made[names[k]], given_as)
-                self.contributions.setdefault(copy, {}).setdefault(given_as, []).append(made[names[k]])
-        for value, copy in around.items():
-            name = self.names[copy]
+                self._give(version, passing.through(layout) if passing else layout, made[names[k]])
+        for version in around.values():
+            name = self.names[version]
             if name not in names.values() and (dx := made.get(name)) is not None:
-                given_as = ShardedValue(self.cotangents[value], copy.group, copy.layout)
-                self._shaped(dx, given_as)
-                self.contributions.setdefault(copy, {}).setdefault(given_as, []).append(dx)
+                self._give(version, version.layout, dx)
+
+    def _incoming(self, instance: NodeOnGroup) -> tuple[dict[str, str], Passing | None]:
+        """By output of a node the name of its cotangent, in the layout that is wanted, and the partial sums that pass through the node."""
+        dys: dict[str, str] = {}
+        passing: Passing | None = None
+        for k, value in enumerate(instance.node.outputs):
+            home = output_layout_of(self.program, instance, k)
+            given = self._merged(self.routes.get(home, ())) if value in self.cotangents else {}
+            if not given:
+                continue
+            if takes_extreme(self.program, instance, k):
+                fact = f"{instance.node.op_type} is cut along what it takes the extreme of, which has no gradient"
+                self._refuse(instance.node, fact, "leave that dim whole")
+            layout, passing = wanted_layout(self.program, instance, k, given)
+            target = ShardedValue(self.cotangents[value], home.group, normal(layout))
+            dys[self.names[home]] = self.sums.total(given, target)
+        return dys, passing
+
+    def _give(self, version: ShardedValue, layout: Layout, dx: str) -> None:
+        """Lists a contribution to the cotangent of a version that a node reads; it has the shape of the version's shard."""
+        given = ShardedValue(self.cotangents[version.value], version.group, normal(layout))
+        shape = self.values.local_shape(given)
+        for builder in self.builders.of(given.group):
+            if dx in builder.types and builder.types[dx][1] is None and shape is not None:
+                builder.types[dx] = (given.value, shape)
+        self.contributions.setdefault(version, {}).setdefault(given, []).append(dx)
 
     def _written(self, instance: NodeOnGroup, dys: Mapping[str, str]) -> None:
         """The dual of a collective of the model."""
-        copy, made = input_layout_of(self.program, instance, 0), output_layout_of(self.program, instance, 0)
-        cotangent = self.cotangents[copy.value]
+        read, made = input_layout_of(self.program, instance, 0), output_layout_of(self.program, instance, 0)
+        cotangent = self.cotangents[read.value]
         dx = self.builders.free(instance.group, f"{self.names[made]}.grad.{instance.node.op_type}")
         names, values = (dys[self.names[made]], dx), (self.cotangents[made.value], cotangent)
         write_backward(self.comm, instance, names, values)
-        self.contributions.setdefault(copy, {}).setdefault(ShardedValue(cotangent, copy.group, copy.layout), []).append(
-            dx
-        )
-
-    def _local(self, instance: NodeOnGroup, local: LocalForm, dys: Mapping[str, str], wanted: set[str]) -> Found:
-        """The gradient of a node's local form."""
-        values: list[ir.Value] = []
-        shapes: dict[str, Shape | None] = {}
-        node = instance.node
-        operands = [
-            (value, input_layout_of(self.program, instance, k), operand_name(self.comm, instance, k))
-            for k, value in enumerate(node.inputs)
-            if value is not None
-        ]
-        inner = [replicated_on(one, instance.group) for one in self.program.around[node]]
-        operands += [(copy.value, copy, self.names[copy]) for copy in inner]
-        assert self.program.training is not None
-        changing = {*self.program.training.parameters, *self.program.training.statistics}
-        for value, copy, name in operands:
-            tensor = ir.convenience.get_const_tensor(value) if value not in changing else None
-            constant = tensor if copy.layout.is_replicated and name == self.names[copy] else None
-            shape = self.values.local_shape(copy)
-            rank = shape if shape is not None else self.values.local_value(copy).shape
-            values.append(
-                ir.Value(
-                    name=name, type=value.type, shape=None if rank is None else ir.Shape(rank), const_value=constant
-                )
-            )
-        for name, (value, shape) in local.types.items():
-            own_shape = value not in node.outputs or _made_whole(self.program, instance, value)
-            known = ir.Shape(shape) if shape is not None else value.shape if own_shape else None
-            values.append(ir.Value(name=name, type=value.type, shape=known))
-            shapes[name] = shape
-        around = {old: new for op in local.ops for old, new in op.captured.items()}
-        forward = [op.node for op in local.ops]
-        if node.domain == OWN and is_differentiable(node):
-            names = [operand_name(self.comm, instance, k) for k in range(len(node.inputs))]
-            made = [self.names[output_layout_of(self.program, instance, k)] for k in range(len(node.outputs))]
-            whole = [renamed(node, names, made)]
-            found = differentiate_nodes(whole, dys, sorted(wanted), values=values, scope=self._scope())
-            return replace(found, forward=forward)
-
-        differentiated = partial(differentiate_nodes, forward, dys, sorted(wanted), around=around)
-        if local.ends:
-            # Shapes follow from constants, so those of a rank are shown; gradients must not.
-            constants = [{**local.fixed, **end} for end in local.ends]
-            first, last = (differentiated(values=values, constants=one, scope=self._scope()) for one in constants)
-            if first.is_like(last):
-                return first
-        return differentiated(values=[*values, *local.unknown], constants=local.fixed, scope=self._scope())
-
-    def _scope(self) -> Scope:
-        return Scope(reserved=self.builders.reserved, known=self.known)
-
-    def _write(self, instance: NodeOnGroup, found: Sequence[tuple[LocalForm, Group, Found]]) -> dict[str, str]:
-        """Writes what was found for a node on all its ranks; by input the name of its cotangent."""
-        everywhere = found[0][1] if len(found) == 1 else tuple(rank for _, ranks, _ in found for rank in ranks)
-        early = {out.name or "" for _, _, one in found for node in one.early for out in node.outputs}
-        outputs = {out.name or "" for _, _, one in found for node in one.nodes for out in node.outputs} - early
-        constants = {name for local, _, one in found for name in one.constants if name not in local.constants}
-        new = {name: self.builders.derived(f"{name}.primal") for name in sorted(early & self.unlisted)}
-        new |= self._renamed(instance, everywhere, sorted(outputs | constants))
-        listed = early | outputs | constants
-        made: dict[str, str] = {}
-        for local, ranks, one in found:
-            forward = [
-                op if node is op.node or _same(node, op.node) else ComputeOp(node, op.source, op.captured)
-                for op, node in zip(local.ops, one.forward, strict=True)
-            ]
-            nodes = [ComputeOp(with_names(node, new), instance.node) for node in one.nodes]
-            types = {
-                new.get(name, name): typed(self.values, self.program.symbols, value)
-                for name, value in one.scope.values.items()
-                if name in listed or name in _added(local, forward)
-            }
-            early_ops = [ComputeOp(with_names(node, new), instance.node) for node in one.early]
-            self.comm.append(ranks, *nodes)
-            for builder in self.builders.of(ranks):
-                builder.replace(local.ops, forward, early_ops)
-                builder.constants |= {new.get(n, n): a for n, a in one.constants.items() if n in constants}
-                builder.types |= {name: typed for name, typed in types.items() if name not in builder.types}
-            for name, dx in one.gradients.items():
-                made[name] = new.get(dx, dx)
-        return made
-
-    def _renamed(self, instance: NodeOnGroup, ranks: Group, names: Sequence[str]) -> dict[str, str]:
-        """New names for those that some rank has already: with the node's path, and where that is taken with its group."""
-        found: dict[str, str] = {}
-        for name in names:
-            if not self.builders.is_free(ranks, name):
-                other = f"{name}.{self.program.paths[instance.node]}"
-                if not self.builders.is_free(ranks, other):
-                    other = f"{other}@{'-'.join(map(str, instance.group))}"
-                found[name] = self.builders.free(ranks, other)
-        return found
-
-    def _shaped(self, name: str, copy: ShardedValue) -> None:
-        """A cotangent has the shape of its primal's shard, also where inference could not tell."""
-        shape = self.values.local_shape(copy)
-        for builder in self.builders.of(copy.group):
-            if name in builder.types and builder.types[name][1] is None and shape is not None:
-                builder.types[name] = (copy.value, shape)
+        given = ShardedValue(cotangent, read.group, read.layout)
+        self.contributions.setdefault(read, {}).setdefault(given, []).append(dx)
 
     def _merged(self, uses: Sequence[ShardedValue]) -> dict[ShardedValue, list[str]]:
         """What the readers of some copies gave, by the layout in which it lies."""
@@ -325,7 +232,7 @@ class Backward:
         if given:
             self.sums.parameter(parameter, given, defs)
 
-    def _refuse(self, node: ir.Node, why: str, remedy: str = "") -> None:
+    def _refuse(self, node: ir.Node, why: str, remedy: str = "") -> NoReturn:
         """Raises CompileError with the way from a parameter through the node."""
         way: list[str] = []
         value = next((one for one in self.program.reads[node] if one in self.needed), None)
@@ -344,19 +251,3 @@ class Backward:
                 remedy or "freeze the parameter under `train: parameters:`, or write the model without this op",
             )
         )
-
-
-def _made_whole(program: Program, instance: NodeOnGroup, value: ir.Value) -> bool:
-    """Whether a node makes an output whole on every rank of its group."""
-    return output_layout_of(program, instance, instance.node.outputs.index(value)).layout.is_replicated
-
-
-def _same(one: ir.Node, other: ir.Node) -> bool:
-    """Whether a node makes no more than another."""
-    return [value.name for value in one.outputs] == [value.name for value in other.outputs]
-
-
-def _added(local: LocalForm, forward: Sequence[ComputeOp]) -> set[str]:
-    """The outputs that the backward pass asked forward nodes for."""
-    before = {value.name for op in local.ops for value in op.node.outputs}
-    return {value.name or "" for op in forward for value in op.node.outputs} - before

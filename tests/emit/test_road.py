@@ -1,0 +1,117 @@
+"""The road: passes in one tuple, each of which gives a program of its own; dumps, tasks and failures name where they come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from partc.compiler import pipeline
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.rank_program import CommOp, TaskKind
+from partc.compiler.plan.read import parse_plan
+from partc.compiler.verify import VARIABLE, InvalidProgram
+from sharded_models import BLOCK_STYLES, block
+
+PLAN = f"""ranks: 4
+mesh: {{dp: 2, tp: 2}}
+symbols: {{batch: {{divisor: 2}}}}
+dataset: {{x: [dp, null], t: [dp, null]}}
+sharding: {{{BLOCK_STYLES}}}
+train:
+  loss: {{type: mean_squared, prediction: y, target: t}}
+  optimizer: {{type: momentum, lr: 0.1, shard: dp}}
+  clip: {{norm: 1.0}}
+"""
+
+
+def started(plan: str = PLAN) -> Program:
+    source = Source(from_proto(block(), Path("model.onnx")))
+    return pipeline.start(source, parse_plan(plan, "plan.yaml"), "model.onnx")
+
+
+def contents(program: Program) -> dict[str, Any]:
+    """What a program holds, by field; of its local view all that a pass could write into."""
+    found = {
+        name: list(getattr(program, name).items()) for name in ("values", "symbols", "placement", "names", "paths")
+    }
+    found["choices"] = [(instance, dict(choice.axes), choice.passing) for instance, choice in program.choices.items()]
+    if (local := program.local) is not None:
+        comm = local.comm
+        found["table"] = [*comm.values.infos.items(), *comm.values.names.items()]
+        found["events"] = [len(comm.events), *comm.groups, *comm.masked]
+        found["ranks"] = [
+            (*one.ranks, *one.steps, *one.types, *one.constants, *one.kept, *one.outputs, *one.replaced, *one.taken)
+            for one in comm.builders.distinct
+        ]
+    return found
+
+
+def test_no_pass_changes_the_program_that_it_is_given() -> None:
+    program = pipeline.run_passes(started(), through=pipeline.shapes)
+    for step in pipeline.PASSES[pipeline.PASSES.index(pipeline.pass_sums) :]:
+        before = contents(program)
+        after = step(program)
+        assert contents(program) == before, step.__name__
+        program = after if step is not pipeline.pass_sums else pipeline.run_passes(started(), through=step)
+
+
+def test_every_op_knows_its_task() -> None:
+    program = pipeline.run_passes(started())
+    parameters = {one.parameter for part in program.parts for one in part.kept if one.parameter}
+    for part in program.parts:
+        tasks = [step.task for step in part.steps]
+        forward = max(k for k, one in enumerate(tasks) if one is TaskKind.FORWARD)
+        assert tasks.index(TaskKind.BACKWARD) > forward
+        sent = {name: step.task for step in part.steps if isinstance(step, CommOp) for name in step.outputs}
+        reduced = {task for name, task in sent.items() if name.removesuffix(".grad") in parameters}
+        assert reduced == {TaskKind.UPDATE}, "the gradients of parameters are reduced once a step"
+        assert sent["gradients.square_norm"] is TaskKind.UPDATE
+        assert TaskKind.BACKWARD in sent.values(), "cotangents are reduced where tensor parallel layers meet"
+
+
+def broken(program: Program) -> Program:
+    raise KeyError("h")
+
+
+def refused(program: Program) -> Program:
+    raise CompileError(Problem("plan.yaml:3", "is not to be had"))
+
+
+def emptied(program: Program) -> Program:
+    program = pipeline.lower(program)
+    return pipeline.replace(program, parts=program.parts[1:])
+
+
+@pytest.mark.parametrize("plant", [broken, refused])
+def test_a_pass_that_fails_is_named(plant: pipeline.Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "PASSES", (pipeline.normalize, plant))
+    with pytest.raises((KeyError, CompileError)) as caught:
+        pipeline.run_passes(started())
+    assert caught.value.__notes__ == [f"in the pass '{plant.__name__}'"]
+
+
+def test_verification_is_asked_for_by_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "0")
+    monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES[:-2], emptied))
+    assert len(pipeline.run_passes(started()).parts) == 3
+    with pytest.raises(InvalidProgram, match="the pass 'emptied' made a program that is not valid"):
+        pipeline.run_passes(started(), verify_passes=True)
+
+
+def test_a_dump_of_every_pass_is_written(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    pipeline.compile_model(tmp_path / "model.py", None, tmp_path / "build", dump_ir=True, check=False)
+    written = sorted(path.name for path in (tmp_path / "build" / "ir").glob("[0-9]*.ir"))
+    wanted = sorted(f"{k}_{step.__name__}.ir" for k, step in enumerate(pipeline.PASSES, 1))
+    assert written == wanted
+
+
+MODEL = """from partc import nn
+from partc.compiler import Input
+model = nn.Linear(4, 3)
+inputs = {"x": Input([2, 4])}
+"""
