@@ -276,7 +276,7 @@ def _typed(program: Program, value: ir.Value) -> str:
 
 
 def _bytes(program: Program, value: ir.Value) -> str:
-    return bytes_text(program.values[value], program.values[value].shape)
+    return bytes_text(program.values[value], program.values[value].shape) if value in program.values else "unknown"
 
 
 def _type(program: Program, value: ir.Value | None) -> str:

@@ -19,7 +19,7 @@ from sharded_models import BLOCK_STYLES, block
 PLAN = f"""ranks: 4
 mesh: {{dp: 2, tp: 2}}
 symbols: {{batch: {{divisor: 2}}}}
-dataset: {{x: [dp, null], t: [dp, null]}}
+dataset: {{x: [dp, null, null], t: [dp, null, null]}}
 sharding: {{{BLOCK_STYLES}}}
 train:
   loss: {{type: mean_squared, prediction: y, target: t}}
@@ -110,8 +110,7 @@ def test_a_dump_of_every_pass_is_written(tmp_path: Path) -> None:
     assert written == wanted
 
 
-MODEL = """from partc import nn
-from partc.compiler import Input
+MODEL = """from partc.compiler import Input, nn
 model = nn.Linear(4, 3)
-inputs = {"x": Input([2, 4])}
+inputs = {"x": Input([2, 4], "float32")}
 """
