@@ -178,9 +178,9 @@ class Settings:
             trainer.rank,
             self.batch,
             seed=self.value("seed", 0),
-            shuffle=self.planned.get("shuffle", True) and "deal" not in self.planned,
-            last=self.planned.get("last", "drop"),
-            deal=self.planned.get("deal", 1),
+            shuffle=self.planned.get("shuffle", True) and not self.planned.get("deal"),
+            drop_last=self.planned.get("last", "drop") == "drop",
+            interleave=self.planned.get("deal") or 1,
             fixed=self.record.fixed,
         )
 
@@ -210,9 +210,9 @@ class Settings:
             open_loader, data, trainer.ports, trainer.rank, self.batch, shuffle=False, epochs=1, fixed=self.record.fixed
         )
         try:
-            return opened(last="keep")
+            return opened(drop_last=False)
         except UsageError:
-            loader = opened(last="drop")
+            loader = opened(drop_last=True)
         rest = loader.order.places - loader.order.batches * self.batch
         if trainer.rank == 0:
             console.echo(

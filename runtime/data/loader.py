@@ -21,7 +21,7 @@ from .constants import constants
 from .dataset import open_data
 from .prefetch import PATIENCE, Prefetcher
 from .reader import Reader
-from .sampler import Last, Order, Position
+from .sampler import Order, Position
 
 DEPTH = 2
 
@@ -109,8 +109,8 @@ def open_loader(
     batch: int,
     seed: int = 0,
     shuffle: bool = True,
-    last: Last = "drop",
-    deal: int = 1,
+    drop_last: bool = True,
+    interleave: int = 1,
     depth: int = DEPTH,
     epochs: int | None = None,
     fixed: Collection[str] = (),
@@ -124,7 +124,7 @@ def open_loader(
         data = open_data(spec, fixed)
         own = constants(spec, ports, fixed, rank)
         ports = [port for port in ports if port.name not in fixed]
-        order = Order(data.records, batch, seed, shuffle, last, deal, data.buckets())
+        order = Order(data.records, batch, seed, shuffle, drop_last, interleave, data.buckets())
         return Loader(Reader(data, ports, rank, order), order, depth, epochs, own)
     except UserCodeError as error:
         raise error.when(f"on rank {rank}") from error.__cause__

@@ -1,30 +1,27 @@
-"""Which records a batch has: computed from numbers that all ranks know, so that nobody needs to be asked.
+"""Which records a batch has: computed from numbers that all ranks know, without communication.
 
 The order of an epoch is a permutation drawn from (seed, epoch) alone, or the records as they stand. A batch is the next `batch` of
 them; what is left at the end is dropped or makes a last, smaller batch. So a position in training is two numbers, and going to
 one costs a permutation.
 
-`deal: n` deals the order to n ranks in turn, as MegEngine's samplers do: it is lengthened to a multiple of n by its own beginning,
+`interleave: n` deals the order to n ranks in turn, as MegEngine's samplers do: it is lengthened to a multiple of n by its own beginning,
 rank r owns places r, r + n, r + 2n and so on, and batch b has from each rank its places b*m to (b + 1)*m, m = batch / n, rank after
 rank. Cutting dim 0 evenly over n ranks then gives each its own.
 
-    Order(records=10, batch=4, shuffle=False).epoch(0)          0 1 2 3 | 4 5 6 7              8 and 9 are dropped
-    Order(records=10, batch=4, shuffle=False, deal=2).epoch(0)  0 2 1 3 | 4 6 5 7              rank 0 has 0 2, rank 1 has 1 3
+    Order(records=10, batch=4, shuffle=False).epoch(0)                0 1 2 3 | 4 5 6 7              8 and 9 are dropped
+    Order(records=10, batch=4, shuffle=False, interleave=2).epoch(0)  0 2 1 3 | 4 6 5 7              rank 0 has 0 2, rank 1 has 1 3
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from dataclasses import field as entry
-from typing import Literal, TypeAlias
 
 import numpy as np
 
 from ..errors import UsageError
 from .fields import Index
 from .length_buckets import Buckets
-
-Last: TypeAlias = Literal["drop", "keep"]
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,8 @@ class Order:
     batch: int
     seed: int = 0
     shuffle: bool = True
-    last: Last = "drop"
-    deal: int = 1
+    drop_last: bool = True
+    interleave: int = 1
     buckets: Buckets | None = entry(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -54,13 +51,13 @@ class Order:
 
     @property
     def places(self) -> int:
-        """The records of an epoch, with those that dealing repeats."""
-        return -(-self.records // self.deal) * self.deal
+        """The records of an epoch, with those that interleaving repeats."""
+        return -(-self.records // self.interleave) * self.interleave
 
     @property
     def rest(self) -> int:
         """The size of the last, smaller batch; 0 where there is none."""
-        return self.places % self.batch if self.last == "keep" else 0
+        return self.places % self.batch if not self.drop_last else 0
 
     @property
     def batches(self) -> int:
@@ -86,7 +83,7 @@ class Order:
         """The indices of an epoch's records in their order, those dropped left out: batch b is [b*batch:(b + 1)*batch]."""
         generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
         order = generator.permutation(self.records) if self.shuffle else np.arange(self.records)
-        if self.deal > 1:
+        if self.interleave > 1:
             order = self._dealt(order)
         order = order[: self.places - (0 if self.rest else self.places % self.batch)]
         if self.buckets is not None:
@@ -100,32 +97,32 @@ class Order:
 
     def _dealt(self, order: Index) -> Index:
         """Batch after batch, in each rank after rank."""
-        each, own = self.places // self.deal, self.batch // self.deal
-        hands = np.resize(order, self.places).reshape(each, self.deal)
+        each, own = self.places // self.interleave, self.batch // self.interleave
+        hands = np.resize(order, self.places).reshape(each, self.interleave)
         whole = each // own * own
-        dealt = hands[:whole].reshape(-1, own, self.deal).transpose(0, 2, 1).reshape(-1)
+        dealt = hands[:whole].reshape(-1, own, self.interleave).transpose(0, 2, 1).reshape(-1)
         return np.concatenate([dealt, hands[whole:].T.reshape(-1)])
 
     def _problems(self) -> list[str]:
-        if self.batch < 1 or self.deal < 1 or self.seed < 0:
+        if self.batch < 1 or self.interleave < 1 or self.seed < 0:
             return [
                 f"{name} is {value}; it must be at least {least}"
                 for name, value, least in (
                     ("the batch size", self.batch, 1),
-                    ("deal", self.deal, 1),
+                    ("interleave", self.interleave, 1),
                     ("the seed", self.seed, 0),
                 )
                 if value < least
             ]
         found = []
-        if self.last not in ("drop", "keep"):
-            found.append(f"last is '{self.last}'\n  help: write `drop` or `keep`")
-        if self.batch % self.deal:
-            found.append(f"batches of {self.batch} cannot be dealt to {self.deal} ranks\n  help: take a multiple of it")
-        small = self.places < self.batch and (self.last == "drop" or self.deal > 1)
+        if self.batch % self.interleave:
+            found.append(
+                f"batches of {self.batch} cannot be dealt to {self.interleave} ranks\n  help: use a multiple of {self.interleave}"
+            )
+        small = self.places < self.batch and (self.drop_last or self.interleave > 1)
         if small or not self.records:
-            help = f"take batches of at most {self.places}" if self.records else "give data that has some"
+            help = f"take batches of at most {self.places}" if self.records else "give data with at least one record"
             found.append(f"{self.records} records do not fill one batch of {self.batch}\n  help: {help}")
-        if self.deal > 1 and self.buckets is not None:
-            found.append("`deal` and `length` each say which records make a batch\n  help: leave one of them out")
+        if self.interleave > 1 and self.buckets is not None:
+            found.append("`interleave` and `length` each say which records make a batch\n  help: leave one of them out")
         return found

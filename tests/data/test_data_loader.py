@@ -12,7 +12,6 @@ import pytest
 from partc.runtime.artifact.boxes import merge
 from partc.runtime.artifact.format import Port
 from partc.runtime.data import Loader, Position, Spec, open_loader
-from partc.runtime.data.sampler import Last
 from partc.runtime.errors import UsageError
 from partc.runtime.user_code import UserCodeError
 
@@ -65,8 +64,8 @@ def test_batches_are_the_records(digits: Path) -> None:
     assert loader.position() == Position(2, 0)
 
 
-@pytest.mark.parametrize("deal", [1, 3])
-def test_pieces_join_to_the_whole(digits: Path, deal: int) -> None:
+@pytest.mark.parametrize("interleave", [1, 3])
+def test_pieces_join_to_the_whole(digits: Path, interleave: int) -> None:
     spec = Spec.parse(str(digits))
     cut = [
         port("x", "float", ["batch", 6, 4], 6, {0: 3, 2: 2}),
@@ -74,10 +73,15 @@ def test_pieces_join_to_the_whole(digits: Path, deal: int) -> None:
         port("number", "int64", ["batch"], 6),
     ]
     plain = [port(one.name, one.type[7:-1], one.shape) for one in cut]
-    last: Last = "drop" if deal == 1 else "keep"  # 50 records leave 2, dealt to 3 they leave 3
-    wanted = list(open_loader(spec, plain, 0, 12, seed=1, deal=deal, epochs=1, last=last, depth=0))
-    ranks = [list(open_loader(spec, cut, rank, 12, seed=1, deal=deal, epochs=1, last=last)) for rank in range(6)]
-    assert [len(one) for one in ranks] == [4 if deal == 1 else 5] * 6
+    drop_last: bool = interleave == 1  # 50 records leave 2, dealt to 3 they leave 3
+    wanted = list(
+        open_loader(spec, plain, 0, 12, seed=1, interleave=interleave, epochs=1, drop_last=drop_last, depth=0)
+    )
+    ranks = [
+        list(open_loader(spec, cut, rank, 12, seed=1, interleave=interleave, epochs=1, drop_last=drop_last))
+        for rank in range(6)
+    ]
+    assert [len(one) for one in ranks] == [4 if interleave == 1 else 5] * 6
     assert "label" not in ranks[4][0]
     for number, batch in enumerate(wanted):
         for one in cut:
@@ -252,7 +256,7 @@ def test_all_differences_are_told_at_once(digits: Path) -> None:
     ]
     spec = Spec.parse({"source": str(digits), "other": str(digits) + ":x"})
     with pytest.raises(UsageError) as caught:
-        open_loader(spec, ports, 0, 8, last="keep")
+        open_loader(spec, ports, 0, 8, drop_last=False)
     assert str(caught.value).splitlines() == [
         "data: input 'cut' is cut into 3 along its batch, and batches have 8 records",
         "  help: take a multiple of 3",

@@ -38,6 +38,7 @@ from pydantic import (
     PlainValidator,
     ValidationInfo,
     WithJsonSchema,
+    model_validator,
 )
 
 SUM_OVER_RANKS = "sum_over_ranks"
@@ -239,18 +240,43 @@ class TrainEntry(BaseModel):
     test: str | Json | None = Field(None, description="The records of evaluation, as `data`.")
     batch: int | None = Field(None, ge=1, description="Records a step, over all ranks.")
     shuffle: bool = Field(True, description="Whether every epoch has an order of its own.")
-    last: Literal["drop", "keep"] = Field("drop", description="What becomes of a last, smaller batch.")
-    deal: int | None = Field(None, ge=1, description="Records in their order, dealt to so many ranks in turn.")
+    drop_last: bool = Field(True, description="Whether a last, smaller batch of an epoch is left out.")
+    interleave: int | None = Field(None, ge=1, description="Records in their order, dealt to so many ranks in turn.")
     epochs: int | None = Field(None, ge=1, description="How often all records are used.")
     steps: int | None = Field(None, ge=1, description="How many steps are taken, instead of epochs.")
     evaluate: int | Literal["epoch"] = Field("epoch", description="After so many steps, or after each epoch.")
     log: int | Literal["epoch"] = Field(10, description="A line of progress after so many steps, or after each epoch.")
     checkpoint: CheckpointEntry | None = Field(None, description="Where and when training is saved.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _older_keys(cls, said: object) -> object:
+        """`last: drop` or `keep` is an older form of `drop_last`, `deal` one of `interleave`."""
+        if not isinstance(said, dict) or not {"last", "deal"} & said.keys():
+            return said
+        for old, new in (("last", "drop_last"), ("deal", "interleave")):
+            if old in said and new in said:
+                raise Violation(f"'{old}' and '{new}' are two names of one setting", help=f"leave '{old}' out", key=old)
+        found = {name: value for name, value in said.items() if name not in ("last", "deal")}
+        if "deal" in said:
+            found["interleave"] = said["deal"]
+        if "last" in said:
+            if said["last"] not in ("drop", "keep"):
+                raise Violation(
+                    f"'last' is {shown(said['last'])}",
+                    "a last, smaller batch is dropped or kept",
+                    "write drop_last: true or false",
+                    "last",
+                )
+            found["drop_last"] = said["last"] == "drop"
+        return found
+
     def rules(self, where: Callable[..., str]) -> TrainRules:
         """The entry as the compiler sees it; `where` gives the place of a key, `where("train", "loss")`."""
-        loop = ("on_nonfinite", "seed", "data", "test", "batch", "shuffle", "last", "deal", "epochs", "steps")
-        settings: dict[str, Any] = {name: getattr(self, name) for name in (*loop, "evaluate", "log")}
+        loop = ("on_nonfinite", "seed", "data", "test", "batch", "shuffle")
+        settings: dict[str, Any] = {name: getattr(self, name) for name in loop}
+        settings |= {"last": "drop" if self.drop_last else "keep", "deal": self.interleave}
+        settings |= {name: getattr(self, name) for name in ("epochs", "steps", "evaluate", "log")}
         if self.checkpoint is not None:
             settings["checkpoint"] = self.checkpoint.model_dump()
         return TrainRules(
