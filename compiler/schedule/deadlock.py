@@ -47,8 +47,6 @@ def blocked(rows: Sequence[Sequence[Action]], buffered: bool = False) -> list[Bl
         event = _event(action)
         others = [other for other in taking[event] if other != r]
         if buffered and isinstance(action, Message):
-            if action.role is Role.SEND:
-                return ()
             return tuple(
                 o for o in others if _sends(rows[o], event) and (event, o) not in sent and not _is_at(o, event)
             )

@@ -112,6 +112,15 @@ def test_near_the_least_time_of_all_orders_and_the_bound_below_it() -> None:
     assert sum(ratios) / len(ratios) < 1.005
 
 
+def test_the_bound_of_a_limit_is_an_area() -> None:
+    """Half units a stage. Rank 0 keeps half a microbatch for 4.5 units in stage 0, and for 2 and 0.5 (W) in stage 2: 3.5, four times."""
+    stages = loop(2, 2)
+    assert lower_bound(stages, 4, unit_costs(stages), [1, 1]) == 14
+    assert lower_bound(stages, 4, unit_costs(stages), [1, 100]) == 14
+    assert lower_bound(stages, 4, unit_costs(stages), [100, 100]) == 12.5
+    assert lower_bound(one_each(2), 4, unit_costs(one_each(2)), [1, 1]) == 4 * 5
+
+
 def test_exchanges_make_a_schedule_faster_within_the_limits() -> None:
     stages = vee(2)
     costs = Costs((StageCost(2, 1, 1), StageCost(), StageCost(1, 2, 1), StageCost()))

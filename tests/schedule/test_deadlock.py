@@ -140,6 +140,11 @@ def test_stages_on_several_homes_take_part_in_one_event() -> None:
     moved = graph([(0, 1), (1, 2)], [Edge(0, 1)], backward=False)
     assert [" ".join(map(str, row)) for row in actions(gpipe(moved, 1))] == ["0F0 0F0>1", "0F0 0F0<>1 1F0", "1<0F0 1F0"]
     assert validate_actions(actions(gpipe(moved, 4)), moved) == []
+    changed = graph([(0, 1, 2), (0, 1, 3)], [Edge(0, 1)])
+    rows = actions(gpipe(changed, 2))
+    assert blocked(rows) == blocked(rows, buffered=True) == []
+    assert "0F0<>1" in map(str, rows[0])
+    assert "0F0<>1" in map(str, rows[1])
 
 
 @pytest.mark.parametrize("buffered", [False, True])

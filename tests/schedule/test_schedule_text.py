@@ -142,6 +142,12 @@ def test_wrong_rows_are_refused_with_the_first_wrong_cell_marked(rows: list[str]
     assert refused(rows, one_each(2), 1) == text
 
 
+def test_a_stage_without_a_backward_pass_has_f_alone() -> None:
+    text = refused(["0F0 0B0", "1F0 1W0"], chain([0, 1], backward=False), 1)
+    assert "rank 0, cell 2: 0B0 is of a stage that has F alone" in text
+    assert "rank 1, cell 2: 1W0 is of a stage that has F alone" in text
+
+
 def test_rows_that_wait_for_each_other_are_refused_with_the_circle() -> None:
     assert refused(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"], one_each(2), 2) == (
         """plan.yaml:7: rank 0, cell 2: 0B0 never runs: 0B0 waits for 1B0, which stands behind 1F1 on rank 1, \
