@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import onnx
 import onnx.parser
-from partc.compiler.plan.training.optimizer_table import CORRECTED, MEAN, OPTIMIZERS, RATE, SQUARE
+from partc.compiler.plan.training.optimizer_table import CORRECTED, MEAN, OPTIMIZERS, RATE, SQUARE, OptimizerKind
 from partc.runtime.artifact.format import OPTIMIZER
 
 DOMAIN = OPTIMIZER
@@ -56,18 +56,7 @@ def _next(*names: str) -> tuple[str, ...]:
     return tuple(name + _NEXT for name in names)
 
 
-FAMILIES = {
-    **{
-        kind.function: Family(
-            kind.doc,
-            (*_PAIR, *kind.slots, *kind.scalars),
-            _next("parameter", *kind.slots),
-            kind.body,
-            kind.coupled,
-        )
-        for kind in OPTIMIZERS.values()
-        if kind.body
-    },
+_PARTS = {
     "LambDirection": Family(
         "d = m'/bias1 / (sqrt(v'/bias2) + eps) + weight_decay w, the direction of LAMB (You et al. 2020, algorithm 2)",
         (*_PAIR, *_MOMENTS, *_BIAS),
@@ -130,6 +119,16 @@ FAMILIES = {
         """,
     ),
 }
+
+
+def _of(kind: OptimizerKind) -> Family:
+    """The function of a row of the table, which updates one parameter."""
+    inputs = (*_PAIR, *kind.slots, *kind.scalars)
+    return Family(kind.doc, inputs, _next("parameter", *kind.slots), kind.body, kind.coupled)
+
+
+FAMILIES = {**{kind.function: _of(kind) for kind in OPTIMIZERS.values() if kind.body}, **_PARTS}
+"""By name: the function of each optimizer, the parts of LAMB, and the clipping of gradients by their norm."""
 
 
 def variant(

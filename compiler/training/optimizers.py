@@ -94,7 +94,7 @@ def update_nodes(
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, float]:
-    rest = {f"one_minus_{name}": 1 - value for name, value in optimizer.hyper.items() if name.startswith("beta")}
+    rest = {f"one_minus_{name}": 1 - value for name, value in optimizer.hyper.items()}
     return {**optimizer.hyper, **rest}
 
 

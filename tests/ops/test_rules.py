@@ -19,6 +19,9 @@ from rule_prover import Case, case, equal, node_of, text_of, unclaimed, violatio
 HERE = Path(__file__).parent
 MODULES = [importlib.import_module(path.stem) for path in sorted(HERE.glob("rule_cases_*.py"))]
 CASES: list[Case] = [one for module in MODULES for one in module.CASES]
+PROVEN = {(one.domain, one.op_type) for one in CASES}
+GRADIENTS = [importlib.import_module(path.stem) for path in sorted(HERE.glob("gradient_cases_*.py"))]
+CASES += [one.case for module in GRADIENTS for one in module.CASES if (one.case.domain, one.case.op_type) not in PROVEN]
 FIRST = {(one.domain, one.op_type): one for one in reversed(CASES)}
 
 

@@ -20,7 +20,8 @@ Options = Mapping[str, object]
 Tensors = dict[str, Array]
 
 STEPS = 20
-COUPLED = ("sgd", "momentum", "nesterov", "adagrad", "adam")
+UNCOUPLED = ("adamw", "adam_weight_decay", "lamb")
+"""Types whose weight decay is no part of the gradient."""
 
 CASES: list[tuple[str, Options]] = [
     ("sgd", {"lr": 0.1}),
@@ -141,7 +142,7 @@ def formula(chosen: Optimizer, shape: tuple[int, ...], change: Callable[[Array],
     h, lr, wd = chosen.hyper, chosen.lr, chosen.weight_decay
     w = drawn(shape, 1).astype(np.float64)
     kept = {slot: np.full(shape, chosen.initial(slot)) for slot in chosen.slots}
-    coupled = chosen.type in COUPLED
+    coupled = chosen.type not in UNCOUPLED
     for t, gradient in enumerate(gradients(shape), 1):
         g = change(gradient.astype(np.float64)) + (wd * w if coupled else 0)
         match chosen.type:

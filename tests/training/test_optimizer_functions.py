@@ -22,6 +22,9 @@ from partc.runtime.updates.update_model import flat_model
 NUMBERS = {"momentum": 0.9, "beta1": 0.9, "one_minus_beta1": 0.1, "beta2": 0.999, "one_minus_beta2": 0.001, "eps": 1e-8}
 NUMBERS |= {"lr_multiplier": 0.5, "weight_decay": 0.1, "clip_value": 0.7, "max_ratio": 10}
 
+OPTIONS = {key for kind in OPTIMIZERS.values() for key in kind.options} | {"beta1", "beta2"}
+KNOWN = {*OPTIONS, *(f"one_minus_{key}" for key in OPTIONS), "lr_multiplier", "clip_value", "max_norm"}
+
 # Nodes over tensors, each a pass over memory.
 PASSES = {
     "Sgd": 2,
@@ -101,7 +104,7 @@ def test_an_update_is_elementwise_and_in_place(family: str) -> None:
         onnx.checker.check_function(made)
         assert is_elementwise(made) is (family not in ("LambSquares", "LambRatio"))
         assert is_in_place(made)
-        assert set(made.attribute) <= set(NUMBERS) | {"max_norm"}
+        assert set(made.attribute) <= KNOWN
         assert ("scale" in made.input, "clip_value" in made.attribute) == (scaled, clipped)
         assert ("weight_decay" in made.attribute) is decayed
 
