@@ -19,10 +19,10 @@ import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.emit.helper_types import helper_types
-from partc.compiler.emit.transfer_bytes import bytes_text
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Group, Program, Shape, ShardedValue
 from partc.compiler.ir.rank_program import CommOp, ComputeOp, Constant, Event, LocalTensor, RankConstant, RankProgram
+from partc.compiler.ir.value_bytes import bytes_text
 from partc.compiler.layout.layout import Layout
 from partc.runtime.artifact.format import SEND, order_text
 

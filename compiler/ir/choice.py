@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 from partc.compiler.ir.program import Group
 from partc.compiler.layout.layout import Layout, Mesh
 from partc.compiler.layout.mesh import on_common_mesh
-from partc.compiler.ops.rule import WHOLE, Rule
+
+if TYPE_CHECKING:
+    from partc.compiler.ops.rule import Rule
 
 Axes = tuple[int, ...]
 
@@ -97,7 +100,7 @@ class NodeSharding:
         return tuple((axis, "sum") for axis in self.passing)
 
     def _laid_out(self, letters: str, partial: tuple[tuple[int, str], ...] = ()) -> Layout:
-        cuts = tuple(() if letter == WHOLE else self.axes.get(letter, ()) for letter in letters)
+        cuts = tuple(self.axes.get(letter, ()) for letter in letters)
         return Layout(self.mesh, cuts, partial)
 
     def num_shards(self, factor: str) -> int:

@@ -2,8 +2,8 @@
 
     load -> Program -> shapes -> place -> shard -> localize -> lower -> Program
 
-A pass gives a new program with its own fields filled, and changes nothing of the one that it is given; only those before `shapes` edit the
-model. Decisions are bound to the graph's objects, not to names.
+A pass gives a new program with its own fields filled, and changes nothing of the one that it is given; only the rewrites, up to `unpack`,
+edit its model. Decisions are bound to the graph's objects, not to names.
 """
 
 from __future__ import annotations

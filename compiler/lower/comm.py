@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.emit.transfer_bytes import whole_bytes
 from partc.compiler.ir.program import Group, Program, Shape, ShardedValue
 from partc.compiler.ir.rank_program import CommOp, ComputeOp, Constant, Event, RankOp, TaskKind, Way
+from partc.compiler.ir.value_bytes import whole_bytes
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.layout import moves as mv
 from partc.compiler.layout.layout import Layout, Mesh

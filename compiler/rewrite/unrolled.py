@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.graph import INSIDE, is_inside
-from partc.compiler.ops.families.local_map import AXIS_INDEX, ENTER, LEAVE, is_border, is_collective, specs
+from partc.compiler.ops.families.local_map import AXIS_INDEX, ENTER, LEAVE, axes_named, is_border, is_collective, specs
 from partc.compiler.ops.rule import OWN
-from partc.compiler.rewrite.local_maps import axes_named
 
 Place = tuple[int, ...]
 

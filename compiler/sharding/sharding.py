@@ -19,8 +19,8 @@ from partc.compiler.ir.program import Program
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import Rule
 from partc.compiler.plan.matching import sharding_rules
-from partc.compiler.rewrite.local_maps import seed_local_maps
 from partc.compiler.sharding.joint import is_text
+from partc.compiler.sharding.local_map_cuts import seed_local_maps
 from partc.compiler.sharding.lost_cuts import lost_cuts
 from partc.compiler.sharding.propagate import Propagation
 from partc.compiler.sharding.region_cuts import group_mesh

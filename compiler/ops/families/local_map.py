@@ -172,3 +172,14 @@ def _(ctx: ShapeInferenceContext, node: ir.Node) -> None:
 
 enter.shapes(_border_shapes(False))
 leave.shapes(_border_shapes(True))
+
+
+def axes_named(node: ir.Node) -> tuple[str, ...]:
+    """The mesh axes that a border or a collective names."""
+    if is_border(node):
+        return tuple(node.attributes.get_strings("axes") or ())
+    return (node.attributes.get_string("axis", ""),)
+
+
+def line_of(node: ir.Node) -> str:
+    return node.metadata_props.get(LINE, "")
