@@ -71,9 +71,9 @@ def shard(
     """Cuts a module, a function or an op over its group; hands the module back, or the function to be called instead.
 
     `parameter_plan` cuts parameters of a module, named from there (`dense2.weight`) or as the caller sees them
-    (`self.block1.dense2.weight`). `device` is one that there is, and changes nothing; `level` (0, 1, 2) has no effect yet,
-    which the compile tells of another than 0. The plan wins over the model. Raises CompileError with all that is
-    wrong.
+    (`self.block1.dense2.weight`). `device` is one that there is, and changes nothing. `level` says what to prefer where the
+    strategies leave a choice: 0 fewest bytes, 1 less memory, 2 less time. The plan wins over the model. Raises CompileError
+    with all that is wrong.
     """
     where = calling_line(sys._getframe(1))
     problems = [

@@ -123,6 +123,9 @@ def _model(built: object, inputs: object, names: DimNames, file: UserFile, recor
             return from_proto(built, file.path)
         case ir.Model():
             return checked(_with_legal_opset(built, where), where)
+        case onnxscript.nn.Module() if type(built).forward is onnxscript.nn.Module.forward:
+            help_ = "write def forward(self, op, x), with an argument for each of the inputs"
+            raise CompileError(Problem(where, f"{type(built).__name__} has no method forward", help=help_))
         case onnxscript.nn.Module():
             in_order = type(built).forward is onnxscript.nn.Sequential.forward
             by_name = as_mapping(_required(inputs, file), built.forward, 1, _where_inputs(file), in_order)

@@ -115,7 +115,9 @@ class ShardingEntry(BaseModel):
         {}, description="Cuts of parameters inside of a module, by their path from there: {dense2.weight: [8, 1]}."
     )
     level: Literal[0, 1, 2] = Field(
-        0, description="What to prefer where much is left to derive: 0 less communication, 1 less memory, 2 speed."
+        0,
+        description="What to prefer where a choice is left: 0 fewest bytes; 1 less memory, sums are left scattered; "
+        "2 less time, products that all ranks would do alike are shared out.",
     )
     style: StyleName | None = Field(None, description="The cut of the parameters inside: {style: colwise, packed: 3}.")
     packed: PackedParts | None = Field(

@@ -20,6 +20,7 @@ from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import Rule
 from partc.compiler.plan.matching import sharding_rules
 from partc.compiler.sharding.joint import is_text
+from partc.compiler.sharding.levels import prefer
 from partc.compiler.sharding.local_map_cuts import seed_local_maps
 from partc.compiler.sharding.lost_cuts import lost_cuts
 from partc.compiler.sharding.propagate import Propagation
@@ -54,12 +55,13 @@ def shard(program: Program) -> Program:
     if not problems:
         derived = Propagation(instances, choices, given, program.paths, laws.bytes_of, laws.divides_in(choices))
         derived.run()
+        levels = prefer(rules, derived)
         uncut(program, derived)
         unmet, told = not_taken(program, choices, given, laws.refusal)
         problems = [*unmet, *laws.violations(choices, given)]
         told += gathered_inside(program, choices)
         told += lost_cuts(program, choices, derived)
-        program = replace(program, warnings=(*program.warnings, *told, *_levels(program)))
+        program = replace(program, warnings=(*program.warnings, *told, *levels))
         wheres = [rule.where for rule in (*program.declared.sharding, *program.plan.sharding)]
         wheres += [where for _, where in (*given.arriving.values(), *given.outputs.values())]
         lines = {PurePath(where).name: where for where in wheres}
@@ -75,13 +77,6 @@ def _rule(node: ir.Node) -> Rule:
     operands = [*zip(rule.inputs, node.inputs, strict=False), *zip(rule.outputs, node.outputs, strict=False)]
     text = {letter for letters, value in operands if letters and is_text(value) for letter in letters}
     return replace(rule, replicated=rule.replicated | text) if text else rule
-
-
-def _levels(program: Program) -> Iterator[str]:
-    """That a level changes nothing, of every rule that gives one."""
-    for rule in (*program.declared.sharding, *program.plan.sharding):
-        if rule.level:
-            yield f"{rule.where}: level {rule.level} has no effect yet; what is not given follows its neighbours"
 
 
 class _Laws:

@@ -80,6 +80,8 @@ def _arriving_cut(program: Program, done: Propagation, among: set[ir.Node]) -> d
     for node in program.model.graph:
         if node in among:
             inputs = frozenset[ir.Value]().union(*(below.get(value, frozenset()) for value in program.reads[node]))
+            if node.op_type in ("Shape", "Size"):
+                inputs = frozenset()  # a size is known wherever a shard is: nothing is gathered for it
             found[node] = sum(cut[value] for value in inputs)
             below.update(dict.fromkeys(node.outputs, inputs))
     return found

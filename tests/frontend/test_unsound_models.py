@@ -109,6 +109,10 @@ def test_a_problem_is_told_once(tmp_path: Path) -> None:
     [
         ("x = 1\0", "model.py:1: SyntaxError: source code string cannot contain null bytes"),
         ("raise GeneratorExit", "model.py:1: GeneratorExit"),
+        (
+            "from partc.compiler import nn\nclass Net(nn.Module):\n    pass\nmodel = Net()\ninputs = {}",
+            "model.py:4: Net has no method forward\n  help: write def forward(self, op, x)",
+        ),
         ("class Odd(Exception):\n    def __str__(self): return 1 / 0\nraise Odd", "model.py:3: Odd"),
     ],
 )
