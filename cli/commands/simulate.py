@@ -30,6 +30,7 @@ class _Given:
     times: tuple[list[float], list[float], list[float]]
     message: float
     memory: str | None
+    measured: Path | None
 
 
 def _numbers(
@@ -75,6 +76,9 @@ def _time_option(name: str, help: str) -> Callable[[Callable[..., object]], Call
 )
 @click.option("--memory", metavar="LIMIT", help="Most that a rank may keep, such as '2.5 microbatches'.")
 @click.option(
+    "--times", type=click.Path(path_type=Path, dir_okay=False), help="JSON of seconds by stage and kind, or by task."
+)
+@click.option(
     "--rows", type=click.Path(path_type=Path, dir_okay=False), help="Play the rows of this file, one line a rank."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -89,6 +93,7 @@ def command(
     weight: list[float] | None,
     message: float,
     memory: str | None,
+    times: Path | None,
     rows: Path | None,
     as_json: bool,
 ) -> int:
@@ -103,9 +108,18 @@ def command(
     partc simulate --schedule auto --ranks 4 -m 8 --memory '2 microbatches'
     partc simulate --schedule 1f1b --stages 4 -m 8 --forward 1,1,1,1.6 --message 0.1
     partc simulate --rows rows.txt --placement 0,1,1,0 -m 4  # is it valid, and what does it take
+    partc simulate --schedule zb_h1 --ranks 2 -m 8 --times times.json    # {"0F": 0.012, "0B": 0.02, "1F3": 0.5, ...}
     """
-    given = _Given(microbatches, (forward or [1.0], backward or [1.0], weight or [1.0]), message, memory)
+    from partc.runtime.errors import UsageError
+
+    if name is not None and rows is not None:
+        raise UsageError("--schedule and --rows are two schedules\n  help: give one of them")
+    if placement is not None and (ranks or stages):
+        raise UsageError("--placement says where each stage is\n  help: leave out --ranks and --stages")
+    given = _Given(microbatches, (forward or [1.0], backward or [1.0], weight or [1.0]), message, memory, times)
     if name is None and rows is None and placement is None:
+        if ranks and stages:
+            raise UsageError("all schedules are compared by ranks\n  help: leave out --stages, or give --schedule")
         return _compare(_checked_ranks(ranks or stages), given, as_json)
     homes = [int(one) for one in placement] if placement else _homes(name or "", ranks, stages)
     schedule, costs = _chosen(name or "auto", homes, given, rows)
@@ -142,16 +156,14 @@ def _homes(name: str, ranks: int | None, stages: int | None) -> list[int]:
         raise UsageError(
             f"--stages {stages} are not equally many on --ranks {ranks}\n  help: say with --placement where each is"
         )
-    if name == "zbv":
-        return [*range(ranks), *reversed(range(ranks))] * (stages // ranks // 2) + [*range(ranks)] * (
-            stages // ranks % 2
-        )
+    if name == "zbv" and stages == 2 * ranks:
+        return [*range(ranks), *reversed(range(ranks))]
     return [*range(ranks)] * (stages // ranks)
 
 
 def _costs(stages: Stages, given: _Given) -> Costs:
     """Costs of stages from times of each, or of a rank's stages together."""
-    from partc.compiler.schedule.costs import Costs, StageCost, unit_costs
+    from partc.compiler.schedule.costs import Costs, StageCost, unit_costs, with_times
     from partc.runtime.errors import UsageError
 
     shares = [cost.saved for cost in unit_costs(stages).stages]
@@ -162,7 +174,14 @@ def _costs(stages: Stages, given: _Given) -> Costs:
             raise UsageError(f"{option}: {len(times)} times are given for {len(stages)} stages\n  help: {help}")
         columns.append(times if len(times) > 1 else [times[0] * share for share in shares])
     some = zip(*columns, shares, strict=True)
-    return Costs(tuple(StageCost(f, b, w, saved=share) for f, b, w, share in some), given.message)
+    costs = Costs(tuple(StageCost(f, b, w, saved=share) for f, b, w, share in some), given.message)
+    if given.measured is None:
+        return costs
+    try:
+        return with_times(costs, {key: float(time) for key, time in json.loads(given.measured.read_text()).items()})
+    except (ValueError, TypeError, AttributeError) as error:
+        help = 'write an object of seconds by stage and kind, or by task: {"0F": 0.01, "1B3": 0.2}'
+        raise UsageError(f"{given.measured}: {error}\n  help: {help}") from None
 
 
 def _chosen(name: str, homes: Sequence[int], given: _Given, rows: Path | None = None) -> tuple[Schedule, Costs]:
@@ -218,7 +237,7 @@ def _compare(ranks: int, given: _Given, as_json: bool) -> int:
     from partc.compiler.schedule.simulate import simulate
     from partc.runtime.errors import UsageError
 
-    if any(len(times) > 1 for times in given.times):
+    if given.measured is not None or any(len(times) > 1 for times in given.times):
         raise UsageError(
             "times of single stages are for one schedule\n  help: give one time for all ranks, or --schedule"
         )

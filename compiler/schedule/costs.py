@@ -1,7 +1,7 @@
 """What tasks take and keep: times per stage and kind, messages per edge, what one microbatch saves from F for its backward pass.
 
 Units are the caller's: seconds or any other for times, bytes or microbatches for what is saved. Times that were measured of single tasks
-stand in `measured` and win.
+stand in `measured` and win. Where forward nodes are computed again, B takes their time too, and less is saved.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from partc.compiler.schedule.stages import Stages
-from partc.compiler.schedule.task import Kind, Task
+from partc.compiler.schedule.task import Kind, Task, parse
 
 MICROBATCHES, BYTES = "microbatches", "bytes"
 
@@ -79,6 +79,40 @@ class Costs:
         shares = _shares(stages)
         some = [replace(c, saved=share, deferred=share) for c, share in zip(self.stages, shares, strict=True)]
         return replace(self, stages=tuple(some), unit=MICROBATCHES)
+
+
+def with_times(costs: Costs, times: Mapping[str, float], clock: str = "s") -> Costs:
+    """Costs with times that were measured or are given, of a stage's tasks of a kind (`2F`) or of single tasks (`2F0`), which win.
+
+    Where there is no `2W`, `2B` is the time of the whole backward pass, of which B and W have the parts that they had. ValueError
+    for a key that names no task of these stages, and for a time below 0.
+    """
+    some, single = list(costs.stages), dict(costs.measured)
+    for key, time in times.items():
+        task = parse(f"{key}0" if key[-1:].isalpha() else key)
+        if task.stage >= len(some):
+            raise ValueError(f"{key}: the stages are 0 to {len(some) - 1}")
+        if not 0 <= time < float("inf"):
+            raise ValueError(f"{key}: {time} is no time")
+        if key[-1:].isalpha():
+            some[task.stage] = _with_time(some[task.stage], task.kind, time, f"{task.stage}W" in times)
+        else:
+            single[task] = time
+    return replace(costs, stages=tuple(some), measured=single, clock=clock)
+
+
+def _with_time(cost: StageCost, kind: Kind, time: float, apart: bool) -> StageCost:
+    match kind:
+        case Kind.FORWARD:
+            return replace(cost, forward=time)
+        case Kind.WEIGHT:
+            return replace(cost, weight=time, whole=None)
+        case Kind.BACKWARD:
+            if apart:
+                return replace(cost, backward=time, whole=None)
+            both = cost.backward + cost.weight
+            part = cost.backward / both if both else 1.0
+            return replace(cost, backward=time * part, weight=time * (1 - part), whole=time)
 
 
 def unit_costs(stages: Stages, message: float = 0.0) -> Costs:

@@ -139,11 +139,6 @@ class Stages:
         return f"ranks {ranks[0]}-{ranks[-1]}" if run else f"ranks {','.join(map(str, ranks))}"
 
     @cached_property
-    def is_chain(self) -> bool:
-        """Whether every stage but the first reads from the one before it, and no two stages else are joined."""
-        return sorted((e.source, e.target) for e in self.edges) == [(s, s + 1) for s in range(len(self) - 1)]
-
-    @cached_property
     def is_one_each(self) -> bool:
         """Whether every stage has one home, for itself alone."""
         return all(len(homes) == 1 for homes in self.homes) and len(set(self.homes)) == len(self)
@@ -173,6 +168,18 @@ def graph(homes: Sequence[tuple[int, ...]], edges: Iterable[Edge], backward: boo
     """Stages with any edges; home h is rank h."""
     ranks = tuple((h,) for h in range(1 + max(max(some) for some in homes)))
     return Stages(tuple(homes), tuple(sorted(edges)), ranks, (backward,) * len(homes))
+
+
+def grouped(groups: Sequence[Sequence[int]], edges: Iterable[Edge], backward: Sequence[bool]) -> Stages:
+    """Stages placed on groups of ranks. Ranks that have the same stages are one home; where groups overlap, a stage has several.
+
+    Groups [0, 1], [2, 3] are two homes of two ranks; [0, 1], [0, 1, 2, 3] are the homes 0, 1 and 2, 3, and the second stage is on both.
+    """
+    of: dict[tuple[int, ...], list[int]] = {}
+    for rank in sorted({rank for group in groups for rank in group}):
+        of.setdefault(tuple(s for s, group in enumerate(groups) if rank in group), []).append(rank)
+    homes = [tuple(h for h, stages in enumerate(of) if s in stages) for s in range(len(groups))]
+    return Stages(tuple(homes), tuple(sorted(edges)), tuple(map(tuple, of.values())), tuple(backward))
 
 
 def one_each(ranks: int) -> Stages:

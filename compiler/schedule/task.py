@@ -11,7 +11,7 @@ import re
 from enum import StrEnum
 from typing import NamedTuple
 
-_CELL = re.compile(r"(\d+)([FBW])(\d+)")
+_CELL = re.compile(r"(\d{1,9})([FBW])(\d{1,9})", re.ASCII)
 
 
 class Kind(StrEnum):
@@ -36,6 +36,6 @@ class Task(NamedTuple):
 def parse(text: str) -> Task:
     """The task that a cell such as `2F0` names; ValueError, with what a cell is, for any other text."""
     found = _CELL.fullmatch(text)
-    if found is None or not text.isascii():
+    if found is None:
         raise ValueError("a cell is a stage, F, B or W, and a microbatch, such as 2F0")
     return Task(int(found[1]), Kind(found[2]), int(found[3]))

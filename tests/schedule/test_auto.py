@@ -8,8 +8,9 @@ import pytest
 from exhaustive import least_time
 from partc.compiler.schedule.auto import LimitError, auto
 from partc.compiler.schedule.bound import lower_bound
-from partc.compiler.schedule.costs import Costs, StageCost, transfer_times, unit_costs
+from partc.compiler.schedule.costs import Costs, StageCost, transfer_times, unit_costs, with_times
 from partc.compiler.schedule.deadlock import validate_actions
+from partc.compiler.schedule.fill import fill
 from partc.compiler.schedule.gpipe import gpipe
 from partc.compiler.schedule.improve import improve
 from partc.compiler.schedule.memory import one_microbatch, peaks, within
@@ -121,6 +122,22 @@ def test_the_bound_of_a_limit_is_an_area() -> None:
     assert lower_bound(one_each(2), 4, unit_costs(one_each(2)), [1, 1]) == 4 * 5
 
 
+def test_w_fills_waits_within_the_limits() -> None:
+    """The order of 1F1B with room for p microbatches becomes as fast as ZB-H1; where W would keep too much, B stays whole."""
+    stages = one_each(3)
+    order, costs = one_f_one_b(stages, 5), unit_costs(stages)
+    filled = fill(order, costs, [3, 3, 3])
+    assert filled is not None
+    assert simulate(filled, costs).total == 17 == simulate(zb_h1(stages, 5), costs).total
+    assert max(peaks(filled, costs)) <= 3
+    assert fill(order, costs, [3, 3, 0.5]) is None
+    dear = Costs((StageCost(), StageCost(), StageCost(deferred=2)))
+    within_one = fill(order, dear, [3, 3, 1])
+    assert within_one is not None
+    assert max(peaks(within_one, dear)) <= 3
+    assert {s for s, _ in within_one.split} == {1}
+
+
 def test_exchanges_make_a_schedule_faster_within_the_limits() -> None:
     stages = vee(2)
     costs = Costs((StageCost(2, 1, 1), StageCost(), StageCost(1, 2, 1), StageCost()))
@@ -158,6 +175,14 @@ def test_measured_times_of_single_tasks_count() -> None:
     begin, end = timing.spans[Task(1, Kind.FORWARD, 2)]
     assert end - begin == 9
     assert Task(1, Kind.FORWARD, 2) in timing.critical
+
+
+def test_given_times_of_kinds_and_tasks() -> None:
+    costs = with_times(Costs((StageCost(1, 1, 3), StageCost())), {"0B": 2, "1B": 5, "1W": 2, "1F3": 9}, "ms")
+    assert costs.stages == (StageCost(1, 0.5, 1.5, whole=2), StageCost(1, 5, 2))
+    assert (dict(costs.measured), costs.clock) == ({Task(1, Kind.FORWARD, 3): 9}, "ms")
+    with pytest.raises(ValueError, match="the stages are 0 to 1"):
+        with_times(costs, {"2F": 1})
 
 
 def test_messages_take_latency_and_bytes_over_bandwidth() -> None:

@@ -7,7 +7,7 @@ from partc.compiler.errors import CompileError
 from partc.compiler.schedule.choose import NAMES, choose
 from partc.compiler.schedule.costs import BYTES, MICROBATCHES, Costs, StageCost, unit_costs
 from partc.compiler.schedule.memory import Limit, parse_limit, peaks
-from partc.compiler.schedule.stages import Stages, chain, loop, one_each, vee
+from partc.compiler.schedule.stages import Edge, Stages, chain, grouped, loop, one_each, vee
 from partc.compiler.schedule.validity import validate
 
 BY_BYTES = Costs((StageCost(saved=3e8), StageCost(saved=1e8)), unit=BYTES)
@@ -25,6 +25,15 @@ def test_what_is_chosen_without_a_name() -> None:
     assert choose(one_each(3), 4).name == "1f1b"
     assert choose(vee(3), 4).name == "auto"
     assert choose(one_each(1), 1).name == "1f1b"
+
+
+def test_groups_of_ranks_are_homes() -> None:
+    two = grouped([[0, 1], [2, 3], [0, 1]], [Edge(0, 1), Edge(1, 2)], [True] * 3)
+    assert (two.homes, two.ranks) == (((0,), (1,), (0,)), ((0, 1), (2, 3)))
+    assert str(choose(two, 1, "gpipe")) == "ranks 0,1: 0F0 2F0 2B0 0B0\nranks 2,3: 1F0 1B0"
+    over = grouped([[0, 1], [2], [3, 2, 1, 0]], [Edge(0, 2), Edge(1, 2)], [True] * 3)
+    assert (over.homes, over.ranks) == (((0,), (1,), (0, 1, 2)), ((0, 1), (2,), (3,)))
+    assert str(choose(over, 1, "auto")) == "ranks 0,1: 0F0 2F0 2B0 0B0\nrank 2: 1F0 2F0 2B0 1B0\nrank 3: 2F0 2B0"
 
 
 def test_rows_of_a_plan() -> None:

@@ -77,6 +77,27 @@ def test_times_of_stages_and_messages(capsys: Capture) -> None:
     assert "# Total: 37.8 units" in said(capsys, "--schedule", "1f1b", "--ranks", "4", "-m", "8", "--message", "0.3")
 
 
+def test_times_of_a_file(capsys: Capture, tmp_path: Path) -> None:
+    times = tmp_path / "times.json"
+    times.write_text('{"0F": 0.25, "0B": 0.5, "1F": 0.25, "1B": 0.25, "1W": 0.25, "1F1": 1}')
+    given = ["--ranks", "2", "-m", "2", "--times", str(times)]
+    found = json.loads(said(capsys, "--schedule", "1f1b", *given, "--json"))
+    assert found["tasks"] == {
+        "0F0": [0, 0.25],
+        "0F1": [0.25, 0.5],
+        "1F0": [0.25, 0.5],
+        "1B0": [0.5, 1],
+        "1F1": [1, 2],
+        "0B0": [1, 1.5],
+        "1B1": [2, 2.5],
+        "0B1": [2.5, 3],
+    }
+    assert "# Total: 2.5 s" in said(capsys, "--schedule", "zb_h1", *given)
+    for wrong in ('{"2F": 1}', '{"0F": -1}', '{"F": 1}', '{"": 1}', "[]", '{"0F": "x"}', "{"):
+        times.write_text(wrong)
+        assert str(times) in refused(capsys, "--schedule", "1f1b", *given)
+
+
 def test_rows_of_a_file(capsys: Capture, tmp_path: Path) -> None:
     rows = tmp_path / "rows.txt"
     rows.write_text("# mine\nrank 0: 0F0 0F1 0B0 0B1\n\nrank 1: 1F0 1B0 1F1 1B1\n")
@@ -101,6 +122,12 @@ def test_rows_of_a_file(capsys: Capture, tmp_path: Path) -> None:
         (["-m", "4", "--stages", "3", "--schedule", "zbv"], "zbv has 2 stages a rank"),
         (["-m", "4", "--stages", "3", "--ranks", "2", "--schedule", "auto"], "are not equally many on --ranks 2"),
         (["-m", "4", "--placement", "0,2", "--schedule", "auto"], "ranks without a stage"),
+        (["-m", "4", "--stages", "4", "--ranks", "2"], "leave out --stages, or give --schedule"),
+        (["-m", "4", "--placement", "0,1", "--ranks", "2"], "leave out --ranks and --stages"),
+        (
+            ["-m", "4", "--schedule", "1f1b", "--ranks", "2", "--rows", "r.txt"],
+            "--schedule and --rows are two schedules",
+        ),
         (["-m", "4", "--placement", "0,x"], "'0,x' is no list of numbers"),
         (
             ["-m", "4", "--placement", "0,1,1,0", "--schedule", "1f1b"],
