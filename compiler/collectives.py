@@ -254,7 +254,7 @@ def _wrong_results(
         return
     for k, (value, spec) in enumerate(zip(values, made, strict=True)):
         if not isinstance(value, ir.Value):
-            yield Problem(one.where, f"result {k} is {value!r}, which is no value of the graph")
+            yield Problem(one.where, f"result {k} is {value!r}, which is not a value of the graph")
             continue
         if spec is not None and value.shape is not None and len(value.shape) != len(spec):
             yield Problem(
@@ -288,7 +288,7 @@ def _check_call(
     for k, x in enumerate(arguments):
         spec = given[k] if k < len(given) else None
         if not isinstance(x, ir.Value):
-            problems.append(Problem(where, f"argument {k} is {x!r}, which is no value of the graph"))
+            problems.append(Problem(where, f"argument {k} is {x!r}, which is not a value of the graph"))
         elif spec is not None and x.shape is not None and len(x.shape) != len(spec):
             fact = f"in_specs[{k}] has {len(spec)} entries, and the tensor {len(x.shape)} dims"
             problems.append(Problem(where, fact, _LAW))

@@ -227,7 +227,7 @@ def _compiled(
     dumped = keep if options.dump_ir else None
     program = run_passes(program, dumped, watch, verify_passes=options.verify_passes)
     if annotated is not None and any(is_inside(node) for node in program.model.graph):
-        fact = "the model has local maps, for which the standard's annotations have no word"
+        fact = "the model has local maps, which ONNX annotations cannot express"
         raise CompileError(Problem(str(annotated), fact, help="leave out --annotated"))
     if program.training is not None and plan is not None:
         program = replace(program, training=program.training.from_folder(os.path.relpath(plan.parent, out)))

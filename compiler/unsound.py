@@ -28,8 +28,8 @@ def blamed(path: Path) -> Iterator[None]:
         if isinstance(error, CompileError | PartcError | OSError) and not isinstance(error, OwnFaultError):
             raise
         if reason := unsound(path):
-            help = "onnx.checker.check_model and onnxruntime.InferenceSession say more; export the model again"
-            raise CompileError(Problem(path.name, f"is not a sound ONNX model: {reason}", help=help)) from error
+            help = "see onnx.checker.check_model and onnxruntime.InferenceSession, and export the model again"
+            raise CompileError(Problem(path.name, f"is not a valid ONNX model: {reason}", help=help)) from error
         raise
 
 

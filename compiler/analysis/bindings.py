@@ -73,12 +73,12 @@ def _unused_symbols(plan: Plan, names: _Names, graph: ir.Graph) -> list[Problem]
         if name in names.used:
             continue
         close = nearest(name, have)
-        remedy = f"say '{close[0]}'" if close else "take it out"
+        remedy = f"say '{close[0]}'" if close else "remove it"
         if not close and graph.inputs:
             remedy = f"name it in `inputs`, as in `inputs: {{{graph.inputs[0].name}: [{name}, ...]}}`"
         law = f"the inputs' dynamic dims are {', '.join(have)}" if have else "every dim of the inputs is fixed"
         if plan.train is not None and not graph.inputs:
-            law = "neither the loss nor a metric reads an input: they are made of parameters alone"
+            law = "neither the loss nor a metric reads an input: they depend on parameters alone"
         elif plan.train is not None:
             law += "; inputs that neither the loss nor a metric reads are left out"
         problems.append(Problem(rule.where, f"no input has a dim '{name}'", law, remedy))

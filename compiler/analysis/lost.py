@@ -47,12 +47,12 @@ def how_lost(program: Program, value: ir.Value, dim: int | None = None) -> tuple
     """Why the size of a dim is not known, or without `dim` why the rank is not, and the remedy."""
     node = _where(program, value, dim)
     if node is None:
-        return "its size is known only when it runs", "leave it whole"
+        return "its size is known only at run time", "leave it whole"
     subject = f"{node.op_type} ({program.paths.get(node, node.name)})"
     if node.op_type in _BY_DATA:
-        return f"{subject} decides its size by the numbers in its operand", "leave it whole, or cut another dim"
+        return f"{subject} decides its size by the numbers in its operand", "do not shard it, or shard another dim"
     if node.op_type in _BY_BODY:
-        return f"{subject} gives it a size that only a run tells", "leave it whole, or cut another dim"
+        return f"{subject} gives it a size that is known only at run time", "do not shard it, or shard another dim"
     if node.op_type in BROADCASTING | {"MatMul", "Expand"} and (names := _different(program, node)):
         symbols = sorted({str(name) for text in names if (one := read(text)) is not None for name in one.free_symbols})
         law = f"{subject} broadcasts {' and '.join(names)}, and either may be 1 or 0"
@@ -62,8 +62,8 @@ def how_lost(program: Program, value: ir.Value, dim: int | None = None) -> tuple
     giver = next((one for one in given if one is not None and _is_given(one)), None)
     if giver is not None:
         remedy = "make it a constant, or compute it of the inputs' shapes"
-        return f"{subject} takes it from '{giver.name}', which only a run tells", remedy
-    return f"its size is lost at {subject}", "leave it whole, or cut another dim"
+        return f"{subject} takes it from '{giver.name}', which is known only at run time", remedy
+    return f"its size is lost at {subject}", "do not shard it, or shard another dim"
 
 
 def _where(program: Program, value: ir.Value, dim: int | None) -> ir.Node | None:

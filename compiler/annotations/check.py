@@ -127,7 +127,7 @@ class _Check:
             try:
                 one = self._one(node, marks, *spreads[node], stages)
             except (keys.BrokenKey, TypeError, ValueError) as error:
-                self.problems.append(Problem(self.where(node), str(error), help="take the metadata of the node away"))
+                self.problems.append(Problem(self.where(node), str(error), help="remove the metadata of the node"))
                 continue
             if one is not None:
                 found[node] = one
@@ -152,7 +152,7 @@ class _Check:
             if not mark.inputs and not mark.outputs:
                 near = nearest(value.name, operands, 1)
                 remedy = f"the nearest is '{near[0]}'; {_TOOLS}" if near else _TOOLS
-                fact = f"the annotation's tensor '{value.name}' is no input or output of the node"
+                fact = f"the annotation's tensor '{value.name}' is not an input or output of the node"
                 self.problems.append(Problem(where, fact, f"these are {', '.join(map(repr, operands))}", remedy))
                 continue
             if value in seen:
@@ -211,7 +211,7 @@ class _Check:
         count = self.annotations.configuration.num_devices
         named = dict.fromkeys(spread.ranks for spread in spreads if spread.holders)
         if len(named) > 1:
-            fact = f"its tensors lie on different devices: {'; '.join(_listed(ranks) for ranks in named)}"
+            fact = f"its tensors are on different devices: {'; '.join(_listed(ranks) for ranks in named)}"
             law = "a node runs on one group of ranks, and all its tensors are spread over it"
             help = "give its tensors the node's own devices: what another node makes or reads elsewhere is moved"
             self.problems.append(Problem(self.where(node), fact, law, help))

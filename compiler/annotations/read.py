@@ -90,7 +90,7 @@ def read(model: ir.Model, where: str, name: str | None = None) -> Annotations | 
         symbols = _symbols(model.metadata_props)
     except (keys.BrokenKey, TypeError, ValueError) as error:
         raise CompileError(
-            Problem(where, str(error), help=f"take the metadata that begins with '{keys.PREFIX}' away")
+            Problem(where, str(error), help=f"remove the metadata that begins with '{keys.PREFIX}'")
         ) from None
     warnings = [_inside_bodies(model, where), _others(model, where, name)]
     told = tuple(warning for warning in warnings if warning)

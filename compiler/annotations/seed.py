@@ -54,7 +54,7 @@ def cut_by_operands(instance: NodeOnGroup, choice: NodeSharding, followed: Follo
     problems = [
         Problem(
             followed.where,
-            f"'{_name(node.inputs, k)}' is cut, but {node.op_type} takes it whole",
+            f"'{_name(node.inputs, k)}' is sharded, but {node.op_type} cannot shard it",
             help="leave it whole",
         )
         for k in inputs
@@ -174,7 +174,7 @@ def _arriving(program: Program, given: Pinned) -> list[Problem]:
                     )
                 given.arriving[value, group] = (layout, program.name)
         except ValueError as error:
-            problems.append(Problem(program.name, f"input '{value.name}': {error}", help="take the metadata away"))
+            problems.append(Problem(program.name, f"input '{value.name}': {error}", help="remove the metadata"))
     return problems
 
 

@@ -53,7 +53,9 @@ def spread_in(
         wrong.append((fact, "there is one for each shard, row-major over the axes"))
     if not wrong and len({len(ranks) for ranks in holders}) > 1:
         sizes = ", ".join(str(len(ranks)) for ranks in holders)
-        wrong.append((f"its shards lie on groups of unequal sizes: {sizes}", "every shard lies on as many devices"))
+        wrong.append(
+            (f"its shards are on groups of unequal sizes: {sizes}", "every shard is on the same number of devices")
+        )
     if wrong:
         return None, wrong
     return Spread(tuple(cuts.get(axis, 1) for axis in range(rank or 0)), holders), []
@@ -71,7 +73,7 @@ def _axis_faults(spec: ir.ShardingSpec, rank: int | None) -> Iterator[tuple[str,
             continue
         axis = axis + rank if rank is not None and axis < 0 else axis
         if axis in seen:
-            yield f"axis {axis} is sharded twice", "an axis stands once"
+            yield f"axis {axis} is sharded twice", "an axis appears once"
         seen.add(axis)
         for one in sharded.simple_shardings:
             if one.num_shards < 1:
@@ -104,10 +106,10 @@ def _devices(
     holders = tuple(groups.get(each, (each,)) for each in device)
     wrong = []
     if len(groups) < len(entries):
-        wrong.append(("index_to_device_group_map has a key twice", "a key stands for one group"))
+        wrong.append(("index_to_device_group_map has a key twice", "a key names one group"))
     for each, members in zip(device, holders, strict=True):
         if not members:
-            wrong.append((f"the group {each} is empty", "a shard lies on one device or more"))
+            wrong.append((f"the group {each} is empty", "a shard is on at least one device"))
         within = f" of group {each}" if each in groups else ""
         for member in members:
             if not 0 <= member < devices:

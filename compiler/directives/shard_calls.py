@@ -48,7 +48,7 @@ class ShardCall(TracedCall):
                 continue
             if len(cuts) != len(values):
                 fact = f"{side}_strategy is for {_count(len(cuts), 'tensor')}, but '{self.name}' {verb} {len(values)}"
-                problems.append(Problem(self.where, fact, help="write None for one to derive"))
+                problems.append(Problem(self.where, fact, help="write None for a tensor whose layout is derived"))
                 continue
             for k, (cut, value) in enumerate(zip(cuts, values, strict=True)):
                 if cut is not None and value.shape is not None and len(cut) != len(value.shape):
@@ -161,11 +161,11 @@ def _wrong_target(target: object, parameter_plan: object, where: str) -> Iterato
         yield Problem(where, f"parameter_plan is {parameter_plan!r}", help="write {'dense2.weight': (8, 1)}")
     elif isinstance(parameter_plan, Mapping):
         names = [name for name in parameter_plan if not isinstance(name, str)]
-        yield from (Problem(where, f"parameter_plan has the name {name!r}, which is no text") for name in names)
+        yield from (Problem(where, f"parameter_plan has the name {name!r}, which is not a string") for name in names)
         if parameter_plan and not is_module(target):
-            fact = "parameter_plan is given for what is no module"
+            fact = "parameter_plan is only for modules"
             yield Problem(
-                where, fact, "parameters belong to modules", "shard the module, or cut the tensor by in_strategy"
+                where, fact, "only modules have parameters", "shard the module, or cut the tensor by in_strategy"
             )
 
 

@@ -18,7 +18,7 @@ from partc.runtime.errors import Violation
 from partc.runtime.program.ort import can_load, version
 
 _INLINE_BYTES = 1024
-_OWN_FAULT = "this is a fault of partc itself; please report it together with the model and the plan"
+_OWN_FAULT = "this is a bug in partc; please report it with the model and the plan"
 _NO_CHECK = "--no-check writes it as it is"
 
 

@@ -26,7 +26,9 @@ def save_unsharded(model: ir.Model, path: Path, option: str, inline_bytes: int =
     for file in (path, *([data] if large else [])):
         if file.resolve() in read:
             fact = f"the model's weights are read from '{file.name}'"
-            raise CompileError(Problem(str(file), fact, "they are not overwritten", f"give {option} another name"))
+            raise CompileError(
+                Problem(str(file), fact, "they are not overwritten", f"choose another name for {option}")
+            )
     with replacing_together(path) as scratch:
         if large:
             ir.save(model, scratch / path.name, external_data=data.name)

@@ -24,6 +24,6 @@ def load(path: Path) -> Source:
                 Problem(
                     str(path),
                     f"a model ends in .onnx or .py, not in '{other}'",
-                    help="give the path of a model.py or a .onnx file",
+                    help="pass the path of a model.py or a .onnx file",
                 )
             )

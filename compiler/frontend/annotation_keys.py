@@ -43,7 +43,7 @@ def decode(metadata: Mapping[str, str], key: str) -> object:
     try:
         return json.loads(text)
     except ValueError:
-        raise BrokenKey(f"the metadata '{key}' is no JSON: {text[:60]!r}") from None
+        raise BrokenKey(f"the metadata '{key}' is not JSON: {text[:60]!r}") from None
 
 
 def integers(value: object, key: str) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ def name_input_dims(graph: ir.Graph, where: str) -> list[Problem]:
             if isinstance(dim, int):
                 if dim < -1:
                     fact = f"dim {axis} of input '{value.name}' is {dim}"
-                    problems.append(Problem(where, fact, "a size is at least 0", "give a dynamic dim a name"))
+                    problems.append(Problem(where, fact, "a size is at least 0", "name a dynamic dim"))
                 dims.append(None if dim < 0 else dim)
             elif dim.value is None:
                 dims.append(None)

@@ -46,7 +46,9 @@ def load_onnx(path: Path) -> ir.Model:
         proto = onnx.load_model_from_string(data)
     except Exception as error:  # protobuf raises its own kinds, by version
         raise CompileError(
-            Problem(str(path), f"is not an ONNX model: {error}", help="check that the file is whole; export it again")
+            Problem(
+                str(path), f"is not an ONNX model: {error}", help="check that the file is complete, or export it again"
+            )
         ) from error
     return from_proto(proto, path)
 
@@ -54,7 +56,7 @@ def load_onnx(path: Path) -> ir.Model:
 def not_read(path: Path, error: OSError) -> Problem:
     """Why a model's file cannot be read."""
     fact = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
-    return Problem(str(path), fact, help="give the path of a model.py or a .onnx file")
+    return Problem(str(path), fact, help="pass the path of a model.py or a .onnx file")
 
 
 def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
@@ -65,20 +67,20 @@ def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
             Problem(
                 where,
                 "is not an ONNX model: it has no graph or no opset",
-                help="check that the file is whole; export it again",
+                help="check that the file is complete, or export it again",
             )
         )
     _raise(_opset_problems(proto, where))
     if broken := not_text(proto):
         fact = f"has a name or a text that is not UTF-8: {broken}"
-        raise CompileError(Problem(where, fact, help="check that the file is whole; export it again"))
+        raise CompileError(Problem(where, fact, help="check that the file is complete, or export it again"))
     _raise(_nesting_problems(proto.graph, where))
     try:
         with _quiet():
             model = ir.from_proto(_inlined(proto))
     except Exception as error:
         raise CompileError(
-            Problem(where, f"is broken: {error}", help="onnx.checker.check_model says more; export it again")
+            Problem(where, f"is broken: {error}", help="see onnx.checker.check_model, or export it again")
         ) from error
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
         ir.external_data.set_base_dir(graph, path.parent)
@@ -148,7 +150,7 @@ def _without_calls(model: ir.Model, where: str) -> ir.Model:
         return inline_calls(model)
     except Exception as error:  # the inliner raises its own kinds for recursive calls and for calls that do not fit
         fact = f"its functions cannot be written out where they are called: {error}"
-        raise CompileError(Problem(where, fact, help="onnx.checker.check_model says more; export it again")) from error
+        raise CompileError(Problem(where, fact, help="see onnx.checker.check_model, or export it again")) from error
 
 
 def _raise(problems: list[Problem]) -> None:
@@ -267,7 +269,7 @@ def _external_problems(graph: ir.Graph, where: str) -> list[Problem]:
                 "copy the weights file beside the model",
             )
         elif why := fault(file):
-            fact, remedy = f"{title} is in '{tensor.location}', which {why}", "give a file of its numbers"
+            fact, remedy = f"{title} is in '{tensor.location}', which {why}", "use a file of its elements"
         elif offset < 0 or tensor.nbytes < 0 or (tensor.length is not None and tensor.length < 0):
             fact, remedy = f"{title} lies at bytes {offset} to {offset + tensor.nbytes}", "export the model again"
         elif (have := file.stat().st_size) < (need := offset + tensor.nbytes):

@@ -62,7 +62,7 @@ def load_python(path: Path) -> Source:
     """The model that the file defines and what it declares. Raises CompileError with the user's own line."""
     if why := fault(path):
         fact = "no such file" if not path.exists() else why
-        raise CompileError(Problem(str(path), fact, help="give the path of a model.py or a .onnx file"))
+        raise CompileError(Problem(str(path), fact, help="pass the path of a model.py or a .onnx file"))
     path = path.resolve()
     with (
         recording(path.parent) as recorder,
@@ -85,7 +85,7 @@ def _defined(file: UserFile) -> tuple[object, object]:
     model, build = file.globals.get("model"), file.globals.get("build")
     if model is not None and build is not None:
         fact = f"both a model and, at {file.line('build')}, build are defined"
-        raise CompileError(Problem(file.line("model"), fact, help="keep the one that is meant"))
+        raise CompileError(Problem(file.line("model"), fact, help="keep one of them"))
     if model is None and build is None:
         classes = [name for name, value in file.globals.items() if _is_own_module_class(value)]
         help_ = f"write `model = {classes[-1]}()`" if classes else _CONTRACT
@@ -103,7 +103,7 @@ def _defined(file: UserFile) -> tuple[object, object]:
     ]
     if needed:
         fact = f"build needs arguments: {', '.join(needed)}"
-        raise CompileError(Problem(file.line("build"), fact, help="give them defaults; build is called without any"))
+        raise CompileError(Problem(file.line("build"), fact, help="add defaults; build is called without arguments"))
     result = build()
     if not isinstance(result, tuple):
         return result, inputs
@@ -112,7 +112,7 @@ def _defined(file: UserFile) -> tuple[object, object]:
         raise CompileError(Problem(file.line("build"), fact, help="return the model, or (module, inputs)"))
     if inputs is not None:
         fact = f"build returns inputs, and {file.line('inputs')} defines them too"
-        raise CompileError(Problem(file.line("build"), fact, help="keep the one that is meant"))
+        raise CompileError(Problem(file.line("build"), fact, help="keep one of them"))
     return result
 
 

@@ -84,7 +84,7 @@ def regions_of(call: TracedCall, nodes: Mapping[ir.Node, str], problems: list[Pr
     found = [(path, region) for path, region in paths if path is not None]
     if not found:
         fact = f"'{call.name}' is never called while the model is built"
-        problems.append(Problem(call.where, fact, help=f"call what {call.verb} gives back, in forward"))
+        problems.append(Problem(call.where, fact, help=f"call what {call.verb} returns, in forward"))
     return found
 
 

@@ -240,7 +240,7 @@ def _set_inputs(model: ir.Model, read: Sequence[Spec], where: str) -> None:
         for axis, (dim, got) in enumerate(zip(spec.dims, value.shape or spec.dims, strict=True)):
             if isinstance(dim, str) and isinstance(got, int):
                 fact = f"input '{spec.name}', dim {axis}: '{dim}' is declared, but the module works for {got} alone"
-                fixed.append(Problem(where, fact, help=f"write {got}, or free the module of that size"))
+                fixed.append(Problem(where, fact, help=f"write {got}, or make that size dynamic in the module"))
         value.name = spec.name
         value.shape = ir.Shape(spec.dims)
     if fixed:
@@ -254,7 +254,7 @@ def _output_names(program: Any, count: int, names: Sequence[str], where: str) ->
     if names:
         if len(names) != count:
             fact = f"outputs names {len(names)} values ({', '.join(names)}), but forward returns {count}"
-            raise CompileError(Problem(where, fact, help="give one name for each value that forward returns"))
+            raise CompileError(Problem(where, fact, help="write one name for each value that forward returns"))
         return list(names)
     from torch.utils import _pytree
 

@@ -111,7 +111,7 @@ def _named_outputs(result: object, names: Sequence[str], where: str) -> dict[str
         case tuple() | list():
             found = {f"output_{k}": value for k, value in enumerate(result)}
         case _:
-            fact = f"forward returns {result!r}, which is no value of the graph"
+            fact = f"forward returns {result!r}, which is not a value of the graph"
             raise CompileError(
                 Problem(where, fact, help="return a value, a tuple of values, or a dict of them by name")
             )
@@ -121,7 +121,7 @@ def _named_outputs(result: object, names: Sequence[str], where: str) -> dict[str
         raise CompileError(Problem(where, fact, help="return a value, a tuple of values, or a dict of them by name"))
     if names and len(names) != len(found):
         fact = f"outputs names {len(names)} values ({', '.join(names)}), but forward returns {len(found)}"
-        raise CompileError(Problem(where, fact, help="give one name for each value that forward returns"))
+        raise CompileError(Problem(where, fact, help="write one name for each value that forward returns"))
     return dict(zip(names, found.values(), strict=True)) if names else found
 
 
@@ -175,7 +175,7 @@ def _drop_absent_inputs(graph: ir.Graph) -> None:
 
 
 def _refuse_without_values(graph: ir.Graph, where: str) -> None:
-    help_ = "give it data= or init=, such as nn.Parameter(shape, init=nn.init.normal(0.02))"
+    help_ = "pass data= or init=, such as nn.Parameter(shape, init=nn.init.normal(0.02))"
     problems = [
         Problem(where, f"the parameter '{name}' {list(value.shape or ())} has no values", help=help_)
         for name, value in graph.initializers.items()

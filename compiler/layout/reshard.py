@@ -79,7 +79,7 @@ def lower(
 def lower_unknown(
     source: Layout, target: Layout, source_group: tuple[int, ...], target_group: tuple[int, ...]
 ) -> Moves:
-    """As `lower`, for a value of which only a run tells the shape: its ranks reduce and gather it and send it whole, and no more."""
+    """As `lower`, for a value whose shape is known only at run time: its ranks reduce and gather it and send all of it, and no more."""
     moves = lower(source, target, source_group, target_group)
     if all(isinstance(move, AllReduce | AllGather) or is_local(move) or _is_message(move) for move in moves):
         return moves

@@ -30,7 +30,7 @@ def shard_of(value: object, axes: Collection[str] | None = None) -> Shard | None
     if is_integer(value):
         assert isinstance(value, int)
         if value < 1:
-            raise Violation(f"expected at least 1 shard, but got {value}", help="write 1 for a dim that stays whole")
+            raise Violation(f"expected at least 1 shard, but got {value}", help="write 1 for an unsharded dim")
         return value
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list | tuple):
@@ -43,7 +43,7 @@ def shard_of(value: object, axes: Collection[str] | None = None) -> Shard | None
         there = f"the mesh has the axes {', '.join(axes)}" if axes else "there is no mesh"
         one = ", ".join(f"'{name}'" for name in unknown)
         raise Violation(
-            f"{one} {'is no axis' if len(unknown) == 1 else 'are no axes'} of the mesh",
+            f"{one} {'is not an axis' if len(unknown) == 1 else 'are not axes'} of the mesh",
             there,
             "" if axes else "declare 'mesh: {dp: 2, tp: 4}', or write numbers of shards",
         )
@@ -59,20 +59,20 @@ def one_spelling(cuts: Sequence[Sequence[Shard | None] | None]) -> list[Cut | No
     if by_axes and numbers:
         axis = f"the axis '{names[0]}'" if names else "a list of axes"
         raise Violation(
-            f"{axis} and {numbers[0]} shards stand side by side",
+            f"{axis} and {numbers[0]} shards are in one rule",
             "a rule is spelled by mesh axes or by numbers of shards, not by both",
-            "1 and null are a whole dim beside mesh axes",
+            "beside mesh axes, 1 and null are an unsharded dim",
         )
     if numbers and None in shards:
         raise Violation(
-            f"null stands beside {numbers[0]} shards",
-            "null is a whole dim beside mesh axes, and in place of a whole cut leaves it to be derived",
-            "write 1 for a dim that stays whole",
+            f"null is used beside {numbers[0]} shards",
+            "null is an unsharded dim beside mesh axes; in place of a tensor's list it means derived",
+            "write 1 for an unsharded dim",
         )
     for cut in cuts:
         used = [name for shard in cut or () if isinstance(shard, tuple) for name in shard]
         if twice := [name for name in dict.fromkeys(used) if used.count(name) > 1]:
-            raise Violation(f"the axis '{twice[0]}' cuts twice", "a mesh axis cuts one dim of a value, once")
+            raise Violation(f"the axis '{twice[0]}' cuts twice", "a mesh axis shards one dim of a value, once")
     if by_axes or None in shards:
         return [None if cut is None else tuple(p if isinstance(p, tuple) else () for p in cut) for cut in cuts]
     return [None if cut is None else tuple(p for p in cut if p is not None) for cut in cuts]

@@ -71,7 +71,7 @@ def declared_dataset(values: Mapping[str, object], lines: Mapping[str, str]) -> 
 def said_twice(said: Sequence[str], lines: Mapping[str, str]) -> list[Problem]:
     """A problem for every key after the first that says how inputs arrive."""
     return [
-        Problem(lines[key], f"'{key}' and '{said[0]}' both say how inputs arrive", help="keep one of them")
+        Problem(lines[key], f"'{key}' and '{said[0]}' both define how inputs arrive", help="keep one of them")
         for key in said[1:]
     ]
 

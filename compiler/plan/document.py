@@ -35,13 +35,13 @@ _KINDS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp")
 
 _HELP = {
     "undefined alias": "put quotes around a pattern that begins with '*': \"*.mlp\": 3",
-    "'\\t'": "indent with spaces, a tab is no indentation in YAML",
+    "'\\t'": "indent with spaces, YAML does not allow tabs",
     "but got '['": 'put quotes around a pattern with brackets: {"layers.[0-5]": 1}',
-    "another document": "a plan is one document: take the line '---' away",
+    "another document": "a plan is one document: remove the line '---'",
     "mapping values are not allowed": "look for a ':' too many, a missing quote, or a line indented otherwise",
     "could not find expected ':'": "a line is 'key: value', with a space after the ':'",
-    "found character '@'": "put quotes around a text that begins with '@'",
-    "found character '`'": "put quotes around a text that begins with '`'",
+    "found character '@'": "quote a string that begins with '@'",
+    "found character '`'": "quote a string that begins with '`'",
 }
 
 
@@ -70,10 +70,10 @@ def read_text(path: Path) -> str:
     try:
         raw = read_regular(path, LARGEST_PLAN)
     except FileNotFoundError:
-        fact, remedy = "there is no such plan file", "give the path of a YAML file"
+        fact, remedy = "no such plan file", "pass the path of a YAML file"
         raise CompileError(Problem(str(path), fact, help=remedy)) from None
     except OSError as error:
-        fact, remedy = f"the plan cannot be read: it {error.strerror}", "give the path of a YAML file"
+        fact, remedy = f"the plan cannot be read: it {error.strerror}", "pass the path of a YAML file"
         if not isinstance(error, NotRegularError):
             fact, remedy = f"the plan cannot be read: {error.strerror}", ""
         raise CompileError(Problem(str(path), fact, help=remedy)) from None
@@ -98,7 +98,7 @@ def parse_document(text: str, file: str) -> Document:
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         fact = f"the character U+{error.character:04X} is not allowed in YAML"
-        raise CompileError(Problem(f"{file}:{line}", fact, help="take it away")) from None
+        raise CompileError(Problem(f"{file}:{line}", fact, help="remove it")) from None
     except YAMLError as error:
         raise CompileError(Problem(f"{file}:1", f"this is not YAML: {str(error).splitlines()[0]}")) from None
     except RecursionError:
@@ -125,7 +125,7 @@ class _Taking:
         tag = str(node.tag)
         kind = tag.removeprefix(_TAG)
         if kind not in _KINDS:
-            self.problem(line, f"the tag '{tag.replace(_TAG, '!!')}' is not used in plans", "take it away")
+            self.problem(line, f"the tag '{tag.replace(_TAG, '!!')}' is not used in plans", "remove it")
         elif isinstance(node, ScalarNode):
             return self.scalar(str(node.value), kind, line, steps)
         elif len(steps) > DEEPEST:
@@ -133,9 +133,7 @@ class _Taking:
                 line, "lists and mappings are nested too deeply", f"a plan has at most {DEEPEST} within each other"
             )
         elif id(node) in self.open:
-            self.problem(
-                self.document.lines[steps], "an alias is inside of the value that it stands for", "write it out"
-            )
+            self.problem(self.document.lines[steps], "an alias is inside the value that it refers to", "write it out")
         elif not self.too_many(node, self.document.lines[steps]):
             self.taken.add(id(node))
             self.open.add(id(node))
@@ -147,7 +145,7 @@ class _Taking:
 
     def scalar(self, text: str, kind: str, line: int, steps: Steps) -> Data:
         if len(text) > LONGEST_TEXT:
-            self.problem(line, f"a text of {len(text):,} letters", f"a text has at most {LONGEST_TEXT:,}")
+            self.problem(line, f"a string of {len(text):,} characters", f"a string has at most {LONGEST_TEXT:,}")
         elif isinstance(found := _scalar(text, kind), int) and abs(found) > LARGEST_NUMBER:
             self.problem(
                 line, f"the number {text[:20]}... of {len(text)} digits", f"a number is at most {LARGEST_NUMBER}"
@@ -164,7 +162,7 @@ class _Taking:
             return False
         if not self.told:
             self.told = True
-            self.problem(line, f"the aliases up to here stand for more than {MOST_VALUES} values", "write them out")
+            self.problem(line, f"the aliases up to here expand to more than {MOST_VALUES} values", "write them out")
         return True
 
     def collection(self, node: Node, steps: Steps) -> Data:
@@ -178,11 +176,11 @@ class _Taking:
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, ScalarNode):
-                self.problem(line, "a key is a text, not a list or a mapping", "put quotes around it")
+                self.problem(line, "a key is a string, not a list or a mapping", "put quotes around it")
             elif key.tag == "tag:yaml.org,2002:merge":
                 self.problem(line, "'<<' is not used in plans", "write the keys out")
             elif len(key.value) > LONGEST_TEXT:
-                self.problem(line, f"a key of {len(key.value):,} letters", f"a text has at most {LONGEST_TEXT:,}")
+                self.problem(line, f"a key of {len(key.value):,} characters", f"a string has at most {LONGEST_TEXT:,}")
             elif key.value in data:
                 first = self.document.lines[*steps, key.value]
                 self.problem(line, f"'{key.value}' is given twice, first in line {first}", "keep one of them")

@@ -145,7 +145,7 @@ def _ranks(value: Sequence[object], frame: Frame, empty: str) -> tuple[int, ...]
     ranks = tuple(_rank(rank, frame) for rank in value)
     twice = sorted(rank for rank, times in Counter(ranks).items() if times > 1)
     if twice:
-        raise Violation(f"rank {twice[0]} stands twice in the list", help="name every rank once")
+        raise Violation(f"rank {twice[0]} is in the list twice", help="name every rank once")
     return ranks
 
 
@@ -179,7 +179,9 @@ def _sliced(value: dict[str, object], frame: Frame) -> Group:
     fixed: dict[int, int] = {}
     for name, index in value.items():
         if name not in sizes:
-            raise Violation(f"'{name}' is no axis of the mesh", f"the mesh has the axes {', '.join(sizes)}", key=name)
+            raise Violation(
+                f"'{name}' is not an axis of the mesh", f"the mesh has the axes {', '.join(sizes)}", key=name
+            )
         if not isinstance(index, int) or isinstance(index, bool):
             raise Violation(f"expected an index along '{name}', but got {shown(index)}", law, key=name)
         if not 0 <= index < sizes[name]:

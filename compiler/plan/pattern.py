@@ -139,7 +139,7 @@ def checked_pattern(text: str) -> str:
     try:
         compile_pattern(text)
     except ValueError as error:
-        raise Violation(f"this is no pattern: {error}") from None
+        raise Violation(f"not a valid pattern: {error}") from None
     return text
 
 
@@ -236,7 +236,7 @@ def _numbers(token: str) -> str:
     for shard in token[1:-1].split(","):
         found = _NUMBERS.fullmatch(shard)
         if not found:
-            raise ValueError(f"'{token}' is no range of numbers such as [0-5,7]; '\\[' is the character itself")
+            raise ValueError(f"'{token}' is not a range of numbers such as [0-5,7]; '\\[' is the character itself")
         first, last = int(found[1]), int(found[2] or found[1])
         if first > last:
             raise ValueError(f"the range '{token}' runs from {first} down to {last}; write [{last}-{first}]")

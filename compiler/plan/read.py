@@ -138,7 +138,7 @@ def _problem(detail: ErrorDetails, document: Document) -> Problem:
     if kind == "extra_forbidden":
         return _unknown(where, steps)
     if kind == "missing" and steps[0] == "train":
-        about = "; it is what training makes smaller" if steps[-1] == "loss" else ""
+        about = "; training minimizes it" if steps[-1] == "loss" else ""
         return Problem(document.where("train"), f"{subject} is missing{about}", help=_EXAMPLES.get(str(steps[-1]), ""))
     if kind == "missing":
         return Problem(document.where(), "'ranks' is missing", help="begin with the number of ranks, 'ranks: 2'")
@@ -156,7 +156,7 @@ def _problem(detail: ErrorDetails, document: Document) -> Problem:
 def _unknown(where: str, steps: tuple[str | int, ...]) -> Problem:
     key = str(steps[-1])
     if len(steps) == 1 and key in LATER:
-        return Problem(where, f"'{key}' is not in this version of partc", help="take it away")
+        return Problem(where, f"'{key}' is not supported yet", help="remove it")
     model: type[BaseModel] = PlanEntries
     if steps[0] == "train":
         model = _TRAINING.get(str(steps[1]), TrainEntry) if len(steps) > 2 else TrainEntry

@@ -58,7 +58,9 @@ def _delivered(value: object, info: ValidationInfo) -> Delivery:
         if not is_integer(value):
             raise Violation(f"expected a rank, a list of ranks, 'producer' or 'cut', but got {shown(value)}")
         return Delivery((rank_of(value, info),))
-    return Delivery(tuple(sorted(ranks_of(value, info, "say 'producer' for an output that stays where it is made"))))
+    return Delivery(
+        tuple(sorted(ranks_of(value, info, "write 'producer' for an output that stays where it is computed")))
+    )
 
 
 def _dim(value: object) -> int | str | None:
@@ -67,7 +69,7 @@ def _dim(value: object) -> int | str | None:
         return None
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 0:
-            raise Violation(f"the size {value} is negative", law, "name a dim that varies, or write null")
+            raise Violation(f"the size {value} is negative", law, "name a dynamic dim, or write null")
         if value > LARGEST:
             raise Violation(f"the size {value} is above {LARGEST}", law)
         return value

@@ -73,7 +73,7 @@ def _style_name(value: object) -> object:
         return value
     near = nearest(value, STYLES, 1)
     help = f"the nearest is '{near[0]}'" if near else f"choose from {', '.join(PLAIN)}"
-    raise Violation(f"'{value}' is no style", "a rule is a style, or a strategy such as {in: [[2, 4], null]}", help)
+    raise Violation(f"'{value}' is not a style", "a rule is a style, or a strategy such as {in: [[2, 4], null]}", help)
 
 
 def _packed(value: object) -> object:
@@ -165,9 +165,9 @@ class ShardingEntry(BaseModel):
 
 def _nothing() -> Violation:
     return Violation(
-        "this says nothing",
+        "the rule is empty",
         f"a rule is {', '.join(PLAIN[:-1])} or {PLAIN[-1]}, or has 'in', 'out' or 'parameters'",
-        "write {in: [[2, 4], null]}, or take the line away",
+        "write {in: [[2, 4], null]}, or remove the line",
     )
 
 

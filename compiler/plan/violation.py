@@ -32,7 +32,7 @@ def shown(value: object) -> str:
         case bool():
             return str(value).lower()
         case str():
-            return f"the text '{value}'" if len(value) <= _SHOWN else f"the text '{value[:_SHOWN]}...'"
+            return f"the string '{value}'" if len(value) <= _SHOWN else f"the string '{value[:_SHOWN]}...'"
         case list() | tuple():
             return "a list"
         case dict():

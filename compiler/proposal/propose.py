@@ -92,7 +92,7 @@ def propose(source: Source, name: str, degrees: Degrees) -> tuple[str, list[str]
                 raise
             continue
         return text(_head(degrees, done, cut, missing)), missing
-    raise CompileError(Problem(name, "the compiler refuses what is proposed", help="give partc plan fewer ranks"))
+    raise CompileError(Problem(name, "the compiler refuses the proposed plan", help="propose a plan for fewer ranks"))
 
 
 def _started(source: Source, text: str, name: str) -> Program:
@@ -120,14 +120,14 @@ def _ranks(degrees: Degrees, mesh: str) -> Iterator[str]:
         yield f"{mesh}   # {', '.join(_AXES[axis] for axis in degrees.mesh)}; the last varies fastest"
 
 
-_AXES = {"pp": "pp: stages", "dp": "dp: parts of the batch", "tp": "tp: parts of a layer"}
+_AXES = {"pp": "pp: stages", "dp": "dp: shards of the batch", "tp": "tp: shards of a layer"}
 
 
 def _sections(
     program: Program, degrees: Degrees, batch: _Batch, cut: TensorParallel | None, stages: list[Stage]
 ) -> Iterator[str]:
     if stages:
-        yield "placement:   # what has no weights joins what it reads"
+        yield "placement:   # nodes without weights follow what they read"
         for k, stage in enumerate(stages):
             yield f"  # stage {k}: {stage.reason}"
             where = f"{{pp: {k}}}" if degrees.mesh else str(k)
@@ -141,9 +141,9 @@ def _sections(
         yield ""
     if degrees.dp > 1:
         if not batch.others:
-            yield "dataset: data_parallel   # every rank of the axis dp is given its part of the first dim of each input"
+            yield "dataset: data_parallel   # each rank of the axis dp gets its shard of the first dim of each input"
         else:
-            yield f"dataset:   # {', '.join(batch.others)} has another first dim and arrives whole"
+            yield f"dataset:   # {', '.join(batch.others)} has another first dim and is replicated"
             for each in batch.inputs:
                 rest = ", null" * (batch.ranks[each] - 1)
                 yield f"  {key(each)}: [dp{rest}]"
@@ -163,7 +163,7 @@ def _head(degrees: Degrees, done: Program, cut: TensorParallel | None, missing: 
     for event in largest_first(done)[:3]:
         yield f"#   {event.op_type} of '{event.name}', {event.bytes} bytes to a rank: {_plain(event.cause)}"
     if cut is not None and cut.whole:
-        yield "# Not cut by tp, so that each of its ranks has all of them:"
+        yield "# Not sharded by tp, so replicated on its ranks:"
         yield from (f"#   {line}" for line in cut.whole)
     for line in missing:
         yield f"# Not recognized: {line}"
@@ -176,7 +176,7 @@ def _plain(cause: str) -> str:
 
 def _missing(degrees: Degrees, cut: TensorParallel | None, stages: list[Stage]) -> Iterator[str]:
     if cut is not None and not cut.groups:
-        yield f"nothing that can be cut into {degrees.tp} over the axis tp; all its ranks would do the same"
+        yield f"no layer can be sharded into {degrees.tp} over the axis tp; all its ranks would do the same work"
     if stages and len(stages) < degrees.stages:
         have = counted(len(stages), "part")
         yield f"{degrees.stages} stages: the model has {have} with weights in its order; the last ranks have nothing to do"
@@ -222,7 +222,7 @@ def _batch(source: Source, dp: int) -> _Batch:
         if most % dp:
             fact = f"'{found.inputs[0]}' has {most} records, which is not divisible by {dp}"
             raise CompileError(
-                Problem(found.inputs[0], fact, help="export the model with a dynamic batch, or take another --dp")
+                Problem(found.inputs[0], fact, help="export the model with a dynamic batch, or choose another --dp")
             )
         return found
     if most is None:
@@ -238,7 +238,7 @@ def _divided(symbols: Mapping[str, Symbol], name: str, dp: int) -> Symbol:
         return dataclasses.replace(given, divisor=math.lcm(given.divisor, dp), remainder=given.remainder)
     except ValueError as error:
         fact = f"'{name}' cannot be divisible by {dp}: {error}"
-        raise CompileError(Problem(name, fact, help="take another --dp")) from None
+        raise CompileError(Problem(name, fact, help="choose another --dp")) from None
 
 
 def _first(value: ir.Value) -> int | str | None:

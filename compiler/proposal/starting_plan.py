@@ -100,19 +100,19 @@ def _examples_of(graph: ir.Graph, paths: Mapping[ir.Node, str]) -> Proposed:
     """One rank, and lines to fill in."""
     return Proposed(
         (
-            "# Set 'ranks', then say under 'placement' which module or node runs on which of them, under 'sharding' how it is cut;",
+            "# Set 'ranks', then place modules or nodes on them under 'placement', and shard them under 'sharding';",
             "# or let `partc plan --tp 2`, `--dp 2`, `--stages 2` propose it.",
         ),
         ("ranks: 1",),
         (
             "placement:",
-            "  # a name or a pattern from below, and its rank; where two match, the later wins; for instance:",
+            "  # a name or a pattern from below, and its rank; the last match wins; for example:",
             *(f"  # {key(literal_pattern(path))}: 0" for path in _examples(paths.values())),
             "",
-            "# mesh: {dp: 2, tp: 4}   # names for the axes of the ranks; without it, cuts are by numbers of shards alone",
-            "# sharding:   # how it is cut: colwise, rowwise, replicate, or the shards of each dim of each input; null: derived",
+            "# mesh: {dp: 2, tp: 4}   # names for the axes of the ranks; without it, only numbers of shards",
+            "# sharding:   # by pattern: colwise, rowwise, replicate, or the number of shards of each dim of each input; null: derived",
             *(f"#   {line}" for line in _strategies(graph, paths)),
-            "# dataset: full_batch   # how inputs arrive: so, whole; data_parallel; or by input, {x: [8, 1]}",
+            "# dataset: full_batch   # how inputs arrive: full_batch is replicated; or data_parallel; or by input, {x: [8, 1]}",
         ),
     )
 
@@ -150,7 +150,7 @@ def _inputs(graph: ir.Graph, symbols: Mapping[str, Symbol], given: Mapping[tuple
     )
     names = [dim for dim in uses if dim is not None and dim.isidentifier()]
     if names:
-        yield "symbols:   # the legal sizes of the dims that vary, for instance {min: 8, max: 512, divisor: 8}"
+        yield "symbols:   # the legal sizes of dynamic dims, for example {min: 8, max: 512, divisor: 8}"
         yield from (f"  {key(dim)}: {_promises(symbols.get(dim), uses[dim] > 1)}" for dim in names)
         yield ""
     if inputs:

@@ -90,9 +90,9 @@ def _choose(
     for one in ranked:
         other = next((cut[node] for node in one.nodes if node in cut), None)
         if other is not None:
-            refused.append((one, "its products are cut along another dim"))
+            refused.append((one, "its products are sharded along another dim"))
         elif not (one.made and one.summed) and not _ends(one):
-            refused.append((one, "no product sums over what this one makes, or a node between them hides the dim"))
+            refused.append((one, "no product contracts its output, or a node between them hides the dim"))
         elif not (one.made and one.summed) and one.bytes(program) * _LEAST_SHARE < total:
             refused.append((one, "too small to be worth a message"))
         else:
@@ -141,11 +141,11 @@ def _reason(program: Program, one: Linked, times: int, styles: Sequence[Style], 
     sums = len(one.summed)
     messages = f"{sums} AllReduce{', ' + str(times) + ' times' if times > 1 else ''}"
     if made and summed:
-        return f"each rank makes {each} columns in {made}, summed over in {summed}: {messages}"
+        return f"each rank computes {each} columns in {made}, contracted in {summed}: {messages}"
     if made:
         out = any(value.is_graph_output() for value, _ in one.places)
-        return f"each rank makes {each} columns{', gathered where the output goes' if out else ''}"
-    return f"each rank has {each} rows, and what they give is summed: {messages}"
+        return f"each rank computes {each} columns{', gathered where the output goes' if out else ''}"
+    return f"each rank has {each} rows, and the partial outputs are summed: {messages}"
 
 
 def _named(paths: Iterable[str]) -> str:

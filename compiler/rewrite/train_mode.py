@@ -249,7 +249,7 @@ def _ratios(drawing: Mapping[ir.Node, float | None], paths: Mapping[ir.Node, str
             yield Problem(paths[node], fact, "a mask's ratio is known when it is compiled", "make the ratio a constant")
         elif not 0 < ratio < 1:
             fact = f"the ratio is {ratio:g}"
-            yield Problem(paths[node], fact, "a ratio is at least 0 and below 1", "give another ratio")
+            yield Problem(paths[node], fact, "a ratio is at least 0 and below 1", "use another ratio")
 
 
 def _taken(graph: ir.Graph) -> Iterator[Problem]:
@@ -259,7 +259,7 @@ def _taken(graph: ir.Graph) -> Iterator[Problem]:
             f"'{STEP}'",
             "names a value of the model",
             f"with a Dropout, '{STEP}' is the input by which masks change from step to step",
-            "give the model's value another name",
+            "rename the model's value",
         )
 
 
@@ -270,5 +270,5 @@ def _unranked(node: ir.Node, paths: Mapping[ir.Node, str]) -> Problem:
         paths[node],
         f"the number of dims of '{value.name}' is not known",
         "statistics of a batch that may be cut are taken along known dims",
-        "give the shapes of the model's inputs, or freeze the weights of the normalization",
+        "declare the shapes of the model's inputs, or freeze the weights of the normalization",
     )

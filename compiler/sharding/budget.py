@@ -30,10 +30,13 @@ def check_budget(program: Program) -> Program:
         if total > budget:
             largest = sorted(costs, key=lambda pair: -pair[0])[:5]
             listed = "; ".join(f"{event.op_type} of '{event.name}' {cost}" for cost, event in largest)
-            fact = f"changes of layout bring {total} bytes to a rank in a step, the plan allows {budget}"
+            fact = f"reshards send {total} bytes to a rank per step, the plan allows {budget}"
             problems.append(
                 Problem(
-                    program.plan.file, fact, f"the largest: {listed}", "raise max_reshard_bytes, or cut these otherwise"
+                    program.plan.file,
+                    fact,
+                    f"the largest: {listed}",
+                    "raise max_reshard_bytes, or shard these differently",
                 )
             )
     if problems:
@@ -61,6 +64,6 @@ def _unasked(program: Program) -> Iterator[Problem]:
             yield Problem(
                 event.name,
                 f"{event.op_type} of {event.bytes} bytes, {event.cause}",
-                "--strict allows no change of layout for a reader whose cut is derived",
-                "give the reader a strategy, or compile without --strict",
+                "--strict allows no reshard for a reader whose layout is derived",
+                "add a strategy for the reader, or compile without --strict",
             )

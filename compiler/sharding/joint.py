@@ -53,7 +53,7 @@ def cut_layout(program: Program, cut: Cut, value: ir.Value, group: Group) -> Lay
         mesh, named = refined(axes)
         missing = [name for names in names_of(cut) for name in names if name not in named]
         if missing:
-            raise ValueError(f"'{missing[0]}' is no axis of the group's mesh")
+            raise ValueError(f"'{missing[0]}' is not an axis of the group's mesh")
         return Layout(mesh, tuple(tuple(axis for name in names for axis in named[name]) for names in names_of(cut)))
     numbers = numbers_of(cut)
     product = math.prod(numbers)

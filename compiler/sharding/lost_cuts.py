@@ -64,4 +64,4 @@ def _told(program: Program, instance: NodeOnGroup, value: ir.Value, dim: int, lo
     what = f"the rank of '{of.name}'" if place is None else f"dim {place} of '{of.name}'"
     law, remedy = how_lost(program, of, place)
     path = program.paths[instance.node]
-    return f"'{value.name}' is made whole along dim {dim} for {path}, since {what} is not known: {law}; {remedy}"
+    return f"'{value.name}' is replicated along dim {dim} for {path}, since {what} is not known: {law}; {remedy}"

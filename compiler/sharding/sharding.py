@@ -171,7 +171,7 @@ class _Laws:
         facts = self.facts(size)
         if size in self.program.symbols:
             info = self.program.symbols[size]
-            remedy = f"declare `{size}: {{divisor: {shards * info.parts}}}` under symbols, or cut it into less"
+            remedy = f"declare `{size}: {{divisor: {shards * info.parts}}}` under symbols, or use fewer shards"
             of_part = f" in each of the {info.parts} parts that `accumulate` makes of a batch" if info.parts > 1 else ""
             law = f"'{size}' is {_spelled(facts)}{of_part} ({info.where}), not always divisible by {shards}"
             return Problem(where, fact, law, remedy)

@@ -80,7 +80,9 @@ def from_names(rule: Rule, cuts: Sequence[Sequence[tuple[str, ...]] | None], mes
     if unknown:
         listed = ", ".join(f"'{name}'" for name in unknown)
         there = f"the group's mesh is {shown_mesh(mesh)}" if mesh else "the group has no mesh"
-        violations.append(Violation(f"{listed} {'is no axis' if len(unknown) == 1 else 'are no axes'} of it", there))
+        violations.append(
+            Violation(f"{listed} {'is not an axis' if len(unknown) == 1 else 'are not axes'} of it", there)
+        )
     for one, other in itertools.combinations(names, 2):
         if shared := [name for name in names[one] if name in names[other]]:
             fact = f"the axis '{shared[0]}' cuts {_dims_of(rule, one)} and {_dims_of(rule, other)}, which differ"

@@ -60,7 +60,7 @@ def test_a_refused_cut_names_the_node_that_lost_the_size(tmp_path: Path) -> None
     text = said(picked(), "ranks: 2\nsharding: {act: {in: [[2, 1]]}}\n", tmp_path)
     assert "Relu (act): cannot cut 'h' dim 0 (unknown) into 2" in text
     assert "Compress (pick) decides its size by the numbers in its operand" in text
-    assert "help: leave it whole, or cut another dim" in text
+    assert "help: do not shard it, or shard another dim" in text
 
 
 def test_sizes_lost_by_a_broadcast_and_by_an_input(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_sizes_lost_by_a_broadcast_and_by_an_input(tmp_path: Path) -> None:
     assert "give them one name under `inputs` if they are equal; else declare `symbols: {p: {min: 2}}`" in text
     shaped = with_weights("(float[8, 4] x, int64[2] s) => (float[p, q] y) { [re] h = Reshape(x, s) [act] y = Relu(h) }")
     text = said(shaped, "ranks: 2\nsharding: {act: {in: [[2, 1]]}}\n", tmp_path)
-    assert "Reshape (re) takes it from 's', which only a run tells" in text
+    assert "Reshape (re) takes it from 's', which is known only at run time" in text
 
 
 def test_a_collective_for_want_of_a_size_is_told() -> None:
@@ -86,8 +86,8 @@ def test_a_collective_for_want_of_a_size_is_told() -> None:
     program = same_as_whole(proto, "ranks: 2\nsharding: {up: colwise}\n", step, rtol=1e-5, atol=1e-5)
     assert [event.op_type for event in program.events] == ["AllGather"]
     (warning,) = program.warnings
-    assert "'h' is made whole along dim 1 for re, since dim 0 of 'g' is not known" in warning
-    assert "Reshape (re) takes it from 's', which only a run tells" in warning
+    assert "'h' is replicated along dim 1 for re, since dim 0 of 'g' is not known" in warning
+    assert "Reshape (re) takes it from 's', which is known only at run time" in warning
 
 
 def test_a_shard_loses_the_axes_that_the_whole_loses() -> None:

@@ -271,9 +271,9 @@ def test_everything_that_is_wrong_is_named_at_once() -> None:
         "m.onnx: 'up' is annotated for the configuration 'ghost', which the model does not declare",
         "m.onnx:up: 'x': axis 9 is sharded, but it has 2 dims",
         "m.onnx:up: 'w': axis 0 of 12 is cut into 5 unequal shards",
-        "m.onnx:up: the annotation's tensor 'p_h' is no input or output of the node",
+        "m.onnx:up: the annotation's tensor 'p_h' is not an input or output of the node",
         "m.onnx:up: 'h': device 7 is not there, the configuration has 4",
-        "m.onnx:act: 'h': its shards lie on groups of unequal sizes: 3, 1",
+        "m.onnx:act: 'h': its shards are on groups of unequal sizes: 3, 1",
         "m.onnx:act: 'y': 2 shards (axis 0 in 2), but 3 devices or groups of devices",
     ]:
         assert fact in text
@@ -307,7 +307,7 @@ def test_damage_by_other_tools_is_named(tmp_path: Path) -> None:
     assert "3 nodes ('up', 'up_bias', 'act') are annotated for the configuration 'partc'" in str(caught.value)
     with pytest.raises(CompileError) as caught:
         compiled(onnx.compose.add_prefix(proto, "p_"), None)
-    assert "the annotation's tensor 'up_w' is no input or output of the node" in str(caught.value)
+    assert "the annotation's tensor 'up_w' is not an input or output of the node" in str(caught.value)
     assert "the nearest is 'p_up_w'" in str(caught.value)
     assert compiled(onnx.load(tmp_path / "part.onnx"), None, configuration="none").plan.ranks == 1
 

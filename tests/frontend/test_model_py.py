@@ -341,11 +341,11 @@ MISTAKES = {
     "class only": (PLAIN, "model.py: neither a model nor build is defined\n  help: write `model = Net()`"),
     "both": (
         "model = 3\ndef build():\n    return 3",
-        "model.py:2: both a model and, at model.py:3, build are defined\n  help: keep the one that is meant",
+        "model.py:2: both a model and, at model.py:3, build are defined\n  help: keep one of them",
     ),
     "arguments": (
         "def build(width, depth, *more, mode=3):\n    pass",
-        "model.py:2: build needs arguments: width, depth\n  help: give them defaults; build is called without any",
+        "model.py:2: build needs arguments: width, depth\n  help: add defaults; build is called without arguments",
     ),
     "build no function": (
         "build = 3",
@@ -368,7 +368,7 @@ MISTAKES = {
     ),
     "inputs twice": (
         f"{PLAIN}inputs = [[3]]\ndef build():\n    return Net(), [[3]]",
-        "model.py:6: build returns inputs, and model.py:5 defines them too\n  help: keep the one that is meant",
+        "model.py:6: build returns inputs, and model.py:5 defines them too\n  help: keep one of them",
     ),
     "no inputs": (
         f"{PLAIN}model = Net()",
@@ -404,7 +404,7 @@ MISTAKES = {
     "outputs": (
         f'{PLAIN}model = Net()\ninputs = [[3]]\noutputs = ["a", "b"]',
         "model.py:5: outputs names 2 values (a, b), but forward returns 1\n"
-        "  help: give one name for each value that forward returns",
+        "  help: write one name for each value that forward returns",
     ),
     "outputs no list": (
         f'{PLAIN}model = Net()\ninputs = [[3]]\noutputs = "a"',
@@ -416,7 +416,7 @@ MISTAKES = {
     ),
     "forward returns nothing": (
         f"{PLAIN.replace('return ', '')}model = Net()\ninputs = [[3]]",
-        "model.py:5: forward returns None, which is no value of the graph\n"
+        "model.py:5: forward returns None, which is not a value of the graph\n"
         "  help: return a value, a tuple of values, or a dict of them by name",
     ),
     "symbol unused": (
@@ -450,7 +450,7 @@ MISTAKES = {
         "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.w = nn.Parameter([3])\n"
         "    def forward(self, op, x):\n        return op.Mul(x, self.w)\nmodel = Net()\ninputs = [[3]]",
         "model.py:8: the parameter 'w' [3] has no values\n"
-        "  help: give it data= or init=, such as nn.Parameter(shape, init=nn.init.normal(0.02))",
+        "  help: pass data= or init=, such as nn.Parameter(shape, init=nn.init.normal(0.02))",
     ),
     "raises": (
         "def f():\n    return nn.Conv2d(3, 4, 5, groups=2)\nmodel = f()",

@@ -144,7 +144,7 @@ PLACE = "a place is a rank, a list of ranks, or a slice of the plan's mesh: 3, [
         ),
         (
             "place(lambda op, x: x, 0)",
-            "'function' is never called while the model is built\n  help: call what place gives back, in forward",
+            "'function' is never called while the model is built\n  help: call what place returns, in forward",
         ),
     ],
 )

@@ -93,10 +93,10 @@ def test_labels_come_last(tmp_path: Path) -> None:
             "  a dataset has a cut for each input, with an entry for each dim\n  help: write one more pair of brackets",
         ),
         ("dataset: [[4, 1], [0, 1]]", "2: 'dataset': input 1: expected at least 1 shard, but got 0\n"),
-        ("full_batch: yes", "2: 'full_batch': expected true or false, but got the text 'yes'"),
+        ("full_batch: yes", "2: 'full_batch': expected true or false, but got the string 'yes'"),
         (
             "dataset: full_batch\nfull_batch: false",
-            "3: 'full_batch' and 'dataset' both say how inputs arrive\n  help: keep one of them",
+            "3: 'full_batch' and 'dataset' both define how inputs arrive\n  help: keep one of them",
         ),
     ],
 )
@@ -114,10 +114,13 @@ def test_mistakes_of_a_plan(tmp_path: Path, words: str, message: str) -> None:
     [
         ("full_batch = 1", "full_batch: expected true or false, but got the number 1"),
         ("dataset_strategy = 'data'", "dataset_strategy: expected full_batch, data_parallel or the cut of each input"),
-        ("dataset_strategy = ((4, 'dp'), None)", "dataset_strategy: input 0: the axis 'dp' and 4 shards stand side by"),
+        (
+            "dataset_strategy = ((4, 'dp'), None)",
+            "dataset_strategy: input 0: the axis 'dp' and 4 shards are in one rule",
+        ),
         (
             "dataset_strategy = 'full_batch'; full_batch = True",
-            "'full_batch' and 'dataset_strategy' both say how inputs arrive\n  help: keep one of them",
+            "'full_batch' and 'dataset_strategy' both define how inputs arrive\n  help: keep one of them",
         ),
     ],
 )

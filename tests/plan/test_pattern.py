@@ -104,7 +104,7 @@ def test_the_literal_pattern_of_any_path(path: str) -> None:
             "its braces leave more than 512 choices; write several patterns",
         ),
         ("{" * 2000 + "a", "its braces are nested more than 16 deep"),
-        ("a[]", "'[]' is no range of numbers such as [0-5,7]; '\\[' is the character itself"),
+        ("a[]", "'[]' is not a range of numbers such as [0-5,7]; '\\[' is the character itself"),
         ("a[5-0]", "the range '[5-0]' runs from 5 down to 0; write [0-5]"),
         ("a1[0-5]", "'1[0-5]' puts digits beside a range, but a range is a whole number"),
         ("a[0-5]7", "'[0-5]7' puts digits beside a range, but a range is a whole number"),

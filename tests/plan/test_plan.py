@@ -107,10 +107,10 @@ def test_empty_sections_and_the_whole_model() -> None:
         ("- ranks\n", "plan.yaml:1: a plan is a mapping, but this is a list\n  help: begin with 'ranks: 2'"),
         (
             "ranks:2\n",
-            "plan.yaml:1: a plan is a mapping, but this is the text 'ranks:2'\n  help: begin with 'ranks: 2'",
+            "plan.yaml:1: a plan is a mapping, but this is the string 'ranks:2'\n  help: begin with 'ranks: 2'",
         ),
         ("placement: {a: 1}", "plan.yaml:1: 'ranks' is missing\n  help: begin with the number of ranks, 'ranks: 2'"),
-        ("ranks: two", "plan.yaml:1: 'ranks': expected an integer, but got the text 'two'"),
+        ("ranks: two", "plan.yaml:1: 'ranks': expected an integer, but got the string 'two'"),
         ("ranks: true", "plan.yaml:1: 'ranks': expected an integer, but got true"),
         ("ranks: 2.0", "plan.yaml:1: 'ranks': expected an integer, but got the number 2.0"),
         ("ranks:", "plan.yaml:1: 'ranks': expected an integer, but got nothing"),
@@ -122,7 +122,7 @@ def test_empty_sections_and_the_whole_model() -> None:
         (
             "ranks: 1\n\tx: 2\n",
             "plan.yaml:2: this is not YAML: while scanning for the next token: found character '\\t' that cannot start any "
-            "token\n  help: indent with spaces, a tab is no indentation in YAML",
+            "token\n  help: indent with spaces, YAML does not allow tabs",
         ),
         (
             "ranks: 1\nplacement:\n  *.x: 0\n",
@@ -130,16 +130,16 @@ def test_empty_sections_and_the_whole_model() -> None:
             "  help: put quotes around a pattern that begins with '*': \"*.mlp\": 3",
         ),
         ("ranks: 1\nranks: 2\n", "plan.yaml:2: 'ranks' is given twice, first in line 1\n  help: keep one of them"),
-        ("ranks: 1\n\x00", "plan.yaml:2: the character U+0000 is not allowed in YAML\n  help: take it away"),
-        ("ranks: !!set 1", "plan.yaml:1: the tag '!!set' is not used in plans\n  help: take it away"),
+        ("ranks: 1\n\x00", "plan.yaml:2: the character U+0000 is not allowed in YAML\n  help: remove it"),
+        ("ranks: !!set 1", "plan.yaml:1: the tag '!!set' is not used in plans\n  help: remove it"),
         (
             "ranks: 1\nplacement: &p\n  a: *p\n",
-            "plan.yaml:3: an alias is inside of the value that it stands for\n  help: write it out",
+            "plan.yaml:3: an alias is inside the value that it refers to\n  help: write it out",
         ),
         ("ranks: 1\n<<: {a: 1}\n", "plan.yaml:2: '<<' is not used in plans\n  help: write the keys out"),
         (
             "ranks: 1\n? [a]\n: 1\n",
-            "plan.yaml:2: a key is a text, not a list or a mapping\n  help: put quotes around it",
+            "plan.yaml:2: a key is a string, not a list or a mapping\n  help: put quotes around it",
         ),
         ("[" * 2000, "plan.yaml:1: lists and mappings are nested too deeply to be read"),
     ],
@@ -152,7 +152,7 @@ def test_aliases_of_aliases_end() -> None:
     lines = ["ranks: 1", "a0: &a0 [x, x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
     start = time.perf_counter()
     message = said("\n".join(lines))
-    assert message.count("the aliases up to here stand for more than 100000 values\n  help: write them out") == 1
+    assert message.count("the aliases up to here expand to more than 100000 values\n  help: write them out") == 1
     assert time.perf_counter() - start < 5
 
 
@@ -207,7 +207,7 @@ outputs:
     assert said(text) == "\n".join(
         [
             "plan.yaml:2: unknown key 'rank'\n  help: the nearest is 'ranks'",
-            "plan.yaml:3: 'train.loss' is missing; it is what training makes smaller\n"
+            "plan.yaml:3: 'train.loss' is missing; training minimizes it\n"
             "  help: write loss: {type: softmax_cross_entropy, logits: logits, labels: label}, or the name of a scalar output",
             "plan.yaml:3: 'train.optimizer' is missing\n  help: write optimizer: {type: momentum, lr: 0.01, momentum: 0.9}",
             "plan.yaml:5: symbol 'batch': unknown key 'divisr'\n  help: the nearest is 'divisor'",
@@ -221,27 +221,27 @@ outputs:
             "plan.yaml:14: symbol 'e': expected a mapping, 'key: value' on each line, but got the number 5",
             "plan.yaml:16: input 'x': expected a list of dims such as [batch, 1, 28, 28], but got the number 3",
             f"plan.yaml:17: input 'y', dim 0: the size -1 is negative\n{dim}\n"
-            "  help: name a dim that varies, or write null",
+            "  help: name a dynamic dim, or write null",
             f"plan.yaml:17: input 'y', dim 1: '2*batch' is no name\n{dim}\n"
             "  help: a name has letters, digits, '_' and '.', and no digit first",
             f"plan.yaml:17: input 'y', dim 2: expected a dim, but got true\n{dim}",
             "plan.yaml:18: 'y' is given twice, first in line 17\n  help: keep one of them",
             "plan.yaml:20: placement of 'conv1': rank 4, but there are 4 ranks\n"
             "  help: choose a rank from 0 to 3, or set 'ranks' to at least 5",
-            "plan.yaml:21: placement of 'conv2': expected a rank, an integer, but got the text 'a'",
+            "plan.yaml:21: placement of 'conv2': expected a rank, an integer, but got the string 'a'",
             "plan.yaml:22: placement of 'conv3': rank 4, but there are 4 ranks\n"
             "  help: choose a rank from 0 to 3, or set 'ranks' to at least 5",
             "plan.yaml:23: placement of 'conv4': a slice of the mesh, but there is no mesh\n"
             "  a slice of the mesh fixes the coordinate of one or more of its axes: {pp: 1}\n"
             "  help: declare 'mesh: {pp: 2, tp: 4}'",
-            "plan.yaml:24: placement of 'conv[a1]': this is no pattern: '[a1]' is neither a range of numbers such as "
+            "plan.yaml:24: placement of 'conv[a1]': not a valid pattern: '[a1]' is neither a range of numbers such as "
             "[0-5,7] nor characters such as [qkv] or [a-f]; {q,1} is one of several texts, '\\[' the character itself",
             "plan.yaml:25: placement of 'c5': rank -1, but there are 4 ranks\n  help: choose a rank from 0 to 3",
             "plan.yaml:26: placement of 'c7': expected a rank, an integer, but got nothing",
-            "plan.yaml:28: delivery of 'a': rank 1 stands twice in the list\n  help: name every rank once",
+            "plan.yaml:28: delivery of 'a': rank 1 is in the list twice\n  help: name every rank once",
             "plan.yaml:29: delivery of 'b': the list of ranks is empty\n"
-            "  help: say 'producer' for an output that stays where it is made",
-            "plan.yaml:30: delivery of 'c': expected a rank, a list of ranks, 'producer' or 'cut', but got the text "
+            "  help: write 'producer' for an output that stays where it is computed",
+            "plan.yaml:30: delivery of 'c': expected a rank, a list of ranks, 'producer' or 'cut', but got the string "
             "'prod'",
             "plan.yaml:31: delivery of 'd': rank 7, but there are 4 ranks\n"
             "  help: choose a rank from 0 to 3, or set 'ranks' to at least 8",
@@ -271,7 +271,7 @@ def test_reading_files(tmp_path: Path) -> None:
     with pytest.raises(CompileError) as caught:
         read_plan(path)
     assert str(caught.value) == f"{path}:2: the byte 0xe9 is not UTF-8\n  help: save the plan as UTF-8 text"
-    with pytest.raises(CompileError, match="there is no such plan file"):
+    with pytest.raises(CompileError, match="no such plan file"):
         read_plan(tmp_path / "none.yaml")
     with pytest.raises(CompileError, match="the plan cannot be read"):
         read_plan(tmp_path)

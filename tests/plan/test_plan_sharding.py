@@ -211,28 +211,28 @@ outputs: {y: cutt}
         "null: not at all"
     )
     nothing = (
-        "this says nothing\n  a rule is colwise, rowwise or replicate, or has 'in', 'out' or 'parameters'\n"
-        "  help: write {in: [[2, 4], null]}, or take the line away"
+        "the rule is empty\n  a rule is colwise, rowwise or replicate, or has 'in', 'out' or 'parameters'\n"
+        "  help: write {in: [[2, 4], null]}, or remove the line"
     )
     mixed = (
         "  a rule is spelled by mesh axes or by numbers of shards, not by both\n"
-        "  help: 1 and null are a whole dim beside mesh axes"
+        "  help: beside mesh axes, 1 and null are an unsharded dim"
     )
-    twice = "the axis 'dp' cuts twice\n  a mesh axis cuts one dim of a value, once"
+    twice = "the axis 'dp' cuts twice\n  a mesh axis shards one dim of a value, once"
     assert said(text).split("\nplan.yaml:") == [
         "plan.yaml:4: dataset of 'x', dim 0: expected at least 1 shard, but got 0\n"
-        "  help: write 1 for a dim that stays whole",
+        "  help: write 1 for an unsharded dim",
         f"5: dataset of 'y': {twice}",
         "6: dataset of 'z': expected an entry for each dim, such as [2, 4], but got the number 8",
-        f"8: placement of 'a': 'pp' is no axis of the mesh\n{axes}",
+        f"8: placement of 'a': 'pp' is not an axis of the mesh\n{axes}",
         "9: placement of 'b': index 2 along 'dp', whose size is 2\n  help: choose an index from 0 to 1",
         f"10: placement of 'c': the slice fixes no axis\n{slice_law}  help: name one of dp, tp, or leave the line out",
         f"11: placement of 'd': expected an index along 'dp', but got a list\n{slice_law.rstrip()}",
         "12: placement of 'e': rank 9, but there are 8 ranks\n"
         "  help: choose a rank from 0 to 7, or set 'ranks' to at least 10",
-        "13: placement of 'f': rank 1 stands twice in the list\n  help: name every rank once",
+        "13: placement of 'f': rank 1 is in the list twice\n  help: name every rank once",
         "14: placement of 'g': the list of ranks is empty\n  help: name a rank, or leave the line out for all ranks",
-        "16: sharding of 'h': 'colwize' is no style\n  a rule is a style, or a strategy such as {in: [[2, 4], null]}\n"
+        "16: sharding of 'h': 'colwize' is not a style\n  a rule is a style, or a strategy such as {in: [[2, 4], null]}\n"
         "  help: the nearest is 'colwise'",
         f"17: sharding of 'i': {nothing}",
         f"18: sharding of 'j': {nothing}",
@@ -241,11 +241,11 @@ outputs: {y: cutt}
         "  a strategy has a list for each tensor, with an entry for each dim\n"
         "  help: write one more pair of brackets: [[2, 4]] for one tensor",
         "21: sharding of 'm', input 1: expected an entry for each dim, such as [2, 4], but got the number 4",
-        f"22: sharding of 'n': the axis 'dp' and 4 shards stand side by side\n{mixed}",
-        "23: sharding of 'o', input 0: null stands beside 2 shards\n"
-        "  null is a whole dim beside mesh axes, and in place of a whole cut leaves it to be derived\n"
-        "  help: write 1 for a dim that stays whole",
-        f"24: sharding of 'p', input 0, dim 1: 'pp' is no axis of the mesh\n{axes}",
+        f"22: sharding of 'n': the axis 'dp' and 4 shards are in one rule\n{mixed}",
+        "23: sharding of 'o', input 0: null is used beside 2 shards\n"
+        "  null is an unsharded dim beside mesh axes; in place of a tensor's list it means derived\n"
+        "  help: write 1 for an unsharded dim",
+        f"24: sharding of 'p', input 0, dim 1: 'pp' is not an axis of the mesh\n{axes}",
         f"24: sharding of 'p', input 1, dim 0: expected a number of shards or a mesh axis, but got true\n{shard_law}",
         f"24: sharding of 'p', input 1, dim 1: expected a number of shards or a mesh axis, but got the number 2.5\n"
         f"{shard_law}",
@@ -253,20 +253,20 @@ outputs: {y: cutt}
         "25: sharding of 'q', 'level': expected 0, 1 or 2, but got the number 3",
         "26: sharding of 'r', 'in': the list is empty\n  a strategy has an entry for each tensor; null derives it",
         "26: sharding of 'r', parameter 'w', dim 1: expected at least 1 shard, but got -1\n"
-        "  help: write 1 for a dim that stays whole",
+        "  help: write 1 for an unsharded dim",
         "26: sharding of 'r', parameter 'v': expected an entry for each dim, such as [2, 4], but got the number 3",
-        "27: sharding of 's[': this is no pattern: '[' has no ']'; '\\[' is the character itself",
+        "27: sharding of 's[': not a valid pattern: '[' has no ']'; '\\[' is the character itself",
         f"28: sharding of 't', input 0, dim 0: a list within a cut is of mesh axes, but has the number 2\n{shard_law}\n"
         "  help: write the product of the numbers",
-        f"29: sharding of 'u': the axis 'tp' and 2 shards stand side by side\n{mixed}",
+        f"29: sharding of 'u': the axis 'tp' and 2 shards are in one rule\n{mixed}",
         "30: sharding of 'v': expected a mapping, 'key: value' on each line, but got the number 3",
-        "31: delivery of 'y': expected a rank, a list of ranks, 'producer' or 'cut', but got the text 'cutt'",
+        "31: delivery of 'y': expected a rank, a list of ranks, 'producer' or 'cut', but got the string 'cutt'",
     ]
 
 
 def test_an_axis_cuts_a_value_once() -> None:
     head = "ranks: 8\nmesh: {dp: 2, tp: 4}\n"
-    law = "a mesh axis cuts one dim of a value, once"
+    law = "a mesh axis shards one dim of a value, once"
     assert said(f"{head}dataset:\n  x: [[dp, dp], tp]\n") == (
         f"plan.yaml:4: dataset of 'x': the axis 'dp' cuts twice\n  {law}"
     )
@@ -280,7 +280,7 @@ def test_an_axis_cuts_a_value_once() -> None:
     ("mesh", "fact"),
     [
         ("{dp: 0}", "mesh axis 'dp': expected at least 1, but got 0"),
-        ("{dp: a}", "mesh axis 'dp': expected an integer, but got the text 'a'"),
+        ("{dp: a}", "mesh axis 'dp': expected an integer, but got the string 'a'"),
         ("{3x: 2}", "mesh axis '3x': this is no name"),
         ("[2, 4]", "'mesh': expected a mapping, 'key: value' on each line, but got a list"),
     ],
@@ -293,7 +293,9 @@ def test_a_wrong_mesh_is_not_blamed_on_those_who_name_its_axes(mesh: str, fact: 
 
 
 def test_names_without_a_mesh() -> None:
-    assert said("ranks: 2\nsharding: {b: {in: [[dp, tp]]}}\n").count("no axis of the mesh\n  there is no mesh\n") == 2
+    assert (
+        said("ranks: 2\nsharding: {b: {in: [[dp, tp]]}}\n").count("not an axis of the mesh\n  there is no mesh\n") == 2
+    )
 
 
 def test_cuts_of_one_whole_dims_have_either_spelling() -> None:

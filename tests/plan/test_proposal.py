@@ -133,7 +133,7 @@ def test_cuts_are_lines_with_reasons() -> None:
         "layers.*.down": "rowwise",
         "head": "colwise",
     }
-    assert "# each rank makes 15 of 30 columns in up, summed over in down: 1 AllReduce, 3 times" in text
+    assert "# each rank computes 15 of 30 columns in up, contracted in down: 1 AllReduce, 3 times" in text
     assert "# Communication in a step: 7 AllReduce, 1 Exchange." in text
 
 
@@ -149,7 +149,7 @@ def test_packed_projections_are_recognized_by_their_split() -> None:
 def test_what_cannot_be_cut_is_said_and_left_whole() -> None:
     """30 hidden units are no multiple of 4, nor are 6 heads: nothing is left."""
     text, missing = propose(source(transformer(1)), "model.onnx", Degrees(tp=4))
-    assert missing == ["nothing that can be cut into 4 over the axis tp; all its ranks would do the same"]
+    assert missing == ["no layer can be sharded into 4 over the axis tp; all its ranks would do the same work"]
     assert "(30) is not divisible by 4" in text
     assert not parse_plan(text, "plan.yaml").sharding
 
@@ -187,7 +187,7 @@ def test_inputs_with_another_first_dim_arrive_whole() -> None:
     }"""
     proto = onnx.parser.parse_model(text)
     plan, _ = propose(source(proto), "model.onnx", Degrees(dp=3))
-    assert "scale has another first dim and arrives whole" in plan
+    assert "scale has another first dim and is replicated" in plan
     assert parse_plan(plan, "plan.yaml").symbols["batch"].symbol.divisor == 3
     draw = np.random.default_rng(0).standard_normal
     inputs = {"x": draw((6, 6), np.float32), "y": draw((6, 6), np.float32), "scale": draw(6, np.float32)}

@@ -33,7 +33,7 @@ def shards(shape: tuple[int, ...], ranks: int, dtype: object = np.float32) -> li
 
 
 def run(folder: Path, given: list[Array]) -> list[Array]:
-    """What each rank makes of its own value; twice, since a schedule's memory is used again."""
+    """What each rank computes of its own value; twice, since a schedule's memory is used again."""
     assert check_artifact(folder) == []
     world = LocalWorld(len(given))
 
@@ -56,7 +56,7 @@ def run(folder: Path, given: list[Array]) -> list[Array]:
 
 
 def run_reference(folder: Path, given: list[Array]) -> list[Array]:
-    """What each rank makes of its own value by the numpy reference."""
+    """What each rank computes of its own value by the numpy reference."""
     world, artifact = LocalWorld(len(given)), open_artifact(folder)
 
     def rank(index: int) -> Array:

@@ -194,8 +194,8 @@ def blocks() -> Iterator[tuple[str, str, str]]:
 
 
 def commands(text: str) -> Iterator[Command]:
-    for shard in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
-        line, _, shown = shard.partition("\n")
+    for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+        line, _, shown = part.partition("\n")
         yield Command(line, shown)
 
 

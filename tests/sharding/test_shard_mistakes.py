@@ -29,7 +29,7 @@ from shard_call_models import INPUTS, NET, line, refused
             "device is 1\n  supported devices: CPU\n  help: write 'CPU', or leave it out\n"
             "model.py:N: level is 3\n  a level is 0, 1 or 2\n"
             "model.py:N: in_strategy[0], dim 0: expected at least 1 shard, but got 0\n"
-            "  help: write 1 for a dim that stays whole\n"
+            "  help: write 1 for an unsharded dim\n"
             "model.py:N: in_strategy[0], dim 1: expected a number of shards or a mesh axis, but got the number 1.5\n"
             "  a dim is cut into a number of shards, along a mesh axis, or along a list of them, major first; null: not at all",
         ),
@@ -39,13 +39,13 @@ from shard_call_models import INPUTS, NET, line, refused
         ),
         (
             'model.block1.shard((("dp", 2),))',
-            "shard: the axis 'dp' and 2 shards stand side by side\n"
+            "shard: the axis 'dp' and 2 shards are in one rule\n"
             "  a rule is spelled by mesh axes or by numbers of shards, not by both\n"
-            "  help: 1 and null are a whole dim beside mesh axes",
+            "  help: beside mesh axes, 1 and null are an unsharded dim",
         ),
         (
             "model.block1.shard(((8, 1), None))",
-            "in_strategy is for 2 tensors, but 'BasicBlock' is called with 1\n  help: write None for one to derive",
+            "in_strategy is for 2 tensors, but 'BasicBlock' is called with 1\n  help: write None for a tensor whose layout is derived",
         ),
         (
             "model.block1.shard(((8, 1),), ((8,),))",
@@ -68,7 +68,7 @@ from shard_call_models import INPUTS, NET, line, refused
         ),
         (
             "shard(len, ((8, 1),), parameter_plan={'w': (8,)})",
-            "parameter_plan is given for what is no module\n  parameters belong to modules\n"
+            "parameter_plan is only for modules\n  only modules have parameters\n"
             "  help: shard the module, or cut the tensor by in_strategy",
         ),
         (
@@ -78,7 +78,7 @@ from shard_call_models import INPUTS, NET, line, refused
         ),
         (
             "shard(lambda op, x: op.Relu(x), ((8, 1),))",
-            "'function' is never called while the model is built\n  help: call what shard gives back, in forward",
+            "'function' is never called while the model is built\n  help: call what shard returns, in forward",
         ),
     ],
 )

@@ -336,7 +336,7 @@ CLASSES = {"type": "softmax_cross_entropy", "logits": "y", "labels": "t"}
         ({"type": "softmax"}, "there is no type 'softmax'.*\n.*\n  help: say 'softmax_cross_entropy'"),
         ({}, "no 'type' is given"),
         ({**CLASSES, "probabilities": True, "ignore_index": 1}, "`ignore_index` and `probabilities` are both given"),
-        ({**CLASSES, "reduction": "max"}, "reduction: expected mean, sum or sum_over_ranks, but got the text 'max'"),
+        ({**CLASSES, "reduction": "max"}, "reduction: expected mean, sum or sum_over_ranks, but got the string 'max'"),
     ],
 )
 def test_options_that_no_loss_has(options: dict[str, Any], says: str) -> None:

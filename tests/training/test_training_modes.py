@@ -318,10 +318,10 @@ def test_everything_that_cannot_train_is_said_at_once() -> None:
         "  help: make the ratio a constant",
         "all: the ratio is 1",
         "  a ratio is at least 0 and below 1",
-        "  help: give another ratio",
+        "  help: use another ratio",
         "'step': names a value of the model",
         "  with a Dropout, 'step' is the input by which masks change from step to step",
-        "  help: give the model's value another name",
+        "  help: rename the model's value",
     ]
 
 
