@@ -244,7 +244,7 @@ def test_strict_refuses_what_nobody_asked_for(tmp_path: Path) -> None:
 def test_a_budget_of_bytes(tmp_path: Path) -> None:
     plan = "ranks: 3\nsymbols: {batch: {max: 10}}\nsharding:\n  a: {in: [[1, 3]]}\nmax_reshard_bytes: "
     compiled(with_weights(SOFT, {}), plan + "320\n", tmp_path / "build")
-    with pytest.raises(CompileError, match="bring 320 bytes to a rank in a step, the plan allows 319"):
+    with pytest.raises(CompileError, match="send 320 bytes to a rank per step, the plan allows 319"):
         compiled(with_weights(SOFT, {}), plan + "319\n", tmp_path / "build")
 
 

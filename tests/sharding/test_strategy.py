@@ -165,5 +165,5 @@ def test_names_that_do_not_fit() -> None:
         "input 0, dim 1 is cut not at all, but input 1, dim 0 along tp",
     ]
     assert said(SOFTMAX, ((), (), ("dp", "tp"))) == ["input 0, dim 2 is cut along dp, tp, but stays whole"]
-    assert said(RELU, (("pp",), ("ep",))) == ["'pp', 'ep' are no axes of it"]
+    assert said(RELU, (("pp",), ("ep",))) == ["'pp', 'ep' are not axes of it"]
     assert said(RELU, (("dp",), ()), mesh=()) == ["'dp' is no axis of it"]
