@@ -166,4 +166,4 @@ def test_names_that_do_not_fit() -> None:
     ]
     assert said(SOFTMAX, ((), (), ("dp", "tp"))) == ["input 0, dim 2 is cut along dp, tp, but stays whole"]
     assert said(RELU, (("pp",), ("ep",))) == ["'pp', 'ep' are not axes of it"]
-    assert said(RELU, (("dp",), ()), mesh=()) == ["'dp' is no axis of it"]
+    assert said(RELU, (("dp",), ()), mesh=()) == ["'dp' is not an axis of it"]
