@@ -55,7 +55,7 @@ def _no_axis(node: ir.Node, axis: str, plan: Plan) -> Problem:
         line_of(node),
         f"the local map names the axis '{axis}'",
         there,
-        f"give the plan a mesh with it, {{{axis}: {size}}}",
+        f"add a mesh with it to the plan: {{{axis}: {size}}}",
     )
 
 

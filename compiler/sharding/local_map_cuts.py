@@ -48,8 +48,8 @@ def seed_local_maps(program: Program, choices: dict[NodeOnGroup, NodeSharding]) 
             if choice.axes:
                 where = next(iter(choice.why.values()), "").split(" ")[0]
                 fact = f"{node.op_type} ({program.paths[node]}) is cut, and it is inside of a local map"
-                law = "inside, a value is what one rank has; specs say how the whole is cut"
-                problems.append(Problem(where, fact, law, "name what is outside of it"))
+                law = "inside, a value is one rank's shard; specs define the sharding"
+                problems.append(Problem(where, fact, law, "name nodes outside of it"))
             if node.domain != OWN:
                 choice.rule = replicated_rule(node)
             elif not problems:
@@ -109,5 +109,5 @@ def _indivisible(program: Program, node: ir.Node) -> Iterator[Problem]:
         fact = (
             f"{node.op_type}: cannot cut '{x.name}' dim {dim} ({'unknown' if extent is None else extent}) into {size}"
         )
-        law = f"the axis '{axes_named(node)[0]}' has {size} ranks, and each gets an equal piece"
-        yield Problem(line_of(node), fact, law, "choose another dim, or give its symbols a larger divisor")
+        law = f"the axis '{axes_named(node)[0]}' has {size} ranks, and each gets an equal shard"
+        yield Problem(line_of(node), fact, law, "choose another dim, or declare a larger divisor for its symbols")

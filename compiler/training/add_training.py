@@ -42,7 +42,11 @@ def add_training(program: Program) -> Program:
     axes = [axis for axis, _ in plan.mesh]
     if isinstance(rules.shard, str) and rules.shard not in axes:
         fact = f"the optimizer is shared out over '{rules.shard}', and the mesh has no such axis"
-        help_ = f"its axes are {', '.join(axes)}" if axes else "add a mesh to the plan, such as {dp: 4}, or write shard: true"
+        help_ = (
+            f"its axes are {', '.join(axes)}"
+            if axes
+            else "add a mesh to the plan, such as {dp: 4}, or write shard: true"
+        )
         raise CompileError(Problem(rules.where, fact, help=help_))
     if rules.per_rank_mean:
         loss = replace(rules.loss, pieces=max(rules.loss.pieces, batch_shards(plan, rules.loss.labels)))
