@@ -126,10 +126,7 @@ def differentiate_nodes(
     scope = scope or Scope()
     scope.know(values, shapes, constants)
     _infer(nodes, shapes, constants, scope)
-    for primal, cotangent in cotangents.items():
-        seed, value = scope.value(cotangent), scope.value(primal)
-        seed.type = seed.type or value.type
-        seed.shape = seed.shape if seed.shape is not None else value.shape
+    _infer_seeds(cotangents, scope)
     inner = {node: _captured(node, around or {}) for node in nodes}
     needed = _needed(nodes, wanted, inner)
     contributions = {primal: [cotangent] for primal, cotangent in cotangents.items()}
@@ -168,6 +165,14 @@ def _infer(
             known = scope.value(out.name or "")
             known.type = known.type or out.type
             known.shape = out.shape if known.shape is None or scope.is_doubtful(copy) else known.shape
+
+
+def _infer_seeds(cotangents: Mapping[str, str], scope: Scope) -> None:
+    """Gives cotangents of which `scope` knows nothing the types and shapes of their primals."""
+    for primal, cotangent in cotangents.items():
+        seed, value = scope.value(cotangent), scope.value(primal)
+        seed.type = seed.type or value.type
+        seed.shape = seed.shape if seed.shape is not None else value.shape
 
 
 def _needed(nodes: Sequence[ir.Node], wanted: Collection[str], inner: Mapping[ir.Node, Sequence[str]]) -> set[str]:

@@ -11,7 +11,8 @@ before it as often as the node has inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from partc.compiler.ops.node import LETTERS, Dim, dims, operand, rank_of, same
@@ -46,41 +47,58 @@ def rule(
 
     `contracted`: reductions of factors that no output has, sum where not said. The other arguments are those of `Rule`.
     """
-    left, right = factors.split("->")
-    ins, outs = left.split(",") if left else [], right.split(",")
-    if ins and ins[-1] == "...":
-        ins = [*ins[:-1], *ins[-2:-1] * (len(node.inputs) - len(ins) + 1)]
-    if len(node.inputs) > len(ins) or len(node.outputs) > len(outs):
+    left, _, right = factors.partition("->")
+    outs = right.split(",")
+    operands = _operands(node, left.split(",") if left else [])
+    if operands is None or len(node.outputs) > len(outs):
         return None
-    stars: list[Sequence[Dim]] = []
-    plain: list[tuple[str, str, str] | None] = []
-    for k, part in enumerate(ins[: len(node.inputs)]):
+    used = set(factors)
+    free = [letter for letter in LETTERS if letter not in used]
+    common, of_stars = broadcast([one.star for one in operands if one and one.star is not None], free)
+    stars = iter(of_stars)
+    inputs = tuple(None if one is None else one.letters(stars) for one in operands)
+    outputs = tuple(_output(part, common, rank_of(value)) for part, value in zip(outs, node.outputs, strict=False))
+    fixed = {WHOLE, *replicated, *(letter for one in outputs if one for letter in one)}
+    summed = dict.fromkeys(letter for one in inputs if one for letter in one if letter not in fixed)
+    reductions = {letter: (contracted or {}).get(letter, "sum") for letter in summed}
+    of_linear = None if partial is None else tuple(partial)
+    return Rule(inputs, outputs, reductions, frozenset(replicated), linear, of_linear, local, units or {})
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """An operand's letters: those before and after its open dims, and these: `.` for each, or `star`, the dims that broadcast."""
+
+    head: str
+    open: str
+    tail: str
+    star: Sequence[Dim] | None = None
+
+    def letters(self, stars: Iterator[str]) -> str:
+        """A letter a dim; those of a star are the next of `stars`."""
+        return self.head + (self.open if self.star is None else next(stars)) + self.tail
+
+
+def _operands(node: ir.Node, parts: list[str]) -> list[_Operand | None] | None:
+    """The node's inputs as their parts of the notation read, None for one that is absent; None where one does not fit."""
+    if parts and parts[-1] == "...":
+        parts = [*parts[:-1], *parts[-2:-1] * (len(node.inputs) - len(parts) + 1)]
+    if len(node.inputs) > len(parts):
+        return None
+    found: list[_Operand | None] = []
+    for k, part in enumerate(parts[: len(node.inputs)]):
         shape = dims(operand(node, k))
         if part == "-" or node.inputs[k] is None:
-            plain.append(None)
+            found.append(None)
             continue
         if shape is None:
             return None
-        head, open_dims, tail, count = _opened(part, len(shape))
-        if count < 0 or (count and not open_dims):
+        head, sign, tail, count = _opened(part, len(shape))
+        if count < 0 or (count and not sign):
             return None
-        if open_dims == "*":
-            stars.append(shape[len(head) : len(head) + count])
-        plain.append((head, open_dims if open_dims == "*" else WHOLE * count, tail))
-    used = set(factors)
-    free = [letter for letter in LETTERS if letter not in used]
-    common, per_star = broadcast(stars, free)
-    at = iter(per_star)
-    inputs = tuple(None if one is None else one[0] + (next(at) if one[1] == "*" else one[1]) + one[2] for one in plain)
-    outputs = tuple(_output(part, common, rank_of(value)) for part, value in zip(outs, node.outputs, strict=False))
-    made = {letter for one in outputs if one for letter in one}
-    reductions = {
-        letter: (contracted or {}).get(letter, "sum")
-        for letter in dict.fromkeys(letter for one in inputs if one for letter in one)
-        if letter != WHOLE and letter not in made and letter not in replicated
-    }
-    inputs_of_linear = None if partial is None else tuple(partial)
-    return Rule(inputs, outputs, reductions, frozenset(replicated), linear, inputs_of_linear, local, units or {})
+        star = shape[len(head) : len(head) + count] if sign == "*" else None
+        found.append(_Operand(head, WHOLE * count, tail, star))
+    return found
 
 
 def broadcast(shapes: Sequence[Sequence[Dim]], free: Sequence[str]) -> tuple[str, list[str]]:

@@ -84,9 +84,10 @@ def to_training(
     for node in {*dropouts} - {*drawing}:
         _undropped(node)
     statistics = _trained(model, training, shaped)
-    step = _step(graph) if drawing else None
+    if not drawing:
+        return Modes(statistics, None)
+    step = _step(graph)
     for node, ratio in drawing.items():
-        assert step is not None
         assert ratio is not None
         _seeded(node, ratio, step, seed)
     return Modes(statistics, step)

@@ -11,6 +11,7 @@ backward pass instead of being kept, which for long sequences would be the large
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from partc.compiler.autodiff.engine import differentiate_nodes
 from partc.compiler.autodiff.shapes import extents, joined, like
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.node import Dim, dims, operand, same
+from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
 
@@ -38,37 +40,25 @@ attention = op(
 
 @attention.sharding
 def _(node: ir.Node) -> Rule | None:
-    query, key, value = (dims(operand(node, k)) for k in range(3))
-    if query is None or key is None or value is None:
+    query, key = dims(operand(node, 0)), dims(operand(node, 1))
+    if query is None or key is None:
         return None
     flat = len(query) == 3
-    if flat:
-        queries, keys = (node.attributes.get_int(name, 0) for name in ("q_num_heads", "kv_num_heads"))
-    else:
-        queries, keys = (shape[1] if isinstance(shape[1], int) else 0 for shape in (query, key))
-    sizes: dict[str, Dim] = {"b": query[0], "h": queries if flat else query[1], "s": query[1 if flat else 2]}
+    queries, keys = _head_counts(node, query, key)
     shared = one_letter(queries, keys, () if flat else (query[1], key[1]))
-    heads, key_heads = ("h", shared) if shared else (WHOLE, WHOLE)
-    ordered = any(name in node.attributes for name in ("left_window_size", "right_window_size"))
-    free = WHOLE if ordered or node.attributes.get_int("is_causal", 0) != 0 else "s"
-    mask = _aligned(dims(operand(node, 3)), {**sizes}, f"b{heads}{free}.")
+    h, k = ("h", shared) if shared else (WHOLE, WHOLE)
+    s = WHOLE if _is_ordered(node) else "s"
+    sizes: dict[str, Dim] = {"b": query[0], "h": queries if flat else query[1], "s": query[1 if flat else 2]}
+    mask = _aligned(dims(operand(node, 3)), sizes, f"b{h}{s}.")
     if mask is None:
         return None
-    cache = f"b{key_heads}.."
-    deep = f"b{key_heads}.d" if not flat else cache
     if flat:
-        operands = [f"b{free}{heads}", f"b.{key_heads}", f"b.{key_heads}"]
-        made = [f"b{free}{heads}", cache, cache, f"b{heads}{free}."]
+        factors = f"b{s}{h},b.{k},b.{k},{mask},b{k}..,b{k}..,b->b{s}{h},b{k}..,b{k}..,b{h}{s}."
     else:
-        operands = [f"b{heads}{free}.", cache, deep]
-        made = [f"b{heads}{free}d", cache, deep, f"b{heads}{free}."]
-    operands += [mask, cache, deep, "b"]
-    inputs = tuple(None if v is None else text for v, text in zip(node.inputs, operands, strict=False))
-    if any(v is not None and len(dims(v) or ()) != len(t or "") for v, t in zip(node.inputs, inputs, strict=True)):
-        return None
-    return Rule(
-        inputs,
-        tuple(made[: len(node.outputs)]),
+        factors = f"b{h}{s}.,b{k}..,b{k}.d,{mask},b{k}..,b{k}.d,b->b{h}{s}d,b{k}..,b{k}.d,b{h}{s}."
+    return rule(
+        node,
+        factors,
         linear=None if len(node.outputs) == 1 else "",
         local=fewer_heads if flat else None,
         units={"h": keys if keys > 1 else queries} if shared and keys and queries else {},
@@ -150,6 +140,19 @@ def fewer_heads(local: Local) -> None:
     shards = local.cut("h")
     changed: dict[str, Any] = {name: count // shards for name, count in given.items() if count > 1}
     local.same(**changed)
+
+
+def _head_counts(node: ir.Node, query: Sequence[Dim], key: Sequence[Dim]) -> tuple[int, int]:
+    """How many heads queries and keys have, 0 where only a run tells: attributes where they lie in the hidden dim, else a dim."""
+    if len(query) == 3:
+        return node.attributes.get_int("q_num_heads", 0), node.attributes.get_int("kv_num_heads", 0)
+    return (query[1] if isinstance(query[1], int) else 0), (key[1] if isinstance(key[1], int) else 0)
+
+
+def _is_ordered(node: ir.Node) -> bool:
+    """Whether what a query may see depends on its place."""
+    windows = any(name in node.attributes for name in ("left_window_size", "right_window_size"))
+    return windows or node.attributes.get_int("is_causal", 0) != 0
 
 
 def one_letter(queries: int, keys: int, extents: tuple[Dim, ...]) -> str:

@@ -100,6 +100,21 @@ _Slices = dict[str, tuple[str, _Along]]
 """By a body's value, one slice a turn, the tensor of them all."""
 
 
+@dataclass(frozen=True)
+class _Backwards:
+    """The turns of a backward pass: `ports` of its body begin as `starts`, are handed on as `results`, and end as cotangents of `primals`.
+
+    `slices`: what the body reads a slice of each turn. `stacked`: by what it makes each turn, the tensor whose cotangent these are.
+    """
+
+    starts: list[str]
+    slices: _Slices
+    ports: list[str]
+    results: list[str]
+    primals: list[str]
+    stacked: _Slices
+
+
 @dataclass
 class _Turns:
     """A loop: `kept` are the body's inputs that the forward pass stores, `states` those that are handed from turn to turn.
@@ -137,34 +152,39 @@ class _Turns:
         self._check_shapes(ends)
         totals = [body.add("Add", [sums[name], made[name]], f"sum{at}.next") for at, name in enumerate(inside.wanted)]
 
-        starts = [dys[self.states.index(k)] or g.zeros(_input(g, k)) for k in moving]
-        starts += [g.zeros(name) for name in inside.wanted]
-        ports = [*at_state.values(), *sums.values()]
-        results = [*(made[body.inputs[k]] for k in moving), *totals]
-        primals = [*(_input(g, k) for k in moving), *inside.wanted]
-        slices = {body.inputs[k]: (name, _Along()) for k, name in zip(self.kept, kept, strict=True)}
-        slices |= {body.inputs[first + k]: (_input(g, first + k), along) for k, along in enumerate(self.elements)}
-        slices |= {at_out[at]: (dy, self.outs[at]) for at, dy in given.items()}
-        if g.node.op_type == "Loop":
-            found = self._loop(starts, slices, ports, results, primals)
-        else:
-            stacked = {made[name]: (_input(g, k), self.elements[k - first]) for k, name in reads.items()}
-            found = self._scan(starts, slices, ports, results, primals, stacked)
+        turns = _Backwards(
+            starts=self._starts(dys, moving, inside.wanted),
+            slices=self._slices(kept, first) | {at_out[at]: (dy, self.outs[at]) for at, dy in given.items()},
+            ports=[*at_state.values(), *sums.values()],
+            results=[*(made[body.inputs[k]] for k in moving), *totals],
+            primals=[*(_input(g, k) for k in moving), *inside.wanted],
+            stacked={made[name]: (_input(g, k), self.elements[k - first]) for k, name in reads.items()},
+        )
+        found = self._emit(turns)
         unread = {at for at, k in enumerate(moving) if not g.wants(k)}
         return [one for at, one in enumerate(found) if at not in unread]
 
-    def _scan(
-        self,
-        starts: list[str],
-        slices: _Slices,
-        ports: list[str],
-        results: list[str],
-        primals: list[str],
-        stacked: _Slices,
-    ) -> Cotangents:
-        """The turns as a Scan: of a body's input by each slice, and of what it stacks, the tensor that it goes along."""
-        graph = self.body.graph("body", [*ports, *slices], [*results, *stacked])
-        read, made = ([along for _, along in some.values()] for some in (slices, stacked))
+    def _starts(self, dys: Sequence[str | None], moving: Sequence[int], wanted: Sequence[str]) -> list[str]:
+        """What the cotangents of states begin with, and the sums of what is read from around."""
+        g = self.g
+        return [
+            *(dys[self.states.index(k)] or g.zeros(_input(g, k)) for k in moving),
+            *(g.zeros(name) for name in wanted),
+        ]
+
+    def _slices(self, kept: Sequence[str], first: int) -> _Slices:
+        """The tensors that the turns of the forward pass saw one slice of: what was kept, and the elements."""
+        g, inputs = self.g, self.body.inputs
+        stored = {inputs[k]: (name, _Along()) for k, name in zip(self.kept, kept, strict=True)}
+        return stored | {inputs[first + k]: (_input(g, first + k), along) for k, along in enumerate(self.elements)}
+
+    def _emit(self, turns: _Backwards) -> Cotangents:
+        return self._loop(turns) if self.g.node.op_type == "Loop" else self._scan(turns)
+
+    def _scan(self, turns: _Backwards) -> Cotangents:
+        """The turns as a Scan."""
+        graph = self.body.graph("body", [*turns.ports, *turns.slices], [*turns.results, *turns.stacked])
+        read, made = ([along for _, along in some.values()] for some in (turns.slices, turns.stacked))
         attributes = [
             ir.AttrGraph("body", graph),
             ir.AttrInt64("num_scan_inputs", len(read)),
@@ -173,25 +193,26 @@ class _Turns:
             ir.AttrInt64s("scan_output_axes", [one.axis for one in made]),
             ir.AttrInt64s("scan_output_directions", [BACKWARDS - one.direction for one in made]),
         ]
-        operands = [*starts, *(name for name, _ in slices.values())]
-        return _emitted(self.g, "Scan", operands, attributes, [*primals, *(name for name, _ in stacked.values())])
+        operands = [*turns.starts, *(name for name, _ in turns.slices.values())]
+        primals = [*turns.primals, *(name for name, _ in turns.stacked.values())]
+        return _emitted(self.g, "Scan", operands, attributes, primals)
 
-    def _loop(
-        self, starts: list[str], slices: _Slices, ports: list[str], results: list[str], primals: list[str]
-    ) -> Cotangents:
+    def _loop(self, turns: _Backwards) -> Cotangents:
         """The turns as a Loop, which unlike a Scan may have none of them in onnxruntime."""
         g, body = self.g, self.body
-        count = g.Gather(g.Shape(next(iter(slices.values()))[0]), g.constant(0))
+        sources = [source for source, _ in turns.slices.values()]
+        count = g.Gather(g.Shape(sources[0]), g.constant(0))
         last = g.Sub(count, g.constant(1))
         number = ir.Value(type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
         turn = body.fresh("turn", number)
         going = body.fresh("going", ir.Value(type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([])))
-        body.scope.know([g.scope.value(name) for name in (last, *(name for name, _ in slices.values()))])
+        body.scope.know([g.scope.value(name) for name in (last, *sources)])
         at = body.first("Sub", [last, turn], body.scope.derived(f"{body.prefix}at"))
-        for name, (source, _) in slices.items():
+        for name, source in zip(turns.slices, sources, strict=True):
             body.first("Gather", [source, at], name)
-        graph = body.graph("body", [turn, going, *ports], [body.add("Identity", [going], "going.next"), *results])
-        return _emitted(g, "Loop", [count, "", *starts], [ir.AttrGraph("body", graph)], primals)
+        results = [body.add("Identity", [going], "going.next"), *turns.results]
+        graph = body.graph("body", [turn, going, *turns.ports], results)
+        return _emitted(g, "Loop", [count, "", *turns.starts], [ir.AttrGraph("body", graph)], turns.primals)
 
     def _keep(self, inside: Bodies) -> list[str]:
         """Has the forward node give what every turn begins with, stacked."""
