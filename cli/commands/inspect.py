@@ -194,7 +194,7 @@ def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
         op = node.op_type
         if node.domain == DOMAIN and op in COLLECTIVES:
             group = next((attribute.s.decode() for attribute in node.attribute if attribute.name == GROUP), "")
-            ranks = artifact.manifest.circles(rank).get(group, ())
+            ranks = artifact.manifest.groups_of(rank).get(group, ())
             op += f" with {','.join(str(other) for other in ranks if other != rank)}"
         elif node.domain == DOMAIN:
             peer = next((attribute.i for attribute in node.attribute if attribute.name == PEER), -1)

@@ -63,7 +63,7 @@ def gather(transport: Transport, manifest: Manifest, mine: Mapping[str, Any]) ->
     heads = {name: [(key, one.dtype.str, one.shape) for key, one in arrays.items()] for name, arrays in sent.items()}
     found: dict[tuple[int, str], Arrays] = {(rank, name): arrays for name, arrays in sent.items()}
     under_way = []
-    for other, text in enumerate(transport.share(json.dumps(heads))):
+    for other, text in enumerate(transport.all_gather_text(json.dumps(heads))):
         for name, rows in json.loads(text).items() if other != 0 == rank else ():
             found[other, name] = {key: np.empty(shape, dtype) for key, dtype, shape in rows}
             moving = [transport.irecv(_bytes(one), other, _TAG) for one in found[other, name].values()]

@@ -129,7 +129,7 @@ def _on_all_ranks(transport: Transport, action: Callable[[], Result]) -> Result:
         result = action()
     except Exception as error:
         problem = described(error)
-    for rank, text in enumerate(transport.share(json.dumps(problem))):
+    for rank, text in enumerate(transport.all_gather_text(json.dumps(problem))):
         found = json.loads(text)
         if found is not None:
             raise _Refused(rank, *found)
@@ -169,7 +169,7 @@ def _infer(job: Job, transport: Transport, begin: float) -> int:
         arrays = gather(transport, program.manifest, outputs)
         if transport.rank == 0:
             finish(job, arrays, loaded, times)
-        transport.share("")
+        transport.all_gather_text("")
     return 0
 
 

@@ -341,6 +341,6 @@ class Manifest(_Record):
         """The file that holds a rank's program."""
         return self.programs[rank] if self.programs else rank_file(rank)
 
-    def circles(self, rank: int) -> dict[str, tuple[int, ...]]:
+    def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:
         """By group the list of ranks that holds this rank; groups without it are left out."""
         return {name: tuple(ranks) for name, lists in self.groups.items() for ranks in lists if rank in ranks}

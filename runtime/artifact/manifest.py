@@ -77,7 +77,7 @@ class Artifact:
         ]
         if problems:
             raise ArtifactError("\n".join([*problems, f"  {_AGAIN}"]))
-        return bound(model, self.manifest.circles(rank), rank, str(self.folder / name))
+        return bound(model, self.manifest.groups_of(rank), rank, str(self.folder / name))
 
     def _check(self, names: Iterable[str]) -> None:
         problems = [problem for name in names if name not in self._checked for problem in self._violations(name)]

@@ -53,8 +53,8 @@ def constant_of(node: NodeProto, place: int) -> Array:
         raise ValueError(f"{numbers} are too large") from None
 
 
-def bound(model: ModelProto, circles: Mapping[str, Sequence[int]], rank: int, where: str) -> ModelProto:
-    """The model with the constants of a rank among its initializers; `circles` as `Manifest.circles` gives them.
+def bound(model: ModelProto, groups: Mapping[str, Sequence[int]], rank: int, where: str) -> ModelProto:
+    """The model with the constants of a rank among its initializers; `groups` as `Manifest.groups` gives them.
 
     The model itself where it has none; else it is changed. ArtifactError names the file and the node that is not sound.
     """
@@ -65,7 +65,7 @@ def bound(model: ModelProto, circles: Mapping[str, Sequence[int]], rank: int, wh
     for node in filter(is_rank_constant, nodes):
         try:
             (name,) = node.output
-            graph.initializer.append(_tensor(constant_of(node, _place(node, circles, rank)), name))
+            graph.initializer.append(_tensor(constant_of(node, _place(node, groups, rank)), name))
         except ValueError as error:
             title = f"{RANK_CONSTANT} '{next(iter(node.output), '')}'"
             raise ArtifactError(f"{where}: {title}: {error}\n  help: compile again") from None
@@ -80,11 +80,11 @@ def names_of(model: ModelProto) -> Iterator[str]:
     return (name for node in model.graph.node if is_rank_constant(node) for name in node.output)
 
 
-def _place(node: NodeProto, circles: Mapping[str, Sequence[int]], rank: int) -> int:
+def _place(node: NodeProto, groups: Mapping[str, Sequence[int]], rank: int) -> int:
     group = group_of(node)
-    if group not in circles:
+    if group not in groups:
         raise ValueError(f"rank {rank} is in no list of its group '{group}'")
-    return circles[group].index(rank)
+    return groups[group].index(rank)
 
 
 def _tensor(array: Array, name: str) -> TensorProto:

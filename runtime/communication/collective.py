@@ -19,7 +19,7 @@ from ..artifact.dtypes import BY_NAME, Bytes, Dtype
 from ..artifact.format import ALL_GATHER, ALL_TO_ALL
 from ..artifact.tensor import Tensor, aligned
 from ..errors import RankError, StepError
-from .packing import carried, carrier, is_front, moved_bytes, reduced, split, store
+from .packing import as_moved, is_front, moved_bytes, reduced, split, store, view_as
 from .transport import GATHER, CollectiveArgs, Request, Transport
 
 Action: TypeAlias = Callable[[], object]
@@ -92,7 +92,7 @@ class CollectivePlan:
             result = result or source
             given = result.data if place == self.call.root and result else NOTHING
         taken = landing if self.landing else result.data if result else NOTHING
-        movement = CollectiveArgs(
+        args = CollectiveArgs(
             self._movement(),
             self.ranks,
             self.tag,
@@ -104,7 +104,7 @@ class CollectivePlan:
             at_once,
         )
         after = self._placing(landing, result) if self.landing and result else None
-        return BoundCollective(self.transport.ready(movement), before, after)
+        return BoundCollective(self.transport.prepare(args), before, after)
 
     def _movement(self) -> str:
         """The transport's primitive: the op itself, or what brings here all that is reduced here."""
@@ -121,20 +121,20 @@ class CollectivePlan:
 
     def _packing(self, source: Tensor, packed: Bytes) -> Action:
         if not self.kind.splits:
-            whole = carrier(packed, self.dtype, self.shape)
-            return lambda: np.copyto(whole, carried(source))
-        pieces = carrier(packed, self.dtype, (len(self.ranks), *self.piece))
+            whole = view_as(packed, self.dtype, self.shape)
+            return lambda: np.copyto(whole, as_moved(source))
+        pieces = view_as(packed, self.dtype, (len(self.ranks), *self.piece))
         if self.dtype.bits < 8:
-            return lambda: np.copyto(pieces, split(carried(source), self._from, len(self.ranks)))
-        return partial(np.copyto, pieces, split(carried(source), self._from, len(self.ranks)))
+            return lambda: np.copyto(pieces, split(as_moved(source), self._from, len(self.ranks)))
+        return partial(np.copyto, pieces, split(as_moved(source), self._from, len(self.ranks)))
 
     def _placing(self, landing: Bytes, result: Tensor) -> Action:
-        pieces = carrier(landing, self.dtype, (len(self.ranks), *self.piece))
+        pieces = view_as(landing, self.dtype, (len(self.ranks), *self.piece))
         if self.kind.reduces:
             return lambda: store(reduced(list(pieces), self.dtype, self.call.reduce), result)
         if self.dtype.bits < 8:
             return lambda: store(np.concatenate(list(pieces), self._into), result)
-        return partial(np.copyto, split(carried(result), self._into, len(self.ranks)), pieces)
+        return partial(np.copyto, split(as_moved(result), self._into, len(self.ranks)), pieces)
 
 
 def dynamic_collective(
@@ -210,10 +210,10 @@ def _rows(mine: Sequence[int], ranks: tuple[int, ...], tag: int, transport: Tran
     """The numbers that each rank gives."""
     given = np.array(mine, np.int64)
     rows = np.empty((len(ranks), given.size), np.int64)
-    movement = CollectiveArgs(
+    args = CollectiveArgs(
         ALL_GATHER, ranks, tag, given.view(np.uint8), rows.reshape(-1).view(np.uint8), BY_NAME["int64"]
     )
-    transport.wait(transport.ready(movement)(), what)
+    transport.wait(transport.prepare(args)(), what)
     found: list[list[int]] = rows.tolist()
     return found
 

@@ -16,7 +16,7 @@ from ..artifact.comm_node import Call, Shape, Shard
 from ..artifact.dtypes import Array, Bytes, Dtype
 from ..artifact.tensor import Tensor
 from ..errors import RankError
-from .packing import carried, carrier, moved_bytes, store
+from .packing import as_moved, moved_bytes, store, view_as
 from .transport import Request, Transport
 
 
@@ -69,7 +69,7 @@ class Redistribution:
                         later.append((target[part.at], place))
         leaving: list[Request] = []
         if source is not None:
-            elements = carried(source)
+            elements = as_moved(source)
             for part in self.gives:
                 if part.peer != rank:
                     place, data = self._memory(part, elements, packed)
@@ -94,14 +94,14 @@ class Redistribution:
             inside = value[part.at]
             return inside, inside.reshape(-1).view(np.uint8)
         data = scratch[part.scratch :][: part.bytes]
-        return carrier(data, self.dtype, part.shape), data
+        return view_as(data, self.dtype, part.shape), data
 
 
 def _elements(result: Tensor) -> Array:
     """Where the elements of a result come together."""
     if result.dtype.bits < 8:
         return np.empty(result.shape, np.uint8)
-    return carried(result)
+    return as_moved(result)
 
 
 def _parts(shards: Sequence[Shard], shape: Shape | None, dtype: Dtype, rank: int) -> tuple[list[MemoryBox], int]:

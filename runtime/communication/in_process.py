@@ -1,7 +1,7 @@
 """Ranks as threads of one process: mailboxes in place of MPI, for tests, `partc verify` and machines without MPI.
 
-A send copies its bytes into a mailbox and is complete at once; a collective is a meeting to which each rank brings a copy of its
-bytes, and which is complete when all have come. Waits end at once when a rank has failed, and when no rank can
+A send copies its bytes into a mailbox and is complete at once; a collective is a rendezvous to which each rank contributes a copy
+of its bytes, and which is complete when all have. Waits end at once when a rank has failed, and when no rank can
 ever go on: then the error says what each one waits for, so that a wrong order of communication is a message and not a hang.
 """
 
@@ -28,9 +28,9 @@ _Key = tuple[int, int, int]
 
 @dataclass
 class _Rendezvous:
-    """One round in which every rank brings something and takes what all brought."""
+    """One round in which every rank contributes something and collects what all have."""
 
-    brought: dict[int, object] = field(default_factory=dict)
+    contributed: dict[int, object] = field(default_factory=dict)
     complete: bool = False
 
 
@@ -41,9 +41,9 @@ class _Receive:
 
 
 @dataclass(frozen=True)
-class _Gathering:
-    meeting: _Rendezvous
-    movement: CollectiveArgs
+class _Contribution:
+    rendezvous: _Rendezvous
+    args: CollectiveArgs
 
 
 class LocalWorld:
@@ -54,12 +54,12 @@ class LocalWorld:
         self.stall = stall
         self._changed = Condition()
         self._mail: dict[_Key, deque[Bytes]] = {}
-        self._gatherings: dict[tuple[tuple[int, ...], int], _Rendezvous] = {}
+        self._collectives: dict[tuple[tuple[int, ...], int], _Rendezvous] = {}
         self._waiting: dict[int, tuple[Callable[[], bool], Callable[[], str]]] = {}
         self._finished: set[int] = set()
         self._failure: str | None = None
         self._why = ""
-        self._meeting = _Rendezvous()
+        self._round = _Rendezvous()
 
     def transport(self, rank: int) -> Transport:
         """The end of the job that belongs to a rank."""
@@ -69,10 +69,10 @@ class LocalWorld:
         """Forget messages and failures; only between steps, when no rank is inside a call."""
         with self._changed:
             self._mail.clear()
-            self._gatherings.clear()
+            self._collectives.clear()
             self._finished.clear()
             self._failure, self._why = None, ""
-            self._meeting = _Rendezvous()
+            self._round = _Rendezvous()
 
     def finish(self, rank: int, why: str = "") -> None:
         """A rank says that it will not communicate until the next reset, and where the others do not know it, why."""
@@ -99,34 +99,34 @@ class LocalWorld:
             self._wait(key[1], lambda: bool(self._mail.get(key)), what)
             return self._mail[key].popleft()
 
-    def bring(self, ranks: tuple[int, ...], tag: int, rank: int, data: Bytes) -> _Rendezvous:
-        """The meeting of a collective, to which a rank now has brought its bytes."""
+    def contribute(self, ranks: tuple[int, ...], tag: int, rank: int, data: Bytes) -> _Rendezvous:
+        """The rendezvous of a collective, to which a rank now has contributed its bytes."""
         with self._changed:
-            meeting = self._gatherings.setdefault((ranks, tag), _Rendezvous())
-            meeting.brought[rank] = data
-            if len(meeting.brought) == len(ranks):
-                meeting.complete = True
-                del self._gatherings[ranks, tag]
+            rendezvous = self._collectives.setdefault((ranks, tag), _Rendezvous())
+            rendezvous.contributed[rank] = data
+            if len(rendezvous.contributed) == len(ranks):
+                rendezvous.complete = True
+                del self._collectives[ranks, tag]
                 self._changed.notify_all()
-            return meeting
+            return rendezvous
 
-    def gathered(self, rank: int, meeting: _Rendezvous, what: Callable[[], str]) -> dict[int, object]:
-        """What all ranks of a collective have brought, when they have."""
+    def collect(self, rank: int, rendezvous: _Rendezvous, what: Callable[[], str]) -> dict[int, object]:
+        """By rank what all have contributed to a collective; returns when they have."""
         with self._changed:
-            self._wait(rank, lambda: meeting.complete, what)
-            return meeting.brought
+            self._wait(rank, lambda: rendezvous.complete, what)
+            return rendezvous.contributed
 
-    def meet(self, rank: int, thing: object, what: Callable[[], str]) -> list[object]:
-        """What every rank brought to this round, in order of ranks."""
+    def exchange(self, rank: int, thing: object, what: Callable[[], str]) -> list[object]:
+        """What every rank gives to this round of all ranks, in order of ranks."""
         with self._changed:
-            meeting = self._meeting
-            meeting.brought[rank] = thing
-            if len(meeting.brought) == self.size:
-                meeting.complete = True
-                self._meeting = _Rendezvous()
+            rendezvous = self._round
+            rendezvous.contributed[rank] = thing
+            if len(rendezvous.contributed) == self.size:
+                rendezvous.complete = True
+                self._round = _Rendezvous()
                 self._changed.notify_all()
-            self._wait(rank, lambda: meeting.complete, what)
-            return [meeting.brought[other] for other in range(self.size)]
+            self._wait(rank, lambda: rendezvous.complete, what)
+            return [rendezvous.contributed[other] for other in range(self.size)]
 
     def _wait(self, rank: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         begun = time.monotonic()
@@ -166,8 +166,8 @@ class LocalTransport:
         self.size = world.size
         self.stall = world.stall
         self.cores = max(1, len(usable_cores()) // world.size)
-        self.crowded = world.size > 1
-        self.together, self.spins = True, False
+        self.shares_host = world.size > 1
+        self.single_host, self.has_own_core = True, False
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Request:
         self.world.put((self.rank, peer, tag), buffer.copy())
@@ -182,32 +182,30 @@ class LocalTransport:
             if data.size != request.buffer.size:
                 raise RankError(f"rank {self.rank} got {data.size} bytes instead of {request.buffer.size}: {what()}")
             request.buffer[:] = data
-        elif isinstance(request, _Gathering):
-            brought = self.world.gathered(self.rank, request.meeting, what)
-            _distribute(
-                self.rank, request.movement, [np.asarray(brought[rank]) for rank in request.movement.ranks], what
-            )
+        elif isinstance(request, _Contribution):
+            given = self.world.collect(self.rank, request.rendezvous, what)
+            _distribute(self.rank, request.args, [np.asarray(given[rank]) for rank in request.args.ranks], what)
 
-    def join(self, circles: Sequence[tuple[int, ...]]) -> None:
+    def create_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
         pass
 
     def reduces(self, dtype: Dtype, reduce: str) -> bool:
         return False
 
-    def ready(self, movement: CollectiveArgs) -> Callable[[], Request]:
+    def prepare(self, args: CollectiveArgs) -> Callable[[], Request]:
         def begin() -> Request:
-            data = movement.source.copy()
-            return _Gathering(self.world.bring(movement.ranks, movement.tag, self.rank, data), movement)
+            data = args.source.copy()
+            return _Contribution(self.world.contribute(args.ranks, args.tag, self.rank, data), args)
 
         return begin
 
-    def agree(self, vector: Vector) -> Vector:
-        vectors = self.world.meet(self.rank, vector.copy(), lambda: "the agreement on the sizes of a step")
+    def all_reduce_max(self, vector: Vector) -> Vector:
+        vectors = self.world.exchange(self.rank, vector.copy(), lambda: "the agreement on the sizes of a step")
         highest: Vector = np.stack([np.asarray(one, np.int64) for one in vectors]).max(axis=0)
         return highest
 
-    def share(self, text: str) -> list[str]:
-        return [str(one) for one in self.world.meet(self.rank, text, lambda: "the exchange of messages")]
+    def all_gather_text(self, text: str) -> list[str]:
+        return [str(one) for one in self.world.exchange(self.rank, text, lambda: "the exchange of messages")]
 
     def fail(self, message: str, buffers: object = None) -> None:
         self.world.fail(message)

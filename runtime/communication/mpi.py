@@ -27,6 +27,7 @@ from ..errors import RankError
 from ..job.machine import usable_cores
 from ..job.status_board import processes
 from . import mpi_calls as calls
+from . import shared_memory
 from .leaving import expected
 from .mpi_group import ProcessGroup
 from .mpi_watch import Watch
@@ -79,7 +80,7 @@ class MpiTransport:
         self._left: list[tuple[int, str]] = []
         self._begun = self._done = 0
         """How many agreements and exchanges of all ranks this one has begun, and has taken part in."""
-        self._circles: dict[tuple[int, ...], ProcessGroup] = {}
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self.wait(comm.Ibarrier(), lambda: "all ranks to begin to load")
         self.comm = calls.duplicate(comm, self._watch)
         self.notices = calls.duplicate(comm, self._watch)
@@ -88,18 +89,20 @@ class MpiTransport:
 
     def _meet(self) -> None:
         """Learns which ranks are on this machine, and with how many they share its cores."""
-        rows = [json.loads(text) for text in self.share(json.dumps([_machine(), os.getpid(), sorted(usable_cores())]))]
-        self._machines = [machine for machine, _, _ in rows]
+        mine = [_machine(), os.getpid(), sorted(usable_cores()), shared_memory.wanted()]
+        rows = [json.loads(text) for text in self.all_gather_text(json.dumps(mine))]
+        self._machines = [row[0] for row in rows]
         here = self._machines[self.rank]
         near = [rank for rank, machine in enumerate(self._machines) if machine == here]
         self._processes = {rank: rows[rank][1] for rank in near}
         everyone = frozenset().union(*(rows[rank][2] for rank in near))
         self.cores = min(len(usable_cores()), max(1, len(everyone) // len(near)))
-        self.crowded = len(near) > 1
-        self.together = len(near) == self.size
-        self.spins = len(near) <= len(everyone)
-        self._yields = not self.spins and hasattr(os, "sched_yield")
-        self._spin = _ALONE_SPIN if self.spins else _CROWDED_SPIN
+        self._shares_memory = all(row[3] for row in rows)
+        self.shares_host = len(near) > 1
+        self.single_host = len(near) == self.size
+        self.has_own_core = len(near) <= len(everyone)
+        self._yields = not self.has_own_core and hasattr(os, "sched_yield")
+        self._spin = _ALONE_SPIN if self.has_own_core else _CROWDED_SPIN
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Request:
         if buffer.size > self.piece:
@@ -138,26 +141,26 @@ class MpiTransport:
         finally:
             self._watch.end()
 
-    def join(self, circles: Sequence[tuple[int, ...]]) -> None:
-        for index, ranks in enumerate(circles):
-            if self.rank in ranks and ranks not in self._circles:
-                near = len({self._machines[rank] for rank in ranks}) == 1
-                self._circles[ranks] = ProcessGroup(self.comm, ranks, index % self.tags, near, self._watch, self.wait)
+    def create_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
+        for index, ranks in enumerate(groups):
+            if self.rank in ranks and ranks not in self._groups:
+                near = self._shares_memory and len({self._machines[rank] for rank in ranks}) == 1
+                self._groups[ranks] = ProcessGroup(self.comm, ranks, index % self.tags, near, self._watch, self.wait)
 
     def reduces(self, dtype: Dtype, reduce: str) -> bool:
         return calls.reduces(dtype, reduce)
 
-    def ready(self, movement: CollectiveArgs) -> Callable[[], Request]:
-        return self._circles[movement.ranks].ready(movement)
+    def prepare(self, args: CollectiveArgs) -> Callable[[], Request]:
+        return self._groups[args.ranks].prepare(args)
 
-    def agree(self, vector: Vector) -> Vector:
+    def all_reduce_max(self, vector: Vector) -> Vector:
         result = np.empty_like(vector)
         self._begun += 1
         self.wait(self.comm.Iallreduce(vector, result, MPI.MAX), lambda: "the agreement on the sizes of a step")
         self._done += 1
         return result
 
-    def share(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         mine = np.frombuffer(text.encode(), np.uint8)
         sizes = np.empty(self.size, np.int64)
         self._begun += 1
@@ -190,8 +193,8 @@ class MpiTransport:
         # After a failure messages may still be under way: the communicators must outlive them.
         if self._failure is None and not MPI.Is_finalized():
             self._failure = "it was closed"
-            for circle in self._circles.values():
-                circle.free()
+            for group in self._groups.values():
+                group.free()
             calls.free(self.comm, self._watch)
             if self.notices is not None:
                 calls.free(self.notices, self._watch)

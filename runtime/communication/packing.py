@@ -29,14 +29,14 @@ def moved_bytes(dtype: Dtype, shape: Shape) -> int:
     return math.prod(shape) * max(dtype.bits // 8, 1)
 
 
-def carried(tensor: Tensor) -> Array:
+def as_moved(tensor: Tensor) -> Array:
     """A tensor's elements as they move: a view, a copy where elements are narrower than a byte."""
     if tensor.dtype.bits < 8:
         return np.ascontiguousarray(tensor.array()).view(np.uint8).reshape(tensor.shape)
-    return carrier(tensor.data, tensor.dtype, tensor.shape)
+    return view_as(tensor.data, tensor.dtype, tensor.shape)
 
 
-def carrier(data: Bytes, dtype: Dtype, shape: Shape) -> Array:
+def view_as(data: Bytes, dtype: Dtype, shape: Shape) -> Array:
     """Moved bytes as elements of the type's width, in `shape`."""
     found: Array = data.view(_CARRIERS[max(dtype.bits // 8, 1)]).reshape(shape)
     return found
@@ -48,7 +48,7 @@ def store(array: Array, tensor: Tensor) -> None:
         elements = np.ascontiguousarray(array).view(tensor.dtype.numpy)
         tensor.data[:] = Tensor.of(elements, tensor.dtype).data
     else:
-        np.copyto(carried(tensor), array)
+        np.copyto(as_moved(tensor), array)
 
 
 def is_front(shape: Shape, axis: int) -> bool:
@@ -68,11 +68,11 @@ def reduced(pieces: Sequence[Array], dtype: Dtype, reduce: str) -> Array:
     terms = (piece.view(dtype.numpy) for piece in pieces)
     if reduce == SUM and dtype.bits < 32 and dtype.shown.startswith(("float", "bfloat")):
         total = _folded((term.astype(np.float32) for term in terms), np.add)
-        return _as_moved(total.astype(dtype.numpy), pieces[0])
+        return _moved_like(total.astype(dtype.numpy), pieces[0])
     if dtype.wide:
         total = _folded((term.astype(dtype.wide) for term in terms), _ufunc(reduce))
-        return _as_moved(total.astype(dtype.numpy), pieces[0])
-    return _as_moved(_folded(terms, _ufunc(reduce)), pieces[0])
+        return _moved_like(total.astype(dtype.numpy), pieces[0])
+    return _moved_like(_folded(terms, _ufunc(reduce)), pieces[0])
 
 
 def _ufunc(reduce: str) -> np.ufunc:
@@ -87,5 +87,5 @@ def _folded(terms: Iterable[Array], ufunc: np.ufunc) -> Array:
     return total
 
 
-def _as_moved(array: Array, like: Array) -> Array:
+def _moved_like(array: Array, like: Array) -> Array:
     return np.ascontiguousarray(array).view(like.dtype).reshape(like.shape)

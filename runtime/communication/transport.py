@@ -60,15 +60,15 @@ class Transport(Protocol):
     size: int
     cores: int
     """Cores that this rank may keep busy without taking them from its neighbours."""
-    crowded: bool
+    shares_host: bool
     """Whether ranks share a machine, so that none may spin for long."""
     tags: int
     """The largest tag."""
     stall: float
     """Seconds after which a wait is reported, and again after twice as long."""
-    together: bool
+    single_host: bool
     """Whether all ranks are on one machine."""
-    spins: bool
+    has_own_core: bool
     """Whether every rank has a core of its own, so that a wait may keep it."""
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Request:
@@ -83,7 +83,7 @@ class Transport(Protocol):
         """Return when the transfer is complete; `what` names it in reports."""
         ...
 
-    def join(self, circles: Sequence[tuple[int, ...]]) -> None:
+    def create_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Make ready for collectives among each of these lists of ranks; all ranks call it, with the same lists."""
         ...
 
@@ -91,15 +91,15 @@ class Transport(Protocol):
         """Whether AllReduce and ReduceScatter take this type, and give every rank the same bits."""
         ...
 
-    def ready(self, movement: CollectiveArgs) -> Callable[[], Request]:
+    def prepare(self, args: CollectiveArgs) -> Callable[[], Request]:
         """What begins the collective, each time that it is called."""
         ...
 
-    def agree(self, vector: Vector) -> Vector:
+    def all_reduce_max(self, vector: Vector) -> Vector:
         """The element-wise maximum over all ranks."""
         ...
 
-    def share(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """The text of every rank, in order of ranks."""
         ...
 

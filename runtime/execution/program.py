@@ -149,19 +149,19 @@ class Program:
             return
         used = {one.group for one in collectives if one.op != EXCHANGE}
         lists = {tuple(ranks) for group in used for ranks in self.manifest.groups[group] if len(ranks) > 1}
-        self._transport.join(sorted(lists))
-        circles = self.manifest.circles(self.rank)
+        self._transport.create_groups(sorted(lists))
+        groups = self.manifest.groups_of(self.rank)
         adjacent, in_place = self._program.adjacent() & self._program.promises.keys(), self._program.in_place()
         if self._waits_alike():
             adjacent = {one.tag for one in collectives}
         flags = [
             (
-                not self._transport.spins or (one.group in circles and one.tag not in adjacent),
-                one.group in circles and one.op == ALL_REDUCE and one.tag not in in_place,
+                not self._transport.has_own_core or (one.group in groups and one.tag not in adjacent),
+                one.group in groups and one.op == ALL_REDUCE and one.tag not in in_place,
             )
             for one in collectives
         ]
-        agreed = self._transport.agree(np.array(flags, np.int64).reshape(-1)).reshape(-1, 2).tolist()
+        agreed = self._transport.all_reduce_max(np.array(flags, np.int64).reshape(-1)).reshape(-1, 2).tolist()
         self._at_once = frozenset(one.tag for one, (later, _) in zip(collectives, agreed, strict=True) if not later)
         self._program.in_place({one.tag for one, (_, apart) in zip(collectives, agreed, strict=True) if apart})
 
@@ -174,18 +174,18 @@ class Program:
         program, collectives = self._program, self.manifest.collectives
         waited = [step.call.tag for step in program.steps if isinstance(step, WaitCollective)]
         everyone = tuple(range(self._transport.size))
-        alone = self._transport.together and not self.manifest.transfers and program.promises.keys() >= set(waited)
+        alone = self._transport.single_host and not self.manifest.transfers and program.promises.keys() >= set(waited)
         alone = alone and all(self.manifest.groups[one.group] == [list(everyone)] for one in collectives)
         places = {tag: place for place, tag in enumerate(waited)}
         row = np.array([places.get(one.tag, -1) for one in collectives], np.int64)
-        most = self._transport.agree(np.concatenate([[not alone], row, -row]))
+        most = self._transport.all_reduce_max(np.concatenate([[not alone], row, -row]))
         return bool(not most[0] and (most[1 : 1 + len(row)] == -most[1 + len(row) :]).all())
 
-    def share(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """The text of every rank, in order of ranks; collective."""
-        return self._transport.share(text)
+        return self._transport.all_gather_text(text)
 
-    def beside(self, folder: Path, trust: bool) -> Program:
+    def load_companion(self, folder: Path, trust: bool) -> Program:
         """Another program over the same state and the same ranks, such as the evaluation of a model that trains; collective."""
         other = Program(open_artifact(folder, trust=trust), self._transport, self._settings, self._on_error, self.state)
         self._refuse_replaced()  # one artifact has all programs
@@ -198,9 +198,9 @@ class Program:
         self._schedules.clear()
         self._program.runners.clear()
 
-    def agree(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank; collective."""
-        return bool(self._transport.agree(np.array([flag], np.int64))[0])
+        return bool(self._transport.all_reduce_max(np.array([flag], np.int64))[0])
 
     def comes(self, part: int, count: int, shards: int) -> None:
         """Says which of `count` parts of a batch is given next, so that errors name its records."""
@@ -303,7 +303,9 @@ def load(
             program = Program(artifact, transport, settings_for(transport, threads, providers), on_error)
         except Exception as error:
             problem = _problem(transport.rank, error)
-    said = [text.partition("\n") for text in transport.share(f"{artifact.digest if artifact else ''}\n{problem}")]
+    said = [
+        text.partition("\n") for text in transport.all_gather_text(f"{artifact.digest if artifact else ''}\n{problem}")
+    ]
     problems = [text for text in dict.fromkeys(text for _, _, text in said) if text]
     if not problems and len({digest for digest, _, _ in said}) > 1:
         fact = "the ranks read different artifacts: it was replaced meanwhile, or is not the same on all hosts"
@@ -342,12 +344,12 @@ def describe_action(folder: str | Path, rank: int, action: int) -> str:
     manifest = open_artifact(folder, trust=True).manifest
     file = Path(folder) / manifest.program(rank)
     model = onnx.load_model(file, load_external_data=False)
-    return describe(segmented(model, str(file), manifest.circles(rank)), action)
+    return describe(segmented(model, str(file), manifest.groups_of(rank)), action)
 
 
 def settings_for(transport: Transport, threads: int | None, providers: Sequence[str]) -> Settings:
     """How the sessions of a rank run, by default on the cores that are its own."""
-    return Settings(threads or transport.cores, not transport.crowded, providers)
+    return Settings(threads or transport.cores, not transport.shares_host, providers)
 
 
 def _transport(

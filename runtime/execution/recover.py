@@ -73,9 +73,9 @@ def attempt(
 
 def settle(transport: Transport, failure: Failure | None) -> None:
     """StepError on all ranks alike where any has failed; collective."""
-    if not transport.agree(np.array([failure is not None], np.int64))[0]:
+    if not transport.all_reduce_max(np.array([failure is not None], np.int64))[0]:
         return
-    told = transport.share("" if failure is None else json.dumps([failure.order, failure.text]))
+    told = transport.all_gather_text("" if failure is None else json.dumps([failure.order, failure.text]))
     found = [(*json.loads(text), rank) for rank, text in enumerate(told) if text]
     _, text, _ = min(found, key=lambda one: (one[0], one[2]))
     raise StepError(f"{text}\n  the step is given up on all ranks; the next one can run")

@@ -72,10 +72,10 @@ class Binder:
         """
         values, problems = ({}, [problem]) if problem else self._read(inputs)
         vector = self._vector(values, _HALT if halt else _PROBLEM if problems else 0)
-        agreed = transport.agree(vector)
+        agreed = transport.all_reduce_max(vector)
         if agreed[0] == _HALT:
             raise Halted
-        texts = transport.share(_BETWEEN.join(problems)) if agreed[0] else []
+        texts = transport.all_gather_text(_BETWEEN.join(problems)) if agreed[0] else []
         bindings: Bindings = {}
         told = [problem for text in texts for problem in text.split(_BETWEEN) if problem]
         found = list(dict.fromkeys(told)) + list(self._violations(agreed, bindings))

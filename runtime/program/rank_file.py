@@ -98,7 +98,7 @@ def read_rank_file(artifact: Artifact, rank: int) -> RankFile:
     manifest = artifact.manifest
     where = str(artifact.folder / manifest.program(rank))
     model = artifact.model(rank)
-    steps = segmented(model, where, manifest.circles(rank))
+    steps = segmented(model, where, manifest.groups_of(rank))
     transfers = transfers_of(steps, manifest, rank, where)
     collectives = collectives_of(steps, manifest, rank, where)
     state = [record for record in manifest.state if rank in record.ranks]
@@ -132,7 +132,7 @@ def transfers_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: st
 def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: str) -> dict[int, Collective]:
     """The record of each collective of this rank, by tag; ArtifactError where the file tells otherwise, or it cannot be run."""
     records = {one.tag: one for one in manifest.collectives}
-    circles = manifest.circles(rank)
+    groups = manifest.groups_of(rank)
     used: set[int] = set()
     problems = []
     for step in steps:
@@ -150,7 +150,7 @@ def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: 
     problems += [
         f"{where}: the manifest lists collective {one.tag}, {one.op} of '{one.value}', the file does not"
         for one in manifest.collectives
-        if one.group in circles and one.op != EXCHANGE and one.tag not in used
+        if one.group in groups and one.op != EXCHANGE and one.tag not in used
     ]
     if problems:
         raise ArtifactError("\n".join([*problems, _CHANGED]))

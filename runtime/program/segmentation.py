@@ -165,10 +165,10 @@ class _Segmenter:
             self.steps.append(Update([node]))
 
 
-def segmented(model: ModelProto, where: str, circles: Mapping[str, tuple[int, ...]] | None = None) -> list[Step]:
+def segmented(model: ModelProto, where: str, groups: Mapping[str, tuple[int, ...]] | None = None) -> list[Step]:
     """The steps of a rank's program in order; every value is made once and before its use, else ArtifactError names it.
 
-    `where` is the file, for messages; `circles` by group the ranks among which this rank works. Time is linear in the nodes.
+    `where` is the file, for messages; `groups` by group the ranks among which this rank works. Time is linear in the nodes.
     """
     graph = model.graph
     nodes = list(graph.node)
@@ -194,7 +194,7 @@ def segmented(model: ModelProto, where: str, circles: Mapping[str, tuple[int, ..
             _cut_message(cutter, node, where)
         else:
             call = read_call(node, where)
-            ranks = (circles or {}).get(call.group, ())
+            ranks = (groups or {}).get(call.group, ())
             cutter.give(call.given, StartCollective(call, ranks))
             finish = WaitCollective(call, ranks)
             for name in call.made:

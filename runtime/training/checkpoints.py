@@ -43,7 +43,7 @@ class Checkpoints:
     def save(self, folder: Path, step: int, meta: Mapping[str, JsonValue], keep: int | None) -> Path:
         """Writes a checkpoint into a folder that all ranks share; its path."""
         self.claim(folder)
-        state, share, rank = self._program.state, self._program.share, self._program.rank
+        state, share, rank = self._program.state, self._program.all_gather_text, self._program.rank
         known: dict[str, JsonValue] = {OPTIMIZER: self._optimizer, **meta}
         lock, goes_on = self._locks.get(folder), folder.resolve() in self._ours
         path = save(folder, step, rank, state.arrays(), self._kept, known, share, keep, lock, goes_on)
@@ -80,7 +80,7 @@ class Checkpoints:
             self._read(checkpoint, {record.tensor for record in self._kept})
             return checkpoint.index
 
-        self.source, index = take_whole(path, take, option, self._program.rank, self._program.share)
+        self.source, index = take_whole(path, take, option, self._program.rank, self._program.all_gather_text)
         self._ours.add(self.source.parent.resolve())
         return index
 
@@ -97,7 +97,9 @@ class Checkpoints:
 
         if self._together(lambda: is_file_of_weights(path)):
             return take(self._together(lambda: Checkpoint.of_file(path)))
-        self.source, names = take_whole(path, take_checkpoint, option, self._program.rank, self._program.share)
+        self.source, names = take_whole(
+            path, take_checkpoint, option, self._program.rank, self._program.all_gather_text
+        )
         return names
 
     def _read(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
@@ -120,4 +122,4 @@ class Checkpoints:
 
     def _together(self, action: Callable[[], Result]) -> Result:
         """The action's result where it succeeds on every rank; else the same failure on all."""
-        return together(action, self._program.share)
+        return together(action, self._program.all_gather_text)

@@ -150,7 +150,7 @@ class Trainer:
         Every other call of the trainer asks first; so does `close`.
         """
         if self._untold is not None:
-            if self.program.agree(self._untold.bad) if self.manifest.ranks > 1 else self._untold.bad:
+            if self.program.any_rank(self._untold.bad) if self.manifest.ranks > 1 else self._untold.bad:
                 raise self._stopped()
             self._untold = None
 
@@ -161,8 +161,8 @@ class Trainer:
         ports = [port for port in self.inputs if port.name in untold.batch]
         again = any(is_same(untold.batch[port.name], (following or {}).get(port.name)) for port in ports)
         cause = f"rank {self.rank}: its inputs were overwritten since" if again else ""
-        causes = self.program.share(cause or first_in_batch(untold.batch, ports, self.rank))
-        shown = next(text for text in self.program.share(untold.loss) if text)
+        causes = self.program.all_gather_text(cause or first_in_batch(untold.batch, ports, self.rank))
+        shown = next(text for text in self.program.all_gather_text(untold.loss) if text)
         return NonFiniteError(told(self.step, self.record.loss, shown, causes))
 
     def _train_in_parts(self, batch: Mapping[str, object], accumulation: Program) -> Outputs:
@@ -235,10 +235,10 @@ class Trainer:
         self.settle()
         known: dict[str, JsonValue] = {**(meta or {})}
         wrong = not_finite(self.program.state.arrays())
-        if self.program.agree(bool(wrong)):
+        if self.program.any_rank(bool(wrong)):
             if self.on_nonfinite == STOP:
                 names = dict.fromkeys(
-                    name for text in self.program.share("\n".join(wrong)) for name in text.split("\n")
+                    name for text in self.program.all_gather_text("\n".join(wrong)) for name in text.split("\n")
                 )
                 raise NonFiniteError(no_checkpoint(self.step, [name for name in names if name]))
             known[NONFINITE] = True
@@ -334,9 +334,9 @@ def load_trainer(
     program: Program | None = None
     try:
         program = load(place, comm, threads=threads, trust=trust, stall=stall, on_error=on_error, providers=providers)
-        evaluation = program.beside(place / record.evaluation, trust) if record.evaluation else None
-        accumulation = program.beside(place / record.accumulation, trust) if record.accumulation else None
-        totals = program.beside(place / TOTALS, trust) if record.totals else None
+        evaluation = program.load_companion(place / record.evaluation, trust) if record.evaluation else None
+        accumulation = program.load_companion(place / record.accumulation, trust) if record.accumulation else None
+        totals = program.load_companion(place / TOTALS, trust) if record.totals else None
         artifact.refuse_replaced()
         return Trainer(program, evaluation, rate, accumulation, totals, begun)
     except BaseException as error:

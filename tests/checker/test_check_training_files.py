@@ -64,7 +64,7 @@ def test_the_reference_runs_what_the_runtime_trains(sound: Path) -> None:
 
     def train(rank: int) -> tuple[list[Any], dict[str, np.ndarray]]:
         model = onnx.load(sound / manifest.program(rank))
-        ops = reference_ops(world.transport(rank), manifest.circles(rank))
+        ops = reference_ops(world.transport(rank), manifest.groups_of(rank))
         evaluator = ReferenceEvaluator(model, new_ops=ops)
         first = {one.name: onnx.numpy_helper.to_array(one) for one in model.graph.initializer}
         kept = {one.value: first.get(one.value, np.full(one.shape, one.initial, np.float32)) for one in manifest.state}

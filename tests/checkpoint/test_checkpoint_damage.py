@@ -118,12 +118,12 @@ def test_hashing_begins_before_the_programs_are_loaded(
     monkeypatch.setattr(Proof, "__init__", lambda self, *words: (proofs.append(self), first(self, *words))[1])
 
     def load(trainer: Trainer) -> str:
-        trainer.program.share("")
+        trainer.program.all_gather_text("")
         if trainer.rank == 0:
             begun.append(len(proofs))
             if damaged:
                 flip(runs / "step_00000003" / "checkpoint.json", 70)
-        trainer.program.share("")
+        trainer.program.all_gather_text("")
         trainer.load(runs)
         return str(trainer.source)
 

@@ -131,7 +131,7 @@ def test_a_trainer_holds_the_folder_until_it_is_closed(build: Path, tmp_path: Pa
         if trainer.rank == 0:
             with pytest.raises(CheckpointError, match="another job writes"):
                 Lock(runs)
-        trainer.program.share("")
+        trainer.program.all_gather_text("")
 
     on_all(build, 2, hold)
     lock = Lock(runs)

@@ -83,7 +83,7 @@ def test_the_collective_of_the_page_runs_is_checked_and_has_a_reference(tmp_path
 
     def by_reference(rank: int) -> list[object]:
         opened = open_artifact(folder)
-        ops = reference_ops(world.transport(rank), opened.manifest.circles(rank))
+        ops = reference_ops(world.transport(rank), opened.manifest.groups_of(rank))
         return list(ReferenceEvaluator(opened.model(rank), new_ops=ops).run(None, {f"x{rank}": given[rank]}))
 
     wanted = -2 * np.concatenate(given, 1)

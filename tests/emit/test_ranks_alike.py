@@ -173,7 +173,7 @@ def test_constants_by_rank_that_are_not_sound(tmp_path: Path, changed: dict[str,
     assert message in found.fact
     assert RANK_CONSTANT in found.node
     with pytest.raises(ArtifactError, match=RANK_CONSTANT):
-        bound(model, manifest.circles(3), 3, "rank_0001.onnx")
+        bound(model, manifest.groups_of(3), 3, "rank_0001.onnx")
 
 
 def test_a_program_is_read_with_the_constants_of_its_rank(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def make(folder: Path) -> None:
             trainer.train(batch(step, slice(4 * trainer.rank, 4 * trainer.rank + 4)))
             trainer.save(folder / "runs")
             truth[str(step)].update(held(trainer))
-            trainer.program.share("")
+            trainer.program.all_gather_text("")
 
     on_all(folder / "build", 2, train)
     (folder / "truth.json").write_text(json.dumps(truth))

@@ -60,7 +60,7 @@ def run_reference(folder: Path, given: list[Array]) -> list[Array]:
     world, artifact = LocalWorld(len(given)), open_artifact(folder)
 
     def rank(index: int) -> Array:
-        ops = reference_ops(world.transport(index), artifact.manifest.circles(index))
+        ops = reference_ops(world.transport(index), artifact.manifest.groups_of(index))
         evaluator = ReferenceEvaluator(artifact.model(index), new_ops=ops)
         return np.asarray(evaluator.run(None, {evaluator.input_names[0]: given[index]})[0])
 

@@ -95,7 +95,7 @@ def test_what_one_rank_alone_cannot_open_is_told_to_all(tmp_path: Path) -> None:
 def in_threads(second: Callable[[Transport], object]) -> list[object]:
     world = LocalWorld(2)
     first, other = world.transport(0), world.transport(1)
-    return RankThreads(world).run([lambda: first.share(""), lambda: second(other)], patience=1.0)
+    return RankThreads(world).run([lambda: first.all_gather_text(""), lambda: second(other)], patience=1.0)
 
 
 def test_a_thread_that_wants_to_end_the_process_ends_the_other_ranks() -> None:

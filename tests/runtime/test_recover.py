@@ -62,7 +62,7 @@ good = unknown if size == 2 else {"x": x, "index": np.arange(5), "half": x[:3, :
 told = []
 for spins in (False, True):
     transport = MpiTransport(MPI.COMM_WORLD)
-    transport.spins = spins
+    transport.has_own_core = spins
     with runtime.load(sys.argv[1], transport, threads=1, on_error="recover") as program:
         whole = program(good)
         for step in range(12):

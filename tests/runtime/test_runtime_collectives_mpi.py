@@ -81,7 +81,7 @@ def check(found, step):
 
 for spins in (False, True):
     transport = MpiTransport(comm)
-    transport.spins = spins
+    transport.has_own_core = spins
     with runtime.load(folder, transport, threads=1) as program:
         at_once = sorted(program._at_once)
         for step in range(3):
@@ -90,7 +90,7 @@ for spins in (False, True):
         print("at once", at_once, flush=True)
 
 transport = MpiTransport(comm, stall=0.2)
-transport.spins = True
+transport.has_own_core = True
 with runtime.load(folder, transport, threads=1) as program:
     program(inputs(rank, 0))
     run = program._program.runners[0].session.run_with_iobinding
@@ -102,7 +102,7 @@ with runtime.load(folder, transport, threads=1) as program:
 
 for spins in (False, True):
     transport = MpiTransport(comm)
-    transport.spins = spins
+    transport.has_own_core = spins
     program = runtime.load(folder, transport, threads=1)
     begun = time.monotonic()
     try:

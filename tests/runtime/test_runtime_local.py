@@ -444,7 +444,7 @@ def test_a_failure_while_ranks_connect_reaches_all_of_them(tmp_path: Path, monke
     def connect(self: Program) -> None:
         if self.rank == 1:
             raise ValueError("no way")
-        self._transport.agree(np.zeros(1, np.int64))
+        self._transport.all_reduce_max(np.zeros(1, np.int64))
 
     monkeypatch.setattr(Program, "connect", connect)
     with pytest.raises(ValueError, match="no way"):

@@ -80,7 +80,7 @@ try:
 except runtime.ArtifactError as error:
     say("broken:", str(error).splitlines()[0].replace(broken + "/", ""))
 
-transport = MpiTransport(MPI.COMM_WORLD, shard=16)
+transport = MpiTransport(MPI.COMM_WORLD, piece=16)
 with runtime.load(folder, transport, threads=1) as program:
     for indices in ([1, 6], [0], [], [2, 2, 2], [1, 6]):
         outputs = program(x=x, index=np.array(indices, np.int64))

@@ -31,13 +31,13 @@ class Transfer:
 class Joining:
     """A rank's part in a collective: `given` is what it brings, `found` what it gets."""
 
-    __slots__ = ("arrived", "done", "given", "in_place", "meeting", "movement", "rank")
+    __slots__ = ("args", "arrived", "done", "given", "in_place", "meeting", "rank")
 
-    def __init__(self, rank: int, movement: CollectiveArgs) -> None:
-        self.rank, self.movement = rank, movement
+    def __init__(self, rank: int, args: CollectiveArgs) -> None:
+        self.rank, self.args = rank, args
         self.done = self.arrived = False
-        self.given = movement.source.copy()
-        self.in_place = bool(movement.target.size) and np.may_share_memory(movement.source, movement.target)
+        self.given = args.source.copy()
+        self.in_place = bool(args.target.size) and np.may_share_memory(args.source, args.target)
         self.meeting: Meeting | None = None
 
     def ready(self) -> bool:
@@ -59,26 +59,26 @@ class Meeting:
         return self.complete
 
 
-def result(movement: CollectiveArgs, rank: int, brought: Sequence[Bytes]) -> Bytes:
+def result(args: CollectiveArgs, rank: int, brought: Sequence[Bytes]) -> Bytes:
     """What a rank gets of what all have brought: the definitions of `transport.py`, in the order of the list."""
-    place, count = movement.ranks.index(rank), len(movement.ranks)
-    if movement.op in (ALL_GATHER, GATHER):
+    place, count = args.ranks.index(rank), len(args.ranks)
+    if args.op in (ALL_GATHER, GATHER):
         return np.concatenate(brought)
-    if movement.op == ALL_TO_ALL:
+    if args.op == ALL_TO_ALL:
         return np.concatenate([one.reshape(count, -1)[place] for one in brought])
-    if movement.op == BROADCAST:
-        return brought[movement.root]
-    assert movement.op in (ALL_REDUCE, REDUCE_SCATTER, REDUCE_TO), movement.op
-    ufunc = {"sum": np.add, "max": np.maximum, "min": np.minimum}[movement.reduce]
-    total = brought[0].view(movement.dtype.numpy).copy()
+    if args.op == BROADCAST:
+        return brought[args.root]
+    assert args.op in (ALL_REDUCE, REDUCE_SCATTER, REDUCE_TO), args.op
+    ufunc = {"sum": np.add, "max": np.maximum, "min": np.minimum}[args.reduce]
+    total = brought[0].view(args.dtype.numpy).copy()
     for one in brought[1:]:
-        ufunc(total, one.view(movement.dtype.numpy), out=total)
+        ufunc(total, one.view(args.dtype.numpy), out=total)
     found = total.view(np.uint8)
-    return found.reshape(count, -1)[place] if movement.op == REDUCE_SCATTER else found
+    return found.reshape(count, -1)[place] if args.op == REDUCE_SCATTER else found
 
 
 def named(request: Transfer | Joining) -> str:
     if isinstance(request, Joining):
-        return f"{request.movement.op} of tag {request.movement.tag}"
+        return f"{request.args.op} of tag {request.args.tag}"
     source, target, tag = request.key
     return f"a message of {request.buffer.size} bytes from rank {source} to rank {target}, tag {tag}"

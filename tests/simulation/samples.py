@@ -23,7 +23,7 @@ HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 
 @dataclass(frozen=True)
 class Sample:
-    """An artifact and its steps. `native`: the transport reduces; `spins`: collectives may block; `tags`: the largest tag.
+    """An artifact and its steps. `native`: the transport reduces; `own_cores`: collectives may block; `tags`: the largest tag.
 
     `saves`: it writes checkpoints and reads the last; `recovers`: a step that fails is given up, and the next one runs.
     """
@@ -35,7 +35,7 @@ class Sample:
     steps: Callable[[np.random.Generator], Steps]
     tolerance: float = 1e-6
     native: bool = True
-    spins: bool = False
+    own_cores: bool = False
     tags: int = 1 << 20
     saves: bool = False
     recovers: bool = False
@@ -164,7 +164,7 @@ _ONCE: tuple[Sample, ...] = (
         "ranks: 3\nsharding: {one: colwise, two: rowwise, three: colwise}\n",
         _sized(_floats(x=(-1, 6)), 3, 5, 3),
         1e-5,
-        spins=True,
+        own_cores=True,
     ),
     Sample(
         "data parallel",
@@ -202,7 +202,7 @@ _ONCE: tuple[Sample, ...] = (
         f"{CLASSES}  optimizer: {{type: momentum, lr: 0.1}}\n  accumulate: 2\n",
         _sized(_labelled(_floats(x=(-1, 6)), 5), 8, 16),
         2e-5,
-        spins=True,
+        own_cores=True,
     ),
     Sample(
         "saving",

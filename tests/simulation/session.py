@@ -78,7 +78,7 @@ class Session:
         self.steps = sample.steps(np.random.default_rng(7))
         self.world = SimulatedWorld(sample.ranks)
         self.transports = [
-            SimulatedTransport(self.world, rank, sample.native, sample.spins, sample.tags)
+            SimulatedTransport(self.world, rank, sample.native, sample.own_cores, sample.tags)
             for rank in range(sample.ranks)
         ]
         self.ends: list[Program | Trainer] = self._loaded()

@@ -27,9 +27,9 @@ from .world import SimulatedWorld, What
 class SimulatedTransport:
     """One rank's end."""
 
-    def __init__(self, world: SimulatedWorld, rank: int, native: bool, spins: bool, tags: int) -> None:
+    def __init__(self, world: SimulatedWorld, rank: int, native: bool, own_cores: bool, tags: int) -> None:
         self.world, self.rank, self.size, self.stall, self.tags = world, rank, world.size, world.stall, tags
-        self.cores, self.crowded, self.together, self.spins = 1, True, True, spins
+        self.cores, self.shares_host, self.single_host, self.has_own_core = 1, True, True, own_cores
         self.native = native
         self.everyone = tuple(range(world.size))
 
@@ -90,45 +90,43 @@ class SimulatedTransport:
             request.buffer[:] = request.data
             request.data = None
 
-    def join(self, circles: Sequence[tuple[int, ...]]) -> None:
+    def create_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
         self.world.step(self.rank, lambda: "join")
-        signature = ("join", tuple(circles))
+        signature = ("join", tuple(groups))
         self.world.wait(self.rank, self.world.meet(self.everyone, False, self.rank, signature, None), lambda: "join")
 
     def reduces(self, dtype: Dtype, reduce: str) -> bool:
         return self.native and (reduce == SUM or dtype.shown.startswith(("int", "uint"))) and dtype.bits >= 32
 
-    def ready(self, movement: CollectiveArgs) -> Callable[[], Request]:
+    def prepare(self, args: CollectiveArgs) -> Callable[[], Request]:
         def begin() -> Request:
             world = self.world
-            world.step(self.rank, lambda: f"begin of {movement.op} {movement.ranks}, tag {movement.tag}")
-            joining = Joining(self.rank, movement)
-            if movement.target.size and not (movement.op == BROADCAST and movement.source.size):
-                movement.target[:] = world.weather.poison
+            world.step(self.rank, lambda: f"begin of {args.op} {args.ranks}, tag {args.tag}")
+            joining = Joining(self.rank, args)
+            if args.target.size and not (args.op == BROADCAST and args.source.size):
+                args.target[:] = world.weather.poison
             world.open[self.rank].append(joining)
-            if not movement.at_once:
+            if not args.at_once:
                 self._arrive(joining)
             return joining
 
         return begin
 
     def _arrive(self, joining: Joining) -> None:
-        world, movement = self.world, joining.movement
+        world, args = self.world, joining.args
         joining.arrived = True
-        block = movement.target.size // len(movement.ranks) if movement.op in (ALL_GATHER, GATHER) else None
-        size = movement.source.size if block is None or not block else block
-        if movement.op == BROADCAST:
-            size = movement.target.size
-        if block not in (None, 0, movement.source.size):
-            world.misuse(f"rank {self.rank}: {movement.op} of {movement.source.size} bytes into blocks of {block}")
-        signature = (movement.op, movement.dtype.shown, movement.reduce, movement.root, movement.at_once, size)
-        meeting = joining.meeting = world.meet(movement.ranks, True, self.rank, signature, joining.given)
+        block = args.target.size // len(args.ranks) if args.op in (ALL_GATHER, GATHER) else None
+        size = args.source.size if block is None or not block else block
+        if args.op == BROADCAST:
+            size = args.target.size
+        if block not in (None, 0, args.source.size):
+            world.misuse(f"rank {self.rank}: {args.op} of {args.source.size} bytes into blocks of {block}")
+        signature = (args.op, args.dtype.shown, args.reduce, args.root, args.at_once, size)
+        meeting = joining.meeting = world.meet(args.ranks, True, self.rank, signature, joining.given)
         meeting.joinings.append(joining)
-        root = movement.ranks[movement.root]
-        early = (movement.op == BROADCAST and self.rank == root) or (
-            movement.op in (REDUCE_TO, GATHER) and self.rank != root
-        )
-        if early and not movement.at_once and not world.choices.chance(world.weather.rendezvous):
+        root = args.ranks[args.root]
+        early = (args.op == BROADCAST and self.rank == root) or (args.op in (REDUCE_TO, GATHER) and self.rank != root)
+        if early and not args.at_once and not world.choices.chance(world.weather.rendezvous):
             world.later(world.delay(), joining)
         if meeting.complete:
             for one in meeting.joinings:
@@ -136,22 +134,22 @@ class SimulatedTransport:
                     world.later(world.delay(), one)
 
     def _finish_joining(self, joining: Joining, what: What) -> None:
-        world, movement, meeting = self.world, joining.movement, joining.meeting
-        giver = movement.op == BROADCAST and bool(movement.source.size)
-        if (not joining.in_place or giver) and not np.array_equal(movement.source, joining.given):
+        world, args, meeting = self.world, joining.args, joining.meeting
+        giver = args.op == BROADCAST and bool(args.source.size)
+        if (not joining.in_place or giver) and not np.array_equal(args.source, joining.given):
             world.misuse(f"rank {self.rank}: memory was written before a collective was finished: {what()}")
-        if meeting is None or not movement.target.size or giver:
+        if meeting is None or not args.target.size or giver:
             return
-        if (movement.target != world.weather.poison).any():
+        if (args.target != world.weather.poison).any():
             world.misuse(f"rank {self.rank}: memory was written before a collective had filled it: {what()}")
-        movement.target[:] = result(movement, self.rank, [meeting.brought[rank] for rank in movement.ranks])
+        args.target[:] = result(args, self.rank, [meeting.brought[rank] for rank in args.ranks])
 
-    def agree(self, vector: Vector) -> Vector:
+    def all_reduce_max(self, vector: Vector) -> Vector:
         brought = self._together(("agree", vector.size), vector.copy(), "the agreement on the sizes of a step")
         highest: Vector = np.stack(brought).max(axis=0)
         return highest
 
-    def share(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         return self._together(("share",), text, "the exchange of messages")
 
     def _together(self, signature: tuple[Any, ...], thing: Any, what: str) -> list[Any]:

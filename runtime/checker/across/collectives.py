@@ -91,7 +91,7 @@ def _together(types: Sequence[ValueType | None]) -> ValueType | None:
 def check_collectives(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -> Iterator[Violation]:
     """Every disagreement of collective nodes with the manifest and among the ranks; `calls` holds the ranks that can be read."""
     records = {one.tag: one for one in manifest.collectives}
-    circles = {rank: manifest.circles(rank) for rank in range(manifest.ranks)}
+    groups = {rank: manifest.groups_of(rank) for rank in range(manifest.ranks)}
     by_tag: dict[int, dict[int, CallNode]] = {}
     checked: set[tuple[str, int, tuple[int, ...]]] = set()
     laws: set[tuple[str, int, int]] = set()
@@ -104,9 +104,9 @@ def check_collectives(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]
             by_tag[tag][rank] = node
             if record is None:
                 yield node.violation(f"{MANIFEST} lists no collective {tag}")
-            elif node.call.group not in circles[rank]:
+            elif node.call.group not in groups[rank]:
                 yield node.violation(f"rank {rank} is in no list of group '{node.call.group}'")
-            elif (key := (node.file, tag, circles[rank][node.call.group])) not in checked:
+            elif (key := (node.file, tag, groups[rank][node.call.group])) not in checked:
                 checked.add(key)
                 sound = not (problems := [*_check_node(manifest, node, record, key[2])])
                 yield from problems

@@ -17,13 +17,13 @@ def check_constants(manifest: Manifest, models: Mapping[int, ModelProto]) -> Ite
     for rank, model in models.items():
         if not nodes[id(model)]:
             continue
-        circles = manifest.circles(rank)
+        groups = manifest.groups_of(rank)
         for node in nodes[id(model)]:
             group = group_of(node)
             fact = f"{MANIFEST} has no list of group '{group}' with rank {rank} in it"
-            if group in circles:
+            if group in groups:
                 try:
-                    constant_of(node, circles[group].index(rank))
+                    constant_of(node, groups[group].index(rank))
                     continue
                 except ValueError as error:
                     fact = f"on rank {rank} it has no value: {error}"

@@ -225,10 +225,10 @@ def _members(
 ) -> dict[int, list[tuple[int, ...]]]:
     """By rank, for each of its nodes, the ranks that must come to it; those of a list that have no such node need not."""
     there = {(_tag(node), rank) for rank, nodes in programs.items() for node in nodes}
-    circles = {rank: manifest.circles(rank) for rank in programs}
+    groups = {rank: manifest.groups_of(rank) for rank in programs}
     return {
         rank: [
-            tuple(other for other in circles[rank][node.call.group] if (node.call.tag, other) in there)
+            tuple(other for other in groups[rank][node.call.group] if (node.call.tag, other) in there)
             if isinstance(node, CallNode)
             else node.ends
             for node in nodes

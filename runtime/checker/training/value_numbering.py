@@ -80,7 +80,7 @@ class Numbering:
         }
         self.sent: dict[int, int] = {}
         self.given: dict[tuple[int, int], tuple[Call, list[int]]] = {}
-        self.circles = {rank: manifest.circles(rank) for rank in models}
+        self.groups = {rank: manifest.groups_of(rank) for rank in models}
         self.ops = {rank: _ops(model) for rank, model in models.items()}
         self._texts: dict[int, tuple[bytes, ...]] = {}
         self._bytes: dict[Hashable, bytes] = {}
@@ -132,7 +132,7 @@ class Numbering:
                 numbers[node.output[0]] = self.sent[_tag(node)]
             return _tag(node) in self.sent
         if is_rank_constant(node):
-            array = constant_of(node, self.circles[rank][group_of(node)].index(rank))
+            array = constant_of(node, self.groups[rank][group_of(node)].index(rank))
             numbers[node.output[0]] = self._number("weight", self.content(numpy_helper.from_array(array)))
             return True
         if node.domain == DOMAIN:
@@ -170,7 +170,7 @@ class Numbering:
 
     def _visit_call(self, rank: int, node: NodeProto) -> bool:
         call, numbers = read_call(node, ""), self.numbers[rank]
-        ranks = self.circles[rank][call.group]
+        ranks = self.groups[rank][call.group]
         self.given[call.tag, rank] = call, [numbers[name] for name in call.given]
         if call.op == EXCHANGE:
             return self._visit_exchange(rank, call)
