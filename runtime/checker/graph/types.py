@@ -175,7 +175,7 @@ def _with_constants(model: ModelProto, manifest: Manifest, file: str) -> ModelPr
     copy = ModelProto()
     copy.CopyFrom(model)
     try:
-        return bound(copy, manifest.circles(rank), rank, file)
+        return bound(copy, manifest.groups_of(rank), rank, file)
     except ArtifactError:
         return model  # another check says which constant is not sound
 
