@@ -30,12 +30,12 @@ class ProcessGroup:
     ) -> None:
         self.comm = calls.among(world, ranks, tag, watch)
         self.watch = watch
-        self.barrier = make_barrier(self.comm, near, wait)
+        self.arrivals = make_barrier(self.comm, near, wait)
         self._names = ", ".join(map(str, ranks))
 
     def prepare(self, args: CollectiveArgs) -> Callable[[], Request]:
         """What begins the collective."""
-        comm, barrier = self.comm, self.barrier
+        comm, barrier = self.comm, self.arrivals
         if not args.at_once:
             return calls.call(comm, args, False)
         if isinstance(barrier, ShmBarrier) and barrier.takes(args):
@@ -45,5 +45,5 @@ class ProcessGroup:
 
     def free(self) -> None:
         """Give back the communicator."""
-        self.barrier.close()
+        self.arrivals.close()
         calls.free(self.comm, self.watch)

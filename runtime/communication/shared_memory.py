@@ -124,7 +124,7 @@ class OnceAllHaveCome:
     """
 
     def __init__(self, barrier: Barrier, comm: MPI.Intracomm) -> None:
-        self.barrier = barrier
+        self.arrivals = barrier
         self.comm = comm
         self.others = barrier.others
         self.tests = 0
@@ -137,7 +137,7 @@ class OnceAllHaveCome:
 
     def arrive(self) -> None:
         """Let the others know that this rank has come."""
-        self.barrier.arrive()
+        self.arrivals.arrive()
 
     def complete(self) -> None:
         """Do what all have come for."""
@@ -147,7 +147,7 @@ class OnceAllHaveCome:
         if not self.here:
             self.here = True
             self.arrive()
-        number = self.barrier.round
+        number = self.arrivals.round
         for cell in self.others:
             if cell[0] < number:
                 self.tests += 1
@@ -191,12 +191,12 @@ class ShmAllReduce(OnceAllHaveCome):
         self.reduce = np.add if args.reduce == SUM else np.maximum if args.reduce == MAX else np.minimum
 
     def arrive(self) -> None:
-        number = self.barrier.round = self.barrier.round + 1
+        number = self.arrivals.round = self.arrivals.round + 1
         self.mine[number & 1][:] = self.source
         self.cell[0] = number
 
     def complete(self) -> None:
-        parity = self.barrier.round & 1
+        parity = self.arrivals.round & 1
         self.reduce(*self.first[parity], self.target)
         for term in self.rest[parity]:
             self.reduce(self.target, term, self.target)

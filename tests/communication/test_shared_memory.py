@@ -21,7 +21,7 @@ rounds = int(sys.argv[1])
 transport = MpiTransport(MPI.COMM_WORLD)
 rank, ranks = transport.rank, tuple(range(transport.size))
 transport.create_groups([ranks])
-shared = isinstance(transport._groups[ranks].barrier, ShmBarrier)
+shared = isinstance(transport._groups[ranks].arrivals, ShmBarrier)
 alike, own = random.Random(1), random.Random(rank)
 bound = []
 for size in (1, 7, 513, 4095, 4096):  # in place and not, of 8 bytes an element
