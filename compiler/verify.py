@@ -3,9 +3,11 @@
     graph       a node reads what stands before it; names are distinct; every node has a path
     shapes      every value has a type; a dim is a size or an expression over the symbols
     place       every node that is read has groups of distinct ranks of the job
-    shard       a choice speaks of a node where it runs; its mesh has the group's ranks; an axis cuts one factor; cuts divide their dims
-    pass_sums   terms that a node is given are made so on its ranks, and what it keeps is whole along the axes that it passes
-    partition   a rank reads what it has, makes a name once and knows its type; every event has the same place in the order of all its ranks
+    shard       a sharding speaks of a node where it runs; its mesh has the group's ranks; an axis cuts one factor; cuts divide their dims
+    pass_sums   partial sums that a node is given are made so on its ranks, and it is linear in them
+    localize    a rank reads what it has, and makes a name once; forward ops stand before all others; every event has the same place in
+                the order of all its ranks; and so after differentiate and update
+    lower       the same of the finished programs, which are of all ranks and give back what they list
 
 Laws hold from the pass on that fills the fields of which they speak. What breaks one is a fault of the pass, never of the user: the
 error names the pass, and all that is wrong.
@@ -16,7 +18,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 from partc.compiler.dims.facts import Facts, facts_of
@@ -24,7 +26,7 @@ from partc.compiler.dims.reading import read
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.graph import bodies, captured
 from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import CommOp, RankProgram, read_names
+from partc.compiler.ir.rank_program import CommOp, Event, RankOp, RankProgram, TaskKind, read_names
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.ops.families.local_map import ALONG
@@ -177,6 +179,21 @@ def _uneven(program: Program, value: ir.Value, layout: Layout, known: dict[str, 
             yield f"is cut into {shards} along dim {k}, which is {dim}"
 
 
+def _local(program: Program) -> Iterator[str]:
+    local = program.local
+    if local is None:
+        return
+    rows: dict[int, list[int]] = {}
+    accumulated = {one.name: {*one.version.group} for one in local.accumulated}
+    for builder in local.comm.builders.distinct:
+        first, steps = builder.ranks[0], builder.program
+        sums = [name for name, ranks in accumulated.items() if first in ranks]
+        held = {*local.inputs[first], *builder.weights, *builder.kept, *builder.constants, *builder.scalars, *sums}
+        yield from (f"rank {first}: {fault}" for fault in _steps(steps, Counter(held)))
+        rows |= dict.fromkeys(builder.ranks, _tags(steps))
+    yield from _events(local.comm.events, rows)
+
+
 def _parts(program: Program) -> Iterator[str]:
     if not program.parts:
         return
@@ -184,46 +201,60 @@ def _parts(program: Program) -> Iterator[str]:
         yield f"there are {len(program.parts)} programs for {program.plan.ranks} ranks"
     for part, ranks in program.alike:
         yield from (f"rank {ranks[0]}: {fault}" for fault in _part(part))
-    yield from _events(program)
+    yield from _events(program.events, {part.rank: _tags(part.steps) for part in program.parts})
 
 
 def _part(part: RankProgram) -> Iterator[str]:
     held = [one.name for one in (*part.inputs, *part.weights)]
     kept = [one.name for one in part.kept]
     made = Counter([*held, *(name for name in kept if name not in held), *part.constants, *part.scalars])
-    for step in part.steps:
-        what = (
-            f"{step.op_type} of '{step.value.name}'"
-            if isinstance(step, CommOp)
-            else f"{step.node.op_type} '{step.node.name}'"
-        )
-        yield from (
-            f"{what} reads '{name}', which it does not have" for name in read_names(step) if name and name not in made
-        )
-        names = step.outputs if isinstance(step, CommOp) else [value.name for value in step.node.outputs]
-        made.update(name for name in names if name)
-    yield from (f"'{name}' is made {count} times" for name, count in made.items() if count > 1)
+    yield from _steps(part.steps, made)
     wanted = [*(one.name for one in part.outputs), *(one.next for one in part.kept if one.next)]
     yield from (f"'{name}' is given back, and nothing makes it" for name in wanted if name not in made)
 
 
-def _events(program: Program) -> Iterator[str]:
-    """Every rank has its events in their one order, and each has what it takes part in."""
+def _steps(steps: Sequence[RankOp], made: Counter[str]) -> Iterator[str]:
+    """The faults of a rank's ops in order; `made` counts the names that are there before, and then those that ops make."""
+    later: str | None = None
+    for step in steps:
+        what = _title(step)
+        if step.task is not TaskKind.FORWARD:
+            later = what
+        elif later is not None:
+            yield f"{what} is forward, and stands behind {later}, which is not"
+        reads = (name for name in read_names(step) if name and name not in made)
+        yield from (f"{what} reads '{name}', which it does not have" for name in reads)
+        names = step.outputs if isinstance(step, CommOp) else [value.name for value in step.node.outputs]
+        made.update(name for name in names if name)
+    yield from (f"'{name}' is made {count} times" for name, count in made.items() if count > 1)
+
+
+def _title(step: RankOp) -> str:
+    if isinstance(step, CommOp):
+        return f"{step.op_type} of '{step.value.name}'"
+    return f"{step.node.op_type} '{step.node.name}'"
+
+
+def _tags(steps: Sequence[RankOp]) -> list[int]:
+    return list(dict.fromkeys(step.tag for step in steps if isinstance(step, CommOp)))
+
+
+def _events(events: Sequence[Event], rows: Mapping[int, list[int]]) -> Iterator[str]:
+    """Every rank has its events in their one order, and each has what it takes part in; `rows`: by rank the tags in its order."""
     expected: dict[int, list[int]] = {}
-    for event in program.events:
+    for event in events:
         for rank in dict.fromkeys(rank for some in event.ranks for rank in some):
             expected.setdefault(rank, []).append(event.tag)
-    by_tag = {event.tag: event for event in program.events}
-    for part in program.parts:
-        tags = [step.tag for step in part.steps if isinstance(step, CommOp)]
-        distinct = list(dict.fromkeys(tags))
+    by_tag = {event.tag: event for event in events}
+    for rank, distinct in sorted(rows.items()):
+        there = {*distinct}
         if unknown := [tag for tag in distinct if tag not in by_tag]:
-            yield f"rank {part.rank}: it takes part in {unknown}, which are no events"
-        elif missing := [by_tag[tag] for tag in expected.get(part.rank, ()) if tag not in distinct]:
+            yield f"rank {rank}: it takes part in {unknown}, which are no events"
+        elif missing := [by_tag[tag] for tag in expected.get(rank, ()) if tag not in there]:
             first = missing[0]
-            yield f"rank {part.rank}: it takes no part in the {first.op_type} of '{first.name}' of ranks {first.ranks}"
+            yield f"rank {rank}: it takes no part in the {first.op_type} of '{first.name}' of ranks {first.ranks}"
         elif distinct != sorted(distinct):
-            yield f"rank {part.rank}: its events {distinct} are not in the order of all"
+            yield f"rank {rank}: its events {distinct} are not in the order of all"
 
 
-LAWS: tuple[Callable[[Program], Iterator[str]], ...] = (_graph, _shapes, _placement, _choices, _sums, _parts)
+LAWS: tuple[Callable[[Program], Iterator[str]], ...] = (_graph, _shapes, _placement, _choices, _sums, _local, _parts)

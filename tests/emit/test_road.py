@@ -95,6 +95,46 @@ def test_a_pass_that_fails_is_named(plant: pipeline.Pass, monkeypatch: pytest.Mo
     assert caught.value.__notes__ == [f"in the pass '{plant.__name__}'"]
 
 
+def lost_forward(program: Program) -> Program:
+    after = pipeline.localize(program)
+    assert after.local is not None
+    del after.local.comm.builders.distinct[0].steps[1]
+    return after
+
+
+def late_forward(program: Program) -> Program:
+    after = pipeline.update(program)
+    assert after.local is not None
+    builder = after.local.comm.builders.distinct[0]
+    builder.steps.append(builder.steps.pop(0))
+    return after
+
+
+def silent_rank(program: Program) -> Program:
+    after = pipeline.differentiate(program)
+    assert after.local is not None
+    (builder,) = after.local.comm.builders.of((1,))
+    builder.steps.remove(next(step for step in builder.steps if isinstance(step, CommOp)))
+    return after
+
+
+PLANTED = {
+    lost_forward: (pipeline.localize, "rank 0: .* reads '.*', which it does not have"),
+    late_forward: (pipeline.update, "rank 0: .* is forward, and stands behind .*, which is not"),
+    silent_rank: (pipeline.differentiate, "rank 1: it takes no part in the "),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_what_ranks_do_is_verified_before_it_is_finished(plant: pipeline.Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_place_of, told = PLANTED[plant]
+    passes = tuple(plant if step is in_place_of else step for step in pipeline.PASSES)
+    monkeypatch.setattr(pipeline, "PASSES", passes)
+    with pytest.raises(InvalidProgram, match=told) as caught:
+        pipeline.run_passes(started(), verify_passes=True)
+    assert f"the pass '{plant.__name__}'" in str(caught.value)
+
+
 def test_verification_is_asked_for_by_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "0")
     monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES[:-2], emptied))
