@@ -155,7 +155,7 @@ def _read(choice: NodeSharding | None, k: int, group: Group) -> Spread:
 
 
 def _made(program: Program, instance: NodeOnGroup, k: int) -> Spread:
-    """How an output lies once it is what readers may take: as the plan asks for it, else reduced."""
+    """The layout of an output as readers get it: as the plan asks, else reduced."""
     choice = _choice(program, instance)
     layout = choice.output(k) if choice else None
     if layout is None:
@@ -176,7 +176,7 @@ def _unlike(node: ir.Node, inputs: dict[int, Spread]) -> bool:
 
 
 def _told(instance: NodeOnGroup, choice: NodeSharding, followed: Followed) -> bool:
-    """Whether the operands' spreads alone give the node's cut."""
+    """Whether the node's sharding follows from its operands' spreads alone."""
     again = NodeSharding(choice.rule, choice.mesh)
     if cut_by_operands(instance, again, followed) or again.open:
         return False

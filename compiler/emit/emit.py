@@ -94,7 +94,7 @@ def _write_all(
 
 
 def _of_ranks(ranks: Sequence[int]) -> bytes:
-    """What a rank file says of whose it is, behind the rest: the bytes of a message go on where another one's are added."""
+    """The metadata of a rank file about its ranks, as bytes to append: concatenated protobuf messages are merged."""
     entry = onnx.StringStringEntryProto(key=fmt.OF_RANKS, value=fmt.ranks_text(ranks))
     return bytes(onnx.ModelProto(metadata_props=[entry]).SerializeToString(deterministic=True))
 

@@ -60,7 +60,7 @@ def manifest_of(
 
 
 def _training(program: Program) -> fmt.TrainingRecord | None:
-    """How it is trained, of the program that the others are inside of."""
+    """The training record, in the manifest of the step's program alone."""
     if program.training is None or program.training.part is not ProgramKind.STEP:
         return None
     symbols = {name: _law(info.whole) for name, info in sorted(program.symbols.items()) if info.whole is not None}
@@ -69,7 +69,7 @@ def _training(program: Program) -> fmt.TrainingRecord | None:
 
 
 def _guards(program: Program) -> list[ir.Value]:
-    """What ranks give besides the outputs of the model: by what they see whether a step changes anything."""
+    """The outputs besides the model's by which ranks decide whether a step is skipped."""
     outputs = {*program.model.graph.outputs}
     given = dict.fromkeys(one.copy.value for part in program.parts for one in part.outputs)
     return [value for value in given if value not in outputs]
@@ -85,7 +85,7 @@ def _scalars(program: Program) -> list[fmt.Port]:
 
 
 def _state(program: Program) -> list[fmt.StateRecord]:
-    """What ranks keep, one record for each name in rank files, what it holds, and into which shards it is cut."""
+    """One record for each state tensor and layout: its name in rank files, its kind, and the box that each rank holds."""
     found: dict[tuple[str, str, str, tuple[int, ...]], tuple[StateTensor, dict[ShardedValue, list[int]]]] = {}
     for part, ranks in program.alike:
         for one in part.kept:
@@ -118,7 +118,7 @@ def _kept(program: Program, first: StateTensor, holders: Mapping[ShardedValue, S
 def _lying(
     holders: Mapping[ShardedValue, Sequence[int]], part: PackedBox | None = None
 ) -> tuple[list[int], Sequence[fmt.Box] | None]:
-    """The ranks that hold something, rising, and what each has of it; None where all have the whole.
+    """The ranks that hold a tensor, ascending, and the box of each; None where all hold the whole tensor.
 
     Ranks that are one grid have their boxes by its layout, so that nothing is made for each.
     """

@@ -52,7 +52,7 @@ def _refused(refused: Sequence[tuple[Written, str]], whole: onnx.ModelProto, nam
 
 
 def _violated(violations: Sequence[Violation], whole: onnx.ModelProto, name: str) -> list[str]:
-    """Warnings of what the unsharded model has, too; all else is an error."""
+    """Warnings for violations that the unsharded model has, too; raises CompileError for all others."""
     own = check_model(name, whole, Manifest.model_construct(symbols={}))
     known = {one.fact.split(":")[0] for one in own}
     faults = [one for one in violations if one.fact.split(":")[0] not in known]

@@ -9,8 +9,8 @@ A step's `axes` are axes of the mesh of `after`; ranks that differ in these alon
     AllToAll       concat_dim (a, *axes) -> (a,), split_dim (b,) -> (b, *axes): each splits along split_dim, gives the i-th
                    part to the i-th rank, and joins what it gets along concat_dim
     Slice          dim (a,)    -> (a, *axes)     local: the shard of the rank's place, of what was the same on all
-    Pad            dim (a, *axes) -> (a,)        local: the own shard at its place, zeros elsewhere: Partial(sum) over axes
-    Keep           cuts stay                 local: Replicate -> Partial over axes. sum: zeros but where all coordinates
+    ZeroPad        dim (a, *axes) -> (a,)        local: the own shard at its place, zeros elsewhere: Partial(sum) over axes
+    MaskReplicas   cuts stay                 local: Replicate -> Partial over axes. sum: zeros but where all coordinates
                    along axes are 0; max and min: nothing to do
     Exchange       any cuts to any others within a group, messages as `Routes` has them
     Transfer       the same from one group to another

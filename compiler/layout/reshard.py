@@ -109,7 +109,7 @@ class _Ways:
     divisors: tuple[int, ...]
 
     def direct(self, source: Layout, target: Layout) -> Moves:
-        """The walk, where it is known that no way has fewer bytes: slices, and one more step at most, the last."""
+        """The greedy path, where no other can have fewer bytes: it consists of slices and at most one more step, the last."""
         if self.source_group != self.target_group or source.mesh != target.mesh:
             return ()
         moves = greedy_path(source, target, self.source_group)
@@ -124,7 +124,7 @@ class _Ways:
                     yield first + moves + last
 
     def _reductions(self, source: Layout, target: Layout) -> Iterator[tuple[Moves, Layout]]:
-        """Steps that leave none of the terms which the target has not, and the layout after them; and to leave all as it is."""
+        """Candidate reductions: steps after which the value is partial only where the target is, with the layout then; and none."""
         yield (), source
         if not source.partial:
             return
@@ -150,7 +150,7 @@ class _Ways:
                 yield (*start, to_one), to_one.after
 
     def _one_copy(self, at: Layout, terms: tuple[int, ...]) -> tuple[Layout, tuple[int, ...], tuple[int, ...]]:
-        """Of terms that several ranks have alike those beside the target's ranks, where these lie beside one copy only.
+        """Where a partial value is replicated, the one replica that has the target's ranks; the whole value where no single one has them.
 
         The layout, the ranks and the axes of the terms there. With mesh (dp, tp), terms along dp and rank 0 as the target: the ranks
         of tp = 0. The others need not reduce what nobody reads.
@@ -175,13 +175,13 @@ class _Ways:
         return layout, group, tuple(new[axis] for axis in terms)
 
     def _root(self, at: Layout, group: tuple[int, ...], terms: tuple[int, ...]) -> int:
-        """The place along the axes of terms of which most ranks are in the target's group."""
+        """The place along the partial axes at which most ranks are in the target's group: the root of the Reduce."""
         wanted, sets = {*self.target_group}, at.groups(terms)
         here = [sum(group[indices[place]] in wanted for indices in sets) for place in range(len(sets[0]))]
         return here.index(max(here))
 
     def _endings(self, reduced: Layout, target: Layout) -> Iterator[tuple[Layout, Moves]]:
-        """Layouts from which local steps alone make terms, and these steps; and the target itself."""
+        """Candidate last layouts: those from which local steps alone give a partial target, with these steps; and the target itself."""
         yield target, ()
         same = self.source_group == self.target_group and reduced.mesh == target.mesh
         terms = tuple(term[0] for term in target.partial if not (same and term in reduced.partial))
@@ -196,7 +196,7 @@ class _Ways:
                 yield cut, (ZeroPad(self.target_group, target, dim, terms),)
 
     def _between(self, source: Layout, target: Layout) -> Iterator[Moves]:
-        """The walk, if there is one, and all messages at once, if nothing is left to reduce."""
+        """Candidate ways between: the greedy path, if it arrives, and one exchange, if nothing is left to reduce."""
         if self.source_group != self.target_group:
             if can_travel(source, target):
                 yield (Transfer(self.target_group, target, source, self.source_group),)
@@ -235,7 +235,7 @@ def _has_all(source: Layout, target: Layout, source_group: tuple[int, ...], targ
 
 
 def _price(moves: Moves, source: Layout) -> tuple[Fraction | int, ...]:
-    """What is weighed, the first difference decides: bytes; collectives beyond what reducing and gathering everything takes."""
+    """The sort key of a way, lower is better: bytes; collectives beyond what reducing and gathering everything takes."""
     traffic = bytes_moved(moves)
     collectives = sum(not is_local(move) for move in moves)
     excess = max(0, collectives - bool(source.partial) - sum(map(bool, source.cuts)))

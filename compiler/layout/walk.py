@@ -104,7 +104,7 @@ def all_to_all(place: WalkState) -> Move | None:
 
 
 def reduce_rest(place: WalkState) -> Move | None:
-    """Of the terms that are not to be scattered."""
+    """AllReduce over the partial axes that no reduce_scatter takes."""
     axes = [axis for axis, _ in place.at.partial if not isinstance(place.target.placement(axis), Shard)]
     return next((all_reduce(place.at, place.group, axes) for axes, _ in place.awaited(axes)), None)
 
@@ -139,18 +139,18 @@ RULES: tuple[Rule, ...] = (*SHRINKING, all_to_all, reduce_rest, gather, pad, kee
 
 
 def all_reduce(at: Layout, group: tuple[int, ...], axes: tuple[int, ...]) -> AllReduce:
-    """The step that ends the waiting over `axes`, of one reduction."""
+    """The AllReduce over `axes` that wait for one kind of reduction."""
     return AllReduce(group, with_shards(at, {}, dict.fromkeys(axes, "")), axes, _reduction(at, axes))
 
 
 def reduce_scatter(at: Layout, group: tuple[int, ...], dim: int, axes: tuple[int, ...]) -> ReduceScatter:
-    """The step that ends the waiting over `axes`, of one reduction, with `dim` cut over them."""
+    """The ReduceScatter over `axes` that wait for one kind of reduction; `dim` is sharded over them afterwards."""
     after = with_shards(at, {dim: at.cuts[dim] + axes}, dict.fromkeys(axes, ""))
     return ReduceScatter(group, after, dim, axes, _reduction(at, axes))
 
 
 def reduce_to(at: Layout, group: tuple[int, ...], axes: tuple[int, ...], root: int) -> Reduce:
-    """The step that ends the waiting over `axes`, of one reduction, on the ranks of one place along them."""
+    """The Reduce over `axes` that wait for one kind of reduction, to the ranks of one place along them."""
     kept = [axis for axis in range(len(at.mesh)) if axis not in axes]
     new = {axis: number for number, axis in enumerate(kept)}
     after = Layout(

@@ -1,4 +1,4 @@
-"""What nodes that pass a sum on read besides its terms: a whole operand is one rank's term, and zeros are the others'.
+"""Replicated operands of nodes that pass partial sums on: the operand is the first rank's term, zeros are those of the others.
 
     x + attn + mlp      rank 0   Where(true, x, 0) + attn.partial + mlp.partial
                         rank 1   Where(false, x, 0) + attn.partial + mlp.partial
@@ -31,7 +31,7 @@ def operand_name(comm: CommLowering, instance: NodeOnGroup, k: int) -> str:
 
 
 def keep_operands(comm: CommLowering, instance: NodeOnGroup) -> None:
-    """Makes terms of the inputs that the first of the ranks keep for a node."""
+    """Writes the partial versions of the replicated inputs that a node adds to partial sums."""
     choice = comm.program.choices.get(instance)
     if choice is None:
         return

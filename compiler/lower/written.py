@@ -57,7 +57,7 @@ class Written:
 
     @property
     def dual(self) -> Written:
-        """What its cotangents go through."""
+        """The collective that maps cotangents of the outputs to those of the inputs."""
         turned = tuple((target, source) for source, target in self.pairs)
         dims = (self.to, self.dim) if self.op_type == "AllToAll" else (self.dim, self.to)
         name = COLLECTIVES[self.op_type].dual
@@ -72,7 +72,7 @@ def write(
     values: tuple[ir.Value, ir.Value],
     cause: str,
 ) -> None:
-    """Writes the collective into the programs of a group: of the first name the second is made, which `values` list."""
+    """Writes the collective into the programs of a group: it reads the first of `names` and makes the second; `values` are theirs."""
     mesh, named = refined(comm.program.plan.axes_of(group))
     sets, sets_name = comm.subgroups(mesh, named[one.axis], group)
     shape = comm.values[values[0]].shape
@@ -219,7 +219,7 @@ class _Work:
                 return [(source, target, whole, whole) for source, target in self.one.pairs]
 
     def zeros(self, ranks: Group, times: Sequence[int]) -> None:
-        """Zeros in the place of what the ranks do not get, in the shape of what they give, each dim so many times."""
+        """Writes zeros on ranks that receive nothing, in the shape of what they give with each dim multiplied by `times`."""
         if not ranks:
             return
         out, dtype = self.names[1], self.values[0].dtype

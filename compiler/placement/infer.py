@@ -1,4 +1,4 @@
-"""Settles the groups of nodes that no rule places, such that no transfer is added where none is needed.
+"""Infers the groups of nodes that no rule places, so that no transfer is added where none is needed.
 
 A value costs one transfer per group other than its own that reads it. Model inputs and weights cost none: ranks read them
 themselves. A rank is a group of one.
@@ -78,7 +78,7 @@ class _Settler:
         return [node for node in self.nodes if node not in self.fixed and node not in self.floating]
 
     def producers(self, node: ir.Node) -> list[tuple[ir.Value, ir.Node]]:
-        """The values that a node reads from nodes with one home, with these nodes."""
+        """The values that a node reads from nodes that run on one group, with these nodes."""
         found = []
         for value in self.program.reads[node]:
             producer = value.producer()
@@ -116,7 +116,7 @@ class _Settler:
             self.reasons[node] = "follows its output" if follows else "nothing decides"
 
     def _readers_with_home(self, node: ir.Node) -> list[ir.Node]:
-        """The readers of a node that run in one place; else those of what floating nodes make of it."""
+        """The readers of a node that run on one group; for a reader that runs wherever it is read, its own readers."""
         seen, around = set[ir.Node](), [node]
         while around:
             readers = {reader: None for each in around for out in each.outputs for reader in self.readers.get(out, ())}
@@ -152,7 +152,7 @@ class _Settler:
         return self._cost(values, frozenset(), to) - self._cost(values, moved, to)
 
     def move_to_consumers(self) -> None:
-        """Moves a free node, with free producers that serve the moved ones only, where that saves a transfer; until none does.
+        """Moves free nodes to their consumers, with free producers that serve these alone, as long as that saves a transfer.
 
         Never to fewer ranks: what a group computes together is not left to one of them to save a transfer.
         """
@@ -212,7 +212,10 @@ class _Settler:
     def _where_readable(
         self, node: ir.Node, wanted: set[Group], needs: dict[ir.Value, set[Group]]
     ) -> tuple[Group, ...]:
-        """All wanted groups; of `Shape(x)` those that hold x, after x's home where another one has to be sent the shape."""
+        """The groups that compute this replicated node: all that want it.
+
+        For `Shape(x)` only groups that hold x; x's own group first if others must be sent the result.
+        """
         if self.floating[node] == REPEATED:
             return tuple(sorted(wanted))
         for _, producer in self.producers(node):

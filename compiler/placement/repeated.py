@@ -72,7 +72,7 @@ def repeatable(program: Program, fixed: Mapping[ir.Node, object], floating: Mapp
 def worth_repeating(
     program: Program, candidates: list[ir.Node], settled: Settled, floating: Mapping[ir.Node, str]
 ) -> list[ir.Node]:
-    """Of nodes that are settled where they are read, those that the law repeats."""
+    """Of nodes whose readers are placed, those that the law repeats on every group that reads them."""
     weighed = _Weighed(program, candidates, settled, floating)
     return [node for node in candidates if weighed.repeats(node) or _says_so(program, node)]
 
@@ -85,7 +85,7 @@ def _says_so(program: Program, node: ir.Node) -> bool:
 
 @dataclass(frozen=True)
 class _Way:
-    """How a value comes about on a group that repeats it: from what, and by which nodes; `spent`: these are more than the bound allows."""
+    """How a group makes a value that it repeats: from which values and by which nodes; `spent`: more work than is allowed."""
 
     roots: frozenset[ir.Value]
     nodes: frozenset[ir.Node] = frozenset()

@@ -30,7 +30,7 @@ class Outlet:
 
 
 def through(node: ir.Node, k: int, dim: int) -> int | None:
-    """The dim of the node's one output that is dim `dim` of operand `k` part by part; None where there is none."""
+    """The dim of the node's one output whose parts are those of dim `dim` of operand `k`; None where there is none."""
     if any(out.uses() or out.is_graph_output() for out in node.outputs[1:]):
         return None
     rule = rule_of(node)

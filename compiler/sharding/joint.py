@@ -65,7 +65,7 @@ def cut_layout(program: Program, cut: Cut, value: ir.Value, group: Group) -> Lay
 
 
 class Joint:
-    """The layouts of one region's values on a group, which correspond through the region's ops.
+    """The layouts of one region's values on a group: dims that correspond through the region's ops are sharded by the same axes.
 
     `add` takes the cuts in their order; `layout` gives a value's once all are there, None for one that has to be laid out by itself.
     """
@@ -91,7 +91,7 @@ class Joint:
                         self.classes.join(first.setdefault(letter, (value, dim)), (value, dim))
 
     def add(self, value: ir.Value, cut: Cut) -> None:
-        """One more value's shards; nothing where they contradict what is there, or are spelled by names."""
+        """Adds one more value's numbers of shards; ignores them where they contradict earlier ones, or are spelled by names."""
         if is_named(cut) or value in self.cuts or (value.shape is not None and len(cut) != len(value.shape)):
             return
         shards = numbers_of(cut)
@@ -134,7 +134,7 @@ class _Sets:
         self.above: dict[Hashable, Hashable] = {}
 
     def of(self, member: Hashable) -> Hashable:
-        """What stands for the set of a member."""
+        """The representative of the set to which a member belongs."""
         path = []
         while (above := self.above.get(member, member)) != member:
             path.append(member)

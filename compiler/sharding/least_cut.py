@@ -51,7 +51,7 @@ class LeastCut(Generic[Node]):
         return self._numbers[node]
 
     def _levels(self, begin: int) -> list[int]:
-        """How many edges with room lead to each node; -1 where none do."""
+        """Per node its distance from the source over edges with remaining capacity; -1 where none leads there."""
         levels = [-1] * len(self._edges)
         levels[begin] = 0
         waiting = deque([begin])
@@ -64,7 +64,7 @@ class LeastCut(Generic[Node]):
         return levels
 
     def _push(self, begin: int, end: int, levels: list[int], left: list[Iterator[int]]) -> bool:
-        """Pushes flow along one way from level to level; whether there was one. `left` are edges of which it is not known yet."""
+        """Pushes flow along one augmenting path through the levels; whether there was one. `left`: edges that are still to be tried."""
         way: list[int] = []
         at = begin
         while at != end:

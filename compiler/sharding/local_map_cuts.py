@@ -31,7 +31,7 @@ from partc.compiler.sharding.strategy import refined
 
 
 def seed_local_maps(program: Program, choices: dict[NodeOnGroup, NodeSharding]) -> list[Problem]:
-    """Closes the choices of all nodes of local maps: borders as their specs say, what is between them uncut."""
+    """Fixes the sharding of all nodes of local maps: borders as their specs say, nodes between them not at all."""
     problems: list[Problem] = []
     for node in program.model.graph:
         if not is_inside(node):

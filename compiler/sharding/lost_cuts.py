@@ -18,7 +18,7 @@ _BY_EXTENTS = frozenset({"Expand", "Flatten", "Reshape", "Slice", "Squeeze"})
 def lost_cuts(
     program: Program, choices: Mapping[NodeOnGroup, NodeSharding], propagation: Propagation
 ) -> tuple[str, ...]:
-    """A warning for each cut that a reader undoes for want of a size."""
+    """A warning for each sharded value that a reader gathers, because the size of a dim is unknown."""
     return tuple(dict.fromkeys(_warnings(program, choices, propagation)))
 
 
@@ -38,7 +38,7 @@ def _warnings(program: Program, choices: Mapping[NodeOnGroup, NodeSharding], pro
 def _lost(
     program: Program, instance: NodeOnGroup, choice: NodeSharding, k: int, dim: int
 ) -> tuple[ir.Value, int | None] | None:
-    """The value and dim for want of which a dim is not cut; None where that is not why."""
+    """The value and dim whose unknown size prevents a dim from being sharded; None where that is not the reason."""
     node, rule = instance.node, choice.rule
     letters = rule.inputs[k] if k < len(rule.inputs) else None
     letter = WHOLE if letters is None else letters[dim]

@@ -1,4 +1,4 @@
-"""In which layout a node on a group reads its operands and makes its outputs: what its sharding says, whole where nothing is said.
+"""The layouts in which a node on a group reads its operands and makes its outputs: as its sharding says, else replicated.
 
 MatMul on 0-7, mesh (2, 4), {m: (0,), k: (1,)}:   input 0 on 0-7 [2, 4], output 0 on 0-7 [2, 1] to be summed over 4
 """
@@ -17,20 +17,20 @@ from partc.compiler.layout.mesh import normal
 
 
 def replicated_on(value: ir.Value, group: Group) -> ShardedValue:
-    """A value whole on every rank of a group."""
+    """The version of a value that is replicated on a group."""
     rank = value.shape.rank() if value.shape is not None else 0
     return ShardedValue(value, group, normal(Layout.whole((len(group),), rank)))
 
 
 def laid_out(value: ir.Value, group: Group, layout: Layout | None) -> ShardedValue:
-    """A value in a layout; whole without one, and where nobody knows how many dims the value has."""
+    """The version of a value in a layout; the replicated one where there is no layout, or the value has an unknown number of dims."""
     if layout is None or (value.shape is None and layout.is_replicated):
         return replicated_on(value, group)
     return ShardedValue(value, group, normal(layout))
 
 
 def input_layout_of(program: Program, instance: NodeOnGroup, k: int) -> ShardedValue:
-    """The copy that operand `k` of a node on a group must be."""
+    """The version of operand `k` that a node on a group reads."""
     value = instance.node.inputs[k]
     assert value is not None
     choice = program.choices.get(instance)
@@ -39,7 +39,7 @@ def input_layout_of(program: Program, instance: NodeOnGroup, k: int) -> ShardedV
 
 
 def output_layout_of(program: Program, instance: NodeOnGroup, k: int) -> ShardedValue:
-    """The copy that a node makes on a group as its output `k`."""
+    """The version of output `k` that a node on a group makes."""
     value = instance.node.outputs[k]
     choice = program.choices.get(instance)
     layout = choice.output(k) if choice else None
@@ -60,7 +60,7 @@ def divisors(program: Program, sizes: Sequence[int | str | None]) -> tuple[int, 
 
 
 def is_derived(program: Program, instance: NodeOnGroup) -> bool:
-    """Whether nothing of how a node is cut was given by the plan or the model."""
+    """Whether a node's sharding is derived: the plan and the model give nothing of it."""
     choice = program.choices.get(instance)
     paths = program.derived_paths
     return choice is not None and choice.open and all(why in paths for why in choice.why.values())

@@ -74,7 +74,7 @@ class Propagation:
                 changed |= self._hear(instance, self._from_outputs)
 
     def layout_of(self, value: ir.Value, group: Group) -> tuple[Layout, str] | None:
-        """How a value lies on the group that makes it, or that it arrives on, or on one of as many ranks; None where that is open.
+        """The current layout of a value on `group`, or on another of its groups with equal size; None if not yet decided.
 
         Beside it what decided so: a line without its folder, which differs by machine, or a neighbour's path.
         """

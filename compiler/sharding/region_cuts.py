@@ -26,7 +26,7 @@ from partc.runtime.artifact import format as fmt
 
 @dataclass
 class Region:
-    """What one rule matched in one place: the path of the module or node, and the nodes inside."""
+    """One match of a rule: the path of a module or node, and the nodes inside."""
 
     path: str
     rule: ShardingRule
@@ -35,7 +35,7 @@ class Region:
 
 @dataclass
 class Call:
-    """One call of a region: its nodes, what it is given and gives back, and the cuts of both by value."""
+    """One call of a region: its nodes, its arguments and results, and how each is to be sharded."""
 
     nodes: list[ir.Node]
     arguments: list[ir.Value | None]
@@ -80,7 +80,7 @@ class RegionCuts:
         self.problems.append(Problem(region.rule.where, f"sharding of '{region.path}': {fact}", law, help))
 
     def cut(self, region: Region) -> None:
-        """Everything that the region's rule gives: cuts of what enters, of parameters, of what leaves."""
+        """Applies the region's rule: the shards of its inputs, its parameters and its outputs."""
         rule = region.rule
         parameters = self._parameters(region)
         if rule.inputs is None and rule.outputs is None and not parameters:
@@ -114,7 +114,7 @@ class RegionCuts:
     def _between(
         self, arguments: Sequence[ir.Value | None], results: Sequence[ir.Value | None], inside: Sequence[ir.Node]
     ) -> list[ir.Node]:
-        """The nodes of a region on the ways from a call's arguments to its results, in their order."""
+        """The nodes of a region on the paths from a call's arguments to its results, in graph order."""
         allowed, given = set(inside), set(arguments)
         found: set[ir.Node] = set()
         waiting = [value for value in results if value is not None]
@@ -134,7 +134,7 @@ class RegionCuts:
         return nodes[0] if len(nodes) == 1 else None
 
     def _enter(self, region: Region) -> list[ir.Value]:
-        """What enters a region of the plan: an op's own tensors if the rule speaks of as many, else what is made outside."""
+        """The inputs of a region of the plan: an op's own tensors if the rule lists as many, else the values that are made outside."""
         inside = set(region.nodes)
         if (node := self._one_node(region, None)) is not None:
             operands = [value for value in node.inputs if value is not None]
@@ -150,7 +150,7 @@ class RegionCuts:
         )
 
     def _leave(self, region: Region) -> list[ir.Value]:
-        """What leaves a region of the plan: an op's own tensors if the rule speaks of as many, else what is read outside."""
+        """The outputs of a region of the plan: an op's own tensors if the rule lists as many, else the values that are read outside."""
         inside = set(region.nodes)
         node = self._one_node(region, None)
         if node is not None and len(node.outputs) == len(region.rule.outputs or ()):
@@ -171,7 +171,7 @@ class RegionCuts:
         verb: str,
         order: str,
     ) -> list[tuple[ir.Value, Cut]] | None:
-        """The values with their cuts, without those to derive; None, and a problem, where their numbers differ."""
+        """Pairs values with their shards, leaving out those to derive; None, and a problem, where their numbers differ."""
         if cuts is None:
             return []
         if len(cuts) != len(values):

@@ -31,7 +31,7 @@ TENSOR_PARALLEL = "tp"
 
 
 def seed(program: Program, choices: Mapping[NodeOnGroup, NodeSharding]) -> tuple[Pinned, list[Problem]]:
-    """Fills in the choices that are given and closes those that are given whole; layouts of operands go into `Pinned`."""
+    """Writes the given shardings into `choices`, closing those that are given completely; the `Pinned` layouts of inputs and outputs."""
     work = _Seeds(program, choices)
     work.annotations()
     work.dataset()
@@ -116,7 +116,7 @@ class _Seeds:
             )
 
     def _gather(self, region: Region) -> None:
-        """What leaves the region is whole on every rank of its group."""
+        """Pins the outputs of a region as replicated on its group."""
         inside = set(region.nodes)
         for instance in self.instances(region.nodes):
             for k, out in enumerate(instance.node.outputs):

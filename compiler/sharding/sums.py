@@ -60,7 +60,7 @@ class Cost:
 
 
 def pass_sums(program: Program) -> Program:
-    """Fills in, per choice, over which axes a node passes terms of a sum on."""
+    """Pass: fills in, per sharding, the axes over which a node is given partial sums and gives partial sums."""
     if not program.choices:
         return program
     work = _Sums(program)
@@ -71,7 +71,7 @@ def pass_sums(program: Program) -> Program:
 
 @dataclass(frozen=True)
 class _Terms:
-    """What terms of one kind have in common: the ranks that are summed over."""
+    """A kind of partial sums: those over the same ranks."""
 
     group: Group
     layout: Layout
@@ -232,7 +232,7 @@ class _Sums:
         )
 
     def _now(self, value: ir.Value, layout: Layout, group: Group) -> Cost:
-        """What it costs that the readers of terms get them reduced, if none takes them as they are."""
+        """The cost of today's reductions: each reader gets the reduced value."""
         home, copies = ShardedValue(value, group, normal(layout)), ValueVersions()
         wanted = [
             input_layout_of(self.program, NodeOnGroup(node, each), k)
@@ -252,7 +252,7 @@ class _Sums:
         return self._moved(value, pairs)
 
     def _moved(self, value: ir.Value, pairs: Iterable[tuple[ShardedValue, ShardedValue]]) -> Cost:
-        """What it costs to make copies of a value from others."""
+        """The cost of resharding versions of a value into others."""
         total, whole, divisors = Cost(), self._bytes(value), proven_divisors(self.program, value)
         assert whole is not None
         for one, other in pairs:
@@ -321,7 +321,7 @@ class _Sums:
         side: set[NodeOnGroup | ir.Value | str],
         costs: Mapping[ir.Value, Cost],
     ) -> bool:
-        """Whether nothing gets dearer, for any sizes, and something cheaper."""
+        """Whether nothing becomes more expensive, at any sizes, and something becomes cheaper."""
         before, after = Cost(), Cost()
         for instance in part:
             for value in instance.node.outputs:
@@ -359,7 +359,7 @@ class _Sums:
 
 
 def _kind(layout: Layout) -> Layout:
-    """What tells over which ranks terms are summed up, whatever cuts them."""
+    """The key of a kind of partial sums: the ranks over which they are summed, whatever shards them."""
     return normal(Layout(layout.mesh, (), layout.partial))
 
 
@@ -372,7 +372,7 @@ def _typical(facts: Facts) -> int:
 
 
 def _holds(operand: ir.Value | None, outputs: Iterable[ir.Value]) -> bool:
-    """Whether every output's type has all numbers of an operand's: terms are not rounded."""
+    """Whether every output's type holds all numbers of an operand's type, so that no term is rounded."""
     if operand is None or operand.dtype not in _FLOATS:
         return False
     wider = {operand.dtype, *(_FLOATS[2:] if operand.dtype in _FLOATS[:2] else _FLOATS[3:])}

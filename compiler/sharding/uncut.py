@@ -20,7 +20,7 @@ from partc.runtime.artifact import format as fmt
 
 
 def uncut(program: Program, done: Propagation) -> None:
-    """Takes back derived cuts of the nodes that only inputs and shapes enter."""
+    """Removes derived shardings from nodes that depend on inputs and shapes alone, where a reader takes the value in other shards."""
     shapes = {node: placed.rule for node, placed in program.placement.items() if placed.rule == fmt.SHAPE_ARITHMETIC}
     among = {*repeatable(program, {}, shapes), *shapes}
     heavy = _arriving_cut(program, done, among)

@@ -27,7 +27,7 @@ Refusal = Callable[[NodeOnGroup, NodeSharding, str, int, str], Problem | None]
 def not_taken(
     program: Program, choices: Mapping[NodeOnGroup, NodeSharding], given: Pinned, refusal: Refusal
 ) -> tuple[list[Problem], list[str]]:
-    """The problems of cuts that no op of a region takes, and what is to be told of them."""
+    """The problems and warnings of given shards that no op of their region takes."""
     entering: dict[tuple[object, Layout, str], list[tuple[NodeOnGroup, int]]] = {}
     for (instance, k), (layout, where) in given.inputs.items():
         entering.setdefault((instance.node.inputs[k], normal(layout), where), []).append((instance, k))

@@ -1,9 +1,8 @@
-"""Which copies of a value there are: where it is made, and every other group or layout in which it is read.
+"""Which versions of a value there are: as it is defined, and on every other group or in every other layout in which it is read.
 
-One copy per (value, group, layout), however many readers. A copy's name on its ranks is the value's own where that is free: for what an
-output of the model is delivered as, then for the copy that it is made as, then for the first one that is read; others are
-named by their layout, `h@[2, 1]`, unless the model has a value of that name. A value that is made as terms of a sum is `h.partial`,
-and what it is reduced to is `h`.
+One version per (value, group, layout), however many readers. A version's name on its ranks is the value's own where that is free: first
+for the delivered version of an output, then for the definition, then for the first version that is read; others are named by their
+layout, `h@[2, 1]`, unless the model has a value of that name. A partial definition is `h.partial`, and its reduced version `h`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,11 @@ from partc.compiler.sharding.operands import input_layout_of, is_derived, output
 
 @dataclass
 class ValueVersions:
-    """Per value its homes (copies that are made or arrive), what each is settled to, and the needed ones with their causes."""
+    """All versions of each value.
+
+    `defs`: as produced or fed. `canonical`: what a partial definition is reduced to, or an output is resharded to as the plan asks. `uses`:
+    versions that are read, with the first reader as cause. `delivered`: versions of the model's outputs. `names`: what each is called.
+    """
 
     defs: dict[ir.Value, list[ShardedValue]] = field(default_factory=dict)
     canonical: dict[ShardedValue, ShardedValue] = field(default_factory=dict)
@@ -32,24 +35,24 @@ class ValueVersions:
     delivered: dict[ir.Value, list[ShardedValue]] = field(default_factory=dict)
     names: dict[ShardedValue, str] = field(default_factory=dict)
     derived: set[ShardedValue] = field(default_factory=set)
-    """Needed copies of which only derived cuts are the cause."""
+    """Versions that only readers whose sharding is derived ask for."""
 
-    def definition_for(self, copy: ShardedValue) -> ShardedValue:
-        """Where a needed copy comes from: its own group's home, else the first one; in its settled layout."""
-        defs = self.defs[copy.value]
-        home = next((one for one in defs if one.group == copy.group), defs[0])
+    def definition_for(self, version: ShardedValue) -> ShardedValue:
+        """The version from which a used one is made: the definition on its own group, else the first one; in its canonical layout."""
+        defs = self.defs[version.value]
+        home = next((one for one in defs if one.group == version.group), defs[0])
         return self.canonical.get(home, home)
 
 
 def find_versions(program: Program, delivered: dict[ir.Value, tuple[tuple[int, ...] | None, bool]]) -> ValueVersions:
-    """All copies of all values, named. `delivered`: per output its ranks (None: it stays), and whether it stays cut."""
-    copies = ValueVersions()
+    """All versions of all values, named. `delivered`: per output its ranks (None: it stays), and whether it stays sharded."""
+    versions = ValueVersions()
     graph = program.model.graph
     order = sorted(graph, key=lambda node: program.placement[node].follows)
     for node in graph:
         for group in program.placement[node].groups:
             for k, value in enumerate(node.outputs):
-                copies.defs.setdefault(value, []).append(output_layout_of(program, NodeOnGroup(node, group), k))
+                versions.defs.setdefault(value, []).append(output_layout_of(program, NodeOnGroup(node, group), k))
     for node in order:
         placed = program.placement[node]
         cause = f"read by {program.paths[node]} ({placed.rule})"
@@ -58,28 +61,28 @@ def find_versions(program: Program, delivered: dict[ir.Value, tuple[tuple[int, .
             wanted = [input_layout_of(program, instance, k) for k, value in enumerate(node.inputs) if value is not None]
             wanted += [replicated_on(value, group) for value in program.around[node]]
             derived = is_derived(program, instance)
-            for copy in wanted:
-                known = copies.uses.setdefault(copy.value, {})
-                if derived and copy not in known:
-                    copies.derived.add(copy)
+            for version in wanted:
+                known = versions.uses.setdefault(version.value, {})
+                if derived and version not in known:
+                    versions.derived.add(version)
                 elif not derived:
-                    copies.derived.discard(copy)
-                known.setdefault(copy, cause)
-    _arrivals(program, copies, delivered)
-    _as_begun(program, copies)
+                    versions.derived.discard(version)
+                known.setdefault(version, cause)
+    _arrivals(program, versions, delivered)
+    _as_begun(program, versions)
     for value, (ranks, cut) in delivered.items():
-        deliver(copies, value, ranks, cut and program.values[value].shape is not None)
-    for value, defs in copies.defs.items():
+        deliver(versions, value, ranks, cut and program.values[value].shape is not None)
+    for value, defs in versions.defs.items():
         for home in defs:
-            reduce_definition(program, copies, value, home)
+            reduce_definition(program, versions, value, home)
     fed = program.training.optimizer.scalars if program.training else ()
-    for value in {**copies.defs, **copies.uses}:
-        _name(copies, value, program.own_names, fed)
-    return copies
+    for value in {**versions.defs, **versions.uses}:
+        _name(versions, value, program.own_names, fed)
+    return versions
 
 
 def _arrivals(
-    program: Program, copies: ValueVersions, delivered: Mapping[ir.Value, tuple[tuple[int, ...] | None, bool]]
+    program: Program, versions: ValueVersions, delivered: Mapping[ir.Value, tuple[tuple[int, ...] | None, bool]]
 ) -> None:
     """Inputs arrive on every group that reads them, cut where the plan says so; weights lie as they are read.
 
@@ -89,7 +92,7 @@ def _arrivals(
     graph = program.model.graph
     arriving = program.given.arriving if program.given else {}
     for value in graph.inputs:
-        groups = list(dict.fromkeys(copy.group for copy in copies.uses.get(value, ())))
+        groups = list(dict.fromkeys(version.group for version in versions.uses.get(value, ())))
         cut = [
             ShardedValue(value, group, normal(arriving[value, group][0]))
             for group in groups
@@ -97,66 +100,70 @@ def _arrivals(
         ]
         whole = [replicated_on(value, group) for group in groups]
         apart: list[ShardedValue] = []
-        for copy in sorted(cut, key=lambda copy: -len(copy.group)):
-            if all(set(copy.group).isdisjoint(other.group) for other in apart):
-                apart.append(copy)
+        for version in sorted(cut, key=lambda version: -len(version.group)):
+            if all(set(version.group).isdisjoint(other.group) for other in apart):
+                apart.append(version)
         ranks, stays = delivered.get(value, ((), True))
-        if not stays and any(ranks is None or not {*ranks}.isdisjoint(copy.group) for copy in apart):
+        if not stays and any(ranks is None or not {*ranks}.isdisjoint(version.group) for version in apart):
             apart = []
-        copies.defs[value] = apart or whole
+        versions.defs[value] = apart or whole
     for value in graph.initializers.values():
-        copies.defs[value] = list(copies.uses.get(value, ()))
+        versions.defs[value] = list(versions.uses.get(value, ()))
 
 
-def _as_begun(program: Program, copies: ValueVersions) -> None:
-    """Has parameters lie, and inputs of a part of a batch arrive, as in the step of the training that this program belongs to."""
+def _as_begun(program: Program, versions: ValueVersions) -> None:
+    """Gives parameters, and the inputs of an accumulated part, the layouts and names that they have in the program of the step."""
     graph, lying = program.model.graph, program.begun.lying if program.begun else {}
     inputs = graph.inputs if program.training and program.training.part is not ProgramKind.EVALUATION else ()
     for value in (*inputs, *graph.initializers.values()):
         there = {ShardedValue(value, *key): name for key, name in lying.get(value.name or "", {}).items()}
-        if there and copies.uses.get(value):
-            names = {home: name for home in copies.defs[value] if (name := _name_there(home, there))}
-            chosen = names if len(names) == len(copies.defs[value]) else there
-            copies.defs[value] = [*chosen]
-            copies.names |= chosen
+        if there and versions.uses.get(value):
+            names = {home: name for home in versions.defs[value] if (name := _name_there(home, there))}
+            chosen = names if len(names) == len(versions.defs[value]) else there
+            versions.defs[value] = [*chosen]
+            versions.names |= chosen
 
 
 def _name_there(home: ShardedValue, there: Mapping[ShardedValue, str]) -> str | None:
-    """The name under which the ranks of `home` have it. What overlapping groups have whole is one value, listed for one of them."""
+    """The name of `home` in the program of the step. On overlapping groups a replicated value is one, listed for one of them."""
     if home in there or not home.layout.is_replicated:
         return there.get(home)
-    whole = {rank: name for copy, name in there.items() if copy.layout.is_replicated for rank in copy.group}
+    whole = {rank: name for version, name in there.items() if version.layout.is_replicated for rank in version.group}
     names = {whole.get(rank) for rank in home.group}
     return names.pop() if len(names) == 1 else None
 
 
-def deliver(copies: ValueVersions, value: ir.Value, ranks: tuple[int, ...] | None, cut: bool) -> None:
-    """Has an output of the model needed where it is delivered."""
+def deliver(versions: ValueVersions, value: ir.Value, ranks: tuple[int, ...] | None, cut: bool) -> None:
+    """Lists the versions of an output of the model on the ranks to which it is delivered, as read there."""
     producer = value.producer()
-    defs = copies.defs.setdefault(value, [])
+    defs = versions.defs.setdefault(value, [])
     if producer is None and not defs:
         defs.append(replicated_on(value, (0,)))
     if cut and not defs[0].layout.partial:
-        copies.delivered[value] = [defs[0]]
+        versions.delivered[value] = [defs[0]]
         return
     groups = [(rank,) for rank in ranks] if ranks is not None else [defs[0].group]
-    copies.delivered[value] = [replicated_on(value, group) for group in groups]
+    versions.delivered[value] = [replicated_on(value, group) for group in groups]
     if cut:
         home = defs[0]
-        copies.delivered[value] = [ShardedValue(value, home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))]
-    for copy in copies.delivered[value]:
-        where = f"rank {copy.group[0]}" if len(copy.group) == 1 else f"ranks {copy.group[0]}-{copy.group[-1]}"
-        copies.uses.setdefault(value, {}).setdefault(copy, f"output '{value.name}' is delivered to {where}")
+        versions.delivered[value] = [
+            ShardedValue(value, home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
+        ]
+    for version in versions.delivered[value]:
+        where = (
+            f"rank {version.group[0]}" if len(version.group) == 1 else f"ranks {version.group[0]}-{version.group[-1]}"
+        )
+        versions.uses.setdefault(value, {}).setdefault(version, f"output '{value.name}' is delivered to {where}")
     if producer is None and value.is_initializer():
-        copies.defs[value] = list(copies.uses[value])
+        versions.defs[value] = list(versions.uses[value])
     elif producer is None and defs[0].layout.is_replicated:
-        defs += [copy for copy in copies.delivered[value] if copy.group not in [home.group for home in defs]]
+        defs += [version for version in versions.delivered[value] if version.group not in [home.group for home in defs]]
 
 
-def reduce_definition(program: Program, copies: ValueVersions, value: ir.Value, home: ShardedValue) -> None:
-    """Terms are reduced once, on the ranks that have them, unless they have one reader, for whom some of these ranks are cheaper.
+def reduce_definition(program: Program, versions: ValueVersions, value: ir.Value, home: ShardedValue) -> None:
+    """Sets the canonical version of a partial definition: reduced on its own ranks, unless its one reader is served cheaper.
 
-    An output whose layout the plan gives takes that first. Terms that are passed on (`sharding/sums.py`), or that nobody reads, stay such.
+    An output whose layout the plan gives takes that first. One that is passed on (`sharding/sums.py`), or not read, stays partial.
     """
     producer = value.producer()
     if producer is None:
@@ -165,23 +172,23 @@ def reduce_definition(program: Program, copies: ValueVersions, value: ir.Value, 
     if program.given and key in program.given.outputs:
         wanted = ShardedValue(value, home.group, normal(program.given.outputs[key][0]))
         if wanted != home:
-            copies.canonical[home] = wanted
+            versions.canonical[home] = wanted
         return
-    uses = copies.uses.get(value, {})
+    uses = versions.uses.get(value, {})
     kept = {*program.training.statistics.values()} if program.training else set()
     if not home.layout.partial or home in uses or not (uses or value in kept):
         return
-    first = copies.defs[value][0]
-    served = [copy for copy in uses if copy != home and (copy.group == home.group or home == first)]
+    first = versions.defs[value][0]
+    served = [version for version in uses if version != home and (version.group == home.group or home == first)]
     if len(served) != 1:
-        copies.canonical[home] = ShardedValue(value, home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
+        versions.canonical[home] = ShardedValue(value, home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
 
 
-def replicated_outputs(program: Program, copies: ValueVersions, outputs: list[ir.Value]) -> list[str]:
-    """What is told of outputs that should stay cut, and cannot, since their shapes are not known."""
+def replicated_outputs(program: Program, versions: ValueVersions, outputs: list[ir.Value]) -> list[str]:
+    """Warnings of outputs that should stay sharded, and cannot, since their shapes are not known."""
     told = []
     for value in outputs:
-        home = next(iter(copies.defs.get(value, ())), None)
+        home = next(iter(versions.defs.get(value, ())), None)
         if program.values[value].shape is None and home is not None and any(home.layout.cuts):
             law, remedy = how_lost(program, value, next(iter(unknown_dims(program, value)), None))
             told.append(
@@ -191,7 +198,7 @@ def replicated_outputs(program: Program, copies: ValueVersions, outputs: list[ir
 
 
 def can_share(one: ShardedValue, other: ShardedValue) -> bool:
-    """Whether two copies may have one name: they have no rank in common, or one's ranks are among the other's and hold the same."""
+    """Whether two versions may have one name: they share no rank, or one's ranks are among the other's and hold the same shards."""
     common = set(one.group) & set(other.group)
     if not common:
         return True
@@ -202,15 +209,15 @@ def can_share(one: ShardedValue, other: ShardedValue) -> bool:
     )
 
 
-def _made_apart(copies: ValueVersions, one: ShardedValue, other: ShardedValue) -> bool:
-    """Whether a rank makes both of two copies: one is a home, and the other comes, on more ranks, from another home."""
-    defs = copies.defs.get(one.value, [])
-    made = {*defs, *(copies.canonical[home] for home in defs if home in copies.canonical)}
+def _made_apart(versions: ValueVersions, one: ShardedValue, other: ShardedValue) -> bool:
+    """Whether a rank makes both of two versions: one is a definition, the other is resharded from another one, on more ranks."""
+    defs = versions.defs.get(one.value, [])
+    made = {*defs, *(versions.canonical[home] for home in defs if home in versions.canonical)}
     if (one in made) == (other in made):
         return False
     home, derived = (one, other) if one in made else (other, one)
     here, there = set(home.group), set(derived.group)
-    return bool(here & there) and not there <= here and copies.definition_for(derived) != home
+    return bool(here & there) and not there <= here and versions.definition_for(derived) != home
 
 
 def _name(versions: ValueVersions, value: ir.Value, own: frozenset[str], fed: Collection[str]) -> None:
@@ -251,8 +258,8 @@ def _by_claim(versions: ValueVersions, value: ir.Value) -> list[ShardedValue]:
     return list(dict.fromkeys([*versions.delivered.get(value, ()), *canonical, *made, *uses, *defs]))
 
 
-def _spellings(name: str, copy: ShardedValue) -> list[str]:
-    """The names that a copy of a value may have: `h`, `h@[2, 1]`, `h@[2, 1]@0-1`; of partial sums `h.partial` and on."""
-    apart = f"{name}.partial" if copy.layout.partial else f"{name}@{copy.layout}"
-    plain = [] if copy.layout.partial else [name]
-    return [*plain, apart, f"{apart}@{'-'.join(map(str, copy.group))}"]
+def _spellings(name: str, version: ShardedValue) -> list[str]:
+    """The names that a version of a value may have, in order: `h`, `h@[2, 1]`, `h@[2, 1]@0-1`; of partial sums `h.partial` and on."""
+    apart = f"{name}.partial" if version.layout.partial else f"{name}@{version.layout}"
+    plain = [] if version.layout.partial else [name]
+    return [*plain, apart, f"{apart}@{'-'.join(map(str, version.group))}"]

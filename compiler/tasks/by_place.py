@@ -22,7 +22,10 @@ _MOST_ITEMS = 64
 
 
 def by_place(forms: Sequence[tuple[LocalForm, Sequence[int]]], sets: tuple[tuple[Group, ...], str]) -> LocalForm | None:
-    """One form of all ranks; None where the forms differ otherwise. `forms` with their ranks, which `sets` parts by places."""
+    """One form for all ranks, whose constants are laws over a rank's place; None where the forms differ otherwise.
+
+    `forms`: each with its ranks. `sets`: the lists of ranks in which a rank has its place, and their name.
+    """
     lists, group = sets
     form_of = {rank: form for form, ranks in forms for rank in ranks}
     rows = [[form_of[rank] for rank in ranks] for ranks in lists]
@@ -51,7 +54,7 @@ def _array(constant: Constant) -> Array:
 
 
 def _law(row: Sequence[Constant], group: str) -> Constant | None:
-    """What a constant is by place; None where no law says it."""
+    """The law of a constant that has one array per place; None where there is none."""
     arrays = [_array(one) for one in row]
     first = arrays[0]
     if any(one.dtype != first.dtype or one.shape != first.shape for one in arrays):

@@ -25,7 +25,7 @@ from partc.compiler.tasks.by_place import by_place
 
 @dataclass
 class LocalForm:
-    """What a node becomes on one rank, or on several that differ in constants by their place.
+    """A node on one rank, or on several that differ only in constants by their place: its local ops, constants and types.
 
     `ends`: what constants by a rank's place are on the first and the last rank.
     """
@@ -43,7 +43,7 @@ class LocalForm:
 
     @property
     def unknown(self) -> list[ir.Value]:
-        """The constants that are not, of which a type is known."""
+        """The constants that differ by rank, as values of known type."""
         laws = {name: one for name, one in self.constants.items() if isinstance(one, RankConstant)}
         return [
             ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(one.dtype)), shape=ir.Shape(one.shape))
@@ -52,12 +52,12 @@ class LocalForm:
 
     @property
     def inner(self) -> list[str]:
-        """What it makes besides the node's outputs."""
+        """The names of constants and intermediate values: all but the node's outputs."""
         made = (out.name or "" for op in self.ops for out in op.node.outputs)
         return [name for name in dict.fromkeys([*self.constants, *made]) if name and name not in self.types]
 
     def renamed(self, names: Mapping[str, str]) -> LocalForm:
-        """The same with other names inside."""
+        """This form with other names for its inner values."""
         if not names:
             return self
         ops = [replace(op, node=with_names(op.node, names)) for op in self.ops]
@@ -67,7 +67,7 @@ class LocalForm:
 
 
 class _Shards(dict[str, int]):
-    """Which shard of each factor the rank has; remembers of which ones somebody asked."""
+    """By factor the index of the rank's shard; records in `asked` which factors the rule has looked up."""
 
     def __init__(self, numbers: Mapping[str, int]) -> None:
         super().__init__(numbers)

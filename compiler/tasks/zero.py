@@ -21,7 +21,7 @@ Over: TypeAlias = str | Literal[True] | None
 
 
 def shared_out(program: Program, home: ShardedValue, over: Over) -> ShardedValue:
-    """The copy of a parameter that each rank updates: cut further along the first dim that is divisible, if there is one."""
+    """The version of a parameter that each rank updates: sharded further along the first divisible dim, if there is one."""
     if not over:
         return home
     axes = program.plan.axes_of(home.group) or (("", len(home.group)),)
