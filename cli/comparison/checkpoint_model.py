@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from partc.compiler.emit.whole import INLINE_BYTES, save_unsharded
 from partc.runtime.checkpoint.checkpoint import Checkpoint
-from partc.runtime.checkpoint.hashes import Proof
 from partc.runtime.checkpoint.index import TensorRecord
+from partc.runtime.checkpoint.verification import Verification
 from partc.runtime.errors import CheckpointError, DamagedError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def export_model(checkpoint: Checkpoint, model: Path, path: Path, inline_bytes: 
     from partc.compiler.rewrite.train_mode import to_evaluation
     from partc.compiler.training.shared import split_as
 
-    with Proof(checkpoint) as proof:
+    with Verification(checkpoint) as proof:
         program = load(model).model
         if problems := proof.problems():
             raise DamagedError(problems)

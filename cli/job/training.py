@@ -48,7 +48,7 @@ def run_training(job: Job, transport: Transport | None, watch: Watch | None = No
         artifact.refuse_replaced()
         log = TrainingLog(options.metrics, watch or _watch(job), job.quiet) if trainer.rank == 0 else None
         if options.init is not None:
-            trainer.begin(options.init, option="--init")
+            trainer.load_weights(options.init, option="--init")
         if options.only_test:
             return _evaluate(job, trainer, settings, log)
         loader = settings.loader(trainer)

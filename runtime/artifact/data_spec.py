@@ -65,7 +65,9 @@ class Spec:
         if isinstance(said, str | Path):
             return Spec(base / said, where=where)
         if not isinstance(said, Mapping) or not said:
-            raise UsageError(f"{where}: {said!r} is no path and no mapping\n  help: write a path, or {{input: path}}")
+            raise UsageError(
+                f"{where}: {said!r} is neither a path nor a mapping\n  help: write a path, or {{input: path}}"
+            )
         problems = list(_problems(said))
         if problems:
             raise UsageError("\n".join(f"{where}: {problem}" for problem in problems))

@@ -41,7 +41,7 @@ def _check_file(folder: Path, name: str, record: FileRecord) -> Iterator[Violati
         yield Violation(name, f"it {why}", help=_COMPILE_AGAIN)
         return
     if not path.resolve().is_relative_to(folder.resolve()):
-        yield Violation(name, f"it leads out of the folder, to {path.resolve()}", help="put the file itself there")
+        yield Violation(name, f"it points outside the folder, to {path.resolve()}", help="put the file itself there")
         return
     size = path.stat().st_size
     if size != record.bytes:

@@ -5,7 +5,7 @@
     checkpoint.load_into(record, rank, array)         # what this rank has of it under the plan at hand
 
 Nothing is believed: the index is held against its schema, a path against the folder (links resolved), a file's size and every
-tensor that is read against the index, before any memory is taken for it. Contents are hashed by a `Proof` (`hashes.py`).
+tensor that is read against the index, before any memory is taken for it. Contents are hashed by a `Verification` (`hashes.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from partc.runtime.artifact.format import StateRecord
 
 from ..artifact.safetensors_stream import STORED, Stored, mapped, read_header, tensor_in
 from ..errors import CheckpointError, DamagedError
-from .index import FORMAT, CheckpointFile, CheckpointIndex, PieceRecord, TensorRecord, read_index
+from .index import FORMAT, CheckpointFile, CheckpointIndex, ShardRecord, TensorRecord, read_index
 from .ownership import held_by
 
 
@@ -58,12 +58,12 @@ class Checkpoint:
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise CheckpointError(
-                f"{path}: is no safetensors file: {reason}\n  help: give a whole .safetensors file"
+                f"{path}: is not a safetensors file:  {reason}\n  help: give a whole .safetensors file"
             ) from None
         tensors = {}
         for name, stored in header.items():
             box = whole(stored.shape)
-            piece = PieceRecord(file=path.name, key=name, begin=box.begin, end=box.end)
+            piece = ShardRecord(file=path.name, key=name, begin=box.begin, end=box.end)
             tensors[name] = TensorRecord(
                 dtype=stored.dtype.shown, shape=stored.shape, kind="parameter", pieces=(piece,) if box.count else ()
             )
@@ -102,14 +102,14 @@ class Checkpoint:
             if not file.exists():
                 found.append(f"{file}: is missing")
             elif not file.resolve().is_relative_to(inside):
-                found.append(f"{file}: leads out of the folder, to {file.resolve()}")
+                found.append(f"{file}: points outside the folder, to {file.resolve()}")
             elif not file.is_file():
-                found.append(f"{file}: is no plain file")
+                found.append(f"{file}: is not a regular file")
             elif (size := file.stat().st_size) != record.bytes:
                 found.append(f"{file}: has {size} bytes, the index says {record.bytes}")
         return found
 
-    def stored(self, tensor: str, piece: PieceRecord) -> Stored:
+    def stored(self, tensor: str, piece: ShardRecord) -> Stored:
         """Where a piece of a tensor lies in its file; DamagedError where the file is not sound, or has it otherwise than the index says."""
         return self._opened_piece(tensor, piece)[0]
 
@@ -124,7 +124,7 @@ class Checkpoint:
         return self.index.tensors[tensor]
 
     def _shares(self, tensor: str, box: Region) -> list[tuple[tuple[slice, ...], Array]]:
-        """What the pieces have of a box, and where in it that belongs; nothing of it is read yet."""
+        """The parts of a region that each stored shard has: the index in the region, and a mapped array. Nothing is read yet."""
         record = self._record(tensor)
         if not len(box.begin) == len(box.end) == len(record.shape) or any(
             not 0 <= begin <= end <= dim for begin, end, dim in zip(box.begin, box.end, record.shape, strict=True)
@@ -144,7 +144,7 @@ class Checkpoint:
             )
         return found
 
-    def _opened_piece(self, tensor: str, piece: PieceRecord) -> tuple[Stored, Bytes]:
+    def _opened_piece(self, tensor: str, piece: ShardRecord) -> tuple[Stored, Bytes]:
         file, record = self.folder / piece.file, self._record(tensor)
         if piece.file not in self._opened:
             try:

@@ -1,4 +1,4 @@
-"""A checkpoint meets a program: whether it holds what the program keeps, and nothing else, by name, shape and type.
+"""Whether a checkpoint fits a program: it holds the tensors that the program keeps, and no others, by name, shape and type.
 
 To go on with a run everything must fit: parameters, statistics, and what the optimizer keeps. To begin a new one from weights
 (`--init`) the optimizer's part does not matter. All that does not fit is one error.
@@ -23,7 +23,7 @@ _SUGGESTED = 20
 _WEIGHTS: tuple[Kind, ...] = ("parameter", "statistics")
 
 
-def meet(checkpoint: Checkpoint, records: Sequence[StateRecord], optimizer: str = "") -> None:
+def check_compatible(checkpoint: Checkpoint, records: Sequence[StateRecord], optimizer: str = "") -> None:
     """Checks that the checkpoint holds exactly the tensors of the records, so that each can be loaded.
 
     `optimizer` is the name of the program's, for the message where the checkpoint is another one's. CheckpointError has all that
@@ -33,28 +33,28 @@ def meet(checkpoint: Checkpoint, records: Sequence[StateRecord], optimizer: str 
     held = checkpoint.index.tensors
     ours, theirs = _slots(records), _held_slots(held)
     problems = list(_weight_problems(checkpoint, wanted, strict=True))
-    remedy = "give the checkpoint of a run of this model, or begin from its weights alone with --init PATH"
+    remedy = "give the checkpoint of a run of this model, or start from its weights alone with --init PATH"
     if ours != theirs:
         named = checkpoint.index.meta.get(OPTIMIZER)
         problems.append(
             f"{checkpoint.path}: was written with {_optimizer(str(named or ''), theirs)}; "
             f"the program has {_optimizer(optimizer, ours)}"
         )
-        remedy = f"begin from its weights alone with --init {checkpoint.path}, or compile with the same optimizer"
+        remedy = f"start from its weights alone with --init {checkpoint.path}, or compile with the same optimizer"
     else:
         problems += _slot_problems(checkpoint, wanted)
     if problems:
         raise CheckpointError("\n".join([*problems, f"  help: {remedy}"]))
 
 
-def is_file_of_weights(path: Path) -> bool:
+def is_weights_file(path: Path) -> bool:
     """Whether initial weights come from a `.safetensors` file of anyone's, and not from a checkpoint."""
     if path.suffix == ".safetensors" and not path.exists():
         raise UsageError(f"{path}: there is no such file\n  help: give a .safetensors file or a checkpoint's folder")
     return path.is_file()
 
 
-def meet_weights(source: Checkpoint, records: Sequence[StateRecord], strict: bool = True) -> frozenset[str]:
+def matching_weights(source: Checkpoint, records: Sequence[StateRecord], strict: bool = True) -> frozenset[str]:
     """The tensors of the records to load from a source of initial weights: parameters and statistics of the same name.
 
     With `strict` all of the program's parameters must be there, and nothing that it lacks; without, whatever is there under a
@@ -84,12 +84,12 @@ def _weight_problems(
     absent = [
         name for name, record in ours.items() if name not in theirs and (statistics or record.kind == "parameter")
     ]
-    strangers = [name for name in theirs if name not in ours]
+    foreign_entries = [name for name in theirs if name not in ours]
     if strict:
         for at, name in enumerate(absent):
-            like = _nearest(name, strangers) if at < _SUGGESTED else ""
+            like = _nearest(name, foreign_entries) if at < _SUGGESTED else ""
             yield f"{where}: has no '{name}' {_text(ours[name])}{like}"
-        for at, name in enumerate(strangers):
+        for at, name in enumerate(foreign_entries):
             like = _nearest(name, absent) if at < _SUGGESTED else ""
             yield f"{where}: has '{name}' {_held_text(theirs[name])}, which the program lacks{like}"
     for name, record in ours.items():

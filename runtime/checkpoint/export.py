@@ -10,8 +10,8 @@ from partc.runtime.files.replace import replacing_together
 from ..artifact.safetensors_stream import STORED, Stored, write_tensors
 from ..errors import CheckpointError, DamagedError
 from .checkpoint import Checkpoint
-from .hashes import Proof
 from .index import Kind
+from .verification import Verification
 
 WEIGHTS: tuple[Kind, ...] = ("parameter", "statistics")
 
@@ -27,8 +27,8 @@ def export_tensors(checkpoint: Checkpoint, path: Path, kinds: Sequence[Kind] = W
         if tensor.kind in kinds
     }
     if path.resolve().parent.is_relative_to(checkpoint.path.resolve()):
-        raise CheckpointError(f"{path}: lies in the checkpoint itself\n  help: give another place with -o")
-    with replacing_together(path) as scratch, Proof(checkpoint) as proof:
+        raise CheckpointError(f"{path}: is inside the checkpoint itself\n  help: give another place with -o")
+    with replacing_together(path) as scratch, Verification(checkpoint) as proof:
         write_tensors(scratch / path.name, tensors, checkpoint.read)
         if problems := proof.problems():
             raise DamagedError(problems)

@@ -61,8 +61,8 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class PieceRecord(_Record):
-    """A box of a tensor: the file and the key in it under which it lies."""
+class ShardRecord(_Record):
+    """A stored shard of a tensor: its file, and its key in that file."""
 
     file: Annotated[str, AfterValidator(_inside)]
     key: str
@@ -76,13 +76,13 @@ class PieceRecord(_Record):
 
 
 class TensorRecord(_Record):
-    """A tensor by its numpy dtype and whole shape; `parameter`: of whom an optimizer's tensor is."""
+    """A tensor: its numpy dtype and global shape. `parameter`: the parameter to which an optimizer's tensor belongs."""
 
     dtype: str
     shape: tuple[int, ...]
     kind: Kind
     parameter: str = ""
-    pieces: tuple[PieceRecord, ...]
+    pieces: tuple[ShardRecord, ...]
 
     @property
     def bytes(self) -> int:
@@ -199,7 +199,7 @@ def _read(file: Path) -> bytes:
     try:
         found = file.lstat()
         if not stat.S_ISREG(found.st_mode):
-            raise DamagedError([f"{file}: is no plain file"])
+            raise DamagedError([f"{file}: is not a regular file"])
         if found.st_size > _INDEX_BYTES:
             raise DamagedError([f"{file}: has {found.st_size} bytes; at most {_INDEX_BYTES} are read"])
         return file.read_bytes()
@@ -254,7 +254,7 @@ def _contradictions(index: CheckpointIndex) -> Iterator[str]:
             yield f"tensor '{name}' has the elements {twice} in two pieces"
 
 
-def _lies_in(piece: PieceRecord, shape: tuple[int, ...]) -> bool:
+def _lies_in(piece: ShardRecord, shape: tuple[int, ...]) -> bool:
     if not len(piece.begin) == len(piece.end) == len(shape):
         return False
     return all(0 <= begin < end <= dim for begin, end, dim in zip(piece.begin, piece.end, shape, strict=True))

@@ -52,7 +52,7 @@ class Lock:
                 raise self._refused(error) from None
             try:
                 if not stat.S_ISREG(os.fstat(handle).st_mode):
-                    raise CheckpointError(f"{self._file}: is no plain file\n  help: remove it")
+                    raise CheckpointError(f"{self._file}: is not a regular file\n  help: remove it")
                 self._lock(handle)
                 # Whoever held it may have removed the file meanwhile: then another file has the name.
                 with contextlib.suppress(FileNotFoundError):

@@ -15,8 +15,8 @@ from typing import TypeAlias, TypeVar
 
 from ..errors import CheckpointError, DamagedError, UsageError, printable
 from .checkpoint import Checkpoint
-from .hashes import Proof
 from .index import NONFINITE, is_step, read_index, steps
+from .verification import Verification
 
 Share: TypeAlias = Callable[[str], Sequence[str]]
 """A collective: takes this rank's text and gives the texts of all ranks, in their order."""
@@ -40,7 +40,7 @@ def candidates(path: Path) -> Iterator[Path]:
         return
     found = [place for _, place in reversed(steps(path))]
     if not found:
-        fact = "is no checkpoint, and has none in it" if path.exists() else "there is no such folder"
+        fact = "is not a checkpoint and contains none" if path.exists() else "there is no such folder"
         raise UsageError(f"{printable(str(path))}: {fact}\n  help: give a folder that `partc train` wrote")
     wrong = []
     for place in found:
@@ -85,8 +85,8 @@ def take_whole(
                 damaged.append(error)
             continue
         if damaged and rank == 0:
-            lines = (f"damaged and passed over: {error.problems[0]}{_more(error)}" for error in damaged)
-            print(printable(f"warning: {place} is taken, the newest whole one; {'; '.join(lines)}"), file=sys.stderr)
+            lines = (f"damaged and skipped: {error.problems[0]}{_more(error)}" for error in damaged)
+            print(printable(f"warning: {place} is used, the newest intact one; {'; '.join(lines)}"), file=sys.stderr)
         return place, result
 
 
@@ -115,8 +115,8 @@ def _agreed(path: Path, places: Iterator[Path], damaged: Sequence[DamagedError],
     if kind == _WRONG_USE:
         raise UsageError(text)
     problems = [problem for error in damaged for problem in error.problems]
-    problems.append(f"{path}: none of the checkpoints in it is whole")
-    raise DamagedError(problems, help="copy a whole one here, or begin anew")
+    problems.append(f"{path}: none of its checkpoints is intact")
+    raise DamagedError(problems, help="copy an intact one here, or start over")
 
 
 def _offer(path: Path, option: str) -> str:
@@ -124,15 +124,15 @@ def _offer(path: Path, option: str) -> str:
     try:
         for place in candidates(path.parent):
             if place != path and not _whole(place):
-                return f"the newest whole one is {place}" + (f": {option} {place}" if option else "")
+                return f"the newest intact one is {place}" + (f": {option} {place}" if option else "")
     except UsageError:
         pass
-    return f"no other checkpoint in {path.parent} is whole; copy the whole folder again, or begin anew"
+    return f"no other checkpoint in {path.parent} is intact; copy the whole folder again, or start over"
 
 
 def _whole(place: Path) -> list[str]:
     try:
-        with Proof(Checkpoint.at(place)) as proof:
+        with Verification(Checkpoint.at(place)) as proof:
             return proof.problems()
     except CheckpointError as error:
         return [str(error)]

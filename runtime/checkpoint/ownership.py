@@ -20,7 +20,7 @@ from ..artifact.safetensors_stream import STORED
 
 @dataclass(frozen=True)
 class Owned:
-    """A piece that a rank writes: `value` is the name of the tensor there of which `held` is all that the rank has."""
+    """The `region` of a tensor that a rank writes. `value`: the tensor's name in the rank file; `held`: the region that the rank has."""
 
     rank: int
     value: str
@@ -29,7 +29,7 @@ class Owned:
 
 
 def held_by(record: StateRecord, rank: int) -> Region:
-    """The piece of a record's tensor that a rank has; ValueError where its edges are not whole numbers."""
+    """The region of a record's tensor that a rank has; ValueError where its edges are not whole numbers."""
     return _region(record, record.box(rank))
 
 

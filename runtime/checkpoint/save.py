@@ -29,7 +29,7 @@ from .index import (
     SAVING,
     CheckpointFile,
     CheckpointIndex,
-    PieceRecord,
+    ShardRecord,
     TensorRecord,
     hidden_folder,
     rank_tensors,
@@ -37,7 +37,7 @@ from .index import (
 )
 from .lock import Lock
 from .ownership import Owned, owners
-from .written import add, clear, discard, prune, strangers, written
+from .written import add, clear, discard, foreign_entries, prune, written
 
 Share: TypeAlias = Callable[[str], Sequence[str]]
 """A collective: takes this rank's text and gives the texts of all ranks, in their order."""
@@ -89,9 +89,9 @@ def save(
         return ""
 
     try:
-        _together(target, share, begin)
-        said = _together(target, share, write)
-        _together(target, share, commit)
+        _on_all_ranks(target, share, begin)
+        said = _on_all_ranks(target, share, write)
+        _on_all_ranks(target, share, commit)
     except CheckpointError:
         with contextlib.suppress(OSError):
             (scratch / rank_tensors(rank)).unlink(missing_ok=True)
@@ -106,19 +106,19 @@ def save(
 
 def refuse_others(target: Path) -> None:
     """Raises ValueError where something is in the place of a checkpoint that is none, or holds what partc has not put there."""
-    if os.path.lexists(target) and (found := strangers(target)):
+    if os.path.lexists(target) and (found := foreign_entries(target)):
         what = f"holds '{found[0]}', which partc has not written" if found != ["."] else "is no folder"
-        raise ValueError(f"{target.name} is there and {what}: move it away")
+        raise ValueError(f"{target.name} exists and {what}: move it away")
 
 
-def _together(target: Path, share: Share, act: Callable[[], str]) -> list[str]:
-    """What the act says on each rank; CheckpointError on all ranks where it raises on any."""
+def _on_all_ranks(target: Path, share: Share, act: Callable[[], str]) -> list[str]:
+    """The texts that `act` returns, by rank; CheckpointError on all ranks where it raises on any. Collective."""
     failure: Exception | None = None
     try:
         text = _DONE + act()
     except Exception as error:
         failure = error
-        text = _FAILED + _told(error)
+        text = _FAILED + _reason(error)
     said = share(text)
     ranks: dict[str, list[int]] = {}
     for rank, one in enumerate(said):
@@ -131,12 +131,12 @@ def _together(target: Path, share: Share, act: Callable[[], str]) -> list[str]:
             who = f"rank {some[0]}" if len(some) == 1 else f"ranks {', '.join(map(str, some))}"
             lines += [f"  {who}: {line}" for line in reason.splitlines() or ["no reason was given"]]
         raise CheckpointError(
-            "\n".join([*lines, "  help: the checkpoints before it are whole; mend this, and go on from the last"])
+            "\n".join([*lines, "  help: earlier checkpoints are intact; fix this and resume from the last one"])
         ) from failure
     return [one.removeprefix(_DONE) for one in said]
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     match error:
         case OSError(strerror=str(reason), filename=file) if file is not None:
             full = "; make room on the disk" if error.errno in _FULL else ""
@@ -149,7 +149,7 @@ def _told(error: Exception) -> str:
 def _write(
     path: Path, rank: int, pieces: Sequence[tuple[StateRecord, Array]], owned: Mapping[str, Sequence[Owned]]
 ) -> CheckpointFile | None:
-    """Writes what a rank owns, and gives the file's record; None where it owns nothing."""
+    """Writes the regions that a rank owns; the record of the written file, None where the rank owns nothing."""
     arrays = {record.value: (record, array) for record, array in pieces}
     mine: dict[str, tuple[Owned, Array]] = {}
     problems = []
@@ -158,13 +158,13 @@ def _write(
             if one.rank != rank:
                 continue
             if one.value not in arrays:
-                problems.append(f"'{tensor}', which is '{one.value}' here, was not handed over")
+                problems.append(f"'{tensor}', which is '{one.value}' here, was not given")
                 continue
             record, array = arrays[one.value]
             dtype = dense(record.type)
             if dtype is None or array.dtype != dtype.numpy or array.shape != one.held.shape:
                 problems.append(
-                    f"'{tensor}' was handed over as {array.dtype.name} {list(array.shape)}; the rank's piece is "
+                    f"'{tensor}' was given as {array.dtype.name} {list(array.shape)}; the rank's piece is "
                     f"{record.type} {list(one.held.shape)}"
                 )
                 continue
@@ -202,7 +202,7 @@ def _index(
             kind=record.kind,
             parameter=record.parameter,
             pieces=tuple(
-                PieceRecord(
+                ShardRecord(
                     file=rank_tensors(one.rank),
                     key=_key(record.tensor, one, record.shape),
                     begin=one.region.begin,
@@ -232,7 +232,7 @@ def _commit(scratch: Path, target: Path, index: CheckpointIndex, goes_on: bool, 
         out.write(text)
         out.flush()
         os.fsync(out.fileno())
-    _settle(scratch)
+    _sync_folder(scratch)
     folder = target.parent
     listed = add(folder, written(folder) if goes_on else {}, target.name, text)
     old = target.with_name(hidden_folder(target.name, OLD))
@@ -244,14 +244,14 @@ def _commit(scratch: Path, target: Path, index: CheckpointIndex, goes_on: bool, 
         if old.exists():
             os.replace(old, target)
         raise
-    _settle(folder)
+    _sync_folder(folder)
     discard(old)
     if keep is not None:
         prune(folder, target, listed, keep)
 
 
-def _settle(folder: Path) -> None:
-    """Waits until the disk has a folder's list of names, where the operating system lets a folder be opened."""
+def _sync_folder(folder: Path) -> None:
+    """Flushes a folder's list of names to disk, on systems that can open folders."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Proves a checkpoint whole: every file as it was written, every piece where the index says, every element exactly once."""
+"""Verifies a checkpoint's integrity: files are as they were written, shards where the index says, every element is there exactly once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from ..artifact.safetensors_stream import Stored, read_header
 from ..errors import CheckpointError, printable
 from .checkpoint import Checkpoint
-from .hashes import Proof
 from .index import INDEX, CheckpointIndex, read_index
+from .verification import Verification
 
 
 def verify(folder: Path) -> list[str]:
-    """All that is wrong with the checkpoint in a folder, a line each; empty where it is whole."""
+    """Everything wrong with the checkpoint in a folder, a line each; an empty list where it is intact."""
     try:
         index = read_index(folder)
     except CheckpointError as error:
@@ -29,10 +29,10 @@ def verify(folder: Path) -> list[str]:
             except (OSError, ValueError) as error:
                 problems.append(f"{folder / name}: {error.strerror if isinstance(error, OSError) else error}")
     if not problems:
-        with Proof(checkpoint, thorough=True) as proof:
+        with Verification(checkpoint, thorough=True) as proof:
             problems = proof.problems()
     problems += _pieces(folder, index, headers)
-    return [*problems, *_strangers(folder, index)]
+    return [*problems, *_unlisted(folder, index)]
 
 
 def _pieces(folder: Path, index: CheckpointIndex, headers: dict[str, dict[str, Stored]]) -> Iterator[str]:
@@ -44,7 +44,7 @@ def _pieces(folder: Path, index: CheckpointIndex, headers: dict[str, dict[str, S
             where = f"{folder / piece.file}: '{piece.key}' of '{name}'"
             stored = headers[piece.file].get(piece.key)
             if piece.key in listed[piece.file]:
-                yield f"{where}: stands in the index twice"
+                yield f"{where}: is in the index twice"
             listed[piece.file].add(piece.key)
             if stored is None:
                 yield f"{where}: is not there"
@@ -58,7 +58,7 @@ def _pieces(folder: Path, index: CheckpointIndex, headers: dict[str, dict[str, S
         yield from (f"{folder / name}: '{key}' is not in the index" for key in headers[name] if key not in keys)
 
 
-def _strangers(folder: Path, index: CheckpointIndex) -> Iterator[str]:
+def _unlisted(folder: Path, index: CheckpointIndex) -> Iterator[str]:
     known = {*index.files, INDEX}
     for root, folders, files in os.walk(folder):
         folders.sort()

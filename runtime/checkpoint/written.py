@@ -1,4 +1,4 @@
-"""What this run has written into its folder of checkpoints, and the removal of that and of nothing else.
+"""The list of checkpoints that this run has written into a folder, and their removal; nothing else is removed.
 
 `.written.json` lists the checkpoints of the run by the names of their folders, each with the hash of its index, and of the one that it
 replaces. It is written before a checkpoint gets its name, so that no checkpoint of a run is missing in it. `keep` counts and removes what
@@ -86,7 +86,7 @@ def _is_wrong(path: Path) -> bool:
 
 def _is_ours(path: Path, digests: Sequence[str]) -> bool:
     """Whether a checkpoint is as the run has left it."""
-    return os.path.lexists(path) and not strangers(path) and _digest(path) in digests
+    return os.path.lexists(path) and not foreign_entries(path) and _digest(path) in digests
 
 
 def _digest(path: Path) -> str:
@@ -96,8 +96,8 @@ def _digest(path: Path) -> str:
         return ""
 
 
-def strangers(path: Path) -> list[str]:
-    """What a checkpoint's folder holds that no save puts there; the folder itself where it is a link or no folder."""
+def foreign_entries(path: Path) -> list[str]:
+    """The entries of a checkpoint's folder that no save writes; `["."]` where the path is a link or not a folder."""
     if not stat.S_ISDIR(path.lstat().st_mode):
         return ["."]
     with os.scandir(path) as entries:

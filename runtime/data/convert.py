@@ -1,4 +1,4 @@
-"""How fields become what the model's inputs want: laws for type and shape, said before anything runs, and the conversion.
+"""Converts fields to the types and shapes of the model's inputs; what cannot be converted is reported before anything runs.
 
 | field | input | |
 |---|---|---|
@@ -30,16 +30,16 @@ _EXACT = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53, "complex64
 
 
 @dataclass(frozen=True)
-class Fit:
-    """The way of one field into one input."""
+class Conversion:
+    """The conversion of one field to one input."""
 
     port: Port
     dtype: Dtype | None
     shape: tuple[int, ...] | None
     """A record's shape where dims of 1 must come or go."""
 
-    def piece(self, batch: Array, rank: int) -> Array:
-        """What a rank reads of some records: along all dims but the first its piece, contiguous and of the input's type."""
+    def shard(self, batch: Array, rank: int) -> Array:
+        """A rank's shard of some records along all dims but the first, contiguous and of the input's type."""
         if self.shape is not None:
             batch = batch.reshape(len(batch), *self.shape)
         if (box := self.port.box(rank)) is not None and len(box) > 1:
@@ -69,9 +69,11 @@ class Fit:
                 )
 
 
-def fit(ports: Sequence[Port], fields: Mapping[str, Field], batch: int) -> tuple[dict[str, Fit], list[str]]:
-    """By input the way of its field, and everything in which data and model differ."""
-    found: dict[str, Fit] = {}
+def conversions(
+    ports: Sequence[Port], fields: Mapping[str, Field], batch: int
+) -> tuple[dict[str, Conversion], list[str]]:
+    """By input the conversion of its field, and a problem for each difference between data and model."""
+    found: dict[str, Conversion] = {}
     sizes: dict[str, list[int | None]] = {}
     problems: list[str] = []
     names = ", ".join(f"'{name}'" for name in fields) or "none"
@@ -81,7 +83,7 @@ def fit(ports: Sequence[Port], fields: Mapping[str, Field], batch: int) -> tuple
             continue
         one, dtype = fields[port.name], dense(port.type)
         if dtype is None and port.type != _TEXT:
-            problems.append(f"input '{port.name}' is a {port.type}; data gives plain tensors alone")
+            problems.append(f"input '{port.name}' is a {port.type}; data provides plain tensors only")
             continue
         differ = f"input '{port.name}': records are {one}, the model takes {described(port)}"
         if fault := _type_fault(one.dtype, dtype):
@@ -91,7 +93,7 @@ def fit(ports: Sequence[Port], fields: Mapping[str, Field], batch: int) -> tuple
             problems.append(f"{differ}\n  help: give records of its dims after the first, which is the batch")
             continue
         sizes[port.name] = [batch, *([None] if one.ragged else []), *shape]
-        found[port.name] = Fit(port, dtype, None if one.ragged or shape == one.shape else shape)
+        found[port.name] = Conversion(port, dtype, None if one.ragged or shape == one.shape else shape)
     problems += _differences([port for port in ports if port.name in sizes and port.shape is not None], sizes)
     return found, problems
 

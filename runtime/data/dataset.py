@@ -95,14 +95,14 @@ class Dataset:
             return None
         return Buckets.of(self.lengths(self.spec.length), self.spec.buckets, self.spec.window)
 
-    def take(self, indices: Index, names: Collection[str], widths: Mapping[str, int]) -> Batch:
-        """The named fields of these records, ragged ones filled up to their widths."""
+    def take(self, indices: Index, names: Collection[str], padded_lengths: Mapping[str, int]) -> Batch:
+        """The named fields of these records, ragged ones padded to these lengths."""
         found: Batch = {}
         for source in self.sources:
             mine = [name for name in names if name in source.fields]
             for name, value in source.take(indices, mine).items() if mine else ():
                 if isinstance(value, Ragged):
-                    value = value.padded(widths[name], self.spec.pad.get(name, 0))
+                    value = value.padded(padded_lengths[name], self.spec.pad.get(name, 0))
                 found[name] = value
         for name in names:
             if name not in found:
@@ -147,7 +147,7 @@ def open_data(spec: Spec, apart: Collection[str] = ()) -> Dataset:
             problems.append(f"transform: {error}")
     if not problems:
         problems += _disagreements(counts)
-        problems += _strangers(spec, {name: one for source in sources for name, one in source.fields.items()})
+        problems += _unknown_files(spec, {name: one for source in sources for name, one in source.fields.items()})
     if problems:
         raise UsageError("\n".join(f"{spec.where}: {problem}" for problem in problems))
     return Dataset(spec, min(counts.values(), default=0), sources, transform)
@@ -160,7 +160,7 @@ def _disagreements(counts: Mapping[str, int]) -> list[str]:
     return [f"its fields differ in the number of records: {listed}\n  help: record i of all fields belongs together"]
 
 
-def _strangers(spec: Spec, fields: Mapping[str, Field]) -> list[str]:
+def _unknown_files(spec: Spec, fields: Mapping[str, Field]) -> list[str]:
     """Options that name no field, or one of the wrong kind."""
     ragged = ", ".join(f"'{name}'" for name, one in fields.items() if one.ragged) or "none"
     found = []

@@ -1,4 +1,4 @@
-"""To which length the records of a batch are filled up.
+"""The length to which the ragged records of a batch are padded.
 
 The longest of the whole batch, also where a rank reads a piece, rounded up to the spec's multiple and to what a cut of the dim
 needs. Fields whose inputs name the dim alike get one length; an input whose dim is a number gets that.
@@ -19,8 +19,8 @@ from .fields import Index
 
 
 @dataclass(frozen=True, eq=False)
-class Width:
-    """One length that some ragged fields of a batch share."""
+class PaddedLength:
+    """The padded length of a batch that some ragged fields share."""
 
     names: tuple[str, ...]
     longest: Index
@@ -35,10 +35,12 @@ class Width:
         return -(-max(int(self.longest[indices].max()), 1) // self.multiple) * self.multiple
 
 
-def widths(data: Dataset, ports: Sequence[Port], names: Collection[str]) -> tuple[list[Width], list[str]]:
-    """The lengths of these fields' ragged ones, and what is wrong: records longer than their input.
+def padded_lengths(
+    data: Dataset, ports: Sequence[Port], names: Collection[str]
+) -> tuple[list[PaddedLength], list[str]]:
+    """The padded lengths of the ragged ones among these fields, and problems: records longer than their input.
 
-    Behind a transform nobody knows which input a field becomes: every field has a length of its own, which all cuts divide.
+    Behind a transform it is not known which input a field becomes: each field has a length of its own, divisible by all shard counts.
     """
     inputs = {} if data.transform else {port.name: port for port in ports}
     all_cuts = math.lcm(*(_cut(port) for port in ports)) if data.transform else 1
@@ -57,7 +59,7 @@ def widths(data: Dataset, ports: Sequence[Port], names: Collection[str]) -> tupl
                 f"are longer, up to {longest.max()}\n  help: shorten them, or compile the model for a dynamic dim"
             )
         cuts = (_cut(inputs[name]) for name in members if name in inputs)
-        found.append(Width(tuple(members), longest, math.lcm(data.spec.multiple, all_cuts, *cuts), fixed))
+        found.append(PaddedLength(tuple(members), longest, math.lcm(data.spec.multiple, all_cuts, *cuts), fixed))
     return found, problems
 
 

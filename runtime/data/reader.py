@@ -16,10 +16,10 @@ from ..artifact.boxes import divisor, slices
 from ..artifact.format import Port
 from ..errors import UsageError
 from .code import Batch
-from .convert import described, fit
+from .convert import conversions, described
 from .dataset import Dataset
 from .fields import Field, Index
-from .padding import widths
+from .padding import padded_lengths
 from .sampler import Order, Position
 
 # sets a batch's generator apart from that of an epoch's permutation, whatever the numbers
@@ -37,11 +37,11 @@ class Reader:
         self._names = (
             list(data.fields) if data.transform else [port.name for port in needed if port.name in data.fields]
         )
-        self._widths, long = widths(data, needed, self._names)
+        self._widths, long = padded_lengths(data, needed, self._names)
         problems += long
         if not (problems and data.transform):
             fields = self._made(order) if data.transform else data.fields
-            self._fits, differences = fit(needed, fields, min(order.batch, order.places))
+            self._fits, differences = conversions(needed, fields, min(order.batch, order.places))
             problems += differences
         if problems:
             raise UsageError("\n".join(f"{data.spec.where}: {problem}" for problem in problems))
@@ -60,7 +60,7 @@ class Reader:
             found: Batch = {}
             for (begin, end), names in shared.items():
                 found |= self._data.take(indices[begin:end], names, lengths)
-            return {name: self._fits[name].piece(found[name], self.rank) for name in spans}
+            return {name: self._fits[name].shard(found[name], self.rank) for name in spans}
         first, last = min(begin for begin, _ in spans.values()), max(end for _, end in spans.values())
         if self._data.transform.random:
             first, last = 0, size
@@ -69,7 +69,7 @@ class Reader:
             if name not in made:
                 raise UsageError(f"{self._data.transform.where} returns no '{name}', which it did at first")
         return {
-            name: self._fits[name].piece(made[name][begin - first : end - first], self.rank)
+            name: self._fits[name].shard(made[name][begin - first : end - first], self.rank)
             for name, (begin, end) in spans.items()
         }
 
@@ -118,7 +118,7 @@ def _uneven(ports: Sequence[Port], order: Order) -> Iterator[str]:
             )
             yield (
                 f"{order.places} records in batches of {order.batch} leave {order.rest} for the last batch, and {law}\n"
-                "  help: say last: drop, or choose a batch size that leaves none"
+                "  help: write drop_last: true, or choose a batch size that leaves none"
             )
 
 

@@ -1,4 +1,4 @@
-"""What a training is given in a step, a whole batch, where its programs run a part at a time."""
+"""Batches of a training whose programs run on a part of a batch at a time."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _of_batch(port: Port, record: TrainingRecord) -> Port:
     return port.model_copy(update={"shape": [port.shape[0] * record.accumulate, *port.shape[1:]]})
 
 
-def pieces_of(manifest: Manifest) -> int:
-    """Into how many pieces the records of a batch are dealt out: every rank has some of them whole, of every input the same ones."""
+def shards_of_batch(manifest: Manifest) -> int:
+    """The number of equal shards of a batch's records, such that every rank has whole shards, and the same ones of every input."""
     record = manifest.training
     assert record is not None
     own = {*record.scalars, *record.totals, *record.fixed}
@@ -55,22 +55,25 @@ def parts(
     A part has its share of every piece, so that it has the same records on all ranks, also where one has a single piece and another
     all of them. InputError for a number of records that has no such parts, and for what is no array.
     """
-    found: list[dict[str, Any]] = [{} for _ in range(count)]
+    arrays: dict[str, tuple[np.ndarray[Any, Any], int]] = {}
     for name, value in batch.items():
         try:
             array = np.asarray(value)
         except Exception as error:
-            raise InputError(f"input '{name}': a {type(value).__name__} is no array: {error}") from None
+            raise InputError(f"input '{name}': a {type(value).__name__} is not an array: {error}") from None
         box = ports[name].box(rank)
         mine = pieces if box is None else pieces * (box[0][1] - box[0][0]) // box[0][2]
         if not array.ndim or len(array) % (count * mine):
             records = f"{len(array)} records" if array.ndim else "a number"
             raise InputError(
-                f"input '{name}': {records} cannot be cut into {count} parts, as `accumulate` of the plan says\n"
+                f"input '{name}': {records} cannot be split into {count} parts, as `accumulate` of the plan says\n"
                 f"  help: give every rank a multiple of {count * mine}"
             )
-        size = len(array) // (count * mine)
-        shares = array.reshape(mine, count, size, *array.shape[1:])
-        for part, one in enumerate(found):
-            one[name] = shares[0, part] if mine == 1 else shares[:, part].reshape(mine * size, *array.shape[1:])
-    return found
+        arrays[name] = array.reshape(mine, count, len(array) // (count * mine), *array.shape[1:]), mine
+    return [
+        {
+            name: one[0, part] if mine == 1 else one[:, part].reshape(mine * one.shape[2], *one.shape[3:])
+            for name, (one, mine) in arrays.items()
+        }
+        for part in range(count)
+    ]

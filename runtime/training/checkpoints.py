@@ -12,14 +12,14 @@ from typing import TypeVar
 from pydantic import JsonValue
 
 from ..artifact.format import GRADIENT
-from ..checkpoint.ahead import EarlyProof
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.compatibility import OPTIMIZER, is_file_of_weights, meet, meet_weights
-from ..checkpoint.hashes import Proof
+from ..checkpoint.compatibility import OPTIMIZER, check_compatible, is_weights_file, matching_weights
+from ..checkpoint.early_verification import EarlyVerification
 from ..checkpoint.index import CheckpointIndex
 from ..checkpoint.lock import Lock
 from ..checkpoint.newest import take_whole
 from ..checkpoint.save import save
+from ..checkpoint.verification import Verification
 from ..errors import DamagedError
 from ..execution.program import Program
 from ..job.agree import together
@@ -28,9 +28,9 @@ Result = TypeVar("Result")
 
 
 class Checkpoints:
-    """A rank's end of them. `source` is the checkpoint from which tensors were taken last."""
+    """The checkpoints of one rank's program. `source`: the checkpoint that was loaded last."""
 
-    def __init__(self, program: Program, optimizer: str, ahead: EarlyProof | None = None) -> None:
+    def __init__(self, program: Program, optimizer: str, ahead: EarlyVerification | None = None) -> None:
         self.source: Path | None = None
         self._ahead = ahead
         self._program, self._optimizer = program, optimizer
@@ -63,7 +63,7 @@ class Checkpoints:
         self._claimed.add(folder)
 
     def release(self) -> None:
-        """Gives all locks back, and ends what goes on."""
+        """Releases all locks and ends a verification that is still running."""
         if self._ahead is not None:
             self._ahead.close()
         for lock in self._locks.values():
@@ -72,11 +72,11 @@ class Checkpoints:
         self._claimed.clear()
 
     def load(self, path: Path, option: str) -> CheckpointIndex:
-        """Takes all tensors from the checkpoint that a path means; its index. `option` is how the user gives another path."""
+        """Loads all tensors from the checkpoint that a path means, and returns its index. `option`: the command line's for another path."""
 
         def take(place: Path) -> CheckpointIndex:
             checkpoint = self._together(lambda: Checkpoint.at(place))
-            self._together(lambda: meet(checkpoint, self._kept, self._optimizer))
+            self._together(lambda: check_compatible(checkpoint, self._kept, self._optimizer))
             self._read(checkpoint, {record.tensor for record in self._kept})
             return checkpoint.index
 
@@ -84,18 +84,18 @@ class Checkpoints:
         self._ours.add(self.source.parent.resolve())
         return index
 
-    def begin(self, path: Path, strict: bool, option: str) -> frozenset[str]:
-        """Takes the weights of a checkpoint or of a safetensors file; the names of those taken."""
+    def load_weights(self, path: Path, strict: bool, option: str) -> frozenset[str]:
+        """Loads weights from a checkpoint or a safetensors file; the names of the loaded tensors."""
 
         def take(source: Checkpoint) -> frozenset[str]:
-            names = self._together(lambda: meet_weights(source, self._kept, strict))
+            names = self._together(lambda: matching_weights(source, self._kept, strict))
             self._read(source, names)
             return names
 
         def take_checkpoint(place: Path) -> frozenset[str]:
             return take(self._together(lambda: Checkpoint.at(place)))
 
-        if self._together(lambda: is_file_of_weights(path)):
+        if self._together(lambda: is_weights_file(path)):
             return take(self._together(lambda: Checkpoint.of_file(path)))
         self.source, names = take_whole(
             path, take_checkpoint, option, self._program.rank, self._program.all_gather_text
@@ -103,12 +103,12 @@ class Checkpoints:
         return names
 
     def _read(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
-        """Fills what is kept of these tensors, once all ranks together have hashed the checkpoint."""
+        """Loads these tensors into the state, once the ranks together have verified the checkpoint."""
         wanted, rank = frozenset(names), self._program.rank
 
         def prove() -> None:
             begun = self._ahead and self._ahead.take(checkpoint)
-            with begun or Proof(checkpoint, rank, self._program.manifest.ranks) as proof:
+            with begun or Verification(checkpoint, rank, self._program.manifest.ranks) as proof:
                 if problems := proof.problems():
                     raise DamagedError(problems)
 

@@ -15,14 +15,14 @@ from ..artifact.dtypes import Array
 from ..artifact.format import Port, StateRecord
 
 STOP, WARN, SKIP = "stop", "warn", "skip"
-"""What is done where a loss is not finite: training ends; a warning is printed; or the step changes nothing."""
+"""What happens when a loss is not finite: training ends, a warning is printed, or the step changes nothing."""
 SKIPPED = "skipped"
 """Key of a checkpoint's meta: how many steps were skipped."""
 
 
 @dataclass(frozen=True)
-class Untold:
-    """A step of which the other ranks do not know yet whether its loss is finite, with what this rank was given."""
+class PendingLoss:
+    """A step whose loss is not yet known to be finite on all ranks, with the batch of this rank."""
 
     bad: bool
     loss: str
@@ -62,24 +62,24 @@ def not_finite(arrays: Iterable[tuple[StateRecord, Array]]) -> list[str]:
     return [record.tensor for record, array in arrays if not is_finite(array)]
 
 
-def told(step: int, name: str, loss: Any, causes: Iterable[str]) -> str:
-    """What is said of a loss that is not finite."""
+def nonfinite_loss(step: int, name: str, loss: Any, causes: Iterable[str]) -> str:
+    """The message about a loss that is not finite."""
     found = [f"  {cause}" for cause in causes if cause]
     why = found or ["  the inputs of all ranks are finite: a gradient or a parameter has become too large"]
     return "\n".join(
         [
             f"step {step}: the {name} is {loss}",
             *why,
-            "  help: go on from the last checkpoint with other data, a smaller rate or `clip: {norm: 1}`; "
-            "`on_nonfinite: skip` leaves such steps out",
+            "  help: resume from the last checkpoint with other data, a smaller learning rate or `clip: {norm: 1}`; "
+            "`on_nonfinite: skip` skips such steps",
         ]
     )
 
 
-def no_checkpoint(step: int, names: list[str]) -> str:
-    """What is said of tensors that are not saved."""
+def nonfinite_state(step: int, names: list[str]) -> str:
+    """The message about tensors that are not finite, and so are not saved."""
     more = f" and {len(names) - 1} more hold" if len(names) > 1 else " holds"
     return (
         f"step {step}: '{names[0]}'{more} numbers that are not finite, so no checkpoint is written\n"
-        "  help: go on from the last checkpoint with a smaller rate or `clip: {norm: 1}`"
+        "  help: resume from the last checkpoint with a smaller learning rate or `clip: {norm: 1}`"
     )

@@ -53,7 +53,7 @@ class Progress:
 
 
 class Listener(Protocol):
-    """Who is told."""
+    """Receives the progress of a training, on rank 0."""
 
     def stepped(self, progress: Progress) -> None:
         """Some steps are done."""
@@ -75,23 +75,23 @@ class Listener(Protocol):
 def run(
     trainer: Trainer,
     loader: Loader,
-    course: RunConfig,
+    config: RunConfig,
     listener: Listener | None = None,
     test: Callable[[], Iterable[tuple[Mapping[str, Any], int]]] | None = None,
 ) -> Metrics:
-    """Trains to the end of the course; what the last evaluation gave, or the means of the last steps, on rank 0."""
+    """Trains as `config` says; the metrics of the last evaluation, else the means over the last steps, on rank 0."""
     order = loader.order
     if not order.batches:
         raise UsageError(
             f"there are {order.records} records, fewer than a batch of {order.batch}\n  help: choose a smaller batch"
         )
-    total = course.total(order.batches)
+    total = config.total(order.batches)
     means = _Means()
     last: Metrics = {}
     begun, records, skipped = time.perf_counter(), 0, trainer.skipped
     while trainer.step < total:
         position = loader.position()
-        outputs = _taken(trainer, next(loader), position)
+        outputs = _step(trainer, next(loader), position)
         finite = is_finite(outputs.get(trainer.record.loss, 0.0)) and trainer.skipped == skipped
         if finite or trainer.on_nonfinite == WARN:
             means.add(outputs)
@@ -103,10 +103,10 @@ def run(
         step, now = trainer.step, loader.position()
         ended = now.epoch != position.epoch
         at = now.epoch + now.batch / order.batches
-        if _due(course.log, step, ended, total):
+        if _due(config.log, step, ended, total):
             passed = time.perf_counter() - begun
             last = means.take()
-            told = Progress(
+            progress = Progress(
                 step,
                 total,
                 at,
@@ -116,24 +116,24 @@ def run(
                 (total - step) * order.batch * passed / records,
             )
             if listener and not stops:
-                listener.stepped(told)
+                listener.stepped(progress)
             begun, records = time.perf_counter(), 0
-        evaluating = test is not None and _due(course.evaluate, step, ended, total)
+        evaluating = test is not None and _due(config.evaluate, step, ended, total)
         if evaluating and test is not None:
             last = trainer.evaluate(test())
             if listener:
                 listener.evaluated(step, at, last)
-        if course.checkpoint is not None and _due(course.save, step, ended, total):
-            path = trainer.save(course.checkpoint, {"position": [now.epoch, now.batch]}, course.keep)
+        if config.checkpoint is not None and _due(config.save, step, ended, total):
+            path = trainer.save(config.checkpoint, {"position": [now.epoch, now.batch]}, config.keep)
             if listener:
                 listener.saved(step, path)
-        if evaluating or course.checkpoint is not None:
+        if evaluating or config.checkpoint is not None:
             begun, records = time.perf_counter(), 0
-    trainer.settle()
+    trainer.check_last_loss()
     return last
 
 
-def _taken(trainer: Trainer, batch: Mapping[str, Any], position: Position) -> Mapping[str, Any]:
+def _step(trainer: Trainer, batch: Mapping[str, Any], position: Position) -> Mapping[str, Any]:
     """The outputs of a step; the error of a refused batch names its place in the data."""
     try:
         return trainer.train(batch)
@@ -144,7 +144,7 @@ def _taken(trainer: Trainer, batch: Mapping[str, Any], position: Position) -> Ma
 
 
 def resume(trainer: Trainer, loader: Loader, path: Path, option: str = "") -> None:
-    """Goes on where a checkpoint was written: tensors, the number of the step, and the place in the data."""
+    """Resumes from a checkpoint: tensors, the step's number, and the position in the data."""
     meta = trainer.load(path, option)
     match meta.get("position"):
         case [int(epoch), int(batch)]:
@@ -154,12 +154,12 @@ def resume(trainer: Trainer, loader: Loader, path: Path, option: str = "") -> No
 
 
 def _due(every: Every, step: int, ended: bool, total: int) -> bool:
-    """Whether something that happens `every` so often happens after a step; the last step always counts."""
+    """Whether an action with the interval `every` is due after a step; after the last step it always is."""
     return step == total or (ended if every == "epoch" else step % every == 0)
 
 
 class _Means:
-    """Means of what steps gave."""
+    """Running means of the outputs of steps."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""One rank's end of a training: steps, evaluation and checkpoints. Every call is collective over the ranks.
+"""The training of one rank: steps, evaluation and checkpoints. Every call is collective over the ranks.
 
 with load_trainer("build") as trainer:                    # on every rank
     for batch in batches:                                 # this rank's pieces
@@ -21,24 +21,24 @@ from ..artifact.format import TOTALS, Manifest, Port, TrainingRecord, stays_insi
 from ..artifact.lr_schedule import Rate, scalars, schedule
 from ..artifact.manifest import Artifact, open_artifact
 from ..artifact.named import SCHEDULE, base_folder, outside, refusal
-from ..checkpoint.ahead import EarlyProof
+from ..checkpoint.early_verification import EarlyVerification
 from ..checkpoint.index import NONFINITE
 from ..errors import ArtifactError, InputError, NonFiniteError, UsageError
 from ..execution.program import OnError, Outputs, Program, load
 from ..execution.symbol_bindings import Halted
 from ..user_code import user_code
-from .batch import of_batch, parts, pieces_of
+from .batch import of_batch, parts, shards_of_batch
 from .checkpoints import Checkpoints
 from .finite import (
     SKIPPED,
     STOP,
-    Untold,
+    PendingLoss,
     first_in_batch,
     is_finite,
     is_same,
-    no_checkpoint,
+    nonfinite_loss,
+    nonfinite_state,
     not_finite,
-    told,
 )
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Trainer:
         rate: Rate,
         accumulation: Program | None = None,
         totals: Program | None = None,
-        ahead: EarlyProof | None = None,
+        ahead: EarlyVerification | None = None,
     ) -> None:
         record = program.manifest.training
         assert record is not None
@@ -75,9 +75,9 @@ class Trainer:
         self._checkpoints = Checkpoints(program, str(record.optimizer.get("type", "")), ahead)
         self.on_nonfinite = str(record.settings.get("on_nonfinite", STOP))
         self._evaluation, self._accumulation, self._totals = evaluation, accumulation, totals
-        self._untold: Untold | None = None
+        self._untold: PendingLoss | None = None
         self._ports = of_batch(program.manifest).inputs
-        self._pieces = pieces_of(program.manifest)
+        self._pieces = shards_of_batch(program.manifest)
         self._numbers = [name for name in record.scalars if name not in _COUNTS]
         self._hyper = {name: float(value) for name, value in record.optimizer.items() if isinstance(value, int | float)}
         known = {port.name for port in program.inputs}
@@ -111,7 +111,7 @@ class Trainer:
         return self._ports
 
     def train(self, batch: Mapping[str, object]) -> Outputs:
-        """One step on this rank's pieces of a batch; the loss and the metrics, on rank 0, before the update."""
+        """One step on this rank's shards of a batch; the loss and the metrics before the update, on rank 0."""
         with user_code("the schedule", f"asking for the rate of step {self.step}"):
             hyper = {**self._hyper, "lr": float(self.rate(self.step))}
         for name, value in scalars(self._numbers, self.step - self.skipped, hyper).items():
@@ -138,12 +138,12 @@ class Trainer:
         if self.on_nonfinite == STOP:
             loss = outputs.get(self.record.loss)
             bad = loss is not None and not is_finite(loss)
-            self._untold = Untold(bad, str(loss) if bad else "", batch)
+            self._untold = PendingLoss(bad, str(loss) if bad else "", batch)
             if self.manifest.ranks == 1:
-                self.settle()
+                self.check_last_loss()
         return outputs
 
-    def settle(self) -> None:
+    def check_last_loss(self) -> None:
         """NonFiniteError on all ranks where the loss of the last step is no finite number and training is to stop; collective.
 
         A rank that gets the loss tells the others by the agreement that begins the next step, so that no step waits for one more.
@@ -163,7 +163,7 @@ class Trainer:
         cause = f"rank {self.rank}: its inputs were overwritten since" if again else ""
         causes = self.program.all_gather_text(cause or first_in_batch(untold.batch, ports, self.rank))
         shown = next(text for text in self.program.all_gather_text(untold.loss) if text)
-        return NonFiniteError(told(self.step, self.record.loss, shown, causes))
+        return NonFiniteError(nonfinite_loss(self.step, self.record.loss, shown, causes))
 
     def _train_in_parts(self, batch: Mapping[str, object], accumulation: Program) -> Outputs:
         """One step on a batch whose parts run one after the other; what comes out is that of the whole batch."""
@@ -202,7 +202,7 @@ class Trainer:
         return {**made, guard: found[-1][guard]} if guard else made
 
     def _made_before(self, program: Program, batch: Mapping[str, object], cut: Sequence[Mapping[str, Any]]) -> Outputs:
-        """What the parts are given of the whole batch; a program of one size makes it of one part after the other."""
+        """The totals of the whole batch, which every part reads; a program of one fixed size computes them part by part."""
         sizes = [port.shape[0] for port in program.manifest.inputs if port.shape and port.name not in self.record.fixed]
         if not any(isinstance(size, int) for size in sizes):
             return program(_known(program, batch))
@@ -210,7 +210,7 @@ class Trainer:
         return {name: self._of_batch(name, [np.asarray(one[name]) for one in found]) for name in found[0]}
 
     def _of_batch(self, name: str, parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-        """What an output is of the whole batch."""
+        """An output for the whole batch, from those of its parts."""
         total = np.sum(parts, axis=0, dtype=np.float64)
         return np.asarray(total if name in self.record.summed else total / len(parts), parts[0].dtype)
 
@@ -221,7 +221,7 @@ class Trainer:
         """
         if self._evaluation is None:
             raise UsageError("the artifact has no evaluation\n  help: compile again")
-        self.settle()
+        self.check_last_loss()
         totals: dict[str, float] = {}
         records = 0
         for batch, size in batches:
@@ -232,7 +232,7 @@ class Trainer:
 
     def save(self, folder: str | Path, meta: Mapping[str, JsonValue] | None = None, keep: int | None = None) -> Path:
         """Writes a checkpoint of this step into `folder`, which all ranks share; its path."""
-        self.settle()
+        self.check_last_loss()
         known: dict[str, JsonValue] = {**(meta or {})}
         wrong = not_finite(self.program.state.arrays())
         if self.program.any_rank(bool(wrong)):
@@ -240,7 +240,7 @@ class Trainer:
                 names = dict.fromkeys(
                     name for text in self.program.all_gather_text("\n".join(wrong)) for name in text.split("\n")
                 )
-                raise NonFiniteError(no_checkpoint(self.step, [name for name in names if name]))
+                raise NonFiniteError(nonfinite_state(self.step, [name for name in names if name]))
             known[NONFINITE] = True
         if self.skipped:
             known[SKIPPED] = self.skipped
@@ -256,30 +256,30 @@ class Trainer:
     def load(self, path: str | Path, option: str = "") -> Mapping[str, JsonValue]:
         """Goes on where a checkpoint was written, whatever plan wrote it; what was saved beside the tensors.
 
-        Of a folder of checkpoints the newest whole one is taken; `source` says which. Nothing is taken from one before all of it was found
+        Of a folder of checkpoints the newest intact one is taken; `source` says which. Nothing is taken from one before all of it was found
         to be as it was written: DamagedError, on all ranks alike, says what is not, and leaves everything as it was. `option` is how
         the user gives another path, for the message.
         """
-        self.settle()
+        self.check_last_loss()
         index = self._checkpoints.load(Path(path), option)
         self.step = index.step
         skipped = index.meta.get(SKIPPED, 0)
         self.skipped = skipped if isinstance(skipped, int) else 0
         return index.meta
 
-    def begin(self, path: str | Path, strict: bool = True, option: str = "") -> frozenset[str]:
-        """Takes weights from a checkpoint, or from any safetensors file with the same names; the names of those taken.
+    def load_weights(self, path: str | Path, strict: bool = True, option: str = "") -> frozenset[str]:
+        """Loads weights from a checkpoint, or from any safetensors file with the same names; the names of the loaded tensors.
 
         Checkpoints are chosen and proven as by `load`; so is a file that `partc checkpoint export` wrote.
         """
-        self.settle()
-        return self._checkpoints.begin(Path(path), strict, option)
+        self.check_last_loss()
+        return self._checkpoints.load_weights(Path(path), strict, option)
 
     def close(self) -> None:
-        """Gives back sessions and buffers; collective. NonFiniteError as `settle` raises it."""
+        """Releases sessions and buffers; collective. NonFiniteError as `check_last_loss` raises it."""
         try:
             if self.program.usable:
-                self.settle()
+                self.check_last_loss()
         finally:
             self._release()
             self.program.close()
@@ -330,7 +330,7 @@ def load_trainer(
         raise
     begun = None
     if ahead is not None and (comm is not None or artifact.manifest.ranks == 1):
-        begun = EarlyProof(Path(ahead), comm.rank if comm is not None else 0, artifact.manifest.ranks)
+        begun = EarlyVerification(Path(ahead), comm.rank if comm is not None else 0, artifact.manifest.ranks)
     program: Program | None = None
     try:
         program = load(place, comm, threads=threads, trust=trust, stall=stall, on_error=on_error, providers=providers)
@@ -353,10 +353,12 @@ def _opened(place: Path, rate: Rate | None, trust_code: bool) -> tuple[Artifact,
     manifest = artifact.manifest
     record = manifest.training
     if record is None:
-        raise UsageError(f"{place}: it was compiled to run, not to train\n  help: compile it by a plan with `train:`")
+        raise UsageError(
+            f"{place}: the artifact has no training program\n  help: compile it with a plan that has `train:`"
+        )
     if away := [name for name in (record.evaluation, record.accumulation) if name and not stays_inside(name)]:
         raise ArtifactError(
-            f"{place}: its programs lie at '{away[0]}', out of the folder\n  help: compile the model again"
+            f"{place}: its programs are at '{away[0]}', outside the folder\n  help: compile the model again"
         )
     if rate is None:
         if not trust_code and (found := outside(place, record, (SCHEDULE,))):

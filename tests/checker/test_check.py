@@ -154,7 +154,7 @@ WEIGHTS = "weights/rank_0001.safetensors"
         (_bytes(MANIFEST, lambda data: data.replace(b'"ranks": 3', b'"ranks": 4')), "rank_0003.onnx for rank 3 of 4"),
         (lambda folder: (folder / "extra.bin").write_bytes(b"1"), "extra.bin: the manifest does not list it"),
         (lambda folder: (folder / WEIGHTS).unlink(), f"{WEIGHTS}: the manifest lists it, and it is not there"),
-        (_link_outside, "rank_0001.onnx: it leads out of the folder"),
+        (_link_outside, "rank_0001.onnx: it points outside the folder"),
     ],
 )
 def test_a_changed_file_is_named(tmp_path: Path, change: Callable[[Path], object], expected: str) -> None:
@@ -166,7 +166,7 @@ def test_a_changed_file_is_named(tmp_path: Path, change: Callable[[Path], object
 @pytest.mark.parametrize(
     ("key", "text", "expected"),
     [
-        ("location", "../away.safetensors", "its data lies at '../away.safetensors', out of the folder"),
+        ("location", "../away.safetensors", "its data is at '../away.safetensors', outside the folder"),
         ("location", "weights/none.safetensors", "which the manifest does not list"),
         ("offset", "4", "its data would be bytes 4 to 88"),
         ("offset", "100", "its data would be bytes 100 to 184"),
@@ -231,14 +231,14 @@ def test_a_common_order_ends(tmp_path: Path) -> None:
 def test_a_deadlock_is_shown_with_every_rank_in_it(tmp_path: Path) -> None:
     models = crossing({0: [TAKES_B, SENDS_A], 1: [TAKES_A, SENDS_B]})
     found = texts(write_artifact(tmp_path, models, crossing_manifest()))
-    assert "rank_0000.onnx: Recv 'Recv.b.1' (b): it stands where manifest.json has transfer 0; its own is 1" in found
+    assert "rank_0000.onnx: Recv 'Recv.b.1' (b): it is where manifest.json has transfer 0; its own is 1" in found
     assert "a deadlock of 2 ranks: rank 0 waits at Recv 'Recv.b.1' from rank 1, tag 1; rank 1 waits at Recv" in found
 
 
 def test_an_order_that_ends_but_is_not_the_manifests_is_refused(tmp_path: Path) -> None:
     models = crossing({0: [TAKES_B, SENDS_A], 1: [SENDS_B, TAKES_A]})
     found = texts(write_artifact(tmp_path, models, crossing_manifest()))
-    assert found.count("it stands where manifest.json has transfer 0; its own is 1") == 2
+    assert found.count("it is where manifest.json has transfer 0; its own is 1") == 2
     assert "deadlock" not in found
 
 

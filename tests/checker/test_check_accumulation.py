@@ -229,7 +229,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another file": (_cut_off, "accumulation/rank_0001.onnx: it is not an ONNX file"),
     "a folder away": (
         of_manifest("", lambda data: data["training"].update(accumulation="../away")),
-        "its accumulation lies at '../away', where the manifest lists no other one",
+        "its accumulation is at '../away', where the manifest lists no artifact",
     ),
     "no folder named": (
         of_manifest("", lambda data: data["training"].update(accumulation="")),
@@ -247,7 +247,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another gradient of a rank": (of_part(_of_another_gradient, 1), "rank_0001.onnx: Add 'shift.grad.sum.next'"),
     "a late reader": (
         of_part(_appended("Neg", "first.grad.sum")),
-        "Neg 'reader': it reads 'first.grad.sum' beside Add 'first.grad.sum.next', which is to be the only one",
+        "Neg 'reader': it reads 'first.grad.sum' beside Add 'first.grad.sum.next', which must be the only one",
     ),
     "an early reader": (of_part(_prepended), "Neg 'reader': it reads 'first.grad.sum' beside Add 'first.grad.sum"),
     "a reader in a body": (of_part(_in_a_body), "If 'reader': it reads 'first.grad.sum' beside Add 'first.grad.sum"),
@@ -337,5 +337,5 @@ def test_sums_are_counted(sound: Path) -> None:
     assert training_stats(artifact.manifest, artifact.model(1), 1, {"batch": 4}).sums == 4 * floats
     lines = click.testing.CliRunner().invoke(inspect, [str(sound)], catch_exceptions=False).output.splitlines()
     at = lines.index("training")
-    assert lines[at + 1].split()[-5:] == ["gradients'", "sums", "buckets", "of", "gradients"]
+    assert lines[at + 1].split()[-4:] == ["accumulated", "gradients", "gradient", "buckets"]
     assert lines[at + 2].split()[8:] == ["200", "B", "1,", "200", "B"]

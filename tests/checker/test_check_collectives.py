@@ -64,7 +64,7 @@ def test_the_checker_finds_a_wrong_order(tmp_path: Path) -> None:
     found = "\n".join(str(one) for one in check_artifact(tmp_path))
     assert (
         "a deadlock of 2 ranks: rank 0 waits at AllReduce 'AllReduce.k' of group 'all', tag 0" in found
-        or "stands where" in found
+        or "it is where" in found
     )
 
 

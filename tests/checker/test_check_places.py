@@ -92,7 +92,7 @@ def test_shards_of_two_ranks_that_change_places_are_told(tmp_path: Path, part: s
 def test_records_and_labels_of_other_places_are_told(tmp_path: Path) -> None:
     folder = build(KINDS["data parallel"], tmp_path / "build")
     change_manifest(folder, turned("inputs", 0))
-    assert "lie in different places along dim 0: -6 elements apart, and 6 on other ranks" in texts(folder)
+    assert "are at different offsets along dim 0: -6 elements apart, and 6 on other ranks" in texts(folder)
 
 
 def test_what_is_each_ranks_own_is_no_term(blocks: Path) -> None:

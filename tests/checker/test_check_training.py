@@ -274,7 +274,7 @@ def _box(*boxes: list[list[int]]) -> dict[str, object]:
         (_state("shift", shape=[7]), "state 'shift': its input 'shift' is tensor(float) [5]; manifest.json makes it"),
         (_state("shift", type="tensor(double)"), "makes it tensor(double) [5] on rank 0"),
         (_state("shift", ranks=[0, 2]), "state 'shift': it names rank 2; there are ranks 0 to 1"),
-        (_state("shift", ranks=[1, 1]), "its ranks are [1, 1]; each that holds it stands there once"),
+        (_state("shift", ranks=[1, 1]), "its ranks are [1, 1]; each that holds it is listed once"),
         (_state("shift", **_box([[0, 1, 5]], [[3, 5, 5]])), "no rank holds [1:3] of 'shift' [5]"),
         (
             _state("shift", **_box([[0, 3, 5]], [[2, 5, 5]])),
@@ -298,7 +298,7 @@ def _box(*boxes: list[list[int]]) -> dict[str, object]:
         (lambda data: data["training"].update(loss="none"), "training: the loss 'none' is no output"),
         (
             lambda data: data["training"].update(evaluation="../away"),
-            "its evaluation lies at '../away', where the manifest lists no other one",
+            "its evaluation is at '../away', where the manifest lists no artifact",
         ),
     ],
 )

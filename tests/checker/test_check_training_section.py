@@ -45,7 +45,7 @@ CASES: dict[str, tuple[Change, str]] = {
     "on_nonfinite": (_in("settings", on_nonfinite="go"), "'on_nonfinite' is 'go'; it is one of stop, warn, skip"),
     "an unknown scalar": (_with(scalars=["lr", "x"]), "the runtime knows no scalar 'x'"),
     "a scalar less": (_with(scalars=["lr", "bias1"]), "it reads 'bias2', which is none of the training's scalars"),
-    "a scalar twice": (_with(scalars=["lr", "lr", "bias1", "bias2"]), "each stands there once"),
+    "a scalar twice": (_with(scalars=["lr", "lr", "bias1", "bias2"]), "each is listed once"),
     "no beta": (
         lambda data: data["training"]["optimizer"].pop("beta1"),
         "the scalar 'bias1' is made of 'beta1', which the optimizer does not have",
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[Change, str]] = {
         lambda data: data.update(training=None),
         "'c.next' takes its place, and the manifest has no training",
     ),
-    "itself": (_with(evaluation="."), "its evaluation lies at '.', where the manifest lists no other one"),
+    "itself": (_with(evaluation="."), "its evaluation is at '.', where the manifest lists no artifact"),
 }
 
 

@@ -12,12 +12,12 @@ from checkpoint_case import META, flip, held, layout, load_all, record, rewrite,
 from partc.runtime.artifact.boxes import Region, difference, intersection, overlap, remaining
 from partc.runtime.artifact.dtypes import Array
 from partc.runtime.checkpoint.checkpoint import Checkpoint
-from partc.runtime.checkpoint.compatibility import is_file_of_weights, meet, meet_weights
+from partc.runtime.checkpoint.compatibility import check_compatible, is_weights_file, matching_weights
 from partc.runtime.checkpoint.export import export_tensors
-from partc.runtime.checkpoint.hashes import _CHUNK, _THREADS, Proof
 from partc.runtime.checkpoint.index import INDEX, read_index
 from partc.runtime.checkpoint.newest import latest
 from partc.runtime.checkpoint.ownership import owners
+from partc.runtime.checkpoint.verification import _CHUNK, _THREADS, Verification
 from partc.runtime.checkpoint.verify import verify
 from partc.runtime.errors import CheckpointError, DamagedError, UsageError
 from safetensors.numpy import load_file, save_file
@@ -43,7 +43,7 @@ def test_eight_ranks_to_six_to_one_to_eight_keep_every_bit(tmp_path: Path) -> No
         assert verify(checkpoint.path) == []
         for to in (8, 6, 1):
             records = layout(whole, to)
-            meet(checkpoint, records)
+            check_compatible(checkpoint, records)
             for rank, own in enumerate(load_all(checkpoint, records, to)):
                 for (one, wanted), found in zip(held(records, rank, whole), own, strict=True):
                     assert same(found, wanted), (one.value, rank)
@@ -153,7 +153,7 @@ def test_files_are_those_of_the_library(tmp_path: Path) -> None:
     assert all(same(array, whole[name]) for name, array in load_file(out).items())
     export_tensors(checkpoint, out, ("optimizer",))
     assert list(load_file(out)) == ["embed.weight.exp_avg"]
-    with pytest.raises(CheckpointError, match="lies in the checkpoint itself"):
+    with pytest.raises(CheckpointError, match="is inside the checkpoint itself"):
         export_tensors(checkpoint, checkpoint.path / "w.safetensors")
 
 
@@ -199,13 +199,13 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     folder = written(tmp_path).path
     os.rename(folder / "rank_0000.safetensors", tmp_path / "away")
     (folder / "rank_0000.safetensors").symlink_to(tmp_path / "away")
-    with pytest.raises(CheckpointError, match="leads out of the folder"):
+    with pytest.raises(CheckpointError, match="points outside the folder"):
         Checkpoint.open(folder)
 
 
 def proven(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1) -> list[str]:
     """What one of some ranks finds changed."""
-    with Proof(checkpoint, rank, ranks) as proof:
+    with Verification(checkpoint, rank, ranks) as proof:
         return proof.problems()
 
 
@@ -236,7 +236,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     assert latest(tmp_path / "checkpoints") is None
     with pytest.raises(CheckpointError, match=f"has {len(sound) - 1} bytes, the index says {len(sound)}"):
         Checkpoint.open(checkpoint.path)
-    with pytest.raises(CheckpointError, match="none of the checkpoints in it is whole"):
+    with pytest.raises(CheckpointError, match="none of its checkpoints is intact"):
         Checkpoint.open(tmp_path / "checkpoints")
     file.unlink()
     (checkpoint.path / "stranger").touch()
@@ -281,7 +281,7 @@ def test_all_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
     slots = ("exp_avg", "exp_avg_sq")
     adam = [record(f"fc.bias.{slot}", other["fc.bias"], [0], kind="optimizer", parameter="fc.bias") for slot in slots]
     with pytest.raises(CheckpointError) as caught:
-        meet(checkpoint, records + adam, "adamw")
+        check_compatible(checkpoint, records + adam, "adamw")
     where = checkpoint.path
     assert str(caught.value).splitlines() == [
         f"{where}: has no 'fc.wieght' bfloat16 [12, 24]; the nearest is 'fc.weight'",
@@ -290,16 +290,16 @@ def test_all_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
         f"{where}: 'norm.count' is int64 []; the program's is int32 []",
         f"{where}: was written with the optimizer 'adam', which keeps exp_avg; "
         "the program has the optimizer 'adamw', which keeps exp_avg, exp_avg_sq",
-        f"  help: begin from its weights alone with --init {where}, or compile with the same optimizer",
+        f"  help: start from its weights alone with --init {where}, or compile with the same optimizer",
     ]
     with pytest.raises(
         CheckpointError, match=r"'adam', which keeps exp_avg; the program has an optimizer that keeps nothing"
     ):
-        meet(checkpoint, [record(name, whole[name], [0]) for name in whole if not name.endswith("exp_avg")])
+        check_compatible(checkpoint, [record(name, whole[name], [0]) for name in whole if not name.endswith("exp_avg")])
     frozen = [one for one in layout(whole, 1) if one.kind != "optimizer"]
     elsewhere = record("fc.bias.exp_avg", whole["fc.bias"], [0], kind="optimizer", parameter="fc.bias")
     with pytest.raises(CheckpointError) as caught:
-        meet(checkpoint, [*frozen, elsewhere])
+        check_compatible(checkpoint, [*frozen, elsewhere])
     assert str(caught.value).splitlines()[:2] == [
         f"{where}: has no 'fc.bias.exp_avg' float16 [13]",
         f"{where}: has 'embed.weight.exp_avg' float32 [24, 7], which the program lacks",
@@ -310,28 +310,28 @@ def test_initial_weights_come_from_anywhere(tmp_path: Path) -> None:
     checkpoint, whole = written(tmp_path), tensors()
     records = layout(whole, 6)
     names = {name for name in whole if not name.endswith("exp_avg")}
-    assert meet_weights(Checkpoint.open(tmp_path / "checkpoints"), records) == names
+    assert matching_weights(Checkpoint.open(tmp_path / "checkpoints"), records) == names
     file = tmp_path / "any.safetensors"
     save_file({name: whole[name] for name in ("fc.bias", "fc.weight")}, file)
     source = Checkpoint.of_file(file)
     assert same(source.read("fc.weight", (1, 2), (7, 9)), whole["fc.weight"][1:7, 2:9])
-    assert meet_weights(source, records, strict=False) == {"fc.bias", "fc.weight"}
+    assert matching_weights(source, records, strict=False) == {"fc.bias", "fc.weight"}
     with pytest.raises(CheckpointError, match=r"any.safetensors: has no 'embed.weight' float32") as caught:
-        meet_weights(source, records)
+        matching_weights(source, records)
     assert "norm.count" not in str(caught.value), "statistics may be absent"
     save_file({f"model.{name}": array for name, array in whole.items()}, file)
     with pytest.raises(CheckpointError, match=r"has no 'fc.bias' float16 .*; the nearest is 'model.fc.bias'"):
-        meet_weights(Checkpoint.of_file(file), records)
+        matching_weights(Checkpoint.of_file(file), records)
     with pytest.raises(CheckpointError, match="none of its 8 tensors has the name of one of the program's"):
-        meet_weights(Checkpoint.of_file(file), records, strict=False)
+        matching_weights(Checkpoint.of_file(file), records, strict=False)
     save_file({"fc.bias": np.zeros(12, np.float16)}, file)
     with pytest.raises(CheckpointError, match=r"'fc.bias' is float16 \[12\]; the program's is float16 \[13\]"):
-        meet_weights(Checkpoint.of_file(file), records, strict=False)
+        matching_weights(Checkpoint.of_file(file), records, strict=False)
     file.write_bytes(b"nonsense, and more of it")
-    with pytest.raises(CheckpointError, match="is no safetensors file: its header would end at byte"):
+    with pytest.raises(CheckpointError, match="is not a safetensors file:  its header would end at byte"):
         Checkpoint.of_file(file)
     with pytest.raises(UsageError, match="there is no such file"):
-        is_file_of_weights(tmp_path / "none.safetensors")
+        is_weights_file(tmp_path / "none.safetensors")
     assert read_index(checkpoint.path).step == 120
 
 

@@ -9,8 +9,8 @@ import pytest
 from checkpoint_case import flip
 from partc.cli.main import invoke
 from partc.runtime import Trainer, UsageError
-from partc.runtime.checkpoint.hashes import Proof
 from partc.runtime.checkpoint.newest import take_whole
+from partc.runtime.checkpoint.verification import Verification
 from partc.runtime.errors import DamagedError
 from test_trainer import PARALLEL, batch, built, on_all
 
@@ -57,7 +57,7 @@ def test_a_flipped_bit_is_refused_by_all_ranks_alike_and_changes_nothing(trained
     assert first == second
     problem, help = first.splitlines()
     assert problem.startswith(f"{file}: 'w.momentum' was changed: the CRC-32 of bytes ")
-    assert help == f"  help: the newest whole one is {runs / 'step_00000002'}: --resume {runs / 'step_00000002'}"
+    assert help == f"  help: the newest intact one is {runs / 'step_00000002'}: --resume {runs / 'step_00000002'}"
 
 
 def test_of_a_folder_the_newest_whole_one_is_taken_and_said(
@@ -74,14 +74,14 @@ def test_of_a_folder_the_newest_whole_one_is_taken_and_said(
 
     assert on_all(trained / "build", 2, load) == wanted
     assert capsys.readouterr().err == (
-        f"warning: {runs / 'step_00000002'} is taken, the newest whole one; damaged and passed over: "
+        f"warning: {runs / 'step_00000002'} is used, the newest intact one; damaged and skipped: "
         f"{runs / 'step_00000003' / 'checkpoint.json'}: was changed: its last line is not the SHA-256 of the lines before it\n"
     )
     for step in (1, 2):
         (runs / f"step_0000000{step}" / "rank_0000.safetensors").unlink()
 
     def refused(trainer: Trainer) -> str:
-        with pytest.raises(DamagedError, match="none of the checkpoints in it is whole") as caught:
+        with pytest.raises(DamagedError, match="none of its checkpoints is intact") as caught:
             trainer.load(runs)
         return str(caught.value)
 
@@ -114,8 +114,8 @@ def test_hashing_begins_before_the_programs_are_loaded(
 ) -> None:
     proofs: list[object] = []
     begun: list[int] = []
-    first = Proof.__init__
-    monkeypatch.setattr(Proof, "__init__", lambda self, *words: (proofs.append(self), first(self, *words))[1])
+    first = Verification.__init__
+    monkeypatch.setattr(Verification, "__init__", lambda self, *words: (proofs.append(self), first(self, *words))[1])
 
     def load(trainer: Trainer) -> str:
         trainer.program.all_gather_text("")
@@ -139,14 +139,14 @@ def test_hashing_begins_before_the_programs_are_loaded(
 def test_weights_to_begin_with_are_proven_too(trained: Path, runs: Path, tmp_path: Path) -> None:
     file = tmp_path / "w.safetensors"
     assert invoke(["checkpoint", "export", str(runs), "-o", str(file)]) == 0
-    assert on_all(trained / "build", 2, lambda trainer: trainer.begin(file)) == [{"w", "v"}] * 2
+    assert on_all(trained / "build", 2, lambda trainer: trainer.load_weights(file)) == [{"w", "v"}] * 2
     flip(file, file.stat().st_size - 3)
     flip(runs / "step_00000003" / "rank_0000.safetensors", 900)
 
     def begin(trainer: Trainer) -> tuple[str, frozenset[str]]:
         with pytest.raises(DamagedError) as caught:
-            trainer.begin(file, option="--init")
-        return str(caught.value), trainer.begin(runs)
+            trainer.load_weights(file, option="--init")
+        return str(caught.value), trainer.load_weights(runs)
 
     (text, names), other = on_all(trained / "build", 2, begin)
     assert (text, names) == other
@@ -168,14 +168,14 @@ def test_an_export_of_a_damaged_one_writes_nothing(
     said = capsys.readouterr().err
     assert "rank_0000.safetensors: 'w.momentum' was changed" in said
     assert (
-        f"help: the newest whole one is {runs / 'step_00000002'}: partc checkpoint export {runs / 'step_00000002'}"
+        f"help: the newest intact one is {runs / 'step_00000002'}: partc checkpoint export {runs / 'step_00000002'}"
         in said
     )
     assert not list(tmp_path.glob("out*"))
     assert invoke(["checkpoint", "export", str(runs), *options, "-o", str(out)]) == 0
     captured = capsys.readouterr()
     assert "of step 2" in captured.out
-    assert f"warning: {runs / 'step_00000002'} is taken" in captured.err
+    assert f"warning: {runs / 'step_00000002'} is used" in captured.err
 
 
 MODEL = """

@@ -173,7 +173,7 @@ def test_what_a_user_has_put_there_stays(tmp_path: Path) -> None:
     assert names(away) == ["checkpoint.json", "rank_0000.safetensors"]
     for step, what in ((1, "holds 'notes.txt', which partc has not written"), (2, "is no folder")):
         (error,) = save_all(runs, step, 1, tensors(9))
-        assert f"step_0000000{step} is there and {what}: move it away" in str(error)
+        assert f"step_0000000{step} exists and {what}: move it away" in str(error)
     (runs / WRITTEN).write_text('{"../away": ["' + "0" * 64 + '"], "step_00000006": "x", "step_00000001": [7]}')
     save_all(runs, 7, 1, tensors(7), keep=1)
     assert "step_00000006" in names(runs), "a list that is not sound lists nothing"

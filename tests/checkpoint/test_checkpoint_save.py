@@ -142,7 +142,7 @@ def test_a_failed_write_on_one_rank_fails_on_all(tmp_path: Path, monkeypatch: py
     assert {str(one) for one in found} == {
         f"{tmp_path / 'step_00000020'}: was not written: 1 of 6 ranks failed\n"
         f"  rank {rank}: {file}: No space left on device; make room on the disk\n"
-        "  help: the checkpoints before it are whole; mend this, and go on from the last"
+        "  help: earlier checkpoints are intact; fix this and resume from the last one"
     }
     assert shown(tmp_path) == ["step_00000010"]
     holds(tmp_path, 10, 1)
@@ -204,10 +204,9 @@ def test_wrong_pieces_are_told_by_the_rank_that_has_them(tmp_path: Path) -> None
     (text,) = texts
     assert "2 of 6 ranks failed" in text
     assert (
-        "rank 1: 'embed.weight.exp_avg' was handed over as float32 [1, 7]; the rank's piece is tensor(float) [4, 7]"
-        in text
+        "rank 1: 'embed.weight.exp_avg' was given as float32 [1, 7]; the rank's piece is tensor(float) [4, 7]" in text
     )
-    assert "rank 5: 'fc.bias', which is 'fc.bias' here, was not handed over" in text
+    assert "rank 5: 'fc.bias', which is 'fc.bias' here, was not given" in text
 
 
 def test_records_that_no_rank_can_save_are_told_once(tmp_path: Path) -> None:
@@ -247,7 +246,7 @@ if stage == "write":
 if stage == "rename":
     os.replace = die
 if stage == "index":
-    checkpoint_save._settle = die
+    checkpoint_save._sync_folder = die
 whole = tensors(2)
 records = layout(whole, 1)
 checkpoint_save.save(folder, 20, 0, held(records, 0, whole), records, META, lambda text: [text], 1)

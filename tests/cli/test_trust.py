@@ -142,7 +142,7 @@ def test_check_lists_what_is_named_and_refuses_code_inside(mine: Path, capsys: p
     assert invoke(["check", str(build)]) == 1
     assert "an artifact holds no code" in capsys.readouterr().err
     change_manifest(build, lambda manifest: manifest["training"].update(evaluation="../other"))
-    with pytest.raises(ArtifactError, match="out of the folder"):
+    with pytest.raises(ArtifactError, match="outside the folder"):
         load_trainer(build, rate=lambda step: 0.1)
 
 

@@ -261,7 +261,7 @@ def test_all_differences_are_told_at_once(digits: Path) -> None:
         "data: input 'cut' is cut into 3 along its batch, and batches have 8 records",
         "  help: take a multiple of 3",
         "data: 50 records in batches of 8 leave 2 for the last batch, and input 'cut' is cut into 3 along its batch",
-        "  help: say last: drop, or choose a batch size that leaves none",
+        "  help: write drop_last: true, or choose a batch size that leaves none",
         "data: the model has no input 'other'; its inputs are 'x', 'label', 'number', 'mask', 'cut', 'items'",
         "data: input 'x': records are uint8 [6, 4], the model takes tensor(float) [batch, 1, 6, 5]",
         "  help: give records of its dims after the first, which is the batch",

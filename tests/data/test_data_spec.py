@@ -54,8 +54,8 @@ def test_all_that_is_wrong_is_told() -> None:
     ]
     assert lines[1] == "  help: write file.py:function"
     for said, told in (
-        ({}, "is no path and no mapping"),
-        (3, "is no path and no mapping"),
+        ({}, "is neither a path nor a mapping"),
+        (3, "is neither a path nor a mapping"),
         ({"length": "ids"}, "it names no data"),
         ({"x": "x.npy", "window": 3}, "there is no `length`"),
     ):

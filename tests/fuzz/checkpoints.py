@@ -263,7 +263,7 @@ def case(chance: random.Random, folder: Path) -> str:
         if not text and not lies:
             have = ends[0][1] | ends[1][1]
             assert have == truth[str(step)], f"{damage.__name__}: step {step} is silently another one"
-            assert asked != runs or step >= 2 or damage in BOTH, "the newest whole one is not taken"
+            assert asked != runs or step >= 2 or damage in BOTH, "the newest intact one is not taken"
         texts.append(command("checkpoint", "export", str(asked), "-o", str(out), "--all"))
         if not texts[-1] and not lies:
             assert not texts[-2], "what cannot be gone on from was exported"

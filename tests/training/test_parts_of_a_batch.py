@@ -291,7 +291,7 @@ def test_a_batch_that_parts_refuse_leaves_no_gradient_behind(tmp_path: Path) -> 
     compile_source(from_text(NET, WEIGHTS), parse_plan(plan, "plan.yaml"), tmp_path / "build")
     given = numbers(LOSSES["mean"])
     with load_trainer(tmp_path / "build", LocalWorld(1).transport(0), threads=1) as trainer:
-        with pytest.raises(InputError, match="15 records cannot be cut into 2 parts"):
+        with pytest.raises(InputError, match="15 records cannot be split into 2 parts"):
             trainer.train({name: array[1:] for name, array in given.items()})
         bad = {**given, "label": np.where(np.arange(16) == 12, 7, given["label"])}
         with pytest.raises(InputError, match="record 12 of the batch has the label 7"):
@@ -329,7 +329,7 @@ def test_all_ranks_refuse_what_one_cannot_cut_and_statistics_stay(tmp_path: Path
     with ThreadPoolExecutor(2) as threads:
         (text, before, after), (other, *_) = threads.map(act, (0, 1))
     assert text == other
-    assert "7 records cannot be cut into 2 parts" in text
+    assert "7 records cannot be split into 2 parts" in text
     assert before == after
 
 

@@ -95,7 +95,7 @@ def test_what_is_saved_goes_on_elsewhere(tmp_path: Path) -> None:
     assert measured["loss"] == pytest.approx(expected, rel=1e-5)
     assert measured.keys() == {"loss", "off"}
     with load_trainer(one, threads=1) as trainer:
-        assert trainer.begin(tmp_path / "kept") == {"w", "v"}
+        assert trainer.load_weights(tmp_path / "kept") == {"w", "v"}
         assert trainer.step == 0
         assert float(trainer.train(batch(2))["loss"]) == pytest.approx(expected, rel=1e-5)
 

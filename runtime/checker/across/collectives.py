@@ -122,7 +122,7 @@ def check_collectives(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]
         wanted = [one.tag for one in manifest.collectives if one.tag in own]
         for node, tag in zip(nodes, wanted, strict=False):
             if node.call.tag != tag:
-                yield node.violation(f"it stands where {MANIFEST} has collective {tag}")
+                yield node.violation(f"it is where {MANIFEST} has collective {tag}")
                 break
 
 

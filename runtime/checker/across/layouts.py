@@ -174,7 +174,7 @@ def _check_terms(call: Call, ranks: Sequence[int], before: Sequence[HeldShard], 
 
 
 def _check_exchange(call: Call, rank: int, nodes: Mapping[int, CallNode], given: Layout, made: Layout) -> None:
-    """Each box that a rank takes lies in the value where the box lies that it is given."""
+    """Each box that a rank takes is the region of the value that its peer gives."""
     taken: dict[int, int] = {}
     for shard in call.takes:
         at = taken[shard.peer] = taken.get(shard.peer, -1) + 1

@@ -179,7 +179,7 @@ def _check_sequence(manifest: Manifest, programs: Mapping[int, Sequence[CommNode
         wanted = [transfer.tag for transfer in manifest.transfers if rank in (transfer.source, transfer.target)]
         for node, tag in zip(nodes, wanted, strict=True):
             if node.tag != tag:
-                fact = f"it stands where {MANIFEST} has transfer {tag}; its own is {node.tag}"
+                fact = f"it is where {MANIFEST} has transfer {tag}; its own is {node.tag}"
                 yield node.violation(fact, "compile the model again: the order of communication has been changed")
                 break
 

@@ -75,7 +75,7 @@ def check_places(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[V
 
 
 class _Places:
-    """What is known of the values of all ranks."""
+    """Places of shards, and partial values, in the programs of all ranks."""
 
     def __init__(self, manifest: Manifest, models: Mapping[int, ModelProto]) -> None:
         self.manifest = manifest
@@ -153,7 +153,7 @@ class _Places:
         for name, places in zip(node.output, ruled.made, strict=False):
             file.places[name] = places
         for at, (one, two, axis) in enumerate(ruled.meetings):
-            fact = f"its operands '{one.name}' and '{two.name}' lie in different places along dim {axis}"
+            fact = f"its operands '{one.name}' and '{two.name}' are at different offsets along dim {axis}"
             self._meet(("node", _key(node), at), file, node, fact, one.begins, two.begins)
         for begins in ruled.summed:
             if begins is not None:

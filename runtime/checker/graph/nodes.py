@@ -1,6 +1,6 @@
 """Checks one rank's graph: each value made once and before its use, known ops, sound functions.
 
-A body of If, Loop or Scan sees the values of the graphs around it, as they are at its node. A value that nobody makes
+A body of If, Loop or Scan sees the values of the graphs around it, as they are at its node. A value that no node makes
 is told apart from one that is made too late, since the remedies differ. A function of the model sees its inputs only, and is made of
 plain ops: it neither communicates nor calls another one.
 """

@@ -55,16 +55,16 @@ def check_weights(
         if tensor.data_location != TensorProto.EXTERNAL:
             known = _said(tensor, DIGEST)
             if known and known != hashlib.sha256(tensor.raw_data).hexdigest()[: len(known)]:
-                fact = f"its numbers are not those of '{_said(tensor, PIECE)}', whose hash stands beside it"
+                fact = f"its numbers are not those of '{_said(tensor, PIECE)}', whose hash is stored with it"
                 yield Violation(file, fact, title, help=_AGAIN)
             continue
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")
         if not stays_inside(location):
-            yield Violation(file, f"its data lies at '{location}', out of the folder", title)
+            yield Violation(file, f"its data is at '{location}', outside the folder", title)
             continue
         if location not in manifest.files:
-            yield Violation(file, f"its data lies in '{location}', which the manifest does not list", title)
+            yield Violation(file, f"its data is in '{location}', which the manifest does not list", title)
             continue
         if location in wrong:
             continue
@@ -101,7 +101,7 @@ def _check_region(
     elif weights.tensors is not None:
         there, shard = weights.tensors.get(span, []), _said(tensor, PIECE)
         if not there:
-            fact = f"no tensor of {location} lies at bytes {offset} to {end}"
+            fact = f"no tensor of {location} is at bytes {offset} to {end}"
             yield Violation(file, fact, title, help=_AGAIN)
         elif all(shard != one.shard if shard and one.shard else tensor.name != one.name for one in there):
             named = there[0].shard or there[0].name

@@ -58,7 +58,7 @@ def check_sums(file: str, model: ModelProto, records: Sequence[StateRecord]) -> 
             yield Violation(file, fact, node_title(adder), path_of(adder), _AGAIN)
         for at in read:
             if at != adders[0]:
-                fact = f"it reads '{record.value}' beside {node_title(adder)}, which is to be the only one"
+                fact = f"it reads '{record.value}' beside {node_title(adder)}, which must be the only one"
                 yield Violation(file, fact, node_title(nodes[at]), path_of(nodes[at]), _AGAIN)
         for at in readers.get(record.next, []) if record.next else ():
             fact = f"it reads '{record.next}', which is the memory of '{record.value}' in the next part"

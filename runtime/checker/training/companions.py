@@ -31,7 +31,7 @@ def check_companions(subject: Subject) -> Iterator[Violation]:
         if not name or path in subject.wrong:
             continue
         if not stays_inside(name) or path not in manifest.files:
-            fact = f"its {kind} lies at '{name}', where the manifest lists no other one"
+            fact = f"its {kind} is at '{name}', where the manifest lists no artifact"
             yield Violation(MANIFEST, fact, help=_AGAIN)
             continue
         inside = subject.check_inside(subject.folder / name)

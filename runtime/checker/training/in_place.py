@@ -1,4 +1,4 @@
-"""Proves that updates in place are safe: nobody reads an old value once it is overwritten.
+"""Proves that updates in place are safe: no node reads an old value once it is overwritten.
 
 A node of the optimizer writes `x.next` where `x` lies. That is right if, for each tensor that is replaced so:
 

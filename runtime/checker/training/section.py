@@ -88,7 +88,7 @@ def _scalars(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
         except KeyError as error:
             yield f"the scalar '{name}' is made of {error}, which the optimizer does not have"
     if len({*training.scalars}) < len(training.scalars):
-        yield f"its scalars are {', '.join(training.scalars)}; each stands there once"
+        yield f"its scalars are {', '.join(training.scalars)}; each is listed once"
 
 
 def _schedule(training: TrainingRecord) -> Iterator[str]:

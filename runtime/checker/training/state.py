@@ -48,7 +48,7 @@ def _malformed(record: StateRecord, manifest: Manifest) -> Iterator[str]:
     if wrong := [rank for rank in record.ranks if not 0 <= rank < manifest.ranks]:
         yield f"it names rank {wrong[0]}; there are ranks 0 to {manifest.ranks - 1}"
     if len({*record.ranks}) < len(record.ranks) or not record.ranks:
-        yield f"its ranks are {record.ranks}; each that holds it stands there once"
+        yield f"its ranks are {record.ranks}; each that holds it is listed once"
     if dense(record.type) is None:
         yield f"it is a {record.type}, which cannot be kept from step to step"
     if any(dim < 0 for dim in record.shape):

@@ -1,4 +1,4 @@
-"""The proof of a checkpoint, begun before it is asked for: it is hashed while the programs are loaded, which leaves cores idle."""
+"""Verifies a checkpoint before it is needed: it is hashed while programs are loaded, which leaves cores idle."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from pathlib import Path
 
 from ..errors import PartcError
 from .checkpoint import Checkpoint
-from .hashes import Proof
 from .newest import candidates
+from .verification import Verification
 
 
-class EarlyProof:
-    """A rank's proof of the checkpoint that a path most likely means; of none where that cannot be opened, which is told later."""
+class EarlyVerification:
+    """The verification of the checkpoint that a path most likely means, begun early; none where that cannot be opened."""
 
     def __init__(self, path: Path, rank: int, ranks: int) -> None:
-        self._begun: tuple[Checkpoint, Proof] | None = None
+        self._begun: tuple[Checkpoint, Verification] | None = None
         try:
             checkpoint = Checkpoint.at(next(candidates(path)))
         except (PartcError, OSError):
             return
-        self._begun = checkpoint, Proof(checkpoint, rank, ranks)
+        self._begun = checkpoint, Verification(checkpoint, rank, ranks)
 
-    def take(self, checkpoint: Checkpoint) -> Proof | None:
-        """The proof, where it is of this checkpoint, as its index is now."""
+    def take(self, checkpoint: Checkpoint) -> Verification | None:
+        """The verification if it is of this checkpoint with this index, else None."""
         begun, self._begun = self._begun, None
         if begun is None:
             return None
@@ -33,7 +33,7 @@ class EarlyProof:
         return None
 
     def close(self) -> None:
-        """Gives up what nobody has taken."""
+        """Ends a verification that was not taken."""
         if self._begun is not None:
             self._begun[1].close()
             self._begun = None

@@ -7,7 +7,7 @@ Who reads a checkpoint compares CRC-32s, which tell every flipped bit and any ot
 SHA-256 takes three times as long, and far longer where the processor has no instructions for it.
 `partc checkpoint verify` compares SHA-256s. Neither holds against someone who writes another index, too.
 
-    with Proof(checkpoint, rank, ranks) as proof:
+    with Verification(checkpoint, rank, ranks) as proof:
         ...                                  # read the tensors
         problems = proof.problems()          # of this rank's run
 """
@@ -47,7 +47,7 @@ class _Part:
     what: str
 
     def problem(self) -> str:
-        """What is wrong with them; empty where they are as written."""
+        """Why they differ from what was written; empty where they do not."""
         short = len(self.written) == _CRC_DIGITS
         digest, crc, view, left = hashlib.sha256(), 0, _buffer(self.size), self.size
         try:
@@ -79,8 +79,8 @@ def _buffer(size: int) -> memoryview:
     return memoryview(held)
 
 
-class Proof:
-    """The summing of a rank's run, which goes on in threads until it is asked for; `thorough`: by SHA-256."""
+class Verification:
+    """Hashes a rank's share of a checkpoint in background threads; `thorough`: by SHA-256 instead of CRC-32."""
 
     def __init__(self, checkpoint: Checkpoint, rank: int = 0, ranks: int = 1, thorough: bool = False) -> None:
         self._pool = ThreadPoolExecutor(min(len(usable_cores()), _THREADS), thread_name_prefix="sums")
@@ -92,7 +92,7 @@ class Proof:
             self._problems = list(error.problems)
 
     def problems(self) -> list[str]:
-        """What is not as it was written, a line for each tensor's part; waits until all is summed."""
+        """The parts of tensors that differ from what was written, a line each; waits for the threads."""
         return [*self._problems, *(text for future in self._found if (text := future.result()))]
 
     def __enter__(self) -> Self:
@@ -104,7 +104,7 @@ class Proof:
         self.close()
 
     def close(self) -> None:
-        """Ends the summing, also where it is not done."""
+        """Ends the threads, also before they are done."""
         self._pool.shutdown(cancel_futures=True)
 
 
