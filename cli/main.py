@@ -1,7 +1,7 @@
 """The entry of the command `partc`: its list of commands, and what an error becomes.
 
 A command's module is imported when the command runs, so that `partc --help` and a wrong option answer at once. An error
-made for the user prints its text and no traceback; anything else is a fault of partc and says so.
+made for the user prints its text and no traceback; anything else is a bug in partc and says so.
 """
 
 from __future__ import annotations

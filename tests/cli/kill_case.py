@@ -137,8 +137,8 @@ def _wrong_words(case: Case, code: int, said: str) -> Iterator[str]:
         yield "exit code 0"
     if "Traceback" in said and case.mode != "script" and (act.what, case.moment) != ("SIGINT", "starting"):
         yield "a traceback"
-    if "fault of partc" in said:
-        yield "called a fault of partc"
+    if "bug in partc" in said:
+        yield "called a bug in partc"
     if case.mode == "script" or act.what == "SIGSTOP":
         return
     if act.target == "user" and not re.search(USER[act.what][1].format(rank=rank), said):

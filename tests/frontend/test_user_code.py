@@ -85,7 +85,7 @@ def test_all_ranks_fail_alike(build: Path, capfd: pytest.CaptureFixture[str], fa
     error = capfd.readouterr().err
     assert told in error
     assert "Traceback" not in error
-    assert "fault of partc" not in error
+    assert "bug in partc" not in error
 
 
 def test_functions_and_objects_that_do_not_tell(tmp_path: Path) -> None:

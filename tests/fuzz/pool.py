@@ -70,7 +70,7 @@ def command(*arguments: str) -> str:
 
 def judge(text: str) -> str:
     """'' for a message that was made for the user, else what is wrong with it."""
-    if "Traceback (most recent call last)" in text or "a fault of partc" in text:
+    if "Traceback (most recent call last)" in text or "a bug in partc" in text:
         return "traceback"
     if "the check itself failed" in text:
         return "fault of the checker"

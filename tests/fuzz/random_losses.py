@@ -19,7 +19,7 @@ from random_training import training
 from training_equivalence import same_training
 
 if TYPE_CHECKING:
-    from random_cases import Case, Risky
+    from risky_graphs import Case, Risky
 
 LOSS = "y"
 
