@@ -124,7 +124,7 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     `state` is that of another program of the same model, whose tensors are then this one's too.
     """
     file = read_rank_file(artifact, rank)
-    _refuse_unsafe_updates(file)
+    _refuse_unsound(file, artifact.folder)
     check_ports(file)
     binder = Binder(file.manifest, rank, frozenset(file.inputs))
     promises = promised_shapes(file, binder.bound)
@@ -165,13 +165,19 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     )
 
 
-def _refuse_unsafe_updates(file: RankFile) -> None:
-    """Memory is overwritten only where that is proven to be safe."""
-    if not file.manifest.state:
-        return
-    from ..checker.training.in_place import unsafe_state
+def _refuse_unsound(file: RankFile, folder: Path) -> None:
+    """Of what the checker proves, that by which a step would give wrong numbers without a failure.
 
-    if problems := unsafe_state(file.manifest, file.rank, file.model):
+    The file is this rank's, each weight lies where its own tensor is stored, and memory is overwritten only where that is safe.
+    """
+    from ..checker.graph.weights import check_weights
+
+    problems = [*check_weights(folder, file.manifest.program(file.rank), file.model, file.manifest)]
+    if file.manifest.state:
+        from ..checker.training.in_place import unsafe_state
+
+        problems += unsafe_state(file.manifest, file.rank, file.model)
+    if problems:
         raise ArtifactError("\n".join(map(str, problems)))
 
 
