@@ -24,7 +24,7 @@ import onnx_ir as ir
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.dims.reading import read
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
-from partc.compiler.ir.graph import bodies, captured
+from partc.compiler.ir.graph import read_by
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import CommOp, Event, RankOp, RankProgram, TaskKind, read_names
 from partc.compiler.layout.layout import Layout
@@ -65,8 +65,7 @@ def _graph(program: Program) -> Iterator[str]:
         if node not in program.paths:
             yield f"{node.name or node.op_type}: it has no path"
         where = program.paths.get(node, node.op_type)
-        around = [value for body in bodies(node) for value in captured(body)]
-        for value in (*(value for value in node.inputs if value is not None), *around):
+        for value in read_by(node):
             if value not in made:
                 yield f"{where}: it reads '{value.name}', which is not made before it"
         made.update(node.outputs)

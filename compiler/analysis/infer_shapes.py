@@ -23,10 +23,10 @@ _SCALAR_TYPE = {
 }
 
 
-def infer_shapes(model: ir.Model, known: Known) -> None:
+def infer_shapes(model: ir.Model, known: Known) -> dict[ir.Node, str]:
     """Gives every value of a model the type and the shape that follow from its inputs', with what is `known` of these inputs' dims.
 
-    Shapes that cannot be told are None, and dims that cannot are without a name.
+    Shapes that cannot be told are None, and dims that cannot are without a name. By node whose rule failed, the reason is returned.
     """
     _forget_declared_shapes(model.graph)
     for value in model.graph.inputs:
@@ -34,9 +34,10 @@ def infer_shapes(model: ir.Model, known: Known) -> None:
             value.shape = ir.Shape([normal_dim(dim, known) for dim in value.shape.dims])
     import onnx_shape_inference
 
-    with tolerant_rules(known):
+    with tolerant_rules(known) as failed:
         onnx_shape_inference.infer_symbolic_shapes(model, warn_on_missing=False, adopt_declared_symbols=False)
     _fill_missing_types(model)
+    return failed
 
 
 def type_text(kind: ir.TypeProtocol | None) -> str:

@@ -7,7 +7,7 @@ replaced here, and a rule that raises leaves its node's outputs unknown.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import onnx_ir as ir
 import sympy
@@ -164,12 +164,13 @@ LIKE: dict[tuple[str, str], tuple[str, str]] = {
 
 
 @contextmanager
-def tolerant_rules(known: Known) -> Iterator[None]:
-    """Within, the engine's rules are corrected, and a node whose rule raises is left unknown.
+def tolerant_rules(known: Known) -> Iterator[dict[ir.Node, str]]:
+    """Within, the engine's rules are corrected, and a node whose rule raises is left unknown; yields by such a node what was raised.
 
     The engine looks rules up through `registry.get` and has no hook for either; so the registry's lookup is wrapped here.
     """
     lookup = registry.get
+    failed: dict[ir.Node, str] = {}
 
     def find(domain: str, op_type: str, version: int) -> Rule | None:
         """A rule of this version; of an op that onnxruntime takes below its first opset, the first one."""
@@ -185,7 +186,7 @@ def tolerant_rules(known: Known) -> Iterator[None]:
         correction = CORRECTIONS.get((domain, op_type))
 
         def guarded(ctx: ShapeInferenceContext, node: ir.Node) -> None:
-            with suppress(Exception):
+            try:
                 held = [out.const_value for out in node.outputs]
                 if correction:
                     correction(ctx, node, rule, known)
@@ -195,11 +196,13 @@ def tolerant_rules(known: Known) -> Iterator[None]:
                 for out, value in zip(node.outputs, held, strict=True):
                     out.const_value = value
                 follow(ctx, node, known)
+            except Exception as error:
+                failed[node] = str(error).partition("\n")[0] or type(error).__name__
 
         return guarded
 
     registry.get = get
     try:
-        yield
+        yield failed
     finally:
         del registry.get

@@ -22,14 +22,18 @@ def shapes(program: Program) -> Program:
     """Fills `symbols` and `values`. Raises CompileError where the plan contradicts the model's inputs."""
     graph = program.model.graph
     symbols = part_symbols(program, bind_inputs(program))
-    infer_shapes(program.model, {name: info.facts for name, info in symbols.items()})
+    failed = infer_shapes(program.model, {name: info.facts for name, info in symbols.items()})
     _refuse_negative_sizes(program)
     known = frozenset(symbols)
     values: dict[ir.Value, ValueInfo] = {}
     memo: dict[ir.SymbolicDim, bool] = {}
     for value in [*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs)]:
         values[value] = _info(value, known, memo)
-    return replace(program, symbols=symbols, values=values)
+    told = (
+        f"{program.paths.get(node, node.op_type)}: the shape rule of {node.op_type} failed ({reason}); sizes behind it count as unknown"
+        for node, reason in failed.items()
+    )
+    return replace(program, symbols=symbols, values=values, warnings=(*program.warnings, *told))
 
 
 def _refuse_negative_sizes(program: Program) -> None:

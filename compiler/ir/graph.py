@@ -40,10 +40,11 @@ def bodies(node: ir.Node) -> list[ir.Graph]:
 
 def reads_of(graph: ir.Graph) -> Reads:
     """Per node of a graph, in order, the distinct values that it reads, those captured by its bodies included."""
-    return {node: tuple(dict.fromkeys(_read_by(node))) for node in graph}
+    return {node: tuple(dict.fromkeys(read_by(node))) for node in graph}
 
 
-def _read_by(node: ir.Node) -> list[ir.Value]:
+def read_by(node: ir.Node) -> list[ir.Value]:
+    """The values that a node reads, by itself or in its bodies; one that is read twice comes twice."""
     return [*(value for value in node.inputs if value is not None), *captured_by(node)]
 
 
@@ -57,7 +58,7 @@ def captured(body: ir.Graph) -> list[ir.Value]:
     inside: set[ir.Value] = {*body.inputs, *body.initializers.values()}
     outside: list[ir.Value] = []
     for node in body:
-        outside += [value for value in _read_by(node) if value not in inside]
+        outside += [value for value in read_by(node) if value not in inside]
         inside.update(node.outputs)
     return outside + [value for value in body.outputs if value not in inside]
 

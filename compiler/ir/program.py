@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import onnx_ir as ir
-from partc.compiler.ir.graph import Reads, bodies, captured, reads_of
+from partc.compiler.ir.graph import Reads, bodies, captured_by, reads_of
 
 if TYPE_CHECKING:
     from partc.compiler.annotations.check import Followed
@@ -195,10 +195,7 @@ class Program:
     @cached_property
     def around(self) -> dict[ir.Node, tuple[ir.Value, ...]]:
         """Per node of the main graph, the distinct values that its bodies read from outside; they may be its operands, too."""
-        return {
-            node: tuple(dict.fromkeys(value for body in bodies(node) for value in captured(body)))
-            for node in self.model.graph
-        }
+        return {node: tuple(dict.fromkeys(captured_by(node))) for node in self.model.graph}
 
     @cached_property
     def lying(self) -> dict[str, dict[tuple[Group, Layout], str]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-from partc.compiler.ir.graph import bodies, captured
+from partc.compiler.ir.graph import captured_by
 from partc.compiler.ir.program import Array, Group, Shape, ShardedValue
 
 if TYPE_CHECKING:
@@ -68,10 +68,12 @@ def read_names(step: RankOp) -> list[str]:
     """The names that an op reads, those captured by bodies included."""
     if isinstance(step, CommOp):
         return list(step.inputs)
-    names = [value.name or "" for value in step.node.inputs if value is not None]
-    for body in bodies(step.node):
-        names += [step.captured.get(value.name or "", value.name or "") for value in captured(body)]
-    return names
+    return [*(value.name or "" for value in step.node.inputs if value is not None), *captured_names(step)]
+
+
+def captured_names(step: ComputeOp) -> list[str]:
+    """The names that the bodies of an op's node read from around it."""
+    return [step.captured.get(value.name or "", value.name or "") for value in captured_by(step.node)]
 
 
 Way = tuple[tuple[Group, "Layout"], tuple[Group, "Layout"]]

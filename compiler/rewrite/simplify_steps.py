@@ -6,9 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
-from partc.compiler.ir.graph import bodies, captured
 from partc.compiler.ir.program import Shape
-from partc.compiler.ir.rank_program import ComputeOp, RankOp
+from partc.compiler.ir.rank_program import ComputeOp, RankOp, captured_names
 from partc.compiler.rewrite.simplify import simplify
 
 
@@ -18,11 +17,7 @@ def simplify_steps(
     """The steps, of which some fall away and others read what these read; `kept` is what is read after the last."""
     read = set(kept)
     for step in steps:
-        if not isinstance(step, ComputeOp):
-            read.update(step.inputs)
-            continue
-        for body in bodies(step.node):
-            read.update(step.captured.get(value.name or "", value.name or "") for value in captured(body))
+        read.update(captured_names(step) if isinstance(step, ComputeOp) else step.inputs)
 
     def dims(name: str) -> Shape | None:
         return types[name][1] if name in types else None

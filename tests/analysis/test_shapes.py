@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from equivalence import compiled, model, same_as_whole
+from partc.compiler.analysis.shape_rules import CORRECTIONS
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Program
@@ -207,3 +208,14 @@ def test_unequal_dynamic_dims_broadcast(promise: str, shape: tuple[object, ...] 
     steps = [{"x": np.ones((p, 5), np.float32), "m": np.ones((q, 5), np.float32)} for p, q in sizes]
     program = same_as_whole(model(text), plan, *steps, rtol=0, atol=0)
     assert [info.shape for value, info in program.values.items() if value.name == "h"] == [shape]
+
+
+def test_a_shape_rule_that_fails_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fails(*_: object) -> None:
+        raise IndexError("no such dim")
+
+    monkeypatch.setitem(CORRECTIONS, ("", "Tanh"), fails)
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    m (float[4, 3] x) => (float[4, 3] y) { [first] h = Tanh (x) [second] y = Relu (h) }"""
+    program = compiled(model(text), "ranks: 2\nplacement: {second: 1}\n", tmp_path)
+    assert program.warnings == ("first: the shape rule of Tanh failed (no such dim); sizes behind it count as unknown",)
