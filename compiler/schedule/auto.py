@@ -32,7 +32,7 @@ from partc.compiler.schedule.task import Kind
 from partc.compiler.schedule.zb_h1 import zb_h1
 from partc.compiler.schedule.zbv import zbv
 
-_WORK = 600_000
+_WORK = 400_000
 """Tasks that are put in order or simulated at most. Named orders, and greedy ones under the limit, are tried in any case."""
 _NEAR = 1e-3
 """The part of the bound above it that is not worth the search."""

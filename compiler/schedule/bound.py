@@ -1,9 +1,9 @@
 """A time below which no schedule of given stages, costs and limits can be.
 
-Ways of one microbatch, the longest along the edges: `before[s]` up to the begin of sF, `around[s]` from the end of sF to the begin of sB,
-`after[s]` from the end of sB to the end of the step. Every home is one machine. Its tasks have a time before which they cannot begin and
-one that must follow, and no order of them, not even with interruptions, is faster than to run always the one with most to follow
-(Jackson's rule).
+Ways of one microbatch, the longest along the edges: `before[s]` up to the begin of sF, `around[s]` from the end of sF to the begin of
+sB, `after[s]` from the end of sB to the end of the step, `ahead[s]` from the end of sF to the end of the step. Every home is one machine.
+Its tasks have a time before which they cannot begin and one that must follow, and no order of them, not even with interruptions, is
+faster than to run always the one with most to follow (Jackson's rule).
 
 A limit adds a law of areas: a microbatch is kept at least from sF over `around[s]` to the end of sB, and all of them need
 
@@ -32,6 +32,7 @@ class Ways:
     before: tuple[float, ...]
     around: tuple[float, ...]
     after: tuple[float, ...]
+    ahead: tuple[float, ...]
 
 
 def ways(stages: Stages, microbatches: int, costs: Costs, split: Sequence[bool]) -> Ways:
@@ -54,7 +55,11 @@ def ways(stages: Stages, microbatches: int, costs: Costs, split: Sequence[bool])
     for s in every:
         for t in stages.gradient_targets[s]:
             after[t] = max(after[t], costs.travel(stages, s, t) + backward[s] + after[s])
-    return Ways(*map(tuple, (forward, backward, before, around, after)))
+    ahead = [around[s] + backward[s] + after[s] for s in every]
+    for t in reversed(every):
+        for s in stages.sources[t]:
+            ahead[s] = max(ahead[s], costs.travel(stages, s, t) + forward[t] + ahead[t])
+    return Ways(*map(tuple, (forward, backward, before, around, after, ahead)))
 
 
 def lower_bound(
@@ -63,9 +68,7 @@ def lower_bound(
     """A time that no valid schedule is below; `limits`: per home; `split`: whether B and W may be apart."""
     apart = [split and splittable for splittable in stages.splittable]
     way = ways(stages, microbatches, costs, apart)
-    best = max(
-        way.before[s] + way.forward[s] + way.around[s] + way.backward[s] + way.after[s] for s in range(len(stages))
-    )
+    best = max(way.before[s] + way.forward[s] + way.ahead[s] for s in range(len(stages)))
     for home in range(stages.rows):
         best = max(best, _one_machine(list(_jobs(home, stages, microbatches, costs, way, apart))))
         if limits is not None:
@@ -98,7 +101,7 @@ def _jobs(
         else:
             forward, backward, weight = (microbatches * time for time in _times(stages, s, 0, costs, apart[s]))
         begin = way.before[s]
-        yield begin, forward, way.around[s] + way.backward[s] + way.after[s]
+        yield begin, forward, way.ahead[s]
         begin += way.forward[s] + way.around[s]
         yield begin, backward, way.after[s]
         yield begin + way.backward[s], weight, 0.0

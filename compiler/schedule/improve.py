@@ -30,6 +30,8 @@ def improve(schedule: Schedule, costs: Costs, limits: Sequence[float], bound: fl
         found: tuple[float, float, Schedule, Timing, tuple[Task, Task]] | None = None
         for first, second, other in _exchanged(now, timing):
             work -= size
+            if work < 0:
+                break
             kept, known = peaks(other, costs), precedence(other)
             if known.cycle or not within(kept, limits):
                 continue

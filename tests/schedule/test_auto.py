@@ -6,6 +6,7 @@ import random
 
 import pytest
 from exhaustive import least_time
+from partc.compiler.schedule import improve as improve_module
 from partc.compiler.schedule.auto import LimitError, auto
 from partc.compiler.schedule.bound import lower_bound
 from partc.compiler.schedule.costs import Costs, StageCost, transfer_times, unit_costs, with_times
@@ -17,7 +18,7 @@ from partc.compiler.schedule.memory import one_microbatch, peaks, within
 from partc.compiler.schedule.messages import actions
 from partc.compiler.schedule.one_f_one_b import one_f_one_b
 from partc.compiler.schedule.simulate import simulate
-from partc.compiler.schedule.stages import Edge, Stages, graph, loop, one_each, vee
+from partc.compiler.schedule.stages import Edge, Stages, chain, graph, loop, one_each, vee
 from partc.compiler.schedule.task import Kind, Task
 from partc.compiler.schedule.validity import validate
 from partc.compiler.schedule.zb_h1 import zb_h1
@@ -77,6 +78,20 @@ def test_equal_stages_meet_the_closed_forms() -> None:
             if m >= 2 * p:
                 found = auto(vee(p), m, unit_costs(vee(p)), [p] * p)
                 assert found.total == found.bound == 3 * m + (p - 1) / 2
+
+
+def test_inference_meets_the_bound_of_its_homes() -> None:
+    """One stage each: m + p - 1. A loop, m >= p: m + (p - 1)/2. A V comes back to the first rank: m + p - 1."""
+    for p, m in ((2, 3), (4, 8), (4, 2)):
+        for homes, total in (
+            ([*range(p)], m + p - 1),
+            ([*range(p)] * 2, m + (p - 1) / 2 + max(0, p - m) / 2),
+            ([*range(p), *reversed(range(p))], m + p - 1),
+        ):
+            stages = chain(homes, backward=False)
+            found = auto(stages, m, unit_costs(stages), [1e-6] * p)
+            assert found.total == found.bound == total
+            assert not any(peaks(found.schedule, unit_costs(stages)))
 
 
 def test_half_the_memory_of_1f1b_with_less_bubble() -> None:
@@ -147,6 +162,16 @@ def test_exchanges_make_a_schedule_faster_within_the_limits() -> None:
         assert validate(fast) == []
         assert within(peaks(fast, costs), limits)
         assert simulate(fast, costs).total < simulate(slow, costs).total
+
+
+def test_exchanges_end_with_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large schedule has many critical neighbours: those of one round alone may be more than the work allows."""
+    stages, times = one_each(4), []
+    schedule = gpipe(stages, 30)
+    count = sum(map(len, schedule.rows))
+    monkeypatch.setattr(improve_module, "simulate", lambda *given: times.append(1) or simulate(*given))
+    improve(schedule, unit_costs(stages), [100] * 4, 0.0, 5 * count)
+    assert 1 < len(times) <= 6
 
 
 def test_times_of_nothing() -> None:
