@@ -42,7 +42,7 @@ from partc.compiler.tasks.localize import localize
 from partc.compiler.tasks.update import update
 from partc.compiler.training.add_training import add_training
 from partc.compiler.training.in_parts import in_parts, only_totals
-from partc.compiler.training.trainable import learned_names
+from partc.compiler.training.trainable import trainable_names
 from partc.compiler.unsound import blamed
 from partc.compiler.verify import is_asked_for, verify
 from partc.runtime.artifact.format import Manifest, SourceRecord
@@ -113,7 +113,7 @@ def start(
     plan = replace(plan, dataset=_arriving(source, plan))
     trains = plan.train is not None
     model = source.model.clone() if trains else source.model
-    weights = tuple(learned_names(source.model)) if trains else ()
+    weights = tuple(trainable_names(source.model)) if trains else ()
     paths = node_paths(model)
     return Program(name, model, plan, declared, paths, kind=kind, trainable=weights, strict=strict)
 

@@ -1,4 +1,4 @@
-"""Where gradients flow: from the loss back to parameters that are learned."""
+"""Where gradients flow: from the loss back to trainable parameters."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from partc.compiler.ir.training import Training
 from partc.compiler.ops.registry import stops_gradient
 
 
-def learned_from(reads: Reads, training: Training) -> set[ir.Value]:
-    """The values that change with a parameter that is learned; `reads` are those of the graph's nodes, in order."""
+def trained_values(reads: Reads, training: Training) -> set[ir.Value]:
+    """The values that change with a trainable parameter; `reads` are those of the graph's nodes, in order."""
     found = {value for value, how in training.parameters.items() if not how.frozen}
     for node, read in reads.items():
         if not stops_gradient(node) and any(value in found for value in read):
@@ -19,12 +19,12 @@ def learned_from(reads: Reads, training: Training) -> set[ir.Value]:
 
 def flowing(reads: Reads, training: Training) -> set[ir.Node]:
     """The nodes through which a gradient flows from the loss; `reads` are those of the graph's nodes, in order."""
-    learned, reaching = learned_from(reads, training), {training.loss}
+    trained, reaching = trained_values(reads, training), {training.loss}
     found: set[ir.Node] = set()
     for node, read in reversed(reads.items()):
         if stops_gradient(node) or reaching.isdisjoint(node.outputs):
             continue
         reaching.update(read)
-        if not learned.isdisjoint(read):
+        if not trained.isdisjoint(read):
             found.add(node)
     return found

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar, cast
 from partc.compiler.directives.recorder import calling_line, recorder
 from partc.compiler.directives.traced import Region, TracedCall, is_module, traced
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.plan.cut import Cut, Shard, one_spelling, shard_of, shown_cut
+from partc.compiler.plan.shard_spec import DimSpec, ShardSpec, dim_spec, one_spelling, shown_spec
 from partc.compiler.plan.violation import Violation
 
 DEVICES = ("CPU",)
@@ -31,9 +31,9 @@ class ShardCall(TracedCall):
     """One call of `shard`: the module, function or op, and its cuts."""
 
     verb: ClassVar[str] = "shard"
-    inputs: tuple[Cut | None, ...] | None
-    outputs: tuple[Cut | None, ...] | None
-    parameters: Mapping[str, Cut]
+    inputs: tuple[ShardSpec | None, ...] | None
+    outputs: tuple[ShardSpec | None, ...] | None
+    parameters: Mapping[str, ShardSpec]
     level: int
 
     def check(self, region: Region) -> None:
@@ -43,17 +43,19 @@ class ShardCall(TracedCall):
             ("in", "is called with", self.inputs, region.arguments),
             ("out", "gives back", self.outputs, region.results),
         ]
-        for side, verb, cuts, values in sides:
-            if cuts is None:
+        for side, verb, specs, values in sides:
+            if specs is None:
                 continue
-            if len(cuts) != len(values):
-                fact = f"{side}_strategy is for {_count(len(cuts), 'tensor')}, but '{self.name}' {verb} {len(values)}"
+            if len(specs) != len(values):
+                fact = f"{side}_strategy is for {_count(len(specs), 'tensor')}, but '{self.name}' {verb} {len(values)}"
                 problems.append(Problem(self.where, fact, help="write None for a tensor whose layout is derived"))
                 continue
-            for k, (cut, value) in enumerate(zip(cuts, values, strict=True)):
-                if cut is not None and value.shape is not None and len(cut) != len(value.shape):
+            for k, (spec, value) in enumerate(zip(specs, values, strict=True)):
+                if spec is not None and value.shape is not None and len(spec) != len(value.shape):
                     dims = ", ".join(str(dim) for dim in value.shape)
-                    fact = f"{side}_strategy[{k}] {shown_cut(cut)} cuts {_count(len(cut), 'dim')}, but the tensor has"
+                    fact = (
+                        f"{side}_strategy[{k}] {shown_spec(spec)} cuts {_count(len(spec), 'dim')}, but the tensor has"
+                    )
                     fact = f"{fact} {len(value.shape)}, [{dims}]"
                     problems.append(Problem(self.where, fact, help="write one entry for each dim"))
         if problems:
@@ -84,18 +86,18 @@ def shard(
     inputs = None if in_strategy is None else read.strategy("in_strategy", "input", in_strategy)
     outputs = None if out_strategy is None else read.strategy("out_strategy", "output", out_strategy)
     plan = parameter_plan if isinstance(parameter_plan, Mapping) else {}
-    parameters = [read.cut(f"parameter_plan['{name}']", entry) for name, entry in plan.items()]
+    parameters = [read.spec(f"parameter_plan['{name}']", entry) for name, entry in plan.items()]
     if inputs is None and outputs is None and not parameters:
         read.problem("shard is given no strategy", _STRATEGY, "give in_strategy, out_strategy or parameter_plan")
-    cuts = iter(read.one_spelling([*(inputs or ()), *(outputs or ()), *parameters]))
+    specs = iter(read.one_spelling([*(inputs or ()), *(outputs or ()), *parameters]))
     if problems:
         raise CompileError(problems)
     call = ShardCall(
         fn_or_module,
         where,
-        None if inputs is None else tuple(next(cuts) for _ in inputs),
-        None if outputs is None else tuple(next(cuts) for _ in outputs),
-        {name: cut for name, cut in zip(plan, cuts, strict=True) if cut is not None},
+        None if inputs is None else tuple(next(specs) for _ in inputs),
+        None if outputs is None else tuple(next(specs) for _ in outputs),
+        {name: spec for name, spec in zip(plan, specs, strict=True) if spec is not None},
         level,
     )
     if record := recorder():
@@ -116,7 +118,7 @@ class _Reading:
     where: str
     problems: list[Problem]
 
-    def strategy(self, name: str, kind: str, value: object) -> list[list[Shard | None] | None]:
+    def strategy(self, name: str, kind: str, value: object) -> list[list[DimSpec | None] | None]:
         if not isinstance(value, tuple | list):
             self.problem(
                 f"{name} is {value!r}", _STRATEGY, f"write (({value}, ...),)" if isinstance(value, int) else ""
@@ -127,23 +129,23 @@ class _Reading:
             fact = f"{name} is {value!r}, which has no tuple for {'each' if value else 'any'} {kind}"
             self.problem(fact, _STRATEGY, f"write ({value!r},) for one {kind}" if len(flat) == len(value) > 0 else "")
             return []
-        return [None if entry is None else self.cut(f"{name}[{k}]", entry) for k, entry in enumerate(value)]
+        return [None if entry is None else self.spec(f"{name}[{k}]", entry) for k, entry in enumerate(value)]
 
-    def cut(self, name: str, value: object) -> list[Shard | None]:
+    def spec(self, name: str, value: object) -> list[DimSpec | None]:
         if not isinstance(value, tuple | list):
             self.problem(f"{name} is {value!r}", "a cut is a tuple with an entry for each dim: (8, 1)", "")
             return []
-        found: list[Shard | None] = []
+        found: list[DimSpec | None] = []
         for dim, entry in enumerate(value):
             try:
-                found.append(shard_of(entry))
+                found.append(dim_spec(entry))
             except Violation as violation:
                 self.problems.append(violation.at(self.where, f"{name}, dim {dim}"))
         return found
 
-    def one_spelling(self, cuts: Sequence[Sequence[Shard | None] | None]) -> list[Cut | None]:
+    def one_spelling(self, specs: Sequence[Sequence[DimSpec | None] | None]) -> list[ShardSpec | None]:
         try:
-            return one_spelling(cuts)
+            return one_spelling(specs)
         except Violation as violation:
             self.problems.append(violation.at(self.where, "shard"))
             return []

@@ -19,7 +19,7 @@ from onnx_ir.passes.common import TopologicalSortPass
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.functions import inline_calls
 from partc.compiler.frontend.input_dims import name_input_dims
-from partc.compiler.frontend.preserved import kept
+from partc.compiler.frontend.preserved import preserving_operands
 from partc.compiler.frontend.structure import missing_attributes, structure_problems
 from partc.compiler.ir.graph import OWN_NAME, graphs_of, is_inside
 from partc.runtime.artifact.onnx_graph import graph_bodies, not_text
@@ -94,7 +94,7 @@ def checked(model: ir.Model, where: str) -> ir.Model:
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         node.meta[OWN_NAME] = node.name or ""
     if model.functions:
-        with kept(model, where):
+        with preserving_operands(model, where):
             model = _without_calls(model, where)
     _forget_default_inputs(model.graph)
     problems = [

@@ -12,7 +12,7 @@ from partc.compiler.frontend import annotation_keys as keys
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Annotation:
     """A node's annotation before the rewrite, and per entry and spec the place of its operand, None where it has none."""
 
     node: ir.Node
@@ -21,7 +21,7 @@ class _Held:
 
 
 @contextmanager
-def kept(model: ir.Model, where: str) -> Iterator[None]:
+def preserving_operands(model: ir.Model, where: str) -> Iterator[None]:
     """Afterwards every spec of a node of the model speaks of the same operand as before, whichever value that is now.
 
     Raises CompileError for annotated nodes that are gone then: calls of functions, whose nodes run on their own.
@@ -49,7 +49,7 @@ def kept(model: ir.Model, where: str) -> Iterator[None]:
 
 
 @contextmanager
-def carried(model: ir.Model) -> Iterator[None]:
+def preserving_by_output(model: ir.Model) -> Iterator[None]:
     """Afterwards the model's annotations are as before, though a converter has made its nodes anew: a node is known by what it makes."""
     declared, metadata = model.device_configurations, dict(model.metadata_props)
     nodes = {node.outputs[0].name: node for node in model.graph if node.device_configurations or _own(node)}
@@ -81,10 +81,10 @@ def _own(of: ir.Node | ir.Value) -> dict[str, str]:
     return {key: text for key, text in of.metadata_props.items() if key.startswith(keys.PREFIX)}
 
 
-def _held(node: ir.Node) -> _Held:
+def _held(node: ir.Node) -> _Annotation:
     entries = node.device_configurations
     places = tuple(tuple(_place(node, spec.value) for spec in entry.sharding_specs) for entry in entries)
-    return _Held(node, entries, places)
+    return _Annotation(node, entries, places)
 
 
 def _place(node: ir.Node, value: ir.Value | None) -> tuple[bool, int] | None:

@@ -15,9 +15,9 @@ from partc.compiler.directives.traced import Region, TracedCall, is_module
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.declared import Placement
-from partc.compiler.plan.cut import Cut, shown_cut
 from partc.compiler.plan.pattern import literal_pattern, nearest
 from partc.compiler.plan.rules import RegionCall, ShardingRule
+from partc.compiler.plan.shard_spec import ShardSpec, shown_spec
 
 
 def shardings(recorder: Recorder, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[ShardingRule, ...]:
@@ -111,7 +111,7 @@ def _paths(modules: Iterable[tuple[str, object]], nodes: Sequence[str]) -> dict[
     return found
 
 
-def _rule(call: ShardCall, path: str, parameters: dict[str, Cut], regions: Sequence[Region]) -> ShardingRule:
+def _rule(call: ShardCall, path: str, parameters: dict[str, ShardSpec], regions: Sequence[Region]) -> ShardingRule:
     calls = tuple(RegionCall(_names(region.arguments), _names(region.results)) for region in regions)
     pattern = literal_pattern(path) or "**"
     return ShardingRule(pattern, None, call.inputs, call.outputs, parameters, call.where, call.level, calls)
@@ -136,12 +136,12 @@ def _nested(found: Sequence[tuple[str, ShardCall]]) -> Iterator[Problem]:
                 yield Problem(call.where, f"{fact}, which {around.where} shards", law, help)
 
 
-def _parameters(call: ShardCall, paths: Sequence[str], problems: list[Problem]) -> dict[str, Cut]:
+def _parameters(call: ShardCall, paths: Sequence[str], problems: list[Problem]) -> dict[str, ShardSpec]:
     """The cuts by the parameter's path below the module; by its whole path where another module holds it first."""
     target: Any = call.target
     own = dict(target.named_parameters())
-    found: dict[str, Cut] = {}
-    for key, cut in call.parameters.items():
+    found: dict[str, ShardSpec] = {}
+    for key, spec in call.parameters.items():
         name = _named(key, paths, list(own))
         if name is None:
             near = ", ".join(f"'{other}'" for other in nearest(key.removeprefix("self."), own))
@@ -149,8 +149,8 @@ def _parameters(call: ShardCall, paths: Sequence[str], problems: list[Problem]) 
             help = f"the nearest are {near}" if near else f"it has {', '.join(own) or 'none'}"
             problems.append(Problem(call.where, f"parameter_plan: {call.name} has no parameter '{key}'", law, help))
             continue
-        problems += _misfits(call.where, key, cut, list(own[name].shape))
-        found[_in_graph(own[name], name, paths[0])] = cut
+        problems += _misfits(call.where, key, spec, list(own[name].shape))
+        found[_in_graph(own[name], name, paths[0])] = spec
     return found
 
 
@@ -170,13 +170,13 @@ def _in_graph(parameter: object, name: str, path: str) -> str:
     return name
 
 
-def _misfits(where: str, key: str, cut: Cut, shape: Sequence[object]) -> Iterator[Problem]:
+def _misfits(where: str, key: str, spec: ShardSpec, shape: Sequence[object]) -> Iterator[Problem]:
     dims = ", ".join(str(dim) for dim in shape)
-    if len(cut) != len(shape):
-        fact = f"parameter_plan: {shown_cut(cut)} cuts another number of dims than '{key}' [{dims}] has"
+    if len(spec) != len(shape):
+        fact = f"parameter_plan: {shown_spec(spec)} cuts another number of dims than '{key}' [{dims}] has"
         yield Problem(where, fact, help="write one entry for each dim")
         return
-    for dim, (shards, size) in enumerate(zip(cut, shape, strict=True)):
+    for dim, (shards, size) in enumerate(zip(spec, shape, strict=True)):
         if isinstance(shards, int) and isinstance(size, int) and size % shards:
             fact = f"parameter_plan: cannot cut '{key}' dim {dim} ({size}) into {shards}"
             yield Problem(

@@ -199,7 +199,7 @@ def _refusal(error: Exception, where: str, recorder: Recorder) -> Exception:
 
 
 def _name_weights(graph: ir.Graph, module: torch.nn.Module) -> None:
-    """Every weight by torch's own name, with what torch says of whether it is learned.
+    """Every weight by torch's own name, with what torch says of whether it is trainable.
 
     A shared one has the first of its names whose module is called; a module that is called under its second name keeps that.
     """
@@ -209,7 +209,7 @@ def _name_weights(graph: ir.Graph, module: torch.nn.Module) -> None:
     for path, tensor in named:
         if path.rpartition(".")[0] in scopes:
             first.setdefault(id(tensor), path)
-    learned = {path for path, parameter in module.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    trainable = {path for path, parameter in module.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     for path, tensor in named:
         own = first.get(id(tensor), path)
         if path == own or path not in graph.initializers:
@@ -221,7 +221,7 @@ def _name_weights(graph: ir.Graph, module: torch.nn.Module) -> None:
             value.name = own
             graph.initializers[own] = value
     for name, value in graph.initializers.items():
-        value.meta["partc.learned"] = name in learned
+        value.meta["partc.trainable"] = name in trainable
 
 
 def _set_inputs(model: ir.Model, read: Sequence[Spec], where: str) -> None:

@@ -1,4 +1,4 @@
-"""What training adds to a program: the loss, which weights are learned and how, and what else changes from step to step."""
+"""What training adds to a program: the loss, which weights are trained and how, and what else changes from step to step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Learned:
-    """How one parameter is learned; frozen ones are kept as they are."""
+class ParameterOptions:
+    """How one parameter is trained; frozen ones are kept as they are."""
 
     frozen: bool = False
     weight_decay: float | None = None
@@ -29,13 +29,13 @@ class Learned:
 class Training:
     """The training half of a program.
 
-    `parameters` are the weights that are learned, or frozen; `statistics` those that a node replaces itself, with what it makes.
+    `parameters` are the trainable weights, frozen ones too; `statistics` those that a node replaces itself, with what it makes.
     `per_rank_mean`: the gradient is that of the sum over ranks of the mean of what each has, not of the mean over the whole batch.
     """
 
     loss: ir.Value
     optimizer: Optimizer
-    parameters: Mapping[ir.Value, Learned]
+    parameters: Mapping[ir.Value, ParameterOptions]
     statistics: Mapping[ir.Value, ir.Value | None] = field(default_factory=dict)
     metrics: tuple[str, ...] = ()
     bucket_bytes: int = 10 << 20

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from partc.compiler.autodiff.reach import learned_from
+from partc.compiler.autodiff.reach import trained_values
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.placement.infer import Settled
 from partc.compiler.placement.middling import Middling
@@ -49,7 +49,7 @@ _CHEAP = frozenset((*_ELEMENTWISE, *_MOVING, *_COUNTED))
 
 def repeatable(program: Program, fixed: Mapping[ir.Node, object], floating: Mapping[ir.Node, str]) -> list[ir.Node]:
     """The nodes that may be repeated, in order; `fixed` ones are placed, `floating` ones run wherever they are read anyway."""
-    learned = learned_from(program.reads, program.training) if program.training else set()
+    learned = trained_values(program.reads, program.training) if program.training else set()
     graph = program.model.graph
     ready = {value for value in (*graph.inputs, *graph.initializers.values()) if value not in learned}
     found = []

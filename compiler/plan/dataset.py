@@ -15,34 +15,34 @@ from dataclasses import replace
 from typing import Annotated, Literal, TypeAlias
 
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.plan.cut import Cut, Shard, one_spelling, shard_of
 from partc.compiler.plan.groups import Frame
 from partc.compiler.plan.pattern import compile_pattern
-from partc.compiler.plan.rules import DATA_PARALLEL, FULL_BATCH, Dataset, DatasetCut
-from partc.compiler.plan.sharding import CutEntry, DimCut
+from partc.compiler.plan.rules import DATA_PARALLEL, FULL_BATCH, Dataset, DatasetSpec
+from partc.compiler.plan.shard_spec import DimSpec, ShardSpec, dim_spec, one_spelling
+from partc.compiler.plan.sharding import DimEntry, SpecEntry
 from partc.compiler.plan.violation import Violation, shown
 from pydantic import BeforeValidator, PrivateAttr, RootModel, ValidationInfo
 
 KEYS = ("dataset", "dataset_strategy", "full_batch")
 
 
-class DatasetEntry(RootModel[dict[str, CutEntry]]):
-    """By input, how each of its dims arrives cut."""
+class DatasetEntry(RootModel[dict[str, SpecEntry]]):
+    """By input, how each of its dims arrives sharded."""
 
     _style: str = PrivateAttr(FULL_BATCH)
-    _order: tuple[Cut | None, ...] = PrivateAttr(())
+    _order: tuple[ShardSpec | None, ...] = PrivateAttr(())
 
     @staticmethod
-    def of(style: str, order: Sequence[Cut | None] = ()) -> DatasetEntry:
-        """The entry that says the same of all inputs, or has cuts in the order of the inputs."""
+    def of(style: str, order: Sequence[ShardSpec | None] = ()) -> DatasetEntry:
+        """The entry that says the same of all inputs, or has specs in the order of the inputs."""
         entry = DatasetEntry({})
         entry._style, entry._order = style, tuple(order)
         return entry
 
     def dataset(self, where: str, lines: Mapping[str, str]) -> Dataset:
         """What the entry says, of the line `where`; `lines` has those of its keys."""
-        cuts = {name: one_spelling([shards])[0] for name, shards in self.root.items()}
-        by_name = {name: DatasetCut(cut, lines[name]) for name, cut in cuts.items() if cut is not None}
+        specs = {name: one_spelling([dims])[0] for name, dims in self.root.items()}
+        by_name = {name: DatasetSpec(spec, lines[name]) for name, spec in specs.items() if spec is not None}
         return Dataset(self._style, by_name, where, self._order)
 
 
@@ -77,29 +77,31 @@ def said_twice(said: Sequence[str], lines: Mapping[str, str]) -> list[Problem]:
 
 
 def in_order(dataset: Dataset, names: Sequence[str], own: int) -> Dataset:
-    """The cuts by the inputs' names, where they stand in their order or by patterns. CompileError where there are not as many.
+    """The specs by the inputs' names, where they stand in their order or by patterns. CompileError where there are not as many.
 
-    `names`: the model's `own` inputs, and what the loss adds. What matches no input stays, and is told where the inputs are cut.
+    `names`: the model's `own` inputs, and what the loss adds. What matches no input stays, and is told where the inputs are sharded.
     """
     if not dataset.order:
-        return replace(dataset, cuts=_by_name(dataset.cuts, names))
+        return replace(dataset, specs=_by_name(dataset.specs, names))
     if len(dataset.order) not in (own, len(names)):
         count = len(dataset.order)
         fact = f"the dataset has {count} entr{'y' if count == 1 else 'ies'}, but the inputs are {', '.join(names)}"
         raise CompileError(
             Problem(dataset.where, fact, help="write one for each in this order, null for one that is whole")
         )
-    cuts = {
-        name: DatasetCut(cut, dataset.where) for name, cut in zip(names, dataset.order, strict=False) if cut is not None
+    specs = {
+        name: DatasetSpec(spec, dataset.where)
+        for name, spec in zip(names, dataset.order, strict=False)
+        if spec is not None
     }
-    return replace(dataset, cuts=cuts, order=())
+    return replace(dataset, specs=specs, order=())
 
 
-def _by_name(cuts: Mapping[str, DatasetCut], names: Sequence[str]) -> dict[str, DatasetCut]:
-    found: dict[str, DatasetCut] = {}
-    for pattern, cut in cuts.items():
+def _by_name(specs: Mapping[str, DatasetSpec], names: Sequence[str]) -> dict[str, DatasetSpec]:
+    found: dict[str, DatasetSpec] = {}
+    for pattern, spec in specs.items():
         hit = [name for name in names if name == pattern] or [name for name in names if _matches(pattern, name)]
-        found.update(dict.fromkeys(hit or [pattern], cut))
+        found.update(dict.fromkeys(hit or [pattern], spec))
     return found
 
 
@@ -116,8 +118,8 @@ def _declared(key: str, value: object, where: str) -> Dataset:
         assert entry is not None
         return entry.dataset(where, {})
     if isinstance(value, dict):
-        cuts = {str(name): DatasetCut(_cut(cut, None), where) for name, cut in value.items()}
-        return Dataset(FULL_BATCH, cuts, where)
+        specs = {str(name): DatasetSpec(_spec(spec, None), where) for name, spec in value.items()}
+        return Dataset(FULL_BATCH, specs, where)
     return _styled(value, None).dataset(where, {})
 
 
@@ -128,38 +130,40 @@ def _arriving(value: object, info: ValidationInfo) -> object:
 
 
 def _styled(value: object, axes: Collection[str] | None) -> DatasetEntry:
-    """The entry of a word, or of a list of cuts."""
+    """The entry of a word, or of a list of specs."""
     if value is None or value in (FULL_BATCH, DATA_PARALLEL):
         return DatasetEntry.of(str(value or FULL_BATCH))
     if isinstance(value, list | tuple) and value:
-        if not any(isinstance(cut, list | tuple) for cut in value):
+        if not any(isinstance(spec, list | tuple) for spec in value):
             law = "a dataset has a cut for each input, with an entry for each dim"
             raise Violation("the list has dims where it should have inputs", law, "write one more pair of brackets")
-        return DatasetEntry.of(FULL_BATCH, [None if cut is None else _cut(cut, axes, k) for k, cut in enumerate(value)])
+        return DatasetEntry.of(
+            FULL_BATCH, [None if spec is None else _spec(spec, axes, k) for k, spec in enumerate(value)]
+        )
     raise Violation(
         f"expected {FULL_BATCH}, {DATA_PARALLEL} or the cut of each input, but got {shown(value)}",
         help="write {x: [8, 1, 1, 1]} for an input x whose dim 0 arrives in 8 shards",
     )
 
 
-def _cut(value: object, axes: Collection[str] | None, k: int | None = None) -> Cut:
+def _spec(value: object, axes: Collection[str] | None, k: int | None = None) -> ShardSpec:
     of = "" if k is None else f"input {k}: "
     if not isinstance(value, list | tuple):
         raise Violation(f"{of}expected an entry for each dim, such as [2, 4], but got {shown(value)}")
     try:
-        shards: list[Shard | None] = [shard_of(shard, axes) for shard in value]
-        cut = one_spelling([shards])[0]
+        dims: list[DimSpec | None] = [dim_spec(dim, axes) for dim in value]
+        spec = one_spelling([dims])[0]
     except Violation as violation:
         raise Violation(f"{of}{violation.fact}", violation.law, violation.help) from None
-    assert cut is not None
-    return cut
+    assert spec is not None
+    return spec
 
 
-_Cuts: TypeAlias = list[DimCut]
+_Specs: TypeAlias = list[DimEntry]
 DatasetForm: TypeAlias = Annotated[
     DatasetEntry,
     BeforeValidator(
         _arriving,
-        json_schema_input_type=dict[str, _Cuts] | list[_Cuts | None] | Literal["full_batch", "data_parallel"] | None,
+        json_schema_input_type=dict[str, _Specs] | list[_Specs | None] | Literal["full_batch", "data_parallel"] | None,
     ),
 ]

@@ -136,7 +136,7 @@ def default_group(plan: Plan, declared: Declared) -> Group:
     """Where operators run that nothing places: rank 0, or all ranks in a plan that cuts operators."""
     if declared.annotations is not None and declared.annotations.several:
         return tuple(range(plan.ranks))
-    asked = plan.sharding or declared.sharding or plan.mesh or plan.dataset.style != FULL_BATCH or plan.dataset.cuts
+    asked = plan.sharding or declared.sharding or plan.mesh or plan.dataset.style != FULL_BATCH or plan.dataset.specs
     return tuple(range(plan.ranks)) if asked else (0,)
 
 
@@ -161,7 +161,7 @@ def output_ranks(program: Program) -> tuple[dict[ir.Value, tuple[tuple[int, ...]
     for rule in program.plan.outputs:
         matches = compile_pattern(rule.pattern).matches
         hit = [value for value in outputs if matches(value.name or "")]
-        decided.update(dict.fromkeys(hit, (rule.ranks, rule.cut)))
+        decided.update(dict.fromkeys(hit, (rule.ranks, rule.sharded)))
         if not hit:
             problems.append(_nothing(rule.pattern, rule.where, [value.name or "" for value in outputs], "output"))
     return decided, problems

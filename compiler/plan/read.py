@@ -15,7 +15,6 @@ from partc.compiler.plan.groups import frame_of
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import (
     Dataset,
-    DatasetCut,
     InputRule,
     OutputRule,
     PlacementRule,
@@ -32,7 +31,6 @@ from pydantic_core import ErrorDetails
 
 __all__ = [
     "Dataset",
-    "DatasetCut",
     "InputRule",
     "OutputRule",
     "PlacementRule",
@@ -106,7 +104,7 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
             for pattern, group in entries.placement.items()
         ),
         outputs=tuple(
-            OutputRule(pattern, delivery.ranks, where("outputs", pattern), delivery.cut)
+            OutputRule(pattern, delivery.ranks, where("outputs", pattern), delivery.sharded)
             for pattern, delivery in entries.outputs.items()
         ),
         mesh=tuple(entries.mesh.items()),

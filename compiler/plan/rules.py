@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from partc.compiler.dims.symbol import Symbol
-from partc.compiler.plan.cut import Cut
 from partc.compiler.plan.groups import Axes, axes_of
+from partc.compiler.plan.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
     from partc.compiler.plan.training.rules import TrainRules
@@ -59,19 +59,19 @@ class RegionCall:
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """How what matches the pattern is cut: a style, or cuts in one spelling.
+    """How what matches the pattern is sharded: a style, or specs in one spelling.
 
     `inputs`, `outputs`: one entry for each tensor, None for one that is derived; None: nothing is said. They speak of a
     node's operands; of a module they speak of what it is given, per call as `calls` has it, or without calls the values that
-    enter it in the order in which its nodes first read them. `parameters`: cuts by the path below the module. `packed`: of a
+    enter it in the order in which its nodes first read them. `parameters`: specs by the path below the module. `packed`: of a
     colwise weight how many equal parts it has, or their sizes. `gathers`: what leaves the module is whole on every rank.
     """
 
     pattern: str
     style: str | None
-    inputs: tuple[Cut | None, ...] | None
-    outputs: tuple[Cut | None, ...] | None
-    parameters: Mapping[str, Cut]
+    inputs: tuple[ShardSpec | None, ...] | None
+    outputs: tuple[ShardSpec | None, ...] | None
+    parameters: Mapping[str, ShardSpec]
     where: str
     level: int = 0
     calls: tuple[RegionCall, ...] = ()
@@ -80,38 +80,38 @@ class ShardingRule:
 
 
 @dataclass(frozen=True)
-class DatasetCut:
+class DatasetSpec:
     """How an input arrives: every rank is fed this shard of it."""
 
-    cut: Cut
+    spec: ShardSpec
     where: str
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """How inputs arrive: whole on every rank (full_batch), dim 0 cut over all ranks (data_parallel), or as `cuts` says.
+    """How inputs arrive: whole on every rank (full_batch), dim 0 sharded over all ranks (data_parallel), or as `specs` says.
 
-    An input that `cuts` does not name arrives whole. `where` is empty where the plan says nothing. `order`: cuts in the order of the
+    An input that `specs` does not name arrives whole. `where` is empty where the plan says nothing. `order`: specs in the order of the
     inputs, until their names are known.
     """
 
     style: str = FULL_BATCH
-    cuts: Mapping[str, DatasetCut] = field(default_factory=dict)
+    specs: Mapping[str, DatasetSpec] = field(default_factory=dict)
     where: str = ""
-    order: tuple[Cut | None, ...] = ()
+    order: tuple[ShardSpec | None, ...] = ()
 
 
 @dataclass(frozen=True)
 class OutputRule:
     """Outputs whose names match are delivered to these ranks, in rising order; None: they stay where they are made.
 
-    `cut`: they stay cut as they are, a shard on each rank; otherwise they are whole.
+    `sharded`: they stay as they are made, a shard on each rank; otherwise they are replicated.
     """
 
     pattern: str
     ranks: tuple[int, ...] | None
     where: str
-    cut: bool = False
+    sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Plan:
 
     @staticmethod
     def whole() -> Plan:
-        """The plan of a model that nobody cuts: one rank, nothing placed."""
+        """The plan of a model that nothing shards: one rank, nothing placed."""
         return Plan(file="", ranks=1, symbols={}, inputs={}, placement=(), outputs=())
 
     def axes_of(self, group: tuple[int, ...]) -> Axes:
@@ -146,9 +146,9 @@ class Plan:
 def batch_shards(plan: Plan, name: str) -> int:
     """Into how many shards the records of an input are dealt out."""
     sizes = dict(plan.mesh)
-    given = plan.dataset.cuts.get(name)
+    given = plan.dataset.specs.get(name)
     if given is not None:
-        first = given.cut[0] if given.cut else 1
+        first = given.spec[0] if given.spec else 1
         return first if isinstance(first, int) else math.prod(sizes[axis] for axis in first)
     if plan.dataset.style != DATA_PARALLEL:
         return 1

@@ -32,7 +32,8 @@ from pydantic import (
 )
 
 PRODUCER: Literal["producer"] = "producer"
-CUT: Literal["cut"] = "cut"
+CUT = ("cut", "sharded")
+"""The words for an output that stays sharded."""
 LATER = ("target", "pipeline")
 
 _DIM_NAME = re.compile(r"[^\W\d][\w.]*")
@@ -45,18 +46,18 @@ def is_dim_name(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Where an output goes: to these ranks, or nowhere, where it is whole or stays `cut`."""
+    """Where an output goes: to these ranks, or nowhere, where it is whole or stays `sharded`."""
 
     ranks: tuple[int, ...] | None
-    cut: bool = False
+    sharded: bool = False
 
 
 def _delivered(value: object, info: ValidationInfo) -> Delivery:
-    if value in (PRODUCER, CUT):
-        return Delivery(None, cut=value == CUT)
+    if value == PRODUCER or value in CUT:
+        return Delivery(None, sharded=value in CUT)
     if not isinstance(value, list):
         if not is_integer(value):
-            raise Violation(f"expected a rank, a list of ranks, 'producer' or 'cut', but got {shown(value)}")
+            raise Violation(f"expected a rank, a list of ranks, 'producer' or 'sharded', but got {shown(value)}")
         return Delivery((rank_of(value, info),))
     return Delivery(
         tuple(sorted(ranks_of(value, info, "write 'producer' for an output that stays where it is computed")))
@@ -112,7 +113,7 @@ RankNumber: TypeAlias = Annotated[int, Field(ge=0)]
 RankList: TypeAlias = Annotated[list[RankNumber], Field(min_length=1)]
 Slice: TypeAlias = Annotated[dict[str, RankNumber], Field(min_length=1)]
 Placed: TypeAlias = Annotated[Group, PlainValidator(placed, json_schema_input_type=RankNumber | RankList | Slice)]
-DeliveredTo: TypeAlias = RankNumber | RankList | Literal["producer", "cut"]
+DeliveredTo: TypeAlias = RankNumber | RankList | Literal["producer", "sharded", "cut"]
 Delivered: TypeAlias = Annotated[Delivery, PlainValidator(_delivered, json_schema_input_type=DeliveredTo)]
 DimText: TypeAlias = Annotated[int, Field(ge=0)] | str | None
 Dim: TypeAlias = Annotated[int | str | None, PlainValidator(_dim, json_schema_input_type=DimText)]
@@ -213,14 +214,14 @@ class PlanEntries(BaseModel):
     ] = Field(
         {},
         description="The ranks to which the outputs that a pattern matches are delivered, whole: a rank, a list of ranks, "
-        "or 'producer' for the ranks that make them; 'cut': they stay there, cut as they are. One value instead of a "
+        "or 'producer' for the ranks that make them; 'sharded' (or 'cut'): they stay there, a shard on each rank. One value instead of a "
         "mapping holds for all outputs.",
     )
     max_reshard_bytes: ByteCount = Field(
         None,
         description="The most bytes that changes of layout may move in a step, 64MB or a number; null: no limit.",
     )
-    train: TrainEntry | None = Field(None, description="What is learned and how: the plan then compiles to training.")
+    train: TrainEntry | None = Field(None, description="What is trained and how: the plan then compiles to training.")
 
 
 def plan_schema() -> dict[str, Any]:

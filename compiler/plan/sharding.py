@@ -1,6 +1,6 @@
-"""How a plan says that operators are cut: styles, strategies, and the budget for what that moves.
+"""How a plan says that operators are sharded: styles, strategies, and the budget for what that moves.
 
-Every dim's entry is checked where it stands, and a rule as a whole for its one spelling (`partc.compiler.plan.cut`).
+Every dim's entry is checked where it stands, and a rule as a whole for its one spelling (`partc.compiler.plan.shard_spec`).
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, TypeAlias
 
-from partc.compiler.plan.cut import Cut, Shard, one_spelling, shard_of
 from partc.compiler.plan.groups import Frame
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import ShardingRule
+from partc.compiler.plan.shard_spec import DimSpec, ShardSpec, dim_spec, one_spelling
 from partc.compiler.plan.styles import MEANINGS, PLAIN, STYLES, Style
 from partc.compiler.plan.violation import Violation, is_integer, shown
 from pydantic import (
@@ -29,23 +29,23 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B", re.ASCII)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-def _shard(value: object, info: ValidationInfo) -> Shard | None:
+def _dim_spec(value: object, info: ValidationInfo) -> DimSpec | None:
     frame = info.context if isinstance(info.context, Frame) else Frame()
-    return shard_of(value, None if frame.mesh is None else [name for name, _ in frame.mesh])
+    return dim_spec(value, None if frame.mesh is None else [name for name, _ in frame.mesh])
 
 
-def _one_cut(value: object) -> object:
+def _one_spec(value: object) -> object:
     if isinstance(value, list):
         return value
     raise Violation(f"expected an entry for each dim, such as [2, 4], but got {shown(value)}")
 
 
-def _spelled_once(shards: list[Shard | None]) -> list[Shard | None]:
-    one_spelling([shards])
-    return shards
+def _spelled_once(dims: list[DimSpec | None]) -> list[DimSpec | None]:
+    one_spelling([dims])
+    return dims
 
 
-def _some_cuts(value: object) -> object:
+def _some_specs(value: object) -> object:
     if value is None:
         return None
     if not isinstance(value, list):
@@ -90,27 +90,28 @@ def _packed(value: object) -> object:
 
 StyleName: TypeAlias = Annotated[Style, BeforeValidator(_style_name, json_schema_input_type=Style)]
 PackedParts: TypeAlias = Annotated[int | list[int], BeforeValidator(_packed, json_schema_input_type=int | list[int])]
-DimCut: TypeAlias = Annotated[int, Field(ge=1)] | str | list[str] | None
-ShardEntry: TypeAlias = Annotated[Shard | None, PlainValidator(_shard, json_schema_input_type=DimCut)]
-CutEntry: TypeAlias = Annotated[list[ShardEntry], BeforeValidator(_one_cut), AfterValidator(_spelled_once)]
-CutEntries: TypeAlias = Annotated[
-    list[CutEntry | None] | None, BeforeValidator(_some_cuts, json_schema_input_type=list[list[DimCut] | None] | None)
+DimEntry: TypeAlias = Annotated[int, Field(ge=1)] | str | list[str] | None
+SpecDim: TypeAlias = Annotated[DimSpec | None, PlainValidator(_dim_spec, json_schema_input_type=DimEntry)]
+SpecEntry: TypeAlias = Annotated[list[SpecDim], BeforeValidator(_one_spec), AfterValidator(_spelled_once)]
+SpecEntries: TypeAlias = Annotated[
+    list[SpecEntry | None] | None,
+    BeforeValidator(_some_specs, json_schema_input_type=list[list[DimEntry] | None] | None),
 ]
 
 
 class ShardingEntry(BaseModel):
-    """Into how many shards, or along which mesh axes, each dim is cut. What is not said, or null, is derived."""
+    """Into how many shards, or along which mesh axes, each dim is sharded. What is not said, or null, is derived."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    inputs: CutEntries = Field(
+    inputs: SpecEntries = Field(
         None,
         alias="in",
         description="For each tensor input its cut, or null: [[2, 4], [4, 1]], [[dp, tp], [tp, null]], [[[dp, tp], null], null].",
     )
-    outputs: CutEntries = Field(None, alias="out", description="The same for each output.")
+    outputs: SpecEntries = Field(None, alias="out", description="The same for each output.")
     parameters: Annotated[
-        dict[str, CutEntry], BeforeValidator(_or_nothing, json_schema_input_type=dict[str, list[DimCut]] | None)
+        dict[str, SpecEntry], BeforeValidator(_or_nothing, json_schema_input_type=dict[str, list[DimEntry]] | None)
     ] = Field(
         {}, description="Cuts of parameters inside of a module, by their path from there: {dense2.weight: [8, 1]}."
     )
@@ -133,26 +134,26 @@ class ShardingEntry(BaseModel):
         if self.style is not None and (self.inputs is not None or self.outputs is not None):
             fact = "a style beside 'in' or 'out'"
             raise Violation(fact, "a style cuts parameters, and all else is derived", "keep one of them")
-        if self.packed is not None and (self.style is None or MEANINGS[self.style].cut != "colwise"):
+        if self.packed is not None and (self.style is None or MEANINGS[self.style].style != "colwise"):
             raise Violation("'packed' without a colwise style", _PACKED, "write {style: colwise, packed: 3}")
-        self.cuts()
+        self.specs()
         return self
 
-    def cuts(self) -> list[Cut | None]:
-        """The cuts of inputs, outputs and parameters, in this order, in their one spelling."""
+    def specs(self) -> list[ShardSpec | None]:
+        """The specs of inputs, outputs and parameters, in this order, in their one spelling."""
         return one_spelling([*(self.inputs or ()), *(self.outputs or ()), *self.parameters.values()])
 
     def rule(self, pattern: str, where: str) -> ShardingRule:
         """The rule that the entry gives to a pattern."""
-        cuts = iter(self.cuts())
-        inputs = None if self.inputs is None else tuple(next(cuts) for _ in self.inputs)
-        outputs = None if self.outputs is None else tuple(next(cuts) for _ in self.outputs)
-        parameters = {name: cut for name, cut in zip(self.parameters, cuts, strict=True) if cut is not None}
+        specs = iter(self.specs())
+        inputs = None if self.inputs is None else tuple(next(specs) for _ in self.inputs)
+        outputs = None if self.outputs is None else tuple(next(specs) for _ in self.outputs)
+        parameters = {name: spec for name, spec in zip(self.parameters, specs, strict=True) if spec is not None}
         meaning = None if self.style is None else MEANINGS[self.style]
         packed = tuple(self.packed) if isinstance(self.packed, list) else self.packed
         return ShardingRule(
             pattern,
-            None if meaning is None else meaning.cut,
+            None if meaning is None else meaning.style,
             inputs,
             outputs,
             parameters,

@@ -39,9 +39,9 @@ PLAIN: tuple[str, ...] = STYLES[:3]
 
 @dataclass(frozen=True)
 class Meaning:
-    """`cut`: colwise, rowwise, replicate or derive. `gathers`: the output is whole on every rank."""
+    """`style`: colwise, rowwise, replicate or derive. `gathers`: the output is whole on every rank."""
 
-    cut: str
+    style: str
     gathers: bool = False
 
 

@@ -132,9 +132,9 @@ def _training(graph: ir.Graph) -> Iterator[str]:
 def _shared(model: ir.Model, paths: Mapping[ir.Node, str]) -> Iterator[str]:
     """Weights that several modules read, with what becomes of them; the entries are the opposite."""
     from partc.compiler.training.shared import shared_weights
-    from partc.compiler.training.trainable import learned_names
+    from partc.compiler.training.trainable import trainable_names
 
-    found = shared_weights(model, learned_names(model), paths)
+    found = shared_weights(model, trainable_names(model), paths)
     yield from ["parameters:"] if found else []
     for one in found:
         yield f"  {key(one.name)}: {{shared: {str(one.repeats).lower()}}}   # {one.text(one.repeats)}"

@@ -9,7 +9,7 @@ import logging
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.preserved import carried
+from partc.compiler.frontend.preserved import preserving_by_output
 from partc.compiler.ir.declared import Declared
 from partc.compiler.plan.rules import FULL_BATCH, Plan
 from partc.compiler.rewrite.decompose import decompose
@@ -25,7 +25,7 @@ def cuts(plan: Plan, declared: Declared) -> bool:
         or declared.sharding
         or plan.mesh
         or plan.dataset.style != FULL_BATCH
-        or plan.dataset.cuts
+        or plan.dataset.specs
         or any(len(rule.ranks) > 1 for rule in plan.placement)
         or any(not isinstance(placed.on, int) and placed.on for placed in declared.placements)
         or (declared.annotations is not None and declared.annotations.several)
@@ -40,7 +40,7 @@ def converted(model: ir.Model, name: str, oldest: int = OLDEST) -> ir.Model:
         own = model.opset_imports[""]
         logging.getLogger("onnxscript.version_converter").setLevel(logging.ERROR)  # it tells which way it goes
         try:
-            with carried(model):
+            with preserving_by_output(model):
                 onnxscript.version_converter.convert_version(model, oldest, fallback=True)
         except Exception as error:
             raise CompileError(

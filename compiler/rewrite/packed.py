@@ -23,7 +23,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import PART, PackedBox, Program
-from partc.compiler.ir.training import Learned
+from partc.compiler.ir.training import ParameterOptions
 from partc.compiler.ops.node import constant_ints
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE
@@ -81,7 +81,7 @@ class _Unpacking(Rewriting):
         training = self.before.training
         if training is None:
             return self.done()
-        parameters: dict[ir.Value, Learned] = {}
+        parameters: dict[ir.Value, ParameterOptions] = {}
         for value, learned in training.parameters.items():
             parameters |= dict.fromkeys(self.split.get(value, [value]), learned)
         return self.done(training=replace(training, parameters=parameters))

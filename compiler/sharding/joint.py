@@ -20,20 +20,20 @@ import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.layout.layout import Layout
-from partc.compiler.plan.cut import Cut, is_named
 from partc.compiler.plan.groups import Axes
+from partc.compiler.plan.shard_spec import ShardSpec, is_named
 from partc.compiler.sharding.strategy import refined, to_axes
 
 Place = tuple[ir.Value, int]
 """A dim of a value."""
 
 
-def names_of(cut: Cut) -> list[tuple[str, ...]]:
+def names_of(cut: ShardSpec) -> list[tuple[str, ...]]:
     """The mesh axes that cut each dim of a cut that is spelled by names."""
     return [shard if isinstance(shard, tuple) else () for shard in cut]
 
 
-def numbers_of(cut: Cut) -> list[int]:
+def numbers_of(cut: ShardSpec) -> list[int]:
     """The shards of each dim of a cut that is spelled by numbers."""
     return [shard if isinstance(shard, int) else 1 for shard in cut]
 
@@ -43,7 +43,7 @@ def is_text(value: ir.Value | None) -> bool:
     return value is not None and value.dtype == ir.DataType.STRING
 
 
-def cut_layout(program: Program, cut: Cut, value: ir.Value, group: Group) -> Layout:
+def cut_layout(program: Program, cut: ShardSpec, value: ir.Value, group: Group) -> Layout:
     """The layout that a cut gives a value on a group; ValueError where it has another number of dims or does not fit the group."""
     rank = len(value.shape) if value.shape is not None else len(cut)
     if len(cut) != rank:
@@ -90,7 +90,7 @@ class Joint:
                     if letter in rule.factors:
                         self.classes.join(first.setdefault(letter, (value, dim)), (value, dim))
 
-    def add(self, value: ir.Value, cut: Cut) -> None:
+    def add(self, value: ir.Value, cut: ShardSpec) -> None:
         """Adds one more value's numbers of shards; ignores them where they contradict earlier ones, or are spelled by names."""
         if is_named(cut) or value in self.cuts or (value.shape is not None and len(cut) != len(value.shape)):
             return
@@ -99,7 +99,7 @@ class Joint:
         if len(set(classes)) == len(classes) and self._matrix(value).take(dict(zip(classes, shards, strict=True))):
             self.cuts[value] = tuple(shards)
 
-    def layout(self, value: ir.Value, cut: Cut) -> Layout | None:
+    def layout(self, value: ir.Value, cut: ShardSpec) -> Layout | None:
         if is_named(cut) or self.cuts.get(value) != tuple(numbers_of(cut)):
             return None
         matrix = self._matrix(value)

@@ -16,9 +16,9 @@ from partc.compiler.errors import Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.layout.layout import Layout, Mesh, primes
-from partc.compiler.plan.cut import Cut, is_named
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import ShardingRule
+from partc.compiler.plan.shard_spec import ShardSpec, is_named
 from partc.compiler.sharding.joint import Joint, corresponding, cut_layout, names_of, numbers_of
 from partc.compiler.sharding.strategy import WrongStrategy, assign_integers, from_names, refined, to_axes
 from partc.runtime.artifact import format as fmt
@@ -166,11 +166,11 @@ class RegionCuts:
     def _paired(
         self,
         region: Region,
-        cuts: Sequence[Cut | None] | None,
+        cuts: Sequence[ShardSpec | None] | None,
         values: Sequence[ir.Value | None],
         verb: str,
         order: str,
-    ) -> list[tuple[ir.Value, Cut]] | None:
+    ) -> list[tuple[ir.Value, ShardSpec]] | None:
         """Pairs values with their shards, leaving out those to derive; None, and a problem, where their numbers differ."""
         if cuts is None:
             return []
@@ -198,7 +198,7 @@ class RegionCuts:
         at = corresponding(node.inputs, call.arguments)
         if any(k is None for k in at):
             return False
-        cuts: list[Cut | None] = [None] * len(node.inputs)  # an absent input's stays
+        cuts: list[ShardSpec | None] = [None] * len(node.inputs)  # an absent input's stays
         for k, cut in zip(at, region.rule.inputs or (), strict=False):
             if k is not None:
                 cuts[k] = cut
@@ -207,7 +207,7 @@ class RegionCuts:
                 self._operands(region, instance, cuts)
         return True
 
-    def _operands(self, region: Region, instance: NodeOnGroup, cuts: Sequence[Cut | None]) -> None:
+    def _operands(self, region: Region, instance: NodeOnGroup, cuts: Sequence[ShardSpec | None]) -> None:
         choice = self.choices[instance]
         try:
             if any(cut is not None and is_named(cut) for cut in cuts):
@@ -233,7 +233,7 @@ class RegionCuts:
         region: Region,
         instances: Sequence[NodeOnGroup],
         joint: Joint,
-        entering: Sequence[tuple[ir.Value, Cut]],
+        entering: Sequence[tuple[ir.Value, ShardSpec]],
     ) -> None:
         for value, cut in entering:
             readers = [(one, k) for one in instances for k, operand in enumerate(one.node.inputs) if operand is value]
@@ -241,7 +241,9 @@ class RegionCuts:
                 for reader in readers:
                     self.given.inputs[reader] = (layout, line_of(region.rule))
 
-    def _arriving(self, region: Region, group: Group, joint: Joint, parameters: Sequence[tuple[ir.Value, Cut]]) -> None:
+    def _arriving(
+        self, region: Region, group: Group, joint: Joint, parameters: Sequence[tuple[ir.Value, ShardSpec]]
+    ) -> None:
         for value, cut in parameters:
             if layout := self._layout(region, joint, cut, value, group):
                 self.given.arriving[value, group] = (layout, region.rule.where)
@@ -251,7 +253,7 @@ class RegionCuts:
         region: Region,
         instances: Sequence[NodeOnGroup],
         joint: Joint,
-        leaving: Sequence[tuple[ir.Value, Cut]],
+        leaving: Sequence[tuple[ir.Value, ShardSpec]],
     ) -> None:
         for value, cut in leaving:
             for instance in instances:
@@ -259,7 +261,9 @@ class RegionCuts:
                     key = instance, list(instance.node.outputs).index(value)
                     self.given.outputs[key] = (layout, region.rule.where)
 
-    def _made(self, region: Region, instance: NodeOnGroup, joint: Joint, cut: Cut, value: ir.Value) -> Layout | None:
+    def _made(
+        self, region: Region, instance: NodeOnGroup, joint: Joint, cut: ShardSpec, value: ir.Value
+    ) -> Layout | None:
         """The layout of what leaves: as the op of its own makes it, if that is the cut, else as the region's values lie together."""
         choice = self.choices[instance]
         made = choice.output(list(instance.node.outputs).index(value))
@@ -269,9 +273,9 @@ class RegionCuts:
                 return Layout(made.mesh, made.cuts)
         return self._layout(region, joint, cut, value, instance.group)
 
-    def _parameters(self, region: Region) -> list[tuple[ir.Value, Cut]]:
+    def _parameters(self, region: Region) -> list[tuple[ir.Value, ShardSpec]]:
         weights = self.program.model.graph.initializers
-        found: list[tuple[ir.Value, Cut]] = []
+        found: list[tuple[ir.Value, ShardSpec]] = []
         for name, cut in region.rule.parameters.items():
             value = next((weights[n] for n in (f"{region.path}.{name}", name) if n in weights), None)
             if value is not None:
@@ -282,7 +286,7 @@ class RegionCuts:
             self.problem(region, f"no parameter '{name}'", help=f"the nearest names are {near}")
         return found
 
-    def _layout(self, region: Region, joint: Joint, cut: Cut, value: ir.Value, group: Group) -> Layout | None:
+    def _layout(self, region: Region, joint: Joint, cut: ShardSpec, value: ir.Value, group: Group) -> Layout | None:
         try:
             return joint.layout(value, cut) or cut_layout(self.program, cut, value, group)
         except ValueError as error:

@@ -17,11 +17,11 @@ from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.layout.layout import Layout, primes
 from partc.compiler.placement.infer import spelled
-from partc.compiler.plan.cut import Cut
 from partc.compiler.plan.groups import shown_mesh
 from partc.compiler.plan.matching import sharding_rules
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import DATA_AXIS, DATA_PARALLEL
+from partc.compiler.plan.shard_spec import ShardSpec
 from partc.compiler.sharding.joint import cut_layout, is_text
 from partc.compiler.sharding.region_cuts import Region, RegionCuts, line_of
 from partc.compiler.sharding.strategy import refined
@@ -144,7 +144,7 @@ class _Seeds:
         """How inputs arrive on every group that reads them."""
         plan = self.program.plan
         for value in self.program.model.graph.inputs:
-            given = plan.dataset.cuts.get(value.name or "")
+            given = plan.dataset.specs.get(value.name or "")
             if plan.dataset.style != DATA_PARALLEL and given is None:
                 continue
             wrong: list[Problem] = []
@@ -157,7 +157,7 @@ class _Seeds:
                         fact = f"dataset of '{value.name}': it is of strings, which no collective takes"
                         self.problems.append(Problem(given.where, fact, help="take the line out: it arrives whole"))
                     continue
-                cut = given.cut if given else self._batch_cut(value, group)
+                cut = given.spec if given else self._batch_cut(value, group)
                 where = given.where if given else plan.dataset.where
                 try:
                     self.given.arriving[value, group] = (cut_layout(self.program, cut, value, group), where)
@@ -166,14 +166,14 @@ class _Seeds:
                     wrong.append(Problem(where, f"dataset of '{value.name}': {error}"))
             if not fits:  # else a group that cannot have it so is sent what it needs
                 self.problems += wrong
-        for name, entry in plan.dataset.cuts.items():
+        for name, entry in plan.dataset.specs.items():
             names = [value.name or "" for value in self.program.model.graph.inputs]
             if name not in names:
                 self.problems.append(
                     Problem(entry.where, f"the model has no input '{name}'", help=f"its inputs are {', '.join(names)}")
                 )
 
-    def _batch_cut(self, value: ir.Value, group: Group) -> Cut:
+    def _batch_cut(self, value: ir.Value, group: Group) -> ShardSpec:
         assert value.shape is not None
         axes = self.program.plan.axes_of(group)
         first: int | tuple[str, ...] = len(group)

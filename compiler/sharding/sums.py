@@ -27,7 +27,7 @@ from fractions import Fraction
 
 import onnx_ir as ir
 import sympy
-from partc.compiler.autodiff.reach import learned_from
+from partc.compiler.autodiff.reach import trained_values
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.dims.reading import read
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
@@ -100,7 +100,7 @@ class _Sums:
         self.delivered, _ = output_ranks(program)
         training = program.training
         learns = training is not None and training.part.backward
-        self.learned = learned_from(program.reads, training) if training is not None and learns else set()
+        self.learned = trained_values(program.reads, training) if training is not None and learns else set()
         self.ends = {*program.model.graph.outputs}
         if training is not None:
             self.ends |= {training.loss, *(value for value in training.statistics.values() if value is not None)}

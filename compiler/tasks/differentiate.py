@@ -24,7 +24,7 @@ from typing import NoReturn
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import NoGradient
-from partc.compiler.autodiff.reach import learned_from
+from partc.compiler.autodiff.reach import trained_values
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.program import Program, ShardedValue
@@ -84,7 +84,7 @@ class Backward:
         self.versions, self.comm, self.forms = local.versions, local.comm, local.forms
         self.builders, self.values, self.names = local.comm.builders, local.comm.values, local.comm.values.names
         assert program.training is not None
-        self.needed = learned_from(program.reads, program.training)
+        self.needed = trained_values(program.reads, program.training)
         self.node_gradients = NodeGradients(program, local.comm)
         self.contributions: dict[ShardedValue, dict[ShardedValue, list[str]]] = {}
         """Cotangent contributions of each version that is read, keyed by their layout, not yet added."""
@@ -126,7 +126,7 @@ class Backward:
         loss = training.loss
         node = loss.producer()
         if node is None or loss not in self.needed:
-            raise CompileError(Problem(loss.name or "loss", "no parameter that is learned changes the loss"))
+            raise CompileError(Problem(loss.name or "loss", "no trainable parameter changes the loss"))
         group = self.program.placement[node].groups[0]
         home = output_layout_of(self.program, NodeOnGroup(node, group), node.outputs.index(loss))
         seed = ShardedValue(self.cotangents[loss], home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))

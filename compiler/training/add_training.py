@@ -17,7 +17,7 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.graph import take_out
 from partc.compiler.ir.program import Program, ProgramKind
-from partc.compiler.ir.training import Learned, Training
+from partc.compiler.ir.training import ParameterOptions, Training
 from partc.compiler.plan.matching import own_name
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.rules import batch_shards
@@ -54,25 +54,25 @@ def add_training(program: Program) -> Program:
     whole = frozenset(each for node, path in program.paths.items() for each in (path, own_name(node)))
     cut = cuts(plan, program.declared)
     known = part_facts(model.graph, rules, program.kind, promised(program))
-    training = attach(model, rules, list(program.trainable), cut=cut, part=program.kind, known=known)
+    training = add_loss_and_metrics(model, rules, list(program.trainable), cut=cut, part=program.kind, known=known)
     plan, paths = replace(plan, train=rules, outputs=()), node_paths(model)
     return replace(program, plan=plan, paths=paths, training=training, whole=whole)
 
 
-def attach(
-    model: ir.Model, rules: TrainRules, learned: list[str], *, cut: bool, part: ProgramKind, known: Known
+def add_loss_and_metrics(
+    model: ir.Model, rules: TrainRules, trainable: list[str], *, cut: bool, part: ProgramKind, known: Known
 ) -> Training:
     """Changes `model` to give the loss and the metrics; what is said of its training.
 
-    `learned`: the weights that may be; `cut`: whether operators run on several ranks; `known`: what is promised of the inputs' dims.
+    `trainable`: the weights that may be trained; `cut`: whether operators run on several ranks; `known`: what is promised of inputs' dims.
     CompileError for patterns that match nothing.
     """
     graph = model.graph
     split_sequences(model)
     split_uneven_means(model)
-    learned, shared = give_own(model, learned, _shared_by(rules))
-    others = [str(value.name) for value in candidates(model) if value.name not in learned]
-    how = _learned(rules, learned, others)
+    trainable, shared = give_own(model, trainable, _shared_by(rules))
+    others = [str(value.name) for value in candidates(model) if value.name not in trainable]
+    how = _parameter_options(rules, trainable, others)
     statistics: dict[ir.Value, ir.Value | None] = {}
     scalars: list[str] = []
     if part is ProgramKind.EVALUATION:
@@ -132,8 +132,8 @@ def _shared_by(rules: TrainRules) -> Callable[[str], bool | None]:
     return said
 
 
-def _learned(rules: TrainRules, names: list[str], others: list[str]) -> dict[str, Learned]:
-    """How each parameter is learned: of all rules that match, the later wins, key by key.
+def _parameter_options(rules: TrainRules, names: list[str], others: list[str]) -> dict[str, ParameterOptions]:
+    """How each parameter is trained: of all rules that match, the later wins, key by key.
 
     One of the `others` becomes a parameter by a rule of its whole name that says `frozen: false`.
     """
@@ -154,14 +154,14 @@ def _learned(rules: TrainRules, names: list[str], others: list[str]) -> dict[str
             problems.append(_unmatched(rule, list(found), kept))
     if problems:
         raise CompileError(problems)
-    return {name: Learned(**said) for name, said in found.items()}  # type: ignore[arg-type]
+    return {name: ParameterOptions(**said) for name, said in found.items()}  # type: ignore[arg-type]
 
 
 def _unmatched(rule: ParameterRule, names: list[str], kept: list[str]) -> Problem:
     fact = f"'{rule.pattern}' matches no parameter of the model"
     if kept:
-        law = f"it matches '{kept[0]}', a tensor of floats that is not learned"
-        return Problem(rule.where, fact, law, f'"{kept[0]}": {{frozen: false}} has it learned')
+        law = f"it matches '{kept[0]}', a tensor of floats that is not trainable"
+        return Problem(rule.where, fact, law, f'"{kept[0]}": {{frozen: false}} makes it trainable')
     close = ", ".join(f"'{name}'" for name in nearest(rule.pattern, names))
     return Problem(rule.where, fact, help=f"the nearest are {close}" if close else "the model has no parameters")
 

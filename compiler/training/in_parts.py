@@ -22,7 +22,7 @@ from partc.compiler.ir.graph import take_out
 from partc.compiler.ir.program import Program, ProgramKind, ValueInfo
 from partc.compiler.ops.families.dropout import DROPOUT, PARTS, RECORDS_DIM
 from partc.compiler.ops.rule import OWN as OWN_OPS
-from partc.compiler.plan.rules import FULL_BATCH, Dataset, DatasetCut, OutputRule
+from partc.compiler.plan.rules import FULL_BATCH, Dataset, DatasetSpec, OutputRule
 from partc.compiler.training.labels import labels_of
 from partc.compiler.training.spread import EVERY, SUM, Rows, Spread, needed_for, spread
 
@@ -80,8 +80,8 @@ def only_totals(program: Program) -> Program:
     _drop_unread(graph, ())
     everyone = tuple(range(program.plan.ranks))
     plan = replace(program.plan, sharding=(), outputs=(OutputRule("**", everyone, training.loss.name or ""),))
-    cuts = {name: cut for name, cut in plan.dataset.cuts.items() if any(one.name == name for one in graph.inputs)}
-    plan = replace(plan, dataset=Dataset(plan.dataset.style, cuts, plan.dataset.where))
+    specs = {name: spec for name, spec in plan.dataset.specs.items() if any(one.name == name for one in graph.inputs)}
+    plan = replace(plan, dataset=Dataset(plan.dataset.style, specs, plan.dataset.where))
     return replace(
         program,
         plan=plan,
@@ -95,10 +95,10 @@ def _arriving_whole(program: Program, names: Iterable[str]) -> Program:
     """The program where these inputs are whole on every rank, also where records are dealt out."""
     dataset = program.plan.dataset
     dims = {value.name: len(value.shape) for value in program.model.graph.inputs if value.shape is not None}
-    whole = {name: DatasetCut((1,) * dims[name], dataset.where) for name in names if dims.get(name)}
+    whole = {name: DatasetSpec((1,) * dims[name], dataset.where) for name in names if dims.get(name)}
     if dataset.style == FULL_BATCH or not whole:
         return program
-    return replace(program, plan=replace(program.plan, dataset=replace(dataset, cuts={**whole, **dataset.cuts})))
+    return replace(program, plan=replace(program.plan, dataset=replace(dataset, specs={**whole, **dataset.specs})))
 
 
 def _give_totals(program: Program, found: Spread, values: dict[ir.Value, ValueInfo]) -> None:

@@ -23,7 +23,7 @@ import onnx_ir as ir
 from partc.compiler.analysis.records import OF_PIECES
 from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.plan.training.loss import Loss
-from partc.compiler.training.append import FLOATS, INTEGERS, Append, Dims
+from partc.compiler.training.graph_appender import FLOATS, INTEGERS, Dims, GraphAppender
 
 
 def add_loss(model: ir.Model, loss: Loss, where: str = "train.loss", known: Known = MappingProxyType({})) -> ir.Value:
@@ -31,7 +31,7 @@ def add_loss(model: ir.Model, loss: Loss, where: str = "train.loss", known: Know
 
     `known` is what is promised of the inputs' dims. Raises CompileError where the model has not what the loss speaks of.
     """
-    to = Append(model, "loss", where, known)
+    to = GraphAppender(model, "loss", where, known)
     match loss.type:
         case "softmax_cross_entropy":
             return _cross_entropy(to, loss)
@@ -43,7 +43,7 @@ def add_loss(model: ir.Model, loss: Loss, where: str = "train.loss", known: Know
             return own_scalar(to, loss.output)
 
 
-def class_axis(to: Append, name: str, dims: Dims, axis: int | None) -> int:
+def class_axis(to: GraphAppender, name: str, dims: Dims, axis: int | None) -> int:
     """The axis of the classes, from 0."""
     rank = len(dims)
     if rank == 0:
@@ -54,7 +54,7 @@ def class_axis(to: Append, name: str, dims: Dims, axis: int | None) -> int:
     return chosen % rank
 
 
-def own_scalar(to: Append, name: str) -> ir.Value:
+def own_scalar(to: GraphAppender, name: str) -> ir.Value:
     """The model's output of a name, which must be one float."""
     found = to.output(name)
     if (found.dtype is not None and found.dtype not in FLOATS) or (
@@ -69,7 +69,7 @@ def own_scalar(to: Append, name: str) -> ir.Value:
     return found
 
 
-def distance(to: Append, prediction: str, target: str, kind: str, reduction: str) -> ir.Value:
+def distance(to: GraphAppender, prediction: str, target: str, kind: str, reduction: str) -> ir.Value:
     """The mean or sum of squares or of absolute values of what a prediction is off its target."""
     x, dims = to.prediction(prediction)
     dtype = x.dtype or ir.DataType.FLOAT
@@ -90,7 +90,7 @@ def distance(to: Append, prediction: str, target: str, kind: str, reduction: str
     return to.scalar("Div", total, to.constant("count", count, dtype), dtype=dtype)
 
 
-def _binary_cross_entropy(to: Append, loss: Loss) -> ir.Value:
+def _binary_cross_entropy(to: GraphAppender, loss: Loss) -> ir.Value:
     """Each softplus(x) - t x; with a weight p of ones, (1 + (p - 1) t) softplus(x) - p t x.
 
     softplus(x) is max(x, 0) + log(1 + exp(-|x|)), and -|x| is x - 2 max(x, 0): onnxruntime's own Softplus takes 5 times as long as these,
@@ -122,7 +122,7 @@ def _last(dims: Dims) -> str:
     return "missing" if not dims else str(dims[-1] if isinstance(dims[-1], int) else dims[-1].value)
 
 
-def _cross_entropy(to: Append, loss: Loss) -> ir.Value:
+def _cross_entropy(to: GraphAppender, loss: Loss) -> ir.Value:
     x, dims = to.prediction(loss.output)
     axis = class_axis(to, loss.output, dims, loss.axis)
     classes, dtype = dims[axis], x.dtype or ir.DataType.FLOAT
@@ -151,7 +151,7 @@ def _cross_entropy(to: Append, loss: Loss) -> ir.Value:
     return _reduced(to, loss, *parts.at(labels, counted, classes, len(dims)), dtype)
 
 
-def _reduced(to: Append, loss: Loss, losses: ir.Value, weights: ir.Value | None, dtype: ir.DataType) -> ir.Value:
+def _reduced(to: GraphAppender, loss: Loss, losses: ir.Value, weights: ir.Value | None, dtype: ir.DataType) -> ir.Value:
     """The sum or the mean of losses; with weights their sum is what the mean divides by."""
     if loss.reduction == "sum":
         return to.scalar("ReduceSum", losses, dtype=dtype, keepdims=0)
@@ -164,7 +164,7 @@ def _reduced(to: Append, loss: Loss, losses: ir.Value, weights: ir.Value | None,
     return to.scalar("Div", sums, to.op("weight_sum", "ReduceSum", weights, keepdims=0), dtype=dtype)
 
 
-def _by_piece(to: Append, loss: Loss, x: ir.Value, word: str) -> ir.Value:
+def _by_piece(to: GraphAppender, loss: Loss, x: ir.Value, word: str) -> ir.Value:
     """The sums of x over the records of each piece of the batch."""
     pieces = to.op(f"{word}.pieces", "Reshape", x, to.constant(f"{word}.by_rank", [loss.pieces, -1]))
     node = pieces.producer()
@@ -177,7 +177,7 @@ def _by_piece(to: Append, loss: Loss, x: ir.Value, word: str) -> ir.Value:
 class _Parts:
     """What a cross entropy is made of: log softmax(x) is `shifted` - `log_total`."""
 
-    to: Append
+    to: GraphAppender
     loss: Loss
     axis: int
     axes: ir.Value

@@ -24,7 +24,7 @@ from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.training.loss import Loss
 from partc.compiler.plan.training.metric import TYPES, Metric
 from partc.compiler.plan.training.usual_names import k_of, known_type, usual_names
-from partc.compiler.training.append import FLOATS, INTEGERS, Append
+from partc.compiler.training.graph_appender import FLOATS, INTEGERS, GraphAppender
 from partc.compiler.training.losses import class_axis, distance, own_scalar
 
 
@@ -41,7 +41,7 @@ def add_metric(
     What the metric does not say is as in the loss `of`; `known` is what is promised of the inputs' dims. Raises CompileError where the
     model has not what the metric speaks of.
     """
-    to = Append(model, name, where, known)
+    to = GraphAppender(model, name, where, known)
     outputs = [value.name or "" for value in model.graph.outputs]
     if metric.type == "output" and metric.output not in outputs:
         if known_type(metric.output, TYPES) not in TYPES:
@@ -86,7 +86,7 @@ def _filled(metric: Metric, of: Loss) -> Metric:
     return replace(metric, **{key: getattr(of, key) for key in keys if getattr(metric, key) is None})
 
 
-def _hits(to: Append, metric: Metric, output: str, labels_name: str) -> ir.Value:
+def _hits(to: GraphAppender, metric: Metric, output: str, labels_name: str) -> ir.Value:
     x, dims = to.prediction(output)
     axis, real = class_axis(to, output, dims, metric.axis), ir.DataType.FLOAT
     axes = to.constant("class_axis", [axis])

@@ -62,7 +62,7 @@ def update_nodes(
             Problem(
                 f"parameter '{parameter.name}'",
                 f"its type is {kind}, which no optimizer updates",
-                "parameters are learned in float32 or float64",
+                "parameters are trained in float32 or float64",
                 "freeze it, or give the model float32 weights",
             )
         )

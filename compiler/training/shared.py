@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import nn
 from partc.compiler.frontend.names import node_paths
-from partc.compiler.training.trainable import LEARNED
+from partc.compiler.training.trainable import TRAINABLE
 
 _NAMED = 3
 
@@ -45,7 +45,7 @@ def shared_weights(model: ir.Model, names: Iterable[str], paths: Mapping[ir.Node
     """Those of the named weights that nodes of several modules read."""
     paths = paths if paths is not None else node_paths(model)
     weights = model.graph.initializers
-    of_file = not any(isinstance(value, nn.Parameter) or LEARNED in value.meta for value in weights.values())
+    of_file = not any(isinstance(value, nn.Parameter) or TRAINABLE in value.meta for value in weights.values())
     taken = {*weights, *(value.name or "" for value in model.graph.inputs)}
     taken |= {value.name or "" for node in model.graph for value in node.outputs}
     found = []
@@ -61,16 +61,16 @@ def shared_weights(model: ir.Model, names: Iterable[str], paths: Mapping[ir.Node
 
 
 def give_own(
-    model: ir.Model, learned: list[str], said: Callable[[str], bool | None]
+    model: ir.Model, trainable: list[str], said: Callable[[str], bool | None]
 ) -> tuple[list[str], list[tuple[Shared, bool]]]:
-    """Gives modules weights of their own where they are to have them; the weights that are learned then, and what was done.
+    """Gives modules weights of their own where they are to have them; the trainable weights then, and what was done.
 
     `said`: whether the plan wants a weight shared; None where it says nothing.
     """
     paths = node_paths(model)
     done: list[tuple[Shared, bool]] = []
-    names = list(learned)
-    for one in shared_weights(model, learned, paths):
+    names = list(trainable)
+    for one in shared_weights(model, trainable, paths):
         keep = said(one.name)
         own = one.repeats if keep is None else not keep
         done.append((one, own))

@@ -1,16 +1,16 @@
-"""Which weights of a model are learned, where the plan does not say.
+"""Which weights of a model are trainable, where the plan does not say.
 
 A module says it itself: its parameters are, its buffers and those without `requires_grad` are not. A file does not, so there the law is:
-of the initializers of floats, learned are
+of the initializers of floats, trainable are
 
     weights and biases of layers      what MatMul, Gemm, Conv, a normalization, PRelu or a recurrent layer reads as such
     others of more than one number    tables that are looked up, what is added or multiplied with, as a bias or positions
 
-and not learned are the others: numbers by themselves (`[]`, and `[1]` but for a layer's bias), what only sets an op up, as Resize's
+and the others are not: numbers by themselves (`[]`, and `[1]` but for a layer's bias), what only sets an op up, as Resize's
 scales and a loss's weights of classes, and masks, which are tables of just two numbers or hold one of 1e4 or more. Constant nodes,
 integers, what a branch or a loop has for itself, and what torch's exporter marks as a buffer, such as rotary frequencies, never are.
 The plan has the last word: `parameters: {mask: {frozen: true}}` keeps a tensor, and `{mask: {frozen: false}}`, with its whole name,
-has it learned.
+makes it trainable.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import onnx_ir as ir
 from onnxscript import nn
 from partc.compiler.ops.registry import stops_gradient
 
-LEARNED = "partc.learned"
-"""Key of `ir.Value.meta`: whether a loader knows that a weight is learned, or that it is not."""
+TRAINABLE = "partc.trainable"
+"""Key of `ir.Value.meta`: whether a loader knows that a weight is trainable, or that it is not."""
 _TORCH_KIND, _PARAMETER = "pkg.torch.export.graph_signature.InputSpec.kind", "PARAMETER"
 
 _PRODUCTS = ("Conv", "ConvTranspose", "Einsum", "FusedMatMul", "Gemm", "MatMul")
@@ -53,15 +53,17 @@ _SETTINGS: dict[str, range] = {
 _LARGE, _BEGINNING = 1e4, 4096
 
 
-def learned_names(model: ir.Model) -> list[str]:
-    """The weights that training changes: what the model's modules say is learned; of a file, what the law above says."""
+def trainable_names(model: ir.Model) -> list[str]:
+    """The weights that training changes: what the model's modules say is trainable; of a file, what the law above says."""
     weights = candidates(model)
-    told = any(isinstance(value, nn.Parameter) or LEARNED in value.meta for value in model.graph.initializers.values())
-    return [str(value.name) for value in weights if (_is_told(value) if told else _is_likely(value))]
+    declared = any(
+        isinstance(value, nn.Parameter) or TRAINABLE in value.meta for value in model.graph.initializers.values()
+    )
+    return [str(value.name) for value in weights if (_is_declared(value) if declared else _is_likely(value))]
 
 
 def candidates(model: ir.Model) -> list[ir.Value]:
-    """The weights of floats that could be learned: all but running statistics."""
+    """The weights of floats that could be trained: all but running statistics."""
     statistics = set(running_statistics(model.graph))
     return [value for value in model.graph.initializers.values() if value not in statistics and _is_floating(value)]
 
@@ -73,8 +75,8 @@ def running_statistics(graph: ir.Graph) -> list[ir.Value]:
     return list(dict.fromkeys(value for value in read if value is not None and value.is_initializer()))
 
 
-def _is_told(value: ir.Value) -> bool:
-    known = value.meta.get(LEARNED)
+def _is_declared(value: ir.Value) -> bool:
+    known = value.meta.get(TRAINABLE)
     return (
         bool(known) if known is not None else isinstance(value, nn.Parameter) and bool(getattr(value, "learned", True))
     )

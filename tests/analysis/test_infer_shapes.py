@@ -20,7 +20,7 @@ from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.rewrite.train_mode import ranked
 from partc.compiler.training.add_training import add_training
-from partc.compiler.training.append import Append
+from partc.compiler.training.graph_appender import GraphAppender
 
 COMPILER = Path(__file__).parents[2] / "compiler"
 TRAIN = "train: {loss: {type: mean_squared, prediction: y, target: t}, optimizer: {type: sgd, lr: 0.1}%s}\n"
@@ -60,7 +60,7 @@ def test_what_is_appended_knows_what_is_promised() -> None:
     """Half of a batch that is a multiple of 4 is not rounded; of one that may be odd, the larger part comes first."""
     proto = from_proto(model(HALF), Path("model.onnx"))
     dims = {
-        divisor: Append(proto, "loss", "plan.yaml", {"n": Facts(divisor=divisor)}).prediction("y")[1]
+        divisor: GraphAppender(proto, "loss", "plan.yaml", {"n": Facts(divisor=divisor)}).prediction("y")[1]
         for divisor in (1, 4)
     }
     assert str(dims[4][0]) == "n/2"

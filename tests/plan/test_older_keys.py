@@ -29,7 +29,7 @@ def test_an_older_key_means_the_newer(older: str, newer: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("  last: pad\n", ["plan.yaml:5", "'last' is the text 'pad'", "write drop_last"]),
+        ("  last: pad\n", ["plan.yaml:5", "'last' is the string 'pad'", "write drop_last"]),
         ("  deal: 4\n  interleave: 4\n", ["plan.yaml:5", "'deal' and 'interleave' are two names", "leave 'deal' out"]),
         ("  interleave: 0\n", ["plan.yaml:5", "interleave"]),
     ],

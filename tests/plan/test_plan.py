@@ -241,7 +241,7 @@ outputs:
             "plan.yaml:28: delivery of 'a': rank 1 is in the list twice\n  help: name every rank once",
             "plan.yaml:29: delivery of 'b': the list of ranks is empty\n"
             "  help: write 'producer' for an output that stays where it is computed",
-            "plan.yaml:30: delivery of 'c': expected a rank, a list of ranks, 'producer' or 'cut', but got the string "
+            "plan.yaml:30: delivery of 'c': expected a rank, a list of ranks, 'producer' or 'sharded', but got the string "
             "'prod'",
             "plan.yaml:31: delivery of 'd': rank 7, but there are 4 ranks\n"
             "  help: choose a rank from 0 to 3, or set 'ranks' to at least 8",

@@ -10,7 +10,8 @@ import onnx_ir as ir
 import pytest
 from partc.compiler.errors import CompileError
 from partc.compiler.plan.groups import axes_of
-from partc.compiler.plan.read import Dataset, DatasetCut, OutputRule, PlacementRule, Plan, ShardingRule, parse_plan
+from partc.compiler.plan.read import Dataset, OutputRule, PlacementRule, Plan, ShardingRule, parse_plan
+from partc.compiler.plan.rules import DatasetSpec
 from partc.compiler.plan.schema import plan_schema
 from partc.compiler.proposal.starting_plan import starting_plan
 from ruamel.yaml import YAML
@@ -57,9 +58,9 @@ def test_a_whole_plan() -> None:
     assert plan.dataset == Dataset(
         "full_batch",
         {
-            "x": DatasetCut((8, 1, 1, 1), "p:3"),
-            "y": DatasetCut((("dp",), ()), "p:3"),
-            "s": DatasetCut((), "p:3"),
+            "x": DatasetSpec((8, 1, 1, 1), "p:3"),
+            "y": DatasetSpec((("dp",), ()), "p:3"),
+            "s": DatasetSpec((), "p:3"),
         },
         "p:3",
     )
@@ -76,7 +77,7 @@ def test_a_whole_plan() -> None:
         ShardingRule("layers.*.down", "rowwise", None, None, {}, "p:16"),
         ShardingRule("add", None, ((("dp",), ("tp",)), (("dp", "tp"), ()), ((), ()), (), None), None, {}, "p:17"),
     )
-    assert plan.outputs == (OutputRule("y", (0,), "p:19"), OutputRule("z", None, "p:20", cut=True))
+    assert plan.outputs == (OutputRule("y", (0,), "p:19"), OutputRule("z", None, "p:20", sharded=True))
     assert plan.max_reshard_bytes == 64_000_000
     assert plan.axes_of(tuple(range(8))) == MESH
 
@@ -87,7 +88,8 @@ def test_a_plan_that_says_nothing_of_cuts() -> None:
     assert plan.dataset == Dataset("full_batch", {}, "p:4")
     assert read("ranks: 3").dataset == Dataset()
     assert read("ranks: 3\ndataset: data_parallel").dataset == Dataset("data_parallel", {}, "p:2")
-    assert read("ranks: 3\noutputs: cut").outputs == (OutputRule("**", None, "p:2", cut=True),)
+    for word in ("cut", "sharded"):
+        assert read(f"ranks: 3\noutputs: {word}").outputs == (OutputRule("**", None, "p:2", sharded=True),)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +262,7 @@ outputs: {y: cutt}
         "  help: write the product of the numbers",
         f"29: sharding of 'u': the axis 'tp' and 2 shards are in one rule\n{mixed}",
         "30: sharding of 'v': expected a mapping, 'key: value' on each line, but got the number 3",
-        "31: delivery of 'y': expected a rank, a list of ranks, 'producer' or 'cut', but got the string 'cutt'",
+        "31: delivery of 'y': expected a rank, a list of ranks, 'producer' or 'sharded', but got the string 'cutt'",
     ]
 
 

@@ -17,7 +17,7 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.training.add_training import add_training
-from partc.compiler.training.trainable import learned_names
+from partc.compiler.training.trainable import trainable_names
 from training_equivalence import run, same_tensors
 
 TRAIN = """train:
@@ -73,7 +73,7 @@ def by_hand(kind: type = np.float32) -> onnx.ModelProto:
 
 def test_what_is_learned_of_a_file_follows_a_law() -> None:
     model = from_proto(by_hand(), Path("model.onnx"))
-    assert learned_names(model) == [name for name, (_, _, learned) in TENSORS.items() if learned]
+    assert trainable_names(model) == [name for name, (_, _, learned) in TENSORS.items() if learned]
 
 
 def test_what_torch_marks_as_a_buffer_is_not_learned() -> None:
@@ -82,7 +82,7 @@ def test_what_torch_marks_as_a_buffer_is_not_learned() -> None:
     for name, kind in (("mean", "BUFFER"), ("weight", "BUFFER"), ("kernel", "PARAMETER")):
         info = proto.graph.value_info.add(name=name, type=onnx.helper.make_tensor_type_proto(1, TENSORS[name][0]))
         info.metadata_props.add(key="pkg.torch.export.graph_signature.InputSpec.kind", value=kind)
-    found = learned_names(from_proto(proto, Path("model.onnx")))
+    found = trainable_names(from_proto(proto, Path("model.onnx")))
     assert found == [name for name, (_, _, learned) in TENSORS.items() if learned and name not in ("mean", "weight")]
 
 
@@ -138,8 +138,8 @@ def test_the_plan_has_the_last_word() -> None:
         parameters('{"ma*": {frozen: false}, heads: {lr: 0.1}}')
     assert str(caught.value).splitlines() == [
         "plan.yaml:5: 'ma*' matches no parameter of the model",
-        "  it matches 'mask', a tensor of floats that is not learned",
-        '  help: "mask": {frozen: false} has it learned',
+        "  it matches 'mask', a tensor of floats that is not trainable",
+        '  help: "mask": {frozen: false} makes it trainable',
         "plan.yaml:5: 'heads' matches no parameter of the model",
         "  help: the nearest are 'head'",
     ]

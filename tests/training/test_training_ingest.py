@@ -22,7 +22,7 @@ from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.rewrite.opset import TARGET, converted
 from partc.compiler.training.add_training import add_training
-from partc.compiler.training.trainable import learned_names
+from partc.compiler.training.trainable import trainable_names
 from training_equivalence import Run, run, same_tensors
 
 STEPS, BATCH = 5, 6
@@ -141,8 +141,8 @@ def test_a_module_trains_as_in_torch(case: str, tmp_path: Path) -> None:
     module, rng = make(), np.random.default_rng(7)
     source, steps = exported(module, x), [feeds(rng) for _ in range(STEPS)]
     learned = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    assert sorted(learned_names(source.model)) == sorted(learned)
-    assert sorted(learned_names(converted(source.model.clone(), "model.py", TARGET))) == sorted(learned)
+    assert sorted(trainable_names(source.model)) == sorted(learned)
+    assert sorted(trainable_names(converted(source.model.clone(), "model.py", TARGET))) == sorted(learned)
     before = {name: tensor.detach().numpy().copy() for name, tensor in module.state_dict().items()}
     one = run(source, ONE + TRAIN, tmp_path / "one", steps)
     two = run(source, TWO + TRAIN, tmp_path / "two", steps)
@@ -178,7 +178,7 @@ def test_a_file_that_torch_exports_trains_as_in_torch(case: str, tmp_path: Path)
     learned = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     # Of the names of a shared parameter torch writes the last.
     learned = ["tok.weight" if name == "head.weight" else name for name in learned]
-    taken = learned_names(source.model)
+    taken = trainable_names(source.model)
     assert sorted(taken) == sorted([*learned, *(["scale"] if case == "gpt" else [])])
     keep = "  parameters: {scale: {frozen: true}, mask: {frozen: true}}\n" if case == "gpt" else ""
     _as_torch(module, steps, learned, run(source, ONE + TRAIN + keep, tmp_path / "one", steps))
@@ -207,4 +207,4 @@ def test_dropouts_of_a_module_stay() -> None:
     program = run_passes(start(source, parse_plan(ONE + TRAIN, "plan.yaml"), "model.py"), through=add_training)
     assert [node.op_type for node in program.model.graph].count(DROPOUT) == 2
     assert program.training is not None
-    assert sorted(value.name or "" for value in program.training.parameters) == sorted(learned_names(source.model))
+    assert sorted(value.name or "" for value in program.training.parameters) == sorted(trainable_names(source.model))

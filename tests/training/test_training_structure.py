@@ -175,7 +175,7 @@ main (float[batch, 6] x) => (float[batch, 6] y) {
     "nothing learned": (
         "",
         "  parameters: {'**': {frozen: true}}",
-        "loss: no parameter that is learned changes the loss",
+        "loss: no trainable parameter changes the loss",
     ),
     "patterns": (
         "",

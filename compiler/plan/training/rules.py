@@ -1,4 +1,4 @@
-"""The plan's `train:`: what is learned, from which loss, by which optimizer, and the settings of the loop around the steps.
+"""The plan's `train:`: what is trained, from which loss, by which optimizer, and the settings of the loop around the steps.
 
     train:
       loss: {type: softmax_cross_entropy, logits: logits, labels: label}
@@ -46,7 +46,7 @@ SUM_OVER_RANKS = "sum_over_ranks"
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """How parameters whose names match are learned; None where the rule says nothing."""
+    """How parameters whose names match are trained; None where the rule says nothing."""
 
     pattern: str
     where: str
@@ -176,12 +176,12 @@ ScheduleForm: TypeAlias = Annotated[Json | None, AfterValidator(_schedule), With
 
 
 class ParameterEntry(BaseModel):
-    """How the parameters that a pattern matches are learned."""
+    """How the parameters that a pattern matches are trained."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     frozen: bool | None = Field(
-        None, description="Kept as they are; false, under a tensor's whole name, has one learned that is not."
+        None, description="Kept as they are; false, under a tensor's whole name, makes one trainable that is not."
     )
     weight_decay: float | None = Field(None, ge=0, description="Instead of the optimizer's.")
     lr: float | None = Field(None, ge=0, description="What the learning rate is multiplied with.")
@@ -210,7 +210,7 @@ class CheckpointEntry(BaseModel):
 
 
 class TrainEntry(BaseModel):
-    """What is learned and how; and the loop around the steps."""
+    """What is trained and how; and the loop around the steps."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

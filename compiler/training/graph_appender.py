@@ -1,6 +1,6 @@
 """Nodes that training appends to the whole model's graph: named below one word, as if a module `loss` had made them.
 
-Constants are nodes and no initializers, so that nobody takes them for weights that are learned. What is appended is standard and
+Constants are nodes and no initializers, so that they are not taken for trainable weights. What is appended is standard and
 whole: it is placed, cut and differentiated with the model's own nodes.
 """
 
@@ -27,7 +27,7 @@ OLDEST_OPSET = 18
 Dims = tuple[int | ir.SymbolicDim, ...]
 
 
-class Append:
+class GraphAppender:
     """Appends nodes below `path` to a model; `where` stands in errors, and `known` is what is promised of the inputs' dims."""
 
     def __init__(self, model: ir.Model, path: str, where: str, known: Known) -> None:

@@ -1,7 +1,7 @@
-"""A cut: into how many shards each dim of a value is cut, or along which axes of the mesh.
+"""The sharding of a value as a plan spells it: per dim the number of shards, or the axes of the mesh that shard it.
 
-Two spellings. By integers, `[2, 4]`: the number of shards of every dim, 1 for a dim that stays whole. By axes, `[dp, tp]`,
-`[[dp, tp], null]`: the mesh axes that cut a dim, major first, and null (or 1) for a dim that stays whole. A rule has one
+Two spellings. By integers, `[2, 4]`: the number of shards of every dim, 1 for a dim that is not sharded. By axes, `[dp, tp]`,
+`[[dp, tp], null]`: the mesh axes that shard a dim, major first, and null (or 1) for a dim that is not sharded. A rule has one
 spelling throughout; nothing but 1 and null is in both:
 
     (2, 4)                     from [2, 4]
@@ -16,14 +16,14 @@ from typing import TypeAlias
 
 from partc.compiler.plan.violation import Violation, is_integer, shown
 
-Shard: TypeAlias = int | tuple[str, ...]
-Cut: TypeAlias = tuple[Shard, ...]
-"""Per dim the number of shards, or the axes that cut it, major first, () for none: one spelling in all dims."""
+DimSpec: TypeAlias = int | tuple[str, ...]
+ShardSpec: TypeAlias = tuple[DimSpec, ...]
+"""Per dim the number of shards, or the axes that shard it, major first, () for none: one spelling in all dims."""
 
 _LAW = "a dim is cut into a number of shards, along a mesh axis, or along a list of them, major first; null: not at all"
 
 
-def shard_of(value: object, axes: Collection[str] | None = None) -> Shard | None:
+def dim_spec(value: object, axes: Collection[str] | None = None) -> DimSpec | None:
     """One dim's entry as it is spelled; None for null. Raises Violation, also for an axis that `axes`, if given, has not."""
     if value is None:
         return None
@@ -50,12 +50,12 @@ def shard_of(value: object, axes: Collection[str] | None = None) -> Shard | None
     return tuple(names)
 
 
-def one_spelling(cuts: Sequence[Sequence[Shard | None] | None]) -> list[Cut | None]:
-    """The cuts of one rule, None for those that are derived. Raises Violation where spellings mix, or an axis cuts twice."""
-    shards = [shard for cut in cuts if cut is not None for shard in cut]
-    names = [name for shard in shards if isinstance(shard, tuple) for name in shard]
-    numbers = [shard for shard in shards if isinstance(shard, int) and shard > 1]
-    by_axes = any(isinstance(shard, tuple) for shard in shards)
+def one_spelling(specs: Sequence[Sequence[DimSpec | None] | None]) -> list[ShardSpec | None]:
+    """The specs of one rule, None for those that are derived. Raises Violation where spellings mix, or an axis cuts twice."""
+    dims = [dim for spec in specs if spec is not None for dim in spec]
+    names = [name for dim in dims if isinstance(dim, tuple) for name in dim]
+    numbers = [dim for dim in dims if isinstance(dim, int) and dim > 1]
+    by_axes = any(isinstance(dim, tuple) for dim in dims)
     if by_axes and numbers:
         axis = f"the axis '{names[0]}'" if names else "a list of axes"
         raise Violation(
@@ -63,32 +63,32 @@ def one_spelling(cuts: Sequence[Sequence[Shard | None] | None]) -> list[Cut | No
             "a rule is spelled by mesh axes or by numbers of shards, not by both",
             "beside mesh axes, 1 and null are an unsharded dim",
         )
-    if numbers and None in shards:
+    if numbers and None in dims:
         raise Violation(
             f"null is used beside {numbers[0]} shards",
             "null is an unsharded dim beside mesh axes; in place of a tensor's list it means derived",
             "write 1 for an unsharded dim",
         )
-    for cut in cuts:
-        used = [name for shard in cut or () if isinstance(shard, tuple) for name in shard]
+    for spec in specs:
+        used = [name for dim in spec or () if isinstance(dim, tuple) for name in dim]
         if twice := [name for name in dict.fromkeys(used) if used.count(name) > 1]:
             raise Violation(f"the axis '{twice[0]}' cuts twice", "a mesh axis shards one dim of a value, once")
-    if by_axes or None in shards:
-        return [None if cut is None else tuple(p if isinstance(p, tuple) else () for p in cut) for cut in cuts]
-    return [None if cut is None else tuple(p for p in cut if p is not None) for cut in cuts]
+    if by_axes or None in dims:
+        return [None if spec is None else tuple(p if isinstance(p, tuple) else () for p in spec) for spec in specs]
+    return [None if spec is None else tuple(p for p in spec if p is not None) for spec in specs]
 
 
-def is_named(cut: Cut) -> bool:
-    """Whether a cut is spelled by mesh axes; a scalar's is spelled by neither."""
-    return any(isinstance(shard, tuple) for shard in cut)
+def is_named(spec: ShardSpec) -> bool:
+    """Whether a spec is spelled by mesh axes; a scalar's is spelled by neither."""
+    return any(isinstance(dim, tuple) for dim in spec)
 
 
-def shown_cut(cut: Cut) -> str:
-    """A cut as a plan spells it: `[2, 4]`, `[[dp, tp], null]`."""
-    return f"[{', '.join(_shown_shard(shard) for shard in cut)}]"
+def shown_spec(spec: ShardSpec) -> str:
+    """A spec as a plan spells it: `[2, 4]`, `[[dp, tp], null]`."""
+    return f"[{', '.join(_shown_dim(dim) for dim in spec)}]"
 
 
-def _shown_shard(shard: Shard) -> str:
-    if isinstance(shard, int):
-        return str(shard)
-    return "null" if not shard else shard[0] if len(shard) == 1 else f"[{', '.join(shard)}]"
+def _shown_dim(dim: DimSpec) -> str:
+    if isinstance(dim, int):
+        return str(dim)
+    return "null" if not dim else dim[0] if len(dim) == 1 else f"[{', '.join(dim)}]"
