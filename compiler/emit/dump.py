@@ -103,7 +103,7 @@ def _holders(program: Program, held: Callable[[RankProgram], Sequence[LocalTenso
     """Per value the ranks that read or hold it, rising."""
     found: dict[ir.Value, list[int]] = {}
     for part in program.parts:
-        for value in dict.fromkeys(one.copy.value for one in held(part)):
+        for value in dict.fromkeys(one.version.value for one in held(part)):
             found.setdefault(value, []).append(part.rank)
     return found
 
@@ -111,7 +111,7 @@ def _holders(program: Program, held: Callable[[RankProgram], Sequence[LocalTenso
 def _weight_holders(program: Program) -> dict[ir.Value, list[int]]:
     found: dict[ir.Value, list[int]] = {}
     for part, ranks in program.alike:
-        for value in dict.fromkeys(one.copy.value for one in part.weights):
+        for value in dict.fromkeys(one.version.value for one in part.weights):
             found.setdefault(value, []).extend(ranks)
     return {value: sorted(ranks) for value, ranks in found.items()}
 
@@ -174,11 +174,11 @@ def _part_lines(program: Program, part: RankProgram, ranks: Sequence[int]) -> It
     for held in part.weights:
         value, shape = part.types[held.name]
         size = f"{bytes_text(program.values[value], shape)} bytes"
-        yield f"  # Parameter: %{held.name} : {_type_text(program, value, shape)}   {size}{_part_of(program, held.copy, ranks[:1])}"
+        yield f"  # Parameter: %{held.name} : {_type_text(program, value, shape)}   {size}{_part_of(program, held.version, ranks[:1])}"
     for one in part.kept:
         after = f"   next: %{one.next}" if one.next else ""
         kind = _type_text(program, *part.types[one.name])
-        yield f"  # State: %{one.name} : {kind}{_part_of(program, one.copy, ranks)}{after}"
+        yield f"  # State: %{one.name} : {kind}{_part_of(program, one.version, ranks)}{after}"
     if part.scalars:
         yield f"  # Scalars: {', '.join(f'%{name}' for name in part.scalars)}"
     for step in part.steps:

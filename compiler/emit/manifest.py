@@ -35,7 +35,7 @@ def manifest_of(
                 _port(
                     program,
                     value,
-                    [(p.rank, one) for p in program.parts for one in p.inputs if one.copy.value is value],
+                    [(p.rank, one) for p in program.parts for one in p.inputs if one.version.value is value],
                 )
                 for value in program.model.graph.inputs
             ),
@@ -43,7 +43,9 @@ def manifest_of(
         ],
         outputs=[
             _port(
-                program, value, [(p.rank, one) for p in program.parts for one in p.outputs if one.copy.value is value]
+                program,
+                value,
+                [(p.rank, one) for p in program.parts for one in p.outputs if one.version.value is value],
             )
             for value in (*program.model.graph.outputs, *_guards(program))
         ],
@@ -71,7 +73,7 @@ def _training(program: Program) -> fmt.TrainingRecord | None:
 def _guards(program: Program) -> list[ir.Value]:
     """The outputs besides the model's by which ranks decide whether a step is skipped."""
     outputs = {*program.model.graph.outputs}
-    given = dict.fromkeys(one.copy.value for part in program.parts for one in part.outputs)
+    given = dict.fromkeys(one.version.value for part in program.parts for one in part.outputs)
     return [value for value in given if value not in outputs]
 
 
@@ -89,16 +91,16 @@ def _state(program: Program) -> list[fmt.StateRecord]:
     found: dict[tuple[str, str, str, tuple[int, ...]], tuple[StateTensor, dict[ShardedValue, list[int]]]] = {}
     for part, ranks in program.alike:
         for one in part.kept:
-            layout = one.copy.layout
+            layout = one.version.layout
             cut = tuple(layout.num_shards(dim) for dim in range(len(layout.cuts)))
             key = one.name, one.tensor, one.next, cut
-            found.setdefault(key, (one, {}))[1].setdefault(one.copy, []).extend(ranks)
+            found.setdefault(key, (one, {}))[1].setdefault(one.version, []).extend(ranks)
     return [_kept(program, first, holders) for first, holders in found.values()]
 
 
 def _kept(program: Program, first: StateTensor, holders: Mapping[ShardedValue, Sequence[int]]) -> fmt.StateRecord:
-    info = program.values[first.copy.value]
-    part: PackedBox | None = None if first.kind == "gradient" else first.copy.value.meta.get(PART)
+    info = program.values[first.version.value]
+    part: PackedBox | None = None if first.kind == "gradient" else first.version.value.meta.get(PART)
     ranks, boxes = _lying(holders, part)
     shape = info.shape if part is None else part.shape
     return fmt.StateRecord(
@@ -168,7 +170,7 @@ def _port(program: Program, value: ir.Value, held: Sequence[tuple[int, LocalTens
     info = program.values[value]
     holders: dict[ShardedValue, list[int]] = {}
     for rank, one in held:
-        holders.setdefault(one.copy, []).append(rank)
+        holders.setdefault(one.version, []).append(rank)
     ranks, boxes = _lying(holders) if holders else ([], None)
     return fmt.Port(
         name=value.name or "",

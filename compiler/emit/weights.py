@@ -169,8 +169,8 @@ def owners(held_by: Mapping[int, Sequence[LocalTensor]]) -> dict[int, list[Local
 
 def shard_text(held: LocalTensor) -> str:
     """Which part of which weight it is, as people slice arrays: `fc1.weight[0:8, 16:32]`; of a whole one its name alone."""
-    tensor, layout = held.copy.value.const_value, held.copy.layout
-    name = held.copy.value.name or ""
+    tensor, layout = held.version.value.const_value, held.version.layout
+    name = held.version.value.name or ""
     if tensor is None or not any(layout.cuts):
         return name
     return f"{name}[{', '.join(f'{begin}:{end}' for begin, end in layout.box(held.index, tensor.shape.numpy()))}]"
@@ -178,13 +178,17 @@ def shard_text(held: LocalTensor) -> str:
 
 def stored(held: LocalTensor) -> Stored:
     """What a weight on a rank is stored as: the same shard of the same weight is stored once."""
-    layout = held.copy.layout
-    return held.copy.value, tuple(layout.num_shards(dim) for dim in range(len(layout.cuts))), layout.shard(held.index)
+    layout = held.version.layout
+    return (
+        held.version.value,
+        tuple(layout.num_shards(dim) for dim in range(len(layout.cuts))),
+        layout.shard(held.index),
+    )
 
 
 def shard_of(held: LocalTensor) -> ir.TensorProtocol:
     """The tensor of a weight on a rank: the whole one, or a view of its shard that is read when it is written."""
-    tensor, layout = held.copy.value.const_value, held.copy.layout
+    tensor, layout = held.version.value.const_value, held.version.layout
     assert tensor is not None
     if not any(layout.cuts):
         return tensor

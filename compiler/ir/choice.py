@@ -1,4 +1,4 @@
-"""How one node is cut on its group: which mesh axes cut which factor of its rule, and who decided each.
+"""How one node is sharded on its group: which mesh axes shard which factor of its rule, and who decided each.
 
 MatMul `mk,kn->mn` on mesh (2, 4), {m: (0,), k: (1,)}:   inputs [2, 4] and [4, 1], output [2, 1] to be summed over 4
 Add `ab,ab->ab` on mesh (2, 4), {a: (0,)}, passing (1,):   inputs [2, 1] to be summed over 4, and so the output
@@ -92,7 +92,7 @@ class NodeSharding:
         )
 
     def settled(self) -> NodeSharding:
-        """The choice as it is where sums are reduced as soon as they are made."""
+        """This sharding with partial sums reduced as soon as they are made."""
         return replace(self, passing=(), partial=frozenset(), kept=frozenset()) if self.passing else self
 
     @property
@@ -118,7 +118,7 @@ class NodeSharding:
         return set(range(len(self.mesh))) - {axis for axes in (*self.axes.values(), self.passing) for axis in axes}
 
     def strategy(self) -> str:
-        """The cuts of the inputs as the origin's dumps show them: `((2, 4), (4, 1))`."""
+        """The numbers of shards of the inputs' dims, as the dumps show them: `((2, 4), (4, 1))`."""
         rows = [
             f"({', '.join(str(layout.num_shards(dim)) for dim in range(len(layout.cuts)))})"
             for k in range(len(self.rule.inputs))

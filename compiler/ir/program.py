@@ -103,7 +103,7 @@ def _members(groups: tuple[Group, ...]) -> Group:
 
 @dataclass(frozen=True)
 class ShardedValue:
-    """A value as it lies on a group: whole, cut, or to be reduced."""
+    """One version of a value: its layout on a group."""
 
     value: ir.Value
     group: Group
@@ -121,7 +121,7 @@ class ShardedValue:
 
 @functools.lru_cache(maxsize=1024)
 def _holders(group: Group, layout: Layout) -> tuple[tuple[int, Group], ...]:
-    """Once for all values that lie alike: there may be thousands of ranks."""
+    """Computed once for all values with this layout: there may be thousands of ranks."""
     return tuple((held[0], tuple(group[index] for index in held)) for held in layout.holders.values())
 
 
@@ -134,7 +134,7 @@ class PackedBox:
     box: tuple[tuple[int, int], ...]
 
     def within(self, dim: int, begin: int, size: int) -> PackedBox:
-        """A part of the part."""
+        """The box of a slice of this part: `size` elements of `dim` from `begin`."""
         start = self.box[dim][0] + begin
         return replace(self, box=(*self.box[:dim], (start, start + size), *self.box[dim + 1 :]))
 
@@ -181,12 +181,12 @@ class Program:
 
     @cached_property
     def derived_paths(self) -> frozenset[str]:
-        """What stands as the reason of a cut that a neighbour asked for: the neighbours' paths."""
+        """The paths of all nodes: the reason of a derived sharding is one of these, that of a given one is a line."""
         return frozenset(self.paths.values())
 
     @cached_property
     def alike(self) -> tuple[tuple[RankProgram, tuple[int, ...]], ...]:
-        """Every distinct rank program once, as its lowest rank's, with all ranks that have it."""
+        """Every distinct rank program once, as its lowest rank has it, with all ranks that share it."""
         found: dict[Hashable, tuple[RankProgram, list[int]]] = {}
         for part in self.parts:
             found.setdefault(part.likeness, (part, []))[1].append(part.rank)
@@ -201,9 +201,9 @@ class Program:
     def lying(self) -> dict[str, dict[tuple[Group, Layout], str]]:
         """Per input and parameter the groups and layouts in which ranks get it, each with its name there."""
         found: dict[str, dict[tuple[Group, Layout], str]] = {}
-        there: dict[ShardedValue, str] = {held.copy: held.name for part in self.parts for held in part.inputs}
+        there: dict[ShardedValue, str] = {held.version: held.name for part in self.parts for held in part.inputs}
         kept = (one for part, _ in self.alike for one in part.kept if one.kind in _OF_THE_MODEL)
-        there |= {one.copy: one.name for one in kept}
+        there |= {one.version: one.name for one in kept}
         for copy, name in there.items():
             found.setdefault(copy.value.name or "", {})[copy.group, copy.layout] = name
         return found

@@ -106,7 +106,7 @@ class LocalTensor:
     """A model input, weight or output on a rank: its name there and the layout's shard, by the rank's place in the group."""
 
     name: str
-    copy: ShardedValue
+    version: ShardedValue
     index: int
 
 
@@ -114,11 +114,11 @@ class LocalTensor:
 class StateTensor:
     """A tensor that ranks keep from step to step, and the value that takes its place after one, "" where nothing does.
 
-    Each rank of `copy` has its shard of it, under `name`. `tensor` is its global name; `parameter`: of whom an optimizer's tensor is.
+    Each rank of `version` has its shard of it, under `name`. `tensor` is its global name; `parameter`: of whom an optimizer's tensor is.
     """
 
     name: str
-    copy: ShardedValue
+    version: ShardedValue
     next: str
     tensor: str
     kind: Literal["parameter", "optimizer", "statistics", "gradient"]
@@ -169,6 +169,6 @@ class RankProgram:
 
     @property
     def likeness(self) -> Hashable:
-        """Equal for parts of one program whose files are the same: what ranks have in common is one object in their parts."""
+        """A key that is equal for ranks whose files are the same: what they share is one object in their programs."""
         names = tuple(tuple(held.name for held in some) for some in (self.inputs, self.outputs))
         return id(self.steps), id(self.weights), id(self.types), names

@@ -39,7 +39,7 @@ class ProgramBuilder:
     """What a program gives besides the outputs of the model."""
 
     def replace(self, old: Sequence[ComputeOp], new: Sequence[ComputeOp], behind: Sequence[ComputeOp]) -> None:
-        """Puts each new op in the place of an old one, and `behind` after the last, but for ops whose values are here already."""
+        """Replaces old ops by new ones, one by one, and puts `behind` after the last, leaving out ops whose outputs exist already."""
         tail = [op for op in behind if all((out.name or "") not in self.types for out in op.node.outputs)]
         for k, (before, after) in enumerate(zip(old, new, strict=True)):
             rest = tail if k == len(old) - 1 else []
@@ -51,7 +51,7 @@ class ProgramBuilder:
 
     @property
     def program(self) -> list[RankOp]:
-        """The steps in order, each as it finally is."""
+        """The steps in order, with replaced ops in the places of old ones."""
         return [
             final
             for step in self.steps
@@ -160,7 +160,7 @@ class ProgramBuilders:
         return name
 
     def unlisted(self) -> set[str]:
-        """What nodes make without a type: the numbers by which a change of layout cuts."""
+        """Names that nodes make and no type is listed of: bounds of slices, for instance."""
         found: set[str] = set()
         for builder in self.distinct:
             ops = (step for step in builder.steps if isinstance(step, ComputeOp))

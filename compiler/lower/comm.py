@@ -223,7 +223,7 @@ class CommLowering:
         return name
 
     def amount(self, value: ir.Value, share: Fraction) -> str:
-        """So large a share of a value's bytes, as text."""
+        """The given share of a value's bytes, as an expression in the symbols."""
         whole = whole_bytes(self.values[value])
         if whole is None:
             return "unknown"
@@ -231,7 +231,7 @@ class CommLowering:
         return str(found) if isinstance(found, int) else str(found.value)
 
     def identity_on(self, ranks: Group, name: str, out: str) -> None:
-        """Another name for a value, on each of the ranks."""
+        """Writes an Identity on each of the ranks, so that a value has another name."""
         for rank in ranks if name != out else ():
             self.emit((rank,), "Identity", [name], out, None)
 
@@ -249,7 +249,7 @@ class CommLowering:
     def emit(
         self, ranks: Group, op_type: str, inputs: Sequence[str], out: str, source: ir.Node | None, **attributes: Any
     ) -> str:
-        """Writes a node with one output; the name of that."""
+        """Writes a node with one output; the output's name."""
         node = ir.Node(
             "",
             op_type,

@@ -65,7 +65,7 @@ def _messages(comm: CommLowering, parts: Sequence[ExchangeBox], hop: Hop) -> Non
 
 
 def _message(comm: CommLowering, source: int, target: int, hop: Hop) -> None:
-    """One message; both ends name the value alike, so where they cannot, it gets its last name behind the receive."""
+    """One message. Both ends use one name for the value; where the target has that name already, an Identity renames it behind the Recv."""
     shape, value, way = comm.values.local_shape(hop.after), hop.after.value, hop.name
     amount = comm.amount(value, share_of_shard(hop.after.layout))
     has_it = any(hop.name in builder.types for builder in comm.builders.of((target,)))
@@ -89,7 +89,7 @@ def _will_have(comm: CommLowering, rank: int, name: str, version: ShardedValue) 
 
 
 def _boxes(routes: Routes, dims: int) -> tuple[list[Span], list[Span]]:
-    """Of each part that is moved its box in the shard of the rank that gives it, and in that of the rank that takes it."""
+    """Per part that is moved: its box within the source rank's shard, and within the target rank's shard."""
     source_span = {rank: span_of(routes.before, k) for k, rank in enumerate(routes.source_group)}
     target_span = {rank: span_of(routes.after, k) for k, rank in enumerate(routes.target_group)}
     parts = routes.parts()

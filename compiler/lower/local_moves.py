@@ -1,4 +1,4 @@
-"""Changes of layout that need nothing of another rank: a slice, a zero where others have the term, a shard among zeros.
+"""Moves without communication: a slice of a replicated value, a replicated or sharded value as a partial sum with zeros.
 
 All ranks do the same; which shard is a rank's own is a constant by its place, so that they share one program.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def slice_out(comm: CommLowering, move: mv.Slice, hop: Hop) -> None:
-    """The shard of each rank's place: fixed bounds where the size is fixed, else computed from the extent."""
+    """Slices the shard of each rank's place; bounds are constants where the size is fixed, else computed from the extent."""
     shape, name, out, dim = comm.values.local_shape(hop.before), hop.name, hop.out, move.dim
     size = shape[dim] if shape is not None else None
     shards = math.prod(move.after.mesh[axis] for axis in move.axes)
@@ -40,7 +40,7 @@ def slice_out(comm: CommLowering, move: mv.Slice, hop: Hop) -> None:
 
 
 def keep(comm: CommLowering, move: mv.MaskReplicas, hop: Hop) -> None:
-    """Terms of a sum of what all ranks have: it on the first along the axes, zeros on the others."""
+    """A replicated value as a partial sum: the value on the first rank along the axes, zeros on the others."""
     if move.reduce != "sum":
         comm.identity_on(move.group, hop.name, hop.out)
         return
@@ -50,7 +50,7 @@ def keep(comm: CommLowering, move: mv.MaskReplicas, hop: Hop) -> None:
 
 
 def pad(comm: CommLowering, move: mv.ZeroPad, hop: Hop) -> None:
-    """Terms of a sum of what is cut: the own shard at its place among zeros; fixed ones where the size is fixed."""
+    """A sharded value as a partial sum: each rank's shard padded with zeros to the whole; pads are constants where the size is fixed."""
     shape, name, out, dim = comm.values.local_shape(hop.before), hop.name, hop.out, move.dim
     size = shape[dim] if shape is not None else None
     shards = math.prod(move.after.mesh[axis] for axis in move.axes)

@@ -45,7 +45,7 @@ def lower(program: Program) -> Program:
 
 
 def _outputs(program: Program, local: LocalView, rank: int, builder: ProgramBuilder) -> list[LocalTensor]:
-    """What a rank gives: the outputs that are delivered to it, and what the passes list besides."""
+    """The outputs of a rank: those of the model that are delivered to it, and those that passes add."""
     names = local.comm.values.names
     outputs = [
         LocalTensor(names[version], version, version.group.index(rank))
@@ -53,7 +53,7 @@ def _outputs(program: Program, local: LocalView, rank: int, builder: ProgramBuil
         for version in local.versions.delivered.get(value, ())
         if rank in version.group
     ]
-    return outputs + [replace(one, index=one.copy.group.index(rank)) for one in builder.outputs.values()]
+    return outputs + [replace(one, index=one.version.group.index(rank)) for one in builder.outputs.values()]
 
 
 def _finished(
@@ -86,7 +86,7 @@ def _of_rank(
         like,
         rank=rank,
         inputs=tuple(inputs[held.name] for held in like.inputs),
-        outputs=tuple({held.copy.value: held for held in outputs}.values()),
+        outputs=tuple({held.version.value: held for held in outputs}.values()),
     )
 
 

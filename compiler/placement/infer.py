@@ -22,7 +22,7 @@ _LARGEST_MOVE = 32
 
 
 @dataclass
-class Settled:
+class Inferred:
     """Per node its groups, the one that sends its values first, and why; `needs`: per value the groups that read it."""
 
     groups: dict[ir.Node, tuple[Group, ...]] = field(default_factory=dict)
@@ -30,9 +30,9 @@ class Settled:
     needs: dict[ir.Value, set[Group]] = field(default_factory=dict)
 
 
-def settle(
+def infer_placement(
     program: Program, fixed: dict[ir.Node, Group], floating: dict[ir.Node, str], delivered: Delivered, default: Group
-) -> Settled:
+) -> Inferred:
     """The groups of all nodes, given the `fixed` ones; `floating` nodes run wherever they are read.
 
     `default` is the group of what nothing else decides.
@@ -41,7 +41,7 @@ def settle(
     work.join_producers()
     work.join_consumers()
     work.move_to_consumers()
-    return work.settled()
+    return work.inferred()
 
 
 def spelled(group: Group) -> str:
@@ -190,8 +190,8 @@ class _Settler:
             moved |= {max(serving, key=lambda producer: self.index[producer])}
         return None
 
-    def settled(self) -> Settled:
-        result = Settled(reasons=self.reasons)
+    def inferred(self) -> Inferred:
+        result = Inferred(reasons=self.reasons)
         needs = result.needs
         for value in [*self.readers, *self.delivered]:
             needs[value] = self.needed_on(value)

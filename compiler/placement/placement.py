@@ -24,7 +24,7 @@ import onnx_ir as ir
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Group, Placed, Program
 from partc.compiler.ops.registry import draws
-from partc.compiler.placement.infer import REPEATED, Delivered, Settled, settle
+from partc.compiler.placement.infer import REPEATED, Delivered, Inferred, infer_placement
 from partc.compiler.placement.repeated import repeatable, worth_repeating
 from partc.compiler.plan.matching import Rule, default_group, output_ranks, placement_rules, sharding_rules
 from partc.runtime.artifact import format as fmt
@@ -43,23 +43,23 @@ def place(program: Program) -> Program:
     rules = {node: Rule(rule.pattern, default, rule.where) for node, rule in cut.items()} | rules
     floating = _floating(program, rules)
     fixed = {node: rule.ranks for node, rule in rules.items() if node not in floating}
-    settled = _settle(program, fixed, floating, {value: ranks for value, (ranks, _) in delivered.items()}, default)
-    placement = {node: _placed(node, rules, settled, floating, program) for node in graph}
+    inferred = _infer(program, fixed, floating, {value: ranks for value, (ranks, _) in delivered.items()}, default)
+    placement = {node: _placed(node, rules, inferred, floating, program) for node in graph}
     return replace(program, placement=placement)
 
 
-def _settle(
+def _infer(
     program: Program, fixed: dict[ir.Node, Group], floating: dict[ir.Node, str], delivered: Delivered, default: Group
-) -> Settled:
+) -> Inferred:
     """Settles all nodes; `floating` is given the nodes that are repeated wherever they are read."""
     basis, chosen = dict(floating), repeatable(program, fixed, floating)
     while True:
         floating.clear()
         floating.update(basis | dict.fromkeys(chosen, REPEATED))
-        settled = settle(program, fixed, floating, delivered, default)
-        kept = worth_repeating(program, chosen, settled, basis)
+        inferred = infer_placement(program, fixed, floating, delivered, default)
+        kept = worth_repeating(program, chosen, inferred, basis)
         if kept == chosen:
-            return settled
+            return inferred
         chosen = kept
 
 
@@ -91,11 +91,11 @@ def _is_small(program: Program, value: ir.Value) -> bool:
 
 
 def _placed(
-    node: ir.Node, rules: dict[ir.Node, Rule], settled: Settled, floating: dict[ir.Node, str], program: Program
+    node: ir.Node, rules: dict[ir.Node, Rule], inferred: Inferred, floating: dict[ir.Node, str], program: Program
 ) -> Placed:
-    groups = settled.groups[node]
+    groups = inferred.groups[node]
     if node in floating:
         return Placed(groups, floating[node], follows=True)
     if node in rules:
         return Placed(groups, str(rules[node]))
-    return Placed(groups, settled.reasons[node])
+    return Placed(groups, inferred.reasons[node])

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from partc.compiler.autodiff.reach import trained_values
 from partc.compiler.ir.program import Group, Program
-from partc.compiler.placement.infer import Settled
+from partc.compiler.placement.infer import Inferred
 from partc.compiler.placement.middling import Middling
 from partc.runtime.artifact import format as fmt
 
@@ -70,10 +70,10 @@ def repeatable(program: Program, fixed: Mapping[ir.Node, object], floating: Mapp
 
 
 def worth_repeating(
-    program: Program, candidates: list[ir.Node], settled: Settled, floating: Mapping[ir.Node, str]
+    program: Program, candidates: list[ir.Node], inferred: Inferred, floating: Mapping[ir.Node, str]
 ) -> list[ir.Node]:
     """Of nodes whose readers are placed, those that the law repeats on every group that reads them."""
-    weighed = _Weighed(program, candidates, settled, floating)
+    weighed = _Weighed(program, candidates, inferred, floating)
     return [node for node in candidates if weighed.repeats(node) or _says_so(program, node)]
 
 
@@ -94,22 +94,22 @@ class _Way:
 
 class _Weighed:
     def __init__(
-        self, program: Program, candidates: list[ir.Node], settled: Settled, floating: Mapping[ir.Node, str]
+        self, program: Program, candidates: list[ir.Node], inferred: Inferred, floating: Mapping[ir.Node, str]
     ) -> None:
-        self.program, self.settled, self.floating = program, settled, floating
+        self.program, self.inferred, self.floating = program, inferred, floating
         self.sizes = Middling(program)
         self.present: dict[ir.Value, set[Group]] = {}
         among = set(candidates)
         for node in program.model.graph:
             if node not in among:
                 for value in program.reads[node]:
-                    self.present.setdefault(value, set()).update(settled.groups[node])
+                    self.present.setdefault(value, set()).update(inferred.groups[node])
         self.ways: dict[ir.Value, _Way] = {}
         self.work: dict[ir.Node, int] = {}
 
     def repeats(self, node: ir.Node) -> bool:
         """Whether a node is repeated; its producers have been asked before."""
-        groups = self.settled.groups[node]
+        groups = self.inferred.groups[node]
         ways = [self._way_of(value) for value in self.program.reads[node]]
         roots = frozenset().union(*(way.roots for way in ways))
         nodes = frozenset({node}).union(*(way.nodes for way in ways))

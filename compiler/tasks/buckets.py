@@ -1,4 +1,4 @@
-"""Buckets: values that one collective moves for many parameters, as soon as there are enough of them."""
+"""Buckets: one collective for the gradients, or the updates, of many parameters, sent as soon as their bytes fill it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Fused = mv.AllReduce | mv.ReduceScatter | mv.AllGather
 
 
 def can_join(moves: tuple[mv.Move, ...]) -> bool:
-    """Whether a change of layout is one collective that others of its kind may join: of sums, or of shards along axis 0."""
+    """Whether a reshard is one collective that several values may share: an AllReduce, or one that scatters or gathers dim 0."""
     if len(moves) != 1:
         return False
     match moves[0]:
@@ -58,7 +58,7 @@ class Buckets:
         made: str,
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Has `term`, of this shape, moved and called `made`; `then` is called when it has been written."""
+        """Adds the value named `term`, of this shape, to its bucket; the result is named `made`; `then` is called when it is written."""
         info = self.comm.values[value]
         kind = type(move).__name__
         key = (kind, self.comm.subgroups(move.after.mesh, move.axes, move.group)[1], info.type)
@@ -74,7 +74,7 @@ class Buckets:
             self._move(key)
 
     def flush(self) -> None:
-        """Moves what is left."""
+        """Writes the collectives of buckets that are not full."""
         for key in list(self._open):
             self._move(key)
 

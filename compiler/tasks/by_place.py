@@ -1,4 +1,4 @@
-"""Local forms that differ by rank in constants alone, and these by a law over the rank's place, are one form.
+"""Merges the local forms of ranks that differ in constants alone, where each constant follows a law over the rank's place.
 
 offset 0, 16, 32, 48 on the places 0 to 3    ->    16*place
 once   1, 0, 0, 0                            ->    Max(1 - place, 0)

@@ -111,7 +111,7 @@ class Backward:
                         self._finish(value)
 
     def _readers(self) -> dict[ir.Value, int]:
-        """Per parameter how many nodes read it."""
+        """The number of nodes that read each parameter."""
         assert self.program.training is not None
         found = {value: 0 for value in self.program.training.parameters if value in self.needed}
         for values in self.program.reads.values():
@@ -143,7 +143,7 @@ class Backward:
         self.contributions.setdefault(here, {}).setdefault(seed, []).append(name)
 
     def _shards(self) -> int:
-        """Into how many shards the batch arrives."""
+        """The number of shards in which the batch arrives."""
         defs = [home for value in self.program.model.graph.inputs for home in self.versions.defs.get(value, ())]
         return max((home.layout.num_shards(0) for home in defs if home.layout.cuts), default=1)
 
@@ -208,7 +208,7 @@ class Backward:
         self.contributions.setdefault(version, {}).setdefault(given, []).append(dx)
 
     def _written(self, instance: NodeOnGroup, dys: Mapping[str, str]) -> None:
-        """The dual of a collective of the model."""
+        """Writes the dual of a collective that the model itself writes."""
         read, made = input_layout_of(self.program, instance, 0), output_layout_of(self.program, instance, 0)
         cotangent = self.cotangents[read.value]
         dx = self.builders.free(instance.group, f"{self.names[made]}.grad.{instance.node.op_type}")
@@ -218,7 +218,7 @@ class Backward:
         self.contributions.setdefault(read, {}).setdefault(given, []).append(dx)
 
     def _merged(self, uses: Sequence[ShardedValue]) -> dict[ShardedValue, list[str]]:
-        """What the readers of some copies gave, by the layout in which it lies."""
+        """Takes the cotangent contributions of some versions, keyed by their layout."""
         found: dict[ShardedValue, list[str]] = {}
         for need in uses:
             for copy, names in self.contributions.pop(need, {}).items():
@@ -226,14 +226,14 @@ class Backward:
         return found
 
     def _finish(self, parameter: ir.Value) -> None:
-        """All readers of a parameter have given what they have."""
+        """Reduces the gradient of a parameter, once all of its readers have contributed."""
         defs = self.versions.defs[parameter]
         given = self._merged([need for home in defs for need in self.routes.get(home, ())])
         if given:
             self.sums.parameter(parameter, given, defs)
 
     def _refuse(self, node: ir.Node, why: str, remedy: str = "") -> NoReturn:
-        """Raises CompileError with the way from a parameter through the node."""
+        """Raises CompileError with the path from a parameter through the node to the loss."""
         way: list[str] = []
         value = next((one for one in self.program.reads[node] if one in self.needed), None)
         while value is not None:

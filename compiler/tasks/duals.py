@@ -1,4 +1,4 @@
-"""Layouts of cotangents, the duals of their primals', and values of the backward pass as programs list them."""
+"""The layouts of cotangents: the duals of those of their primals; and how programs list values of the backward pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Passing:
     terms: tuple[tuple[int, str], ...]
 
     def through(self, layout: Layout) -> Layout:
-        """The layout of an input's cotangent, with these terms."""
+        """The layout of an input's cotangent, partial over the same axes."""
         common = on_common_mesh(layout, self.layout)
         assert common is not None
         own = common[0]

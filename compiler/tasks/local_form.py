@@ -85,7 +85,7 @@ class _Shards(dict[str, int]):
 
 
 def local_forms(comm: CommLowering, instance: NodeOnGroup) -> list[tuple[LocalForm, Group]]:
-    """What a node becomes on its group, with the ranks on which it becomes just this."""
+    """The local forms of a node on its group, each with the ranks that run it; one form where all ranks do the same."""
     node, group, choice = instance.node, instance.group, comm.program.choices.get(instance)
     operands = _Operands.of(comm, instance)
     unknown_to_runtimes = node.domain == OWN
@@ -126,7 +126,7 @@ class _Operands:
 
     @staticmethod
     def of(comm: CommLowering, instance: NodeOnGroup) -> _Operands:
-        """Those of a node on a group."""
+        """The operands of a node on a group."""
         program, values, node = comm.program, comm.values, instance.node
         read = [None if value is None else input_layout_of(program, instance, k) for k, value in enumerate(node.inputs)]
         made = [output_layout_of(program, instance, k) for k in range(len(node.outputs))]
@@ -173,7 +173,7 @@ def _sets(
 
 
 def _numbers(choice: NodeSharding) -> dict[str, tuple[int, ...]]:
-    """By factor which shard of it each rank of the group has."""
+    """Per factor the index of each rank's shard, in the order of the group."""
     return {letter: _shards_of(choice.mesh, axes) for letter, axes in choice.axes.items()}
 
 

@@ -60,7 +60,7 @@ def localize(program: Program) -> Program:
 
 
 def _write(comm: CommLowering, instance: NodeOnGroup) -> tuple[tuple[LocalForm, Group], ...]:
-    """Writes a node on a group; what it is there, and on which ranks."""
+    """Writes a node on a group; its local forms there, each with the ranks that run it."""
     if is_written(instance.node):
         write_forward(comm, instance)
         return ()
@@ -69,7 +69,7 @@ def _write(comm: CommLowering, instance: NodeOnGroup) -> tuple[tuple[LocalForm, 
 
 
 def _put(comm: CommLowering, node: ir.Node, form: LocalForm, ranks: Group) -> LocalForm:
-    """Writes a node's local form into the builders of ranks; what it is there, under names that are free."""
+    """Writes a node's local form into the builders of ranks; the form as written, under names that are free there."""
     builders = comm.builders
     new = [
         builder
@@ -117,19 +117,19 @@ def _make_versions(versions: ValueVersions, comm: CommLowering, value: ir.Value,
 
 
 def _made(value: ir.Value, versions: ValueVersions, done: set[ShardedValue]) -> list[ShardedValue]:
-    """The versions of a value that are there already."""
+    """The versions of a value that exist by now."""
     defs = versions.defs.get(value, ())
     canonical = (versions.canonical[home] for home in defs if home in versions.canonical)
     return [one for one in (*defs, *canonical, *versions.uses.get(value, ())) if one in done]
 
 
 def _has(there: ShardedValue, wanted: ShardedValue) -> bool:
-    """Whether all ranks of a wanted version hold just that already."""
+    """Whether the ranks of `wanted` hold the same shards of it as part of `there`."""
     return set(wanted.group) <= set(there.group) and can_share(there, wanted)
 
 
 def _weight(comm: CommLowering, home: ShardedValue) -> None:
-    """A weight: ranks that hold the same shard hold it alike."""
+    """Lists a weight on its ranks; ranks with the same shard of it share one record."""
     name = comm.values.names[home]
     comm.declare(home, name)
     for place, ranks in home.holders:
@@ -139,7 +139,7 @@ def _weight(comm: CommLowering, home: ShardedValue) -> None:
 
 
 def _input(comm: CommLowering, home: ShardedValue, inputs: list[dict[str, LocalTensor]]) -> None:
-    """A model input on the ranks on which it arrives."""
+    """Lists a model input on the ranks on which it arrives."""
     name = comm.values.names[home]
     comm.declare(home, name)
     for index, rank in enumerate(home.group):

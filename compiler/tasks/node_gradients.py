@@ -1,4 +1,4 @@
-"""The gradient of one node on its ranks: its local form differentiated, and what is found written behind what these ranks do so far.
+"""The gradient of one node on its ranks: its local form is differentiated, and the backward ops are appended to the ranks' programs.
 
 forward    %h = MatMul(%x, %w)
 backward   %x.grad = MatMul(%h.grad, Transpose(%w)), %w.grad = MatMul(Transpose(%x), %h.grad)
@@ -108,7 +108,7 @@ class NodeGradients:
         return Scope(reserved=self.builders.reserved, known=self.known)
 
     def write(self, instance: NodeOnGroup, found: Sequence[tuple[LocalForm, Group, Found]]) -> dict[str, str]:
-        """Writes what was found for a node on all its ranks; by input the name of its cotangent."""
+        """Writes the gradients found for a node on all its ranks; by input the name of its cotangent."""
         names = self._named(instance, found)
         made: dict[str, str] = {}
         for form, ranks, one in found:
@@ -117,7 +117,7 @@ class NodeGradients:
         return made
 
     def _write(self, node: ir.Node, form: LocalForm, ranks: Group, found: Found, names: _Names) -> None:
-        """Writes the backward ops of one form, and what they ask the forward ones for besides."""
+        """Writes the backward ops of one form, and extends its forward ops by the values that these read."""
         forward = [
             op if new is op.node or _same(new, op.node) else replace(op, node=new)
             for op, new in zip(form.ops, found.forward, strict=True)
@@ -163,11 +163,11 @@ def _made_whole(program: Program, instance: NodeOnGroup, value: ir.Value) -> boo
 
 
 def _same(one: ir.Node, other: ir.Node) -> bool:
-    """Whether a node makes no more than another."""
+    """Whether two nodes have the same outputs."""
     return [value.name for value in one.outputs] == [value.name for value in other.outputs]
 
 
 def _added(local: LocalForm, forward: Sequence[ComputeOp]) -> set[str]:
-    """The outputs that the backward pass asked forward nodes for."""
+    """The additional outputs of forward nodes that the backward pass reads."""
     before = {value.name for op in local.ops for value in op.node.outputs}
     return {value.name or "" for op in forward for value in op.node.outputs} - before

@@ -1,4 +1,4 @@
-"""Sums of cotangents: terms are added where they lie, brought to where they are wanted, and parameters' gradients in buckets.
+"""Sums of cotangents: contributions are added in their own layout, then resharded; gradients of parameters are reduced in buckets.
 
 A parameter's gradient is wanted as the parameter is updated. Where ranks hold the same shard of it, their terms are reduced by one
 AllReduce for many parameters, a bucket (`buckets.py`), which begins as soon as the last of them is there and goes on beside the
@@ -85,7 +85,7 @@ class GradientReduction:
         self._ready(value, self._total(self.update, given, target, wanted), target, defs)
 
     def _added(self, value: ir.Value, version: ShardedValue, names: Sequence[str], at: int) -> str:
-        """A gradient with those of the earlier parts of the batch, whose sum is kept where it is made, before it is reduced."""
+        """Adds a gradient to the kept sum of the batch's earlier parts, on the ranks that make it, before it is reduced; the sum's name."""
         total = self._sum(self.comm, version, names)
         kept = self.comm.builders.derived(f"{value.name}.grad.sum" + (f".{at + 1}" if at else ""))
         self.comm.builders.declare(version.group, kept, version.value, self.comm.values.local_shape(version))
@@ -95,7 +95,7 @@ class GradientReduction:
         return made
 
     def _own_homes(self, defs: Sequence[ShardedValue]) -> list[ShardedValue]:
-        """The homes without those whose ranks have the same tensor by a larger one: it is updated once."""
+        """The definitions without those whose ranks hold the same tensor by a larger one: it is updated once."""
         names, found = self.names, list[ShardedValue]()
         for home in sorted(defs, key=lambda home: -len(home.group)):
             if not any(names[one] == names[home] and {*home.group} <= {*one.group} for one in found):
@@ -103,7 +103,7 @@ class GradientReduction:
         return sorted(found, key=defs.index)
 
     def flush(self) -> None:
-        """Reduces what is left."""
+        """Reduces the gradients of buckets that are not full."""
         self.buckets.flush()
 
     def _bucketed(
@@ -124,7 +124,7 @@ class GradientReduction:
         self.buckets.add(move, target.value, name, term, made, partial(self._ready, value, made, target, defs))
 
     def _ready(self, value: ir.Value, name: str, target: ShardedValue, defs: Sequence[ShardedValue]) -> None:
-        """A gradient is there on the first home of its parameter: it goes to the others, each with a value of its own."""
+        """Records a gradient that is complete on the first definition of its parameter, and sends it to the others."""
         name = self._own(target, name, f"{self.names[defs[0]]}.grad")
         share = ShardedValue(value, target.group, target.layout)
         self.gradients.append(Gradient(value, defs[0], name, share))
@@ -135,7 +135,7 @@ class GradientReduction:
             self.gradients.append(Gradient(value, home, own, home))
 
     def _own(self, version: ShardedValue, name: str, wanted: str) -> str:
-        """The name of a value that is nobody else's gradient, and that a node of the program made."""
+        """A name for the gradient that no other parameter has and that a node makes; an Identity makes one where there is none."""
         builders = self.comm.builders.of(version.group)
         own = self.taken.get(name, set()).isdisjoint(version.group)
         made = not any(name in builder.constants for builder in builders)
@@ -147,7 +147,7 @@ class GradientReduction:
     def _brought(
         self, comm: CommLowering, version: ShardedValue, name: str, target: ShardedValue, wanted: str = ""
     ) -> str:
-        """A cotangent in another layout or on another group; its name there."""
+        """Reshards a cotangent to another layout or group; its name there."""
         if version == target:
             return name
         final, builders = wanted or str(target.value.name), comm.builders

@@ -4,7 +4,7 @@ One node a parameter, a function of `partc.optimizer` whose body is plain ONNX, 
 
     %fc1.weight.next, %fc1.weight.momentum.next = partc.optimizer::Momentum(%fc1.weight, %fc1.weight.grad, %fc1.weight.momentum, %lr)
 
-A parameter that lies in several ways is updated in each of them, from the same gradient, so its copies stay equal bit by bit.
+Each version of a parameter is updated where it lies, from the same gradient, so the versions stay equal bit by bit.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Updates:
         """Per parameter the sums of squares that LAMB has where it is first updated."""
 
     def write(self, gradients: Sequence[Gradient]) -> None:
-        """All updates. `gradients` are in the order in which they are there."""
+        """Writes all updates, in the order in which the `gradients` are ready."""
         clipped = (self.training.clip_norm is not None or self.training.guarded) and bool(gradients)
         if clipped:
             self._clip(gradients)
@@ -119,7 +119,7 @@ class Updates:
             if out not in made and out is not reduced:
                 out.name = self.builders.derived(str(out.name))
         if reduced is not None and first is not None:
-            # Another order of a sum would be another number, and copies must stay equal bit by bit.
+            # Another order of a sum would be another number, and versions must stay equal bit by bit.
             self._append(group, update.before[:1])
             reduced.name = self._brought(first, group, str(reduced.name), tensor)
         else:
@@ -144,7 +144,7 @@ class Updates:
             )
 
     def _sum_up(self, one: Gradient, terms: ir.Value | None, reduced: ir.Value | None, cut: tuple[int, ...]) -> None:
-        """LAMB's sums of squares: of a cut parameter those of all shards."""
+        """Adds LAMB's sums of squares over the shards of a parameter."""
         if terms is None:
             return
         group, made = one.home.group, typed(self.values, self.program.symbols, reduced or terms)[0]
@@ -156,19 +156,19 @@ class Updates:
         self._squares[one.parameter] = replicated_on(made, group)
 
     def _brought(self, first: ShardedValue, group: Group, wanted: str, tensor: str) -> str:
-        """The sums of squares on another group."""
+        """Sends the sums of squares to another group; their name there."""
         target = replicated_on(first.value, group)
         if target == first:
             return str(first.value.name)
         return self.comm.reshard(first, str(first.value.name), target, wanted, f"norms of '{tensor}'")
 
     def _share(self, one: Gradient, name: str) -> str:
-        """The name of a rank's share of a parameter, cut out of what it holds."""
+        """Slices each rank's share of a parameter out of the version that it holds; the share's name."""
         wanted = self.builders.free(one.home.group, f"{name}.share")
         return self.comm.reshard(one.home, name, one.share, wanted, f"update of '{one.parameter.name}'")
 
     def _gather(self, one: Gradient, name: str, made: str) -> None:
-        """The next parameter out of the shares that ranks have updated."""
+        """Gathers the next parameter from the shares that ranks have updated."""
         after = self.builders.derived(f"{name}.next")
         following = ir.Value(name=after, type=one.parameter.type, shape=one.parameter.shape)
         self.values.add(following, self.values[one.parameter])
@@ -192,12 +192,12 @@ class Updates:
         parameter: str = "",
         initial: float = 0.0,
     ) -> None:
-        """Lists a tensor as one that the ranks of a home keep."""
+        """Lists a state tensor on the ranks of `home`."""
         for builder in self.builders.of(home.group):
             builder.kept.setdefault(name, StateTensor(name, home, made, tensor, kind, parameter, initial))
 
     def _replacing(self, home: ShardedValue, following: ir.Value) -> str:
-        """The name of what a node of the forward pass makes in place of a tensor, brought to where that lies."""
+        """Reshards the value that replaces a state tensor, made by a forward node, to the tensor's layout; its name there."""
         defs = self.versions.defs.get(following, [])
         source = next((one for one in defs if one.group == home.group), defs[0])
         at = self.versions.canonical.get(source, source)
@@ -209,7 +209,7 @@ class Updates:
         return self.names[wanted if wanted in self.names else at]
 
     def _clip(self, gradients: Sequence[Gradient]) -> None:
-        """What gradients are multiplied with, from the squares of all their elements on all ranks, each element once."""
+        """Computes the factor that clips all gradients: from their global norm, in which each element counts once."""
         terms: dict[Group, dict[str, list[str]]] = {}
         seen: set[ir.Value] = set()
         for one in gradients:
@@ -250,7 +250,7 @@ class Updates:
             self._guard(everyone, total)
 
     def _guard(self, everyone: Group, total: str) -> None:
-        """Gives every rank the sum of all squares, which is no finite number where a gradient is none."""
+        """Makes the sum of all squares an output of every rank: it is not finite where any gradient is not."""
         value = typed(self.values, self.program.symbols, _number(total))[0]
         copy = replicated_on(value, everyone)
         held = LocalTensor(total, copy, 0)
@@ -289,13 +289,13 @@ class Updates:
 
     def _types(self, ranks: Group, values: Sequence[ir.Value]) -> None:
         for value in values:
-            for draft in self.builders.of(ranks):
-                if value.name not in draft.types:
-                    draft.types[str(value.name)] = typed(self.values, self.program.symbols, value)
+            for builder in self.builders.of(ranks):
+                if value.name not in builder.types:
+                    builder.types[str(value.name)] = typed(self.values, self.program.symbols, value)
 
 
 def _tensor(parameter: ir.Value) -> str:
-    """The name under which a parameter is kept: of a part of a packed one that of the whole."""
+    """The global name of a parameter's state: a part of a packed weight has that weight's name."""
     part: PackedBox | None = parameter.meta.get(PART)
     return parameter.name or "" if part is None else part.tensor
 

@@ -30,7 +30,7 @@ MESH = "mesh: {dp: 2, tp: 2}\n"
 
 def arriving(program: Program) -> dict[str, str]:
     """How each input of rank 0 lies, as cuts."""
-    return {held.copy.value.name or "": str(held.copy.layout) for held in program.parts[0].inputs}
+    return {held.version.value.name or "": str(held.version.layout) for held in program.parts[0].inputs}
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_what_leaves_is_cut_as_the_out_strategy_says(
     program = same_on_all_ranks(tmp_path, text, "ranks: 8\noutputs: cut\n", {"x": X}, rtol=1e-4, atol=1e-5)
     assert [op_type for op_type, _, _ in collectives(program)] == kinds
     (held,) = program.parts[7].outputs
-    assert str(held.copy.layout) == f"[{out[2:-3]}]"
+    assert str(held.version.layout) == f"[{out[2:-3]}]"
 
 
 def test_every_call_of_a_module_has_its_out_strategy(tmp_path: Path) -> None:

@@ -332,7 +332,7 @@ def test_inputs_of_the_dataset_are_named_by_patterns(dataset: str, arriving: set
     plan = f"ranks: 3\nsymbols: {{batch: {{divisor: 3}}}}\ndataset: {dataset}\n"
     program = same_as_whole(proto, plan, feeds, rtol=1e-6, atol=1e-6)
     held = program.parts[1].inputs
-    assert {one.copy.value.name for one in held if not one.copy.layout.is_replicated} == arriving
+    assert {one.version.value.name for one in held if not one.version.layout.is_replicated} == arriving
 
 
 def test_a_pattern_of_the_dataset_that_names_no_input_is_told(tmp_path: Path) -> None:
