@@ -30,7 +30,6 @@ LARGER = {
     "tests/benchmarks": "a file for each benchmark",
     "tests/checker": "a file for each check",
     "tests/ops": "a file for the cases of each family of ops",
-    "tests/runtime": "a file for each law of the runtime",
     "tests/training": "a file for each part of training",
 }
 """Folders with more files, and why."""

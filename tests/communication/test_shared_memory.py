@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from test_runtime_mpi import MPIEXEC
+from test_mpi_ranks import MPIEXEC
 
 SCRIPT = """
 import os, random, sys

@@ -16,7 +16,7 @@ from partc.runtime.execution.in_process import LocalProgram
 from partc.runtime.execution.step_plan import StepPlan
 from partc.runtime.program.segmentation import Segment
 from small_training import DATA_PARALLEL, PERCEPTRON, compiled
-from test_runtime_collectives_mpi import MPIEXEC, every_op
+from test_collectives_mpi import MPIEXEC, every_op
 
 UNKNOWN = [
     """rank0 (float[n, 3] x, int64[k] index) => (float[k, 3] y, string[k] t)

@@ -22,7 +22,7 @@ from partc.runtime.communication.transport import Transport
 from partc.runtime.errors import ArtifactError, RankError
 from partc.runtime.execution.rank_threads import RankThreads, left_behind
 from small_training import DATA_PARALLEL, PERCEPTRON, compiled
-from test_runtime_mpi import MPIEXEC, job
+from test_mpi_ranks import MPIEXEC, job
 
 pytestmark = pytest.mark.skipif(not MPIEXEC.exists(), reason="the environment has no mpiexec of its own")
 
