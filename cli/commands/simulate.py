@@ -46,7 +46,7 @@ def _numbers(
         except ValueError:
             found = [-1]
         if not all(0 <= one < float("inf") for one in found):
-            raise click.BadParameter(f"'{text}' is no list of numbers from 0 on, with commas between them")
+            raise click.BadParameter(f"'{text}' is not a list of numbers of at least 0, separated by commas")
         return found
 
     return read

@@ -50,7 +50,7 @@ def _kinds(stages: Stages, s: int, costs: Costs, split: bool) -> list[tuple[Kind
     return [(kind, costs.time(Task(s, kind, 0), apart)) for kind in kinds]
 
 
-class _Circle:
+class _Period:
     """The times of a home's period that are taken."""
 
     def __init__(self, period: float) -> None:
@@ -78,22 +78,22 @@ def _block(
 
     Gaps: before F in the first and second half of the stages, before B in the second and first half.
     """
-    circles = [_Circle(period) for _ in range(stages.rows)]
+    periods = [_Period(period) for _ in range(stages.rows)]
     begins: dict[tuple[int, Kind], float] = {}
     ends: dict[tuple[int, Kind], float] = {}
 
     def put(s: int, kind: Kind, ready: float, length: float) -> bool:
         begin: float | None = ready
-        some = [circles[home] for home in stages.homes[s]]
+        some = [periods[home] for home in stages.homes[s]]
         while begin is not None:
-            later = [circle.next_clear(begin, length) for circle in some]
+            later = [one.next_clear(begin, length) for one in some]
             if any(time is None for time in later):
                 return False
             latest = max(time for time in later if time is not None)
             if latest <= begin or len(some) == 1:
                 begins[s, kind], ends[s, kind] = latest, latest + length
-                for circle in some:
-                    circle.taken.append((latest, latest + length))
+                for one in some:
+                    one.taken.append((latest, latest + length))
                 return True
             begin = latest if latest < ready + len(some) * period else None
         return False

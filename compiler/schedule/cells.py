@@ -1,6 +1,6 @@
 """A wrong cell of a row, shown in its row with a mark below.
 
-plan.yaml:12: rank 1, cell 4: 1B0 stands there a second time; the first is cell 2
+plan.yaml:12: rank 1, cell 4: 1B0 appears twice, first in cell 2
     1F0 1B0 1F1 1B0 1B1
                 ^^^
   every task runs once

@@ -107,7 +107,7 @@ def _count(microbatches: object, where: str) -> int | Problem:
     if isinstance(microbatches, int) and not isinstance(microbatches, bool) and microbatches >= 1:
         return microbatches
     return Problem(
-        where, f"microbatches: {microbatches!r} is no number of microbatches", "it is a whole number from 1 on"
+        where, f"microbatches: {microbatches!r} is not a number of microbatches", "it is an integer of at least 1"
     )
 
 
@@ -117,7 +117,7 @@ def _limit(memory: object, where: str) -> Limit | Problem | None:
     try:
         return parse_limit(memory if isinstance(memory, int) else str(memory))
     except ValueError as error:
-        return Problem(where, f"memory: {memory!r} is no limit", str(error))
+        return Problem(where, f"memory: {memory!r} is not a limit", str(error))
 
 
 def _name(schedule: object, stages: Stages, where: str) -> str | Problem:

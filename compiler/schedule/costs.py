@@ -93,7 +93,7 @@ def with_times(costs: Costs, times: Mapping[str, float], clock: str = "s") -> Co
         if task.stage >= len(some):
             raise ValueError(f"{key}: the stages are 0 to {len(some) - 1}")
         if not 0 <= time < float("inf"):
-            raise ValueError(f"{key}: {time} is no time")
+            raise ValueError(f"{key}: {time} is not a time")
         if key[-1:].isalpha():
             some[task.stage] = _with_time(some[task.stage], task.kind, time, f"{task.stage}W" in times)
         else:

@@ -83,9 +83,7 @@ def _unmatched(rows: Sequence[Sequence[Action]]) -> Iterator[WrongCell]:
             if isinstance(action, Message):
                 count.setdefault((action.event, action.role), []).append((r, cell))
                 if len([place for place in count[action.event, action.role] if place[0] == r]) > 1:
-                    yield WrongCell(
-                        r, cell, f"{action} stands there again", "a message goes once", "remove one of the two"
-                    )
+                    yield WrongCell(r, cell, f"{action} appears twice", "a message goes once", "remove one of the two")
     for (event, role), places in count.items():
         ends = {other for other in (Role.SEND, Role.RECEIVE, Role.BOTH) if (event, other) in count}
         if ends == {role} and role is not Role.BOTH:
@@ -107,11 +105,11 @@ def _unread(rows: Sequence[Sequence[Action]], stages: Stages) -> Iterator[WrongC
                     if ((need, action.stage) if crosses else need) not in there:
                         fact = f"{action} reads what {need} makes, which is not there yet"
                         yield WrongCell(
-                            r, cell, fact, _READS, f"move {action} behind {'the Receive' if crosses else need}"
+                            r, cell, fact, _READS, f"move {action} after {'the Receive' if crosses else need}"
                         )
             elif action.role is not Role.RECEIVE and action.task not in there:
                 fact = f"{action} sends what {action.task} makes, which is not there yet"
-                yield WrongCell(r, cell, fact, _READS, f"move it behind {action.task}")
+                yield WrongCell(r, cell, fact, _READS, f"move it after {action.task}")
 
 
 def _deadlocks(rows: Sequence[Sequence[Action]], stages: Stages) -> Iterator[WrongCell]:

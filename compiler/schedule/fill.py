@@ -1,8 +1,8 @@
 """Puts W where it costs least: an order of F and B on every home is kept, and W fills the time in which a home would wait.
 
 A home runs the next task of its order as soon as it can. Where what this reads is not there yet, it runs the oldest W that is left; where
-the limit has no room for the next F, too. What is left over stands at the end. So the order of 1F1B with p microbatches becomes ZB-H1.
-Stages on several homes, and those from which no cotangent leaves, keep whole backward passes. Nobody waits for the latter, so with
+the limit has no room for the next F, too. What is left comes at the end. So the order of 1F1B with p microbatches becomes ZB-H1.
+Stages on several homes, and those from which no cotangent leaves, keep whole backward passes. No task waits for the latter, so with
 `late_sources` these, too, fill time in which a home would wait.
 """
 
@@ -65,7 +65,7 @@ class _Fill:
         return Schedule(self.order.name, self.order.stages, self.order.microbatches, tuple(map(tuple, self.rows)))
 
     def _defer(self, home: int) -> None:
-        """Backward passes for which nobody waits leave the order as soon as they can run."""
+        """Backward passes for which no task waits leave the order as soon as they can run."""
         row = self.todo[home]
         while self.late_sources and row and self._may_be_late(row[0]) and self._ready(row[0]) is not None:
             self.late[home].append(row.popleft())

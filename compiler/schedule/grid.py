@@ -17,7 +17,7 @@
     rank 1 |.   1F0 1B0 --- 1F1 1B1 --- .   .   |
 
 Columns are equal where a column of few characters can hold every task: then one is the greatest time of which all times are multiples. Else
-a column begins where some rank begins a second task, so that every task has a cell of its own, and times stand above. `---` goes on with
+a column begins where some rank begins a second task, so that every task has a cell of its own, and times stand above. `---` continues
 the task before, `.` is idle.
 """
 

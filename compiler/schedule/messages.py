@@ -35,7 +35,7 @@ class Role(StrEnum):
 
 
 class Message(NamedTuple):
-    """What `task` made, on its way to stage `reader`, as it stands in one row."""
+    """What `task` made, on its way to stage `reader`, as it appears in one row."""
 
     task: Task
     reader: int

@@ -15,7 +15,7 @@ _CELL = re.compile(r"(\d{1,9})([FBW])(\d{1,9})", re.ASCII)
 
 
 class Kind(StrEnum):
-    """What a task computes; the letter stands between the stage and the microbatch."""
+    """What a task computes; the letter is written between the stage and the microbatch."""
 
     FORWARD = "F"
     BACKWARD = "B"

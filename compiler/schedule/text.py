@@ -52,7 +52,7 @@ def _task(cell: str) -> Task | None:
 def _unknown(row: int, cell: int, text: str) -> WrongCell:
     meant = text.upper()
     help = f"write {meant}" if _task(meant) else "write the task that runs there, or remove the cell"
-    return WrongCell(row, cell, f"'{text}' is no task", _CELL, help)
+    return WrongCell(row, cell, f"'{text}' is not a task", _CELL, help)
 
 
 def _misnamed(rows: Sequence[str], stages: Stages, places: Sequence[str]) -> list[Problem]:

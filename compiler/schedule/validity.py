@@ -1,9 +1,9 @@
 """What a valid schedule is, and every violation of it with the first wrong cell marked.
 
 1. Every cell is a task of a stage on this home, of a microbatch that there is, and of a kind that the stage has.
-2. Every F, and every B of a stage with a backward pass, stands once in the row of each of its homes; a W at most once. Where there is no W,
-   B is the whole backward pass. B and W are apart only where a cotangent leaves the stage, for else B would be empty.
-3. No task stands before one of its own row for which it waits.
+2. Every F, and every B of a stage with a backward pass, appears once in the row of each of its homes; a W at most once. Without a W, B is
+   the whole backward pass. B and W are apart only where a cotangent leaves the stage; else B would be empty.
+3. No task comes before one of its own row for which it waits.
 4. Rows do not wait for each other. Then all ranks follow one order of events, without deadlock even if Sends wait for their receivers.
 """
 
@@ -52,7 +52,7 @@ def problems(
 
 
 def wrong_cells(rows: Sequence[Sequence[Task | None]], stages: Stages, microbatches: int) -> Iterator[WrongCell]:
-    """Tasks that cannot stand where they are, whatever stands elsewhere, and tasks that stand twice; None is passed over."""
+    """Tasks that cannot be where they are, whatever the other cells are, and tasks that appear twice; None is skipped."""
     for home, row in enumerate(rows):
         first: dict[Task, int] = {}
         for cell, task in enumerate(row):
@@ -61,7 +61,7 @@ def wrong_cells(rows: Sequence[Sequence[Task | None]], stages: Stages, microbatc
             if wrong := _wrong(task, home, stages, microbatches):
                 yield WrongCell(home, cell, *wrong)
             elif task in first:
-                fact = f"{task} stands there again; it is cell {first[task] + 1} already"
+                fact = f"{task} appears twice, first in cell {first[task] + 1}"
                 yield WrongCell(home, cell, fact, _ONCE, "remove one of the two")
             else:
                 first[task] = cell
@@ -92,7 +92,7 @@ def _wrong(task: Task, home: int, stages: Stages, microbatches: int) -> tuple[st
         return f"{task} is of a stage that has F alone", "no gradient goes through this stage", f"remove {task}"
     if task.kind is Kind.WEIGHT and not stages.splittable[task.stage]:
         whole = Task(task.stage, Kind.BACKWARD, task.microbatch)
-        law = f"no cotangent leaves stage {task.stage}, so nobody waits for a part of its backward pass: it is one task"
+        law = f"no cotangent leaves stage {task.stage}, so its backward pass is one task"
         return f"{task} is of a stage whose backward pass is whole", law, f"remove {task}: {whole} is all of it"
     return None
 
@@ -123,12 +123,12 @@ def _early(schedule: Schedule) -> Iterator[WrongCell]:
         for cell, task in enumerate(row):
             late = [need for need in schedule.stages.needs(task) if place.get(need, -1) > cell]
             if late:
-                fact = f"{task} stands before {late[0]}, cell {place[late[0]] + 1}, for which it waits"
-                yield WrongCell(home, cell, fact, _WAITS, f"move {task} behind {late[0]}")
+                fact = f"{task} comes before {late[0]} (cell {place[late[0]] + 1}), for which it waits"
+                yield WrongCell(home, cell, fact, _WAITS, f"move {task} after {late[0]}")
 
 
 def _waiting(schedule: Schedule) -> Iterator[WrongCell]:
-    """The rows that wait for each other, told once, at the first cell of the circle that cannot run."""
+    """Rows that wait for each other: one problem, at the first cell of the cycle."""
     cycle, stages = precedence(schedule).cycle, schedule.stages
     place = {(task, home): cell for home, row in enumerate(schedule.rows) for cell, task in enumerate(row)}
     reading = [k for k, task in enumerate(cycle) if cycle[(k + 1) % len(cycle)] in stages.needs(task)]
@@ -143,7 +143,7 @@ def _waiting(schedule: Schedule) -> Iterator[WrongCell]:
                 home,
                 place[task, home],
                 f"{task} waits for {read}",
-                "" if read == behind else f"which stands behind {behind}{on}",
+                "" if read == behind else f"which comes after {behind}{on}",
             )
         )
     if told:
@@ -151,7 +151,7 @@ def _waiting(schedule: Schedule) -> Iterator[WrongCell]:
         home, cell, *_ = told[start]
         steps = [text for _, _, *texts in (*told[start:], *told[:start]) for text in texts if text]
         fact = f"{schedule.rows[home][cell]} never runs: {', '.join(steps)}"
-        help = "move one of these tasks behind, or before, another one of its row, so that the circle opens"
+        help = "move one of these tasks to another place of its row to break the cycle"
         yield WrongCell(home, cell, fact, "rows must not wait for each other", help)
     elif cycle:
         home = min(h for task in cycle for h in stages.homes[task.stage])

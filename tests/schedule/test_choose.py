@@ -47,9 +47,9 @@ REFUSED = [
     (
         one_each(2),
         {"microbatches": 0, "schedule": "1f1B", "memory": "4 apples"},
-        """pipeline: microbatches: 0 is no number of microbatches
-  it is a whole number from 1 on
-pipeline: memory: '4 apples' is no limit
+        """pipeline: microbatches: 0 is not a number of microbatches
+  it is an integer of at least 1
+pipeline: memory: '4 apples' is not a limit
   a limit is an amount above 0 with its unit, such as 4GB, 512MiB or '2.5 microbatches'
 pipeline: schedule: '1f1B' is not known
   schedules are gpipe, 1f1b, interleaved, zb_h1, zbv, auto, or a list of rows
@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused(stages: Stages, words: dict[str, object], 
 
 @pytest.mark.parametrize("microbatches", [0, -1, True, 2.0, "4", None])
 def test_microbatches_are_a_whole_number(microbatches: object) -> None:
-    with pytest.raises(CompileError, match="no number of microbatches"):
+    with pytest.raises(CompileError, match="not a number of microbatches"):
         choose(one_each(2), microbatches)
 
 

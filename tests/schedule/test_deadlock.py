@@ -184,7 +184,7 @@ def test_what_is_wrong_with_messages_is_said() -> None:
         rows[0], [rows[1][1], rows[1][0], *rows[1][2:]]
     )
     assert "rank 0, cell 1: 0F0>1 sends what 0F0 makes" in said([rows[0][1], rows[0][0], *rows[0][2:]], rows[1])
-    assert "rank 0, cell 3: 0F0>1 stands there again" in said([*rows[0][:2], *rows[0][1:]], rows[1])
+    assert "rank 0, cell 3: 0F0>1 appears twice" in said([*rows[0][:2], *rows[0][1:]], rows[1])
     assert said([*rows[0][:2], rows[0][2], rows[0][4], rows[0][3], *rows[0][5:]], rows[1]) == (
         """build: rank 0, cell 4: deadlock: 0<1B0 waits for rank 1, which waits in 1<0F1
     0F0 0F0>1 0F1 0<1B0 0F1>1 0B0 0<1B1 0B1

@@ -61,7 +61,7 @@ def test_large_numbers_in_cells() -> None:
 REFUSED = [
     (
         ["0F0 0b0", "1F0 1B0"],
-        """plan.yaml:7: rank 0, cell 2: '0b0' is no task
+        """plan.yaml:7: rank 0, cell 2: '0b0' is not a task
     0F0 0b0
         ^^^
   a cell is a stage, F, B or W, and a microbatch, such as 2F0
@@ -69,7 +69,7 @@ REFUSED = [
     ),
     (
         ["0F0 0B0", "1F0 1B0 1B0"],
-        """plan.yaml:7: rank 1, cell 3: 1B0 stands there again; it is cell 2 already
+        """plan.yaml:7: rank 1, cell 3: 1B0 appears twice, first in cell 2
     1F0 1B0 1B0
             ^^^
   every F and every B runs once on each home of its stage, a W at most once
@@ -77,11 +77,11 @@ REFUSED = [
     ),
     (
         ["0F0 0B0", "1B0 1F0"],
-        """plan.yaml:7: rank 1, cell 1: 1B0 stands before 1F0, cell 2, for which it waits
+        """plan.yaml:7: rank 1, cell 1: 1B0 comes before 1F0 (cell 2), for which it waits
     1B0 1F0
     ^^^
   F waits for the F of the stages that it reads from; B for its own F and for the B of the stages that read from it; W for its B
-  help: move 1B0 behind 1F0""",
+  help: move 1B0 after 1F0""",
     ),
     (
         ["0F0 0B0", "1F0"],
@@ -109,7 +109,7 @@ plan.yaml:7: rank 1, cell 2: 1F0 is missing
         """plan.yaml:7: rank 0, cell 3: 0W0 is of a stage whose backward pass is whole
     0F0 0B0 0W0
             ^^^
-  no cotangent leaves stage 0, so nobody waits for a part of its backward pass: it is one task
+  no cotangent leaves stage 0, so its backward pass is one task
   help: remove 0W0: 0B0 is all of it
 plan.yaml:7: rank 1, cell 3: 2F0 is of stage 2
     1F0 1B0 2F0 1F1
@@ -148,14 +148,14 @@ def test_a_stage_without_a_backward_pass_has_f_alone() -> None:
     assert "rank 1, cell 2: 1W0 is of a stage that has F alone" in text
 
 
-def test_rows_that_wait_for_each_other_are_refused_with_the_circle() -> None:
+def test_rows_that_wait_for_each_other_are_refused_with_the_cycle() -> None:
     assert refused(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"], one_each(2), 2) == (
-        """plan.yaml:7: rank 0, cell 2: 0B0 never runs: 0B0 waits for 1B0, which stands behind 1F1 on rank 1, \
-1F1 waits for 0F1, which stands behind 0B0 on rank 0
+        """plan.yaml:7: rank 0, cell 2: 0B0 never runs: 0B0 waits for 1B0, which comes after 1F1 on rank 1, \
+1F1 waits for 0F1, which comes after 0B0 on rank 0
     0F0 0B0 0F1 0B1
         ^^^
   rows must not wait for each other
-  help: move one of these tasks behind, or before, another one of its row, so that the circle opens"""
+  help: move one of these tasks to another place of its row to break the cycle"""
     )
 
 
@@ -169,7 +169,7 @@ def test_homes_that_share_stages_run_them_in_one_order() -> None:
 def test_a_long_row_is_shown_around_the_cell() -> None:
     rows = ["0F0 0B0 " * 10 + "0x0 " + "0F0 0B0 " * 10, "1F0 1B0"]
     cells = "0F0 0B0 " * 4
-    assert f"rank 0, cell 21: '0x0' is no task\n    ... {cells}0x0 {cells}...\n{' ' * 40}^^^\n" in refused(
+    assert f"rank 0, cell 21: '0x0' is not a task\n    ... {cells}0x0 {cells}...\n{' ' * 40}^^^\n" in refused(
         rows, one_each(2), 1
     )
 

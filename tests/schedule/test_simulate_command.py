@@ -104,7 +104,7 @@ def test_rows_of_a_file(capsys: Capture, tmp_path: Path) -> None:
     assert "# Total: 9 units" in said(capsys, "--rows", str(rows), "--stages", "2", "-m", "2")
     rows.write_text("# mine\nrank 0: 0F0 0F1 0B0 0B1\n\nrank 1: 1F0 1B0 1F1 1b1\n")
     assert refused(capsys, "--rows", str(rows), "--stages", "2", "-m", "2") == (
-        f"""{rows}:4: rank 1, cell 4: '1b1' is no task
+        f"""{rows}:4: rank 1, cell 4: '1b1' is not a task
     1F0 1B0 1F1 1b1
                 ^^^
   a cell is a stage, F, B or W, and a microbatch, such as 2F0
@@ -117,7 +117,7 @@ def test_rows_of_a_file(capsys: Capture, tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         (["-m", "4"], "how many ranks there are is not said"),
-        (["-m", "0", "--ranks", "2"], "microbatches: 0 is no number of microbatches"),
+        (["-m", "0", "--ranks", "2"], "microbatches: 0 is not a number of microbatches"),
         (["-m", "4", "--ranks", "2", "--schedule", "zb-v"], "the nearest name is zbv"),
         (["-m", "4", "--stages", "3", "--schedule", "zbv"], "zbv has 2 stages a rank"),
         (["-m", "4", "--stages", "3", "--ranks", "2", "--schedule", "auto"], "are not equally many on --ranks 2"),
@@ -128,7 +128,7 @@ def test_rows_of_a_file(capsys: Capture, tmp_path: Path) -> None:
             ["-m", "4", "--schedule", "1f1b", "--ranks", "2", "--rows", "r.txt"],
             "--schedule and --rows are two schedules",
         ),
-        (["-m", "4", "--placement", "0,x"], "'0,x' is no list of numbers"),
+        (["-m", "4", "--placement", "0,x"], "'0,x' is not a list of numbers"),
         (
             ["-m", "4", "--placement", "0,1,1,0", "--schedule", "1f1b"],
             "help: place every stage on a group of its own, or write schedule: zbv or auto",
