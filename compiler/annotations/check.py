@@ -64,7 +64,7 @@ def follow_annotations(program: Program) -> Program:
 
 
 def _promised(program: Program, followed: Mapping[ir.Node, Followed]) -> dict[str, SymbolInfo]:
-    """Symbols of which nothing is said but that annotations cut them: this promises that they are divisible."""
+    """Symbols that only the annotations constrain: sharding such a dim promises that it is divisible."""
     divisors: dict[str, int] = {}
     for node, one in followed.items():
         for values, spreads in ((node.inputs, one.inputs), (node.outputs, one.outputs)):
@@ -91,7 +91,7 @@ class _Check:
         return f"{self.program.name}:{self.program.paths.get(node, node.name)}"
 
     def dangling(self) -> Iterator[Problem]:
-        """One problem for each configuration that is not declared."""
+        """Problems of nodes whose configuration the model does not declare."""
         names = [one.name for one in self.program.model.device_configurations]
         for called, nodes in self.annotations.dangling.items():
             first = ", ".join(f"'{self.program.paths.get(node, node.name)}'" for node in nodes[:3])
@@ -105,7 +105,7 @@ class _Check:
             yield Problem(self.program.name, fact, have, _TOOLS)
 
     def gone(self) -> list[str]:
-        """A warning for nodes that were rewritten before they could be looked at."""
+        """A warning about annotated nodes that a rewrite removed before the check."""
         lost = [node.name or node.op_type for node in self.annotations.nodes if node not in self.present]
         named = ", ".join(f"'{name}'" for name in lost[:3])
         return (
@@ -207,7 +207,7 @@ class _Check:
     def _group(
         self, node: ir.Node, stage: int | None, spreads: list[Spread], stages: Mapping[int, set[Group]]
     ) -> Group | None:
-        """The node's ranks; None where nothing says, or what is said is wrong, which is noted."""
+        """The node's ranks; None if its annotation names none, or wrong ones, which is a problem."""
         count = self.annotations.configuration.num_devices
         named = dict.fromkeys(spread.ranks for spread in spreads if spread.holders)
         if len(named) > 1:
@@ -240,7 +240,7 @@ class _Check:
         return group
 
     def too_few_ranks(self, followed: Mapping[ir.Node, Followed]) -> Iterator[Problem]:
-        """A plan of fewer ranks than annotations name."""
+        """The problem of a plan with fewer ranks than the annotations use."""
         ranks = self.program.plan.ranks
         for node, one in followed.items():
             if one.group and max(one.group) >= ranks:

@@ -23,7 +23,7 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Mark:
-    """A spec with the operands of the node that it speaks of; both empty where it speaks of none."""
+    """A sharding spec with the node's inputs and outputs that it describes; both empty if it describes none."""
 
     spec: ir.ShardingSpec
     inputs: tuple[int, ...]
@@ -32,7 +32,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class NodeMarks:
-    """What a node says under the configuration; `entries` counts how often it does."""
+    """A node's annotation under the configuration; `entries`: the number of its entries."""
 
     marks: tuple[Mark, ...]
     stage: int | None
@@ -66,7 +66,7 @@ class Annotations:
         )
 
     def plan(self) -> Plan:
-        """The plan of a model that has only these."""
+        """The plan of a model that has annotations and no plan file."""
         ranks = self.configuration.num_devices
         mesh = self.mesh if math.prod(size for _, size in self.mesh) == ranks else ()
         return Plan(file="", ranks=ranks, symbols={}, inputs={}, placement=(), outputs=(), mesh=mesh)

@@ -27,7 +27,7 @@ _LAW = "the cuts of a node's operands are layouts of one grid of its ranks"
 def seed_annotations(
     program: Program, choices: Mapping[NodeOnGroup, NodeSharding], given: Pinned, decided: Mapping[ir.Node, object]
 ) -> list[Problem]:
-    """Fills in the choices that annotations give, of all nodes but the `decided`; gives what is wrong with them."""
+    """Fills in the shardings that annotations pin, except those of `decided` nodes. Returns problems."""
     problems: list[Problem] = []
     for instance, choice in choices.items():
         followed = program.followed.get(instance.node)
@@ -120,7 +120,7 @@ def cut_by_operands(instance: NodeOnGroup, choice: NodeSharding, followed: Follo
 
 
 def settle_outputs(instance: NodeOnGroup, choice: NodeSharding, followed: Followed, given: Pinned) -> None:
-    """Outputs whose spread is not what the cut node makes, or that are to be reduced at once, are given."""
+    """Pins outputs whose annotated layout differs from what the sharded node makes, or that are reduced at once."""
     for k, spread in followed.outputs.items():
         made = choice.output(k)
         if made is None:
@@ -138,7 +138,7 @@ def settle_outputs(instance: NodeOnGroup, choice: NodeSharding, followed: Follow
 
 
 def _common(preferred: Mesh, inputs: list[Spread], outputs: list[Spread], group: Group) -> Mesh | None:
-    """The first mesh that has a layout of all inputs, one that has the outputs' too before others; None where none has."""
+    """The first mesh on which all inputs have a layout, preferring one on which the outputs have, too; None if there is none."""
     able = [
         mesh
         for mesh in dict.fromkeys((preferred, *meshes(len(group))))
@@ -150,7 +150,7 @@ def _common(preferred: Mesh, inputs: list[Spread], outputs: list[Spread], group:
 
 
 def _arriving(program: Program, given: Pinned) -> list[Problem]:
-    """How inputs arrive, by metadata, where the plan does not say."""
+    """Pins how inputs arrive, from metadata, unless the plan says it."""
     annotations = program.declared.annotations
     if annotations is None or program.plan.dataset.where or program.plan.dataset.style != FULL_BATCH:
         return []

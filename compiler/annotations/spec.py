@@ -81,7 +81,7 @@ def _axis_faults(spec: ir.ShardingSpec, rank: int | None) -> Iterator[tuple[str,
 
 
 def _size_faults(sharded: ir.ShardedDim, axis: int, size: int | str | None) -> Iterator[tuple[str, str]]:
-    """Sizes that the spec states and the tensor does not have, and sizes that are not cut evenly."""
+    """Facts and laws of stated sizes that differ from the tensor's, and of sizes that do not divide evenly."""
     parts = sharded.simple_shardings
     stated = [_size(one.dim) for one in parts]
     known = math.prod(each for each in stated if each is not None)
@@ -101,7 +101,7 @@ def _size_faults(sharded: ir.ShardedDim, axis: int, size: int | str | None) -> I
 def _devices(
     device: Group, entries: tuple[ir.IndexToDeviceGroupMapEntry, ...], devices: int
 ) -> tuple[tuple[Group, ...], tuple[tuple[str, str], ...]]:
-    """Per shard the devices that hold it, and what is wrong with them."""
+    """Maps each shard to the devices that hold it; with facts and laws of what is wrong."""
     groups = {entry.key: tuple(entry.value) for entry in entries}
     holders = tuple(groups.get(each, (each,)) for each in device)
     wrong = []

@@ -47,7 +47,7 @@ class Spread:
         return math.prod(self.shards)
 
     def over(self, group: Group) -> Spread:
-        """With devices: those that it has, else the group's ranks shard by shard, neighbouring ranks being replicas."""
+        """The spread with devices: its own, else the group's ranks shard by shard, neighbouring ranks being replicas."""
         if self.holders:
             return self
         each = len(group) // self.count
@@ -68,7 +68,7 @@ def spread_of(layout: Layout, group: Group) -> Spread:
 
 
 def spec_of(value: ir.Value, spread: Spread) -> ir.ShardingSpec:
-    """The standard's words for a spread value."""
+    """The ONNX sharding spec of a spread value."""
     device, groups = _devices(spread)
     dims = value.shape.dims if value.shape is not None else (None,) * len(spread.shards)
     sharded = tuple(
@@ -90,7 +90,7 @@ def _devices(spread: Spread) -> tuple[Group, tuple[ir.IndexToDeviceGroupMapEntry
 
 @lru_cache(maxsize=4096)
 def layout_on(mesh: Mesh, spread: Spread, group: Group) -> Layout | None:
-    """The layout on a mesh of the group that spreads a value so; None where its axes cannot."""
+    """The layout on `mesh` that spreads a value so; None if the mesh's axes cannot."""
     at = {rank: number for number, ranks in enumerate(spread.holders) for rank in ranks}
     whole = Layout(mesh, ())
     units = [_index(mesh, axis) for axis in range(len(mesh))]

@@ -39,7 +39,7 @@ class PlaceCall(TracedCall):
 def place(
     target: Target, *where: Ranks | str, role: str | None = None, rank: Ranks | None = None, rank_id: int | None = None
 ) -> Target:
-    """Runs `target` where it is said, `place(target, 3)` or `place(target, "MS_WORKER", 3)`; hands it back.
+    """Places `target` on ranks, `place(target, 3)` or `place(target, "MS_WORKER", 3)`, and returns it.
 
     A module or pattern is handed back itself, of a function or an op the one to be called instead. `role` is "MS_WORKER" or left
     out, `rank_id` is another name of `rank`. Raises CompileError with all that is wrong.

@@ -37,7 +37,7 @@ class Recorder:
         return f"{path.relative_to(self.folder).as_posix() if inside else path.name}:{number}"
 
     def owns(self, file: str) -> bool:
-        """Whether `file` is a source of the model: it lies in the model's folder and is no library's, nor the compiler's."""
+        """Whether `file` belongs to the model: it is in the model's folder and is not a library's or the compiler's."""
         path = Path(file)
         if not path.is_relative_to(self.folder) or path.is_relative_to(_COMPILER):
             return False

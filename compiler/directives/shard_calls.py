@@ -28,7 +28,7 @@ _STRATEGY = "a strategy is a tuple with a tuple for each tensor, or None to deri
 
 @dataclass
 class ShardCall(TracedCall):
-    """One call of `shard`: the module, function or op, and its cuts."""
+    """One call of `shard`: the module, function or op, and its shard specs."""
 
     verb: ClassVar[str] = "shard"
     inputs: tuple[ShardSpec | None, ...] | None
@@ -37,7 +37,7 @@ class ShardCall(TracedCall):
     level: int
 
     def check(self, region: Region) -> None:
-        """Raises CompileError where strategies have not one entry for each tensor, and one for each dim of it."""
+        """Raises CompileError unless strategies have an entry for each tensor, and one for each of its dims."""
         problems: list[Problem] = []
         sides = [
             ("in", "is called with", self.inputs, region.arguments),
@@ -70,7 +70,7 @@ def shard(
     device: str | None = None,
     level: int = 0,
 ) -> Target:
-    """Cuts a module, a function or an op over its group; hands the module back, or the function to be called instead.
+    """Shards a module, a function or an op over its group. Returns the module, or the function to call instead.
 
     `parameter_plan` cuts parameters of a module, named from there (`dense2.weight`) or as the caller sees them
     (`self.block1.dense2.weight`). `device` is one that there is, and changes nothing. `level` says what to prefer where the

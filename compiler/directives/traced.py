@@ -60,7 +60,7 @@ def is_module(target: object) -> bool:
 
 
 def note_call(module: object, arguments: Sequence[object], result: object) -> None:
-    """Records what a module that is being traced was given and gave back, if `shard` spoke of it."""
+    """Records the inputs and outputs of a traced module, if `shard` was called on it."""
     record = recorder()
     for call in record.shards if record else ():
         if call.target is module:
@@ -114,7 +114,7 @@ def traced(call: TracedCall, target: Callable[..., object]) -> Callable[..., obj
 
 @contextmanager
 def _scope(builder: GraphBuilder, name: str | None, record: Recorder | None) -> Iterator[str]:
-    """Within, nodes get a scope of this name, made unlike those of earlier calls; its path without the root's own name."""
+    """Within, nodes get a scope of this name, distinct from earlier calls'; yields its path without the root's name."""
     around = [part for part in builder._scope_names()[1:] if part]
     if name is None:
         yield ".".join(around)

@@ -58,7 +58,7 @@ def _mark(model: ir.Model, nodes: list[ir.Node], depth: int) -> None:
 
 
 def _depths(model: ir.Model) -> dict[ir.OperatorIdentifier, int]:
-    """By function the depth of the calls inside: more than that of every call of the function. Cycles are left to the inliner."""
+    """Maps each function to its depth of calls, one more than the deepest function that it calls. Cycles are left to the inliner."""
     depths = {key: 1 for key, _ in _functions(model)}
     for _ in depths:
         changed = False

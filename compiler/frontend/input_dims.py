@@ -16,7 +16,7 @@ from partc.compiler.errors import Problem
 
 
 def name_input_dims(graph: ir.Graph, where: str) -> list[Problem]:
-    """Renames the dims of the graph's inputs; equal names stay equal. Gives the sizes that no tensor can have."""
+    """Renames the dims of the graph's inputs; equal names stay equal. Returns a problem for each negative size."""
     problems: list[Problem] = []
     names: dict[str, str] = {}
     for value in graph.inputs:

@@ -33,7 +33,7 @@ class Spec:
 
 @dataclass
 class DimNames:
-    """Names dims, and collects the Symbols under the names that they gave."""
+    """Names the dims of inputs, and maps each name to the Symbol that constrains it."""
 
     globals: Mapping[str, object]
     reserved: set[str]
@@ -142,7 +142,7 @@ def as_mapping(
 
 
 def as_input(entry: object) -> Input | None:
-    """An `Input` as it is, a shape as one of float32, an array or tensor by its shape and dtype; None for anything else."""
+    """Converts an entry of `inputs`: an `Input` stays, a shape becomes one of float32, an array gives its shape and dtype; else None."""
     if isinstance(entry, Input):
         return entry if _is_shape(entry.shape) else None
     if isinstance(entry, np.ndarray):

@@ -169,7 +169,7 @@ def _onnxscript_name(node: ir.Node) -> _Name:
 
 
 def _torch_name(node: ir.Node) -> _Name:
-    """torch names every node itself, by its own ops and with counters: the op's type says more."""
+    """A name for a node that torch named by its own op and a counter: the ONNX op's type."""
     name = node.name or ""
     text = node.metadata_props.get(TORCH_SCOPES)
     modules = [_CALL.sub("", entry) for entry in _entries(text)[:-1]] if text else []
@@ -181,7 +181,7 @@ def _torch_name(node: ir.Node) -> _Name:
 
 
 def _scopes_by_neighbours(scopes: dict[ir.Node, str | None]) -> dict[ir.Node, str]:
-    """Unknown scopes filled in: connected nodes without one get the module that their known neighbours share."""
+    """Fills in unknown scopes: connected nodes without a scope get the deepest module that their neighbours share."""
     found = {node: scope for node, scope in scopes.items() if scope is not None}
     for start, scope in scopes.items():
         if scope is not None or start in found:

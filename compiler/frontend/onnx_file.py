@@ -126,7 +126,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _names_on_lines(model: ir.Model, where: str) -> list[Problem]:
-    """Names with line ends, which no message and no dump can show."""
+    """Problems of names that contain a line end, which no message and no dump can show."""
     found: dict[str, str] = {}
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
         ports = [*graph.inputs, *graph.initializers.values()]
@@ -159,7 +159,7 @@ def _raise(problems: list[Problem]) -> None:
 
 
 def _inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Inlined by onnx where a function's opset differs from the model's, since it converts; else left to onnx-ir."""
+    """The model with its functions inlined by onnx if an opset differs from the model's, since onnx converts; else as it is."""
     own = {entry.domain: entry.version for entry in proto.opset_import}
     if any(own.get(e.domain, e.version) != e.version for f in proto.functions for e in f.opset_import):
         import onnx.inliner
@@ -284,7 +284,7 @@ def _external_problems(graph: ir.Graph, where: str) -> list[Problem]:
 
 
 def _read_constants(graph: ir.Graph) -> None:
-    """Brings the tensors of attributes into memory: in a rank file they have no file beside it."""
+    """Reads the external tensors of attributes into memory, since a rank file has no external data for them."""
     for part in graphs_of(graph):
         for node in part:
             for name, attribute in list(node.attributes.items()):

@@ -13,7 +13,7 @@ from partc.compiler.frontend import annotation_keys as keys
 
 @dataclass(frozen=True)
 class _Annotation:
-    """A node's annotation before the rewrite, and per entry and spec the place of its operand, None where it has none."""
+    """A node's annotation before a rewrite. `places`: for each entry and spec, the index of its operand, or None."""
 
     node: ir.Node
     entries: tuple[ir.NodeDeviceConfiguration, ...]
@@ -22,7 +22,7 @@ class _Annotation:
 
 @contextmanager
 def preserving_operands(model: ir.Model, where: str) -> Iterator[None]:
-    """Afterwards every spec of a node of the model speaks of the same operand as before, whichever value that is now.
+    """On exit, rebinds every sharding spec to the operand at the same index as before, whichever value that is now.
 
     Raises CompileError for annotated nodes that are gone then: calls of functions, whose nodes run on their own.
     """
@@ -50,7 +50,7 @@ def preserving_operands(model: ir.Model, where: str) -> Iterator[None]:
 
 @contextmanager
 def preserving_by_output(model: ir.Model) -> Iterator[None]:
-    """Afterwards the model's annotations are as before, though a converter has made its nodes anew: a node is known by what it makes."""
+    """On exit, copies the annotations to the nodes that a converter created anew: nodes are matched by their first output."""
     declared, metadata = model.device_configurations, dict(model.metadata_props)
     nodes = {node.outputs[0].name: node for node in model.graph if node.device_configurations or _own(node)}
     ports = {value.name: _own(value) for value in (*model.graph.inputs, *model.graph.outputs) if _own(value)}

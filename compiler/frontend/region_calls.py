@@ -50,7 +50,7 @@ def shardings(recorder: Recorder, modules: Iterable[tuple[str, object]], model: 
 
 
 def placements(recorder: Recorder, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[Placement, ...]:
-    """The place calls with the paths of what they speak of.
+    """Placements, one for each region that a `place` call names.
 
     Raises CompileError for modules that the model does not have and functions that nobody calls.
     """
@@ -89,19 +89,19 @@ def regions_of(call: TracedCall, nodes: Mapping[ir.Node, str], problems: list[Pr
 
 
 def stranger(call: TracedCall) -> Problem:
-    """That the model does not have a module."""
+    """The problem of a call whose module is not part of the model."""
     fact = f"{call.verb} speaks of a {call.name} that is not part of the model"
     return Problem(call.where, fact, help=f"{call.verb} a module that the model holds as an attribute")
 
 
 def double(call: TracedCall, path: str) -> Problem:
-    """That a function and a module have one path."""
+    """The problem of a function and a module with the same path."""
     fact = f"the function '{call.name}' has the path of a module, '{path}'"
     return Problem(call.where, fact, help="rename one of the two")
 
 
 def _paths(modules: Iterable[tuple[str, object]], nodes: Sequence[str]) -> dict[int, list[str]]:
-    """Per module its path; of one that is held under several names all of them, first the one that its nodes have."""
+    """Maps each module to its paths; a module with several names has all of them, the one of its nodes first."""
     found: dict[int, list[str]] = {}
     for path, module in modules:
         found.setdefault(id(module), []).append(path)
@@ -155,7 +155,7 @@ def _parameters(call: ShardCall, paths: Sequence[str], problems: list[Problem]) 
 
 
 def _named(key: str, paths: Sequence[str], names: Sequence[str]) -> str | None:
-    """The parameter that a name means: with `self.` as the caller sees it first, without as the module does."""
+    """Finds a parameter by name: `self.` names are looked up from the caller first, others from the module."""
     wanted = key.removeprefix("self.")
     inside = [name for name in names if f".{wanted}".endswith(f".{name}")]
     seen = [name for name in inside if any(f".{path}.{name}".endswith(f".{wanted}") for path in paths)]

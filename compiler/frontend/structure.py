@@ -11,7 +11,7 @@ from partc.compiler.ir.graph import bodies
 
 
 def structure_problems(graph: ir.Graph, where: str, outer: frozenset[ir.Value] = frozenset()) -> list[Problem]:
-    """Values that nothing defines, or two nodes; weights without data."""
+    """Problems of values without a definition or with two, and of weights without data."""
     problems = []
     defined = set(outer) | set(graph.inputs) | set(graph.initializers.values())
     for value in graph.initializers.values():
@@ -47,7 +47,7 @@ def structure_problems(graph: ir.Graph, where: str, outer: frozenset[ir.Value] =
 
 
 def missing_attributes(model: ir.Model, where: str) -> list[Problem]:
-    """Attributes that an op of the standard demands and a node does not have: no runtime loads such a node."""
+    """Problems of nodes without an attribute that their op requires; no runtime loads such a node."""
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
     return [
         Problem(

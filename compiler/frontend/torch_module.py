@@ -115,7 +115,7 @@ def _dynamic_dims(declared: object, inputs: list[str], where: str) -> dict[str, 
 
 
 def _dim(dim: object) -> object:
-    """torch's Dim by its name, its anonymous hints as None, which gets a name; others as they are."""
+    """Converts a dim of `dynamic_shapes`: a torch Dim to its name, `Dim.AUTO` and its like to None; others stay."""
     if dim is None or isinstance(dim, str | int | Symbol):
         return dim
     return getattr(dim, "__name__", None)

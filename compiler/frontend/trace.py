@@ -164,7 +164,7 @@ def _refuse_strangers(graph: ir.Graph, parameters: Mapping[str, onnxscript.nn.Pa
 
 
 def _drop_absent_inputs(graph: ir.Graph) -> None:
-    """A missing bias is no input at all, rather than a last one that is absent."""
+    """Removes absent inputs at the end of a node's list, such as a missing bias."""
     for inner in graphs_of(graph):
         for node in inner:
             count = len(node.inputs)

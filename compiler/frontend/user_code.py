@@ -156,7 +156,7 @@ def _help(error: BaseException) -> str:
 
 
 def _module_names(folder: Path) -> set[str]:
-    """Top-level modules that the folder has, without those whose name a library already goes by."""
+    """Names of the folder's top-level modules, except those that an installed library has."""
     found = {entry.stem for entry in folder.glob("*.py")} | {
         entry.parent.name for entry in folder.glob("*/__init__.py")
     }

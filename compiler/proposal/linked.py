@@ -23,7 +23,7 @@ Place = tuple[ir.Value, int]
 
 @dataclass
 class Linked:
-    """Dims that are cut together, and the nodes that read or make them.
+    """Dims that are sharded together, and the nodes that read or make them.
 
     `made`: products whose weight brings the dim, in order; `summed`: those that sum over it. `obstacles`: in words, why it cannot be
     cut into any number of shards. `units`: numbers besides the dims themselves that the shards must divide.
@@ -52,7 +52,7 @@ class Linked:
         return shape[dim] if shape is not None else "?"
 
     def indivisible(self, program: Program, shards: int) -> str:
-        """In words, what cannot be cut into equal shards; "" where all can."""
+        """What cannot be divided into equal shards, in words; "" if everything can."""
         known = {name: info.facts for name, info in program.symbols.items()}
         for value, dim in self.places:
             shape = program.values[value].shape

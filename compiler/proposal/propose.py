@@ -150,7 +150,7 @@ def _sections(
 
 
 def _head(degrees: Degrees, done: Program, cut: TensorParallel | None, missing: list[str]) -> Iterator[str]:
-    """What it is, what it costs, and what it leaves out."""
+    """Comment lines at the head: what is proposed, what it sends, what it leaves out."""
     parts = [
         *([f"{degrees.stages} stages"] if degrees.stages > 1 else []),
         *([f"data parallel over {degrees.dp}"] if degrees.dp > 1 else []),
@@ -170,7 +170,7 @@ def _head(degrees: Degrees, done: Program, cut: TensorParallel | None, missing: 
 
 
 def _plain(cause: str) -> str:
-    """A cause without the line of a plan that has none yet."""
+    """A cause without its plan line, since the plan is not written yet."""
     return cause.partition(" (")[0]
 
 
@@ -183,7 +183,7 @@ def _missing(degrees: Degrees, cut: TensorParallel | None, stages: list[Stage]) 
 
 
 def _without(cut: TensorParallel, text: str, problems: list[Problem]) -> TensorParallel | None:
-    """The cuts without the groups that the compiler refuses; None where the problems are of other lines."""
+    """The proposal without the groups that the compiler refuses; None if the problems are of other lines."""
     lines = text.splitlines()
     named = {problem.where.rpartition(":")[2]: problem for problem in problems}
     refused = {

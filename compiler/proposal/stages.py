@@ -181,7 +181,7 @@ def _crossing(program: Program, units: Sequence[Unit]) -> list[int]:
 
 
 def _partition(costs: Sequence[float], crossing: Sequence[int], count: int) -> list[int]:
-    """Where runs begin, but for the first."""
+    """The indices at which runs begin, except the first."""
     n = len(costs)
     upto = np.concatenate([[0.0], np.cumsum(costs)])
     toll = _BYTES * np.array(crossing, float) / max(1, *crossing)

@@ -130,7 +130,7 @@ def _training(graph: ir.Graph) -> Iterator[str]:
 
 
 def _shared(model: ir.Model, paths: Mapping[ir.Node, str]) -> Iterator[str]:
-    """Weights that several modules read, with what becomes of them; the entries are the opposite."""
+    """Comment lines of shared weights with what partc does to them; the entries in them do the opposite."""
     from partc.compiler.training.shared import shared_weights
     from partc.compiler.training.trainable import trainable_names
 
@@ -166,7 +166,7 @@ def _inputs(graph: ir.Graph, symbols: Mapping[str, Symbol], given: Mapping[tuple
 
 
 def _promises(symbol: Symbol | None, shared: bool) -> str:
-    """What is declared of a dim, in the plan's words; a dim that stands twice is one size."""
+    """The declared facts of a dim as a plan spells them; a dim that is used twice is one size."""
     given = dataclasses.asdict(symbol) if symbol is not None else {}
     default = dataclasses.asdict(Symbol())
     said = {key: value for key, value in given.items() if value != default[key]} | ({"unique": True} if shared else {})

@@ -30,7 +30,7 @@ class Style:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """What is cut, in groups that are alike, with the reason of each; what stays whole; the nodes' paths for patterns."""
+    """Shardings in groups of alike modules, each with its reason; weights that stay replicated; the nodes' paths for patterns."""
 
     groups: tuple[tuple[str, tuple[Style, ...]], ...]
     whole: tuple[str, ...]
@@ -50,7 +50,7 @@ class TensorParallel:
 
 
 def tensor_parallel(program: Program, paths: Iterable[str], shards: int) -> TensorParallel:
-    """The cuts of a model in global shapes over an axis of so many ranks.
+    """Proposes shardings of a model over a mesh axis of `shards` ranks.
 
     `paths` are those of the model's own nodes: a node that is not among them stands for a part of one that is.
     """
@@ -74,7 +74,7 @@ def tensor_parallel(program: Program, paths: Iterable[str], shards: int) -> Tens
 def _choose(
     program: Program, sets: Sequence[Linked], shards: int, total: int
 ) -> tuple[list[Linked], list[tuple[Linked, str]]]:
-    """The sets to cut, in the order of the graph, and the others with the reason."""
+    """The sets of dims to shard, in the order of the graph, and the others with the reason."""
     refused: list[tuple[Linked, str]] = []
     open_sets = []
     for one in sets:
@@ -156,7 +156,7 @@ def _named(paths: Iterable[str]) -> str:
 def _whole(
     program: Program, chosen: Sequence[Linked], refused: Sequence[tuple[Linked, str]], total: int
 ) -> Iterator[str]:
-    """Weights of two dims or more that no cut reaches, the largest first, with what stands against it."""
+    """Weights of two dims or more that stay replicated, the largest first, with the reason."""
     cut = {value for one in chosen for value in one.weights}
     why: dict[ir.Value, str] = {}
     for one, reason in sorted(refused, key=lambda pair: -pair[0].bytes(program)):

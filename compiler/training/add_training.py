@@ -62,7 +62,7 @@ def add_training(program: Program) -> Program:
 def add_loss_and_metrics(
     model: ir.Model, rules: TrainRules, trainable: list[str], *, cut: bool, part: ProgramKind, known: Known
 ) -> Training:
-    """Changes `model` to give the loss and the metrics; what is said of its training.
+    """Changes `model` to compute the loss and the metrics; returns its `Training`.
 
     `trainable`: the weights that may be trained; `cut`: whether operators run on several ranks; `known`: what is promised of inputs' dims.
     CompileError for patterns that match nothing.
@@ -121,7 +121,7 @@ def add_loss_and_metrics(
 
 
 def _shared_by(rules: TrainRules) -> Callable[[str], bool | None]:
-    """Whether the plan wants a weight that several modules read to stay one: the last rule that says so counts; a frozen one does."""
+    """Tells by a weight's name whether the plan keeps it one parameter: the last matching rule wins; a frozen one stays."""
     patterns = [(rule, compile_pattern(rule.pattern)) for rule in rules.parameters]
 
     def said(name: str) -> bool | None:
@@ -133,7 +133,7 @@ def _shared_by(rules: TrainRules) -> Callable[[str], bool | None]:
 
 
 def _parameter_options(rules: TrainRules, names: list[str], others: list[str]) -> dict[str, ParameterOptions]:
-    """How each parameter is trained: of all rules that match, the later wins, key by key.
+    """Maps each parameter to its options: of all matching rules the later wins, key by key.
 
     One of the `others` becomes a parameter by a rule of its whole name that says `frozen: false`.
     """

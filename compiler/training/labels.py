@@ -10,7 +10,7 @@ _LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 
 
 def labels_of(program: Program) -> dict[str, LabelRecord]:
-    """By input how many classes there are, 0 where only a run tells, and the numbers that say that a label does not count."""
+    """Maps each label input to its number of classes (0 if only a run tells) and its ignored labels."""
     train = program.plan.train
     if train is None:
         return {}
@@ -37,13 +37,13 @@ def labels_of(program: Program) -> dict[str, LabelRecord]:
 
 
 def _classes(scores: ir.Value | None, axis: int | None) -> int | None:
-    """How many classes some scores have: along the axis, else the last dim, of images the channels; None where only a run tells."""
+    """The number of classes of logits: along `axis`, else the last dim, of images the channels; None if only a run tells."""
     dims = scores.shape.dims if scores is not None and scores.shape is not None else ()
     size = dims[axis if axis is not None else 1 if len(dims) > 3 else -1] if dims else 0
     return size if isinstance(size, int) else None
 
 
 def _joined(known: LabelRecord, classes: int | None, ignored: int | None) -> LabelRecord:
-    """What two readers of one input say of its labels."""
+    """Joins the label records of two readers of one input."""
     more = [] if ignored is None or ignored in known.ignored else [ignored]
     return LabelRecord(classes=0 if classes is None else max(known.classes, classes), ignored=[*known.ignored, *more])

@@ -248,5 +248,5 @@ class _Parts:
 
 
 def _even(loss: Loss) -> float:
-    """What smoothing gives all classes together, with their weights."""
+    """The total weight that label smoothing gives to all classes."""
     return loss.label_smoothing * float(np.mean(loss.weights or (1.0,)))

@@ -122,7 +122,7 @@ _PARTS = {
 
 
 def _of(kind: OptimizerKind) -> Family:
-    """The function of a row of the table, which updates one parameter."""
+    """A family that updates one parameter, from a row of the table."""
     inputs = (*_PAIR, *kind.slots, *kind.scalars)
     return Family(kind.doc, inputs, _next("parameter", *kind.slots), kind.body, kind.coupled)
 

@@ -32,7 +32,7 @@ class Shared:
     """Whether it is a weight of a file and all its elements are equal."""
 
     def text(self, own: bool) -> str:
-        """What is said of it: `own` where each module has its own."""
+        """The line for the user; `own`: each module gets its own copy."""
         modules = ", ".join(self.modules[:_NAMED])
         more = f" and {len(self.modules) - _NAMED} more" if len(self.modules) > _NAMED else ""
         read = f"'{self.name}' is read by {modules}{more}"
@@ -63,7 +63,7 @@ def shared_weights(model: ir.Model, names: Iterable[str], paths: Mapping[ir.Node
 def give_own(
     model: ir.Model, trainable: list[str], said: Callable[[str], bool | None]
 ) -> tuple[list[str], list[tuple[Shared, bool]]]:
-    """Gives modules weights of their own where they are to have them; the trainable weights then, and what was done.
+    """Splits shared weights where modules get their own; returns the trainable weights, and each shared weight with the decision.
 
     `said`: whether the plan wants a weight shared; None where it says nothing.
     """
@@ -101,7 +101,7 @@ def split_as(model: ir.Model, names: Iterable[str]) -> None:
 
 
 def _readers(value: ir.Value, paths: Mapping[ir.Node, str]) -> dict[str, list[tuple[ir.Node, int]]]:
-    """By module the nodes that read a weight, with the operand; none where a body reads it. A node outside of modules is its own."""
+    """Maps each module to the (node, operand) pairs that read a weight; empty if a body reads it. A node outside of modules is a module."""
     order = {node: place for place, node in enumerate(paths)}
     uses = [(use.node, use.idx) for use in value.uses()]
     if any(node not in order for node, _ in uses):

@@ -71,7 +71,7 @@ class Spread:
 
 
 def spread(program: Program, records: Mapping[ir.Value, None]) -> Spread:
-    """How every value lies in a part, where these inputs are cut along their first dim."""
+    """Maps every value to how it relates to the whole batch's, where `records` are split along their first dim."""
     found = _Walk(program, frozenset(batch_symbols(records)))
     for value in records:
         found.states[value] = Rows(0)
@@ -135,7 +135,7 @@ class _Walk(Spread):
         return None
 
     def _settle(self, value: ir.Value, node: ir.Node) -> None:
-        """A value that a node reads as the whole batch's: it is made before the parts, or else it is the part's own."""
+        """Settles an operand that must be the whole batch's: it is computed before the parts if it can be, else it is the part's own."""
         state = self.state(value)
         if isinstance(state, Rows) or state is EVERY or value.dtype is None:
             return
@@ -175,7 +175,7 @@ class _Walk(Spread):
             self.states[out] = (MEAN if rule.local in (scaled, local_mean) else SUM) if reduce == "sum" else OWN
 
     def _guess(self, node: ir.Node, otherwise: State) -> None:
-        """Where no rule tells, a dim that speaks of the batch has its records."""
+        """Without a rule: a dim whose size contains the batch symbol holds records."""
         for out in node.outputs:
             dims = [dim for dim, _ in enumerate(out.shape or ()) if self._speaks(out, dim)]
             self.states[out] = Rows(dims[0]) if dims else otherwise
@@ -192,7 +192,7 @@ class _Walk(Spread):
 
 
 def needed_for(values: Sequence[ir.Value], program: Program) -> Iterator[ir.Node]:
-    """The nodes that make some values, from the last to the first."""
+    """The nodes that some values depend on, from the last to the first."""
     wanted = {*values}
     for node in reversed(list(program.model.graph)):
         if not wanted.isdisjoint(node.outputs):
