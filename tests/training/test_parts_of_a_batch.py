@@ -17,9 +17,10 @@ from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import InputError, load_trainer
 from partc.runtime.artifact.boxes import slices
-from partc.runtime.artifact.format import Manifest, SymbolRecord
+from partc.runtime.artifact.format import Manifest, Port, SymbolRecord
 from partc.runtime.checker.check import check
 from partc.runtime.communication.in_process import LocalWorld
+from partc.runtime.training.batch import parts
 from training_equivalence import from_text
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
@@ -366,3 +367,9 @@ def test_parts_have_the_same_records_wherever_these_are(labels: str, tmp_path: P
     given["label"][7] = 5
     with pytest.raises(InputError, match="record 7 of the batch has the label 5"):
         trained(tmp_path / "c", from_text(NET, WEIGHTS), plan + train(loss, 2), [given])
+
+
+def test_more_parts_than_records_take_no_memory() -> None:
+    port = Port(name="x", type="tensor(float)", shape=["batch", 2], ranks=[0])
+    with pytest.raises(InputError, match="4 records cannot be split into"):
+        parts({"x": np.zeros((4, 2), np.float32)}, {"x": port}, 0, 1 << 40, 1)
