@@ -69,12 +69,12 @@ def call_nodes(
             parts = tuple((types.get(source), types.get(result)) for source, result in call.parts)
             given, made = types.get(call.source or ""), types.get(call.result or "")
             if parts:
-                given, made = _together([one for one, _ in parts]), _together([one for _, one in parts])
+                given, made = _as_one_vector([one for one, _ in parts]), _as_one_vector([one for _, one in parts])
             found.append(CallNode(call, rank, file, node_title(node), given, made, parts))
     return found, problems
 
 
-def _together(types: Sequence[ValueType | None]) -> ValueType | None:
+def _as_one_vector(types: Sequence[ValueType | None]) -> ValueType | None:
     """The vector as which values of one type travel; None where a shape is not a fixed one, or the types differ."""
     shapes = [type[1] for type in types if type is not None and type[1] is not None]
     kinds = {type[0] for type in types if type is not None}

@@ -239,7 +239,7 @@ def _reshaped(there: Sequence[Begins | None], old: Sizes | None, new: Sizes | No
     return [*there[:front], *middle, *(there[len(there) - back :] if back else [])]
 
 
-def hands_on(node: NodeProto, is_term: Callable[[str], bool]) -> bool:
+def passes_partial(node: NodeProto, is_term: Callable[[str], bool]) -> bool:
     """Whether a node makes terms of the terms that it reads."""
     op, terms = node.op_type, [is_term(name) for name in node.input]
     if op in _LINEAR or op == "Div":

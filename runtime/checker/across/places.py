@@ -51,9 +51,9 @@ _BOX = re.compile(r"\[([\d:, ]*)\]$")
 
 
 class Kind(Enum):
-    """Whether a value is known to be a term of a sum, or known to be none."""
+    """Whether a value is known to be partial, a term of a sum, or known not to be."""
 
-    TERM = "term"
+    PARTIAL = "partial"
     WHOLE = "whole"
 
 
@@ -94,7 +94,7 @@ class _Places:
         self.sums: dict[tuple[str, ...], set[int]] = {}
         self.sent: dict[int, Kind | None] = {}
         self.found: list[Violation] = []
-        self.told: set[tuple[object, ...]] = set()
+        self.reported: set[tuple[object, ...]] = set()
 
     def check(self) -> list[Violation]:
         for file in self.files.values():
@@ -173,7 +173,7 @@ class _Places:
             parts = zip(("op", "inputs", "outputs", "attributes"), there, own, strict=True)
             other = next(what for what, one, two in parts if one != two)
             fact = f"its {other} differ from those in {first}, and it is one node that is cut over their ranks"
-            self._tell(file, node, fact)
+            self._report(file, node, fact)
 
     def _place_call(self, file: _File, node: NodeProto, record: Collective) -> None:
         call = read_call(node, file.name)
@@ -216,8 +216,8 @@ class _Places:
         """Holds the distance of two shards on each rank against that on the first rank that was looked at."""
         for rank, first, second in zip(file.ranks, one or (), two or (), strict=False):
             shift = self.shifts.setdefault(key, first - second)
-            if shift != first - second and key not in self.told:
-                self.told.add(key)
+            if shift != first - second and key not in self.reported:
+                self.reported.add(key)
                 where = f"on rank {rank}: {fact}: {first - second} elements apart, and {shift} on other ranks"
                 self.found.append(Violation(file.name, where, node_title(node), path_of(node), _AGAIN))
 
@@ -233,12 +233,12 @@ class _Places:
             made = record.made if record is not None else None
             terms = made is None or any(made.mesh[axis] > 1 for axis, _ in made.partial)
             for name in filter(None, node.output):
-                self._know(kinds, name, None if made is None else Kind.TERM if terms else Kind.WHOLE)
+                self._know(kinds, name, None if made is None else Kind.PARTIAL if terms else Kind.WHOLE)
         elif node.domain in ("", "ai.onnx"):
             makes = len(self.sums.get(_key(node), ())) > 1
-            term = makes or place_rules.hands_on(node, lambda name: kinds.get(name) is Kind.TERM)
+            term = makes or place_rules.passes_partial(node, lambda name: kinds.get(name) is Kind.PARTIAL)
             for name in filter(None, node.output):
-                self._know(kinds, name, Kind.TERM if term else None)
+                self._know(kinds, name, Kind.PARTIAL if term else None)
 
     def _know(self, kinds: dict[str, Kind], name: str, kind: Kind | None) -> None:
         if kind is None:
@@ -250,7 +250,7 @@ class _Places:
         """Terms that go where only what is whole may go."""
         kinds = file.kinds
         for node in file.model.graph.node:
-            terms = [name for name in node.input if kinds.get(name) is Kind.TERM]
+            terms = [name for name in node.input if kinds.get(name) is Kind.PARTIAL]
             if not terms:
                 continue
             if node.domain == DOMAIN:
@@ -258,16 +258,18 @@ class _Places:
             elif node.domain == OPTIMIZER:
                 fact = f"it updates a tensor by '{terms[0]}', which is a term of a sum that no collective has reduced"
             elif node.domain in ("", "ai.onnx"):
-                fact = place_rules.misuse(node, lambda name: kinds.get(name) is Kind.TERM, lambda name: name in kinds)
+                fact = place_rules.misuse(
+                    node, lambda name: kinds.get(name) is Kind.PARTIAL, lambda name: name in kinds
+                )
             else:
                 continue
-            self._tell(file, node, fact)
+            self._report(file, node, fact)
         outputs = {port.name for port in self.manifest.outputs}
         kept = {record.next for record in self.manifest.state if record.kind not in (GRADIENT, "statistics")}
         for node in file.model.graph.node:
             for name in node.output:
-                if kinds.get(name) is Kind.TERM and name in outputs | kept:
-                    self._tell(file, node, f"'{name}' is a term of a sum that no collective has reduced")
+                if kinds.get(name) is Kind.PARTIAL and name in outputs | kept:
+                    self._report(file, node, f"'{name}' is a term of a sum that no collective has reduced")
 
     def _given_whole(self, node: NodeProto) -> str:
         record = self.records.get(_tag(node))
@@ -279,10 +281,10 @@ class _Places:
             return ""
         return f"it is given '{node.input[0]}' as a value, and that is a term of a sum that no collective has reduced"
 
-    def _tell(self, file: _File, node: NodeProto, fact: str) -> None:
+    def _report(self, file: _File, node: NodeProto, fact: str) -> None:
         key = ("term", node.output[0] if node.output else _tag(node))
-        if fact and key not in self.told:
-            self.told.add(key)
+        if fact and key not in self.reported:
+            self.reported.add(key)
             self.found.append(Violation(file.name, fact, node_title(node), path_of(node), _AGAIN))
 
 
