@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import onnx_ir as ir
 
 OF_PIECES = "partc.of_pieces"
-"""Key of `ir.Node.meta`: the Reshape gives each piece of a batch a row of its own, with its records in it."""
+"""Key of `ir.Node.meta`: the Reshape gives each part of a batch a row of its own, with its records in it."""
 
 
 def records_of(graph: ir.Graph, labels: str = "") -> dict[ir.Value, None]:

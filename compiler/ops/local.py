@@ -22,7 +22,7 @@ Shape = tuple[Dim, ...]
 class Local:
     """One node on one rank.
 
-    `shards`: per factor into how many shards it is cut (absent: 1); `shard`: which of them this rank has. `inputs` are the names of the
+    `shards`: per factor the number of its shards (absent: 1); `shard`: which of them this rank has. `inputs` are the names of the
     local operands ("" where absent), `outputs` the names that must be made. `global_shapes`/`local_shapes`: by name, for operands
     and outputs, where known. `nodes` and `constants` collect what is emitted.
     """
@@ -39,8 +39,8 @@ class Local:
     constants: dict[str, np.ndarray] = field(default_factory=dict)
     value: Callable[[str], ir.Value] = field(default=lambda name: ir.Value(name=name))
 
-    def cut(self, factor: str) -> int:
-        """Into how many shards a factor is cut."""
+    def num_shards(self, factor: str) -> int:
+        """The number of shards of a factor."""
         return self.shards.get(factor, 1)
 
     def index(self, factor: str) -> int:

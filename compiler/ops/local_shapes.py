@@ -14,8 +14,8 @@ from partc.compiler.ops.rule import WHOLE
 
 
 def shards_of(local: Local, letters: str | None) -> tuple[int, ...]:
-    """Per dim of an operand, into how many shards it is cut."""
-    return tuple(1 if letter == WHOLE else local.cut(letter) for letter in letters or "")
+    """The number of shards of each dim of an operand."""
+    return tuple(1 if letter == WHOLE else local.num_shards(letter) for letter in letters or "")
 
 
 def local_dims(local: Local, name: str) -> tuple[int | None, ...] | None:
@@ -59,10 +59,10 @@ def as_typed(local: Local, k: int, name: str) -> str:
 
 
 def shard_of(local: Local, whole: str, dim: int, letter: str, output: str) -> str:
-    """This rank's shard of a value that every rank has made whole, along one dim."""
+    """This rank's shard, along one dim, of a value that every rank has made entirely."""
     shape = local.emit("Shape", [whole], "whole_shape")
     size = local.emit("Gather", [shape, integers(local, "dim", [dim])], "size")
-    length = local.emit("Div", [size, integers(local, "shards", [local.cut(letter)])], "length")
+    length = local.emit("Div", [size, integers(local, "shards", [local.num_shards(letter)])], "length")
     begin = local.emit("Mul", [length, integers(local, "shard", [local.index(letter)])], "begin")
     end = local.emit("Add", [begin, length], "end")
     return local.emit("Slice", [whole, begin, end, integers(local, "axes", [dim])], output)

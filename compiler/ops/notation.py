@@ -1,7 +1,7 @@
 """The notation of rules: `*mk,*kn->*mn` read against the shapes of one node.
 
 A letter is a factor and one dim. `*` is any number of dims that correspond across the operands that have it, aligned at the last
-one; where one of them is 1 and another is not, it broadcasts. `.` is one dim that stays whole and `_` any number of them. `-` is
+one; where one of them is 1 and another is not, it broadcasts. `.` is one replicated dim and `_` any number of them. `-` is
 an operand that is no tensor, and an operand may be missing. A factor that no output has is contracted. `...` repeats the operand
 before it as often as the node has inputs.
 
@@ -104,7 +104,7 @@ def _operands(node: ir.Node, parts: list[str]) -> list[_Operand | None] | None:
 def broadcast(shapes: Sequence[Sequence[Dim]], free: Sequence[str]) -> tuple[str, list[str]]:
     """Letters of shapes that broadcast together, first of the result, then of each.
 
-    Dims of which it is not certain whether they are equal stay whole.
+    Dims of which it is not certain whether they are equal are replicated.
     """
     rank = max(map(len, shapes), default=0)
     common = [WHOLE] * rank

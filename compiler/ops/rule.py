@@ -2,7 +2,7 @@
 
 A factor is a letter that names dims which correspond across an op. MatMul is `mk,kn->mn`: sharding m shards the first input and the
 output; sharding k, which no output has, leaves every rank a term of a sum: the output is Partial. A dim without a letter (`.`)
-is replicated: its operand broadcasts there, or the op needs it whole.
+is replicated: its operand broadcasts there, or the op needs all of it.
 """
 
 from __future__ import annotations

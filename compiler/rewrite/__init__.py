@@ -1,1 +1,1 @@
-"""Rewrites of the whole graph before it is cut."""
+"""Rewrites of the whole graph before it is sharded."""

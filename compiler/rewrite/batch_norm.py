@@ -47,7 +47,7 @@ def infer_in_place(node: ir.Node) -> None:
 
 
 def decompose(node: ir.Node, running: Sequence[ir.Value], x: ir.Value, scopes: dict[str, str]) -> list[ir.Value]:
-    """Replaces the node by plain ops over a batch that may be cut; the values that are to replace the running statistics.
+    """Replaces the node by plain ops over a batch that may be sharded, and gives the values that are to replace the running statistics.
 
     `x` has the rank and type of the node's input; `scopes` is the metadata by which the new nodes have the node's path for a module.
     """

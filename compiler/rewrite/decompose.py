@@ -1,4 +1,4 @@
-"""Reductions that bend their sum, as the sum and what bends it: then the sum may be cut, and the rest works on every element.
+"""Reductions that apply a function to a sum, as the sum and the function: then the sum may be sharded, and the rest is element-wise.
 
 ReduceL2(x)       Sqrt(ReduceSumSquare(x))
 ReduceLogSum(x)   Log(ReduceSum(x))

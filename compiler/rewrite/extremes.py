@@ -1,4 +1,4 @@
-"""Extremes that have a gradient, in parts of which each may be cut.
+"""Extremes that have a gradient, in parts of which each may be sharded.
 
     top = ReduceMax(x)   same = Equal(x, top)   count = ReduceSum(Cast(same))   y = partc.nn.Extreme(x, top, same, count)
 

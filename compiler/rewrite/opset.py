@@ -1,4 +1,4 @@
-"""The model as the op table speaks of it, where operators are cut: one of the later opsets, and bent reductions in two parts.
+"""The model as the op table speaks of it, where operators are sharded: a later opset, and a function of a reduction apart from its sum.
 
 A model that is only placed stays as it is: every conversion is one more thing that can change numbers.
 """
@@ -19,7 +19,7 @@ OLDEST, TARGET = 18, 21
 
 
 def cuts(plan: Plan, declared: Declared) -> bool:
-    """Whether the plan or the model asks for any operator to be cut."""
+    """Whether the plan or the model shards any operator."""
     return bool(
         plan.sharding
         or declared.sharding

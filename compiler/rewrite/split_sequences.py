@@ -1,4 +1,4 @@
-"""Splits that exporters write as sequences, written as what they are: a sequence has no gradient, and nothing of it can be cut.
+"""Splits that exporters write as sequences, written as what they are: a sequence has no gradient, and nothing of it can be sharded.
 
 s = SplitToSequence(x, 8), q = SequenceAt(s, 0), k = SequenceAt(s, 1), v = SequenceAt(s, 2)     torch's x.split(8, -1)
 q, k, v = Split(x, [8, 8, 8])

@@ -1,4 +1,4 @@
-"""Pass: a matrix transposed through a reshape to fewer dims is transposed where it is, so that a cut of any of its dims passes.
+"""Pass: a matrix transposed through a reshape to fewer dims is transposed where it is, so that any of its dims may be sharded.
 
 Exporters that do not know a rank merge the leading dims, transpose the last ones, and take the leading dims apart again. Of a merged
 dim only the major-most part can be cut, and heads are not:

@@ -193,7 +193,7 @@ def _undropped(node: ir.Node) -> None:
 
 
 def _forget(graph: ir.Graph | ir.Function, values: list[ir.Value | None]) -> None:
-    """Takes out weights that nobody reads any more."""
+    """Takes out weights that are no longer read."""
     for value in dict.fromkeys(values):
         if value is not None and value.is_initializer() and not value.uses() and isinstance(graph, ir.Graph):
             graph.initializers.pop(value.name or "", None)

@@ -87,7 +87,7 @@ class _Map:
         return [value] if count == 1 else self.add("Split", [value], count, axis=dim, num_outputs=count)
 
     def shards(self, value: ir.Value, dim: int, count: int, rank: int) -> list[ir.Value]:
-        """As `split`, by a Reshape, of which the sizes are known to be equal also where nobody knows what divides the dim."""
+        """As `split`, by a Reshape, of which the sizes are known to be equal also where it is not known what divides the dim."""
         if count == 1:
             return [value]
         there = [*(k for k in range(rank) if k != dim), dim]

@@ -1,7 +1,7 @@
 """Attention of the standard and rotary embedding: batch and heads are free, and queries where none waits for another.
 
-Heads of queries and of keys are cut together, so that every rank keeps their ratio: a cut must divide the number of the keys'
-heads; where there is but one, each rank has it whole. Where heads lie in the hidden dim, the attributes that count them are
+Heads of queries and of keys are sharded together, so that every rank keeps their ratio: the shards must divide the number of keys'
+heads; a single head is replicated. Where heads lie in the hidden dim, the attributes that count them are
 divided.
 
 For its gradient attention is taken apart into plain ops, which the engine differentiates. The probabilities are made again in the
@@ -137,7 +137,7 @@ def _(g: GradientBuilder, dy: str, x: str, cosines: str, sines: str, positions: 
 def fewer_heads(local: Local) -> None:
     """The node with as many heads as this rank has; a single head of the keys is on every rank."""
     given = {name: local.node.attributes.get_int(name, 0) for name in HEAD_COUNTS}
-    shards = local.cut("h")
+    shards = local.num_shards("h")
     changed: dict[str, Any] = {name: count // shards for name, count in given.items() if count > 1}
     local.same(**changed)
 
@@ -156,7 +156,7 @@ def _is_ordered(node: ir.Node) -> bool:
 
 
 def one_letter(queries: int, keys: int, extents: tuple[Dim, ...]) -> str:
-    """The letter of the keys' heads: that of the queries', `.` for a single head; empty where heads cannot be cut."""
+    """The letter of the keys' heads: that of the queries', `.` for a single head; empty where heads cannot be sharded."""
     if queries and keys:
         return "" if queries % keys else "h" if keys > 1 or queries == 1 else WHOLE
     return "h" if extents and same(*extents) else ""
@@ -272,7 +272,7 @@ def _keep_here(g: GradientBuilder, early: int, place: int, made: set[str | None]
 
 
 def _drop_unread(g: GradientBuilder, begin: int, read: set[str]) -> None:
-    """Leaves out the nodes from `begin` on whose outputs nobody reads."""
+    """Leaves out the nodes from `begin` on whose outputs are not read."""
     kept: list[ir.Node] = []
     for node in reversed(g.scope.nodes[begin:]):
         if any(out.name in read for out in node.outputs):

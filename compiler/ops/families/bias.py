@@ -1,4 +1,4 @@
-"""A bias beside a contracted cut: every rank makes a term of the product, and one alone adds the bias."""
+"""A bias beside a sharded contraction: every rank makes a term of the product, and one rank alone adds the bias."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from partc.compiler.ops.local import Local
 
 
 def bias_once(local: Local) -> None:
-    """Adds the bias, operand 2, to one of the terms that a cut of contracted factors makes."""
+    """Adds the bias, operand 2, on the first of the ranks that each make a term of a sum."""
     add_once(local, 2)
 
 
 def add_once(local: Local, k: int) -> None:
     """The node with operand `k`, its bias, multiplied by 1 on the first rank of a sum's terms and by 0 on the others."""
-    if all(local.cut(factor) == 1 for factor in local.rule.reduce):
+    if all(local.num_shards(factor) == 1 for factor in local.rule.reduce):
         local.same()
         return
     bias = local.node.inputs[k]

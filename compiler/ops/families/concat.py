@@ -52,7 +52,7 @@ def _(node: ir.Node) -> Rule | None:
 
 @split.gradient
 def _(g: GradientBuilder, *names: str | None) -> str:
-    """dX = the cotangents of the parts one after the other, zeros for a part that nobody reads."""
+    """dX = the cotangents of the parts one after the other, zeros for a part that is not read."""
     count = len(g.node.outputs)
     axis = axis_of(g.node, g.rank(str(names[count])), 0)
     parts = [dy or g.zeros(g.output(k)) for k, dy in enumerate(names[:count])]
@@ -60,5 +60,5 @@ def _(g: GradientBuilder, *names: str | None) -> str:
 
 
 def but_axes(rank: int, axes: tuple[int, ...]) -> str:
-    """A letter a dim, but for axes that stay whole."""
+    """A letter a dim; the axes are replicated."""
     return "".join(WHOLE if k in axes else LETTERS[k] for k in range(rank))

@@ -1,6 +1,6 @@
 """Attention of onnxruntime's own domain: batch and heads are free, and the attributes that count heads are divided.
 
-Where weights or a bias hold queries, keys and values in a row, a rank takes its heads of each of the three out of the whole.
+Where weights or a bias hold queries, keys and values in a row, a rank takes its heads out of each of the three.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _thirds(shape: Sequence[Dim], heads: int) -> bool:
 
 def _columns(local: Local, extent: int) -> str:
     """Where this rank's heads stand in queries, keys and values in a row."""
-    part, shards = extent // 3, local.cut("h")
+    part, shards = extent // 3, local.num_shards("h")
     here = np.arange(part // shards) + local.index("h") * (part // shards)
     return local.constant("columns", np.concatenate([here + part * k for k in range(3)]).astype(np.int64))
 
@@ -181,19 +181,19 @@ def _columns(local: Local, extent: int) -> str:
 def _local_heads(local: Local) -> None:
     """Fewer heads, with their part of the bias."""
     bias = dims(local.node.inputs[3]) or (0,)
-    if local.cut("h") == 1:
+    if local.num_shards("h") == 1:
         local.same()
         return
     assert isinstance(bias[0], int)
     part = local.emit("Gather", [local.inputs[3], _columns(local, bias[0])], "bias", axis=0)
-    count = local.node.attributes.get_int("num_heads", 1) // local.cut("h")
+    count = local.node.attributes.get_int("num_heads", 1) // local.num_shards("h")
     local.same([*local.inputs[:3], part, *local.inputs[4:]], num_heads=count)
 
 
 @packed_attention.local
 def _(local: Local) -> None:
     """Fewer heads, with their columns of the weights and of the bias."""
-    if local.cut("h") == 1:
+    if local.num_shards("h") == 1:
         local.same()
         return
     weights = dims(local.node.inputs[1]) or (0, 0)
@@ -203,7 +203,7 @@ def _(local: Local) -> None:
     inputs[1] = local.emit("Gather", [inputs[1], columns], "weights", axis=1)
     if len(inputs) > 2 and inputs[2]:
         inputs[2] = local.emit("Gather", [inputs[2], columns], "bias", axis=0)
-    shards = local.cut("h")
+    shards = local.num_shards("h")
     changed: dict[str, Any] = {"num_heads": local.node.attributes.get_int("num_heads", 1) // shards}
     sizes = local.node.attributes.get_ints("qkv_hidden_sizes")
     if sizes:

@@ -121,7 +121,7 @@ def _(node: ir.Node) -> Rule | None:
 
 def fewer_groups(local: Local) -> None:
     """The node with as many groups as this rank has."""
-    local.same(group=local.node.attributes.get_int("group", 1) // local.cut("g"))
+    local.same(group=local.node.attributes.get_int("group", 1) // local.num_shards("g"))
 
 
 def deform_bias_once(local: Local) -> None:

@@ -1,8 +1,8 @@
-"""Dropout: the standard's, and the one that trains, whose mask follows from the place of an element in the whole tensor.
+"""Dropout: the standard's, and the one that trains, whose mask follows from the place of an element in the global tensor.
 
-The standard's op draws its mask in the order of the whole tensor, so that only the mode that drops nothing can be sharded.
+The standard's op draws its mask in the order of the global tensor, so that only the mode that drops nothing can be sharded.
 `partc.nn.Dropout` draws from a seed, the number of the step, and the element's place. So the masks of a model are the same on one
-rank and on many, however a tensor is cut, and those of a step that is run again are those that it had. `partc.nn.Dropout(x, step)
+rank and on many, however a tensor is sharded, and those of a step that is run again are those that it had. `partc.nn.Dropout(x, step)
 {ratio, seed}` is no op that a runtime knows: on every rank it becomes plain ones. `Dropout(x, step, part) {ratio, seed, parts,
 records_dim}` draws the masks of one of several parts of a batch: what a rank has of a whole batch is `parts` shards like its own,
 one behind the other.
@@ -108,7 +108,7 @@ def _(ctx: ShapeInferenceContext, node: ir.Node) -> None:
 
 
 @placed_dropout.local
-def drawn_by_place(local: Local) -> None:
+def _(local: Local) -> None:
     """y = x m, m being 1 / (1 - ratio) where the element is kept and 0 elsewhere."""
     node, x = local.node, local.inputs[0]
     assert node.inputs[0] is not None
@@ -141,7 +141,7 @@ def drawn_by_place(local: Local) -> None:
 
 
 def _parted(shape: Shape) -> int:
-    """How many dims are rows: so many that rows and columns together are fewest. The same for every cut.
+    """How many dims are rows: so many that rows and columns together are fewest. The same however the tensor is sharded.
 
     The first dim counts as a symbol, so that a batch of a fixed size has the masks of a dynamic one.
     """
@@ -152,7 +152,7 @@ def _parted(shape: Shape) -> int:
 def _noise(
     local: Local, part: str, dims: Sequence[int], sizes: Sequence[int | None], extents: str, step: str, seed: int
 ) -> str:
-    """A number below 2**32 for every place along some dims, even ones alone; as many dims follow as do in the whole."""
+    """A number below 2**32 for every place along some dims, even ones alone; as many dims follow as do in the global tensor."""
     often = local.emit("Mul", [step, _number(local, f"{part}.often", _STEP[part])], f"{part}.steps")
     noise = local.emit("Add", [often, _number(local, f"{part}.seed", seed)], f"{part}.key")
     for dim in dims:
@@ -172,10 +172,10 @@ def _noise(
 
 
 def _places(local: Local, dim: int, size: int | None, extents: str) -> str:
-    """The places in the whole of this rank's elements along a dim."""
+    """The global places of this rank's elements along a dim."""
     letters = local.rule.inputs[0]
     letter = letters[dim] if letters else ""
-    index = local.index(letter) if local.cut(letter) > 1 else 0
+    index = local.index(letter) if local.num_shards(letter) > 1 else 0
     step = integer(local, f"d{dim}.next", 1)
     if dim == local.node.attributes.get_int(RECORDS_DIM, -1):
         begin, limit = _span_of_part(local, dim, index, size, extents)
@@ -188,7 +188,7 @@ def _places(local: Local, dim: int, size: int | None, extents: str) -> str:
             length = local.emit("Gather", [extents, integer(local, f"d{dim}.dim", dim)], f"d{dim}.size", axis=0)
         begin = integer(local, f"d{dim}.begin", 0)
         limit = length
-        if local.cut(letter) > 1:
+        if local.num_shards(letter) > 1:
             begin = local.emit("Mul", [length, integer(local, f"d{dim}.index", index)], f"d{dim}.first")
             limit = local.emit("Add", [begin, length], f"d{dim}.last")
     places = local.emit("Range", [begin, limit, step], f"d{dim}.places")

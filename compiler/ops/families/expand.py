@@ -1,4 +1,4 @@
-"""Ops that repeat elements: dims that are kept may be cut, and so may dims of 1 along their repetition."""
+"""Ops that repeat elements: dims that are kept may be sharded, and so may dims of 1 along their repetition."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _local_shape(local: Local) -> None:
 
 
 def _local_repeats(local: Local) -> None:
-    """Repeats of dims of 1 are divided where the output is cut along them."""
+    """Repeats of dims of 1 are divided where the output is sharded along them."""
     given, made = local.rule.inputs[0] or "", local.rule.outputs[0] or ""
     shards = [
         1 if here == letter else count for here, letter, count in zip(given, made, shards_of(local, made), strict=True)

@@ -1,6 +1,6 @@
-"""The extreme of what may be cut, where a gradient flows: the value of one op, and the gradient by what all ranks know.
+"""The extreme of what may be sharded, where a gradient flows: the value of one op, and the gradient by what all ranks know.
 
-A rank that has a shard cannot tell from its own extreme whether it is the whole's, nor how many elements share it. So a model that
+A rank that has a shard cannot tell from its own extreme whether it is the global one, nor how many elements share it. So a model that
 trains on several ranks has the extreme in parts (`rewrite/extremes.py`): the extreme itself and the number of elements that
 equal it, which ranks reduce, and `partc.nn.Extreme(x, top, same, count) {axes}`, which is `top`. Its gradient is that of the whole op.
 """

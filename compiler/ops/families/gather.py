@@ -1,6 +1,6 @@
-"""Ops that look elements up: dims of the indices and of the data may be cut, and the axis that is looked up into as well.
+"""Ops that look elements up: dims of the indices and of the data may be sharded, and the axis that is looked up into as well.
 
-A table whose rows are cut is looked up on every rank with the rows of the others masked out; the sum over the ranks is
+A table whose rows are sharded is looked up on every rank with the rows of the others masked out; the sum over the ranks is
 the result.
 """
 
@@ -207,7 +207,7 @@ def _dtype(local: Local) -> ir.DataType:
 
 @gather.local
 def _(local: Local) -> None:
-    if local.cut(ROW) == 1:
+    if local.num_shards(ROW) == 1:
         local.same()
         return
     data, indices = local.rule.inputs[0] or "", local.rule.inputs[1] or ""
@@ -221,7 +221,7 @@ def _(local: Local) -> None:
 
 @gather_elements.local
 def _(local: Local) -> None:
-    if local.cut(ROW) == 1:
+    if local.num_shards(ROW) == 1:
         local.same()
         return
     axis = (local.rule.inputs[0] or "").index(ROW)
@@ -233,12 +233,12 @@ def _(local: Local) -> None:
 
 @gather_nd.local
 def _(local: Local) -> None:
-    """Components of an index into dims that are cut count from the shard's begin; an element is there if all are."""
+    """Components of an index into dims that are sharded count from the shard's begin; an element is there if all are."""
     data, indices = local.rule.inputs[0] or "", local.rule.inputs[1] or ""
     batch = local.node.attributes.get_int("batch_dims", 0)
     depth = (dims(local.node.inputs[1]) or (0,))[-1]
     assert isinstance(depth, int)
-    cut = [letter for letter in data[batch : batch + depth] if local.cut(letter) > 1]
+    cut = [letter for letter in data[batch : batch + depth] if local.num_shards(letter) > 1]
     if not cut:
         local.same()
         return
@@ -263,7 +263,7 @@ def _(local: Local) -> None:
 @one_hot.local
 def _(local: Local) -> None:
     """The depth is this rank's; an index before its begin is moved behind its end, where no element is on."""
-    shards = local.cut(ROW)
+    shards = local.num_shards(ROW)
     if shards == 1:
         local.same()
         return

@@ -51,7 +51,7 @@ def _(node: ir.Node) -> Rule | None:
 @affine_grid.local
 def _(local: Local) -> None:
     """The size of the batch is divided."""
-    shards = local.cut("n")
+    shards = local.num_shards("n")
     if shards == 1:
         local.same()
         return

@@ -1,4 +1,4 @@
-"""Indices into an axis that is cut: each rank answers for the rows that it has, and the others are masked out.
+"""Indices into a sharded axis: each rank answers for the rows that it has, and the others are masked out.
 
 With V rows in n shards, a rank whose rows begin at `offset` sees index i at `i - offset`, after a negative i has got V added,
 and has it if that is in 0 .. V/n - 1. The program is the same on every rank but for the constant `offset`.
@@ -19,7 +19,7 @@ OLDEST_OPSET = 9
 
 @dataclass(frozen=True)
 class Rows:
-    """Names of scalars: how many rows there are in the whole and in this rank's shard, and the first of the shard."""
+    """Names of scalars: how many rows there are globally and in this rank's shard, and the first of the shard."""
 
     total: str
     here: str
@@ -36,8 +36,8 @@ class Found:
 
 
 def rows_of(local: Local, k: int, axis: int, letter: str) -> Rows:
-    """The rows of operand `k` along an axis that is cut: constants where the extent is known, else nodes that read it."""
-    name, shards, index = local.inputs[k], local.cut(letter), local.index(letter)
+    """The rows of operand `k` along a sharded axis: constants where the extent is known, else nodes that read it."""
+    name, shards, index = local.inputs[k], local.num_shards(letter), local.index(letter)
     shape = local.global_shapes.get(name)
     total = None if shape is None else shape[axis]
     if isinstance(total, int):

@@ -1,7 +1,7 @@
 """Ops of a local map: a part of the model that speaks of one rank's shards, with its borders and the collectives inside.
 
-    Enter(x) {spec, axes, pieces}     the shard of a global value; `spec` has per dim the mesh axes that cut it, `pieces` their product
-    Leave(y) {spec, axes, pieces}     the global value of shards; what no axis of the map cuts is the same along it
+    Enter(x) {spec, axes, pieces}     the shard of a global value; `spec` has per dim the mesh axes that shard it, `pieces` their product
+    Leave(y) {spec, axes, pieces}     the global value of shards; along an axis that does not shard it, it is the same
     AllReduce(x) {axis, size, ...}    and the other collectives, among the ranks that differ along the axis
 
 Between the borders nodes are ordinary ones in local shapes: every rank runs them on what it has. So are cotangents: each
@@ -26,7 +26,7 @@ ENTER, LEAVE, AXIS_INDEX = "Enter", "Leave", "AxisIndex"
 LINE = "partc.line"
 """The metadata of its borders and collectives: the line of the model that says so."""
 ALONG = "#"
-"""The factor of a border that no operand has: axes of the map that do not cut the value."""
+"""The factor of a border that no operand has: axes of the map that do not shard the value."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def is_collective(node: ir.Node) -> bool:
 
 
 def specs(node: ir.Node) -> tuple[tuple[str, ...], ...]:
-    """Per dim of a border's value the mesh axes that cut it, major first; () where none does."""
+    """Per dim of a border's value the mesh axes that shard it, major first; () where none does."""
     return tuple(tuple(filter(None, text.split(","))) for text in node.attributes.get_strings("spec") or ())
 
 

@@ -151,8 +151,8 @@ def _loss(node: ir.Node, partial: tuple[int, ...]) -> Rule | None:
 
 
 def local_mean(local: Local) -> None:
-    """The mean of this rank's positions, divided by the number of shards, is its term of the whole's."""
-    shards = math.prod(local.cut(letter) for letter in local.rule.reduce)
+    """The mean of this rank's positions, divided by the number of shards, is its term of the global mean."""
+    shards = math.prod(local.num_shards(letter) for letter in local.rule.reduce)
     if shards == 1:
         local.same()
         return

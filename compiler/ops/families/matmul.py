@@ -212,7 +212,7 @@ def _named(part: str, shape: tuple[Dim, ...]) -> list[tuple[str, Dim]]:
 
 
 def _spread(part: str, shape: tuple[Dim, ...], spread: set[str]) -> str:
-    """The operand's letters, with those whose dim of 1 stands for a larger one whole."""
+    """The operand's letters, with `.` for a dim of 1 that broadcasts."""
     ones = {letter for letter, dim in _named(part, shape) if letter in spread and dim == 1}
     return "".join(WHOLE if letter in ones else letter for letter in part)
 

@@ -124,7 +124,7 @@ def _(g: GradientBuilder, dy: str, x: str, scale: str, bias: str) -> Sequence[st
 @group_normalization.local
 def _(local: Local) -> None:
     """The node with as many groups as this rank has."""
-    local.same(num_groups=local.node.attributes.get_int("num_groups", 1) // local.cut("c"))
+    local.same(num_groups=local.node.attributes.get_int("num_groups", 1) // local.num_shards("c"))
 
 
 instance_normalization = op("InstanceNormalization", factors="nc_,c,c->nc_")

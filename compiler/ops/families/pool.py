@@ -129,10 +129,10 @@ op(
 
 @global_average_pool.local
 def scaled(local: Local) -> None:
-    """A mean over a shard, divided by the number of shards: a term of the mean over the whole."""
+    """A mean over a shard, divided by the number of shards: a term of the global mean."""
     shards = 1
     for factor in local.rule.reduce:
-        shards *= local.cut(factor)
+        shards *= local.num_shards(factor)
     if shards == 1:
         local.same()
         return

@@ -1,7 +1,7 @@
 """Ops that keep the elements and their order and change only how they are grouped into dims.
 
 Input and output dims are matched in groups of equal products. A group of one dim on each side is that dim; in any other the
-major-most dims share a letter, since a cut there takes the same contiguous block of elements on both sides.
+major-most dims share a letter, since a shard there is the same contiguous block of elements on both sides.
 
     (batch, 128, 512) -> (batch, 128, 8, 64)    abc->abc.
     (batch, 128, 512) -> (batch*128, 512)       a.b->ab
@@ -106,7 +106,7 @@ def _(g: GradientBuilder, dy: str, x: str, *_: str | None) -> str:
 
 
 def _named_axes(local: Local, axes: Sequence[int]) -> None:
-    """The axes that the whole value loses are named, for a shard may have other dims of size 1."""
+    """The axes that the global value loses are named, for a shard may have other dims of size 1."""
     local.same([local.inputs[0], integers(local, "axes", axes)])
 
 
@@ -186,7 +186,7 @@ def _(local: Local) -> None:
 
 
 def _moved_zero(local: Local, target: Sequence[int]) -> bool:
-    """Whether an entry of 0, which copies the input's dim of that place, stands for a dim that is cut otherwise."""
+    """Whether an entry of 0, which copies the input's dim of that place, stands for a dim that is sharded otherwise."""
     return any(n == 0 for n, here, there in zip(target, *_paired(local), strict=False) if here != there)
 
 
@@ -195,7 +195,7 @@ def _paired(local: Local) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _divided_target(local: Local, shards: Sequence[int], zero_copies: bool) -> str:
-    """The target with its positive entries divided; an entry of 0 that copies a dim cut otherwise is filled in first."""
+    """The target with its positive entries divided; an entry of 0 that copies a dim sharded otherwise is filled in first."""
     zero = integer(local, "zero", 0)
     target = as_int64(local, 1)
     here, there = _paired(local)

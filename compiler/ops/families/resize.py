@@ -145,7 +145,7 @@ def _is_integer(before: Dim, after: Dim, scale: float | None) -> bool:
 
 
 def _local_sizes(local: Local) -> None:
-    """Sizes of dims that are cut are divided."""
+    """Sizes of sharded dims are divided."""
     letters = local.rule.outputs[0] or ""
     shards = shards_of(local, letters)
     axes = local.node.attributes.get_ints("axes") or range(len(letters))

@@ -1,7 +1,7 @@
 """Ops that write elements: dims that indices do not reach are free; updates that are added up may be spread over ranks.
 
-Along a dim of the data that is cut, a rank writes the rows that it has; the others go into one more row, which is cut off again.
-With a reduction of max or min, updates cut over ranks leave results that await the same; with a sum, the data are counted once.
+Along a sharded dim of the data, a rank writes the rows that it has; the others go into one more row, which is cut off again.
+With a reduction of max or min, updates sharded over ranks leave results that await the same; with a sum, the data are counted once.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _local_scatter(local: Local) -> None:
     """The rank's rows and one more; data that are no term of this rank are zero."""
     data, indices = local.inputs[0], local.inputs[1]
     data = _counted_once(local, data)
-    if local.cut(ROW) == 1:
+    if local.num_shards(ROW) == 1:
         local.same([data, indices, local.inputs[2]])
         return
     axis = (local.rule.inputs[0] or "").index(ROW)
@@ -197,7 +197,7 @@ def _first_component(local: Local, indices: str, rank: int, rows: Rows) -> str:
 
 def _counted_once(local: Local, data: str) -> str:
     """The data on the first rank of a sum over updates, zeros on the others."""
-    cut = [letter for letter, reduce in local.rule.reduce.items() if reduce == "sum" and local.cut(letter) > 1]
+    cut = [letter for letter, reduce in local.rule.reduce.items() if reduce == "sum" and local.num_shards(letter) > 1]
     if not cut:
         return data
     dtype = local.node.inputs[0].dtype if local.node.inputs[0] is not None else None

@@ -97,8 +97,8 @@ def _global_size(local: Local) -> None:
 
 @range_.local
 def _(local: Local) -> None:
-    """The whole range, which is short, and of it this rank's shard, so that its numbers are those of the whole."""
-    if local.cut("n") == 1:
+    """The whole range, which is short, and of it this rank's shard, so that its numbers are the global ones."""
+    if local.num_shards("n") == 1:
         local.same()
         return
     all_of_it = f"{local.outputs[0]}.whole"

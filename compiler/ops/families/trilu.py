@@ -27,13 +27,13 @@ def _(g: GradientBuilder, dy: str, x: str, k: str | None = None) -> str:
 
 @trilu.local
 def _(local: Local) -> None:
-    """Row i of a shard is row i + begin of the whole, so that k grows by the first row and falls by the first column."""
-    if local.cut("r") == 1 and local.cut("c") == 1:
+    """Row i of a shard is row i + begin of the global matrix, so that k grows by the first row and falls by the first column."""
+    if local.num_shards("r") == 1 and local.num_shards("c") == 1:
         local.same()
         return
     k = local.inputs[1] if len(local.inputs) > 1 and local.inputs[1] else integer(local, "diagonal", 0)
     rank = len(local.rule.inputs[0] or "")
     for letter, axis, move in (("r", rank - 2, "Add"), ("c", rank - 1, "Sub")):
-        if local.cut(letter) > 1:
+        if local.num_shards(letter) > 1:
             k = local.emit(move, [k, rows_of(local, 0, axis, letter).offset], f"{letter}.diagonal")
     local.same([local.inputs[0], k])
