@@ -7,7 +7,7 @@ reduced to. Read again without a plan, the file gives the same programs. Annotat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import onnx_ir as ir
@@ -104,26 +104,25 @@ def _annotate(program: Program, old: ir.Node, new: ir.Node, configuration: ir.Mo
         new.metadata_props[keys.GROUP] = keys.encode(group)
     if choice is None:
         return
-    terms = {
-        old.outputs[k].name: _terms(layout, group)
-        for k in outputs
-        if (layout := choice.output(k)) is not None and layout.partial
-    }
-    if terms:
+    _sums(program, instance, choice, new, outputs)
+    if _unlike(old, inputs) or not _told(instance, choice, Followed(group, inputs, outputs, "")):
+        _cuts(program, old, new, placed.groups)
+
+
+def _sums(program: Program, instance: NodeOnGroup, choice: NodeSharding, new: ir.Node, outputs: Iterable[int]) -> None:
+    """Notes which outputs a node makes as partial results, and which are reduced though they could be passed on."""
+    node, given = instance.node, program.given.outputs if program.given else {}
+    made = {k: layout for k in outputs if (layout := choice.output(k)) is not None and layout.partial}
+    if made:
+        terms = {node.outputs[k].name: _terms(layout, instance.group) for k, layout in made.items()}
         new.metadata_props[keys.TERMS] = keys.encode(terms)
-    given = program.given.outputs if program.given else {}
     reduced = [
-        name
+        node.outputs[k].name
         for k in outputs
-        if (instance, k) in given
-        and (name := old.outputs[k].name)
-        and (name in terms or _might_pass(choice, k, given[instance, k][0]))
+        if (instance, k) in given and (k in made or _might_pass(choice, k, given[instance, k][0]))
     ]
     if reduced:
         new.metadata_props[keys.REDUCED] = keys.encode(reduced)
-    told = _unlike(old, inputs) or not _told(instance, choice, Followed(group, inputs, outputs, ""))
-    if told:
-        _cuts(program, old, new, placed.groups)
 
 
 def _cuts(program: Program, old: ir.Node, new: ir.Node, groups: tuple[Group, ...]) -> None:
