@@ -129,7 +129,7 @@ class SymbolEntry(BaseModel):
     max: int = Field(0, ge=0, description="The largest size; 0: no maximum.")
     divisor: int = Field(1, ge=1, description="Every size is divisor*N + remainder with N >= 1.")
     remainder: int = Field(0, ge=0, description="See divisor; less than divisor.")
-    unique: bool = Field(False, description="Whether all uses of the symbol have one and the same size.")
+    unique: bool = Field(False, description="All uses of the symbol have the same size.")
 
     @model_validator(mode="after")
     def _legal(self) -> SymbolEntry:
@@ -168,7 +168,7 @@ class PlanEntries(BaseModel):
         BeforeValidator(_or_empty, json_schema_input_type=MeshEntries | None),
     ] = Field(
         {},
-        description="Names for the axes of the grid of ranks, with their sizes, row-major, the last axis fastest: "
+        description="Names of the mesh axes, with their sizes, row-major, the last axis fastest: "
         "{dp: 2, tp: 4}. The sizes multiply to 'ranks', or else to the size of every group in 'placement'.",
     )
     symbols: Annotated[SymbolEntries, BeforeValidator(_or_empty, json_schema_input_type=SymbolEntries | None)] = Field(
@@ -182,12 +182,12 @@ class PlanEntries(BaseModel):
     dataset: DatasetForm = Field(
         DatasetEntry({}),
         json_schema_extra={"default": FULL_BATCH},
-        description="How inputs arrive: full_batch, whole on every rank; data_parallel, dim 0 cut over all ranks; or by "
+        description="How inputs arrive: full_batch, replicated; data_parallel, dim 0 sharded over all ranks; or by "
         "input the cut of every dim, {x: [8, 1, 1, 1]}, where an input that is not named arrives whole; or the cuts in the "
         "order of the inputs, [[8, 1, 1, 1], [8]].",
     )
     dataset_strategy: DatasetForm = Field(
-        DatasetEntry({}), json_schema_extra={"default": None}, description="Another name of 'dataset', MindSpore's."
+        DatasetEntry({}), json_schema_extra={"default": None}, description="MindSpore's name of 'dataset'."
     )
     full_batch: bool | None = Field(
         None, description="MindSpore's older word: true is 'dataset: full_batch', false 'dataset: data_parallel'."
@@ -196,7 +196,7 @@ class PlanEntries(BaseModel):
         PlacementEntries, BeforeValidator(_or_empty, json_schema_input_type=PlacementEntries | None)
     ] = Field(
         {},
-        description="Where every operator that a pattern matches runs: a rank, a list of ranks (a group), or a slice of "
+        description="The ranks of the operators that a pattern matches: a rank, a list of ranks (a group), or a slice of "
         "the mesh, {pp: 1}, the group of all ranks with this coordinate. A pattern names modules or nodes by "
         "their dotted path: '*' within one part, '**' across parts, [0-5] a range of numbers; a module takes all that is "
         "inside.",
@@ -204,7 +204,7 @@ class PlanEntries(BaseModel):
     sharding: Annotated[ShardingEntries, BeforeValidator(_or_empty, json_schema_input_type=ShardingEntries | None)] = (
         Field(
             {},
-            description="How the operators that a pattern matches are cut over their group: colwise, rowwise, replicate, or a "
+            description="The sharding of the operators that a pattern matches over their group: colwise, rowwise, replicate, or a "
             "strategy, {in: [[2, 4], [4, 1]]}. What is not said is derived.",
         )
     )
@@ -219,9 +219,9 @@ class PlanEntries(BaseModel):
     )
     max_reshard_bytes: ByteCount = Field(
         None,
-        description="The most bytes that changes of layout may move in a step, 64MB or a number; null: no limit.",
+        description="Limit of the bytes that reshards send per step, 64MB or a number; null: no limit.",
     )
-    train: TrainEntry | None = Field(None, description="What is trained and how: the plan then compiles to training.")
+    train: TrainEntry | None = Field(None, description="Training: the plan then compiles to training programs.")
 
 
 def plan_schema() -> dict[str, Any]:

@@ -107,23 +107,23 @@ class ShardingEntry(BaseModel):
     inputs: SpecEntries = Field(
         None,
         alias="in",
-        description="For each tensor input its cut, or null: [[2, 4], [4, 1]], [[dp, tp], [tp, null]], [[[dp, tp], null], null].",
+        description="Per tensor input the shards of its dims, or null: [[2, 4], [4, 1]], [[dp, tp], [tp, null]], [[[dp, tp], null], null].",
     )
     outputs: SpecEntries = Field(None, alias="out", description="The same for each output.")
     parameters: Annotated[
         dict[str, SpecEntry], BeforeValidator(_or_nothing, json_schema_input_type=dict[str, list[DimEntry]] | None)
-    ] = Field(
-        {}, description="Cuts of parameters inside of a module, by their path from there: {dense2.weight: [8, 1]}."
-    )
+    ] = Field({}, description="Shards of parameters inside a module, by their path from it: {dense2.weight: [8, 1]}.")
     level: Literal[0, 1, 2] = Field(
         0,
         description="What to prefer where a choice is left: 0 fewest bytes; 1 less memory, sums are left scattered; "
         "2 less time, products that all ranks would do alike are shared out.",
     )
-    style: StyleName | None = Field(None, description="The cut of the parameters inside: {style: colwise, packed: 3}.")
+    style: StyleName | None = Field(
+        None, description="The style of the parameters inside: {style: colwise, packed: 3}."
+    )
     packed: PackedParts | None = Field(
         None,
-        description="Of a colwise weight that is several in one, how many equal ones, or their sizes: 3, [64, 16, 16]. "
+        description="For a colwise weight that packs several: the number of equal parts, or their sizes: 3, [64, 16, 16]. "
         "Where a Split behind it says so it may be left out.",
     )
 

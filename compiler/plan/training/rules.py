@@ -181,12 +181,14 @@ class ParameterEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     frozen: bool | None = Field(
-        None, description="Kept as they are; false, under a tensor's whole name, makes one trainable that is not."
+        None, description="Not trained; false, under a tensor's full name, trains a tensor that would not be."
     )
-    weight_decay: float | None = Field(None, ge=0, description="Instead of the optimizer's.")
-    lr: float | None = Field(None, ge=0, description="What the learning rate is multiplied with.")
+    weight_decay: float | None = Field(
+        None, ge=0, description="Weight decay of these parameters, in place of the optimizer's."
+    )
+    lr: float | None = Field(None, ge=0, description="Factor of the learning rate.")
     shared: bool | None = Field(
-        None, description="Of a weight that several modules read: one parameter, or with false each module's own."
+        None, description="For a weight that several modules read: one parameter, or with false one per module."
     )
 
 
@@ -195,8 +197,8 @@ class ClipEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    norm: float | None = Field(None, gt=0, description="The largest norm of all gradients together, over all ranks.")
-    value: float | None = Field(None, gt=0, description="The largest absolute value of a gradient's element.")
+    norm: float | None = Field(None, gt=0, description="Maximum of the global norm of all gradients, over all ranks.")
+    value: float | None = Field(None, gt=0, description="Maximum absolute value of a gradient's elements.")
 
 
 class CheckpointEntry(BaseModel):
@@ -204,9 +206,11 @@ class CheckpointEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    folder: str = Field("checkpoints", description="The folder of the checkpoints.")
-    every: int | Literal["epoch"] = Field("epoch", description="After so many steps, or after each epoch.")
-    keep: int = Field(3, ge=1, description="How many are kept.")
+    folder: str = Field("checkpoints", description="Folder for checkpoints.")
+    every: int | Literal["epoch"] = Field(
+        "epoch", description="Interval of checkpoints: a number of steps, or each epoch."
+    )
+    keep: int = Field(3, ge=1, description="Number of checkpoints to keep.")
 
 
 class TrainEntry(BaseModel):
@@ -220,33 +224,37 @@ class TrainEntry(BaseModel):
     optimizer: OptimizerForm = Field(
         description="The type of the optimizer with its options; `lr` is the learning rate."
     )
-    schedule: ScheduleForm = Field(
-        None, description="How the learning rate goes from step to step: {type: cosine, ...}."
-    )
+    schedule: ScheduleForm = Field(None, description="Learning rate schedule: {type: cosine, ...}.")
     parameters: Annotated[
         dict[Annotated[str, AfterValidator(checked_pattern)], ParameterEntry],
         BeforeValidator(_or_empty, json_schema_input_type=dict[str, ParameterEntry] | None),
-    ] = Field({}, description="By pattern of parameters' names: frozen, weight_decay, lr (a factor). The later wins.")
-    metrics: MetricsForm = Field({}, description="What is measured beside the loss: [accuracy], or names with options.")
-    clip: ClipEntry | None = Field(None, description="Bounds of the gradients.")
+    ] = Field(
+        {}, description="By pattern of parameter names: frozen, weight_decay, lr (a factor). The last match wins."
+    )
+    metrics: MetricsForm = Field({}, description="Metrics besides the loss: [accuracy], or names with options.")
+    clip: ClipEntry | None = Field(None, description="Gradient clipping.")
     on_nonfinite: Literal["stop", "warn", "skip"] = Field(
         "stop",
-        description="Of a step whose loss, or with skip a gradient, is no finite number; skip: it changes nothing.",
+        description="Behaviour if the loss, or with skip a gradient, is not finite; skip: the step changes nothing.",
     )
-    accumulate: int = Field(1, ge=1, description="Into how many parts a batch is cut, whose gradients are added up.")
-    bucket_mb: float = Field(10.0, gt=0, description="The size of the messages in which gradients are reduced.")
-    seed: int = Field(0, ge=0, description="Of the order of the data, and of dropout.")
-    data: str | Json | None = Field(None, description="Where records come from: a file, a folder, or a file by input.")
-    test: str | Json | None = Field(None, description="The records of evaluation, as `data`.")
-    batch: int | None = Field(None, ge=1, description="Records a step, over all ranks.")
-    shuffle: bool = Field(True, description="Whether every epoch has an order of its own.")
-    drop_last: bool = Field(True, description="Whether a last, smaller batch of an epoch is left out.")
-    interleave: int | None = Field(None, ge=1, description="Records in their order, dealt to so many ranks in turn.")
-    epochs: int | None = Field(None, ge=1, description="How often all records are used.")
-    steps: int | None = Field(None, ge=1, description="How many steps are taken, instead of epochs.")
-    evaluate: int | Literal["epoch"] = Field("epoch", description="After so many steps, or after each epoch.")
-    log: int | Literal["epoch"] = Field(10, description="A line of progress after so many steps, or after each epoch.")
-    checkpoint: CheckpointEntry | None = Field(None, description="Where and when training is saved.")
+    accumulate: int = Field(1, ge=1, description="Number of microbatches of a batch, whose gradients are added.")
+    bucket_mb: float = Field(10.0, gt=0, description="Size of the gradient buckets in MB.")
+    seed: int = Field(0, ge=0, description="Seed for shuffling and dropout.")
+    data: str | Json | None = Field(None, description="Training data: a file, a folder, or one file per input.")
+    test: str | Json | None = Field(None, description="Evaluation data, like `data`.")
+    batch: int | None = Field(None, ge=1, description="Global batch size.")
+    shuffle: bool = Field(True, description="Shuffle the records in every epoch.")
+    drop_last: bool = Field(True, description="Drop the last, smaller batch of an epoch.")
+    interleave: int | None = Field(
+        None, ge=1, description="Deal consecutive records to this many ranks in turn, without shuffling."
+    )
+    epochs: int | None = Field(None, ge=1, description="Number of passes over the data.")
+    steps: int | None = Field(None, ge=1, description="Number of steps, instead of epochs.")
+    evaluate: int | Literal["epoch"] = Field(
+        "epoch", description="Interval of evaluations: a number of steps, or each epoch."
+    )
+    log: int | Literal["epoch"] = Field(10, description="Interval of progress lines: a number of steps, or each epoch.")
+    checkpoint: CheckpointEntry | None = Field(None, description="Folder and interval of checkpoints.")
 
     @model_validator(mode="before")
     @classmethod
