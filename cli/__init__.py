@@ -1,1 +1,1 @@
-"""The command `partc`: compile, run, verify, check, inspect, plan, schema, ops."""
+"""The command `partc`: compile, run, train, eval, checkpoint, verify, check, inspect, simulate, plan, schema, ops."""

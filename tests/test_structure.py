@@ -1,6 +1,7 @@
 """Structure: packages match folders, imports point one way, files and folders are small, heavy libraries are imported only where needed."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -81,6 +82,15 @@ def test_files_are_one_idea_and_folders_one_room() -> None:
         if not lines or not lines[0].startswith('"""'):
             wrong.append(f"{path.relative_to(ROOT)}: begins without a docstring")
     assert not wrong, "\n".join(wrong)
+
+
+def test_pages_list_the_folders() -> None:
+    pages = {"compiler": "compiler/README.md", "runtime": "runtime/README.md", "cli": "CONTRIBUTING.md"}
+    for subsystem, page in pages.items():
+        rows = [line.split("|")[1] for line in (ROOT / page).read_text().splitlines() if line.startswith("| `")]
+        folders = {path.parent.relative_to(ROOT / subsystem).parts[0] for path in (ROOT / subsystem).glob("*/*.py")}
+        missing = [name for name in sorted(folders) if not any(re.search(rf"`(cli/)?{name}/`", row) for row in rows)]
+        assert not missing, f"{page} has no row for {missing}"
 
 
 def test_help_is_light() -> None:

@@ -1,1 +1,1 @@
-"""A compiled program held against the unsharded model."""
+"""The comparison of a compiled model with the unsharded model."""

@@ -1,1 +1,1 @@
-"""A job of ranks: what each is told, who starts and watches them, what they give back."""
+"""What one rank of a job does: its inputs, its steps or its training, its outputs."""

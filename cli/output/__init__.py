@@ -1,1 +1,1 @@
-"""What commands print."""
+"""The output of commands: text or JSON, tables, progress, statistics of an artifact."""
