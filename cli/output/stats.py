@@ -20,10 +20,11 @@ from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.dtypes import BY_CODE
 from partc.runtime.artifact.format import ALL_REDUCE, BYTES, DOMAIN, TAG, Collective, Manifest, Transfer
 from partc.runtime.artifact.manifest import Artifact
+from partc.runtime.artifact.onnx_graph import reads
 from partc.runtime.execution.symbol_bindings import smallest
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+    from onnx import ModelProto, TensorProto, ValueInfoProto
 
 _UNKNOWN = "unknown"
 
@@ -162,7 +163,7 @@ def _largest_live_set(model: ModelProto, sizes: Mapping[str, int], apart: Collec
     end = len(graph.node)
     last = {port.name: end for port in graph.output}
     for at, node in enumerate(graph.node):
-        for name in _reads(node):
+        for name in reads(node):
             last[name] = max(last.get(name, 0), at)
     for node in graph.node:
         if node.domain == DOMAIN and node.op_type == ALL_REDUCE and len(node.input) > 1:
@@ -191,19 +192,6 @@ def _largest_live_set(model: ModelProto, sizes: Mapping[str, int], apart: Collec
         peak = max(peak, alive)
         alive -= freed.pop(at, 0)
     return max(peak, alive), unknown
-
-
-def _reads(node: NodeProto) -> Iterator[str]:
-    yield from node.input
-    for attribute in node.attribute:
-        for body in (attribute.g, *attribute.graphs):
-            yield from _reads_of_body(body)
-
-
-def _reads_of_body(body: GraphProto) -> Iterator[str]:
-    for node in body.node:
-        yield from _reads(node)
-    yield from (port.name for port in body.output)
 
 
 def _value_bytes(port: ValueInfoProto, sizes: Mapping[str, int]) -> int | None:

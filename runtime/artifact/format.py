@@ -11,8 +11,8 @@ which do the same share one file. A collective over p ranks of a list:
     AllReduce(X...) -> Y... reduce                   the element-wise sum, max or min of all X, the same bits on every rank; several
                                                      X of one type travel as one
     AllGather(X...) -> Y... axis                     all X joined along axis, in the list's order; several along axis 0
-    ReduceScatter(X...) -> Y... axis, reduce         the i-th of p equal pieces along axis, reduced, for the list's i-th rank
-    AllToAll(X) -> Y        split_axis, concat_axis  the i-th piece along split_axis goes to the i-th rank; what comes is joined
+    ReduceScatter(X...) -> Y... axis, reduce         the i-th of p equal blocks along axis, reduced, for the list's i-th rank
+    AllToAll(X) -> Y        split_axis, concat_axis  the i-th block along split_axis goes to the i-th rank; what comes is joined
     Reduce(X) -> Y          root, reduce             the element-wise reduction of all X, for the list's root-th rank; the others
                                                      have no Y
     Broadcast(X) -> Y       root                     X of the list's root-th rank, for the others, which may leave X out; the
@@ -175,7 +175,7 @@ class Port(_Record):
     labels: LabelRecord | None = None
 
     def box(self, rank: int) -> Box | None:
-        """The piece of a rank that reads or gets it; None where that is the whole."""
+        """The shard that a rank reads or gets; None where it has the whole value."""
         return None if self.boxes is None else self.boxes[self.ranks.index(rank)]
 
 
@@ -234,7 +234,7 @@ class StateRecord(_Record):
 
     `value` is its name in the rank files, an input there; `next` the output there that takes its place after a step, empty where
     nothing does. `tensor` is its global name, which checkpoints use: `fc1.weight`, `fc1.weight.momentum`; a tensor that lies in
-    several ways has a record for each. `shape` is the whole's; `ranks` hold it, whole, or the piece that `boxes` says. `parameter`:
+    several ways has a record for each. `shape` is the whole's; `ranks` hold it, whole, or the shard that `boxes` says. `parameter`:
     of whom an optimizer's tensor is. Without a weight of its own in the rank file every number of a tensor begins as `initial`.
     """
 
@@ -250,7 +250,7 @@ class StateRecord(_Record):
     initial: float = 0.0
 
     def box(self, rank: int) -> Box | None:
-        """The piece of a rank that holds it; None where that is the whole."""
+        """The shard that a rank holds; None where it holds the whole tensor."""
         return None if self.boxes is None else self.boxes[self.ranks.index(rank)]
 
     def shard(self, rank: int) -> Box:

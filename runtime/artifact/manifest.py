@@ -22,6 +22,7 @@ from ..files.regular import fault, open_regular, read_regular
 from . import dim_expression as expression
 from .collectives import COLLECTIVES
 from .format import FORMAT, LARGEST_MANIFEST, MANIFEST, Manifest, Port, Shape, stays_inside
+from .onnx_graph import all_tensors
 from .rank_constants import bound
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _LINE_END = re.compile(
 )
 """A line end inside of a text of JSON, where it can only be an escape, or one of those that JSON takes as they are."""
 _DIGITS = 18
-"""A whole number of a manifest has at most so many: what is computed of it is told by its own law, not by an overflow."""
+"""The most digits of a whole number in a manifest, so that what is computed of it cannot overflow."""
 _SHOWN = 32
 _AGAIN = "help: compile again, or copy the whole folder again"
 
@@ -67,7 +68,7 @@ class Artifact:
             raise ArtifactError(f"{self.folder / name}: is not an ONNX model\n  {_AGAIN}") from None
         if broken := next(filter(breaks_lines, _names(model.graph)), None):
             raise ArtifactError(f"{self.folder / name}: the name '{one_line(broken)}' has a line end\n  {_AGAIN}")
-        regions = [(tensor.name, *_region(tensor)) for tensor in _external(model.graph)]
+        regions = [(tensor.name, *_region(tensor)) for tensor in all_tensors(model.graph) if _is_external(tensor)]
         self._check(dict.fromkeys(path for _, path, _, _ in regions))
         problems = [
             f"{self.folder / name}: weight '{weight}' lies at bytes {offset} to {offset + length} of {path}, which has "
@@ -127,7 +128,7 @@ def sha256(file: Path) -> str:
 
 
 def stamp(folder: Path) -> tuple[int, ...] | None:
-    """What tells one artifact from another that takes its place; None where there is none."""
+    """The identity of the manifest's file, another one once an artifact is replaced; None where there is no manifest."""
     try:
         of = os.stat(folder / MANIFEST)
     except OSError:
@@ -284,22 +285,8 @@ def _region(tensor: TensorProto) -> tuple[str, int, int]:
         ) from None
 
 
-def _external(graph: GraphProto) -> Iterator[TensorProto]:
-    """Every tensor of a graph and of the bodies in it whose bytes are in another file."""
+def _is_external(tensor: TensorProto) -> bool:
+    """Whether the bytes of a tensor are in another file."""
     from onnx import TensorProto
 
-    for tensor in _tensors(graph):
-        if tensor.data_location == TensorProto.EXTERNAL:
-            yield tensor
-
-
-def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
-    yield from graph.initializer
-    for sparse in graph.sparse_initializer:
-        yield from (sparse.values, sparse.indices)
-    for node in graph.node:
-        for attribute in node.attribute:
-            yield attribute.t
-            yield from attribute.tensors
-            for body in (attribute.g, *attribute.graphs):
-                yield from _tensors(body)
+    return bool(tensor.data_location == TensorProto.EXTERNAL)

@@ -166,7 +166,7 @@ def _read_ranks(value: Any) -> list[int]:
 
 @functools.lru_cache(maxsize=1024)
 def _listed(text: str) -> list[int]:
-    """One list for all that name the same ranks: nobody changes it."""
+    """The ranks of a text: one list for all who ask for it, which is never changed."""
     return ranks_of(text)
 
 

@@ -144,7 +144,7 @@ class LocalWorld:
             del self._waiting[rank]
 
     def _check_progress(self) -> None:
-        """Fail when every rank waits for what nobody will send."""
+        """Fail when every rank waits for a message that no rank will send."""
         blocked = [rank for rank, (ready, _) in self._waiting.items() if not ready()]
         if not blocked or self._failure is not None or len(set(blocked) | self._finished) < self.size:
             return

@@ -32,7 +32,7 @@ class Leaving(Protocol):
 
 
 def expected(transport: Leaving) -> None:
-    """From here on the others wait for this rank; should the process end before that is over, they are told."""
+    """Note that other ranks wait for this one: if its process ends before the transport is closed, they get a message."""
     if not _excepthooks:
         atexit.register(_leave_all, "its script has ended")
         _excepthooks.append(sys.excepthook)
@@ -41,7 +41,7 @@ def expected(transport: Leaving) -> None:
 
 
 def said(rank: int, error: BaseException) -> str:
-    """What the others are told of a rank that an error ends: its own words where they are made for that, else who, what and where."""
+    """The message about a rank that an error ends: the text of partc's own errors; of others the rank, the error and its line."""
     if isinstance(error, PartcError):
         return str(error)
     return f"rank {rank} has left the job: {told(error, 'its script').head}"

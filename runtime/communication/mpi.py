@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 from mpi4py import MPI
@@ -47,10 +47,6 @@ _ROUNDS = struct.Struct("<q")
 _FAILED = -1
 _LEFT: list[object] = []
 """What messages under way may still touch after a failure: it must outlive every user."""
-
-
-class _Tested(Protocol):
-    def Test(self) -> bool: ...
 
 
 class _Pieces:
@@ -200,7 +196,7 @@ class MpiTransport:
                 calls.free(self.notices, self._watch)
 
     def _notify(self, rounds: int, message: str) -> None:
-        """Tells all other ranks, in a message short enough to leave at once: nobody is sure to wait for it."""
+        """Sends a notice to all other ranks, short enough for MPI to buffer it, since no rank is sure to receive it."""
         if self.notices is None or MPI.Is_finalized():
             return
         notice = np.frombuffer(_ROUNDS.pack(rounds) + message.encode()[:_NOTICE_BYTES], np.uint8)

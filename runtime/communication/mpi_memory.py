@@ -63,7 +63,7 @@ def _made() -> tuple[int, str]:
 
 
 def _opened(path: str, size: int, token: int) -> mmap.mmap | None:
-    """The memory behind a path; None where it is not there, or another process's."""
+    """The memory behind a path; None where it cannot be opened, or has another token."""
     with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), size)
         if _TOKEN.unpack_from(memory)[0] == token:

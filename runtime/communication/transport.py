@@ -111,7 +111,7 @@ class Transport(Protocol):
         ...
 
     def leave(self, message: str) -> None:
-        """Tell every other rank that this one takes part in nothing more: who waits for what it has not begun gets a RankError."""
+        """Tell every other rank that this one takes part in nothing more; a rank that waits for it later gets a RankError."""
         ...
 
     def abort(self, message: str) -> None:
@@ -119,7 +119,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what the transport holds; nobody uses it afterwards."""
+        """Release communicators and memory; the transport is not used afterwards."""
         ...
 
 

@@ -56,7 +56,7 @@ class LocalProgram:
         return self._merged(self._all([partial(program, given) for program in self._ranks]))
 
     def _all(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
-        """What all ranks return; raises the failure that is not another one's consequence, with all of them callable again."""
+        """What all ranks return. Where ranks fail, the first cause is raised, and the program can be called again."""
         try:
             return self._threads.run(jobs)
         except BaseException:

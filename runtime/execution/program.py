@@ -197,6 +197,7 @@ class Program:
         self._broken = self._broken or "it was closed"
         self._schedules.clear()
         self._program.runners.clear()
+        self._program.updates.clear()
 
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank; collective."""
@@ -324,7 +325,7 @@ def load(
 
 
 def _problem(rank: int, error: Exception) -> str:
-    """What all ranks are told of one that cannot load."""
+    """The error of a rank that cannot load, as all ranks raise it."""
     return str(error) if isinstance(error, PartcError) else f"rank {rank}: {type(error).__name__}: {error}"
 
 

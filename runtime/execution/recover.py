@@ -40,7 +40,7 @@ class Failure:
 def attempt(
     schedule: StepPlan, inputs: Mapping[str, Value], board: Board, step: int
 ) -> tuple[dict[str, Value], Failure | None]:
-    """The outputs of a step, none where an op fails here; either way all its communication is done. RankError where that fails."""
+    """Outputs of a step, or the failure of an op of this rank; all communication is done either way. RankError where that fails."""
     write, buffer, offset = SLOT.pack_into, board.buffer, board.offset
     schedule.take(inputs)
     position, index, failure = -1, IDLE, None
@@ -152,7 +152,7 @@ def _provide(schedule: StepPlan, name: str, shape: tuple[int, ...] | None, again
 
 
 def _fill(value: Value) -> Value:
-    """Ones where they are whole numbers: an index, a size, a divisor or a count of turns that harms nobody; else zeros."""
+    """A stand-in: ones for whole numbers, since 1 is a legal index, size, divisor and trip count; else zeros."""
     if isinstance(value, Tensor):
         if value.dtype.bits >= 8 and value.dtype.numpy.kind in "iu":
             value.array()[...] = 1

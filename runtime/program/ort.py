@@ -44,9 +44,6 @@ class Session(Protocol):
     def get_outputs(self) -> list[Described]: ...
 
 
-"""The threads of the pool that the sessions of this process share; 0 where onnxruntime gives none, None before the first use."""
-
-
 _ROUNDS_OTHERWISE = ("DivMulFusion",)
 """Rewrites of onnxruntime that round otherwise than the nodes do, where it finds a constant: (1 / x) * y becomes y / x."""
 

@@ -44,7 +44,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Update:
-    """Nodes that replace what the rank keeps: everything that reads the old values stands before it."""
+    """Nodes of the optimizer, which overwrite parameters and slots: every reader of the old values comes before this step."""
 
     nodes: Sequence[NodeProto]
 
@@ -96,7 +96,7 @@ class WaitRecv(Message):
 
 @dataclass(frozen=True)
 class _Collective:
-    """One end of a collective: the call, and the ranks that take part, none where the file alone is looked at."""
+    """One end of a collective: the call, and the ranks that take part; no ranks where a file is read without its manifest."""
 
     call: Call
     ranks: tuple[int, ...]

@@ -106,7 +106,7 @@ def plan_groups(
 
 @dataclass(frozen=True)
 class _Member:
-    """One update node with its operands told apart."""
+    """One update node, its operands divided into tensors and numbers."""
 
     node: NodeProto
     function: FunctionProto

@@ -6,6 +6,7 @@ find their operands in the cache; each shard is one bound call of one session.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 from ..artifact.dtypes import dense
@@ -19,7 +20,8 @@ from .update_model import flat_model
 SHARD = 1 << 17
 """Elements that are updated at once."""
 
-_sessions: dict[tuple[bytes, int, tuple[str, ...]], Session] = {}
+_sessions: weakref.WeakValueDictionary[tuple[bytes, int, tuple[str, ...]], Session] = weakref.WeakValueDictionary()
+"""The sessions in use, which end with the last program that has them."""
 
 
 class Updater:
@@ -33,10 +35,11 @@ class Updater:
         assert is_in_place(group.function), group.function.name
         model = flat_model(group.function, attributes, dtype.code)
         key = (model, settings.threads, tuple(settings.providers))
-        if key not in _sessions:
+        session = _sessions.get(key)
+        if session is None:
             spinning = {"session.intra_op.allow_spinning": "1" if settings.spinning else "0"}
-            _sessions[key] = new_session(model, settings.threads, settings.providers, spinning)
-        self.session = _sessions[key]
+            session = _sessions[key] = new_session(model, settings.threads, settings.providers, spinning)
+        self.session = session
 
     def bind(self, tensor: Callable[[str], Tensor], shared: Callable[[str, Binding, str], None]) -> list[Binding]:
         """The calls that update all members, in order. `tensor` gives a value's memory; `shared` binds a number to an input."""
