@@ -50,11 +50,19 @@ def call_attribute(draft: Draft) -> bool:
 
 
 def _cut_node(draft: Draft) -> NodeProto | None:
-    """A node of one of several files, which is cut over their ranks."""
-    if len(draft.models) < 2:
-        return None
+    """A node of one of several files, which is sharded over their ranks: what all ranks run alike no file can contradict."""
+    file = draft.file()
+    others = {
+        name
+        for other, model in draft.models.items()
+        if other != file
+        for node in model.graph.node
+        for name in node.output
+    }
     nodes = [
-        node for node in draft.models[draft.file()].graph.node if any(one.key == CUT for one in node.metadata_props)
+        node
+        for node in draft.models[file].graph.node
+        if any(one.key == CUT for one in node.metadata_props) and not others.isdisjoint(node.output)
     ]
     return draft.chance.choice(nodes) if nodes else None
 
