@@ -39,6 +39,7 @@ from partc.compiler.sharding.sharding import shard
 from partc.compiler.sharding.sums import pass_sums
 from partc.compiler.tasks.differentiate import differentiate
 from partc.compiler.tasks.localize import localize
+from partc.compiler.tasks.pipeline import pipeline
 from partc.compiler.tasks.update import update
 from partc.compiler.training.add_training import add_training
 from partc.compiler.training.in_parts import in_parts, only_totals
@@ -70,6 +71,7 @@ PASSES: tuple[Pass, ...] = (
     differentiate,
     update,
     lower,
+    pipeline,
     check_budget,
 )
 """What comes before is `load` and `start`. What comes behind, for all programs of a plan at once, is `emit` and `prove` (`_written`)."""
@@ -96,6 +98,7 @@ def start(
     *,
     kind: ProgramKind = ProgramKind.STEP,
     strict: bool = False,
+    verify_passes: bool = False,
 ) -> Program:
     """The program before any pass. Without a plan the model's own annotations are one, else all runs on one rank.
 
@@ -114,8 +117,14 @@ def start(
     trains = plan.train is not None
     model = source.model.clone() if trains else source.model
     weights = tuple(trainable_names(source.model)) if trains else ()
+    said = plan
+
+    def other(begun: Program, kind: ProgramKind) -> Program:
+        first = start(source, said, name, configuration, kind=kind)
+        return run_passes(replace(first, begun=begun), verify_passes=verify_passes)
+
     paths = node_paths(model)
-    return Program(name, model, plan, declared, paths, kind=kind, trainable=weights, strict=strict)
+    return Program(name, model, plan, declared, paths, kind=kind, trainable=weights, strict=strict, other=other)
 
 
 def _arriving(source: Source, plan: Plan) -> Dataset:
@@ -223,7 +232,9 @@ def _compiled(
         texts[f"ir/{len(texts) + 1}_{name}.ir"] = begin_text(program, name)
 
     watch("start")
-    program = start(source, chosen, model.name, options.configuration, strict=options.strict)
+    program = start(
+        source, chosen, model.name, options.configuration, strict=options.strict, verify_passes=options.verify_passes
+    )
     dumped = keep if options.dump_ir else None
     program = run_passes(program, dumped, watch, verify_passes=options.verify_passes)
     if annotated is not None and any(is_inside(node) for node in program.model.graph):
@@ -231,7 +242,7 @@ def _compiled(
         raise CompileError(Problem(str(annotated), fact, help="leave out --annotated"))
     if program.training is not None and plan is not None:
         program = replace(program, training=program.training.from_folder(os.path.relpath(plan.parent, out)))
-    inner = _inner(program, source, chosen, model.name, options, watch)
+    inner = _inner(program, watch)
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
     report = _written(program, inner, source, out, sources, texts, options.check, watch)
     if annotated is not None:
@@ -243,28 +254,20 @@ def compile_source(source: Source, plan: Plan | None, out: Path, name: str = "mo
     """As `compile_model`, of a model and a plan in memory."""
     program = run_passes(start(source, plan, name))
     record = SourceRecord(name=name, sha256=hashlib.sha256(begin_text(program).encode()).hexdigest())
-    inner = _inner(program, source, plan, name, Options())
+    inner = _inner(program)
     return _written(program, inner, source, out, {"model": record, "plan": None})
 
 
-def _inner(
-    program: Program,
-    source: Source,
-    plan: Plan | None,
-    name: str,
-    options: Options,
-    watch: Watch = lambda name: None,
-) -> list[Program]:
+def _inner(program: Program, watch: Watch = lambda name: None) -> list[Program]:
     """The other programs of a plan that trains, over the same parameters; `program` is the step's."""
-    if plan is None or plan.train is None or program.training is None:
+    if program.training is None or program.other is None:
         return []
-    kinds = [ProgramKind.EVALUATION, *([ProgramKind.ACCUMULATION] if plan.train.accumulate > 1 else [])]
+    kinds = [ProgramKind.EVALUATION, *([ProgramKind.ACCUMULATION] if program.training.accumulate > 1 else [])]
     kinds += [ProgramKind.TOTALS] if program.training.totals else []
     found = []
     for kind in kinds:
         watch(kind.name.lower())
-        begun = replace(start(source, plan, name, options.configuration, kind=kind), begun=program)
-        found.append(run_passes(begun, verify_passes=options.verify_passes))
+        found.append(program.other(program, kind))
     return found
 
 

@@ -188,7 +188,7 @@ def _local(program: Program) -> Iterator[str]:
         first, steps = builder.ranks[0], builder.program
         sums = [name for name, ranks in accumulated.items() if first in ranks]
         held = {*local.inputs[first], *builder.weights, *builder.kept, *builder.constants, *builder.scalars, *sums}
-        yield from (f"rank {first}: {fault}" for fault in _steps(steps, Counter(held)))
+        yield from (f"rank {first}: {fault}" for fault in _steps(steps, Counter(held), True))
         rows |= dict.fromkeys(builder.ranks, _tags(steps))
     yield from _events(local.comm.events, rows)
 
@@ -199,27 +199,28 @@ def _parts(program: Program) -> Iterator[str]:
     if [part.rank for part in program.parts] != list(range(program.plan.ranks)):
         yield f"there are {len(program.parts)} programs for {program.plan.ranks} ranks"
     for part, ranks in program.alike:
-        yield from (f"rank {ranks[0]}: {fault}" for fault in _part(part))
+        yield from (f"rank {ranks[0]}: {fault}" for fault in _part(part, program.schedule is None))
     yield from _events(program.events, {part.rank: _tags(part.steps) for part in program.parts})
 
 
-def _part(part: RankProgram) -> Iterator[str]:
+def _part(part: RankProgram, in_order: bool) -> Iterator[str]:
+    """The faults of a rank's program; `in_order`: whether its forward ops stand before all others, where no schedule says otherwise."""
     held = [one.name for one in (*part.inputs, *part.weights)]
     kept = [one.name for one in part.kept]
     made = Counter([*held, *(name for name in kept if name not in held), *part.constants, *part.scalars])
-    yield from _steps(part.steps, made)
+    yield from _steps(part.steps, made, in_order)
     wanted = [*(one.name for one in part.outputs), *(one.next for one in part.kept if one.next)]
     yield from (f"'{name}' is given back, and nothing makes it" for name in wanted if name not in made)
 
 
-def _steps(steps: Sequence[RankOp], made: Counter[str]) -> Iterator[str]:
+def _steps(steps: Sequence[RankOp], made: Counter[str], in_order: bool) -> Iterator[str]:
     """The faults of a rank's ops in order; `made` counts the names that are there before, and then those that ops make."""
     later: str | None = None
     for step in steps:
         what = _title(step)
         if step.task is not TaskKind.FORWARD:
             later = what
-        elif later is not None:
+        elif later is not None and in_order:
             yield f"{what} is forward, and stands behind {later}, which is not"
         reads = (name for name in read_names(step) if name and name not in made)
         yield from (f"{what} reads '{name}', which it does not have" for name in reads)

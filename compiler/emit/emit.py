@@ -16,6 +16,7 @@ from partc.compiler.emit.weights import Location, Stored, is_inline, owners, sha
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import CommOp, ComputeOp, LocalTensor, RankConstant, RankProgram
+from partc.compiler.schedule.grid import schedule_text
 from partc.compiler.training.optimizer_functions import functions as optimizer_functions
 from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.replace_folder import obstacle, replacing_folder
@@ -86,6 +87,8 @@ def _write_all(
         files[file] = _write_text(folder, file, rank_text(program, part, bodies[-1][1]))
     files[fmt.BEGIN_IR] = _write_text(folder, fmt.BEGIN_IR, begin_text(program))
     files[fmt.END_IR] = _write_text(folder, fmt.END_IR, end_text(program, bodies))
+    if program.schedule is not None:
+        files[fmt.SCHEDULE] = _write_text(folder, fmt.SCHEDULE, schedule_text(program.schedule))
     for file, text in texts.items():
         files[file] = _write_text(folder, file, text)
     manifest = manifest_of(program, files, sources, by_rank)

@@ -9,7 +9,7 @@ edit its model. Decisions are bound to the graph's objects, not to names.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from partc.compiler.ir.training import Training
     from partc.compiler.layout.layout import Layout
     from partc.compiler.plan.rules import Plan
+    from partc.compiler.schedule.schedule import Schedule
     from partc.compiler.tasks.local_view import LocalView
 
 Dim = int | str
@@ -178,6 +179,10 @@ class Program:
     warnings: tuple[str, ...] = ()
     whole: frozenset[str] = frozenset()
     begun: Program | None = None
+    other: Callable[[Program, ProgramKind], Program] | None = None
+    """Compiles another program of a plan that trains, over the tensors of the one that is given."""
+    schedule: Schedule | None = None
+    """The order of its tasks."""
 
     @cached_property
     def derived_paths(self) -> frozenset[str]:

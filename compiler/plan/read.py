@@ -6,6 +6,7 @@ plan.yaml:7: placement of 'conv9': rank 5, but there are 5 ranks
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from partc.compiler.errors import CompileError, Problem
@@ -92,6 +93,9 @@ def parse_plan(text: str, name: str) -> Plan:
 
 def _plan(entries: PlanEntries, document: Document) -> Plan:
     where = document.where
+    train = entries.train.rules(where) if entries.train else None
+    if train is not None and entries.pipeline is not None:
+        train = replace(train, accumulate=entries.pipeline.microbatches)
     return Plan(
         file=document.file,
         ranks=entries.ranks,
@@ -111,7 +115,8 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
         dataset=_dataset(entries, document),
         sharding=tuple(entry.rule(pattern, where("sharding", pattern)) for pattern, entry in entries.sharding.items()),
         max_reshard_bytes=entries.max_reshard_bytes,
-        train=entries.train.rules(where) if entries.train else None,
+        train=train,
+        pipeline=entries.pipeline.rules(where) if entries.pipeline else None,
     )
 
 

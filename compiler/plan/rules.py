@@ -16,6 +16,7 @@ from partc.compiler.plan.groups import Axes, axes_of
 from partc.compiler.plan.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
+    from partc.compiler.plan.pipeline import PipelineRules
     from partc.compiler.plan.training.rules import TrainRules
 
 FULL_BATCH, DATA_PARALLEL = "full_batch", "data_parallel"
@@ -132,6 +133,7 @@ class Plan:
     sharding: tuple[ShardingRule, ...] = ()
     max_reshard_bytes: int | None = None
     train: TrainRules | None = None
+    pipeline: PipelineRules | None = None
 
     @staticmethod
     def whole() -> Plan:

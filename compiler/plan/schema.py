@@ -15,6 +15,7 @@ from partc.compiler.dims.symbol import LARGEST, Symbol
 from partc.compiler.plan.dataset import DatasetEntry, DatasetForm
 from partc.compiler.plan.groups import Group, checked_mesh, placed, rank_of, ranks_of
 from partc.compiler.plan.pattern import checked_pattern
+from partc.compiler.plan.pipeline import PipelineEntry
 from partc.compiler.plan.rules import FULL_BATCH
 from partc.compiler.plan.sharding import ByteCount, ShardingForm
 from partc.compiler.plan.training.rules import TrainEntry
@@ -34,7 +35,7 @@ from pydantic import (
 PRODUCER: Literal["producer"] = "producer"
 CUT = ("cut", "sharded")
 """The words for an output that stays sharded."""
-LATER = ("target", "pipeline")
+LATER = ("target",)
 
 _DIM_NAME = re.compile(r"[^\W\d][\w.]*")
 
@@ -222,6 +223,24 @@ class PlanEntries(BaseModel):
         description="Limit of the bytes that reshards send per step, 64MB or a number; null: no limit.",
     )
     train: TrainEntry | None = Field(None, description="Training: the plan then compiles to training programs.")
+    pipeline: PipelineEntry | None = Field(
+        None, description="A batch runs as microbatches through the stages that the placement makes."
+    )
+
+    @model_validator(mode="after")
+    def _one_number_of_parts(self) -> PlanEntries:
+        if self.pipeline is not None and self.train is None:
+            raise Violation(
+                "there is nothing to train", "microbatches are those of a training step", "add 'train'", "pipeline"
+            )
+        if self.pipeline is not None and self.train is not None and self.train.accumulate > 1:
+            raise Violation(
+                f"'train.accumulate' is {self.train.accumulate} already",
+                "the gradients of microbatches are added up",
+                "leave out 'accumulate'",
+                "pipeline",
+            )
+        return self
 
 
 def plan_schema() -> dict[str, Any]:

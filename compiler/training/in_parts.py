@@ -18,6 +18,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.analysis.part_symbols import training_records
+from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import take_out
 from partc.compiler.ir.program import Program, ProgramKind, ValueInfo
 from partc.compiler.ops.families.dropout import DROPOUT, PARTS, RECORDS_DIM
@@ -59,6 +60,8 @@ def in_parts(program: Program) -> Program:
     there = {*program.model.graph}
     paths = {node: path for node, path in paths.items() if node in there}
     program = _arriving_whole(program, training.totals)
+    if found.mixing and program.plan.pipeline is not None and program.plan.pipeline.statistics is None:
+        raise CompileError(_refused(program, found))
     warnings = (
         program.warnings if training.part is ProgramKind.ACCUMULATION else (*program.warnings, *_told(program, found))
     )
@@ -160,6 +163,19 @@ def _drop_unread(graph: ir.Graph, used: Iterable[ir.Value]) -> None:
             take_out(graph, node)
     for value in [value for value in graph.inputs if not value.uses() and value not in kept]:
         graph.inputs.remove(value)
+
+
+def _refused(program: Program, found: Spread) -> Problem:
+    """What a pipeline cannot do: a microbatch does not know the records of the others."""
+    assert program.plan.pipeline is not None
+    named = [f"{program.paths[node]} ({node.op_type}) {what}" for node, what in found.mixing.items()]
+    more = f", and {len(named) - 3} more nodes do" if len(named) > 3 else ""
+    return Problem(
+        program.plan.pipeline.where,
+        f"not all of the model can run by microbatches: {'; '.join(named[:3])}{more}",
+        "a microbatch knows its own records alone; only losses and gradients are added up",
+        "write statistics: microbatch, if these may be of each microbatch, as is usual for batch normalization",
+    )
 
 
 def _told(program: Program, found: Spread) -> list[str]:

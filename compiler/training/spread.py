@@ -15,12 +15,15 @@ labels alone, so that the whole batch's can be made before the first part (`tota
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import onnx_ir as ir
+from onnx_shape_inference import SYM_DATA_KEY
 from partc.compiler.analysis.records import OF_PIECES, batch_symbols
+from partc.compiler.dims.reading import read
 from partc.compiler.ir.program import Program
 from partc.compiler.ops.families.loss import local_mean
 from partc.compiler.ops.families.pool import scaled
@@ -108,6 +111,9 @@ class _Walk(Spread):
         for value in reads:
             self._settle(value, node)
         self._rows(node, rule)
+        for out in node.outputs:
+            if self.states.get(out) is OWN and self._holds_no_batch(out):
+                self.states[out] = EVERY
 
     def _terms(self, node: ir.Node, rule: Rule) -> State | None:
         """How the outputs lie where terms pass through a node."""
@@ -182,6 +188,12 @@ class _Walk(Spread):
 
     def _has_batch(self, value: ir.Value) -> bool:
         return value.shape is None or any(self._speaks(value, dim) for dim in range(len(value.shape)))
+
+    def _holds_no_batch(self, value: ir.Value) -> bool:
+        """Whether what a value of shape arithmetic holds is known, and says nothing of the batch: `Shape(x)[1]` is `seq`."""
+        held = value.metadata_props.get(SYM_DATA_KEY)
+        entries = [read(str(one)) for one in json.loads(held)] if held is not None else [None]
+        return all(one is not None and self.batch.isdisjoint(map(str, one.free_symbols)) for one in entries)
 
     def _speaks(self, value: ir.Value, dim: int) -> bool:
         assert value.shape is not None

@@ -106,6 +106,7 @@ LARGEST_MANIFEST = 1 << 29
 WEIGHTS = "weights"
 BEGIN_IR = "ir/step_parallel_begin.ir"
 END_IR = "ir/step_parallel_end.ir"
+SCHEDULE = "ir/schedule.txt"
 
 
 def rank_file(rank: int) -> str:

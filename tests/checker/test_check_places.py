@@ -124,5 +124,17 @@ g (float[n, 6] x) => (float[n, 6] y, float[n, 6] v) <float[6] w = {1, 2, 3, 4, 5
     assert texts(tmp_path / "build") == ""
 
 
+def test_a_rank_may_have_one_head(tmp_path: Path) -> None:
+    """`[n, 12]` is `[n, 2, 6]` by heads, and `[n, 6]` of a rank `[n, 1, 6]`: the dim of 6 is whole, though its size stays."""
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+g (float[n, 6] x) => (float[n, 2] z) <int64[3] heads = {0, 2, 6}, int64[1] last = {2}> {
+    [up] h = MatMul(x, v)  [split] s = Reshape(h, heads)  [sum] q = ReduceSum <keepdims = 0>(s, last)
+    [act] z = Tanh(q) }""")
+    proto.graph.initializer.append(onnx.helper.make_tensor("v", 1, [6, 12], [0.01 * k for k in range(72)]))
+    compiled(proto, "ranks: 2\nsharding: {up: colwise}\n", tmp_path / "build")
+    assert any(node.op_type == "ReduceSum" for node in rank_files(tmp_path / "build")[0].graph.node)
+    assert texts(tmp_path / "build") == ""
+
+
 def rank_files(folder: Path) -> list[ModelProto]:
     return [onnx.load(path, load_external_data=False) for path in sorted(folder.glob("rank_*.onnx"))]

@@ -226,7 +226,11 @@ def _convolution(node: NodeProto, places: Mapping[str, Places]) -> Ruled | None:
 
 
 def _reshaped(there: Sequence[Begins | None], old: Sizes | None, new: Sizes | None) -> Places:
-    """Dims in front and at the end that stay are as they were."""
+    """Dims in front and at the end that stay are as they were.
+
+    Not those beside a dim of size 1 that comes or goes: of `[8] -> [1, 8]` the shard is that of either dim, as the whole tells, which is
+    not known here.
+    """
     if old is None or new is None or len(old) != len(there):
         return None
     front, most = 0, min(len(old), len(new))
@@ -235,6 +239,9 @@ def _reshaped(there: Sequence[Begins | None], old: Sizes | None, new: Sizes | No
     back = 0
     while back < most - front and old[-1 - back] is not None and old[-1 - back] == new[-1 - back]:
         back += 1
+    between = (*old[front : len(old) - back], *new[front : len(new) - back])
+    beside = 1 if 1 in between else 0
+    front, back = front - (beside if front else 0), back - (beside if back else 0)
     middle = [None] * (len(new) - front - back)
     return [*there[:front], *middle, *(there[len(there) - back :] if back else [])]
 

@@ -1,0 +1,227 @@
+"""The task of every op of the ranks' programs: which pass of which stage it is part of, or of none.
+
+    ONCE      no microbatch: masks, casts of weights; made before the first task
+    F s, B s  the forward or backward pass of stage s; B is the whole of it, or where it is split the gradients that leave the stage
+    W s       what is left of a backward pass that is split: it only feeds gradients of parameters
+    UPDATE    the reduction of gradients and the update; behind the last task
+
+The passes that write ops say whether these are forward, backward or update; the stage is that of the model's node. What a change of layout
+adds, and a message or a collective, belongs to the task that makes what it takes. What only serves another stage's task, on a rank that
+does not run the first (the cutting up of what was received), goes with its reader.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from partc.compiler.ir.rank_program import CommOp, ComputeOp, RankOp, RankProgram, TaskKind, read_names
+from partc.compiler.tasks.stages import NodeStages
+from partc.runtime.artifact.format import REDUCE, SUM
+
+
+class Phase(enum.IntEnum):
+    """The phases of a step, in order."""
+
+    ONCE = 0
+    FORWARD = 1
+    BACKWARD = 2
+    WEIGHT = 3
+    UPDATE = 4
+
+
+class Label(NamedTuple):
+    """A phase, and the stage of an op of a task; 0 in the other phases."""
+
+    phase: Phase
+    stage: int = 0
+
+
+ONCE, UPDATE = Label(Phase.ONCE), Label(Phase.UPDATE)
+Place: TypeAlias = tuple[int, int]
+"""An op: the number of the program, and its place in it."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The program of ranks that do the same.
+
+    `batch`: inputs of which each microbatch has its own. `sums`: the state in which gradients are added up.
+    """
+
+    program: RankProgram
+    batch: frozenset[str]
+    sums: frozenset[str]
+
+    @property
+    def steps(self) -> Sequence[RankOp]:
+        """The ops in order."""
+        return self.program.steps
+
+    def adds_up(self, step: RankOp) -> bool:
+        """Whether an op adds a microbatch's gradient to the sum of those before it."""
+        return isinstance(step, ComputeOp) and not self.sums.isdisjoint(read_names(step))
+
+
+@dataclass
+class Labels:
+    """`steps`: per unit the label of each of its ops. `order`: all ops of all units as they follow each other, an event's at once.
+
+    `edges`: pairs of stages of which the second reads what the first makes; `gradients`: those along which cotangents come back.
+    """
+
+    steps: list[list[Label]]
+    order: list[tuple[Place, ...]] = field(default_factory=list)
+    edges: set[tuple[int, int]] = field(default_factory=set)
+    gradients: set[tuple[int, int]] = field(default_factory=set)
+
+
+def labelled(units: Sequence[Unit], stages: NodeStages) -> Labels:
+    """The labels of all ops, of backward passes that are not split, and the edges between stages."""
+    found = Labels([[ONCE] * len(unit.steps) for unit in units])
+    values = [dict.fromkeys(unit.batch, Label(Phase.FORWARD)) for unit in units]
+    for places in in_order([unit.steps for unit in units]):
+        found.order.append(places)
+        (first, at), *_ = places
+        step = units[first].steps[at]
+        labels = [values[u][name] for u, k in places for name in read_names(units[u].steps[k]) if name in values[u]]
+        label = _label(units[first], step, labels, stages)
+        for unit, k in places:
+            found.steps[unit][k] = label
+            for name in outputs(units[unit].steps[k]):
+                if label != ONCE:
+                    values[unit][name] = label
+    _with_readers(units, stages, found)
+    _deliver_once(units, found)
+    _find_edges(units, found)
+    return found
+
+
+def _label(unit: Unit, step: RankOp, labels: Collection[Label], stages: NodeStages) -> Label:
+    """The label of an op by what it is and by those of its operands, of which it has to wait for the last."""
+    adds_up = unit.adds_up(step)
+    if step.task is TaskKind.UPDATE and not adds_up:
+        return UPDATE
+    labels = [one for one in labels if one != UPDATE]
+    if not labels:
+        return ONCE
+    backward = step.task is TaskKind.BACKWARD or adds_up
+    phase = max(Phase.BACKWARD if backward else Phase.FORWARD, *(one.phase for one in labels))
+    own = stages.on(step.source, unit.program.rank) if isinstance(step, ComputeOp) else None
+    if own is not None:
+        return Label(phase, own)
+    last = max(labels, key=_time)
+    return Label(phase, last.stage)
+
+
+def _time(label: Label) -> tuple[int, int]:
+    """Labels in the order of time, of one microbatch: later stages run forward later, and backward earlier."""
+    return label.phase, label.stage if label.phase is Phase.FORWARD else -label.stage
+
+
+def _with_readers(units: Sequence[Unit], stages: NodeStages, found: Labels) -> None:
+    """Moves ops of a stage that none of their ranks runs to the first of their readers."""
+    readers: list[dict[str, list[Label]]] = [{} for _ in units]
+    for places in reversed(found.order):
+        (first, at), *_ = places
+        label = found.steps[first][at]
+        made = [(unit, name) for unit, k in places for name in outputs(units[unit].steps[k])]
+        if Phase.ONCE < label.phase < Phase.UPDATE:
+            hosted = any(units[unit].program.rank in stages.groups[label.stage] for unit, _ in places)
+            later = [one for unit, name in made for one in readers[unit].get(name, ()) if one != UPDATE]
+            if later and not hosted:
+                label = min(later, key=_time)
+        for unit, k in places:
+            found.steps[unit][k] = label
+            for name in read_names(units[unit].steps[k]):
+                readers[unit].setdefault(name, []).append(label)
+
+
+def _deliver_once(units: Sequence[Unit], found: Labels) -> None:
+    """What only brings outputs to where they are wanted runs once, on what all microbatches give together."""
+    received = [{name for step in unit.steps if isinstance(step, CommOp) for name in step.outputs} for unit in units]
+    readers: list[set[str]] = [set() for _ in units]
+    for places in reversed(found.order):
+        (first, at), *_ = places
+        step = units[first].steps[at]
+        made = [name in readers[unit] for unit, k in places for name in outputs(units[unit].steps[k])]
+        if found.steps[first][at].phase is Phase.FORWARD and not any(made):
+            renames = isinstance(step, ComputeOp) and step.node.op_type == "Identity"
+            own = renames and all(name in received[first] for name in read_names(step))
+            linear = isinstance(step, CommOp) and step.attributes.get(REDUCE, SUM) == SUM
+            if own or linear:
+                for unit, k in places:
+                    found.steps[unit][k] = UPDATE
+                continue
+        for unit, k in places:
+            if found.steps[unit][k] != UPDATE:
+                readers[unit].update(read_names(units[unit].steps[k]))
+
+
+def _find_edges(units: Sequence[Unit], found: Labels) -> None:
+    values: list[dict[str, Label]] = [{} for _ in units]
+    for places in found.order:
+        for unit, k in places:
+            label = found.steps[unit][k]
+            for name in read_names(units[unit].steps[k]):
+                before = values[unit].get(name, label)
+                if before.stage != label.stage and before.phase == label.phase:
+                    if label.phase is Phase.FORWARD:
+                        found.edges.add((before.stage, label.stage))
+                    elif label.phase is Phase.BACKWARD:
+                        found.gradients.add((label.stage, before.stage))
+        for unit, k in places:
+            values[unit].update(dict.fromkeys(outputs(units[unit].steps[k]), found.steps[unit][k]))
+
+
+def split_backward(units: Sequence[Unit], found: Labels, stages: Collection[int]) -> None:
+    """Splits the backward passes of some stages: W are the ops from which no cotangent that leaves the stage can be reached."""
+    readers: list[dict[str, set[Label]]] = [{} for _ in units]
+    for places in reversed(found.order):
+        (first, at), *_ = places
+        label = found.steps[first][at]
+        if label.phase is Phase.BACKWARD and label.stage in stages:
+            made = [(unit, name) for unit, k in places for name in outputs(units[unit].steps[k])]
+            read = {one for unit, name in made for one in readers[unit].get(name, ()) if one != UPDATE}
+            if label not in read and all(one.stage == label.stage for one in read):
+                label = Label(Phase.WEIGHT, label.stage)
+        for unit, k in places:
+            found.steps[unit][k] = label
+            for name in read_names(units[unit].steps[k]):
+                readers[unit].setdefault(name, set()).add(label)
+
+
+def outputs(step: RankOp) -> list[str]:
+    """The names that an op makes."""
+    return list(step.outputs) if isinstance(step, CommOp) else [value.name or "" for value in step.node.outputs]
+
+
+def in_order(programs: Sequence[Sequence[RankOp]]) -> Iterator[tuple[Place, ...]]:
+    """The ops of all programs in an order in which they can run; an event stands once, with its place in each of its programs."""
+    members: dict[int, int] = {}
+    for steps in programs:
+        for step in steps:
+            if isinstance(step, CommOp):
+                members[step.tag] = members.get(step.tag, 0) + 1
+    at = [0] * len(programs)
+    waiting: dict[int, list[Place]] = {}
+    ready = list(reversed(range(len(programs))))
+    while ready:
+        unit = ready.pop()
+        steps = programs[unit]
+        while at[unit] < len(steps):
+            step = steps[at[unit]]
+            if not isinstance(step, CommOp):
+                yield ((unit, at[unit]),)
+                at[unit] += 1
+                continue
+            there = waiting.setdefault(step.tag, [])
+            there.append((unit, at[unit]))
+            if len(there) < members[step.tag]:
+                break
+            yield tuple(sorted(there))
+            for other, k in there:
+                at[other] = k + 1
+            ready += [other for other, _ in there if other != unit]

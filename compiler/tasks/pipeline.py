@@ -1,0 +1,66 @@
+"""Pass: a plan with `pipeline` runs a batch as microbatches, whose tasks follow the schedule that the plan asks for.
+
+stages       of nodes, by their placement                                   stages.py
+tasks        of the ops that ranks' programs have for one microbatch        phases.py
+schedule     per rank the order of tasks, by name, as rows or found         schedule/
+rows         the programs of a step                                         microbatches.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from partc.compiler.ir.program import Program, ProgramKind
+from partc.compiler.ir.rank_program import RankProgram
+from partc.compiler.schedule.choose import choose
+from partc.compiler.schedule.costs import unit_costs
+from partc.compiler.schedule.schedule import Schedule
+from partc.compiler.schedule.simulate import simulate
+from partc.compiler.schedule.stages import Edge, Stages, grouped
+from partc.compiler.schedule.task import Task
+from partc.compiler.tasks.microbatches import rows_of
+from partc.compiler.tasks.phases import Labels, Phase, Unit, labelled, split_backward
+from partc.compiler.tasks.stages import NodeStages, node_stages
+from partc.compiler.training.in_parts import PART
+
+
+def pipeline(program: Program) -> Program:
+    """Fills `schedule`, and makes the programs of one microbatch those of a step; CompileError where the plan's schedule does not fit."""
+    rules, training = program.plan.pipeline, program.training
+    if rules is None or training is None or training.part is not ProgramKind.STEP:
+        return program
+    if rules.microbatches == 1:
+        return program
+    units = [_unit(program, part) for part in {id(part.steps): part for part in program.parts}.values()]
+    stages = node_stages(program)
+    labels = labelled(units, stages)
+    shape = _stages(stages, labels)
+    schedule = choose(
+        shape, rules.microbatches, rules.schedule, rules.memory, where=rules.where, rows_where=rules.rows or None
+    )
+    split_backward(units, labels, {task.stage for row in schedule.rows for task in row if schedule.is_split(task)})
+    totals = program.other(program, ProgramKind.TOTALS) if training.totals and program.other else None
+    made = rows_of(program, units, labels, _order(schedule), rules.microbatches, totals)
+    return replace(made, schedule=schedule)
+
+
+def _unit(program: Program, part: RankProgram) -> Unit:
+    training = program.training
+    assert training is not None
+    own = {*training.fixed, *training.totals, *training.scalars} - {PART}
+    batch = {held.name for held in part.inputs if held.version.value.name not in own}
+    sums = {one.name for one in part.kept if one.kind == "gradient"}
+    return Unit(part, frozenset(batch), frozenset(sums))
+
+
+def _stages(found: NodeStages, labels: Labels) -> Stages:
+    """The graph of stages: what they read of each other, and which of them have a backward pass."""
+    edges = [Edge(a, b, (a, b) in labels.gradients) for a, b in labels.edges | labels.gradients]
+    backward = {label.stage for steps in labels.steps for label in steps if label.phase is Phase.BACKWARD}
+    return grouped(found.groups, edges, [stage in backward for stage in range(len(found.groups))])
+
+
+def _order(schedule: Schedule) -> list[Task]:
+    """All tasks as they begin: the one order that all ranks follow."""
+    spans = simulate(schedule, unit_costs(schedule.stages)).spans
+    return sorted(spans, key=lambda task: spans[task][0])

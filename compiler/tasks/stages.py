@@ -1,0 +1,78 @@
+"""The stages of a placed program: a node's stage is the most changes of group on a way to it, and its group.
+
+    placement   0    0    1    1    0        a loop: rank 0 is named again
+    node        a -> b -> c -> d -> e
+    stage       0    0    1    1    2
+
+What reads inputs alone, such as the weights of labels, stands with its first reader where these are all on its group.
+
+What runs wherever its readers want it (constants, shape arithmetic) belongs to no stage of its own: it goes with what it is made of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import onnx_ir as ir
+from partc.compiler.ir.program import Group, Program
+
+
+@dataclass(frozen=True)
+class NodeStages:
+    """`groups[s]` runs stage s; `of` gives the stage of a node on a group, of those that have one."""
+
+    groups: tuple[Group, ...]
+    of: dict[tuple[ir.Node, Group], int]
+
+    @cached_property
+    def _by_node(self) -> dict[ir.Node, dict[Group, int]]:
+        found: dict[ir.Node, dict[Group, int]] = {}
+        for (node, group), stage in self.of.items():
+            found.setdefault(node, {})[group] = stage
+        return found
+
+    def on(self, node: ir.Node, rank: int) -> int | None:
+        """The stage in which a rank runs a node; None where it runs it in none, or wherever its readers are."""
+        return min((stage for group, stage in self._by_node.get(node, {}).items() if rank in group), default=None)
+
+
+def node_stages(program: Program) -> NodeStages:
+    """The stage of every placed node. Stages are numbered by their depth, those of one depth in the order of the graph."""
+    depths = _depths(program)
+    first: dict[tuple[int, Group], int] = {}
+    for node, found in depths.items():
+        for group, depth in found.items():
+            if not program.placement[node].follows:
+                first.setdefault((depth, group), len(first))
+    order = {key: k for k, key in enumerate(sorted(first, key=lambda key: (key[0], first[key])))}
+    stages = {
+        (node, group): order[depth, group]
+        for node, found in depths.items()
+        for group, depth in found.items()
+        if not program.placement[node].follows
+    }
+    return NodeStages(tuple(group for _, group in order), stages)
+
+
+def _depths(program: Program) -> dict[ir.Node, dict[Group, int]]:
+    """Per node and group the depth: the most changes of group before it; then, for what only later nodes of its group read, theirs."""
+    depths: dict[ir.Node, dict[Group, int]] = {}
+    readers: dict[ir.Node, list[ir.Node]] = {}
+    for node in program.model.graph:
+        producers = [made for value in program.reads[node] if (made := value.producer()) in depths]
+        for made in producers:
+            readers.setdefault(made, []).append(node)
+        depths[node] = {}
+        for group in program.placement[node].groups:
+            ways = [depths[p][group] if group in depths[p] else min(depths[p].values()) + 1 for p in producers]
+            depths[node][group] = max(ways, default=0)
+    outputs = {value.producer() for value in program.model.graph.outputs}
+    for node in reversed(list(program.model.graph)):
+        for group in depths[node]:
+            at = [depths[one] for one in readers.get(node, ())]
+            later = [there[group] for there in at if group in there]
+            sent = node in outputs or any(there.keys().isdisjoint(depths[node]) for there in at)
+            if later and not sent:
+                depths[node][group] = max(depths[node][group], min(later))
+    return depths
