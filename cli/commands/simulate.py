@@ -60,26 +60,22 @@ def _time_option(name: str, help: str) -> Callable[[Callable[..., object]], Call
 @click.option(
     "--schedule", "name", metavar="NAME", help="gpipe, 1f1b, interleaved, zb_h1, zbv or auto; without it, compare all."
 )
-@click.option(
-    "--ranks", type=click.IntRange(min=1), help="Ranks (or groups of ranks) that each have a part of the stages."
-)
-@click.option(
-    "--stages", type=click.IntRange(min=1), help="Stages: as many as ranks, or two a rank (interleaved, zbv)."
-)
+@click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks (or groups of ranks).")
+@click.option("--stages", type=click.IntRange(min=1), help="Number of stages: one per rank, or two (interleaved, zbv).")
 @click.option("--placement", metavar="R,R,...", callback=_numbers(int), help="The rank of each stage, such as 0,1,1,0.")
-@click.option("--microbatches", "-m", type=int, required=True, help="Microbatches of a step.")
+@click.option("--microbatches", "-m", type=int, required=True, help="Number of microbatches of a step.")
 @_time_option("--forward", "Time of F: of a rank and microbatch, or of each stage. Default 1.")
 @_time_option("--backward", "Time of B without the gradients of parameters. Default 1.")
 @_time_option("--weight", "Time of W, the gradients of parameters. Default 1.")
 @click.option(
     "--message", type=click.FloatRange(min=0), default=0.0, help="Time of a message between ranks. Default 0."
 )
-@click.option("--memory", metavar="LIMIT", help="Most that a rank may keep, such as '2.5 microbatches'.")
+@click.option("--memory", metavar="LIMIT", help="Memory limit of a rank, such as '2.5 microbatches'.")
 @click.option(
     "--times", type=click.Path(path_type=Path, dir_okay=False), help="JSON of seconds by stage and kind, or by task."
 )
 @click.option(
-    "--rows", type=click.Path(path_type=Path, dir_okay=False), help="Play the rows of this file, one line a rank."
+    "--rows", type=click.Path(path_type=Path, dir_okay=False), help="Simulate the rows of this file, one line per rank."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -97,7 +93,7 @@ def command(
     rows: Path | None,
     as_json: bool,
 ) -> int:
-    """Show what a schedule of a pipeline takes and keeps, or compare all of them; no model is needed.
+    """Show time, bubble and memory of a pipeline schedule, or compare all schedules; no model is needed.
 
     A task is a stage, F (forward), B (backward) or W (gradients of parameters), and a microbatch: 2F0. Where there is no W, B is the whole
     backward pass. The grid shows ranks over time; the bubble is the idle share.
@@ -107,7 +103,7 @@ def command(
     partc simulate --schedule zbv --ranks 4 -m 8             # rows, grid, total, peaks
     partc simulate --schedule auto --ranks 4 -m 8 --memory '2 microbatches'
     partc simulate --schedule 1f1b --stages 4 -m 8 --forward 1,1,1,1.6 --message 0.1
-    partc simulate --rows rows.txt --placement 0,1,1,0 -m 4  # is it valid, and what does it take
+    partc simulate --rows rows.txt --placement 0,1,1,0 -m 4  # check and simulate given rows
     partc simulate --schedule zb_h1 --ranks 2 -m 8 --times times.json    # {"0F": 0.012, "0B": 0.02, "1F3": 0.5, ...}
     """
     from partc.runtime.errors import UsageError
@@ -136,7 +132,7 @@ def _checked_ranks(ranks: int | None) -> int:
     from partc.runtime.errors import UsageError
 
     if ranks is None:
-        raise UsageError("how many ranks there are is not said\n  help: give --ranks, --stages or --placement")
+        raise UsageError("the number of ranks is not known\n  help: use --ranks, --stages or --placement")
     return ranks
 
 
@@ -148,13 +144,13 @@ def _homes(name: str, ranks: int | None, stages: int | None) -> list[int]:
     if ranks is None:
         if stages is not None and stages % each:
             raise UsageError(
-                f"--stages {stages}: {name} has {each} stages a rank\n  help: give a multiple of {each}, or --ranks"
+                f"--stages {stages}: {name} has {each} stages per rank\n  help: use a multiple of {each}, or --ranks"
             )
         ranks = _checked_ranks(stages) // each
     stages = stages or ranks * each
     if stages % ranks:
         raise UsageError(
-            f"--stages {stages} are not equally many on --ranks {ranks}\n  help: say with --placement where each is"
+            f"--stages {stages} cannot be divided evenly among --ranks {ranks}\n  help: use --placement for the rank of each stage"
         )
     if name == "zbv" and stages == 2 * ranks:
         return [*range(ranks), *reversed(range(ranks))]
@@ -170,8 +166,8 @@ def _costs(stages: Stages, given: _Given) -> Costs:
     columns = []
     for option, times in zip(("--forward", "--backward", "--weight"), given.times, strict=True):
         if len(times) not in (1, len(stages)):
-            help = "give one time for all ranks, or one for each stage"
-            raise UsageError(f"{option}: {len(times)} times are given for {len(stages)} stages\n  help: {help}")
+            help = "use one time for all ranks, or one for each stage"
+            raise UsageError(f"{option}: {len(times)} times for {len(stages)} stages\n  help: {help}")
         columns.append(times if len(times) > 1 else [times[0] * share for share in shares])
     some = zip(*columns, shares, strict=True)
     costs = Costs(tuple(StageCost(f, b, w, saved=share) for f, b, w, share in some), given.message)
@@ -238,9 +234,7 @@ def _compare(ranks: int, given: _Given, as_json: bool) -> int:
     from partc.runtime.errors import UsageError
 
     if given.measured is not None or any(len(times) > 1 for times in given.times):
-        raise UsageError(
-            "times of single stages are for one schedule\n  help: give one time for all ranks, or --schedule"
-        )
+        raise UsageError("times of single stages need one schedule\n  help: use one time for all ranks, or --schedule")
     turn, vee = [*range(ranks)], [*range(ranks), *reversed(range(ranks))]
     table = Table(["schedule", "stages on ranks", ">total", ">bubble", ">overhead", ">keeps at most", ">messages"])
     documents = []
