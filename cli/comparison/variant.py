@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import onnx
-from partc.runtime.artifact.format import MANIFEST, WEIGHTS, FileRecord, Manifest
+from partc.runtime.artifact.format import MANIFEST, OF_RANKS, WEIGHTS, FileRecord, Manifest
 from partc.runtime.artifact.manifest import open_artifact
 
 
@@ -32,6 +32,8 @@ def variant(
                 model = onnx.ModelProto()
                 model.CopyFrom(models[file])
                 manifest = change(rank, model, manifest)
+                if apart:
+                    _name_rank(model, rank)
                 name = f"own_{rank:04d}.onnx" if apart else file
                 data = model.SerializeToString()
                 (inside / name).unlink(missing_ok=True)
@@ -44,3 +46,10 @@ def variant(
         manifest_file.unlink()
         manifest_file.write_text(manifest.model_dump_json(), encoding="utf-8")
     return out
+
+
+def _name_rank(model: onnx.ModelProto, rank: int) -> None:
+    """Makes the file the program of this rank alone."""
+    for entry in model.metadata_props:
+        if entry.key == OF_RANKS:
+            entry.value = str(rank)

@@ -120,7 +120,10 @@ def test_rows_of_a_file(capsys: Capture, tmp_path: Path) -> None:
         (["-m", "0", "--ranks", "2"], "microbatches: 0 is not a number of microbatches"),
         (["-m", "4", "--ranks", "2", "--schedule", "zb-v"], "the nearest name is zbv"),
         (["-m", "4", "--stages", "3", "--schedule", "zbv"], "zbv has 2 stages per rank"),
-        (["-m", "4", "--stages", "3", "--ranks", "2", "--schedule", "auto"], "cannot be divided evenly among --ranks 2"),
+        (
+            ["-m", "4", "--stages", "3", "--ranks", "2", "--schedule", "auto"],
+            "cannot be divided evenly among --ranks 2",
+        ),
         (["-m", "4", "--placement", "0,2", "--schedule", "auto"], "ranks without a stage"),
         (["-m", "4", "--stages", "4", "--ranks", "2"], "leave out --stages, or give --schedule"),
         (["-m", "4", "--placement", "0,1", "--ranks", "2"], "leave out --ranks and --stages"),
