@@ -280,6 +280,12 @@ def test_a_batch_that_ranks_cannot_share_is_refused_by_all(folder: Path) -> None
     shutil.rmtree(build)
 
 
+def test_verify_takes_apart_ranks_that_share_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "three.yaml").write_text(PARALLEL.replace("ranks: 2", "ranks: 3").replace(": 2}", ": 3}"))
+    assert invoke(["verify", "model.py", "--plan", "three.yaml", "--set", "batch=6"]) == 0
+    assert "20 tensors on 3 ranks equal to the unsharded model's" in capsys.readouterr().out
+
+
 def test_verify_takes_two_steps_and_compares_all_that_is_kept(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
