@@ -11,8 +11,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from partc.compiler.pipeline import Report
 
 sys.path.extend([str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir()])
 
@@ -52,7 +56,7 @@ def train(loss: str = CROSS_ENTROPY) -> str:
     return f"train:\n  loss: {loss}\n  optimizer: {{type: momentum, lr: {LR}, momentum: {MOMENTUM}}}\n"
 
 
-def write(folder: Path, case: Case, plan: str, parts: int) -> None:
+def write(folder: Path, case: Case, plan: str, parts: int) -> Report:
     """Compiles into `folder/build` and writes the weights, and the feeds of each of so many parts of a batch."""
     from partc.compiler.pipeline import compile_source
     from partc.compiler.plan.read import parse_plan
@@ -70,7 +74,7 @@ def write(folder: Path, case: Case, plan: str, parts: int) -> None:
             feeds = one.feeds(np.random.default_rng(part), **case.sizes)
             named = {"label" if name == "labels" else name: array for name, array in feeds.items()}
             np.savez(folder / f"feeds_{part}.npz", **named)
-    compile_source(source, parse_plan(plan, "plan.yaml"), folder / "build")
+    return compile_source(source, parse_plan(plan, "plan.yaml"), folder / "build")
 
 
 def feeds(folder: Path, part: int) -> dict[str, np.ndarray]:
