@@ -14,7 +14,7 @@ Statistics that a node replaces are replaced once, by the mean over the microbat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -53,8 +53,8 @@ class Row:
     constants: dict[str, Constant] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
     micro: list[dict[str, str]] = field(default_factory=list)
-    sums: dict[str, int] = field(default_factory=dict)
-    """By the sum of a gradient the microbatch that was added last."""
+    sums: dict[str, list[int]] = field(default_factory=dict)
+    """By the sum of a gradient the microbatches that were added, in order."""
 
     def free(self, wanted: str) -> str:
         """A name that no value here has, from now on taken."""
@@ -149,15 +149,18 @@ class _Rows:
                 row.steps.append(self._copied(row, step, k))
 
     def _add(self, row: Row, step: ComputeOp, k: int) -> None:
-        """Adds a gradient to the sum of those of the microbatches before; of the first there is no sum."""
+        """Adds a gradient to the sum of those of the microbatches before; of the first there is no sum.
+
+        The last sum has the name that it has without microbatches, which messages that bring it to other ranks are listed by.
+        """
         (made,) = outputs(step)
         names = [value.name or "" for value in step.node.inputs if value is not None]
         (kept,) = [name for name in names if name in row.unit.sums]
-        before = row.sums.get(made)
-        row.sums[made] = k
-        if before is not None:
-            row.micro[k][kept] = row.micro[before][made]
-            row.steps.append(self._copied(row, step, k))
+        added = row.sums.setdefault(made, [])
+        added.append(k)
+        if len(added) > 1:
+            row.micro[k][kept] = row.micro[added[-2]][made]
+            row.steps.append(self._copied(row, step, k, {made} if len(added) == self.count else ()))
         elif step.node.op_type in ("Add", "Sum"):
             own = [row.micro[k].get(name, name) for name in names if name != kept]
             row.micro[k][made] = own[0]
@@ -175,12 +178,12 @@ class _Rows:
             row.micro[k][kept] = zeros
             row.steps.append(self._copied(row, step, k))
 
-    def _copied(self, row: Row, step: RankOp, k: int | None) -> RankOp:
-        """An op with the names of a microbatch; of none: with those of the sums behind the last."""
-        names = row.micro[k] if k is not None else {made: row.micro[at][made] for made, at in row.sums.items()}
+    def _copied(self, row: Row, step: RankOp, k: int | None, final: Collection[str] = ()) -> RankOp:
+        """An op with the names of a microbatch, or of none; outputs that are `final` keep their name."""
+        names = row.micro[k] if k is not None else {}
         if k is not None:
             for name in filter(None, outputs(step)):
-                names[name] = row.free(f"{name}.{k}")
+                names[name] = name if name in final else row.free(f"{name}.{k}")
                 if name in row.types:
                     row.types[names[name]] = row.types[name]
         if isinstance(step, CommOp):

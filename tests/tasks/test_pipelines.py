@@ -159,6 +159,27 @@ def test_masks_are_those_of_the_whole_batch(tmp_path: Path) -> None:
     close(trained(tmp_path / "build", from_text(net, WEIGHTS), plan + pipeline(4), steps), whole, start_of(), 2e-6)
 
 
+TIED = """<ir_version: 10, opset_import: ["" : 21]>
+m (float[batch, 6] x) => (float[batch, 5] y) <float[6, 6] w, float[6] gain, float[6, 5] v> {
+    [up] a = MatMul (x, w)
+    [scale] b = Mul (a, gain)
+    [again] c = MatMul (b, w)
+    [rescale] d = Mul (c, gain)
+    [down] y = MatMul (d, v)
+}"""
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_gradients_of_a_weight_of_two_stages_meet_once(schedule: str, tmp_path: Path) -> None:
+    weights = {"w": (6, 6), "gain": (6,), "v": (6, 5)}
+    steps = [numbers("label")] * 2
+    text = train(LOSSES["mean"], 1, "{type: momentum, lr: 0.1}", CLIP)
+    whole = trained(tmp_path / "whole", from_text(TIED, weights), "ranks: 1\n" + text, steps)
+    plan = "ranks: 2\nplacement: {up: 0, scale: 0, again: 1, rescale: 1, down: 1}\n" + text
+    have = trained(tmp_path / "build", from_text(TIED, weights), plan + pipeline(4, schedule), steps)
+    close(have, whole, start_of(weights, TIED), 2e-6)
+
+
 NORMALIZED = """<ir_version: 10, opset_import: ["" : 21]>
 m (float[batch, 6] x) => (float[batch, 5] y)
 <float[6, 8] w, float[8] gain, float[8] bias, float[8] mean, float[8] var = {1, 1, 1, 1, 1, 1, 1, 1}, float[8, 5] v> {
