@@ -41,6 +41,14 @@ Work: TypeAlias = Callable[[random.Random, Path], str]
 """Makes what chance says in an empty folder, and gives what partc says of it: '' where all is well."""
 
 
+class Wrong(Exception):
+    """A case found a fault that no message tells: what kind of fault, and what there is to say of it."""
+
+    def __init__(self, end: str, text: str) -> None:
+        super().__init__(end, text)
+        self.end, self.text = end, text
+
+
 @dataclass
 class Told:
     """How the cases of a run ended, and the ones that did not end well."""
@@ -48,11 +56,13 @@ class Told:
     ends: Counter[str] = field(default_factory=Counter)
     bad: list[str] = field(default_factory=list)
     slowest: tuple[float, int] = (0.0, -1)
+    reasons: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
         counts = ", ".join(f"{count:,} {end}" for end, count in sorted(self.ends.items()))
         slow = f"slowest {self.slowest[0]:.1f} s (case {self.slowest[1]})"
-        return "\n".join([*self.bad, f"{sum(self.ends.values()):,} cases: {counts}; {slow}"])
+        why = [f"refused {count:,}: {reason}" for reason, count in self.reasons.most_common()]
+        return "\n".join([*self.bad, *why, f"{sum(self.ends.values()):,} cases: {counts}; {slow}"])
 
 
 def command(*arguments: str) -> str:
@@ -83,15 +93,27 @@ def judge(text: str) -> str:
 def one_case(work: Work, seed: int, case: int) -> tuple[str, str]:
     """How a case ends: `ok`, `refused` or what is wrong, and what was said."""
     with tempfile.TemporaryDirectory() as folder:
-        text = work(random.Random(f"{seed} {case}"), Path(folder))
+        try:
+            text = work(random.Random(f"{seed} {case}"), Path(folder))
+        except Wrong as wrong:
+            return wrong.end, wrong.text
     return (judge(text) or "refused") if text else "ok", text
 
 
-def sweep(work: Work, seed: int, cases: int, minutes: float | None = None, jobs: int = 1) -> Told:
-    """Runs so many cases, or as many as there is time for."""
+def sweep(
+    work: Work,
+    seed: int,
+    cases: int,
+    minutes: float | None = None,
+    jobs: int = 1,
+    *,
+    seconds: float = SECONDS,
+    reason: Callable[[str], str] | None = None,
+) -> Told:
+    """Runs so many cases, or as many as there is time for. With `reason`, refusals are counted by what it makes of their text."""
     told, todo = Told(), iter(range(cases))
     end = None if minutes is None else time.monotonic() + 60 * minutes
-    workers = [_Worker(work, seed) for _ in range(jobs)]
+    workers = [_Worker(work, seed, seconds) for _ in range(jobs)]
     try:
         while True:
             late = end is not None and time.monotonic() > end
@@ -105,6 +127,8 @@ def sweep(work: Work, seed: int, cases: int, minutes: float | None = None, jobs:
             for worker in busy:
                 for one in worker.finished():
                     _note(told, *one)
+                    if reason is not None and one[1] == "refused":
+                        told.reasons[reason(one[2])] += 1
     finally:
         for worker in workers:
             worker.stop()
@@ -120,8 +144,8 @@ def _note(told: Told, case: int, end: str, text: str, spent: float) -> None:
 class _Worker:
     """A process that runs one case after the other; another takes its place after many, and when one takes too long."""
 
-    def __init__(self, work: Work, seed: int) -> None:
-        self.work, self.seed = work, seed
+    def __init__(self, work: Work, seed: int, seconds: float) -> None:
+        self.work, self.seed, self.seconds = work, seed, seconds
         self.case: int | None = None
         self.done = 0
         self.begun = 0.0
@@ -155,8 +179,8 @@ class _Worker:
             except EOFError:
                 self.process.join()
                 end, text = "died", f"exit code {self.process.exitcode}"
-        elif spent > SECONDS:
-            end, text = "too long", f"more than {SECONDS:.0f} s"
+        elif spent > self.seconds:
+            end, text = "too long", f"more than {self.seconds:.0f} s"
         if end:
             case, self.case = self.case, None
             if end in ("died", "too long"):
@@ -195,8 +219,8 @@ def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def main(work: Work, about: str) -> None:
-    """The command line of a module that makes cases."""
+def main(work: Work, about: str, *, seconds: float = SECONDS, reason: Callable[[str], str] | None = None) -> None:
+    """The command line of a module that makes cases; `seconds` and `reason` are as `sweep` takes them."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--cases", type=int, default=10**9, help="so many; without it and --minutes: 200")
     parser.add_argument("--minutes", type=float)
@@ -208,6 +232,6 @@ def main(work: Work, about: str) -> None:
         print(*one_case(work, given.seed, given.case), sep="\n")
         return
     cases = 200 if given.cases == 10**9 and given.minutes is None else given.cases
-    told = sweep(work, given.seed, cases, given.minutes, given.jobs)
+    told = sweep(work, given.seed, cases, given.minutes, given.jobs, seconds=seconds, reason=reason)
     print(told)
     sys.exit(1 if told.bad else 0)

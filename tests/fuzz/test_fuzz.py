@@ -19,3 +19,11 @@ def test_whatever_is_given_ends_well(name: str) -> None:
     ended = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert re.search(rf"{CASES[name]} cases: (\d+ ok, )?\d+ refused", ended.stdout)
+
+
+def test_random_pipelines_are_as_the_whole() -> None:
+    path = Path(__file__).parent / "random_pipelines.py"
+    asked = [sys.executable, str(path), "--cases", "5", "--seed", "3"]
+    ended = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(r"^5 cases: [2-5] ok", ended.stdout, re.MULTILINE), ended.stdout

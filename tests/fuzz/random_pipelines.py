@@ -1,0 +1,197 @@
+"""Random stages, schedules and plans: a batch as microbatches on in-process ranks learns what one rank learns of it whole.
+
+    python tests/fuzz/random_pipelines.py --cases 500 --seed 1
+    python tests/fuzz/random_pipelines.py --case 17 --seed 1       one, with its model and its plan
+
+A case is a network of `staged_networks.py`, its nodes on stages (a chain, a loop, a V, any DAG) of one rank or two (tensor parallel, data
+parallel, ZeRO), a schedule by name or as rows, a loss and an optimizer. Two steps must give the losses and all tensors that one rank
+gives without microbatches, and `partc check` must accept the artifact. What is refused is counted by its reason.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pool
+from partc.compiler.errors import CompileError
+from partc.runtime.checker.check import check_artifact
+from partc.runtime.errors import PartcError
+from staged_networks import Network, batch, grown
+from training_equivalence import Run, from_text, run, same_tensors, train_whole
+
+SECONDS = 30.0
+RECORDS = 16
+WEIGHED = "weights: [0.1, 3, 1, 0.5, 2]"
+CLASSIFY = "type: softmax_cross_entropy, logits: y, labels: label"
+LOSSES = (
+    f"{{{CLASSIFY}, ignore_index: -1AXIS}}",
+    f"{{{CLASSIFY}, {WEIGHED}, ignore_index: -1AXIS}}",
+    f"{{{CLASSIFY}, {WEIGHED}, ignore_index: -1, label_smoothing: 0.1AXIS}}",
+    f"{{{CLASSIFY}, ignore_index: -1, reduction: sumAXIS}}",
+    "{type: mean_squared, prediction: y, target: t}",
+    "{type: mean_squared, prediction: y, target: t, reduction: sum}",
+)
+OPTIMIZERS = (
+    "type: sgd, lr: 0.1",
+    "type: momentum, lr: 0.1",
+    "type: momentum, lr: 0.05, weight_decay: 0.1",
+    "type: nesterov, lr: 0.1",
+    "type: adam, lr: 0.01, eps: 0.01",
+    "type: adamw, lr: 0.01, eps: 0.01",
+    "type: lamb, lr: 0.01, eps: 0.01",
+    "type: adagrad, lr: 0.01, initial_accumulator: 0.1",
+)
+LINEAR, DIVIDED = 2e-6, 2e-5
+"""What may differ, of the largest change of a tensor: sums in another order; behind a division by a root of their squares, more."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, its plan, and whether its rows are given as text."""
+
+    net: Network
+    head: str
+    training: str
+    count: int
+    schedule: str
+    rows: bool
+    ignored: int
+
+    @property
+    def linear(self) -> bool:
+        """Whether an update is linear in the gradients."""
+        return any(f"type: {name}," in self.training for name in ("sgd", "momentum", "nesterov"))
+
+    def plan(self, rows: Sequence[str] = ()) -> str:
+        """The plan's text."""
+        wanted = str(list(rows)) if rows else self.schedule
+        named = f", schedule: {wanted}" if wanted else ""
+        return f"{self.head}{self.training}pipeline: {{microbatches: {self.count}{named}}}\n"
+
+
+def drawn(chance: random.Random) -> Case:
+    """The case that chance says."""
+    net = grown(chance)
+    form = chance.choice(["chain", "chain", "loop", "vee", "any"])
+    inside = chance.choice(["", "", "tp", "dp", "zero", "mixed"])
+    stages = chance.choice([2, 3] if inside else [2, 2, 3, 4])
+    head, size = _placed(chance, net, form, inside, stages)
+    fitting = {"chain": ["1f1b", "zb_h1"], "loop": ["interleaved"], "vee": ["zbv"], "any": []}[form]
+    schedule = chance.choice([*fitting, *fitting, "gpipe", "auto", "auto", ""])
+    loss = chance.choice(LOSSES).replace("AXIS", ", axis: 2" if net.positions else "")
+    optimizer = chance.choice(OPTIMIZERS) + (", shard: dp" if inside == "zero" else "")
+    clip = chance.choice(["", "", "  clip: {norm: 0.3}\n", "  clip: {value: 0.05}\n"])
+    head += _data(net, loss, inside) if inside in ("dp", "zero") else ""
+    training = f"train:\n  loss: {loss}\n  optimizer: {{{optimizer}}}\n{clip}"
+    count = chance.choice([1, 2, 2, 4, 4, 8])
+    ignored = chance.choice([0, RECORDS // count if count > 1 else 0])
+    return Case(net, f"ranks: {size}\n{head}", training, count, schedule, chance.random() < 0.3, ignored)
+
+
+def _placed(chance: random.Random, net: Network, form: str, inside: str, stages: int) -> tuple[str, int]:
+    """The plan's lines that place and cut nodes, and the number of ranks."""
+    nodes = [[name] for block in net.blocks for name in block] if chance.random() < 0.2 else net.blocks
+    turns = {"chain": 1, "loop": 2, "vee": 2, "any": 1}[form]
+    order = list(range(stages)) + (list(range(stages)) if form == "loop" else list(range(stages))[::-1] * (turns - 1))
+    if form == "any":
+        at = [chance.randrange(stages) for _ in nodes]
+    else:
+        ends = sorted(chance.sample(range(1, len(nodes)), min(len(order), len(nodes)) - 1))
+        at = [order[sum(end <= k for end in ends)] for k in range(len(nodes))]
+    lines, groups = [f"symbols: {{batch: {{divisor: {RECORDS}}}}}"], [f"{k}" for k in range(stages)]
+    size = stages
+    if inside in ("tp", "dp", "zero"):
+        axis = "tp" if inside == "tp" else "dp"
+        lines.append(f"mesh: {{pp: {stages}, {axis}: 2}}")
+        groups, size = [f"{{pp: {k}}}" for k in range(stages)], 2 * stages
+    elif inside == "mixed":
+        size, groups = 0, []
+        for _ in range(stages):
+            wide = chance.choice([1, 2])
+            groups.append(str(list(range(size, size + wide))))
+            size += wide
+    followed = 0.1 if chance.random() < 0.3 else 0
+    placed = [
+        f"{name}: {groups[group]}"
+        for block, group in zip(nodes, at, strict=True)
+        for name in block
+        if chance.random() >= followed
+    ]
+    lines.append(f"placement: {{{', '.join(placed)}}}")
+    wide = {name for block, group in zip(nodes, at, strict=True) for name in block if "," in groups[group]}
+    cuts = [f"{name}: {how}" for name, how in net.cut.items() if chance.random() < 0.8]
+    cuts = cuts if inside == "tp" else [cut for cut in cuts if cut.partition(":")[0] in wide]
+    if cuts and inside in ("tp", "mixed"):
+        lines.append(f"sharding: {{{', '.join(cuts)}}}")
+    return "\n".join([*lines, ""]), size
+
+
+def _data(net: Network, loss: str, inside: str) -> str:
+    ports = ["x", *(["ids"] if "ids" in net.read else []), "label" if "label" in loss else "t"]
+    dims = {"x": 2, "t": 2, "ids": 1, "label": 1}
+    cut = [f"{port}: [{', '.join(['dp', *['null'] * (dims[port] - 1 + net.positions)])}]" for port in ports]
+    return f"dataset: {{{', '.join(cut)}}}\n"
+
+
+def work(chance: random.Random, folder: Path) -> str:
+    """Runs a case in both ways; gives why it is refused, or ''."""
+    case = drawn(chance)
+    shown = f"{case.net.text}\n{case.plan()}"
+    if "--case" in sys.argv:
+        print(shown)
+    try:
+        _equal(case, folder)
+    except CompileError as error:
+        return f"{error}\n{shown}" if "a bug in partc" in str(error) else str(error)
+    except AssertionError as error:
+        kind = "different" if "Not equal" in str(error) or "differ" in str(error) else "traceback"
+        raise pool.Wrong(kind, f"{traceback.format_exc()[-2500:]}\n{shown}") from error
+    except PartcError as error:
+        raise pool.Wrong("refused by the runtime", f"{error}\n{shown}") from error
+    except Exception as error:
+        raise pool.Wrong("traceback", f"{traceback.format_exc()[-2500:]}\n{shown}") from error
+    return ""
+
+
+def _equal(case: Case, folder: Path) -> None:
+    net = case.net
+    wanted = ["x", *(["ids"] if "ids" in net.read else []), "label" if "label" in case.training else "t"]
+    steps = [{name: batch(net, k, RECORDS, case.ignored)[name] for name in wanted} for k in range(2)]
+
+    def ran(plan: str, out: str) -> Run:
+        return run(from_text(net.text, net.weights), plan, folder / out, steps)
+
+    have = ran(case.plan(), "cut")
+    _checked(folder / "cut")
+    if case.rows and have.program.schedule is not None:
+        rows = [line.split(": ", 1)[1] for line in str(have.program.schedule).splitlines()]
+        have = ran(case.plan(rows), "rows")
+        _checked(folder / "rows")
+    want = ran(train_whole(case.training.replace(", shard: dp", "")), "whole")
+    bound = LINEAR if case.linear else DIVIDED
+    for k, (one, other) in enumerate(zip(have.outputs, want.outputs, strict=True)):
+        for name, value in other.items():
+            np.testing.assert_allclose(one[name], value, rtol=bound, atol=bound, err_msg=f"step {k}: {name}")
+    same_tensors(have.after, want.after, want.before, bound)
+
+
+def _checked(build: Path) -> None:
+    if found := check_artifact(build):
+        raise pool.Wrong("refused by check", "\n".join(map(str, found[:4])))
+
+
+def reason(text: str) -> str:
+    """What all refusals of one kind have in common: the fact without its names and numbers."""
+    line = text.strip().splitlines()[0].split(": ", 1)[-1]
+    return re.sub(r"'[^']*'|\b[nvw]?\d[\d.]*\b|\(.*?\)", "_", line)[:100]
+
+
+if __name__ == "__main__":
+    pool.main(work, (__doc__ or "").partition("\n")[0], seconds=SECONDS, reason=reason)
