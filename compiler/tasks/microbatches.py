@@ -43,6 +43,30 @@ PHASES = {Kind.FORWARD: Phase.FORWARD, Kind.BACKWARD: Phase.BACKWARD, Kind.WEIGH
 """The phase of each kind of task."""
 
 
+class Names:
+    """Names of what is made of a value, the same ones on all ranks, for a message has one name at both ends."""
+
+    def __init__(self, programs: Iterable[RankProgram]) -> None:
+        self.taken = {
+            name
+            for one in programs
+            for names in (one.types, one.constants, *(outputs(step) for step in one.steps))
+            for name in names
+        }
+        self.known: dict[tuple[str, str], str] = {}
+
+    def of(self, name: str, suffix: str | int) -> str:
+        """`name.suffix`, with primes where a value of any rank is called so."""
+        found = self.known.get((name, str(suffix)))
+        if found is None:
+            found = f"{name}.{suffix}"
+            while found in self.taken:
+                found += "'"
+            self.taken.add(found)
+            self.known[name, str(suffix)] = found
+        return found
+
+
 @dataclass
 class Row:
     """The program of a step of a unit's ranks while it is written. `micro`: per microbatch the names of what depends on it."""
@@ -51,17 +75,9 @@ class Row:
     steps: list[RankOp] = field(default_factory=list)
     types: dict[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
     constants: dict[str, Constant] = field(default_factory=dict)
-    taken: set[str] = field(default_factory=set)
     micro: list[dict[str, str]] = field(default_factory=list)
     sums: dict[str, list[int]] = field(default_factory=dict)
     """By the sum of a gradient the microbatches that were added, in order."""
-
-    def free(self, wanted: str) -> str:
-        """A name that no value here has, from now on taken."""
-        while wanted in self.taken:
-            wanted += "'"
-        self.taken.add(wanted)
-        return wanted
 
     def emit(self, op_type: str, names: Sequence[str], made: Sequence[str], **attributes: int | ir.Attr) -> None:
         """Writes a node."""
@@ -98,6 +114,7 @@ class _Rows:
             self.training.pieces,
             *(held.version.layout.num_shards(0) for unit in units for held in self._records(unit)),
         )
+        self.names = Names(unit.program for unit in units)
         self.rows = [self._row(unit) for unit in units]
 
     def _records(self, unit: Unit) -> list[LocalTensor]:
@@ -108,7 +125,6 @@ class _Rows:
         like = unit.program
         row = Row(unit, constants=dict(like.constants), micro=[{} for _ in range(self.count)])
         row.types = {name: (value, self._shape(shape)) for name, (value, shape) in like.types.items()}
-        row.taken = {*like.types, *like.constants, *(name for step in like.steps for name in outputs(step))}
         return row
 
     def _shape(self, shape: Shape | None) -> Shape | None:
@@ -165,13 +181,13 @@ class _Rows:
             own = [row.micro[k].get(name, name) for name in names if name != kept]
             row.micro[k][made] = own[0]
             if len(own) > 1:
-                row.micro[k][made] = row.free(f"{made}.{k}")
+                row.micro[k][made] = self.names.of(made, k)
                 row.types[row.micro[k][made]] = row.types[made]
                 row.emit("Sum", own, [row.micro[k][made]])
         else:  # rows of a table are added to the sum itself
             value, shape = row.types[kept]
             assert value.dtype is not None
-            sizes, zeros = row.free(f"{kept}.shape"), row.free(f"{kept}.zeros")
+            sizes, zeros = self.names.of(kept, "shape"), self.names.of(kept, "zeros")
             row.constants[sizes], row.types[zeros] = np.array(shape, np.int64), (value, shape)
             tensor = ir.AttrTensor("value", ir.tensor(np.zeros(1, value.dtype.numpy())))
             row.emit("ConstantOfShape", [sizes], [zeros], value=tensor)
@@ -183,7 +199,7 @@ class _Rows:
         names = row.micro[k] if k is not None else {}
         if k is not None:
             for name in filter(None, outputs(step)):
-                names[name] = name if name in final else row.free(f"{name}.{k}")
+                names[name] = name if name in final else self.names.of(name, k)
                 if name in row.types:
                     row.types[names[name]] = row.types[name]
         if isinstance(step, CommOp):
@@ -218,11 +234,11 @@ class _Rows:
         """Gives each microbatch its records: of every piece of the batch a share, so that all ranks have the same ones."""
         if PART in row.unit.batch:
             for k, names in enumerate(row.micro):
-                names[PART] = row.free(f"{PART}.{k}")
+                names[PART] = self.names.of(PART, k)
                 row.constants[names[PART]] = np.array(k, np.int64)
         for held in self._records(row.unit):
             name, mine = held.name, self.pieces // held.version.layout.num_shards(0)
-            made = [row.free(f"{name}.{k}") for k in range(self.count)]
+            made = [self.names.of(name, k) for k in range(self.count)]
             for k, one in enumerate(made):
                 row.micro[k][name] = one
                 row.types[one] = row.types[name]
@@ -233,14 +249,14 @@ class _Rows:
 
     def _deal_pieces(self, row: Row, name: str, made: Sequence[str], mine: int) -> None:
         words = ("pieces", "flat", "rest", "dims", "shape", "by_piece")
-        head, flat, rest, dims, shape, by = (row.free(f"{name}.{word}") for word in words)
+        head, flat, rest, dims, shape, by = (self.names.of(name, word) for word in words)
         row.constants[head] = np.array([mine, self.count, -1], np.int64)
         row.constants[flat] = np.array([-1], np.int64)
         row.emit("Shape", [name], [rest], start=1)
         row.emit("Concat", [head, rest], [dims], axis=0)
         row.emit("Concat", [flat, rest], [shape], axis=0)
         row.emit("Reshape", [name, dims], [by])
-        shares = [row.free(f"{one}.by_piece") for one in made]
+        shares = [self.names.of(one, "by_piece") for one in made]
         row.emit("Split", [by], shares, axis=1, num_outputs=self.count)
         for share, one in zip(shares, made, strict=True):
             row.emit("Reshape", [share, shape], [one])
@@ -276,7 +292,7 @@ class _Rows:
             given = {held.name for held in (*unit.inputs, *unit.weights)}
             out = {held.name for held in unit.outputs}
             made = [name for step in unit.steps for name in outputs(step) if name]
-            names = {name: row.free(f"{name}.of_batch") for name in (*made, *unit.constants) if name not in out}
+            names = {name: self.names.of(name, "of_batch") for name in (*made, *unit.constants) if name not in out}
             row.constants |= {names[name]: array for name, array in unit.constants.items()}
             row.types |= {names.get(name, name): one for name, one in unit.types.items() if name not in given}
             renamed.append(names)

@@ -180,6 +180,21 @@ def test_gradients_of_a_weight_of_two_stages_meet_once(schedule: str, tmp_path: 
     close(have, whole, start_of(weights, TIED), 2e-6)
 
 
+def test_a_message_has_one_name_on_both_ranks(tmp_path: Path) -> None:
+    """Also where the name that a microbatch would get is that of another value on one of them."""
+
+    def source() -> Source:
+        given = from_text(NET, WEIGHTS)
+        (made,) = (node.outputs[0] for node in given.model.graph if node.name == "down")
+        made.name = "b.0"
+        return given
+
+    text, steps = train(LOSSES["mean"], 1), [numbers("label")]
+    whole = trained(tmp_path / "whole", source(), "ranks: 1\n" + text, steps)
+    have = trained(tmp_path / "build", source(), STAGED + text + pipeline(2), steps)
+    close(have, whole, start_of(), 2e-6)
+
+
 NORMALIZED = """<ir_version: 10, opset_import: ["" : 21]>
 m (float[batch, 6] x) => (float[batch, 5] y)
 <float[6, 8] w, float[8] gain, float[8] bias, float[8] mean, float[8] var = {1, 1, 1, 1, 1, 1, 1, 1}, float[8, 5] v> {

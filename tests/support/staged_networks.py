@@ -191,7 +191,7 @@ def grown(chance: random.Random) -> Network:
         if chance.random() < 0.5:
             x = net.add("Tanh", x)
         net.values = [*net.values, x] if chance.random() < 0.5 else [x]
-        for _ in range(chance.randint(2, 6)):
+        for _ in range(chance.randint(1, 4)):
             net.blocks.append([])
             x = chance.choice(BLOCKS)(net, x)
             net.values.append(x)
