@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=64)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2, help="of a side in a turn")
-    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
     options.only = options.only.split(",")
     if unknown := [part for part in options.only if part not in ("a", "b", "c", "d")]:
