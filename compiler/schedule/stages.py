@@ -157,6 +157,12 @@ class Stages:
         one_home = all(len(homes) == 1 for homes in self.homes)
         return one_home and len(self) == 2 * len(set(self.homes)) and self.homes == self.homes[::-1]
 
+    @property
+    def is_pointed_vee(self) -> bool:
+        """Whether these are a V but for the stage at its point, which is one and not two: 0 1 2 1 0."""
+        one_home = all(len(homes) == 1 for homes in self.homes)
+        return one_home and len(self) == 2 * len(set(self.homes)) - 1 > 1 and self.homes == self.homes[::-1]
+
 
 def chain(homes: Sequence[int], backward: bool = True) -> Stages:
     """Stages that each read from the one before; home h is rank h."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.ir.rank_program import RankProgram
+from partc.compiler.plan.pipeline import PipelineRules
 from partc.compiler.schedule.choose import choose
 from partc.compiler.schedule.costs import unit_costs
 from partc.compiler.schedule.schedule import Schedule
@@ -20,7 +21,7 @@ from partc.compiler.schedule.stages import Edge, Stages, grouped
 from partc.compiler.schedule.task import Task
 from partc.compiler.tasks.microbatches import rows_of
 from partc.compiler.tasks.phases import Labels, Phase, Unit, labelled, split_backward
-from partc.compiler.tasks.stages import NodeStages, node_stages
+from partc.compiler.tasks.stages import NodeStages, in_halves, node_stages
 from partc.compiler.training.in_parts import PART
 
 
@@ -35,6 +36,10 @@ def pipeline(program: Program) -> Program:
     stages = node_stages(program)
     labels = labelled(units, stages)
     shape = _stages(stages, labels)
+    if shape.is_pointed_vee and _asks_for_vee(rules, len(shape)):
+        stages = in_halves(program, stages, len(shape) // 2)
+        labels = labelled(units, stages)
+        shape = _stages(stages, labels)
     schedule = choose(
         shape, rules.microbatches, rules.schedule, rules.memory, where=rules.where, rows_where=rules.rows or None
     )
@@ -42,6 +47,13 @@ def pipeline(program: Program) -> Program:
     totals = program.other(program, ProgramKind.TOTALS) if training.totals and program.other else None
     made = rows_of(program, units, labels, _order(schedule), rules.microbatches, totals)
     return replace(made, schedule=schedule)
+
+
+def _asks_for_vee(rules: PipelineRules, stages: int) -> bool:
+    """Whether a plan's schedule is that of a V, or rows with tasks of one more stage than there are."""
+    if isinstance(rules.schedule, tuple):
+        return any(word.startswith(f"{stages}F") for row in rules.schedule for word in row.split())
+    return rules.schedule == "zbv"
 
 
 def _unit(program: Program, part: RankProgram) -> Unit:

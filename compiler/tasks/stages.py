@@ -6,6 +6,8 @@
 
 What reads inputs alone, such as the weights of labels, stands with its first reader where these are all on its group.
 
+Named again in the opposite order, the last group has one stage; a schedule of a V takes it in two (`in_halves`).
+
 What runs wherever its readers want it (constants, shape arithmetic) belongs to no stage of its own: it goes with what it is made of.
 """
 
@@ -53,6 +55,29 @@ def node_stages(program: Program) -> NodeStages:
         if not program.placement[node].follows
     }
     return NodeStages(tuple(group for _, group in order), stages)
+
+
+def in_halves(program: Program, found: NodeStages, stage: int) -> NodeStages:
+    """The stages, of which one falls into two: its nodes in the order of the graph, where the weights that they read first are most even.
+
+    A stage of one node stays as it is.
+    """
+    nodes = [node for node in program.model.graph if found.of.get((node, found.groups[stage])) == stage]
+    if len(nodes) < 2:
+        return found
+    seen: set[ir.Value] = set()
+    sums = [0]
+    for node in nodes:
+        new = {value for value in program.reads[node] if value.is_initializer()} - seen
+        seen |= new
+        sums.append(sums[-1] + sum(value.const_value.size for value in new if value.const_value is not None))
+    middle = len(nodes) / 2
+    cut = min(range(1, len(nodes)), key=lambda k: (abs(2 * sums[k] - sums[-1]), abs(k - middle)))
+    second = set(nodes[cut:])
+    of = {
+        (node, group): at + (at > stage or (at == stage and node in second)) for (node, group), at in found.of.items()
+    }
+    return NodeStages((*found.groups[: stage + 1], *found.groups[stage:]), of)
 
 
 def _depths(program: Program) -> dict[ir.Node, dict[Group, int]]:

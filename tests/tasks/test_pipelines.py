@@ -44,6 +44,8 @@ def wholes() -> dict[str, Any]:
         ("weights", LOOP, "interleaved", 4),
         ("both, smoothed", VEE, "auto", 8),
         ("sum", VEE, "gpipe", 2),
+        ("both, smoothed", VEE, "zbv", 4),
+        ("mean", VEE, "['0F0 3F0 3B0 0B0 0F1 3F1 3B1 0B1', '1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1']", 2),
         ("mean", STAGED, "['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']", 2),
         ("both, smoothed", PLANS[1], "auto", 8),
         ("both, smoothed", PLANS[2], "1f1b", 4),
@@ -102,7 +104,7 @@ def models() -> dict[str, Any]:
         ("gpt", "ranks: 4\n" + placed("0 1 2 3"), "1f1b", (8,), ""),
         ("gpt", "ranks: 4\n" + placed("0 1 2 3"), "zb_h1", (4,), ""),
         ("gpt", "ranks: 2\n" + placed("0 1 0 1"), "interleaved", (4,), ""),
-        ("gpt", "ranks: 2\n" + placed("0 1 1 0"), "auto", (4,), ""),
+        ("gpt", "ranks: 2\n" + placed("0 1 1 0"), "zbv", (4,), ""),
         ("gpt", "ranks: 4\n" + PIPES.replace("AXIS", "tp").replace("REST", REST) + BLOCKS, "zb_h1", (4,), ""),
         (
             "gpt",
