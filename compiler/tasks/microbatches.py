@@ -306,11 +306,11 @@ class _Rows:
 
     def _finished(self) -> Program:
         training = self.training
-        done = {id(row.unit.steps): self._program(row) for row in self.rows}
+        done = {rank: made for row in self.rows for made in [self._program(row)] for rank in row.unit.ranks}
         gone = {PART, *training.totals}
         parts = [
             replace(
-                done[id(part.steps)],
+                done[part.rank],
                 rank=part.rank,
                 inputs=tuple(held for held in part.inputs if held.version.value.name not in gone),
                 weights=part.weights,

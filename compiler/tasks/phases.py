@@ -46,12 +46,13 @@ Place: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Unit:
-    """The program of ranks that do the same.
+    """The program of ranks that do the same, also for the numbers of the whole batch.
 
-    `batch`: inputs of which each microbatch has its own. `sums`: the state in which gradients are added up.
+    `ranks`: which these are. `batch`: inputs of which each microbatch has its own. `sums`: the state in which gradients are added up.
     """
 
     program: RankProgram
+    ranks: frozenset[int]
     batch: frozenset[str]
     sums: frozenset[str]
 

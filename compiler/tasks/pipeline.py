@@ -8,6 +8,7 @@ rows         the programs of a step                                         micr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from partc.compiler.ir.program import Program, ProgramKind
@@ -32,7 +33,8 @@ def pipeline(program: Program) -> Program:
         return program
     if rules.microbatches == 1:
         return program
-    units = [_unit(program, part) for part in {id(part.steps): part for part in program.parts}.values()]
+    totals = program.other(program, ProgramKind.TOTALS) if training.totals and program.other else None
+    units = _units(program, totals)
     stages = node_stages(program)
     labels = labelled(units, stages)
     shape = _stages(stages, labels)
@@ -44,7 +46,6 @@ def pipeline(program: Program) -> Program:
         shape, rules.microbatches, rules.schedule, rules.memory, where=rules.where, rows_where=rules.rows or None
     )
     split_backward(units, labels, {task.stage for row in schedule.rows for task in row if schedule.is_split(task)})
-    totals = program.other(program, ProgramKind.TOTALS) if training.totals and program.other else None
     made = rows_of(program, units, labels, _order(schedule), rules.microbatches, totals)
     return replace(made, schedule=schedule)
 
@@ -56,13 +57,22 @@ def _asks_for_vee(rules: PipelineRules, stages: int) -> bool:
     return rules.schedule == "zbv"
 
 
-def _unit(program: Program, part: RankProgram) -> Unit:
+def _units(program: Program, totals: Program | None) -> list[Unit]:
+    """The ranks by what they do, in a microbatch and for the numbers of the whole batch."""
+    before = {part.rank: part.steps for part in totals.parts} if totals else {}
+    found: dict[tuple[int, int], list[RankProgram]] = {}
+    for part in program.parts:
+        found.setdefault((id(part.steps), id(before.get(part.rank))), []).append(part)
+    return [_unit(program, some[-1], [part.rank for part in some]) for some in found.values()]
+
+
+def _unit(program: Program, part: RankProgram, ranks: Iterable[int]) -> Unit:
     training = program.training
     assert training is not None
     own = {*training.fixed, *training.totals, *training.scalars} - {PART}
     batch = {held.name for held in part.inputs if held.version.value.name not in own}
     sums = {one.name for one in part.kept if one.kind == "gradient"}
-    return Unit(part, frozenset(batch), frozenset(sums))
+    return Unit(part, frozenset(ranks), frozenset(batch), frozenset(sums))
 
 
 def _stages(found: NodeStages, labels: Labels) -> Stages:

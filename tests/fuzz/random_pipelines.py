@@ -49,7 +49,8 @@ OPTIMIZERS = (
     "type: adagrad, lr: 0.01, initial_accumulator: 0.1",
 )
 LINEAR, DIVIDED = 2e-6, 2e-5
-"""What may differ, of the largest change of a tensor: sums in another order; behind a division by a root of their squares, more."""
+"""What may differ, of the largest change of a tensor: sums in another order; behind a division by a root of their squares, and where
+elements are clipped far below the size of the sums that they are made of, more."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ class Case:
     @property
     def linear(self) -> bool:
         """Whether an update is linear in the gradients."""
-        return any(f"type: {name}," in self.training for name in ("sgd", "momentum", "nesterov"))
+        return "clip: {value" not in self.training and any(
+            f"type: {name}," in self.training for name in ("sgd", "momentum", "nesterov")
+        )
 
     def plan(self, rows: Sequence[str] = ()) -> str:
         """The plan's text."""
@@ -87,9 +90,7 @@ def drawn(chance: random.Random) -> Case:
     schedule = chance.choice([*fitting, *fitting, "gpipe", "auto", "auto", ""])
     loss = chance.choice(LOSSES).replace("AXIS", ", axis: 2" if net.positions else "")
     optimizer = chance.choice(OPTIMIZERS) + (", shard: dp" if inside == "zero" else "")
-    # What clips a gradient far below its size would be held against the rounding of what it was.
-    most = 2.0 if "sum" in loss else 0.05
-    clip = chance.choice(["", "", "  clip: {norm: 0.3}\n", f"  clip: {{value: {most}}}\n"])
+    clip = chance.choice(["", "", "  clip: {norm: 0.3}\n", f"  clip: {{value: {2.0 if 'sum' in loss else 0.05}}}\n"])
     head += _data(net, loss, inside) if inside in ("dp", "zero") else ""
     training = f"train:\n  loss: {loss}\n  optimizer: {{{optimizer}}}\n{clip}"
     count = chance.choice([1, 2, 2, 2, 4, 4, 8])

@@ -182,6 +182,13 @@ def test_gradients_of_a_weight_of_two_stages_meet_once(schedule: str, tmp_path: 
     close(have, whole, start_of(weights, TIED), 2e-6)
 
 
+def test_ranks_without_a_stage_are_told_the_numbers_of_the_batch(tmp_path: Path) -> None:
+    text, steps = train(LOSSES["weights"], 1), [numbers("label")]
+    whole = trained(tmp_path / "whole", from_text(NET, WEIGHTS), "ranks: 1\n" + text, steps)
+    plan = STAGED.replace("ranks: 2", "ranks: 4") + text + pipeline(2)
+    close(trained(tmp_path / "build", from_text(NET, WEIGHTS), plan, steps), whole, start_of(), 2e-6)
+
+
 def test_a_message_has_one_name_on_both_ranks(tmp_path: Path) -> None:
     """Also where the name that a microbatch would get is that of another value on one of them."""
 
