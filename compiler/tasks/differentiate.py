@@ -36,6 +36,7 @@ from partc.compiler.lower.kept import operand_name
 from partc.compiler.lower.written import is_written, write_backward
 from partc.compiler.ops.registry import stops_gradient
 from partc.compiler.sharding.operands import input_layout_of, output_layout_of, replicated_on
+from partc.compiler.tasks.cotangent_names import CotangentNames, first_free
 from partc.compiler.tasks.duals import Passing, dual_of_input, takes_extreme, wanted_layout
 from partc.compiler.tasks.local_view import LocalView
 from partc.compiler.tasks.node_gradients import NodeGradients
@@ -96,6 +97,8 @@ class Backward:
                 source = self.versions.definition_for(need) if defs else need
                 home = next((one for one in defs if self.versions.canonical.get(one, one) == source), source)
                 self.routes.setdefault(home, []).append(need)
+        homes = {need: home for home, needs in self.routes.items() for need in needs}
+        self.cotangent_names = CotangentNames(program, self.names, homes)
 
     def run(self) -> None:
         """Differentiates every node between the loss and a parameter; CompileError where one has no gradient."""
@@ -171,15 +174,17 @@ class Backward:
             ]
         except NoGradient as error:
             self._refuse(node, str(error))
-        made = self.node_gradients.write(instance, found)
+        given: dict[str, tuple[ShardedValue, Layout]] = {}
         for k, version in {names[k]: (k, version) for k, version in read.items()}.values():
-            if names[k] in made:
-                layout = dual_of_input(self.program, instance, k)
-                self._give(version, passing.through(layout) if passing else layout, made[names[k]])
+            layout = dual_of_input(self.program, instance, k)
+            given[names[k]] = version, passing.through(layout) if passing else layout
         for version in around.values():
-            name = self.names[version]
-            if name not in names.values() and (dx := made.get(name)) is not None:
-                self._give(version, version.layout, dx)
+            given.setdefault(self.names[version], (version, version.layout))
+        spellings = {name: self.cotangent_names.spellings(instance, *one) for name, one in given.items()}
+        made = self.node_gradients.write(instance, found, spellings)
+        for name, (version, layout) in given.items():
+            if name in made:
+                self._give(version, layout, made[name])
 
     def _incoming(self, instance: NodeOnGroup) -> tuple[dict[str, str], Passing | None]:
         """By output of a node the name of its cotangent, in the layout that is wanted, and the partial sums that pass through the node."""
@@ -211,7 +216,8 @@ class Backward:
         """Writes the dual of a collective that the model itself writes."""
         read, made = input_layout_of(self.program, instance, 0), output_layout_of(self.program, instance, 0)
         cotangent = self.cotangents[read.value]
-        dx = self.builders.free(instance.group, f"{self.names[made]}.grad.{instance.node.op_type}")
+        spellings = self.cotangent_names.spellings(instance, read, read.layout)
+        dx = first_free(self.builders, instance.group, spellings)
         names, values = (dys[self.names[made]], dx), (self.cotangents[made.value], cotangent)
         write_backward(self.comm, instance, names, values)
         given = ShardedValue(cotangent, read.group, read.layout)

@@ -2,6 +2,8 @@
 
 forward    %h = MatMul(%x, %w)
 backward   %x.grad = MatMul(%h.grad, Transpose(%w)), %w.grad = MatMul(Transpose(%x), %h.grad)
+
+What is made on the way begins with the name of the node's output (`%h.grad.Transpose`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from partc.compiler.autodiff.engine import Backward as Found
 from partc.compiler.autodiff.engine import differentiate_nodes
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.graph import bodies, captured
 from partc.compiler.ir.program import Group, Program, ShardedValue
 from partc.compiler.ir.rank_program import ComputeOp
 from partc.compiler.lower.comm import CommLowering
@@ -22,6 +25,7 @@ from partc.compiler.lower.kept import operand_name
 from partc.compiler.ops.registry import is_differentiable
 from partc.compiler.ops.rule import OWN
 from partc.compiler.sharding.operands import input_layout_of, output_layout_of, replicated_on
+from partc.compiler.tasks.cotangent_names import first_free
 from partc.compiler.tasks.duals import typed
 from partc.compiler.tasks.local_form import LocalForm, renamed, with_names
 
@@ -40,7 +44,13 @@ class _Names:
 
     def op(self, node: ir.Node, source: ir.Node) -> ComputeOp:
         """A node under these names."""
-        return ComputeOp(with_names(node, self.new), source)
+        inner = {
+            value.name: self.new[value.name]
+            for body in bodies(node)
+            for value in captured(body)
+            if value.name and value.name in self.new
+        }
+        return ComputeOp(with_names(node, self.new), source, inner)
 
 
 class NodeGradients:
@@ -107,11 +117,16 @@ class NodeGradients:
     def _scope(self) -> Scope:
         return Scope(reserved=self.builders.reserved, known=self.known)
 
-    def write(self, instance: NodeOnGroup, found: Sequence[tuple[LocalForm, Group, Found]]) -> dict[str, str]:
-        """Writes the gradients found for a node on all its ranks; by input the name of its cotangent."""
-        names = self._named(instance, found)
+    def write(
+        self,
+        instance: NodeOnGroup,
+        found: Sequence[tuple[LocalForm, Group, Found]],
+        spellings: Mapping[str, Sequence[str]],
+    ) -> dict[str, str]:
+        """Writes the gradients found for a node on all its ranks; by input the name of its cotangent, of the `spellings` a free one."""
         made: dict[str, str] = {}
-        for form, ranks, one in found:
+        named = self._named(instance, found, spellings)
+        for (form, ranks, one), names in zip(found, named, strict=True):
             self._write(instance.node, form, ranks, one, names)
             made |= {name: names.of(dx) for name, dx in one.gradients.items()}
         return made
@@ -136,14 +151,29 @@ class NodeGradients:
             builder.constants |= constants
             builder.types |= {name: one for name, one in types.items() if name not in builder.types}
 
-    def _named(self, instance: NodeOnGroup, found: Sequence[tuple[LocalForm, Group, Found]]) -> _Names:
+    def _named(
+        self,
+        instance: NodeOnGroup,
+        found: Sequence[tuple[LocalForm, Group, Found]],
+        spellings: Mapping[str, Sequence[str]],
+    ) -> list[_Names]:
+        """The names of what each form makes; a cotangent has one name in all of them."""
         everywhere = found[0][1] if len(found) == 1 else tuple(rank for _, ranks, _ in found for rank in ranks)
         early = {out.name or "" for _, _, one in found for node in one.early for out in node.outputs}
         outputs = {out.name or "" for _, _, one in found for node in one.nodes for out in node.outputs} - early
         constants = {name for form, _, one in found for name in one.constants if name not in form.constants}
         new = {name: self.builders.derived(f"{name}.primal") for name in sorted(early & self.unlisted)}
-        new |= self._renamed(instance, everywhere, sorted(outputs | constants))
-        return _Names(new, constants, early | outputs | constants)
+        cotangents: list[dict[str, str]] = [{} for _ in found]
+        for operand, names in spellings.items():
+            own = [(one.gradients.get(operand, ""), some) for (_, _, one), some in zip(found, cotangents, strict=True)]
+            nameless = [(dx, some) for dx, some in own if dx in outputs and dx not in some]
+            if nameless:
+                name = first_free(self.builders, everywhere, names)
+                for dx, some in nameless:
+                    some[dx] = name
+        helpers = outputs.difference(*cotangents) if len(found) == 1 else outputs
+        new |= self._renamed(instance, everywhere, sorted(helpers | constants))
+        return [_Names({**new, **own}, constants, early | outputs | constants) for own in cotangents]
 
     def _renamed(self, instance: NodeOnGroup, ranks: Group, names: Sequence[str]) -> dict[str, str]:
         """New names for those that some rank has already: with the node's path, and where that is taken with its group."""

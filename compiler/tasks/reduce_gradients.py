@@ -9,6 +9,7 @@ backward pass.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import cast
@@ -20,6 +21,7 @@ from partc.compiler.ir.training import Training
 from partc.compiler.layout.reshard import lower
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.tasks.buckets import Buckets, Fused, can_join
+from partc.compiler.tasks.cotangent_names import brought_spellings, first_free, sum_spellings
 from partc.compiler.tasks.local_view import AccumulatedGradient, Gradient
 from partc.compiler.tasks.zero import shared_out
 
@@ -43,6 +45,9 @@ class GradientReduction:
         """By name the ranks on which it is a parameter's gradient."""
         self._sent: dict[str, set[int]] = {}
         self.buckets = Buckets(self.update, training.bucket_bytes, "gradient")
+        if training.accumulate > 1:  # a node called `sum` contributes under another name
+            for value, end in itertools.product(training.parameters, ("", ".next")):
+                comm.builders.free(tuple(range(program.plan.ranks)), f"{value.name}.grad.sum{end}")
 
     def total(self, given: Mapping[ShardedValue, Sequence[str]], target: ShardedValue) -> str:
         """The name of the sum of a cotangent's contributions (`given`, by their layout), in the layout of `target`."""
@@ -51,10 +56,11 @@ class GradientReduction:
     def _total(
         self, comm: CommLowering, given: Mapping[ShardedValue, Sequence[str]], target: ShardedValue, wanted: str
     ) -> str:
-        brought = [
-            self._brought(comm, version, self._sum(self.comm, version, names), target, wanted)
-            for version, names in given.items()
-        ]
+        only = len(given) == 1
+        brought: list[str] = []
+        for version, names in given.items():
+            name = self._sum(self.comm, version, names, final=only and version == target)
+            brought.append(self._brought(comm, version, name, target, wanted, only=only))
         total = self._sum(comm, target, brought, wanted)
         self.totals.setdefault(target, total)
         return total
@@ -145,26 +151,39 @@ class GradientReduction:
         return name
 
     def _brought(
-        self, comm: CommLowering, version: ShardedValue, name: str, target: ShardedValue, wanted: str = ""
+        self,
+        comm: CommLowering,
+        version: ShardedValue,
+        name: str,
+        target: ShardedValue,
+        wanted: str = "",
+        *,
+        only: bool = True,
     ) -> str:
-        """Reshards a cotangent to another layout or group; its name there."""
+        """Reshards a cotangent to another layout or group; its name there. `only`: nothing is added to it there."""
         if version == target:
             return name
-        final, builders = wanted or str(target.value.name), comm.builders
+        builders, primal = comm.builders, str(target.value.name).removesuffix(".grad")
+        final = sum_spellings(wanted or str(target.value.name), target)
+        if not only:
+            final = brought_spellings(name, wanted or str(target.value.name), target)
         if version.group != target.group:
             # Ops whose cotangents are one value (a Sum's) send it for each, and a message has a name of its own.
             if not self._sent.get(name, set()).isdisjoint(version.group):
-                name = self._emit(comm, version, "Identity", [name], builders.free(version.group, final))
+                name = self._emit(comm, version, "Identity", [name], first_free(builders, version.group, final))
             self._sent.setdefault(name, set()).update(version.group)
-        apart = not wanted and {*version.group}.isdisjoint(target.group) and builders.is_free(target.group, name)
-        out = name if apart else builders.free(tuple(dict.fromkeys((*version.group, *target.group))), final)
-        primal = str(target.value.name).removesuffix(".grad")
+        apart = {*version.group}.isdisjoint(target.group) and builders.is_free(target.group, name)
+        kept = apart and (name == final[0] if wanted else not version.layout.partial or target.layout.partial)
+        out = name if kept else first_free(builders, tuple(dict.fromkeys((*version.group, *target.group))), final)
         return comm.reshard(version, name, target, out, f"gradient of '{primal}'")
 
-    def _sum(self, comm: CommLowering, version: ShardedValue, names: Sequence[str], wanted: str = "") -> str:
+    def _sum(
+        self, comm: CommLowering, version: ShardedValue, names: Sequence[str], wanted: str = "", *, final: bool = True
+    ) -> str:
         if len(names) == 1:
             return names[0]
-        made = comm.builders.free(version.group, wanted or str(version.value.name))
+        spellings = sum_spellings(wanted or str(version.value.name), version, final=final)
+        made = first_free(comm.builders, version.group, spellings)
         return self._emit(comm, version, "Add" if len(names) == 2 else "Sum", names, made)
 
     def _emit(self, comm: CommLowering, version: ShardedValue, op_type: str, names: Sequence[str], made: str) -> str:

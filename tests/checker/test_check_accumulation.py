@@ -239,8 +239,14 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
         of_manifest("", lambda data: data["training"].update(accumulate=1)),
         "training: it has a program of the parts of a batch, which it cuts into 1",
     ),
-    "subtracts": (of_part(_subtracts), "it makes 'first.grad.sum.next' as Sub(first.grad.sum, h.grad.Gemm); it must"),
-    "another sum": (of_part(_of_another), "as Add(first, h.grad.Gemm); it must add a gradient to 'first.grad.sum'"),
+    "subtracts": (
+        of_part(_subtracts),
+        "it makes 'first.grad.sum.next' as Sub(first.grad.sum, first.grad.partial); it must",
+    ),
+    "another sum": (
+        of_part(_of_another),
+        "as Add(first, first.grad.partial); it must add a gradient to 'first.grad.sum'",
+    ),
     "itself": (of_part(_twice), "as Add(first.grad.sum, first.grad.sum); it must add a gradient to"),
     "another shape": (of_part(_of_another_shape), "'first', tensor(float) [6, 5], to 'shift.grad.sum', tensor(float)"),
     "another gradient": (of_part(_of_another_gradient), "what it adds to 'shift.grad.sum' is not what the other parts"),

@@ -1,0 +1,84 @@
+"""What cotangents are called: after their primal, without counters.
+
+    h read by one node                          h.grad
+    h read by fc2.Gemm and skip.Add             h.grad.fc2.Gemm, h.grad.skip.Add, and their sum h.grad
+    each rank's term of a sum over ranks        h.grad.partial
+    of the version h@[2, 1] of h                h@[2, 1].grad
+
+A node that hands a cotangent on (an Add) makes none, and the name stays. What a gradient computes on its way begins with the name of the
+output whose cotangent it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import onnx_ir as ir
+from partc.compiler.autodiff.reach import flowing
+from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.program import Group, Program, ShardedValue
+from partc.compiler.layout.layout import Layout
+from partc.compiler.lower.builders import ProgramBuilders
+from partc.compiler.sharding.operands import input_layout_of, replicated_on
+
+PARTIAL = ".partial"
+
+
+class CotangentNames:
+    """The names of what nodes contribute to cotangents; `names` are the primals', `homes` the definitions of versions that are read."""
+
+    def __init__(
+        self, program: Program, names: Mapping[ShardedValue, str], homes: Mapping[ShardedValue, ShardedValue]
+    ) -> None:
+        assert program.training is not None
+        self._program, self._names, self._homes = program, names, homes
+        self._parameters = program.training.parameters
+        self._contributions: dict[ir.Value | ShardedValue, int] = {}
+        for node in flowing(program.reads, program.training):
+            for group in program.placement[node].groups:
+                for version in _read(program, NodeOnGroup(node, group)):
+                    whole = self._whole(version)
+                    self._contributions[whole] = self._contributions.get(whole, 0) + 1
+
+    def _whole(self, version: ShardedValue) -> ir.Value | ShardedValue:
+        """What the cotangent of a version is a part of: that of a parameter, or of the definition of another value."""
+        return version.value if version.value in self._parameters else self._homes.get(version, version)
+
+    def spellings(self, instance: NodeOnGroup, version: ShardedValue, layout: Layout) -> list[str]:
+        """The names that a node's contribution in a layout may have, in order: the next one where one is taken."""
+        primal = str(version.value.name) if version.layout.partial else self._names[version]
+        end = PARTIAL if layout.partial else ""
+        path = f"{primal}.grad.{self._program.paths[instance.node]}"
+        short = [] if self._contributions.get(self._whole(version), 0) > 1 else [f"{primal}.grad{end}"]
+        return [*short, f"{path}{end}", f"{path}@{'-'.join(map(str, instance.group))}{end}"]
+
+
+def sum_spellings(cotangent: str, version: ShardedValue, *, final: bool = True) -> list[str]:
+    """The names of a sum of contributions, in order; `final`: it is the cotangent, nothing has to be added or brought elsewhere."""
+    ranks = "-".join(map(str, version.group))
+    if version.layout.partial:
+        return [f"{cotangent}{PARTIAL}", f"{cotangent}{PARTIAL}@{ranks}"]
+    primal = cotangent.removesuffix(".grad")
+    apart = [f"{primal}@{version.layout}.grad", f"{primal}@{version.layout}@{ranks}.grad"]
+    return [cotangent, *apart] if final else apart
+
+
+def brought_spellings(name: str, cotangent: str, version: ShardedValue) -> list[str]:
+    """The names of a contribution in the layout in which it is added to others, in order: by the node that gave it where that is known."""
+    primal, _, path = name.removesuffix(PARTIAL).partition(".grad")
+    source = path.removeprefix(".") or ("reduced" if f"{primal}.grad" == cotangent else primal)
+    return [f"{cotangent}.{source}", f"{cotangent}.{source}@{'-'.join(map(str, version.group))}"]
+
+
+def first_free(builders: ProgramBuilders, ranks: Group, names: Iterable[str]) -> str:
+    """The first of the names that is free on the ranks, from now on taken; where none is, the first one with a number."""
+    names = [builders.derived(name) for name in names]
+    return builders.free(ranks, next((name for name in names if builders.is_free(ranks, name)), names[0]))
+
+
+def _read(program: Program, instance: NodeOnGroup) -> set[ShardedValue]:
+    """What a node on a group reads, by itself or in its bodies, that has a cotangent."""
+    values = enumerate(instance.node.inputs)
+    found = {input_layout_of(program, instance, k) for k, value in values if value is not None}
+    found |= {replicated_on(value, instance.group) for value in program.around[instance.node]}
+    return found
