@@ -130,7 +130,9 @@ class MpiTransport:
                     self._look()
                     look = waited + _BETWEEN_LOOKS
                 sleep = min(2 * sleep, _LONGEST_SLEEP if waited < _LONG_WAIT else _LONGEST_SLEEP_OF_A_LONG_WAIT)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, RankError) and isinstance(request, shared_memory.BlockingCollective):
+                request.linger()
             # MPI may still write where a wait was given up.
             _LEFT.append(request)
             raise
@@ -141,7 +143,9 @@ class MpiTransport:
         for index, ranks in enumerate(groups):
             if self.rank in ranks and ranks not in self._groups:
                 near = self._shares_memory and len({self._machines[rank] for rank in ranks}) == 1
-                self._groups[ranks] = ProcessGroup(self.comm, ranks, index % self.tags, near, self._watch, self.wait)
+                self._groups[ranks] = ProcessGroup(
+                    self.comm, ranks, index % self.tags, near, self._watch, self.wait, self._look
+                )
 
     def reduces(self, dtype: Dtype, reduce: str) -> bool:
         return calls.reduces(dtype, reduce)

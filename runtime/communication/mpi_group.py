@@ -26,10 +26,18 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, world: MPI.Intracomm, ranks: Sequence[int], tag: int, near: bool, watch: Watch, wait: Wait
+        self,
+        world: MPI.Intracomm,
+        ranks: Sequence[int],
+        tag: int,
+        near: bool,
+        watch: Watch,
+        wait: Wait,
+        look: Callable[[], object],
     ) -> None:
         self.comm = calls.among(world, ranks, tag, watch)
         self.watch = watch
+        self.look = look
         self.arrivals = make_barrier(self.comm, near, wait)
         self._names = ", ".join(map(str, ranks))
 
@@ -41,7 +49,7 @@ class ProcessGroup:
         if isinstance(barrier, ShmBarrier) and barrier.takes(args):
             return ShmAllReduce(barrier, comm, args).begin
         what = f"{args.op} among ranks {self._names}, which have all come"
-        return BlockingCollective(barrier, comm, calls.call(comm, args, True), self.watch, what).begin
+        return BlockingCollective(barrier, comm, calls.call(comm, args, True), self.watch, what, self.look).begin
 
     def free(self) -> None:
         """Give back the communicator."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -32,6 +33,8 @@ _SMALL = 1 << 15
 _FEW = 8
 """Among at most so many ranks."""
 _PROGRESS = 127
+_FRESH, _LINGER = 0.5, 1.0
+"""Seconds: how old a rank's knowledge of failures may be when it arrives, and how long one that has arrived stays."""
 _ORDERED = platform.machine().lower() in ("x86_64", "amd64")
 
 
@@ -145,8 +148,8 @@ class OnceAllHaveCome:
 
     def Test(self) -> bool:
         if not self.here:
-            self.here = True
             self.arrive()
+            self.here = True
         number = self.arrivals.round
         for cell in self.others:
             if cell[0] < number:
@@ -160,15 +163,41 @@ class OnceAllHaveCome:
 
 
 class BlockingCollective(OnceAllHaveCome):
-    """A call of MPI that blocks: made when all have come, it returns at once."""
+    """A call of MPI that blocks: made when all have come, it returns at once.
+
+    Who has arrived must make the call once all have, for the others are inside, and nothing interrupts them there. So a rank that learns
+    of a failure does not arrive, and one that has arrived by then stays for a second (`linger`): whoever has not heard of it comes within
+    that time, since `look`, which raises where a rank has failed, is never older than half a second when a rank arrives.
+    """
 
     def __init__(
-        self, barrier: Barrier, comm: MPI.Intracomm, call: Callable[[], object], watch: Watch, what: str
+        self,
+        barrier: Barrier,
+        comm: MPI.Intracomm,
+        call: Callable[[], object],
+        watch: Watch,
+        what: str,
+        look: Callable[[], object],
     ) -> None:
         super().__init__(barrier, comm)
+        self.look = look
+        self.looked = 0.0
         self.call = call
         self.watch = watch
         self.what = lambda: what
+
+    def arrive(self) -> None:
+        now = time.monotonic()
+        if now - self.looked > _FRESH:
+            self.look()
+            self.looked = now
+        self.arrivals.arrive()
+
+    def linger(self) -> None:
+        """Makes the call with those who come within a second, where this rank has arrived and gives up for another's failure."""
+        end = time.monotonic() + _LINGER
+        while self.here and not self.Test() and time.monotonic() < end:
+            time.sleep(1e-3)
 
     def complete(self) -> None:
         self.watch.begin(self.what)

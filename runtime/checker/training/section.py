@@ -116,10 +116,11 @@ def _optimizer(manifest: Manifest, training: TrainingRecord, models: Mapping[int
         for name, one in training.optimizer.items()
         if isinstance(one, int | float) and name not in _OF_A_PARAMETER
     }
+    state = {record.value for record in manifest.state}  # a parameter may have the name of a scalar
     for file, model in {manifest.program(rank): model for rank, model in models.items()}.items():
         for node in model.graph.node:
             if node.domain == OPTIMIZER:
-                lost = sorted({*node.input} & SCALARS.keys() - {*training.scalars})
+                lost = sorted({*node.input} & SCALARS.keys() - {*training.scalars} - state)
                 unlisted = [f"it reads '{name}', which is none of the training's scalars" for name in lost]
                 for fact in [*_other_numbers(node, numbers), *unlisted]:
                     yield Violation(file, fact, node_title(node), help=_AGAIN)
