@@ -22,7 +22,7 @@ DRAWS = 4
 
 
 def compile_alone(model: Path, plan: Plan, out: Path) -> Compiled:
-    """Compiles the model on one rank: by the plan without placement, cuts and mesh."""
+    """Compiles the model on one rank: by the plan without placement, cuts and mesh, and in the order that one rank can have."""
     from partc.compiler.frontend import load
     from partc.compiler.frontend.source import Source
     from partc.compiler.pipeline import compile_source
@@ -38,6 +38,7 @@ def compile_alone(model: Path, plan: Plan, out: Path) -> Compiled:
         mesh=(),
         dataset=Dataset(),
         outputs=(),
+        pipeline=None if plan.pipeline is None else replace(plan.pipeline, schedule="gpipe", memory=None, rows=()),
         train=None if plan.train is None else replace(plan.train, shard=None),
     )
     declared = replace(source.declared, placements=(), sharding=(), annotations=None, dataset=None)

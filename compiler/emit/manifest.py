@@ -38,6 +38,7 @@ def manifest_of(
                     [(p.rank, one) for p in program.parts for one in p.inputs if one.version.value is value],
                 )
                 for value in program.model.graph.inputs
+                if not _is_made(program, value)
             ),
             *_scalars(program),
         ],
@@ -75,6 +76,17 @@ def _guards(program: Program) -> list[ir.Value]:
     outputs = {*program.model.graph.outputs}
     given = dict.fromkeys(one.version.value for part in program.parts for one in part.outputs)
     return [value for value in given if value not in outputs]
+
+
+def _is_made(program: Program, value: ir.Value) -> bool:
+    """Whether an input of a microbatch is made by the step itself: a number of the whole batch."""
+    if program.schedule is None or any(held.version.value is value for part in program.parts for held in part.inputs):
+        return False
+    return any(
+        value.name in (step.outputs if isinstance(step, CommOp) else [made.name for made in step.node.outputs])
+        for part in program.parts
+        for step in part.steps
+    )
 
 
 def _scalars(program: Program) -> list[fmt.Port]:

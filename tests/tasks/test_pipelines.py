@@ -189,6 +189,14 @@ def test_ranks_without_a_stage_are_told_the_numbers_of_the_batch(tmp_path: Path)
     close(trained(tmp_path / "build", from_text(NET, WEIGHTS), plan, steps), whole, start_of(), 2e-6)
 
 
+def test_only_the_models_own_inputs_are_asked_for(tmp_path: Path) -> None:
+    plan = STAGED + train(LOSSES["weights"], 1) + pipeline(2)
+    compile_source(from_text(NET, WEIGHTS), parse_plan(plan, "plan.yaml"), tmp_path / "build")
+    ports = {port.name for port in open_artifact(tmp_path / "build").manifest.inputs}
+    assert {"x", "label"} <= ports
+    assert "loss.weight_sum" not in ports
+
+
 def test_a_message_has_one_name_on_both_ranks(tmp_path: Path) -> None:
     """Also where the name that a microbatch would get is that of another value on one of them."""
 
