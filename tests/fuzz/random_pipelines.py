@@ -5,7 +5,8 @@
 
 A case is a network of `staged_networks.py`, its nodes on stages (a chain, a loop, a V, any DAG) of one rank or two (tensor parallel, data
 parallel, ZeRO), a schedule by name or as rows, a loss and an optimizer. Two steps must give the losses and all tensors that one rank
-gives without microbatches, and `partc check` must accept the artifact. What is refused is counted by its reason.
+gives without microbatches, or differ by less than weights that are off by their rounding make of them, and `partc check` must accept
+the artifact. What is refused is counted by its reason.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from partc.compiler.errors import CompileError
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.errors import PartcError
 from staged_networks import Network, batch, grown
-from training_equivalence import Run, from_text, run, same_tensors, train_whole
+from training_equivalence import Run, Tensors, from_text, run, same_tensors, train_whole
 
 SECONDS = 30.0
 RECORDS = 16
@@ -170,8 +171,8 @@ def _equal(case: Case, folder: Path) -> None:
     wanted = ["x", *(["ids"] if "ids" in net.read else []), "label" if "label" in case.training else "t"]
     steps = [{name: batch(net, k, RECORDS, case.ignored)[name] for name in wanted} for k in range(2)]
 
-    def ran(plan: str, out: str) -> Run:
-        return run(from_text(net.text, net.weights), plan, folder / out, steps)
+    def ran(plan: str, out: str, start: Tensors | None = None) -> Run:
+        return run(from_text(net.text, net.weights), plan, folder / out, steps, start)
 
     have = ran(case.plan(), "cut")
     _checked(folder / "cut")
@@ -179,12 +180,28 @@ def _equal(case: Case, folder: Path) -> None:
         rows = [line.split(": ", 1)[1] for line in str(have.program.schedule).splitlines()]
         have = ran(case.plan(rows), "rows")
         _checked(folder / "rows")
-    want = ran(train_whole(case.training.replace(", shard: dp", "")), "whole")
+    whole = train_whole(case.training.replace(", shard: dp", ""))
+    want = ran(whole, "whole")
     bound = LINEAR if case.linear else DIVIDED
     for k, (one, other) in enumerate(zip(have.outputs, want.outputs, strict=True)):
         for name, value in other.items():
             np.testing.assert_allclose(one[name], value, rtol=bound, atol=bound, err_msg=f"step {k}: {name}")
-    same_tensors(have.after, want.after, want.before, bound)
+    try:
+        same_tensors(have.after, want.after, want.before, bound)
+    except AssertionError:
+        moved = ran(whole, "moved", {name: _moved(array) for name, array in want.before.items()})
+        if any(_apart(have, want, name) > _apart(moved, want, name) for name in want.after):
+            raise
+
+
+def _moved(array: np.ndarray) -> np.ndarray:
+    """Numbers as far off as rounding may take them."""
+    signs = np.sign(np.random.default_rng(1).standard_normal(array.shape))
+    return (array * (1 + 6e-8 * signs)).astype(array.dtype) if array.dtype.kind == "f" else array
+
+
+def _apart(one: Run, other: Run, name: str) -> float:
+    return float(np.abs(one.after[name] - other.after[name]).max(initial=0))
 
 
 def _checked(build: Path) -> None:
