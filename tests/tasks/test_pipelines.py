@@ -101,10 +101,10 @@ def models() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "plan", "schedule", "counts", "shared"),
     [
-        ("gpt", "ranks: 4\n" + placed("0 1 2 3"), "1f1b", (8,), ""),
+        ("gpt", "ranks: 4\n" + placed("0 1 2 3"), "1f1b", (4,), ""),
         ("gpt", "ranks: 4\n" + placed("0 1 2 3"), "zb_h1", (4,), ""),
-        ("gpt", "ranks: 2\n" + placed("0 1 0 1"), "interleaved", (4,), ""),
-        ("gpt", "ranks: 2\n" + placed("0 1 1 0"), "zbv", (4,), ""),
+        ("gpt", "ranks: 2\n" + placed("0 1 0 1"), "interleaved", (2,), ""),
+        ("gpt", "ranks: 2\n" + placed("0 1 1 0"), "zbv", (2,), ""),
         ("gpt", "ranks: 4\n" + PIPES.replace("AXIS", "tp").replace("REST", REST) + BLOCKS, "zb_h1", (4,), ""),
         (
             "gpt",
@@ -114,7 +114,7 @@ def models() -> dict[str, Any]:
             (4,),
             ", shard: dp",
         ),
-        ("lenet", "ranks: 5\nplacement: {conv1: 3, conv2: 4, fc1: 0, fc2: 1, fc3: 2}\n", "1f1b", (8,), ""),
+        ("lenet", "ranks: 5\nplacement: {conv1: 3, conv2: 4, fc1: 0, fc2: 1, fc3: 2}\n", "1f1b", (4,), ""),
         ("dlrm", "ranks: 2\nplacement: {top: 1}\n", "", (4,), ""),
     ],
 )
