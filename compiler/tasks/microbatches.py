@@ -115,6 +115,7 @@ class _Rows:
             *(held.version.layout.num_shards(0) for unit in units for held in self._records(unit)),
         )
         self.names = Names(unit.program for unit in units)
+        self.records = {held.version.value for unit in units for held in self._records(unit)}
         self.rows = [self._row(unit) for unit in units]
 
     def _records(self, unit: Unit) -> list[LocalTensor]:
@@ -150,8 +151,8 @@ class _Rows:
         self._write(slots.get(Label(Phase.ONCE), ()), None)
         for task in order:
             self._write(slots.get(Label(PHASES[task.kind], task.stage), ()), task.microbatch)
-        for row in self.rows:
-            self._join(row)
+        for row, labels in zip(self.rows, self.labels.steps, strict=True):
+            self._join(row, labels)
         self._write(slots.get(UPDATE, ()), None)
         return self._finished()
 
@@ -261,12 +262,12 @@ class _Rows:
         for share, one in zip(shares, made, strict=True):
             row.emit("Reshape", [share, shape], [one])
 
-    def _join(self, row: Row) -> None:
+    def _join(self, row: Row, labels: Sequence[Label]) -> None:
         """The outputs of the step, and what replaces statistics, out of those of the microbatches."""
         like = row.unit.program
         wanted = {held.name: str(held.version.value.name) in self.training.summed for held in like.outputs}
         wanted |= {one.next: False for one in like.kept if one.kind == "statistics" and one.next}
-        for step, label in zip(like.steps, self.labels.steps[self.rows.index(row)], strict=True):
+        for step, label in zip(like.steps, labels, strict=True):
             summed = isinstance(step, CommOp) and str(step.value.name) in self.training.summed
             for name in read_names(step) if label == UPDATE else ():
                 if name not in row.sums:
@@ -336,8 +337,7 @@ class _Rows:
 
     def _global(self, value: ir.Value, shape: Shape | None) -> Shape | None:
         """The global shape of a value; of an input it is that of the batch."""
-        records = {held.version.value for unit in self.units for held in self._records(unit)}
-        return self._whole(shape) if value in records else self._shape(shape)
+        return self._whole(shape) if value in self.records else self._shape(shape)
 
     def _whole(self, shape: Shape | None) -> Shape | None:
         """The shape of an input of the batch, of which that of a microbatch is known."""
