@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 from partc.compiler.dims.facts import Facts, facts_of
-from partc.compiler.dims.reading import read
+from partc.compiler.dims.reading import names_in, read
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.graph import read_by
 from partc.compiler.ir.program import Program
@@ -94,9 +94,7 @@ def _shapes(program: Program) -> Iterator[str]:
                 yield f"'{value.name}': its dim {dim} is below 0"
             elif isinstance(dim, str) and expression is None:
                 yield f"'{value.name}': its dim '{dim}' is no expression"
-            elif expression is not None and (
-                free := {str(one) for one in expression.free_symbols} - {*program.symbols}
-            ):
+            elif expression is not None and (free := names_in(expression) - program.symbols.keys()):
                 yield f"'{value.name}': its dim '{dim}' has {', '.join(sorted(free))}, of which nothing is known"
 
 

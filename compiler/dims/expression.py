@@ -23,7 +23,7 @@ import onnx_ir as ir
 import sympy
 from partc.compiler.dims.facts import ANY, ANY_DIM, Facts, maximum, minimum
 from partc.compiler.dims.polynomial import Monomial, Polynomial
-from partc.compiler.dims.reading import read
+from partc.compiler.dims.reading import names_in, read
 
 LARGEST_POWER = 8
 LARGEST_SUM = 256
@@ -49,8 +49,7 @@ def facts_of_expression(dim: ir.SymbolicDim | sympy.Expr | str, known: Mapping[s
         if parsed is None:
             return ANY_DIM
         expression = parsed
-    names = sorted({str(symbol) for symbol in expression.free_symbols})
-    return _facts_of(expression, tuple((name, known.get(name, ANY_DIM)) for name in names))
+    return _facts_of(expression, tuple((name, known.get(name, ANY_DIM)) for name in sorted(names_in(expression))))
 
 
 @functools.lru_cache(maxsize=8192)

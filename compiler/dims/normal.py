@@ -21,7 +21,7 @@ import onnx_ir as ir
 import sympy
 from partc.compiler.dims.expression import Bindings, facts_of_expression
 from partc.compiler.dims.facts import ANY, Facts
-from partc.compiler.dims.reading import read, symbol
+from partc.compiler.dims.reading import names_in, read, symbol
 
 LARGEST = 256
 
@@ -36,6 +36,7 @@ def normal_dim(dim: int | ir.SymbolicDim, known: Mapping[str, Facts]) -> int | i
     return dim if expression is None else as_dim(normal(expression, known))
 
 
+@functools.lru_cache(maxsize=8192)
 def as_dim(expression: sympy.Expr) -> int | ir.SymbolicDim:
     """An expression as a dim."""
     return int(expression) if isinstance(expression, sympy.Integer) else ir.SymbolicDim(expression)
@@ -43,8 +44,7 @@ def as_dim(expression: sympy.Expr) -> int | ir.SymbolicDim:
 
 def normal(expression: sympy.Expr, known: Mapping[str, Facts]) -> sympy.Expr:
     """The expression in normal form; a name that is not known may have any value, below 0 too."""
-    names = sorted(str(name) for name in expression.free_symbols)
-    return _normal_of(expression, tuple((name, known.get(name, ANY)) for name in names))
+    return _normal_of(expression, tuple((name, known.get(name, ANY)) for name in sorted(names_in(expression))))
 
 
 @functools.lru_cache(maxsize=8192)

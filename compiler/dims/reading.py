@@ -59,6 +59,12 @@ def symbol(name: str) -> sympy.Symbol:
     return sympy.Symbol(name, integer=True)
 
 
+@functools.lru_cache(maxsize=8192)
+def names_in(expression: sympy.Expr) -> frozenset[str]:
+    """The names of the dims in an expression."""
+    return frozenset(str(name) for name in expression.free_symbols)
+
+
 def _expression(tree: ast.expr) -> sympy.Expr:
     match tree:
         case ast.Constant(value=int() as number):

@@ -52,6 +52,9 @@ def schemas() -> list[OpSchema]:
 
 def register() -> None:
     """Make the schemas known to onnx; a second time changes nothing."""
+    names = (SEND, RECV, RANK_CONSTANT, *COLLECTIVES)
+    if all(onnx.defs.has(name, domain=DOMAIN) for name in names):
+        return  # schemas() makes all of them anew, which takes longer than the check of a small file
     for schema in schemas():
         if not onnx.defs.has(schema.name, domain=schema.domain):
             onnx.defs.register_schema(schema)

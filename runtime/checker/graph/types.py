@@ -9,6 +9,7 @@ A dim that neither side tells is equal to any.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping
 
 import onnx
@@ -136,8 +137,7 @@ def _inferred(
     """
     light = without_weights(model)
     graph = light.graph
-    known = {schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain}
-    given = {name for node in graph.node if _is_given(node, known, light) for name in node.output} | {*believed}
+    given = {name for node in graph.node if _is_given(node, light) for name in node.output} | {*believed}
     types = {port.name: port for port in (*graph.value_info, *graph.output)}
     kept = [types[name] for name in sorted(given & types.keys())]
     fixed = [_at(port, manifest, sizes) for port in kept]
@@ -180,13 +180,19 @@ def _with_constants(model: ModelProto, manifest: Manifest, file: str) -> ModelPr
         return model  # another check says which constant is not sound
 
 
-def _is_given(node: NodeProto, known: set[str], model: ModelProto) -> bool:
+@functools.cache
+def _standard_ops() -> frozenset[str]:
+    """The ops that onnx has a schema of, in any opset."""
+    return frozenset(schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain)
+
+
+def _is_given(node: NodeProto, model: ModelProto) -> bool:
     """Whether what a node makes is taken as declared: it comes from other ranks, or onnx does not know the op, or knows too much."""
     if any((node.domain, node.op_type) == (one.domain, one.name) for one in model.functions):
         return False
     if node.op_type == "Split" and any(one.name == "num_outputs" for one in node.attribute):
         return True  # of a dim that is smaller than the number of outputs onnx says what cannot be, and nothing runs
-    return bool(node.domain) or node.op_type not in known or node.op_type in _OPAQUE
+    return bool(node.domain) or node.op_type not in _standard_ops() or node.op_type in _OPAQUE
 
 
 def _at(port: ValueInfoProto, manifest: Manifest, sizes: Mapping[str, int]) -> ValueInfoProto:
