@@ -70,7 +70,10 @@ def test_ranks_that_end_after_their_last_step_harm_nobody(tmp_path: Path) -> Non
 
 
 def test_signals_are_noted_and_ignored_ones_stay_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    interrupt = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell starts jobs in the background without
     try:
         with Signals() as signals:
             os.kill(os.getpid(), signal.SIGHUP)
@@ -80,7 +83,8 @@ def test_signals_are_noted_and_ignored_ones_stay_ignored() -> None:
             os.kill(os.getpid(), signal.SIGINT)
             assert (signals.exit_code, signals.again) == (143, True)
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, hangup)
+        signal.signal(signal.SIGINT, interrupt)
 
 
 def test_what_one_rank_alone_cannot_open_is_told_to_all(tmp_path: Path) -> None:
