@@ -166,6 +166,8 @@ class Program:
     values: Mapping[ir.Value, ValueInfo] = field(default_factory=dict)
     followed: Mapping[ir.Node, Followed] = field(default_factory=dict)
     placement: Mapping[ir.Node, Placed] = field(default_factory=dict)
+    stages: Mapping[ir.Node, int] = field(default_factory=dict)
+    """The stage of every node that is on one group, where the plan names stages."""
     choices: Mapping[NodeOnGroup, NodeSharding] = field(default_factory=dict)
     given: Pinned | None = None
     training: Training | None = None

@@ -6,12 +6,15 @@ themselves. A rank is a group of one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import onnx_ir as ir
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.ir.program import Group, Program
+from partc.compiler.placement.staged import stages_of
+from partc.compiler.plan.groups import ranks_text
 from partc.runtime.artifact import format as fmt
 
 Delivered = dict[ir.Value, tuple[int, ...] | None]
@@ -28,29 +31,30 @@ class Inferred:
     groups: dict[ir.Node, tuple[Group, ...]] = field(default_factory=dict)
     reasons: dict[ir.Node, str] = field(default_factory=dict)
     needs: dict[ir.Value, set[Group]] = field(default_factory=dict)
+    stages: dict[ir.Node, int] = field(default_factory=dict)
+    """The stage of every node on one group, where the plan has stages."""
 
 
 def infer_placement(
-    program: Program, fixed: dict[ir.Node, Group], floating: dict[ir.Node, str], delivered: Delivered, default: Group
+    program: Program,
+    fixed: dict[ir.Node, Group],
+    floating: dict[ir.Node, str],
+    delivered: Delivered,
+    default: Group,
+    staged: Mapping[ir.Node, int] | None = None,
 ) -> Inferred:
     """The groups of all nodes, given the `fixed` ones; `floating` nodes run wherever they are read.
 
-    `default` is the group of what nothing else decides.
+    `default` is the group of what nothing else decides. `staged`: the nodes that the plan names in stages, where it has stages.
     """
     work = _Settler(program, fixed, floating, delivered, default)
-    work.join_producers()
-    work.join_consumers()
-    work.move_to_consumers()
+    if staged is not None:
+        work.join_stages(staged)
+    else:
+        work.join_producers()
+        work.join_consumers()
+        work.move_to_consumers()
     return work.inferred()
-
-
-def spelled(group: Group) -> str:
-    """A group for messages: `rank 3`, `ranks 0-3`, `ranks 0, 2`."""
-    if len(group) == 1:
-        return f"rank {group[0]}"
-    if group == tuple(range(group[0], group[-1] + 1)):
-        return f"ranks {group[0]}-{group[-1]}"
-    return f"ranks {', '.join(map(str, group))}"
 
 
 class _Settler:
@@ -68,6 +72,7 @@ class _Settler:
         self.index = {node: k for k, node in enumerate(self.nodes)}
         self.home: dict[ir.Node, Group] = dict(fixed)
         self.reasons: dict[ir.Node, str] = {}
+        self.stages: dict[ir.Node, int] = {}
         self.readers: dict[ir.Value, list[ir.Node]] = {}
         for node in self.nodes:
             for value in program.reads[node]:
@@ -100,6 +105,14 @@ class _Settler:
                 group = max(weight, key=lambda group: weight[group])
                 self.home[node] = group
                 self.reasons[node] = f"follows {self.program.paths[first[group]]}"
+
+    def join_stages(self, named: Mapping[ir.Node, int]) -> None:
+        pipeline = self.program.plan.pipeline
+        assert pipeline is not None
+        self.stages = stages_of(self.program, named, self.floating)
+        for node in self.free:
+            stage = self.stages[node]
+            self.home[node], self.reasons[node] = pipeline.stages[stage].ranks, f"in stage {stage}"
 
     def join_consumers(self) -> None:
         for node in reversed(self.free):
@@ -167,7 +180,7 @@ class _Settler:
                     moved = self._worth_moving(node, here, to, free)
                     if moved:
                         for each in moved:
-                            self.home[each], self.reasons[each] = to, f"follows its readers on {spelled(to)}"
+                            self.home[each], self.reasons[each] = to, f"follows its readers on {ranks_text(to)}"
                         again = True
                         break
 
@@ -191,7 +204,7 @@ class _Settler:
         return None
 
     def inferred(self) -> Inferred:
-        result = Inferred(reasons=self.reasons)
+        result = Inferred(reasons=self.reasons, stages=self.stages)
         needs = result.needs
         for value in [*self.readers, *self.delivered]:
             needs[value] = self.needed_on(value)

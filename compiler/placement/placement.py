@@ -14,6 +14,8 @@ The law, in order; the first that decides holds:
    operators, the group of all ranks stands for rank 0.
 6. Nodes that (4) or (5) placed move to their consumers, alone or with the producers that serve them only, where that saves a
    transfer, never to a smaller group.
+
+Where the plan names stages, these are (3), and `staged.py` has the law for (4) to (6).
 """
 
 from __future__ import annotations
@@ -21,12 +23,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import onnx_ir as ir
-from partc.compiler.errors import CompileError
-from partc.compiler.ir.program import Group, Placed, Program
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.program import Group, Placed, Program, ProgramKind
 from partc.compiler.ops.registry import draws
 from partc.compiler.placement.infer import REPEATED, Delivered, Inferred, infer_placement
 from partc.compiler.placement.repeated import repeatable, worth_repeating
-from partc.compiler.plan.matching import Rule, default_group, output_ranks, placement_rules, sharding_rules
+from partc.compiler.placement.staged import backward_edges
+from partc.compiler.plan.matching import (
+    Rule,
+    against_stages,
+    default_group,
+    output_ranks,
+    placement_rules,
+    sharding_rules,
+    stage_rules,
+)
 from partc.runtime.artifact import format as fmt
 
 
@@ -35,28 +46,60 @@ def place(program: Program) -> Program:
     graph = program.model.graph
     default = default_group(program.plan, program.declared)
     rules, problems = placement_rules(program)
+    staged, in_stages, stage_problems = stage_rules(program)
     delivered, output_problems = output_ranks(program)
     cut, cut_problems = sharding_rules(program)
-    problems += [*output_problems, *cut_problems]
+    problems += [*stage_problems, *output_problems, *cut_problems]
     if problems:
         raise CompileError(problems)
-    rules = {node: Rule(rule.pattern, default, rule.where) for node, rule in cut.items()} | rules
+    said = rules
+    rules = in_stages if staged else {n: Rule(r.pattern, default, r.where) for n, r in cut.items()} | rules
     floating = _floating(program, rules)
     fixed = {node: rule.ranks for node, rule in rules.items() if node not in floating}
-    inferred = _infer(program, fixed, floating, {value: ranks for value, (ranks, _) in delivered.items()}, default)
+    named = {node: stage for node, stage in staged.items() if node not in floating} if staged else None
+    if named is not None:
+        _check_order(program, named)
+    to = {value: ranks for value, (ranks, _) in delivered.items()}
+    inferred = _infer(program, fixed, floating, to, default, named)
     placement = {node: _placed(node, rules, inferred, floating, program) for node in graph}
-    return replace(program, placement=placement)
+    if problems := list(against_stages(program, said, inferred.stages)) if staged else []:
+        raise CompileError(problems)
+    return replace(program, placement=placement, stages=inferred.stages)
+
+
+def _check_order(program: Program, named: dict[ir.Node, int]) -> None:
+    """CompileError where a stage has no node that runs there, or reads from a later one."""
+    assert program.plan.pipeline is not None
+    stages = program.plan.pipeline.stages
+    some = set(named.values())
+    problems = [
+        Problem(
+            stage.where,
+            f"stage {k} has no nodes of its own",
+            "constants and shape arithmetic run wherever they are read",
+            "name a node that computes with the data, or remove the stage",
+        )
+        for k, stage in enumerate(stages)
+        if k not in some and program.kind is ProgramKind.STEP
+    ]
+    if problems := problems + backward_edges(program, named, stages):
+        raise CompileError(problems)
 
 
 def _infer(
-    program: Program, fixed: dict[ir.Node, Group], floating: dict[ir.Node, str], delivered: Delivered, default: Group
+    program: Program,
+    fixed: dict[ir.Node, Group],
+    floating: dict[ir.Node, str],
+    delivered: Delivered,
+    default: Group,
+    staged: dict[ir.Node, int] | None,
 ) -> Inferred:
     """Settles all nodes; `floating` is given the nodes that are repeated wherever they are read."""
     basis, chosen = dict(floating), repeatable(program, fixed, floating)
     while True:
         floating.clear()
         floating.update(basis | dict.fromkeys(chosen, REPEATED))
-        inferred = infer_placement(program, fixed, floating, delivered, default)
+        inferred = infer_placement(program, fixed, floating, delivered, default, staged)
         kept = worth_repeating(program, chosen, inferred, basis)
         if kept == chosen:
             return inferred

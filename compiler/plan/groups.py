@@ -44,7 +44,8 @@ class Group:
 class Frame:
     """What the values of a plan are checked against; None where the plan does not say it rightly, which is said elsewhere.
 
-    `groups` are the sizes of the lists of several ranks in `placement`; `folder` is where the files are that the plan names.
+    `groups` are the sizes of the lists of several ranks in `placement`, and of the stages' groups; `folder` is where the files are that
+    the plan names.
     """
 
     ranks: int | None = None
@@ -58,8 +59,8 @@ class Frame:
         return self.mesh is not None and _size(self.mesh) == self.ranks
 
 
-def frame_of(data: Mapping[str, object], folder: Path = Path()) -> Frame:
-    """The frame of a plan's bare data."""
+def frame_of(data: Mapping[str, object], folder: Path = Path(), stages: tuple[int, ...] = ()) -> Frame:
+    """The frame of a plan's bare data; `stages` are the sizes of the groups of several ranks on which its stages run."""
     ranks, mesh, placement = data.get("ranks"), data.get("mesh"), data.get("placement")
     axes: Axes | None = None
     if mesh is None:
@@ -70,7 +71,7 @@ def frame_of(data: Mapping[str, object], folder: Path = Path()) -> Frame:
     return Frame(
         ranks if isinstance(ranks, int) and is_integer(ranks) and 1 <= ranks <= MOST_RANKS else None,
         axes,
-        tuple(len(value) for value in lists if len(value) > 1),
+        (*(len(value) for value in lists if len(value) > 1), *stages),
         folder,
     )
 
@@ -147,6 +148,15 @@ def _ranks(value: Sequence[object], frame: Frame, empty: str) -> tuple[int, ...]
     if twice:
         raise Violation(f"rank {twice[0]} is in the list twice", help="name every rank once")
     return ranks
+
+
+def ranks_text(group: Sequence[int]) -> str:
+    """A group for messages: `rank 3`, `ranks 0-3`, `ranks 0, 2`."""
+    if len(group) == 1:
+        return f"rank {group[0]}"
+    if tuple(group) == tuple(range(group[0], group[-1] + 1)):
+        return f"ranks {group[0]}-{group[-1]}"
+    return f"ranks {', '.join(map(str, group))}"
 
 
 def shown_mesh(mesh: Axes) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -11,7 +11,7 @@ from partc.compiler.errors import Problem
 from partc.compiler.ir.declared import Declared
 from partc.compiler.ir.graph import OWN_NAME
 from partc.compiler.ir.program import Group, Program
-from partc.compiler.plan.groups import Frame, group_of
+from partc.compiler.plan.groups import Frame, group_of, ranks_text
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.rules import FULL_BATCH, Plan, ShardingRule
 from partc.compiler.plan.violation import Violation
@@ -71,6 +71,53 @@ def placement_rules(program: Program) -> tuple[dict[ir.Node, Rule], list[Problem
     return decided, problems
 
 
+def stage_rules(program: Program) -> tuple[dict[ir.Node, int], dict[ir.Node, Rule], list[Problem]]:
+    """Per node that the plan names in a stage its number and its rule; a problem per pattern that matches nothing, or another stage's."""
+    stages = program.plan.pipeline.stages if program.plan.pipeline is not None else ()
+    problems: list[Problem] = []
+    decided: dict[ir.Node, int] = {}
+    rules: dict[ir.Node, Rule] = {}
+    for k, stage in enumerate(stages):
+        for pattern, where in stage.patterns:
+            hit = matched_nodes(program, pattern)
+            if not hit and not _of_the_whole(program, pattern):
+                names = [*modules_of(program.paths.values()), *program.paths.values()]
+                problems.append(_nothing(pattern, where, names, "module or node"))
+            if twice := [node for node in hit if decided.get(node, k) != k]:
+                first = twice[0]
+                also = f" and {len(twice) - 1:,} more nodes" if len(twice) > 1 else ""
+                verb = "are" if also else "is"
+                fact = (
+                    f"stage {k}: '{program.paths[first]}'{also} {verb} in stage {decided[first]} by {rules[first]}, too"
+                )
+                problems.append(Problem(where, fact, "a node is in one stage", "leave it out of one of the two"))
+            for node in hit:
+                decided.setdefault(node, k)
+                rules.setdefault(node, Rule(pattern, stage.ranks, where))
+    return decided, rules, problems
+
+
+def against_stages(
+    program: Program, decided: Mapping[ir.Node, Rule], stages: Mapping[ir.Node, int]
+) -> Iterator[Problem]:
+    """A problem per line of `placement` that puts a node of a stage on other ranks than the stage's."""
+    assert program.plan.pipeline is not None
+    lines = {rule.where for rule in program.plan.placement}
+    told = set[str]()
+    for node, rule in decided.items():
+        if node not in stages or rule.where not in lines or rule.where in told:
+            continue
+        stage = program.plan.pipeline.stages[stages[node]]
+        if rule.ranks != stage.ranks:
+            told.add(rule.where)
+            placed, own = ranks_text(rule.ranks), ranks_text(stage.ranks)
+            fact = f"'{program.paths[node]}' is placed on {placed}, and its stage {stages[node]} runs on {own}"
+            law = f"all nodes of a stage run on its ranks ({PurePath(stage.where).name})"
+            yield Problem(
+                rule.where, fact, law, "remove the line, or give the ranks of all stages: {nodes: ..., on: 0}"
+            )
+
+
 def matched_nodes(program: Program, pattern: str) -> list[ir.Node]:
     """The nodes whose paths the pattern matches; where there are none, those whose own ONNX names, as Netron shows them, it does."""
     matches = compile_pattern(pattern).matches
@@ -92,6 +139,7 @@ def _declared(program: Program, problems: list[Problem]) -> list[Rule]:
     """The placements of the model; groups are held against the plan's ranks and mesh."""
     plan, found = program.plan, []
     lists = [rule.ranks for rule in plan.placement] + [p.on for p in program.declared.placements]
+    lists += [stage.ranks for stage in plan.pipeline.stages] if plan.pipeline is not None else []
     sizes = tuple(len(ranks) for ranks in lists if isinstance(ranks, tuple) and len(ranks) > 1)
     for placed in program.declared.placements:
         if isinstance(placed.on, int):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from partc.compiler.plan.groups import Frame
+from partc.compiler.plan.stages import StageForm, StageRule, groups_of
+from partc.compiler.plan.violation import Violation
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, model_validator
 
 MICROBATCH: Literal["microbatch"] = "microbatch"
 
@@ -21,6 +24,7 @@ class PipelineRules:
     memory: str | int | None = None
     statistics: Literal["microbatch"] | None = None
     rows: tuple[str, ...] = ()
+    stages: tuple[StageRule, ...] = ()
 
 
 class PipelineEntry(BaseModel):
@@ -43,6 +47,24 @@ class PipelineEntry(BaseModel):
         "microbatch; without it such a layer is refused.",
     )
 
+    stages: Annotated[list[StageForm], Field(min_length=1)] | None = Field(
+        None,
+        description="The nodes of each stage in the order of the data's way: patterns with commas between them, a list of them, "
+        "or {nodes: ..., on: 0} with the ranks as in 'placement'. Without 'on' they run on the slices of the mesh axis 'pp', or on equal "
+        "runs of ranks, in turn. Without 'stages' the placement makes them.",
+    )
+    _groups: tuple[tuple[int, ...], ...] = PrivateAttr(())
+
+    @model_validator(mode="after")
+    def _on_ranks(self, info: ValidationInfo) -> PipelineEntry:
+        frame = info.context if isinstance(info.context, Frame) else Frame()
+        try:
+            self._groups = groups_of(self.stages or (), self.schedule, frame)
+        except Violation as violation:
+            violation.key = "stages"
+            raise
+        return self
+
     def rules(self, where: Callable[..., str]) -> PipelineRules:
         """The entry as the compiler sees it; `where` gives the place of a key."""
         rows = self.schedule if isinstance(self.schedule, list) else []
@@ -53,4 +75,8 @@ class PipelineEntry(BaseModel):
             self.memory,
             self.statistics,
             tuple(where("pipeline", "schedule", k) for k in range(len(rows))),
+            tuple(
+                stage.rule(ranks, where, "pipeline", "stages", k)
+                for k, (stage, ranks) in enumerate(zip(self.stages or (), self._groups, strict=True))
+            ),
         )

@@ -14,6 +14,7 @@ from partc.compiler.plan.dataset import KEYS, DatasetEntry, full_batch, said_twi
 from partc.compiler.plan.document import Document, parse_document, read_text
 from partc.compiler.plan.groups import frame_of
 from partc.compiler.plan.pattern import nearest
+from partc.compiler.plan.pipeline import PipelineEntry
 from partc.compiler.plan.rules import (
     Dataset,
     InputRule,
@@ -25,6 +26,7 @@ from partc.compiler.plan.rules import (
 )
 from partc.compiler.plan.schema import LATER, PlanEntries, SymbolEntry
 from partc.compiler.plan.sharding import ShardingEntry
+from partc.compiler.plan.stages import sizes_of_groups
 from partc.compiler.plan.training.rules import CheckpointEntry, ClipEntry, ParameterEntry, TrainEntry
 from partc.compiler.plan.violation import Violation, shown
 from pydantic import BaseModel, ValidationError
@@ -80,7 +82,8 @@ def parse_plan(text: str, name: str) -> Plan:
         problems.append(Problem(document.where(), what, help="begin with 'ranks: 2'"))
     else:
         try:
-            entries = PlanEntries.model_validate(document.data, context=frame_of(document.data, Path(name).parent))
+            frame = frame_of(document.data, Path(name).parent, sizes_of_groups(document.data))
+            entries = PlanEntries.model_validate(document.data, context=frame)
         except ValidationError as error:
             details = error.errors(include_url=False)
             problems += (_problem(detail, document) for detail in details if detail["loc"] not in document.refused)
@@ -163,6 +166,8 @@ def _unknown(where: str, steps: tuple[str | int, ...]) -> Problem:
     model: type[BaseModel] = PlanEntries
     if steps[0] == "train":
         model = _TRAINING.get(str(steps[1]), TrainEntry) if len(steps) > 2 else TrainEntry
+    elif steps[0] == "pipeline" and len(steps) > 1:
+        model = PipelineEntry
     elif len(steps) > 1:
         model = ShardingEntry if steps[0] == "sharding" else SymbolEntry
     keys = [field.alias or name for name, field in model.model_fields.items()]
@@ -195,6 +200,8 @@ def _subject(steps: tuple[str | int, ...]) -> str:
             return f"sharding of '{pattern}'{_operand(inside)}"
         case ("outputs", pattern):
             return f"delivery of '{pattern}'"
+        case ("pipeline", "stages", int(index), *_):
+            return f"stage {index}"
         case ("train", "parameters", pattern, *inside):
             return f"parameters '{pattern}'" + "".join(f", '{key}'" for key in inside)
         case _:

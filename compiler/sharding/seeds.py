@@ -16,8 +16,7 @@ from partc.compiler.errors import Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.layout.layout import Layout, primes
-from partc.compiler.placement.infer import spelled
-from partc.compiler.plan.groups import shown_mesh
+from partc.compiler.plan.groups import ranks_text, shown_mesh
 from partc.compiler.plan.matching import sharding_rules
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import DATA_AXIS, DATA_PARALLEL
@@ -74,7 +73,7 @@ class _Seeds:
         if placed is not None and not any(self.instances(region.nodes)):
             self.problem(
                 region,
-                f"runs on {spelled(placed.groups[0])} alone ({placed.rule})",
+                f"runs on {ranks_text(placed.groups[0])} alone ({placed.rule})",
                 "a cut needs a group of several ranks",
                 "place it on a list of ranks, or take the line out",
             )

@@ -38,7 +38,7 @@ def pipeline(program: Program) -> Program:
     stages = node_stages(program)
     labels = labelled(units, stages)
     shape = _stages(stages, labels)
-    if shape.is_pointed_vee and _asks_for_vee(rules, len(shape)):
+    if not program.stages and shape.is_pointed_vee and _asks_for_vee(rules, len(shape)):
         stages = in_halves(program, stages, len(shape) // 2)
         labels = labelled(units, stages)
         shape = _stages(stages, labels)

@@ -8,6 +8,8 @@ What reads inputs alone, such as the weights of labels, stands with its first re
 
 Named again in the opposite order, the last group has one stage; a schedule of a V takes it in two (`in_halves`).
 
+Where the plan names stages, these are the stages (`placement/staged.py`).
+
 What runs wherever its readers want it (constants, shape arithmetic) belongs to no stage of its own: it goes with what it is made of.
 """
 
@@ -41,6 +43,9 @@ class NodeStages:
 
 def node_stages(program: Program) -> NodeStages:
     """The stage of every placed node. Stages are numbered by their depth, those of one depth in the order of the graph."""
+    if program.stages and program.plan.pipeline is not None:
+        groups = tuple(stage.ranks for stage in program.plan.pipeline.stages)
+        return NodeStages(groups, {(node, groups[stage]): stage for node, stage in program.stages.items()})
     depths = _depths(program)
     first: dict[tuple[int, Group], int] = {}
     for node, found in depths.items():

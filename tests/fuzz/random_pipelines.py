@@ -65,6 +65,8 @@ class Case:
     schedule: str
     rows: bool
     ignored: int
+    more: str = ""
+    """What `pipeline` has besides microbatches and schedule."""
 
     @property
     def linear(self) -> bool:
@@ -77,7 +79,7 @@ class Case:
         """The plan's text."""
         wanted = str(list(rows)) if rows else self.schedule
         named = f", schedule: {wanted}" if wanted else ""
-        return f"{self.head}{self.training}pipeline: {{microbatches: {self.count}{named}}}\n"
+        return f"{self.head}{self.training}pipeline: {{microbatches: {self.count}{named}{self.more}}}\n"
 
 
 def drawn(chance: random.Random) -> Case:
@@ -86,7 +88,7 @@ def drawn(chance: random.Random) -> Case:
     form = chance.choice(["chain", "chain", "loop", "vee", "any"])
     inside = chance.choice(["", "", "tp", "dp", "zero", "mixed"])
     stages = chance.choice([2, 3] if inside else [2, 2, 3, 4])
-    head, size = _placed(chance, net, form, inside, stages)
+    head, size, named = _placed(chance, net, form, inside, stages)
     fitting = {"chain": ["1f1b", "zb_h1"], "loop": ["interleaved"], "vee": ["zbv"], "any": []}[form]
     schedule = chance.choice([*fitting, *fitting, "gpipe", "auto", "auto", ""])
     loss = chance.choice(LOSSES).replace("AXIS", ", axis: 2" if net.positions else "")
@@ -98,19 +100,20 @@ def drawn(chance: random.Random) -> Case:
     training = f"train:\n  loss: {loss}\n  optimizer: {{{optimizer}}}\n{clip}"
     count = chance.choice([1, 2, 2, 2, 4, 4, 8])
     ignored = chance.choice([0, RECORDS // count if count > 1 else 0])
-    return Case(net, f"ranks: {size}\n{head}", training, count, schedule, chance.random() < 0.2, ignored)
+    return Case(net, f"ranks: {size}\n{head}", training, count, schedule, chance.random() < 0.2, ignored, named)
 
 
-def _placed(chance: random.Random, net: Network, form: str, inside: str, stages: int) -> tuple[str, int]:
-    """The plan's lines that place and cut nodes, and the number of ranks."""
+def _placed(chance: random.Random, net: Network, form: str, inside: str, stages: int) -> tuple[str, int, str]:
+    """The plan's lines that place and cut nodes, the number of ranks, and the stages where the plan names them."""
     nodes = [[name] for block in net.blocks for name in block] if chance.random() < 0.2 else net.blocks
     turns = {"chain": 1, "loop": 2, "vee": 2, "any": 1}[form]
     order = list(range(stages)) + (list(range(stages)) if form == "loop" else list(range(stages))[::-1] * (turns - 1))
     if form == "any":
-        at = [chance.randrange(stages) for _ in nodes]
+        at = parts = [chance.randrange(stages) for _ in nodes]
     else:
         ends = sorted(chance.sample(range(1, len(nodes)), min(len(order), len(nodes)) - 1))
-        at = [order[sum(end <= k for end in ends)] for k in range(len(nodes))]
+        parts = [sum(end <= k for end in ends) for k in range(len(nodes))]
+        at = [order[part] for part in parts]
     lines, groups = [f"symbols: {{batch: {{divisor: {RECORDS}}}}}"], [f"{k}" for k in range(stages)]
     size = stages
     if inside in ("tp", "dp", "zero"):
@@ -130,13 +133,21 @@ def _placed(chance: random.Random, net: Network, form: str, inside: str, stages:
         for name in block
         if chance.random() >= followed
     ]
-    lines.append(f"placement: {{{', '.join(placed)}}}")
+    named = [
+        [name for block, one in zip(nodes, parts, strict=True) if one == k for name in block]
+        for k in sorted(set(parts))
+    ]
+    explicit = len(named) > 1 and form != "any" and chance.random() < 0.4
+    if not explicit:
+        lines.append(f"placement: {{{', '.join(placed)}}}")
+    written = [", ".join(name for name in some if chance.random() >= followed) or some[0] for some in named]
+    said = [f"{{nodes: '{some}', on: {groups[order[k]]}}}" for k, some in enumerate(written)]
     wide = {name for block, group in zip(nodes, at, strict=True) for name in block if "," in groups[group]}
     cuts = [f"{name}: {how}" for name, how in net.cut.items() if chance.random() < 0.8]
     cuts = cuts if inside == "tp" else [cut for cut in cuts if cut.partition(":")[0] in wide]
     if cuts and inside in ("tp", "mixed"):
         lines.append(f"sharding: {{{', '.join(cuts)}}}")
-    return "\n".join([*lines, ""]), size
+    return "\n".join([*lines, ""]), size, f", stages: [{', '.join(said)}]" if explicit else ""
 
 
 def _data(net: Network, loss: str, inside: str) -> str:
