@@ -186,6 +186,9 @@ class LocalTransport:
             given = self.world.collect(self.rank, request.rendezvous, what)
             _distribute(self.rank, request.args, [np.asarray(given[rank]) for rank in request.args.ranks], what)
 
+    def with_progress(self, action: Callable[[], object]) -> Callable[[], object]:
+        return action
+
     def create_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
         pass
 

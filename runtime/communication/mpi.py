@@ -16,6 +16,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -25,6 +26,7 @@ from mpi4py import MPI
 from ..artifact.dtypes import Bytes, Dtype
 from ..errors import RankError
 from ..job.machine import usable_cores
+from ..job.progress import Progress
 from ..job.status_board import processes
 from . import mpi_calls as calls
 from . import shared_memory
@@ -80,6 +82,9 @@ class MpiTransport:
         self.wait(comm.Ibarrier(), lambda: "all ranks to begin to load")
         self.comm = calls.duplicate(comm, self._watch)
         self.notices = calls.duplicate(comm, self._watch)
+        # No message waits there to be received, which would end a probe before it moves others.
+        probe = partial(self.notices.Iprobe, MPI.ANY_SOURCE, _NOTICE)
+        self._progress = Progress(probe, MPI.Query_thread() == MPI.THREAD_MULTIPLE)
         expected(self)
         self._meet()
 
@@ -139,6 +144,9 @@ class MpiTransport:
         finally:
             self._watch.end()
 
+    def with_progress(self, action: Callable[[], object]) -> Callable[[], object]:
+        return self._progress.during(action)
+
     def create_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
         for index, ranks in enumerate(groups):
             if self.rank in ranks and ranks not in self._groups:
@@ -193,6 +201,7 @@ class MpiTransport:
         # After a failure messages may still be under way: the communicators must outlive them.
         if self._failure is None and not MPI.Is_finalized():
             self._failure = "it was closed"
+            self._progress.close()
             for group in self._groups.values():
                 group.free()
             calls.free(self.comm, self._watch)

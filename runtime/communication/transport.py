@@ -83,6 +83,10 @@ class Transport(Protocol):
         """Return when the transfer is complete; `what` names it in reports."""
         ...
 
+    def with_progress(self, action: Callable[[], object]) -> Callable[[], object]:
+        """The action, which computes, such that messages under way go on meanwhile."""
+        ...
+
     def create_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Make ready for collectives among each of these lists of ranks; all ranks call it, with the same lists."""
         ...

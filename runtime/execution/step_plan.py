@@ -32,6 +32,7 @@ from ..program.value_table import Storage
 from .collective_plans import plan_collectives, scratch_lifetimes, scratch_name
 from .rank_program import RankProgram
 from .symbol_bindings import Bindings
+from .under_way import beside_messages
 
 Action: TypeAlias = Callable[[], object]
 Shape: TypeAlias = tuple[int, ...]
@@ -131,7 +132,7 @@ class StepPlan:
         return arena.waits
 
     def _plan(self, waits: Mapping[int, Sequence[int]]) -> None:
-        unused = self.program.last_uses()
+        unused, beside = self.program.last_uses(), beside_messages(self.program.steps, self.at_once)
         sends: dict[int, None] = {}
         for index, step in enumerate(self.program.steps):
             for earlier in waits.get(index, ()):
@@ -155,6 +156,7 @@ class StepPlan:
                     action = self._finish(step)
                 case Update():
                     action = self._update(index)
+            action = self.transport.with_progress(action) if index in beside else action
             self.main.add(len(self.actions))
             self.actions.append((index, action))
             self.actions += [(index, partial(self.cells.pop, name, None)) for name in unused.get(index, ())]

@@ -90,6 +90,9 @@ class SimulatedTransport:
             request.buffer[:] = request.data
             request.data = None
 
+    def with_progress(self, action: Callable[[], object]) -> Callable[[], object]:
+        return action
+
     def create_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
         self.world.step(self.rank, lambda: "join")
         signature = ("join", tuple(groups))
