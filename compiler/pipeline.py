@@ -30,6 +30,7 @@ from partc.compiler.placement.placement import place
 from partc.compiler.plan.dataset import in_order
 from partc.compiler.plan.read import Plan, read_plan
 from partc.compiler.plan.rules import Dataset
+from partc.compiler.rewrite.in_microbatches import in_microbatches
 from partc.compiler.rewrite.normalize import normalize
 from partc.compiler.rewrite.packed import unpack
 from partc.compiler.rewrite.rotary import repeat_tables
@@ -63,6 +64,7 @@ PASSES: tuple[Pass, ...] = (
     unpack,
     follow_annotations,  # the global view
     in_parts,
+    in_microbatches,
     place,
     only_totals,
     shard,

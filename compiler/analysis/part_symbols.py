@@ -75,3 +75,13 @@ def training_records(program: Program) -> dict[ir.Value, None]:
     scalars = program.training.scalars if program.training is not None else ()
     found = records_of(program.model.graph, train.loss.labels if train is not None else "")
     return {value: None for value in found if value.name not in scalars}
+
+
+def of_batch(info: SymbolInfo, count: int) -> SymbolInfo:
+    """A symbol of the whole batch, of which a microbatch has one of `count` equal parts."""
+    facts = info.facts
+    if facts.value is not None:
+        return replace(info, facts=Facts.constant(facts.value * count), parts=1, whole=None)
+    high = None if facts.max is None else facts.max * count
+    whole = Facts(facts.divisor * count, facts.remainder * count, max(facts.min or 1, 1) * count, high)
+    return replace(info, facts=whole, parts=1, whole=None)

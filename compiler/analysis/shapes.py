@@ -20,8 +20,12 @@ from partc.compiler.ir.program import Program, Shape, ValueInfo
 
 def shapes(program: Program) -> Program:
     """Fills `symbols` and `values`. Raises CompileError where the plan contradicts the model's inputs."""
-    graph = program.model.graph
-    symbols = part_symbols(program, bind_inputs(program))
+    return inferred(replace(program, symbols=part_symbols(program, bind_inputs(program))))
+
+
+def inferred(program: Program) -> Program:
+    """The program with the `values` that follow from its inputs' shapes and its symbols."""
+    graph, symbols = program.model.graph, program.symbols
     failed = infer_shapes(program.model, {name: info.facts for name, info in symbols.items()})
     _refuse_negative_sizes(program)
     known = frozenset(symbols)
@@ -33,7 +37,7 @@ def shapes(program: Program) -> Program:
         f"{program.paths.get(node, node.op_type)}: the shape rule of {node.op_type} failed ({reason}); sizes behind it count as unknown"
         for node, reason in failed.items()
     )
-    return replace(program, symbols=symbols, values=values, warnings=(*program.warnings, *told))
+    return replace(program, values=values, warnings=tuple(dict.fromkeys((*program.warnings, *told))))
 
 
 def _refuse_negative_sizes(program: Program) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from partc.compiler.dims.facts import Facts
     from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
     from partc.compiler.ir.declared import Declared
+    from partc.compiler.ir.microbatched import Microbatched
     from partc.compiler.ir.rank_program import Event, RankProgram
     from partc.compiler.ir.training import Training
     from partc.compiler.layout.layout import Layout
@@ -183,6 +184,8 @@ class Program:
     begun: Program | None = None
     other: Callable[[Program, ProgramKind], Program] | None = None
     """Compiles another program of a plan that trains, over the tensors of the one that is given."""
+    microbatched: Microbatched | None = None
+    """What a microbatch is, of a program that runs by microbatches without training."""
     schedule: Schedule | None = None
     """The order of its tasks."""
 

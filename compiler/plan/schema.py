@@ -229,10 +229,6 @@ class PlanEntries(BaseModel):
 
     @model_validator(mode="after")
     def _one_number_of_parts(self) -> PlanEntries:
-        if self.pipeline is not None and self.train is None:
-            raise Violation(
-                "there is nothing to train", "microbatches are those of a training step", "add 'train'", "pipeline"
-            )
         if self.pipeline is not None and self.train is not None and self.train.accumulate > 1:
             raise Violation(
                 f"'train.accumulate' is {self.train.accumulate} already",

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.dims.facts import Facts
+from partc.compiler.analysis.part_symbols import of_batch
 from partc.compiler.dims.normal import normal
 from partc.compiler.dims.reading import read, symbol
 from partc.compiler.ir.graph import bodies, captured
-from partc.compiler.ir.program import Program, Shape, SymbolInfo
+from partc.compiler.ir.program import Program, Shape
 from partc.compiler.ir.rank_program import (
     CommOp,
     ComputeOp,
@@ -34,6 +34,8 @@ from partc.compiler.ir.rank_program import (
     RankProgram,
     read_names,
 )
+from partc.compiler.ir.training import Training
+from partc.compiler.lower.cutting import Cutting
 from partc.compiler.schedule.task import Kind, Task
 from partc.compiler.tasks.local_form import with_names
 from partc.compiler.tasks.phases import UPDATE, Label, Labels, Phase, Place, Unit, in_order, outputs
@@ -100,9 +102,8 @@ class _Rows:
         self, program: Program, units: Sequence[Unit], labels: Labels, count: int, totals: Program | None
     ) -> None:
         self.program, self.units, self.labels, self.count, self.totals = program, units, labels, count, totals
-        assert program.training is not None
-        self.training = program.training
-        whole = {name: _of_batch(info, count) for name, info in program.symbols.items() if info.parts > 1}
+        self.training, self.given = program.training, program.microbatched
+        whole = {name: of_batch(info, count) for name, info in program.symbols.items() if info.parts > 1}
         self.symbols = {**program.symbols, **whole}
         self.known = {name: info.facts for name, info in self.symbols.items()}
         self.shares = {symbol(name): symbol(name) / count for name in whole}
@@ -111,16 +112,29 @@ class _Rows:
         self.listed = {False: {event.tag: event for event in program.events}}
         self.listed[True] = {event.tag: event for event in totals.events} if totals else {}
         self.pieces = math.lcm(
-            self.training.pieces,
-            *(held.version.layout.num_shards(0) for unit in units for held in self._records(unit)),
+            self.training.pieces if self.training else 1,
+            *(self._shards(held) for unit in units for held in (*self._records(unit), *self._joined(unit))),
         )
         self.names = Names(unit.program for unit in units)
         self.records = {held.version.value for unit in units for held in self._records(unit)}
         self.rows = [self._row(unit) for unit in units]
 
     def _records(self, unit: Unit) -> list[LocalTensor]:
-        """The inputs that have records of the batch along dim 0."""
+        """The inputs that have records of the batch."""
         return [held for held in unit.program.inputs if held.name in unit.batch and held.name != PART]
+
+    def _joined(self, unit: Unit) -> list[LocalTensor]:
+        """The outputs that have records of the batch, where nothing is trained."""
+        known = self.given.records if self.given else {}
+        own = {held.name for held in unit.program.inputs}
+        return [held for held in unit.program.outputs if held.version.value in known and held.name not in own]
+
+    def _along(self, held: LocalTensor) -> int:
+        """The dim of the records of an input or output."""
+        return self.given.records[held.version.value] if self.given else 0
+
+    def _shards(self, held: LocalTensor) -> int:
+        return held.version.layout.num_shards(self._along(held))
 
     def _row(self, unit: Unit) -> Row:
         like = unit.program
@@ -132,11 +146,11 @@ class _Rows:
         """The shape of a value of a microbatch, in the dims of the whole batch."""
         return None if shape is None else tuple(dim if isinstance(dim, int) else self._dim(dim) for dim in shape)
 
-    def _dim(self, text: str) -> int | str:
+    def _dim(self, text: str, times: int = 1) -> int | str:
         expression = read(text)
-        if expression is None or not self.shares:
+        if expression is None or (not self.shares and times == 1):
             return text
-        found = normal(expression.subs(self.shares, simultaneous=True), self.known)
+        found = normal(times * expression.subs(self.shares, simultaneous=True), self.known)
         return int(found) if found.is_Integer else str(found)
 
     def write(self, order: Iterable[Task]) -> Program:
@@ -237,33 +251,41 @@ class _Rows:
             for k, names in enumerate(row.micro):
                 names[PART] = self.names.of(PART, k)
                 row.constants[names[PART]] = np.array(k, np.int64)
+        cutting = self._cutting()
         for held in self._records(row.unit):
-            name, mine = held.name, self.pieces // held.version.layout.num_shards(0)
-            made = [self.names.of(name, k) for k in range(self.count)]
+            made = [self.names.of(held.name, k) for k in range(self.count)]
             for k, one in enumerate(made):
-                row.micro[k][name] = one
-                row.types[one] = row.types[name]
-            if mine == 1:
-                row.emit("Split", [name], made, axis=0, num_outputs=self.count)
-            else:
-                self._deal_pieces(row, name, made, mine)
+                row.micro[k][held.name] = one
+                row.types[one] = row.types[held.name]
+            cutting.cut(held.name, made, self._along(held), self.pieces // self._shards(held))
+        self._cut(row, cutting)
 
-    def _deal_pieces(self, row: Row, name: str, made: Sequence[str], mine: int) -> None:
-        words = ("pieces", "flat", "rest", "dims", "shape", "by_piece")
-        head, flat, rest, dims, shape, by = (self.names.of(name, word) for word in words)
-        row.constants[head] = np.array([mine, self.count, -1], np.int64)
-        row.constants[flat] = np.array([-1], np.int64)
-        row.emit("Shape", [name], [rest], start=1)
-        row.emit("Concat", [head, rest], [dims], axis=0)
-        row.emit("Concat", [flat, rest], [shape], axis=0)
-        row.emit("Reshape", [name, dims], [by])
-        shares = [self.names.of(one, "by_piece") for one in made]
-        row.emit("Split", [by], shares, axis=1, num_outputs=self.count)
-        for share, one in zip(shares, made, strict=True):
-            row.emit("Reshape", [share, shape], [one])
+    def _cutting(self) -> Cutting:
+        return Cutting(self.names.of, self.program.model.opset_imports.get("", 18))
+
+    def _cut(self, row: Row, cutting: Cutting) -> None:
+        row.steps += cutting.nodes
+        row.constants |= cutting.constants
+
+    def _join_records(self, row: Row) -> None:
+        """The outputs of a step that does not train: what has records of microbatches is joined, the rest is the same in all of them."""
+        cutting, known = self._cutting(), {held.name for held in self._joined(row.unit)}
+        for held in row.unit.program.outputs:
+            parts = [names[held.name] for names in row.micro if held.name in names]
+            if held.name in known:
+                value, shape = row.unit.program.types[held.name]
+                along = self._along(held)
+                cutting.join(parts, held.name, along, self.pieces // self._shards(held))
+                row.types[held.name] = value, self._whole(shape, along)
+            elif parts and held.version.value not in self.records:
+                row.emit("Identity", parts[:1], [held.name])
+        self._cut(row, cutting)
 
     def _join(self, row: Row, labels: Sequence[Label]) -> None:
         """The outputs of the step, and what replaces statistics, out of those of the microbatches."""
+        if self.training is None:
+            self._join_records(row)
+            return
         like = row.unit.program
         wanted = {held.name: str(held.version.value.name) in self.training.summed for held in like.outputs}
         wanted |= {one.next: False for one in like.kept if one.kind == "statistics" and one.next}
@@ -306,9 +328,8 @@ class _Rows:
                     self.rows[at].steps.append(replace(step, node=with_names(step.node, names)))
 
     def _finished(self) -> Program:
-        training = self.training
         done = {rank: made for row in self.rows for made in [self._program(row)] for rank in row.unit.ranks}
-        gone = {PART, *training.totals}
+        gone = {PART, *(self.training.totals if self.training else ())}
         parts = [
             replace(
                 done[part.rank],
@@ -321,7 +342,6 @@ class _Rows:
         ]
         own, more = self.program, self.totals
         values = {value: replace(info, shape=self._global(value, info.shape)) for value, info in own.values.items()}
-        scalars = tuple(name for name in training.scalars if name != PART)
         return replace(
             own,
             parts=tuple(parts),
@@ -332,18 +352,23 @@ class _Rows:
             choices={**(more.choices if more else {}), **own.choices},
             values={**(more.values if more else {}), **values},
             symbols=self.symbols,
-            training=replace(training, accumulate=1, totals=(), scalars=scalars, summed=frozenset()),
+            training=_of_step(self.training),
         )
 
     def _global(self, value: ir.Value, shape: Shape | None) -> Shape | None:
-        """The global shape of a value; of an input it is that of the batch."""
-        return self._whole(shape) if value in self.records else self._shape(shape)
+        """The global shape of a value; of an input or output it is that of the batch."""
+        if self.given and value in self.given.records:
+            return self._whole(shape, self.given.records[value])
+        return self._whole(shape, 0) if value in self.records else self._shape(shape)
 
-    def _whole(self, shape: Shape | None) -> Shape | None:
-        """The shape of an input of the batch, of which that of a microbatch is known."""
+    def _whole(self, shape: Shape | None, along: int) -> Shape | None:
+        """The shape of an input or output of the batch, of which that of a microbatch is known."""
         if not shape:
             return shape
-        return (shape[0] * self.count if isinstance(shape[0], int) else shape[0], *shape[1:])
+        times = [self.count if k == along else 1 for k in range(len(shape))]
+        return tuple(
+            dim * each if isinstance(dim, int) else self._dim(dim, each) for dim, each in zip(shape, times, strict=True)
+        )
 
     def _program(self, row: Row) -> RankProgram:
         like = row.unit.program
@@ -351,7 +376,7 @@ class _Rows:
         types = dict(row.types)
         for held in self._records(row.unit):
             value, shape = like.types[held.name]
-            types[held.name] = value, self._whole(shape)
+            types[held.name] = value, self._whole(shape, self._along(held))
         given = [held.name for held in (*like.inputs, *like.weights)] + [one.name for one in kept]
         there = {*given, *(name for step in row.steps for name in outputs(step))}
         used = {name for step in row.steps for name in read_names(step)} | {held.name for held in like.outputs}
@@ -364,11 +389,9 @@ class _Rows:
         )
 
 
-def _of_batch(info: SymbolInfo, count: int) -> SymbolInfo:
-    """A symbol of the whole batch, of which a microbatch has one of `count` equal parts."""
-    facts = info.facts
-    if facts.value is not None:
-        return replace(info, facts=Facts.constant(facts.value * count), parts=1, whole=None)
-    high = None if facts.max is None else facts.max * count
-    whole = Facts(facts.divisor * count, facts.remainder * count, max(facts.min or 1, 1) * count, high)
-    return replace(info, facts=whole, parts=1, whole=None)
+def _of_step(training: Training | None) -> Training | None:
+    """A training whose step is that of the whole batch."""
+    if training is None:
+        return None
+    scalars = tuple(name for name in training.scalars if name != PART)
+    return replace(training, accumulate=1, totals=(), scalars=scalars, summed=frozenset())

@@ -49,12 +49,14 @@ class Unit:
     """The program of ranks that do the same, also for the numbers of the whole batch.
 
     `ranks`: which these are. `batch`: inputs of which each microbatch has its own. `sums`: the state in which gradients are added up.
+    `joined`: outputs have the records of all microbatches, and are no sums or means over them.
     """
 
     program: RankProgram
     ranks: frozenset[int]
     batch: frozenset[str]
     sums: frozenset[str]
+    joined: bool = False
 
     @property
     def steps(self) -> Sequence[RankOp]:
@@ -95,7 +97,8 @@ def labelled(units: Sequence[Unit], stages: NodeStages) -> Labels:
                 if label != ONCE:
                     values[unit][name] = label
     _with_readers(units, stages, found)
-    _deliver_once(units, found)
+    if not any(unit.joined for unit in units):
+        _deliver_once(units, found)
     _find_edges(units, found)
     return found
 

@@ -29,11 +29,11 @@ from partc.compiler.training.in_parts import PART
 def pipeline(program: Program) -> Program:
     """Fills `schedule`, and makes the programs of one microbatch those of a step; CompileError where the plan's schedule does not fit."""
     rules, training = program.plan.pipeline, program.training
-    if rules is None or training is None or training.part is not ProgramKind.STEP:
+    if rules is None or (training is not None and training.part is not ProgramKind.STEP):
         return program
     if rules.microbatches == 1:
         return program
-    totals = program.other(program, ProgramKind.TOTALS) if training.totals and program.other else None
+    totals = program.other(program, ProgramKind.TOTALS) if training and training.totals and program.other else None
     units = _units(program, totals)
     stages = node_stages(program)
     labels = labelled(units, stages)
@@ -67,8 +67,11 @@ def _units(program: Program, totals: Program | None) -> list[Unit]:
 
 
 def _unit(program: Program, part: RankProgram, ranks: Iterable[int]) -> Unit:
-    training = program.training
-    assert training is not None
+    training, given = program.training, program.microbatched
+    if training is None:
+        records = given.records if given else {}
+        batch = {held.name for held in part.inputs if held.version.value in records}
+        return Unit(part, frozenset(ranks), frozenset(batch), frozenset(), joined=True)
     own = {*training.fixed, *training.totals, *training.scalars} - {PART}
     batch = {held.name for held in part.inputs if held.version.value.name not in own}
     sums = {one.name for one in part.kept if one.kind == "gradient"}
