@@ -33,6 +33,7 @@ from partc.compiler.plan.rules import Dataset
 from partc.compiler.rewrite.in_microbatches import in_microbatches
 from partc.compiler.rewrite.normalize import normalize
 from partc.compiler.rewrite.packed import unpack
+from partc.compiler.rewrite.precision import precision
 from partc.compiler.rewrite.rotary import repeat_tables
 from partc.compiler.rewrite.straighten import straighten
 from partc.compiler.sharding.budget import check_budget
@@ -62,6 +63,7 @@ PASSES: tuple[Pass, ...] = (
     repeat_tables,
     straighten,
     unpack,
+    precision,
     follow_annotations,  # the global view
     in_parts,
     in_microbatches,

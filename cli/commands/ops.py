@@ -53,6 +53,7 @@ def command(patterns: tuple[str, ...], as_json: bool) -> int:
                 "partial": None if one.partial is None else list(one.partial),
                 "shardable": one.shardable,
                 "gradient": _gradient(one),
+                "precision": one.precision,
                 "why": one.why,
                 "remarks": one.remarks,
             }
@@ -60,7 +61,7 @@ def command(patterns: tuple[str, ...], as_json: bool) -> int:
         ]
         console.echo(json.dumps(rows, indent=1))
         return 0
-    table = Table(["op", "factors", "contracted", "replicated", "linear", "gradient", "remarks"])
+    table = Table(["op", "factors", "contracted", "replicated", "linear", "gradient", "precision", "remarks"])
     for one in chosen:
         table.add(
             one.name,
@@ -69,6 +70,7 @@ def command(patterns: tuple[str, ...], as_json: bool) -> int:
             one.replicated or ("" if one.shardable else "all"),
             one.linearity,
             _gradient(one),
+            one.precision,
             one.why or one.remarks,
         )
     table.show()

@@ -78,7 +78,7 @@ def _replace(program: ir.Model, checkpoint: Checkpoint, model: Path) -> int:
 
 def _learned(checkpoint: Checkpoint) -> dict[str, TensorRecord]:
     """What a checkpoint has of the model itself."""
-    return {name: one for name, one in checkpoint.index.tensors.items() if one.kind != "optimizer"}
+    return {name: one for name, one in checkpoint.index.tensors.items() if one.kind in ("parameter", "statistics")}
 
 
 def _text(tensor: TensorRecord) -> str:

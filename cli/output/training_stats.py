@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 
 from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.dtypes import dense
-from partc.runtime.artifact.format import ALL_REDUCE, BYTES, DOMAIN, GRADIENT, OPTIMIZER, REDUCE_SCATTER, Manifest
+from partc.runtime.artifact.format import (
+    ALL_REDUCE,
+    BYTES,
+    DOMAIN,
+    GRADIENT,
+    OPTIMIZER,
+    REDUCE_SCATTER,
+    SCALE,
+    Manifest,
+)
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -40,7 +49,7 @@ class TrainingStats:
 
 def kept_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
     """By kind the bytes of what a rank keeps from step to step, and from part to part of a batch (`gradient`)."""
-    found = {"parameter": 0, "optimizer": 0, "statistics": 0, GRADIENT: 0}
+    found = {"parameter": 0, "optimizer": 0, "statistics": 0, GRADIENT: 0, SCALE: 0}
     for record in manifest.state:
         dtype = dense(record.type)
         if rank in record.ranks and dtype is not None:

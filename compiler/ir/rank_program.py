@@ -76,6 +76,22 @@ def captured_names(step: ComputeOp) -> list[str]:
     return [step.captured.get(value.name or "", value.name or "") for value in captured_by(step.node)]
 
 
+def with_names(node: ir.Node, names: Mapping[str, str]) -> ir.Node:
+    """A node with other names for some of its operands and outputs; the node itself where it has none of them."""
+    if not any(value is not None and value.name in names for value in (*node.inputs, *node.outputs)):
+        return node
+    return ir.Node(
+        node.domain,
+        node.op_type,
+        inputs=[None if one is None else ir.Value(name=names.get(one.name or "", one.name)) for one in node.inputs],
+        attributes=list(node.attributes.values()),
+        outputs=[ir.Value(name=names.get(one.name or "", one.name)) for one in node.outputs],
+        name=names.get(node.name or "", node.name),
+        overload=node.overload,
+        version=node.version,
+    )
+
+
 Way = tuple[tuple[Group, "Layout"], tuple[Group, "Layout"]]
 """A group and a layout on it, before and after."""
 
@@ -121,7 +137,7 @@ class StateTensor:
     version: ShardedValue
     next: str
     tensor: str
-    kind: Literal["parameter", "optimizer", "statistics", "gradient"]
+    kind: Literal["parameter", "optimizer", "statistics", "gradient", "scale"]
     parameter: str = ""
     initial: float = 0.0
 

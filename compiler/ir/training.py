@@ -12,6 +12,7 @@ from partc.runtime.artifact.format import LabelRecord, TrainingRecord
 from pydantic import JsonValue
 
 if TYPE_CHECKING:
+    from partc.compiler.plan.precision import LossScale
     from partc.compiler.plan.training.optimizer import Optimizer
 
 
@@ -64,6 +65,8 @@ class Training:
     shared: tuple[str, ...] = ()
     """Lines for the user about weights that several modules read."""
     part: ProgramKind = ProgramKind.STEP
+    scale: LossScale | None = None
+    """By what the loss is multiplied, and gradients are divided; None: by nothing."""
 
     def from_folder(self, folder: str) -> Training:
         """The same with the plan's folder, as it is seen from the artifact: the files that the plan names are there."""

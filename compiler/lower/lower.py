@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.ir.rank_program import LocalTensor, RankProgram, read_names
 from partc.compiler.lower.builders import ProgramBuilder
+from partc.compiler.lower.kernels import fit_kernels
 from partc.compiler.rewrite.simplify_steps import simplify_steps
 
 if TYPE_CHECKING:
@@ -73,9 +74,12 @@ def _finished(
         weights = tuple(held for held in weights if held.name not in given)
     constants = {name: array for name, array in builder.constants.items() if name in used}
     read = tuple(held for held in inputs.values() if held.name in used)
-    return RankProgram(
+    found = RankProgram(
         builder.ranks[0], steps, read, weights, (), constants, builder.types, kept, tuple(builder.scalars)
     )
+    if program.plan.precision is None and program.training is None:
+        return found
+    return fit_kernels(found, program.model.graph.opset_imports.get("", 1))
 
 
 def _of_rank(

@@ -18,7 +18,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import onnx_shape_inference
 from partc.compiler.ops.notation import replicated_rule, rule
@@ -34,6 +34,8 @@ FAMILIES = "partc.compiler.ops.families"
 LocalForm = Callable[["Local"], None]
 GradientRule = Callable[..., "str | Sequence[str | None] | None"]
 BodyRule = Callable[..., "Sequence[tuple[str, str]]"]
+Precision: TypeAlias = Literal["low", "high", "widest", "follow"]
+"""The type in which an op computes where a plan asks for 16 bits: that one, float32, its widest operand's, its first operand's."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -45,6 +47,8 @@ class Entry:
     output has, the reduction that sharding it leaves to be done. `replicated`: factors that are never sharded. `linear`, `partial`:
     as in `Rule`. `why`: the reason why nothing is sharded. `remarks`: what attributes change. `draws`: whether a node may give
     other numbers each time it runs. `stops_gradient`: the outputs do not follow small changes of the inputs, as in a comparison.
+
+    `precision`: in which type it computes where a plan asks for 16 bits.
 
     `sharding`: the rule of one node, where `factors` alone do not say it. `local`: the node of one rank, for rules that name none.
     `gradient`: takes the cotangents of the outputs, or of the first `gradient_outputs`, and the inputs; `body_gradient` that of an op
@@ -62,6 +66,7 @@ class Entry:
     remarks: str = ""
     draws: bool = False
     stops_gradient: bool = False
+    precision: Precision = "high"
     sharding: RuleOf | None = None
     local: LocalForm | None = None
     gradient: GradientRule | None = None
@@ -109,6 +114,7 @@ class Entry:
             *([f"contracted: {self.reductions}"] if self.contracted else []),
             *([f"replicated: {self.replicated}"] if self.replicated else []),
             *([f"linear {self.linearity}"] if self.linear else []),
+            *([f"16 bits: {self.precision}"] if self.precision != "high" else []),
             *([self.why or self.remarks] if self.why or self.remarks else []),
         ]
         return f"{self.name}: {'; '.join(words)}"
@@ -183,6 +189,7 @@ def op(
     draws: bool = False,
     stops_gradient: bool = False,
     gradient_outputs: int = 0,
+    precision: Precision = "high",
 ) -> Declared:
     """Declares ops that share an entry's fields (see `Entry`); `contracted` as letters means a sum over each."""
     if bool(factors) == bool(why):
@@ -205,6 +212,7 @@ def op(
             draws=draws,
             stops_gradient=stops_gradient,
             gradient_outputs=gradient_outputs,
+            precision=precision,
         )
     return Declared(keys)
 

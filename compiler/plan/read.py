@@ -15,6 +15,7 @@ from partc.compiler.plan.document import Document, parse_document, read_text
 from partc.compiler.plan.groups import frame_of
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.pipeline import PipelineEntry
+from partc.compiler.plan.precision import DynamicScaleEntry, PrecisionEntry
 from partc.compiler.plan.rules import (
     Dataset,
     InputRule,
@@ -120,6 +121,7 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
         max_reshard_bytes=entries.max_reshard_bytes,
         train=train,
         pipeline=entries.pipeline.rules(where) if entries.pipeline else None,
+        precision=entries.precision.rules(where) if entries.precision else None,
     )
 
 
@@ -146,12 +148,17 @@ def _problem(detail: ErrorDetails, document: Document) -> Problem:
     if kind == "missing" and steps[0] == "train":
         about = "; training minimizes it" if steps[-1] == "loss" else ""
         return Problem(document.where("train"), f"{subject} is missing{about}", help=_EXAMPLES.get(str(steps[-1]), ""))
+    if kind == "missing" and steps[0] == "precision":
+        return Problem(document.where("precision"), f"{subject} is missing", help="write compute: float16, or bfloat16")
     if kind == "missing":
         return Problem(document.where(), "'ranks' is missing", help="begin with the number of ranks, 'ranks: 2'")
     if kind == "greater_than_equal":
         return Problem(where, f"{subject}: expected at least {context['ge']}, but got {detail['input']}")
     if kind == "less_than_equal":
         return Problem(where, f"{subject}: expected at most {context['le']}, but got {detail['input']}")
+    if kind in ("greater_than", "less_than"):
+        bound = f"above {context['gt']}" if "gt" in context else f"below {context['lt']}"
+        return Problem(where, f"{subject}: expected a number {bound}, but got {detail['input']}")
     if kind == "literal_error":
         return Problem(where, f"{subject}: expected {context['expected']}, but got {shown(detail['input'])}")
     if kind in _EXPECTED:
@@ -168,6 +175,8 @@ def _unknown(where: str, steps: tuple[str | int, ...]) -> Problem:
         model = _TRAINING.get(str(steps[1]), TrainEntry) if len(steps) > 2 else TrainEntry
     elif steps[0] == "pipeline" and len(steps) > 1:
         model = PipelineEntry
+    elif steps[0] == "precision":
+        model = PrecisionEntry if len(steps) == 2 else DynamicScaleEntry
     elif len(steps) > 1:
         model = ShardingEntry if steps[0] == "sharding" else SymbolEntry
     keys = [field.alias or name for name, field in model.model_fields.items()]

@@ -17,6 +17,7 @@ from partc.compiler.plan.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
     from partc.compiler.plan.pipeline import PipelineRules
+    from partc.compiler.plan.precision import PrecisionRules
     from partc.compiler.plan.training.rules import TrainRules
 
 FULL_BATCH, DATA_PARALLEL = "full_batch", "data_parallel"
@@ -134,6 +135,7 @@ class Plan:
     max_reshard_bytes: int | None = None
     train: TrainRules | None = None
     pipeline: PipelineRules | None = None
+    precision: PrecisionRules | None = None
 
     @staticmethod
     def whole() -> Plan:

@@ -16,6 +16,7 @@ from partc.compiler.plan.dataset import DatasetEntry, DatasetForm
 from partc.compiler.plan.groups import Group, checked_mesh, placed, rank_of, ranks_of
 from partc.compiler.plan.pattern import checked_pattern
 from partc.compiler.plan.pipeline import PipelineEntry
+from partc.compiler.plan.precision import PrecisionEntry
 from partc.compiler.plan.rules import FULL_BATCH
 from partc.compiler.plan.sharding import ByteCount, ShardingForm
 from partc.compiler.plan.training.rules import TrainEntry
@@ -223,6 +224,9 @@ class PlanEntries(BaseModel):
         description="Limit of the bytes that reshards send per step, 64MB or a number; null: no limit.",
     )
     train: TrainEntry | None = Field(None, description="Training: the plan then compiles to training programs.")
+    precision: PrecisionEntry | None = Field(
+        None, description="Computation in 16 bits, with weights and sums in float32."
+    )
     pipeline: PipelineEntry | None = Field(
         None, description="A batch runs as microbatches through the stages that the placement makes."
     )

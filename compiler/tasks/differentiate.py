@@ -27,8 +27,8 @@ from partc.compiler.autodiff.builder import NoGradient
 from partc.compiler.autodiff.reach import trained_values
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.program import Program, ShardedValue
-from partc.compiler.ir.rank_program import TaskKind
+from partc.compiler.ir.program import Group, Program, ShardedValue
+from partc.compiler.ir.rank_program import ComputeOp, TaskKind
 from partc.compiler.ir.values import ValueTable, derived
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
@@ -37,10 +37,12 @@ from partc.compiler.lower.written import is_written, write_backward
 from partc.compiler.ops.registry import stops_gradient
 from partc.compiler.sharding.operands import input_layout_of, output_layout_of, replicated_on
 from partc.compiler.tasks.cotangent_names import CotangentNames, first_free
-from partc.compiler.tasks.duals import Passing, dual_of_input, takes_extreme, wanted_layout
+from partc.compiler.tasks.duals import Passing, dual_of_input, takes_extreme, typed, wanted_layout
 from partc.compiler.tasks.local_view import LocalView
 from partc.compiler.tasks.node_gradients import NodeGradients
 from partc.compiler.tasks.reduce_gradients import GradientReduction
+from partc.compiler.training.loss_scale import STATE, seed_nodes
+from partc.compiler.training.loss_scale import number as scalar
 
 
 def differentiate(program: Program) -> Program:
@@ -139,11 +141,26 @@ class Backward:
         shape = [dim for dim in self.program.values[loss].shape or () if isinstance(dim, int)]
         name = self.builders.free(group, "loss.seed")
         self.builders.declare(group, name, self.cotangents[loss], tuple(shape))
-        for builder in self.builders.of(group):
-            builder.constants[name] = np.full(shape, number, loss.dtype.numpy())
+        self._write_seed(group, name, number, shape, loss.dtype)
         here = self.versions.canonical.get(home, home)
         self.routes.setdefault(home, []).append(here)
         self.contributions.setdefault(here, {}).setdefault(seed, []).append(name)
+
+    def _write_seed(self, group: Group, name: str, number: float, shape: Sequence[int], kind: ir.DataType) -> None:
+        """Makes the first cotangent: a number, times the loss scale where there is one."""
+        scale = self.program.training.scale if self.program.training is not None else None
+        if scale is None or not scale.dynamic:
+            factor = scale.first if scale is not None else 1
+            for builder in self.builders.of(group):
+                builder.constants[name] = np.full(shape, number * factor, kind.numpy())
+            return
+        state = self.builders.derived(STATE)
+        made = seed_nodes(state, name, number, shape, kind)
+        given = typed(self.values, self.program.symbols, scalar(state, ir.DataType.FLOAT))
+        for builder in self.builders.of(group):
+            builder.constants.update(made.constants)
+            builder.types[state] = given
+        self.comm.append(group, *(ComputeOp(node, node) for node in made.nodes))
 
     def _shards(self) -> int:
         """The number of shards in which the batch arrives."""

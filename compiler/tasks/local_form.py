@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Array, Group, Shape
-from partc.compiler.ir.rank_program import ComputeOp, Constant, RankConstant
+from partc.compiler.ir.rank_program import ComputeOp, Constant, RankConstant, with_names
 from partc.compiler.layout.layout import Layout, Mesh
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.kept import operand_name
@@ -195,22 +195,6 @@ def renamed(node: ir.Node, inputs: list[str], outputs: list[str]) -> ir.Node:
         attributes=list(node.attributes.values()),
         outputs=[ir.Value(name=name) for name in outputs],
         name=node.name,
-        overload=node.overload,
-        version=node.version,
-    )
-
-
-def with_names(node: ir.Node, names: Mapping[str, str]) -> ir.Node:
-    """A node with other names for some of its operands and outputs; the node itself where it has none of them."""
-    if not any(value is not None and value.name in names for value in (*node.inputs, *node.outputs)):
-        return node
-    return ir.Node(
-        node.domain,
-        node.op_type,
-        inputs=[None if one is None else ir.Value(name=names.get(one.name or "", one.name)) for one in node.inputs],
-        attributes=list(node.attributes.values()),
-        outputs=[ir.Value(name=names.get(one.name or "", one.name)) for one in node.outputs],
-        name=names.get(node.name or "", node.name),
         overload=node.overload,
         version=node.version,
     )

@@ -33,11 +33,11 @@ from partc.compiler.ir.rank_program import (
     RankOp,
     RankProgram,
     read_names,
+    with_names,
 )
 from partc.compiler.ir.training import Training
 from partc.compiler.lower.cutting import Cutting
 from partc.compiler.schedule.task import Kind, Task
-from partc.compiler.tasks.local_form import with_names
 from partc.compiler.tasks.phases import UPDATE, Label, Labels, Phase, Place, Unit, in_order, outputs
 from partc.compiler.training.in_parts import PART
 

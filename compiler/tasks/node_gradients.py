@@ -19,7 +19,7 @@ from partc.compiler.autodiff.scope import Scope
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.graph import bodies, captured
 from partc.compiler.ir.program import Group, Program, ShardedValue
-from partc.compiler.ir.rank_program import ComputeOp
+from partc.compiler.ir.rank_program import ComputeOp, with_names
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.kept import operand_name
 from partc.compiler.ops.registry import is_differentiable
@@ -27,7 +27,7 @@ from partc.compiler.ops.rule import OWN
 from partc.compiler.sharding.operands import input_layout_of, output_layout_of, replicated_on
 from partc.compiler.tasks.cotangent_names import first_free
 from partc.compiler.tasks.duals import typed
-from partc.compiler.tasks.local_form import LocalForm, renamed, with_names
+from partc.compiler.tasks.local_form import LocalForm, renamed
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,10 @@ from partc.compiler.sharding.operands import replicated_on
 from partc.compiler.tasks.buckets import Buckets, Fused, can_join
 from partc.compiler.tasks.duals import typed
 from partc.compiler.tasks.local_view import AccumulatedGradient, Gradient, LocalView
+from partc.compiler.training.loss_scale import STATE, STEPS, next_nodes, number
 from partc.compiler.training.optimizers import clip_scale, update_nodes
 
-Kind: TypeAlias = Literal["parameter", "optimizer", "statistics", "gradient"]
+Kind: TypeAlias = Literal["parameter", "optimizer", "statistics", "gradient", "scale"]
 _NO_BOUND = float(np.finfo(np.float32).max)
 """A norm that no gradient is scaled down to."""
 
@@ -63,8 +64,12 @@ class Updates:
         clipped = (self.training.clip_norm is not None or self.training.guarded) and bool(gradients)
         if clipped:
             self._clip(gradients)
+        elif self.training.scale is not None and gradients:
+            self._divide_by_scale()
         for one in gradients:
-            self._update(one, clipped)
+            self._update(one, clipped or self.training.scale is not None)
+        if not gradients:
+            self._keep_scale("", "")
         self.gathers.flush()
         updated = {(one.parameter, one.home) for one in gradients}
         for value in self.training.parameters:
@@ -244,10 +249,59 @@ class Updates:
             value = typed(self.values, self.program.symbols, _number(self.total))[0]
             self.comm.fused(move, [value], [self.squares], [self.total], 1, "norm of all gradients")
         self._types(everyone, [_number(self.scale)])
-        bound = self.training.clip_norm if self.training.clip_norm is not None else _NO_BOUND
-        self._append(everyone, [clip_scale(ir.Value(name=total), _number(self.scale), bound)])
+        self._factor(everyone, total)
         if self.training.guarded:
             self._guard(everyone, total)
+        scale = self.training.scale
+        if scale is not None and scale.dynamic:
+            state, steps = self.builders.derived(STATE), self.builders.derived(STEPS)
+            following = next_nodes(scale, state, steps, total)
+            for builder in self.builders.of(everyone):
+                builder.constants.update(following.constants)
+            self._append(everyone, following.nodes)
+            self._keep_scale(f"{state}.next", f"{steps}.next")
+
+    def _factor(self, everyone: Group, total: str) -> None:
+        """Makes the factor of all gradients: what clips them to the norm, of which `total` is the square, over the loss scale."""
+        scale, bound = self.training.scale, self.training.clip_norm
+        if scale is None:
+            self._append(everyone, [clip_scale(ir.Value(name=total), _number(self.scale), bound or _NO_BOUND)])
+            return
+        if bound is None:
+            self._divide_by_scale()
+            return
+        inverse, part, square, clip = (
+            self.builders.derived(f"gradients.{word}") for word in ("inverse", "part_norm", "own_norm", "clip")
+        )
+        self._divide_by_scale(inverse)
+        self._emit(everyone, "Mul", [total, inverse], part)
+        self._emit(everyone, "Mul", [part, inverse], square)
+        self._append(everyone, [clip_scale(ir.Value(name=square), _number(clip), bound)])
+        self._emit(everyone, "Mul", [clip, inverse], self.scale)
+
+    def _divide_by_scale(self, name: str = "") -> None:
+        """Makes the inverse of the loss scale, by which gradients are multiplied."""
+        scale, everyone = self.training.scale, tuple(range(self.program.plan.ranks))
+        assert scale is not None
+        made = name or self.scale
+        if scale.dynamic:
+            self._emit(everyone, "Reciprocal", [self.builders.derived(STATE)], made)
+            return
+        self._types(everyone, [_number(made)])
+        for builder in self.builders.of(everyone):
+            builder.constants[made] = np.array(1 / scale.first, np.float32)
+
+    def _keep_scale(self, scale: str, steps: str) -> None:
+        """Lists the loss scale and the count of its steps on all ranks, with what takes their places."""
+        if self.training.scale is None or not self.training.scale.dynamic:
+            return
+        everyone = tuple(range(self.program.plan.ranks))
+        numbers = ((STATE, ir.DataType.FLOAT, scale, self.training.scale.first), (STEPS, ir.DataType.INT64, steps, 0))
+        for name, kind, following, initial in numbers:
+            value = number(self.builders.derived(name), kind)
+            self._types(everyone, [value])
+            listed = typed(self.values, self.program.symbols, value)[0]
+            self._keep(replicated_on(listed, everyone), str(value.name), following, name, "scale", initial=initial)
 
     def _guard(self, everyone: Group, total: str) -> None:
         """Makes the sum of all squares an output of every rank: it is not finite where any gradient is not."""

@@ -54,9 +54,12 @@ def add_training(program: Program) -> Program:
     whole = frozenset(each for node, path in program.paths.items() for each in (path, own_name(node)))
     cut = cuts(plan, program.declared)
     known = part_facts(model.graph, rules, program.kind, promised(program))
+    scale = plan.precision.scale if plan.precision is not None else None
+    if scale is not None and scale.dynamic:
+        rules = replace(rules, guarded=True, settings={**rules.settings, "on_nonfinite": "skip"})
     training = add_loss_and_metrics(model, rules, list(program.trainable), cut=cut, part=program.kind, known=known)
     plan, paths = replace(plan, train=rules, outputs=()), node_paths(model)
-    return replace(program, plan=plan, paths=paths, training=training, whole=whole)
+    return replace(program, plan=plan, paths=paths, training=replace(training, scale=scale), whole=whole)
 
 
 def add_loss_and_metrics(

@@ -227,11 +227,14 @@ class Collective(_Record):
 
 GRADIENT = "gradient"
 """The kind of state that a step begins as zeros: the sum of gradients over the parts of a batch."""
+SCALE = "scale"
+"""The kind of state that a step replaces also where it changes nothing else: the scale of the loss, and its count of steps."""
 
 
 class StateRecord(_Record):
-    """A tensor that training keeps from step to step: a parameter, what the optimizer keeps of one, or running statistics; or, within a
-    step, the sum of gradients over the parts of a batch, which is cleared when the step is done, and is no part of a checkpoint.
+    """A tensor that training keeps from step to step: a parameter, what the optimizer keeps of one, running statistics, or the scale of
+    the loss; or, within a step, the sum of gradients over the parts of a batch, which is cleared when the step is done, and is no part of a
+    checkpoint.
 
     `value` is its name in the rank files, an input there; `next` the output there that takes its place after a step, empty where
     nothing does. `tensor` is its global name, which checkpoints use: `fc1.weight`, `fc1.weight.momentum`; a tensor that lies in
@@ -242,7 +245,7 @@ class StateRecord(_Record):
     value: str
     next: str
     tensor: str
-    kind: Literal["parameter", "optimizer", "statistics", "gradient"]
+    kind: Literal["parameter", "optimizer", "statistics", "gradient", "scale"]
     type: str
     shape: list[int]
     ranks: Ranks

@@ -1,7 +1,8 @@
 """Whether a checkpoint fits a program: it holds the tensors that the program keeps, and no others, by name, shape and type.
 
 To go on with a run everything must fit: parameters, statistics, and what the optimizer keeps. To begin a new one from weights
-(`--init`) the optimizer's part does not matter. All that does not fit is one error.
+(`--init`) the optimizer's part does not matter. All that does not fit is one error. The scale of a loss goes with neither: a run in float32
+and one in float16 go on with each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ def matching_weights(source: Checkpoint, records: Sequence[StateRecord], strict:
     name of the program's, at least one. Shapes and types must be the same in any case. CheckpointError has all that does not fit.
     A file without statistics fits: they begin anew.
     """
-    wanted = {record.tensor: record for record in records if record.kind != "optimizer"}
+    wanted = {record.tensor: record for record in records if record.kind in _WEIGHTS}
     held = source.index.tensors
     problems = list(_weight_problems(source, wanted, strict, statistics=False))
-    found = frozenset(name for name in wanted if name in held and held[name].kind != "optimizer")
+    found = frozenset(name for name in wanted if name in held and held[name].kind in _WEIGHTS)
     if not found and not problems:
         like = _nearest(next(iter(wanted), ""), held)
         problems.append(f"{source.path}: none of its {len(held)} tensors has the name of one of the program's{like}")
@@ -79,8 +80,8 @@ def _weight_problems(
 ) -> Iterator[str]:
     """What does not fit of parameters and statistics; without `statistics` those may be absent."""
     where = checkpoint.path
-    ours = {name: record for name, record in wanted.items() if record.kind != "optimizer"}
-    theirs = {name: held for name, held in checkpoint.index.tensors.items() if held.kind != "optimizer"}
+    ours = {name: record for name, record in wanted.items() if record.kind in _WEIGHTS}
+    theirs = {name: held for name, held in checkpoint.index.tensors.items() if held.kind in _WEIGHTS}
     absent = [
         name for name, record in ours.items() if name not in theirs and (statistics or record.kind == "parameter")
     ]

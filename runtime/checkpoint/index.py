@@ -48,7 +48,7 @@ _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,})\.(saving|old|removed)")
 SAVING, OLD, REMOVED = "saving", "old", "removed"
 
-Kind = Literal["parameter", "optimizer", "statistics"]
+Kind = Literal["parameter", "optimizer", "statistics", "scale"]
 
 
 def _inside(path: str) -> str:

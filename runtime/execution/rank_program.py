@@ -22,7 +22,7 @@ from ..program.flat_buffers import coalesced_buffers
 from ..program.liveness import in_place_aliases, lifetimes
 from ..program.memory_plan import Lifetime
 from ..program.rank_file import RankFile, check_ports, read_rank_file
-from ..program.segmentation import Segment, StartCollective, Step, WaitCollective
+from ..program.segmentation import Segment, StartCollective, Step, Update, WaitCollective
 from ..program.sessions import Builder, Runner, Settings
 from ..program.value_table import (
     Storage,
@@ -59,6 +59,8 @@ class RankProgram:
     """The output that must be finite for a step to replace what is kept; empty where there is none."""
     replaced: list[tuple[str, str]]
     """What a node of the program makes in place of a kept tensor: the tensor, and the value that is copied into it."""
+    replaced_always: list[tuple[str, str]]
+    """The same of what a step replaces that changes nothing else."""
     in_place_aliases: dict[str, str] = field(default_factory=dict)
     """By output of a collective the value whose place in memory it takes."""
     memory: Bytes = field(default_factory=lambda: aligned(0))
@@ -162,6 +164,7 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
         updates=updates,
         guard=training.guard if training is not None else "",
         replaced=file.replaced_by_copy,
+        replaced_always=file.replaced_always,
     )
 
 
@@ -195,10 +198,12 @@ def _sessions(file: RankFile, folder: Path, settings: Settings) -> tuple[dict[in
 
 
 def _loose_weights(file: RankFile, folder: Path) -> dict[str, tuple[str, Value]]:
-    """The weights that are sent, reduced or delivered as they are, with their types."""
+    """The weights that are sent, reduced, delivered or read by an update as they are, with their types."""
     from onnx import numpy_helper
 
     loose = {*file.sent, *file.outputs, *(call.source for call in file.calls if call.source)}
+    updates = (node for step in file.steps if isinstance(step, Update) for node in step.nodes)
+    loose |= {name for node in updates for name in node.input}.difference(record.value for record in file.state)
     found: dict[str, tuple[str, Value]] = {}
     for tensor in file.model.graph.initializer:
         if tensor.name in loose:

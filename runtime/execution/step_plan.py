@@ -96,9 +96,9 @@ class StepPlan:
 
     def give(self) -> dict[str, Value]:
         """The outputs of a step that has run, with what it makes in place of what is kept."""
-        if self._may_replace():
-            for kept, made in self.program.replaced:
-                np.copyto(self._tensor(kept).data, self._tensor(made).data)
+        replaced = self.program.replaced if self._may_replace() else []
+        for kept, made in (*replaced, *self.program.replaced_always):
+            np.copyto(self._tensor(kept).data, self._tensor(made).data)
         outputs = {name: self._delivered(name) for name in self.program.outputs}
         for name in self.transient:
             del self.cells[name]

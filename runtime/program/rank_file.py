@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..artifact.comm_node import Call, contradictions
-from ..artifact.format import EXCHANGE, GRADIENT, Collective, Manifest, StateRecord, Transfer
+from ..artifact.format import EXCHANGE, GRADIENT, SCALE, Collective, Manifest, StateRecord, Transfer
 from ..artifact.manifest import Artifact
 from ..errors import ArtifactError
 from .segmentation import PostRecv, Segment, Send, StartCollective, Step, Update, segmented
@@ -85,7 +85,14 @@ class RankFile:
     def replaced_by_copy(self) -> list[tuple[str, str]]:
         """What is replaced when the step ends: the kept value, and the value that is copied into it."""
         in_place = {record.next for record in self.updated_in_place}
-        return [(one.value, one.next) for one in self.state if one.next and one.next not in in_place]
+        return [
+            (one.value, one.next) for one in self.state if one.next and one.next not in in_place and one.kind != SCALE
+        ]
+
+    @cached_property
+    def replaced_always(self) -> list[tuple[str, str]]:
+        """What is replaced when the step ends, also where the step replaces nothing else."""
+        return [(one.value, one.next) for one in self.state if one.next and one.kind == SCALE]
 
     @cached_property
     def _updated(self) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from pydantic import JsonValue
 
-from ..artifact.format import GRADIENT
+from ..artifact.format import GRADIENT, SCALE
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.compatibility import OPTIMIZER, check_compatible, is_weights_file, matching_weights
 from ..checkpoint.early_verification import EarlyVerification
@@ -77,7 +77,8 @@ class Checkpoints:
         def take(place: Path) -> CheckpointIndex:
             checkpoint = self._together(lambda: Checkpoint.at(place))
             self._together(lambda: check_compatible(checkpoint, self._kept, self._optimizer))
-            self._read(checkpoint, {record.tensor for record in self._kept})
+            held = checkpoint.index.tensors
+            self._read(checkpoint, {one.tensor for one in self._kept if one.kind != SCALE or one.tensor in held})
             return checkpoint.index
 
         self.source, index = take_whole(path, take, option, self._program.rank, self._program.all_gather_text)

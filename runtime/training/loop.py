@@ -111,7 +111,7 @@ def run(
                 total,
                 at,
                 last,
-                trainer.rate(step - 1),
+                trainer.last_rate,
                 records / passed,
                 (total - step) * order.batch * passed / records,
             )

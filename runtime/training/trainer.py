@@ -71,7 +71,9 @@ class Trainer:
         self.step = 0
         """The number of steps taken so far."""
         self.skipped = 0
-        """How many of them changed nothing, since a gradient was not finite."""
+        """How many of them changed nothing, since a gradient was not finite; neither the rate nor the optimizer counts these."""
+        self.last_rate = 0.0
+        """The learning rate of the last step."""
         self._checkpoints = Checkpoints(program, str(record.optimizer.get("type", "")), ahead)
         self.on_nonfinite = str(record.settings.get("on_nonfinite", STOP))
         self._evaluation, self._accumulation, self._totals = evaluation, accumulation, totals
@@ -112,9 +114,11 @@ class Trainer:
 
     def train(self, batch: Mapping[str, object]) -> Outputs:
         """One step on this rank's shards of a batch; the loss and the metrics before the update, on rank 0."""
-        with user_code("the schedule", f"asking for the rate of step {self.step}"):
-            hyper = {**self._hyper, "lr": float(self.rate(self.step))}
-        for name, value in scalars(self._numbers, self.step - self.skipped, hyper).items():
+        applied = self.step - self.skipped
+        with user_code("the schedule", f"asking for the rate of step {applied}"):
+            self.last_rate = float(self.rate(applied))
+        hyper = {**self._hyper, "lr": self.last_rate}
+        for name, value in scalars(self._numbers, applied, hyper).items():
             if name in self._scalars:
                 self._scalars[name][...] = value
         if STEP in self._scalars:

@@ -12,7 +12,16 @@ from partc.cli.main import invoke
 def test_the_whole_table_ends_with_its_coverage(capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["ops"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["op", "factors", "contracted", "replicated", "linear", "gradient", "remarks"]
+    assert lines[0].split() == [
+        "op",
+        "factors",
+        "contracted",
+        "replicated",
+        "linear",
+        "gradient",
+        "precision",
+        "remarks",
+    ]
     words = r"ai.onnx, opset 23: (\d+) ops, (\d+) with an entry, (\d+) of them shardable, (\d+) with a gradient"
     coverage = re.fullmatch(words, lines[-1])
     assert coverage

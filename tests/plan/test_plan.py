@@ -294,6 +294,7 @@ def test_the_schema_is_one_for_editors() -> None:
         "outputs",
         "max_reshard_bytes",
         "train",
+        "precision",
         "pipeline",
     ]
     assert schema["required"] == ["ranks"]

@@ -35,6 +35,7 @@ attention = op(
     linear="each",
     partial=(2,),
     remarks="heads by those of the keys; s is replicated where causal; linear with one output",
+    precision="low",
 )
 
 

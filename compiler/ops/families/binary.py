@@ -14,20 +14,38 @@ from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import Rule
 
-op("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", factors="*,*->*", stops_gradient=True)
+op(
+    "Equal",
+    "Greater",
+    "GreaterOrEqual",
+    "Less",
+    "LessOrEqual",
+    factors="*,*->*",
+    stops_gradient=True,
+    precision="widest",
+)
 op("And", "Or", "Xor", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", factors="*,*->*", stops_gradient=True)
-op("Mod", factors="*,*->*")
-add = op("Add", factors="*,*->*", linear="joint")
-subtract = op("Sub", factors="*,*->*", linear="joint")
-multiply = op("Mul", factors="*,*->*", linear="each")
+op("Mod", factors="*,*->*", precision="widest")
+add = op("Add", factors="*,*->*", linear="joint", precision="widest")
+subtract = op("Sub", factors="*,*->*", linear="joint", precision="widest")
+multiply = op("Mul", factors="*,*->*", linear="each", precision="widest")
 power = op("Pow", factors="*,*->*")
-parametric_relu = op("PRelu", factors="*,*->*")
-clip = op("Clip", factors="*,_,_->*")
-where = op("Where", factors="*,*,*->*", linear="joint", partial=(1, 2))
-total = op("Sum", factors="*,...->*", linear="joint")
-mean = op("Mean", factors="*,...->*", linear="joint")
-extreme = op("Max", "Min", factors="*,...->*", linear="joint", remarks="linear only with one operand")
-divide = op("Div", factors="*,*->*", linear="each", partial=(0,), remarks="linear only in floating-point numbers")
+parametric_relu = op("PRelu", factors="*,*->*", precision="widest")
+clip = op("Clip", factors="*,_,_->*", precision="widest")
+where = op("Where", factors="*,*,*->*", linear="joint", partial=(1, 2), precision="widest")
+total = op("Sum", factors="*,...->*", linear="joint", precision="widest")
+mean = op("Mean", factors="*,...->*", linear="joint", precision="widest")
+extreme = op(
+    "Max", "Min", factors="*,...->*", linear="joint", remarks="linear only with one operand", precision="widest"
+)
+divide = op(
+    "Div",
+    factors="*,*->*",
+    linear="each",
+    partial=(0,),
+    remarks="linear only in floating-point numbers",
+    precision="widest",
+)
 
 
 @add.gradient

@@ -9,7 +9,7 @@ from partc.compiler.ops.node import LETTERS, axis_of, dims, operand, rank_of, sa
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
 
-concat = op("Concat", factors="a.,a.->a.", linear="joint", remarks="the axis is replicated")
+concat = op("Concat", factors="a.,a.->a.", linear="joint", remarks="the axis is replicated", precision="widest")
 
 
 @concat.sharding
@@ -37,7 +37,9 @@ def _(g: GradientBuilder, dy: str, *parts: str) -> list[str]:
     return [like(g, one, part) for one, part in zip(made, parts, strict=True)]
 
 
-split = op("Split", factors="a.,_->a.,a.", linear="joint", partial=(0,), remarks="the axis is replicated")
+split = op(
+    "Split", factors="a.,_->a.,a.", linear="joint", partial=(0,), remarks="the axis is replicated", precision="follow"
+)
 
 
 @split.sharding

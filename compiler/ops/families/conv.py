@@ -22,6 +22,7 @@ conv = op(
     linear="each",
     partial=(0, 1),
     remarks="groups stay together; windows that do not overlap are free; linear without bias, which is added once",
+    precision="low",
 )
 
 
@@ -47,6 +48,7 @@ conv_transpose = op(
     linear="each",
     partial=(0, 1),
     remarks="groups stay together; windows that do not overlap are free; linear without bias, which is added once",
+    precision="low",
 )
 
 

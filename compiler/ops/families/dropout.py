@@ -51,6 +51,7 @@ dropout = op(
     partial=(0,),
     draws=True,
     remarks="replicated in training mode, which draws random numbers; linear only where no mask is made",
+    precision="follow",
 )
 
 

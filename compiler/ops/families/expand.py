@@ -13,7 +13,7 @@ from partc.compiler.ops.node import LETTERS, Dim, constant_ints, dims, opset_of,
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
 
-expand = op("Expand", factors=".b,_->ab", linear="joint", partial=(0,))
+expand = op("Expand", factors=".b,_->ab", linear="joint", partial=(0,), precision="follow")
 
 
 @expand.sharding
@@ -34,7 +34,12 @@ def _(g: GradientBuilder, dy: str, x: str, shape: str) -> str:
 
 
 tile = op(
-    "Tile", factors=".b,_->ab", linear="joint", partial=(0,), remarks="dims above 1 that are repeated are replicated"
+    "Tile",
+    factors=".b,_->ab",
+    linear="joint",
+    partial=(0,),
+    remarks="dims above 1 that are repeated are replicated",
+    precision="follow",
 )
 
 

@@ -29,6 +29,7 @@ gather = op(
     linear="each",
     partial=(0,),
     remarks="rows of other ranks are masked",
+    precision="follow",
 )
 
 
@@ -63,6 +64,7 @@ gather_elements = op(
     linear="each",
     partial=(0,),
     remarks="rows of other ranks are masked; dims in which sizes differ are replicated",
+    precision="follow",
 )
 
 
@@ -98,6 +100,7 @@ gather_nd = op(
     linear="each",
     partial=(0,),
     remarks="rows of other ranks are masked",
+    precision="follow",
 )
 
 
@@ -136,7 +139,7 @@ def _(g: GradientBuilder, dy: str, x: str, indices: str) -> str:
     return like(g, str(g.ScatterND(g.zeros(x), places, dy, reduction="add")), x)
 
 
-one_hot = op("OneHot", factors="i,_,_->iv", linear="each", partial=(2,))
+one_hot = op("OneHot", factors="i,_,_->iv", linear="each", partial=(2,), precision="follow")
 
 
 @one_hot.sharding
@@ -169,6 +172,7 @@ compress = op(
     linear="joint",
     partial=(0,),
     remarks="the axis is replicated, without axis everything",
+    precision="follow",
 )
 
 

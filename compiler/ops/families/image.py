@@ -64,7 +64,7 @@ def _(local: Local) -> None:
     local.same([local.inputs[0], size])
 
 
-col2im = op("Col2Im", factors="nc.,_,_->nc_", linear="joint", partial=(0,))
+col2im = op("Col2Im", factors="nc.,_,_->nc_", linear="joint", partial=(0,), precision="follow")
 
 
 @col2im.sharding

@@ -15,7 +15,7 @@ from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import CONTRIB, op
 from partc.compiler.ops.rule import WHOLE, Rule
 
-matmul = op("MatMul", factors="*mk,*kn->*mn", contracted="k", linear="each")
+matmul = op("MatMul", factors="*mk,*kn->*mn", contracted="k", linear="each", precision="low")
 
 
 @matmul.sharding
@@ -39,6 +39,7 @@ fused_matmul = op(
     contracted="k",
     linear="each",
     remarks="transA, transB and batch transposes as the attributes say",
+    precision="low",
 )
 
 
@@ -77,6 +78,7 @@ gemm = op(
     contracted="k",
     linear="each",
     remarks="linear without bias, which one rank alone adds",
+    precision="low",
 )
 
 
@@ -122,6 +124,7 @@ einsum = op(
     factors="*,...->*",
     linear="each",
     remarks="factors are the letters of its equation; those that are summed are contracted, those on a diagonal replicated",
+    precision="low",
 )
 
 

@@ -18,6 +18,7 @@ pad = op(
     linear="joint",
     partial=(0,),
     remarks="padded dims are replicated; linear only where the padding is zero or made of the data",
+    precision="follow",
 )
 
 
@@ -69,7 +70,12 @@ def _(
 
 
 center_crop_pad = op(
-    "CenterCropPad", factors="a.,_->a.", linear="joint", partial=(0,), remarks="the axes are replicated"
+    "CenterCropPad",
+    factors="a.,_->a.",
+    linear="joint",
+    partial=(0,),
+    remarks="the axes are replicated",
+    precision="follow",
 )
 
 

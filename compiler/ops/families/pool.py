@@ -18,7 +18,13 @@ from partc.compiler.ops.rule import Rule
 FEW_PLACES = 4
 """Up to so many places of a kernel comparing each with the output is faster than a pooling that tells its indices, on one core."""
 
-average_pool = op("AveragePool", factors="nc_->nc_", linear="joint", remarks="windows that do not overlap are free")
+average_pool = op(
+    "AveragePool",
+    factors="nc_->nc_",
+    linear="joint",
+    remarks="windows that do not overlap are free",
+    precision="follow",
+)
 
 
 @average_pool.sharding
@@ -56,6 +62,7 @@ max_pool = op(
     factors="nc_->nc_",
     gradient_outputs=1,
     remarks="windows that do not overlap are free; replicated where its indices, which count through the input, are outputs",
+    precision="follow",
 )
 
 
@@ -97,7 +104,7 @@ def _(g: GradientBuilder, dy: str, x: str) -> str:
     return g.Expand(g.Div(dy, g.size_of(x, range(2, g.rank(x)), like=x)), g.shape_of(x))
 
 
-global_max_pool = op("GlobalMaxPool", factors="nchw->nc..", contracted={"h": "max", "w": "max"})
+global_max_pool = op("GlobalMaxPool", factors="nchw->nc..", contracted={"h": "max", "w": "max"}, precision="follow")
 
 
 @global_max_pool.sharding
@@ -115,7 +122,7 @@ def _(g: GradientBuilder, dy: str, x: str) -> str:
 op("GlobalLpPool", factors="nc_->nc_")
 
 
-op("MaxRoiPool", factors=".c..,r.->rc..")
+op("MaxRoiPool", factors=".c..,r.->rc..", precision="follow")
 
 
 op(
@@ -124,6 +131,7 @@ op(
     linear="joint",
     partial=(0,),
     remarks="replicated, for its indices count through the output",
+    precision="follow",
 )
 
 

@@ -7,7 +7,9 @@ from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import Rule
 
-gated = op("RNN", "GRU", factors=".b.,_,_,_,b,.b.->..b.,.b.", remarks="with layout 1 the batch comes first")
+gated = op(
+    "RNN", "GRU", factors=".b.,_,_,_,b,.b.->..b.,.b.", remarks="with layout 1 the batch comes first", precision="low"
+)
 
 
 @gated.sharding
@@ -17,7 +19,12 @@ def _(node: ir.Node) -> Rule | None:
     return rule(node, ".b.,_,_,_,b,.b.->..b.,.b.")
 
 
-lstm = op("LSTM", factors=".b.,_,_,_,b,.b.,.b.,_->..b.,.b.,.b.", remarks="with layout 1 the batch comes first")
+lstm = op(
+    "LSTM",
+    factors=".b.,_,_,_,b,.b.,.b.,_->..b.,.b.,.b.",
+    remarks="with layout 1 the batch comes first",
+    precision="low",
+)
 
 
 @lstm.sharding

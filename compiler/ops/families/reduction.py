@@ -33,13 +33,17 @@ reduce_mean = op(
 )
 reduce_l1 = op("ReduceL1", factors="ax->a", contracted="x")
 reduce_sum_square = op("ReduceSumSquare", factors="ax->a", contracted="x")
-reduce_max = op("ReduceMax", factors="ax->a", contracted={"x": "max"}, remarks="of booleans x is replicated")
-reduce_min = op("ReduceMin", factors="ax->a", contracted={"x": "min"}, remarks="of booleans x is replicated")
+reduce_max = op(
+    "ReduceMax", factors="ax->a", contracted={"x": "max"}, remarks="of booleans x is replicated", precision="follow"
+)
+reduce_min = op(
+    "ReduceMin", factors="ax->a", contracted={"x": "min"}, remarks="of booleans x is replicated", precision="follow"
+)
 reduce_l2 = op("ReduceL2", factors="ax->a", replicated="x")
 reduce_log_sum = op("ReduceLogSum", factors="ax->a", replicated="x")
 reduce_log_sum_exp = op("ReduceLogSumExp", factors="ax->a", replicated="x")
 reduce_product = op("ReduceProd", factors="ax->a", replicated="x")
-position = op("ArgMax", "ArgMin", factors="ax->a", replicated="x", stops_gradient=True)
+position = op("ArgMax", "ArgMin", factors="ax->a", replicated="x", stops_gradient=True, precision="follow")
 
 
 @reduce_sum.sharding

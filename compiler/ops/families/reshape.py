@@ -32,6 +32,7 @@ reshape = op(
     linear="joint",
     partial=(0,),
     remarks="dims are matched in groups of equal products, of which the major-most may be sharded",
+    precision="follow",
 )
 
 
@@ -46,7 +47,13 @@ def _(node: ir.Node) -> Rule | None:
     return letters and Rule((letters[0], WHOLE), (letters[1],))
 
 
-flatten = op("Flatten", factors="a_b_->ab", linear="joint", remarks="the major-most dim of each side is sharded alike")
+flatten = op(
+    "Flatten",
+    factors="a_b_->ab",
+    linear="joint",
+    remarks="the major-most dim of each side is sharded alike",
+    precision="follow",
+)
 
 
 @flatten.sharding
@@ -60,7 +67,7 @@ def _(node: ir.Node) -> Rule | None:
     return Rule((first + second,), (made,))
 
 
-squeeze = op("Squeeze", factors="a.b->ab", linear="joint", partial=(0,))
+squeeze = op("Squeeze", factors="a.b->ab", linear="joint", partial=(0,), precision="follow")
 
 
 @squeeze.sharding
@@ -78,7 +85,7 @@ def _(node: ir.Node) -> Rule | None:
     return Rule((letters, *_axes_operand(node)), (letters.replace(WHOLE, ""),), local=local)
 
 
-unsqueeze = op("Unsqueeze", factors="ab->a.b", linear="joint", partial=(0,))
+unsqueeze = op("Unsqueeze", factors="ab->a.b", linear="joint", partial=(0,), precision="follow")
 
 
 @unsqueeze.sharding

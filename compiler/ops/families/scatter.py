@@ -26,9 +26,23 @@ _REDUCTIONS = {"add": "sum", "max": "max", "min": "min"}
 _REMARKS = "i contracted only where updates are added up or compared; linear unless they are compared, in input 0 alone if multiplied"
 
 scatter_elements = op(
-    "ScatterElements", factors="av,ai,ai->av", contracted="i", linear="joint", partial=(0, 2), remarks=_REMARKS
+    "ScatterElements",
+    factors="av,ai,ai->av",
+    contracted="i",
+    linear="joint",
+    partial=(0, 2),
+    remarks=_REMARKS,
+    precision="follow",
 )
-scatter = op("Scatter", factors="av,ai,ai->av", contracted="i", linear="joint", partial=(0, 2), remarks=_REMARKS)
+scatter = op(
+    "Scatter",
+    factors="av,ai,ai->av",
+    contracted="i",
+    linear="joint",
+    partial=(0, 2),
+    remarks=_REMARKS,
+    precision="follow",
+)
 
 
 @scatter_elements.sharding
@@ -74,6 +88,7 @@ scatter_nd = op(
     linear="joint",
     partial=(0, 2),
     remarks=_REMARKS,
+    precision="follow",
 )
 
 
@@ -111,7 +126,12 @@ def _(g: GradientBuilder, dy: str, x: str, indices: str, updates: str) -> tuple[
 
 
 tensor_scatter = op(
-    "TensorScatter", factors="b.d,b.d,b->b.d", linear="joint", partial=(0, 1), remarks="the axis is replicated"
+    "TensorScatter",
+    factors="b.d,b.d,b->b.d",
+    linear="joint",
+    partial=(0, 1),
+    remarks="the axis is replicated",
+    precision="follow",
 )
 
 

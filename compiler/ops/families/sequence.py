@@ -45,7 +45,12 @@ op("TfIdfVectorizer", why="its input is a list of words", stops_gradient=True)
 
 
 reverse_sequence = op(
-    "ReverseSequence", factors="bt,b->bt", linear="joint", partial=(0,), remarks="the time axis is replicated"
+    "ReverseSequence",
+    factors="bt,b->bt",
+    linear="joint",
+    partial=(0,),
+    remarks="the time axis is replicated",
+    precision="follow",
 )
 
 

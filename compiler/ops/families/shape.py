@@ -15,7 +15,9 @@ from partc.compiler.ops.node import LETTERS, counted, opset_of, rank_of
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
 
-shape = op("Shape", factors="ab->_", remarks="the global extents, on every rank", stops_gradient=True)
+shape = op(
+    "Shape", factors="ab->_", remarks="the global extents, on every rank", stops_gradient=True, precision="follow"
+)
 
 
 @shape.sharding
@@ -23,7 +25,7 @@ def _(node: ir.Node) -> Rule | None:
     return _extents(node, WHOLE, _global_shape)
 
 
-size = op("Size", factors="ab->", remarks="the global size, on every rank", stops_gradient=True)
+size = op("Size", factors="ab->", remarks="the global size, on every rank", stops_gradient=True, precision="follow")
 
 
 @size.sharding
@@ -47,6 +49,7 @@ op(
     "NonZero",
     why="how many elements there are, and where they stand, needs all of them",
     stops_gradient=True,
+    precision="follow",
 )
 
 

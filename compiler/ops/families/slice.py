@@ -20,6 +20,7 @@ slice_ = op(
     linear="joint",
     partial=(0,),
     remarks="dims that are not taken entirely, in steps of 1, are replicated",
+    precision="follow",
 )
 
 

@@ -10,7 +10,7 @@ from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import Rule
 
-transpose = op("Transpose", factors="ab->ba", linear="joint")
+transpose = op("Transpose", factors="ab->ba", linear="joint", precision="follow")
 
 
 @transpose.sharding
@@ -35,6 +35,7 @@ depth_to_space = op(
     factors="nchw->nchw",
     linear="joint",
     remarks="channels only in mode CRD, where they are major in the input's depth",
+    precision="follow",
 )
 
 
@@ -55,7 +56,7 @@ def _(g: GradientBuilder, dy: str, x: str) -> str:
     return like(g, packed, x)
 
 
-space_to_depth = op("SpaceToDepth", factors="n.hw->n.hw", linear="joint")
+space_to_depth = op("SpaceToDepth", factors="n.hw->n.hw", linear="joint", precision="follow")
 
 
 @space_to_depth.gradient

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 from partc.compiler.autodiff.builder import GradientBuilder
-from partc.compiler.ops.registry import CONTRIB, op
+from partc.compiler.ops.registry import CONTRIB, Precision, op
 
 SELU_ALPHA, SELU_GAMMA = 1.6732632423543772, 1.0507009873554805
 
@@ -47,6 +47,11 @@ SLOPES: dict[str, Slope] = {
     "ThresholdedRelu": lambda g, x: g.mask(g.Greater(x, g.constant(g.attribute("alpha", 1.0), x)), x),
 }
 """By op the derivative of its output by its input, element by element. An op with a slope needs no more than its line here."""
+_FOLLOWING = (
+    *("Abs", "Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Relu", "Selu", "Shrink", "Sigmoid", "Softsign"),
+    *("Swish", "Tanh", "ThresholdedRelu"),
+)
+"""Of these the ops that lose nothing in 16 bits: no exponential or power of theirs leaves the range."""
 
 
 def _by_slope(slope: Slope) -> Callable[[GradientBuilder, str, str], str]:
@@ -54,14 +59,27 @@ def _by_slope(slope: Slope) -> Callable[[GradientBuilder, str, str], str]:
 
 
 for _name, _slope in SLOPES.items():
-    op(_name, factors="*->*").gradient(_by_slope(_slope))
+    _precision: Precision = "follow" if _name in _FOLLOWING else "high"
+    op(_name, factors="*->*", precision=_precision).gradient(_by_slope(_slope))
 op("Gelu", domain=CONTRIB, factors="*->*").gradient(_by_slope(lambda g, x: gelu(g, x)))
 op("QuickGelu", domain=CONTRIB, factors="*->*").gradient(
     _by_slope(lambda g, x: swish(g, x, g.attribute("alpha", 1.702)))
 )
-op("Ceil", "Floor", "Round", "Sign", "IsInf", "IsNaN", "Not", "BitwiseNot", factors="*->*", stops_gradient=True)
-identity = op("Identity", factors="*->*", linear="joint")
-negative = op("Neg", factors="*->*", linear="joint")
+op(
+    "Ceil",
+    "Floor",
+    "Round",
+    "Sign",
+    "IsInf",
+    "IsNaN",
+    "Not",
+    "BitwiseNot",
+    factors="*->*",
+    stops_gradient=True,
+    precision="follow",
+)
+identity = op("Identity", factors="*->*", linear="joint", precision="follow")
+negative = op("Neg", factors="*->*", linear="joint", precision="follow")
 logarithm = op("Log", factors="*->*")
 reciprocal = op("Reciprocal", factors="*->*")
 root = op("Sqrt", factors="*->*")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from onnx import ModelProto
 from partc.runtime.artifact.boxes import Region, overlap, region, remaining, whole
 from partc.runtime.artifact.dtypes import dense
-from partc.runtime.artifact.format import GRADIENT, MANIFEST, Manifest, Shape, StateRecord
+from partc.runtime.artifact.format import GRADIENT, MANIFEST, SCALE, Manifest, Shape, StateRecord
 from partc.runtime.checker.graph.declared import declared_types, type_of
 from partc.runtime.errors import Violation
 
@@ -163,7 +163,7 @@ def _check_file(
             if list(first[record.value].dims) != wanted:
                 fact = f"its first value has the shape {list(first[record.value].dims)}, and its shard {wanted}"
                 yield Violation(file, fact, title, help=_AGAIN)
-        elif record.kind not in ("optimizer", GRADIENT) and trains:
+        elif record.kind not in ("optimizer", GRADIENT, SCALE) and trains:
             yield Violation(
                 file, f"this {record.kind} has no first value: no initializer is called so", title, help=_AGAIN
             )

@@ -1,0 +1,133 @@
+"""Nodes that onnxruntime has no CPU kernel for in 16 bits compute in float32, between Casts.
+
+    %h = MatMul(%x, %w)     ->     %h.float = MatMul(%x.read, %w.read);  %h = Cast(%h.float)
+
+All but what moves elements does so in bfloat16, which onnxruntime then loads, and most in float16, where it would put Casts around
+nodes itself, and take those out that follow each other: nothing would be rounded within a session, and no sum leave the range of float16.
+With Casts of its own a program gives the same numbers wherever it is cut. A value that several nodes of a task read is cast once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import onnx.defs
+import onnx_ir as ir
+from partc.compiler.ir.graph import bodies
+from partc.compiler.ir.rank_program import ComputeOp, RankOp, RankProgram, with_names
+from partc.compiler.ir.values import derived
+
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_MOVING = (
+    *("Cast", "Concat", "Constant", "ConstantOfShape", "Flatten", "Gather", "GatherElements", "GatherND", "Identity"),
+    *("IsNaN", "Reshape", "ScatterElements", "Shape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"),
+)
+_KERNELS = {
+    ir.DataType.BFLOAT16: frozenset(_MOVING),
+    ir.DataType.FLOAT16: frozenset(
+        (
+            *_MOVING,
+            *("Attention", "Clip", "Compress", "Expand", "IsInf", "LayerNormalization", "Max", "Min", "Mod"),
+            *("ReverseSequence", "RMSNormalization", "Round", "ScatterND", "Shrink", "Sign"),
+        )
+    ),
+}
+"""What onnxruntime 1.31 has CPU kernels for; sums of scattered elements excepted."""
+
+
+def fit_kernels(program: RankProgram, opset: int) -> RankProgram:
+    """The program with Casts around nodes that have no kernel."""
+    work = _Fitting(program, opset)
+    steps = [one for step in program.steps for one in work.step(step)]
+    if not work.changed:
+        return program
+    return replace(program, steps=tuple(steps))
+
+
+@dataclass
+class _Fitting:
+    program: RankProgram
+    opset: int
+
+    def __post_init__(self) -> None:
+        program = self.program
+        self.changed = False
+        self.known: dict[str, ir.DataType | None] = {name: value.dtype for name, (value, _) in program.types.items()}
+        self.known |= {name: ir.DataType.from_numpy(array.dtype) for name, array in program.constants.items()}
+        self.known |= dict.fromkeys(program.scalars, ir.DataType.FLOAT)
+        self.names = {*self.known, *(out.name or "" for step in program.steps for out in _made(step))}
+        self.read: dict[tuple[str, str], str] = {}
+
+    def step(self, step: RankOp) -> Sequence[RankOp]:
+        """The ops in place of one."""
+        if not isinstance(step, ComputeOp) or step.node.domain not in ("", "ai.onnx"):
+            return [step]
+        node = step.node
+        for name, kind in _inferred(node, self.known, self.opset):
+            self.known.setdefault(name, kind)
+        read = {value.name or "" for value in node.inputs if value is not None}
+        made = [out.name or "" for out in node.outputs if out.name]
+        halves = [name for name in (*sorted(read), *made) if self.known.get(name) in _HALVES]
+        if not halves or bodies(node) or all(self._has_kernel(node, self.known[name]) for name in halves):
+            return [step]
+        self.changed = True
+        before: list[RankOp] = []
+        names = {}
+        for name in halves:
+            if name in read:
+                key = name, step.task.value
+                if key not in self.read:
+                    self.read[key] = self._new(name, "read")
+                    before.append(self._cast(step, name, self.read[key], ir.DataType.FLOAT))
+                names[name] = self.read[key]
+        after: list[RankOp] = []
+        for name in halves:
+            kind = self.known[name]
+            if name in made and kind is not None:
+                names[name] = self._new(name, "float")
+                after.append(self._cast(step, names[name], name, kind))
+        return [*before, replace(step, node=with_names(node, names)), *after]
+
+    def _has_kernel(self, node: ir.Node, kind: ir.DataType | None) -> bool:
+        known = kind is not None and node.op_type in _KERNELS[kind]
+        return known and node.attributes.get_string("reduction", "none") == "none"
+
+    def _new(self, name: str, word: str) -> str:
+        found = derived(f"{name}.{word}", self.names)
+        self.names.add(found)
+        self.known[found] = ir.DataType.FLOAT
+        return found
+
+    def _cast(self, step: ComputeOp, name: str, made: str, kind: ir.DataType) -> ComputeOp:
+        out = ir.Value(name=made, type=ir.TensorType(kind))
+        node = ir.Node("", "Cast", [ir.Value(name=name)], [ir.AttrInt64("to", int(kind))], outputs=[out], name=made)
+        return ComputeOp(node, step.source, task=step.task)
+
+
+def _made(step: RankOp) -> Sequence[ir.Value]:
+    return step.node.outputs if isinstance(step, ComputeOp) else ()
+
+
+def _inferred(
+    node: ir.Node, known: Mapping[str, ir.DataType | None], opset: int
+) -> list[tuple[str, ir.DataType | None]]:
+    """The types of a node's outputs, as its op's schema gives them."""
+    if node.op_type == "Cast":
+        return [(node.outputs[0].name or "", ir.DataType(node.attributes.get_int("to")))]
+    value = node.attributes.get("value")
+    if node.op_type in ("Constant", "ConstantOfShape"):
+        return [(node.outputs[0].name or "", value.as_tensor().dtype if value is not None else ir.DataType.FLOAT)]
+    try:
+        schema = onnx.defs.get_schema(node.op_type, opset, "")
+    except onnx.defs.SchemaError:
+        return []
+    kinds: dict[str, ir.DataType | None] = {}
+    for k, operand in enumerate(node.inputs):
+        if operand is not None and schema.inputs:
+            kinds.setdefault(schema.inputs[min(k, len(schema.inputs) - 1)].type_str, known.get(operand.name or ""))
+    return [
+        (out.name or "", kinds.get(schema.outputs[min(k, len(schema.outputs) - 1)].type_str))
+        for k, out in enumerate(node.outputs)
+        if out.name and schema.outputs
+    ]

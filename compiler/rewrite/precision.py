@@ -1,0 +1,333 @@
+"""Pass: the plan's `precision`: products compute in 16 bits, what would lose by it in float32, and weights that are trained stay float32.
+
+The op table says of each op in which type it computes (`Entry.precision`):
+
+    low       MatMul, Conv: in the plan's type
+    widest    Add, Concat: in float32 if any operand has it, else in the plan's type
+    follow    Relu, Reshape: in the type of their first operand
+    high      the others: in float32, as does all of a loss, what `keep` names, and what is in a body or a local map
+
+Where an operand has another type, a Cast stands in front, one for each value and type. Weights, constants and numbers of rank 0 take the
+type of what they meet, so they widen nothing; a constant that would leave the range of float16 does. A parameter is cast as any value
+is: it depends on no microbatch, so it is cast once a step, and its gradient comes back in float32 by the gradient of Cast. Without
+training the weights themselves get the type.
+
+    x -> Gemm(w, b) -> Softmax     ->     x, w, b -> Cast -> Gemm -> Cast -> Softmax
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx.defs
+import onnx_ir as ir
+from partc.compiler.analysis.infer_shapes import type_text
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.graph import bodies, captured_by, graphs_of, is_inside
+from partc.compiler.ir.program import Program, ProgramKind
+from partc.compiler.ir.values import derived
+from partc.compiler.ops.registry import draws, entry_of
+from partc.compiler.plan.matching import matched_nodes, modules_of
+from partc.compiler.plan.pattern import nearest
+from partc.compiler.plan.precision import PrecisionRules
+from partc.compiler.rewrite.rewriting import Rewriting
+
+FLOAT = ir.DataType.FLOAT
+HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_KINDS = (FLOAT, *HALVES)
+_LOW = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+_LOSS = "loss"
+_STORAGE = (
+    "bfloat16 is stored and sent, and computed in float32: onnxruntime has no bfloat16 kernels for CPUs; "
+    "float16 computes faster only on other devices, too"
+)
+
+
+def precision(program: Program) -> Program:
+    """The program with Casts where the plan's precision wants them; trained weights of 16 bits are float32 and cast in any case.
+
+    CompileError for a pattern that matches nothing, and where nothing would compute in 16 bits.
+    """
+    rules, training = program.plan.precision, program.training
+    masters = [value for value in (training.parameters if training else ()) if value.dtype in HALVES]
+    if rules is None and not masters:
+        return program
+    kept = _kept(program, rules) if rules else frozenset[ir.Node]()
+    work = _Typing(program, rules, kept)
+    work.masters(masters)
+    for node in list(work.graph):
+        work.node(node)
+    work.outputs()
+    if rules is not None and not work.lowered and program.kind is ProgramKind.STEP:
+        fact = f"no operator of the model computes in {rules.compute}"
+        law = "products of floating-point tensors do: MatMul, Gemm, Einsum, Conv, recurrent layers and attention"
+        raise CompileError(Problem(rules.where, fact, law, "take 'precision' out, or keep less"))
+    told = (f"{rules.where}: {_STORAGE}",) if rules is not None and rules.compute == "bfloat16" else ()
+    return work.done(warnings=(*program.warnings, *told))
+
+
+def _kept(program: Program, rules: PrecisionRules) -> frozenset[ir.Node]:
+    """The nodes that stay in float32."""
+    found: set[ir.Node] = set()
+    problems = []
+    names = [*modules_of(program.paths.values()), *program.paths.values()]
+    for pattern, where in rules.keep:
+        hit = matched_nodes(program, pattern)
+        found.update(hit)
+        if not hit:
+            close = ", ".join(f"'{name}'" for name in nearest(pattern, names))
+            help_ = f"the nearest names are {close}" if close else "`partc plan MODEL` lists all names"
+            problems.append(Problem(where, f"'{pattern}' matches no module or node of the model", help=help_))
+    if problems:
+        raise CompileError(problems)
+    return frozenset(found)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Operands and outputs of a node that have one type by the op's schema, and whether 16 bits of a kind are allowed."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    allowed: frozenset[str]
+
+
+class _Typing(Rewriting):
+    def __init__(self, program: Program, rules: PrecisionRules | None, kept: frozenset[ir.Node]) -> None:
+        super().__init__(program)
+        self.rules, self.kept = rules, kept
+        self.low = _LOW[rules.compute] if rules else FLOAT
+        self.names = set(program.own_names)
+        self.own: dict[ir.Value, ir.DataType] = {
+            value: value.dtype
+            for value in program.values
+            if value.dtype is not None and isinstance(value.type, ir.TensorType)
+        }
+        """The types that values had; what is cast to another one is not among them."""
+        self.casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
+        self.weak = set(self.graph.initializers.values())
+        training = program.training
+        self.learned = set(training.parameters) if training else set[ir.Value]()
+        self.exact = {training.loss, *training.statistics.values()} if training else set[ir.Value | None]()
+        self.opset = self.graph.opset_imports.get("", onnx.defs.onnx_opset_version())
+        self.lowered = False
+
+    def masters(self, values: Sequence[ir.Value]) -> None:
+        """Makes parameters of 16 bits float32."""
+        for value in values:
+            self.own[value] = value.dtype or FLOAT
+            self._retype(value, FLOAT)
+            if value.const_value is not None:
+                value.const_value = _cast_tensor(value.const_value, FLOAT)
+
+    def node(self, node: ir.Node) -> None:
+        """Gives a node's operands and outputs their types."""
+        reads = self.before.reads[node]
+        if reads and not draws(node) and all(value in self.weak for value in reads):
+            self.weak.update(node.outputs)
+        for body in bodies(node):
+            self._keep_captured(node, body)
+        for group in self._groups(node):
+            self._typed(node, group)
+
+    def outputs(self) -> None:
+        """Outputs of the model have the types that they had, under their names."""
+        for k, value in enumerate(self.graph.outputs):
+            before = self.own.get(value)
+            if before is None or value.dtype == before:
+                continue
+            name = value.name or ""
+            value.name = self._free(f"{name}.{_word(value.dtype)}")
+            leaving = self.casts.get((value, before))
+            if leaving is not None:
+                leaving.name = name
+            else:
+                leaving = self._cast_value(value, before, name)
+                producer = value.producer()
+                assert producer is not None
+                self._put_cast(value, leaving, f"{self.paths[producer]}.{_word(before)}", None)
+            self.graph.outputs[k] = leaving
+
+    def _typed(self, node: ir.Node, group: _Group) -> None:
+        wanted = self._wanted(node, group)
+        if wanted is None:
+            return
+        for k in group.inputs:
+            value = node.inputs[k]
+            if value is not None and value.dtype != wanted:
+                node.replace_input_with(k, self._as(value, wanted, node, k))
+        for k in group.outputs:
+            if node.outputs[k].dtype != wanted:
+                self._retype(node.outputs[k], wanted)
+
+    def _wanted(self, node: ir.Node, group: _Group) -> ir.DataType | None:
+        """The type of a group of operands; None where nothing is to be changed."""
+        operands = [value for k in group.inputs if (value := node.inputs[k]) is not None]
+        made = [node.outputs[k] for k in group.outputs]
+        before = [self.own.get(value, value.dtype) for value in (*operands, *made)]
+        if not operands or not before or any(kind not in _KINDS for kind in before):
+            return None
+        own = before[0]
+        weak = all(value in self.weak for value in operands)
+        if (
+            self.rules is None
+            or own is None
+            or bodies(node)
+            or is_inside(node)
+            or (weak and not self._is_product(node))
+        ):
+            return own
+        high = FLOAT if f"tensor({_word(FLOAT)})" in group.allowed else own
+        exact = node in self.kept or not self.exact.isdisjoint(node.outputs) or self._is_of_loss(node)
+        entry = entry_of(node)
+        how = entry.precision if entry is not None else "high"
+        if exact or how == "high" or f"tensor({_word(self.low)})" not in group.allowed:
+            return high
+        if how == "low":
+            self.lowered = True
+            return self.low
+        counted = operands[:1] if how == "follow" else self._widening(operands)
+        if any(value.dtype != self.low for value in counted):
+            return high
+        return self.low
+
+    def _widening(self, operands: Sequence[ir.Value]) -> Sequence[ir.Value]:
+        """The operands by which the type of an op is chosen."""
+        largest = max((value.shape.rank() if value.shape is not None else 1) for value in operands)
+        return [
+            value
+            for value in operands
+            if (value not in self.weak or not self._fits(value))
+            and (value in self.weak or value.shape is None or value.shape.rank() or not largest)
+        ]
+
+    def _fits(self, value: ir.Value) -> bool:
+        """Whether the numbers of a constant are numbers of the low type, too."""
+        tensor = None if value in self.learned else ir.convenience.get_const_tensor(value)
+        if tensor is None or self.low != ir.DataType.FLOAT16:
+            return True
+        numbers = np.abs(tensor.numpy().astype(np.float64))
+        finite = numbers[np.isfinite(numbers) & (numbers > 0)]
+        return bool(finite.size == 0 or (finite.max() <= 65504 and finite.min() >= 2.0**-24))
+
+    def _is_product(self, node: ir.Node) -> bool:
+        entry = entry_of(node)
+        return entry is not None and entry.precision == "low"
+
+    def _is_of_loss(self, node: ir.Node) -> bool:
+        return self.before.training is not None and self.paths[node].partition(".")[0] == _LOSS
+
+    def _keep_captured(self, node: ir.Node, body: ir.Graph) -> None:
+        """What a body reads from outside keeps its type there."""
+        for value in dict.fromkeys(captured_by(node)):
+            before = self.own.get(value)
+            if before is None or value.dtype == before or before not in _KINDS:
+                continue
+            made = self._as(value, before, node, 0)
+            for inner in graphs_of(body):
+                for reader in inner:
+                    for k, operand in enumerate(reader.inputs):
+                        if operand is value:
+                            reader.replace_input_with(k, made)
+                inner.outputs[:] = [made if out is value else out for out in inner.outputs]
+
+    def _groups(self, node: ir.Node) -> list[_Group]:
+        """The groups of operands and outputs of tensors that have one type each."""
+        schema = _schema(node, self.opset)
+        if schema is None:
+            inputs = tuple(k for k, value in enumerate(node.inputs) if value is not None and self._is_float(value))
+            outputs = tuple(k for k, value in enumerate(node.outputs) if self._is_float(value))
+            return [_Group((k,), (), frozenset(map(_text, _KINDS))) for k in inputs] + [
+                _Group((), outputs, frozenset())
+            ]
+        allowed = {one.type_param_str: frozenset(one.allowed_type_strs) for one in schema.type_constraints}
+        found: dict[str, tuple[list[int], list[int]]] = {}
+        for side, formals, actual in ((0, schema.inputs, node.inputs), (1, schema.outputs, node.outputs)):
+            for k, value in enumerate(actual):
+                if value is not None and formals and self._is_float(value):
+                    kind = formals[min(k, len(formals) - 1)].type_str
+                    found.setdefault(kind, ([], []))[side].append(k)
+        return [
+            _Group(tuple(inputs), tuple(outputs), allowed.get(kind, frozenset((kind,))))
+            for kind, (inputs, outputs) in found.items()
+        ]
+
+    def _is_float(self, value: ir.Value) -> bool:
+        return isinstance(value.type, ir.TensorType) and value.dtype in _KINDS
+
+    def _as(self, value: ir.Value, kind: ir.DataType, reader: ir.Node, k: int) -> ir.Value:
+        """A value in another type: made at its first reader, or of 16 bits where the value is made; of a constant a constant."""
+        known = self.casts.get((value, kind))
+        if known is not None:
+            return known
+        made = self._cast_value(value, kind, self._free(f"{value.name}.{_word(kind)}"))
+        self.casts[value, kind] = made
+        tensor = None if value in self.learned else ir.convenience.get_const_tensor(value)
+        if tensor is not None:
+            made.const_value = _cast_tensor(tensor, kind)
+            self.graph.register_initializer(made)
+            self.weak.add(made)
+            if value.is_initializer() and not value.uses():
+                self.graph.initializers.pop(value.name or "", None)
+            return made
+        if value in self.weak:
+            self.weak.add(made)
+        producer = value.producer()
+        there = producer is not None and kind in HALVES and value not in self.weak
+        path = f"{self.paths[producer]}.{_word(kind)}" if there and producer is not None else ""
+        path = path or f"{self.paths[reader]}.{_word(kind)}" + (f".{k}" if k else "")
+        self._put_cast(value, made, path, reader)
+        return made
+
+    def _put_cast(self, value: ir.Value, made: ir.Value, path: str, before: ir.Node | None) -> None:
+        node = ir.Node("", "Cast", [value], [ir.AttrInt64("to", int(made.dtype or FLOAT))], outputs=[made], name=path)
+        self.paths[node] = path
+        if before is None:
+            self.graph.append(node)
+        else:
+            self.graph.insert_before(before, node)
+
+    def _cast_value(self, value: ir.Value, kind: ir.DataType, name: str) -> ir.Value:
+        made = self.like(value, name)
+        self._retype(made, kind)
+        return made
+
+    def _retype(self, value: ir.Value, kind: ir.DataType) -> None:
+        value.type = ir.TensorType(kind)
+        self.values[value] = replace(self.values[value], type=type_text(value.type), item_bytes=kind.bitwidth // 8)
+
+    def _free(self, name: str) -> str:
+        found = derived(name, self.names)
+        self.names.add(found)
+        return found
+
+
+def _schema(node: ir.Node, opset: int) -> onnx.defs.OpSchema | None:
+    if node.domain not in ("", "ai.onnx"):
+        return None
+    try:
+        return onnx.defs.get_schema(node.op_type, min(opset, onnx.defs.onnx_opset_version()), "")
+    except onnx.defs.SchemaError:
+        return None
+
+
+def _word(kind: ir.DataType | None) -> str:
+    """A type's name in ONNX types and in names: `float`, `float16`."""
+    return "float" if kind is None else kind.name.lower()
+
+
+def _text(kind: ir.DataType) -> str:
+    return f"tensor({_word(kind)})"
+
+
+def _cast_tensor(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProtocol:
+    """The tensor in another type, read when it is needed."""
+
+    def read() -> ir.TensorProtocol:
+        return ir.Tensor(tensor.numpy().astype(kind.numpy()), dtype=kind)
+
+    return ir.LazyTensor(
+        read, dtype=kind, shape=ir.Shape(tensor.shape.numpy()), name=tensor.name, cache=tensor.nbytes <= 1 << 10
+    )

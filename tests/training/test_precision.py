@@ -1,0 +1,103 @@
+"""`precision` of a plan: what computes in 16 bits, and that it trains as float32 does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from equivalence import compiled, same, whole_outputs
+from onnx import numpy_helper
+from partc.compiler.errors import CompileError
+from partc.compiler.ir.program import Program
+from partc.runtime import load_local
+
+NETWORK = """<ir_version: 10, opset_import: ["" : 21]>
+main (float[batch, 6] x) => (float[batch, 7] h, float[batch, 5] y) {
+    [one] a = MatMul(x, w1)
+    [plus] b = Add(a, shift)
+    [turn] r = Relu(b)
+    [two] h = MatMul(r, w2)
+    [soft] s = Softmax(h)
+    [more] q = Add(s, h)
+    [far] t = Add(r, huge)
+    [three] y = MatMul(q, w3)
+}"""
+SHAPES = {"w1": (6, 8), "shift": (8,), "w2": (8, 7), "w3": (7, 5), "huge": ()}
+INPUT = np.random.default_rng(3).standard_normal((4, 6)).astype(np.float32)
+
+
+def network(kind: type = np.float32, text: str = NETWORK) -> onnx.ModelProto:
+    proto, random = onnx.parser.parse_model(text), np.random.default_rng(5)
+    for name, shape in SHAPES.items():
+        array = random.standard_normal(shape) / 3 if shape else np.array(1e6)
+        if f" {name})" in text:
+            proto.graph.initializer.append(numpy_helper.from_array(array.astype(kind), name))
+    return proto
+
+
+def types(program: Program) -> dict[str, str]:
+    """By node the types of what it reads and makes, `f16 f16 -> f32`."""
+    words = {"FLOAT": "f32", "FLOAT16": "f16", "BFLOAT16": "bf16"}
+    found = {}
+    for node in program.model.graph:
+        sides = [
+            [words[value.dtype.name] for value in some if value and value.dtype] for some in (node.inputs, node.outputs)
+        ]
+        found[node.name or ""] = " -> ".join(" ".join(side) for side in sides)
+    return found
+
+
+def run(proto: onnx.ModelProto, plan: str, out: Path) -> tuple[Program, dict[str, np.ndarray]]:
+    program = compiled(proto, plan, out)
+    with load_local(out) as ranks:
+        return program, ranks({"x": INPUT})
+
+
+def test_types_follow_the_table(tmp_path: Path) -> None:
+    program, made = run(network(), "ranks: 1\nprecision: {compute: float16, keep: [three]}", tmp_path / "build")
+    found = types(program)
+    assert found["one"] == found["plus"] == found["two"] == "f16 f16 -> f16"
+    assert found["turn"] == "f16 -> f16"
+    assert found["soft"] == "f32 -> f32"
+    assert found["more"] == found["three"] == "f32 f32 -> f32"
+    assert found["far"] == "f32 f32 -> f32", "1e6 is no float16"
+    assert {name for name in program.model.graph.initializers if "16" in name} == {
+        f"{one}.float16" for one in ("w1", "shift", "w2")
+    }
+    for name, want in whole_outputs(network(), {"x": INPUT}).items():
+        assert made[name].dtype == np.float32
+        np.testing.assert_allclose(made[name], want, rtol=0, atol=5e-3)
+        assert not np.array_equal(made[name], want)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_it_is_the_same_wherever_it_is_cut(kind: str, tmp_path: Path) -> None:
+    plan = f"precision: {{compute: {kind}}}\n"
+    _, want = run(network(), "ranks: 1\n" + plan, tmp_path / "one")
+    for k, more in enumerate(("placement: {one: 0, two: 1}", "mesh: {tp: 2}\nsharding: {one: colwise, two: rowwise}")):
+        program, made = run(network(), f"ranks: 2\n{more}\n" + plan, tmp_path / str(k))
+        assert any(event.value.dtype and event.value.dtype.name == kind.upper() for event in program.events)
+        for name, value in want.items():
+            same(made[name], value, name, rtol=0, atol=1e-3 if kind == "float16" else 1e-2)
+    assert sum("bfloat16 is stored" in text for text in program.warnings) == (kind == "bfloat16")
+
+
+MISTAKES = {
+    "keep: [thre]": "plan.yaml:2: 'thre' matches no module or node of the model\n  help: the nearest names are 'three'",
+    "keep: ['**']": "plan.yaml:2: no operator of the model computes in float16",
+}
+
+
+@pytest.mark.parametrize("said", MISTAKES)
+def test_mistakes(said: str, tmp_path: Path) -> None:
+    with pytest.raises(CompileError) as caught:
+        compiled(network(), f"ranks: 1\nprecision: {{compute: float16, {said}}}", tmp_path / "build")
+    assert str(caught.value).startswith(MISTAKES[said])
+
+
+def test_a_model_of_integers(tmp_path: Path) -> None:
+    text = '<ir_version: 10, opset_import: ["" : 21]>\nmain (int64[4, 6] x) => (int64[4, 6] y) { y = Add(x, x) }'
+    with pytest.raises(CompileError, match="no operator of the model computes in float16"):
+        compiled(onnx.parser.parse_model(text), "ranks: 1\nprecision: {compute: float16}", tmp_path / "build")
