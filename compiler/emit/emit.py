@@ -88,7 +88,7 @@ def _write_all(
     files[fmt.BEGIN_IR] = _write_text(folder, fmt.BEGIN_IR, begin_text(program))
     files[fmt.END_IR] = _write_text(folder, fmt.END_IR, end_text(program, bodies))
     if program.schedule is not None:
-        files[fmt.SCHEDULE] = _write_text(folder, fmt.SCHEDULE, schedule_text(program.schedule))
+        files[fmt.SCHEDULE] = _write_text(folder, fmt.SCHEDULE, schedule_text(program.schedule, program.costs))
     for file, text in texts.items():
         files[file] = _write_text(folder, file, text)
     manifest = manifest_of(program, files, sources, by_rank)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from partc.compiler.ir.training import Training
     from partc.compiler.layout.layout import Layout
     from partc.compiler.plan.rules import Plan
+    from partc.compiler.schedule.costs import Costs
     from partc.compiler.schedule.schedule import Schedule
     from partc.compiler.tasks.local_view import LocalView
 
@@ -188,6 +189,8 @@ class Program:
     """What a microbatch is, of a program that runs by microbatches without training."""
     schedule: Schedule | None = None
     """The order of its tasks."""
+    costs: Costs | None = None
+    """What the tasks of the schedule take and keep."""
 
     @cached_property
     def derived_paths(self) -> frozenset[str]:

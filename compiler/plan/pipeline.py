@@ -39,7 +39,9 @@ class PipelineEntry(BaseModel):
         "for each rank, ['0F0 0F1 0B0 0B1', ...]. Without it 1f1b where every stage has ranks of its own, else auto.",
     )
     memory: str | int | None = Field(
-        None, description="The most microbatches whose values a rank may keep, such as '2.5 microbatches'."
+        None,
+        description="The most that a rank may keep: 4GB or a number of bytes, of parameters, state, the batch and saved values; or "
+        "'2.5 microbatches' of saved values.",
     )
     statistics: Literal["microbatch"] | None = Field(
         None,

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.analysis.operations import multiply_adds
 from partc.compiler.ir.program import Program
-from partc.compiler.ops.registry import rule_of
-from partc.compiler.ops.rule import WHOLE
 from partc.compiler.placement.middling import Middling
 from partc.compiler.proposal.names import patterns
 
@@ -91,16 +90,12 @@ class _Costs:
         self.all_operations = max(1, sum(self.operations.values()))
 
     def _operations(self, node: ir.Node) -> int:
-        sizes = self.sizes.sizes(node)
-        rule = rule_of(node)
-        window = 1
-        for letters, value in zip(rule.inputs, node.inputs, strict=False):
-            shape = self.program.values[value].shape if value is not None and value in self.program.values else None
-            if node.op_type in ("Conv", "ConvTranspose") and value is node.inputs[1] and shape is not None:
-                window = math.prod(self.sizes.dim(d) for n, d in zip(letters or "", shape, strict=True) if n == WHOLE)
-        made = max((self.sizes.elements(out) for out in node.outputs if out in self.program.values), default=0)
-        contracted = math.prod(size for letter, size in sizes.items() if letter in rule.reduce)
-        return made * contracted * window
+        some = [[self._sizes(value) for value in values] for values in (node.inputs, node.outputs)]
+        return multiply_adds(node, *some)
+
+    def _sizes(self, value: ir.Value | None) -> list[int] | None:
+        shape = self.program.values[value].shape if value is not None and value in self.program.values else None
+        return None if shape is None else list(map(self.sizes.dim, shape))
 
     def add(self, unit: Unit, node: ir.Node) -> None:
         unit.nodes.append(node)

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from partc.compiler.schedule.auto import auto
 from partc.compiler.schedule.costs import BYTES, MICROBATCHES, Costs, unit_costs
 from partc.compiler.schedule.gpipe import gpipe
 from partc.compiler.schedule.interleaved import interleaved
-from partc.compiler.schedule.memory import Limit, amount_text, one_microbatch, parse_limit, peaks, within
+from partc.compiler.schedule.memory import TOLERANCE, Limit, amount_text, one_microbatch, parse_limit, peaks, within
 from partc.compiler.schedule.one_f_one_b import one_f_one_b
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.stages import Stages
@@ -87,11 +88,12 @@ def choose(
     costs = costs or unit_costs(stages)
     if limit is not None and limit.unit == MICROBATCHES != costs.unit:
         costs = costs.in_microbatches(stages)
-    if limit is not None and limit.unit == BYTES != costs.unit:
-        help = "give the limit in microbatches, such as '2.5 microbatches'"
-        raise CompileError(
-            Problem(where, f"memory: {limit} cannot be held against rows", "sizes of stages are not known here", help)
-        )
+    if limit is not None and limit.unit == BYTES and (costs.unit != BYTES or costs.unbounded):
+        law, help = "sizes of stages are not known here", "give the limit in microbatches, such as '2.5 microbatches'"
+        if costs.unbounded:
+            law = f"'{costs.unbounded}' has no largest size, so a microbatch may have any number of bytes"
+            help = f"declare it in 'symbols', such as {{max: 512}}, or {help}"
+        raise CompileError(Problem(where, f"memory: {limit} cannot be held against rows", law, help))
     if name == "auto":
         return _auto(stages, count, limit, costs, where)
     rows = schedule if isinstance(schedule, Sequence) and not isinstance(schedule, str) else ()
@@ -151,38 +153,48 @@ def _auto(stages: Stages, microbatches: int, limit: Limit | None, costs: Costs, 
     if limit is None:
         return auto(stages, microbatches, costs).schedule
     least = one_microbatch(stages, costs)
-    if over := _over(least, limit, stages):
-        fact = f"no schedule keeps to memory: {limit}: of one microbatch {over}"
+    if over := _over(least, limit, stages, costs):
+        fact = f"no schedule keeps to memory: {limit}: {over}"
         law = "a rank keeps at least what one microbatch saves in all of its stages"
-        raise CompileError(Problem(where, fact, law, _remedy(limit)))
-    return auto(stages, microbatches, costs, [limit.amount] * stages.rows).schedule
+        raise CompileError(Problem(where, fact, law, _remedy(limit, stages, costs)))
+    room = [limit.amount - costs.kept_besides(home) for home in range(stages.rows)]
+    return auto(stages, microbatches, costs, room).schedule
 
 
 def _held(schedule: Schedule, limit: Limit | None, costs: Costs, where: str) -> Schedule:
     """The schedule, if it keeps to the limit."""
     stages = schedule.stages
-    if limit is None or not (over := _over(peaks(schedule, costs), limit, stages)):
+    if limit is None or not (over := _over(peaks(schedule, costs), limit, stages, costs, schedule)):
         return schedule
     fact = f"schedule: {schedule.name} does not keep to memory: {limit}: {over}"
-    possible = not _over(one_microbatch(stages, costs), limit, stages)
-    help = f"{'write schedule: auto, or ' if possible else ''}{_remedy(limit)}"
+    possible = not _over(one_microbatch(stages, costs), limit, stages, costs)
+    help = f"{'write schedule: auto, or ' if possible else ''}{_remedy(limit, stages, costs)}"
     raise CompileError(Problem(where, fact, "a rank keeps what F saves until the backward pass has read it", help))
 
 
-def _over(kept: Sequence[float], limit: Limit, stages: Stages) -> str:
-    """The homes that keep more than the limit, and how much."""
-    some = [
-        f"{stages.label(home)} keeps {amount_text(one, limit.unit)}"
-        for home, one in enumerate(kept)
-        if not within([one], [limit.amount])
-    ]
+def _over(kept: Sequence[float], limit: Limit, stages: Stages, costs: Costs, schedule: Schedule | None = None) -> str:
+    """The homes that keep more than the limit, and how much; without a schedule, of one microbatch."""
+    counts = peaks(schedule, costs.in_microbatches(stages)) if schedule is not None else (1.0,) * stages.rows
+    some = []
+    for home, one in enumerate(kept):
+        besides = costs.kept_besides(home)
+        if within([one + besides], [limit.amount]):
+            continue
+        text = f"{stages.label(home)} keeps {amount_text(one + besides, limit.unit)}"
+        if limit.unit != MICROBATCHES:
+            more = (
+                f", and {amount_text(besides, limit.unit)} of parameters, state, batch and one task" if besides else ""
+            )
+            text += f" ({amount_text(counts[home], MICROBATCHES)}{more})"
+        some.append(text)
     more = f" and {len(some) - _SHOWN} more" if len(some) > _SHOWN else ""
     return ", ".join(some[:_SHOWN]) + more
 
 
-def _remedy(limit: Limit) -> str:
+def _remedy(limit: Limit, stages: Stages, costs: Costs) -> str:
+    least = max(one + costs.kept_besides(home) for home, one in enumerate(one_microbatch(stages, costs)))
+    digits = 10.0 ** (math.floor(math.log10(least)) - 3) if least > 0 else 1.0
+    enough = f"raise the limit: from {amount_text(math.ceil(least / digits * (1 - TOLERANCE)) * digits, limit.unit)} on there is a schedule"
     return (
-        "raise the limit"
-        if limit.unit == MICROBATCHES
-        else "take more and smaller microbatches, recompute layers, or raise the limit"
+        enough if limit.unit == MICROBATCHES else f"take more and smaller microbatches, recompute layers, or {enough}"
     )

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from partc.compiler.schedule.stages import Stages
 from partc.compiler.schedule.task import Kind, Task, parse
+
+if TYPE_CHECKING:
+    import sympy
 
 MICROBATCHES, BYTES = "microbatches", "bytes"
 
@@ -45,7 +49,9 @@ class StageCost:
 class Costs:
     """The costs of all stages; `message` is the time of a message, unless `messages` has one for its edge (source, target).
 
-    `unit` is that of what is saved, `clock` that of times.
+    `unit` is that of what is saved, `clock` that of times; `sizes` are those of the symbols that times are for. `fixed`: what each home
+    keeps besides, over the whole step. `expressions`: per stage what is saved and deferred, in the symbols. `unbounded`: a dim that has no
+    largest size, so that amounts in bytes are no bound.
     """
 
     stages: tuple[StageCost, ...]
@@ -54,6 +60,14 @@ class Costs:
     measured: Mapping[Task, float] = field(default_factory=dict)
     unit: str = MICROBATCHES
     clock: str = "units"
+    sizes: str = ""
+    fixed: tuple[float, ...] = ()
+    expressions: tuple[tuple[sympy.Expr, sympy.Expr], ...] = ()
+    unbounded: str = ""
+
+    def kept_besides(self, home: int) -> float:
+        """What a home keeps over the whole step."""
+        return self.fixed[home] if self.fixed else 0.0
 
     def time(self, task: Task, split: bool) -> float:
         """How long a task takes; `split`: its stage and microbatch have a W."""
@@ -78,7 +92,7 @@ class Costs:
         """The same times; what is saved is counted in microbatches of a home."""
         shares = _shares(stages)
         some = [replace(c, saved=share, deferred=share) for c, share in zip(self.stages, shares, strict=True)]
-        return replace(self, stages=tuple(some), unit=MICROBATCHES)
+        return replace(self, stages=tuple(some), unit=MICROBATCHES, fixed=(), expressions=())
 
 
 def with_times(costs: Costs, times: Mapping[str, float], clock: str = "s") -> Costs:

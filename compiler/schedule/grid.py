@@ -1,12 +1,12 @@
 """A schedule as text: its rows, and a grid of ranks over time. The same schedule gives the same bytes.
 
-    # partc schedule, grammar 1
+    # partc schedule, grammar 2
     # Schedule: 1f1b   Stages: 2   Microbatches: 2
     # Stage 0: rank 0   read by 1
     # Stage 1: rank 1
     # Total: 9 units   Bubble: 33.33%   Overhead: 50%
-    # rank 0: idle 3, keeps 2 microbatches
-    # rank 1: idle 3, keeps 1 microbatch
+    # rank 0: idle 3 (33.33%), keeps 2 microbatches
+    # rank 1: idle 3 (33.33%), keeps 1 microbatch
     # rank 0 - rank 1: 4 messages
 
     rank 0: 0F0 0F1 0B0 0B1
@@ -29,14 +29,14 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-from partc.compiler.schedule.costs import Costs, unit_costs
-from partc.compiler.schedule.memory import TOLERANCE, amount_text, peaks
+from partc.compiler.schedule.costs import BYTES, MICROBATCHES, Costs, unit_costs
+from partc.compiler.schedule.memory import TOLERANCE, amount_text, peak_counts, peaks
 from partc.compiler.schedule.messages import message_counts
 from partc.compiler.schedule.schedule import Row, Schedule
 from partc.compiler.schedule.simulate import Timing, simulate
 from partc.compiler.schedule.task import Task
 
-GRAMMAR = 1
+GRAMMAR = 2
 _WIDTH = 120
 _FINEST = 8
 """Columns that an average task may take before columns are made coarser."""
@@ -65,14 +65,47 @@ def _head(schedule: Schedule, costs: Costs, timing: Timing) -> Iterator[str]:
     stages = schedule.stages
     yield f"# partc schedule, grammar {GRAMMAR}"
     yield f"# Schedule: {schedule.name}   Stages: {len(stages)}   Microbatches: {schedule.microbatches}"
+    if costs.sizes:
+        yield f"# Costs: {costs.clock} of the model's sizes, with {costs.sizes}"
     for s, homes in enumerate(stages.homes):
         read = " ".join(f"{e.target}{'' if e.gradient else ' (no gradient)'}" for e in stages.edges if e.source == s)
-        yield f"# Stage {s}: {stages.label(*homes)}{f'   read by {read}' if read else ''}"
+        cost = f"   {_cost_text(s, schedule, costs)}" if costs.unit == BYTES else ""
+        yield f"# Stage {s}: {stages.label(*homes)}{cost}{f'   read by {read}' if read else ''}"
     yield f"# Total: {timing.total:.6g} {costs.clock}   Bubble: {percent(timing.bubble)}   Overhead: {percent(timing.overhead)}"
-    for home, (idle, peak) in enumerate(zip(timing.idle, peaks(schedule, costs), strict=True)):
-        yield f"# {stages.label(home)}: idle {idle:.6g}, keeps {amount_text(peak, costs.unit)}"
+    counts = peaks(schedule, costs.in_microbatches(stages) if costs.unit == BYTES else costs)
+    for home, (idle, peak) in enumerate(zip(timing.idle, counts, strict=True)):
+        share = percent(idle / timing.total if timing.total else 0.0)
+        more = _bytes_text(schedule, home, costs) if costs.unit == BYTES else ""
+        yield f"# {stages.label(home)}: idle {idle:.6g} ({share}), keeps {amount_text(peak, MICROBATCHES)}{more}"
     for (one, other), count in message_counts(schedule).items():
         yield f"# {one} - {other}: {count} {'message' if count == 1 else 'messages'}"
+
+
+def _cost_text(s: int, schedule: Schedule, costs: Costs) -> str:
+    """The times of a stage's tasks, and what it saves: `F 1.2 B 0.9 W 1.1, saves 4096*batch bytes`."""
+    cost = costs.stages[s]
+    text = f"F {cost.forward:.4g}"
+    if not schedule.stages.backward[s]:
+        return text
+    if any(stage == s for stage, _ in schedule.split):
+        text += f" B {cost.backward:.4g} W {cost.weight:.4g}"
+    else:
+        text += f" B {cost.whole_backward:.4g}"
+    saved = f"{costs.expressions[s][0]} bytes" if costs.expressions else amount_text(cost.saved, BYTES)
+    return f"{text}, saves {saved}"
+
+
+def _bytes_text(schedule: Schedule, home: int, costs: Costs) -> str:
+    """The bytes of what a home keeps at its peak, and besides."""
+    saved, deferred = peak_counts(schedule, home, costs)
+    text = amount_text(peaks(schedule, costs)[home], BYTES)
+    if costs.expressions:
+        some = [(count, costs.expressions[s][0]) for s, count in saved.items()]
+        some += [(count, costs.expressions[s][1]) for s, count in deferred.items()]
+        text = f"{sum((count * each for count, each in some), start=0)} bytes"
+    besides = costs.kept_besides(home)
+    least = "at least " if costs.unbounded else ""
+    return f": {text}" + (f"; besides {least}{amount_text(besides, BYTES)}" if besides else "")
 
 
 def percent(share: float) -> str:

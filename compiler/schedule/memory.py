@@ -84,6 +84,20 @@ def course(schedule: Schedule, home: int, costs: Costs) -> list[float]:
     return found
 
 
+def peak_counts(schedule: Schedule, home: int, costs: Costs) -> tuple[dict[int, int], dict[int, int]]:
+    """At the time when a home keeps most, by stage how many microbatches are saved for B, and how many for W."""
+    kept, at = course(schedule, home, costs), 0
+    if kept:
+        at = max(range(len(kept)), key=lambda k: (kept[k], -k))
+    saved, deferred = dict[int, int](), dict[int, int]()
+    for task in schedule.rows[home][: at + 1]:
+        if schedule.stages.backward[task.stage]:
+            split, s = schedule.is_split(task), task.stage
+            saved[s] = saved.get(s, 0) + {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: 0}[task.kind]
+            deferred[s] = deferred.get(s, 0) + split * {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.WEIGHT: -1}[task.kind]
+    return saved, deferred
+
+
 def one_microbatch(stages: Stages, costs: Costs) -> tuple[float, ...]:
     """Per home what one microbatch keeps in all stages there: a limit below that is not for `auto`."""
     return tuple(sum(costs.stages[s].saved for s in own if stages.backward[s]) for own in stages.on)

@@ -2,6 +2,7 @@
 
 stages       of nodes, by their placement                                   stages.py
 tasks        of the ops that ranks' programs have for one microbatch        phases.py
+costs        of tasks: work, bytes that are saved                           task_costs.py
 schedule     per rank the order of tasks, by name, as rows or found         schedule/
 rows         the programs of a step                                         microbatches.py
 """
@@ -15,7 +16,7 @@ from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.ir.rank_program import RankProgram
 from partc.compiler.plan.pipeline import PipelineRules
 from partc.compiler.schedule.choose import choose
-from partc.compiler.schedule.costs import unit_costs
+from partc.compiler.schedule.costs import Costs
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Edge, Stages, grouped
@@ -23,6 +24,7 @@ from partc.compiler.schedule.task import Task
 from partc.compiler.tasks.microbatches import rows_of
 from partc.compiler.tasks.phases import Labels, Phase, Unit, labelled, split_backward
 from partc.compiler.tasks.stages import NodeStages, in_halves, node_stages
+from partc.compiler.tasks.task_costs import task_costs
 from partc.compiler.training.in_parts import PART
 
 
@@ -42,12 +44,13 @@ def pipeline(program: Program) -> Program:
         stages = in_halves(program, stages, len(shape) // 2)
         labels = labelled(units, stages)
         shape = _stages(stages, labels)
+    costs = task_costs(program, units, labels, shape, rules.microbatches)
     schedule = choose(
-        shape, rules.microbatches, rules.schedule, rules.memory, where=rules.where, rows_where=rules.rows or None
+        shape, rules.microbatches, rules.schedule, rules.memory, costs, rules.where, rows_where=rules.rows or None
     )
     split_backward(units, labels, {task.stage for row in schedule.rows for task in row if schedule.is_split(task)})
-    made = rows_of(program, units, labels, _order(schedule), rules.microbatches, totals)
-    return replace(made, schedule=schedule)
+    made = rows_of(program, units, labels, _order(schedule, costs), rules.microbatches, totals)
+    return replace(made, schedule=schedule, costs=costs)
 
 
 def _asks_for_vee(rules: PipelineRules, stages: int) -> bool:
@@ -85,7 +88,7 @@ def _stages(found: NodeStages, labels: Labels) -> Stages:
     return grouped(found.groups, edges, [stage in backward for stage in range(len(found.groups))])
 
 
-def _order(schedule: Schedule) -> list[Task]:
+def _order(schedule: Schedule, costs: Costs) -> list[Task]:
     """All tasks as they begin: the one order that all ranks follow."""
-    spans = simulate(schedule, unit_costs(schedule.stages)).spans
+    spans = simulate(schedule, costs).spans
     return sorted(spans, key=lambda task: spans[task][0])

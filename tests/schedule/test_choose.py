@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from partc.compiler.errors import CompileError
 from partc.compiler.schedule.choose import NAMES, choose
@@ -88,21 +90,22 @@ pipeline: schedule: '1f1B' is not known
         {"microbatches": 8, "schedule": "1f1b", "memory": "3 microbatches"},
         """pipeline: schedule: 1f1b does not keep to memory: 3 microbatches: rank 0 keeps 4 microbatches
   a rank keeps what F saves until the backward pass has read it
-  help: write schedule: auto, or raise the limit""",
+  help: write schedule: auto, or raise the limit: from 1 microbatch on there is a schedule""",
     ),
     (
         one_each(2),
         {"microbatches": 4, "schedule": "auto", "memory": "250MB", "costs": BY_BYTES},
-        """pipeline: no schedule keeps to memory: 250 MB: of one microbatch rank 0 keeps 300 MB
+        """pipeline: no schedule keeps to memory: 250 MB: rank 0 keeps 300 MB (1 microbatch)
   a rank keeps at least what one microbatch saves in all of its stages
-  help: take more and smaller microbatches, recompute layers, or raise the limit""",
+  help: take more and smaller microbatches, recompute layers, or raise the limit: from 300 MB on there is a schedule""",
     ),
     (
         one_each(2),
         {"microbatches": 4, "schedule": "gpipe", "memory": 250_000_000, "costs": BY_BYTES},
-        """pipeline: schedule: gpipe does not keep to memory: 250 MB: rank 0 keeps 1.2 GB, rank 1 keeps 400 MB
+        """pipeline: schedule: gpipe does not keep to memory: 250 MB: rank 0 keeps 1.2 GB (4 microbatches), \
+rank 1 keeps 400 MB (4 microbatches)
   a rank keeps what F saves until the backward pass has read it
-  help: take more and smaller microbatches, recompute layers, or raise the limit""",
+  help: take more and smaller microbatches, recompute layers, or raise the limit: from 300 MB on there is a schedule""",
     ),
     (
         one_each(2),
@@ -110,6 +113,26 @@ pipeline: schedule: '1f1B' is not known
         """pipeline: memory: 1 GB cannot be held against rows
   sizes of stages are not known here
   help: give the limit in microbatches, such as '2.5 microbatches'""",
+    ),
+    (
+        one_each(2),
+        {"microbatches": 4, "memory": "1GB", "costs": replace(BY_BYTES, unbounded="batch")},
+        """pipeline: memory: 1 GB cannot be held against rows
+  'batch' has no largest size, so a microbatch may have any number of bytes
+  help: declare it in 'symbols', such as {max: 512}, or give the limit in microbatches, such as '2.5 microbatches'""",
+    ),
+    (
+        one_each(2),
+        {
+            "microbatches": 4,
+            "schedule": "auto",
+            "memory": "999MB",
+            "costs": replace(BY_BYTES, fixed=(7e8, 0.0)),
+        },
+        """pipeline: no schedule keeps to memory: 999 MB: rank 0 keeps 1 GB (1 microbatch, and 700 MB of parameters, state, batch \
+and one task)
+  a rank keeps at least what one microbatch saves in all of its stages
+  help: take more and smaller microbatches, recompute layers, or raise the limit: from 1 GB on there is a schedule""",
     ),
 ]
 

@@ -25,13 +25,13 @@ def refused(capsys: Capture, *arguments: str) -> str:
 
 def test_one_schedule_as_rows_and_grid(capsys: Capture) -> None:
     assert said(capsys, "--schedule", "1f1b", "--stages", "2", "--microbatches", "2") == (
-        """# partc schedule, grammar 1
+        """# partc schedule, grammar 2
 # Schedule: 1f1b   Stages: 2   Microbatches: 2
 # Stage 0: rank 0   read by 1
 # Stage 1: rank 1
 # Total: 9 units   Bubble: 33.33%   Overhead: 50%
-# rank 0: idle 3, keeps 2 microbatches
-# rank 1: idle 3, keeps 1 microbatch
+# rank 0: idle 3 (33.33%), keeps 2 microbatches
+# rank 1: idle 3 (33.33%), keeps 1 microbatch
 # rank 0 - rank 1: 4 messages
 
 rank 0: 0F0 0F1 0B0 0B1
