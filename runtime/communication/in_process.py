@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition
 from typing import TypeAlias
@@ -21,7 +21,7 @@ from ..artifact.dtypes import Bytes, Dtype
 from ..artifact.format import ALL_GATHER, ALL_TO_ALL, BROADCAST
 from ..errors import RankError
 from ..job.machine import usable_cores
-from .transport import GATHER, CollectiveArgs, Request, Transport, Vector, stalled
+from .transport import AGREEMENT, GATHER, Agreements, CollectiveArgs, Request, Transport, Vector, stalled
 
 _Key = tuple[int, int, int]
 
@@ -99,7 +99,7 @@ class LocalWorld:
             self._wait(key[1], lambda: bool(self._mail.get(key)), what)
             return self._mail[key].popleft()
 
-    def contribute(self, ranks: tuple[int, ...], tag: int, rank: int, data: Bytes) -> _Rendezvous:
+    def contribute(self, ranks: tuple[int, ...], tag: int, rank: int, data: object) -> _Rendezvous:
         """The rendezvous of a collective, to which a rank now has contributed its bytes."""
         with self._changed:
             rendezvous = self._collectives.setdefault((ranks, tag), _Rendezvous())
@@ -168,6 +168,7 @@ class LocalTransport:
         self.cores = max(1, len(usable_cores()) // world.size)
         self.shares_host = world.size > 1
         self.single_host, self.has_own_core = True, False
+        self._agreements = 0
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Request:
         self.world.put((self.rank, peer, tag), buffer.copy())
@@ -203,9 +204,11 @@ class LocalTransport:
         return begin
 
     def all_reduce_max(self, vector: Vector) -> Vector:
-        vectors = self.world.exchange(self.rank, vector.copy(), lambda: "the agreement on the sizes of a step")
-        highest: Vector = np.stack([np.asarray(one, np.int64) for one in vectors]).max(axis=0)
-        return highest
+        return _highest(self.world.exchange(self.rank, vector.copy(), lambda: AGREEMENT))
+
+    def agreements(self) -> Agreements:
+        self._agreements += 1
+        return LocalAgreements(self.world, self.rank, -self._agreements)
 
     def all_gather_text(self, text: str) -> list[str]:
         return [str(one) for one in self.world.exchange(self.rank, text, lambda: "the exchange of messages")]
@@ -221,6 +224,24 @@ class LocalTransport:
 
     def close(self) -> None:
         pass
+
+
+class LocalAgreements:
+    """Agreements as collectives of a tag of their own."""
+
+    def __init__(self, world: LocalWorld, rank: int, tag: int) -> None:
+        self.world, self.rank, self.tag = world, rank, tag
+        self.everyone = tuple(range(world.size))
+
+    def begin(self, vector: Vector) -> Callable[[], Vector]:
+        world, rank = self.world, self.rank
+        rendezvous = world.contribute(self.everyone, self.tag, rank, vector.copy())
+        return lambda: _highest(world.collect(rank, rendezvous, lambda: AGREEMENT).values())
+
+
+def _highest(vectors: Iterable[object]) -> Vector:
+    highest: Vector = np.stack([np.asarray(one, np.int64) for one in vectors]).max(axis=0)
+    return highest
 
 
 def _distribute(rank: int, args: CollectiveArgs, given: Sequence[Bytes], what: Callable[[], str]) -> None:

@@ -16,6 +16,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -33,7 +34,7 @@ from . import shared_memory
 from .leaving import expected
 from .mpi_group import ProcessGroup
 from .mpi_watch import Watch
-from .transport import CollectiveArgs, Request, Vector
+from .transport import AGREEMENT, Agreements, CollectiveArgs, Request, Vector
 
 _PIECE = 1 << 30
 _ALONE_SPIN = 2e-3
@@ -61,6 +62,13 @@ class _Pieces:
         return MPI.Request.Testall(self.requests)
 
 
+@dataclass(frozen=True)
+class _Agreements:
+    """Agreements on a communicator of their own."""
+
+    begin: Callable[[Vector], Callable[[], Vector]]
+
+
 class MpiTransport:
     """One rank's end of an MPI communicator; creating it and closing it is collective."""
 
@@ -79,6 +87,7 @@ class MpiTransport:
         self._begun = self._done = 0
         """How many agreements and exchanges of all ranks this one has begun, and has taken part in."""
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._channels: list[MPI.Intracomm] = []
         self.wait(comm.Ibarrier(), lambda: "all ranks to begin to load")
         self.comm = calls.duplicate(comm, self._watch)
         self.notices = calls.duplicate(comm, self._watch)
@@ -162,11 +171,25 @@ class MpiTransport:
         return self._groups[args.ranks].prepare(args)
 
     def all_reduce_max(self, vector: Vector) -> Vector:
+        return self._begin(self.comm, vector)()
+
+    def agreements(self) -> Agreements:
+        comm = calls.duplicate(self.comm, self._watch)
+        self._channels.append(comm)
+        return _Agreements(partial(self._begin, comm))
+
+    def _begin(self, comm: MPI.Intracomm, vector: Vector) -> Callable[[], Vector]:
         result = np.empty_like(vector)
-        self._begun += 1
-        self.wait(self.comm.Iallreduce(vector, result, MPI.MAX), lambda: "the agreement on the sizes of a step")
-        self._done += 1
-        return result
+        request = comm.Iallreduce(vector, result, MPI.MAX)
+
+        def finish() -> Vector:
+            # Counted when it is waited for: a step that others are in still completes without who has left after it.
+            self._begun += 1
+            self.wait(request, lambda: AGREEMENT)
+            self._done += 1
+            return result
+
+        return finish
 
     def all_gather_text(self, text: str) -> list[str]:
         mine = np.frombuffer(text.encode(), np.uint8)
@@ -204,7 +227,8 @@ class MpiTransport:
             self._progress.close()
             for group in self._groups.values():
                 group.free()
-            calls.free(self.comm, self._watch)
+            for comm in (*self._channels, self.comm):
+                calls.free(comm, self._watch)
             if self.notices is not None:
                 calls.free(self.notices, self._watch)
 

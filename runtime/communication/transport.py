@@ -31,6 +31,8 @@ from ..errors import one_line
 Request: TypeAlias = object
 GATHER = "Gather"
 """What a Reduce is where the transport does not reduce the type; no op of a rank file."""
+AGREEMENT = "the agreement on the sizes of a step"
+"""What a wait for other ranks' vectors is called in reports."""
 Vector: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -50,6 +52,14 @@ class CollectiveArgs:
     reduce: str = ""
     root: int = 0
     at_once: bool = False
+
+
+class Agreements(Protocol):
+    """Element-wise maxima over all ranks: the n-th that one rank begins is the n-th of every other, whatever lies between them."""
+
+    def begin(self, vector: Vector) -> Callable[[], Vector]:
+        """Gives this rank's vector, without waiting; what comes back waits for those of all ranks, and returns the maximum."""
+        ...
 
 
 @runtime_checkable
@@ -101,6 +111,10 @@ class Transport(Protocol):
 
     def all_reduce_max(self, vector: Vector) -> Vector:
         """The element-wise maximum over all ranks."""
+        ...
+
+    def agreements(self) -> Agreements:
+        """Agreements of all ranks in an order of their own, beside all else that ranks do together; collective."""
         ...
 
     def all_gather_text(self, text: str) -> list[str]:

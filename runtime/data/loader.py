@@ -72,6 +72,11 @@ class Loader:
         self._position = self.order.after(self._position)
         return {**batch, **self._fixed}
 
+    def peek(self) -> Batch | None:
+        """What the next batch will be, where it has been read ahead; does not wait."""
+        batch = self._ahead.peek() if self._ahead is not None else None
+        return None if batch is None else {**batch, **self._fixed}
+
     def __enter__(self) -> Loader:
         return self
 

@@ -46,6 +46,11 @@ class Prefetcher(Generic[Item]):
             raise self._error
         raise StopIteration
 
+    def peek(self) -> Item | None:
+        """The next item, which stays the next, where it is ready."""
+        with self._changed:
+            return self._ready[0] if self._ready else None
+
     def close(self, patience: float | None = None) -> None:
         """Ends the thread; returns when it has ended, or has not in `patience` seconds. What was made and not taken is gone."""
         with self._changed:

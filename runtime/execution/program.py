@@ -28,6 +28,7 @@ from ..errors import ArtifactError, InputError, PartcError, RankError, StepError
 from ..job.status_board import AGREEING, SLOT, open_board
 from ..program.segmentation import WaitCollective, segmented
 from ..program.sessions import Settings
+from .agreement import StepAgreement
 from .rank_program import describe, lower_rank_program
 from .recover import attempt, failed, settle
 from .state import State
@@ -70,7 +71,7 @@ class Program:
         self._schedules: OrderedDict[tuple[tuple[str, int], ...], StepPlan] = OrderedDict()
         self._board = open_board(transport.rank)
         self._step = 0
-        self._halt = False
+        self.agreement = StepAgreement(self._program.binder, transport, on_error != RECOVER)
         self._broken: str | None = None
 
     @property
@@ -99,10 +100,9 @@ class Program:
         if self._broken is not None:
             raise RankError(f"the program has stopped: {self._broken}")
         self._step += 1
-        halt, self._halt = self._halt, False
         try:
             SLOT.pack_into(self._board.buffer, self._board.offset, self._step, AGREEING)
-            bindings, values = self._program.binder.bind({**(inputs or {}), **named}, self._transport, halt=halt)
+            bindings, values = self.agreement.of({**(inputs or {}), **named})
             if self._on_error == RECOVER:
                 return self._attempt(bindings, values)
             return self._schedule(bindings).run(values, self._board, self._step)
@@ -112,6 +112,14 @@ class Program:
             if not (isinstance(error, StepError) and self._on_error == RECOVER):
                 self._fail(error)
             raise
+
+    def announce(self, inputs: Mapping[str, object]) -> None:
+        """Says what the step after the next one is given: the next one begins the agreement on it, and waits for no other rank.
+
+        That step must then be called with the same arrays, unchanged since. Other ranks need not announce it. Where steps can be given up
+        (`on_error="recover"`) each begins with an agreement of its own.
+        """
+        self.agreement.announce(inputs)
 
     def _attempt(self, bindings: Bindings, values: Mapping[str, Value]) -> Outputs:
         """A step that all ranks give up with a StepError where it fails on any."""
@@ -144,6 +152,7 @@ class Program:
         A collective that every rank waits for as soon as it has begun may be one blocking call, where each rank has a core; so may all
         of them where all ranks wait for all in one order. An AllReduce works in place if it can do so on every rank, as MPI wants it.
         """
+        self.agreement.open()
         collectives = self.manifest.collectives
         if not collectives:
             return
@@ -207,15 +216,6 @@ class Program:
         """Says which of `count` parts of a batch is given next, so that errors name its records."""
         self._program.binder.part = part, count, shards
 
-    def refuse(self, problem: str) -> None:
-        """Take part in a step that this rank's inputs make impossible: all ranks raise the InputError with the problem."""
-        halt, self._halt = self._halt, False
-        self._program.binder.bind({}, self._transport, problem, halt)
-
-    def halt(self, now: bool) -> None:
-        """Says whether this rank wants no further step: the next one is then not begun, and all ranks raise Halted."""
-        self._halt = now
-
     def describe(self, action: int) -> str:
         """The text of an action that the status board shows."""
         return describe(self._program.steps, action)
@@ -223,6 +223,7 @@ class Program:
     def recover(self) -> None:
         """Make the program callable again after a failure; all ranks must do so, and the transport must hold no old message."""
         self._broken = None
+        self.agreement.reset()
 
     def close(self) -> None:
         """Give back sessions, buffers and communicators; collective."""

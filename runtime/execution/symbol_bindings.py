@@ -9,7 +9,7 @@ the whole value: a rank that has a shard of an input knows them from its box.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -20,7 +20,7 @@ from ..artifact.boxes import divisor, slices, whole_size
 from ..artifact.dtypes import BY_NAME, Array, Dtype, by_numpy, dense
 from ..artifact.format import LabelRecord, Manifest, Port, SymbolRecord
 from ..artifact.tensor import Tensor, Value
-from ..communication.transport import Transport, Vector
+from ..communication.transport import Agreements, Transport, Vector
 from ..errors import InputError
 from .inputs import Whole
 
@@ -33,6 +33,21 @@ _UNSEEN = np.iinfo(np.int64).min
 
 class Halted(Exception):
     """Some rank wants no further step: raised by the agreement that begins one, on all ranks alike."""
+
+
+@dataclass(frozen=True)
+class ToldStep:
+    """A step of which this rank has told the others its sizes: the inputs as given and as values, what is wrong, and the agreement."""
+
+    given: Mapping[str, object]
+    values: dict[str, Value]
+    problems: Sequence[str]
+    agreed: Callable[[], Vector]
+
+    def is_of(self, inputs: Mapping[str, object]) -> bool:
+        """Whether these are the very inputs of the step."""
+        given = self.given
+        return given.keys() == inputs.keys() and all(given[name] is value for name, value in inputs.items())
 
 
 @dataclass
@@ -63,19 +78,23 @@ class Binder:
             for axis in range(len(port.shape or ()))
         ]
 
-    def bind(
-        self, inputs: Mapping[str, object], transport: Transport, problem: str = "", halt: bool = False
-    ) -> tuple[Bindings, dict[str, Value]]:
-        """The bindings of this step and the inputs that this rank reads, as values; InputError on all ranks alike.
+    def tell(
+        self, inputs: Mapping[str, object], agreements: Agreements, problem: str = "", halt: bool = False
+    ) -> ToldStep:
+        """Tells the other ranks the sizes of a step with these inputs, without waiting for theirs.
 
         A `problem` is what this rank knows already to be wrong with its inputs. With `halt` on any rank, all raise Halted.
         """
         values, problems = ({}, [problem]) if problem else self._read(inputs)
         vector = self._vector(values, _HALT if halt else _PROBLEM if problems else 0)
-        agreed = transport.all_reduce_max(vector)
+        return ToldStep({**inputs}, values, problems, agreements.begin(vector))
+
+    def bind(self, step: ToldStep, transport: Transport) -> tuple[Bindings, dict[str, Value]]:
+        """The bindings of a step that was told and the inputs that this rank reads, as values; InputError on all ranks alike."""
+        values, agreed = step.values, step.agreed()
         if agreed[0] == _HALT:
             raise Halted
-        texts = transport.all_gather_text(_BETWEEN.join(problems)) if agreed[0] else []
+        texts = transport.all_gather_text(_BETWEEN.join(step.problems)) if agreed[0] else []
         bindings: Bindings = {}
         told = [problem for text in texts for problem in text.split(_BETWEEN) if problem]
         found = list(dict.fromkeys(told)) + list(self._violations(agreed, bindings))

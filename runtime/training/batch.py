@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from ..artifact.boxes import divisor
 from ..artifact.format import Manifest, Port, TrainingRecord
 from ..errors import InputError
 from ..execution.symbol_bindings import smallest
+
+Item = TypeVar("Item")
 
 
 def of_batch(manifest: Manifest) -> Manifest:
@@ -36,6 +38,16 @@ def _of_batch(port: Port, record: TrainingRecord) -> Port:
     if record.accumulate == 1 or port.name in record.fixed or not port.shape or not isinstance(port.shape[0], int):
         return port
     return port.model_copy(update={"shape": [port.shape[0] * record.accumulate, *port.shape[1:]]})
+
+
+def with_next(batches: Iterable[Item]) -> Iterator[tuple[Item, Item | None]]:
+    """Each batch with the one that follows it, which is read before the first is handled."""
+    source = iter(batches)
+    batch = next(source, None)
+    while batch is not None:
+        following = next(source, None)
+        yield batch, following
+        batch = following
 
 
 def shards_of_batch(manifest: Manifest) -> int:

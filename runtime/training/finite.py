@@ -5,14 +5,19 @@ A loss that is no finite number is told on all ranks alike before anything else 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..artifact.dtypes import Array
 from ..artifact.format import Port, StateRecord
+from ..errors import NonFiniteError
+
+if TYPE_CHECKING:
+    from ..execution.program import Program
 
 STOP, WARN, SKIP = "stop", "warn", "skip"
 """What happens when a loss is not finite: training ends, a warning is printed, or the step changes nothing."""
@@ -22,11 +27,31 @@ SKIPPED = "skipped"
 
 @dataclass(frozen=True)
 class PendingLoss:
-    """A step whose loss is not yet known to be finite on all ranks, with the batch of this rank."""
+    """A step, counted from 1, whose loss is not yet known to be finite on all ranks, with the batch of this rank."""
 
+    step: int
     bad: bool
     loss: str
     batch: Mapping[str, object]
+
+
+def stopped(
+    program: Program, name: str, untold: Sequence[PendingLoss], inputs: Iterable[Port], following: Mapping[str, object]
+) -> NonFiniteError:
+    """The error of the first step whose loss is not finite on some rank, with what each rank was given that is not; collective.
+
+    `untold`: this rank's last steps. A batch that shares memory with a later one, at last the `following`, is not looked into.
+    """
+    bad = next((one for one in untold if one.bad), None)
+    told = program.all_gather_text(json.dumps([bad.step, bad.loss]) if bad else "")
+    step, shown = min(json.loads(text) for text in told if text)
+    at = next(place for place, one in enumerate(untold) if one.step == step)
+    batch, later = untold[at].batch, [*(one.batch for one in untold[at + 1 :]), following]
+    ports = [port for port in inputs if port.name in batch]
+    again = any(is_same(batch[port.name], other.get(port.name)) for port in ports for other in later)
+    cause = f"rank {program.rank}: its inputs were overwritten since" if again else ""
+    causes = program.all_gather_text(cause or first_in_batch(batch, ports, program.rank))
+    return NonFiniteError(nonfinite_loss(step, name, shown, causes))
 
 
 def is_same(value: object, other: object) -> bool:

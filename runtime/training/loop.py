@@ -90,8 +90,9 @@ def run(
     last: Metrics = {}
     begun, records, skipped = time.perf_counter(), 0, trainer.skipped
     while trainer.step < total:
-        position = loader.position()
-        outputs = _step(trainer, next(loader), position)
+        position, batch = loader.position(), next(loader)
+        following = loader.peek() if trainer.step + 1 < total else None
+        outputs = _step(trainer, batch, following, position)
         finite = is_finite(outputs.get(trainer.record.loss, 0.0)) and trainer.skipped == skipped
         if finite or trainer.on_nonfinite == WARN:
             means.add(outputs)
@@ -133,10 +134,12 @@ def run(
     return last
 
 
-def _step(trainer: Trainer, batch: Mapping[str, Any], position: Position) -> Mapping[str, Any]:
+def _step(
+    trainer: Trainer, batch: Mapping[str, Any], following: Mapping[str, Any] | None, position: Position
+) -> Mapping[str, Any]:
     """The outputs of a step; the error of a refused batch names its place in the data."""
     try:
-        return trainer.train(batch)
+        return trainer.train(batch, following)
     except InputError as error:
         raise InputError(
             f"step {trainer.step + 1}, batch {position.batch} of epoch {position.epoch}: {error}"

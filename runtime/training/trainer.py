@@ -8,6 +8,7 @@ with load_trainer("build") as trainer:                    # on every rank
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,18 +28,16 @@ from ..errors import ArtifactError, InputError, NonFiniteError, UsageError
 from ..execution.program import OnError, Outputs, Program, load
 from ..execution.symbol_bindings import Halted
 from ..user_code import user_code
-from .batch import of_batch, parts, shards_of_batch
+from .batch import of_batch, parts, shards_of_batch, with_next
 from .checkpoints import Checkpoints
 from .finite import (
     SKIPPED,
     STOP,
     PendingLoss,
-    first_in_batch,
     is_finite,
-    is_same,
-    nonfinite_loss,
     nonfinite_state,
     not_finite,
+    stopped,
 )
 
 if TYPE_CHECKING:
@@ -77,7 +76,8 @@ class Trainer:
         self._checkpoints = Checkpoints(program, str(record.optimizer.get("type", "")), ahead)
         self.on_nonfinite = str(record.settings.get("on_nonfinite", STOP))
         self._evaluation, self._accumulation, self._totals = evaluation, accumulation, totals
-        self._untold: PendingLoss | None = None
+        self._untold: deque[PendingLoss] = deque(maxlen=2)
+        self._stop: NonFiniteError
         self._ports = of_batch(program.manifest).inputs
         self._pieces = shards_of_batch(program.manifest)
         self._numbers = [name for name in record.scalars if name not in _COUNTS]
@@ -112,8 +112,12 @@ class Trainer:
         """The inputs of the model, of all ranks, for a whole batch."""
         return self._ports
 
-    def train(self, batch: Mapping[str, object]) -> Outputs:
-        """One step on this rank's shards of a batch; the loss and the metrics before the update, on rank 0."""
+    def train(self, batch: Mapping[str, object], following: Mapping[str, object] | None = None) -> Outputs:
+        """One step on this rank's shards of a batch; the loss and the metrics before the update, on rank 0.
+
+        `following`: the batch of the next step, the same arrays, where it is known; other ranks may not know it. The ranks then agree on it
+        during this step, and a loss that is not finite is told one step later, to `train`; other calls ask.
+        """
         applied = self.step - self.skipped
         with user_code("the schedule", f"asking for the rate of step {applied}"):
             self.last_rate = float(self.rate(applied))
@@ -124,14 +128,16 @@ class Trainer:
         if STEP in self._scalars:
             self._scalars[STEP][...] = self.step
         first = self._totals or self._accumulation or self.program
-        first.halt(self._untold is not None and self._untold.bad)
+        first.agreement.halt(any(one.bad for one in self._untold))
         try:
             if self._accumulation is not None:
                 outputs = self._train_in_parts(batch, self._accumulation)
             else:
+                if following is not None and self.manifest.ranks > 1:
+                    self.program.announce({**following, **self._scalars})
                 outputs = self.program({**batch, **self._scalars})
         except Halted:
-            raise self._stopped(batch) from None
+            raise (self._stopped(batch) if self._untold else self._stop) from None
         self.step += 1
         return self._judged(batch, outputs)
 
@@ -142,7 +148,7 @@ class Trainer:
         if self.on_nonfinite == STOP:
             loss = outputs.get(self.record.loss)
             bad = loss is not None and not is_finite(loss)
-            self._untold = PendingLoss(bad, str(loss) if bad else "", batch)
+            self._untold.append(PendingLoss(self.step, bad, str(loss) if bad else "", batch))
             if self.manifest.ranks == 1:
                 self.check_last_loss()
         return outputs
@@ -150,24 +156,21 @@ class Trainer:
     def check_last_loss(self) -> None:
         """NonFiniteError on all ranks where the loss of the last step is no finite number and training is to stop; collective.
 
-        A rank that gets the loss tells the others by the agreement that begins the next step, so that no step waits for one more.
+        A rank that gets the loss tells the others by the next agreement on a step that it begins, so that no step waits for one more.
         Every other call of the trainer asks first; so does `close`.
         """
-        if self._untold is not None:
-            if self.program.any_rank(self._untold.bad) if self.manifest.ranks > 1 else self._untold.bad:
+        if self._untold:
+            bad = any(one.bad for one in self._untold)
+            if self.program.any_rank(bad) if self.manifest.ranks > 1 else bad:
                 raise self._stopped()
-            self._untold = None
+            self._untold.clear()
 
     def _stopped(self, following: Mapping[str, object] | None = None) -> NonFiniteError:
-        """The error of the last step, whose batch may by now be overwritten by the `following` one; collective."""
-        untold, self._untold = self._untold, None
-        assert untold is not None
-        ports = [port for port in self.inputs if port.name in untold.batch]
-        again = any(is_same(untold.batch[port.name], (following or {}).get(port.name)) for port in ports)
-        cause = f"rank {self.rank}: its inputs were overwritten since" if again else ""
-        causes = self.program.all_gather_text(cause or first_in_batch(untold.batch, ports, self.rank))
-        shown = next(text for text in self.program.all_gather_text(untold.loss) if text)
-        return NonFiniteError(nonfinite_loss(self.step, self.record.loss, shown, causes))
+        """The error of a step, whose batch may by now be overwritten by a later one, at last the `following`; collective."""
+        untold = [*self._untold]
+        self._untold.clear()
+        self._stop = stopped(self.program, self.record.loss, untold, self.inputs, following or {})
+        return self._stop
 
     def _train_in_parts(self, batch: Mapping[str, object], accumulation: Program) -> Outputs:
         """One step on a batch whose parts run one after the other; what comes out is that of the whole batch."""
@@ -179,7 +182,7 @@ class Trainer:
             cut = parts({n: v for n, v in batch.items() if n in own}, known, self.rank, count, self._pieces)
         except InputError as error:
             # The others may have what can be cut: they refuse the step with this rank, and do not begin it alone.
-            (self._totals or accumulation).refuse(str(error))
+            (self._totals or accumulation).agreement.refuse(str(error))
             raise
         totals = {} if self._totals is None else self._made_before(self._totals, batch, cut)
         found: list[Outputs] = []
@@ -228,8 +231,10 @@ class Trainer:
         self.check_last_loss()
         totals: dict[str, float] = {}
         records = 0
-        for batch, size in batches:
+        for (batch, size), following in with_next(batches):
             records += size
+            if following is not None:
+                self._evaluation.announce(following[0])
             for name, value in self._evaluation(batch).items():
                 totals[name] = totals.get(name, 0.0) + np.asarray(value).item() * size
         return {name: total / max(records, 1) for name, total in totals.items()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from partc.runtime import Program
 from partc.runtime.communication.collective import nothing
 from partc.runtime.execution import recover
 from partc.runtime.execution import step_plan as execute
+from partc.runtime.execution.agreement import StepAgreement
 from partc.runtime.execution.step_plan import StepPlan
 from partc.runtime.execution.symbol_bindings import Binder
 from partc.runtime.program import memory_plan as buffers
@@ -114,17 +116,18 @@ def _failures_are_not_told(session: Session, patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_agreement_on_one_rank(session: Session, patch: pytest.MonkeyPatch) -> None:
-    bind = Binder.bind
+    tell, bind = Binder.tell, Binder.bind
 
-    def alone(self: Binder, inputs: Any, transport: Any, *rest: Any) -> Any:
-        if self.rank != 1:
-            return bind(self, inputs, transport, *rest)
-        bindings: dict[str, int] = {}
-        values, _ = self._read(inputs)
-        list(self._violations(self._vector(values, False), bindings))
+    def alone(self: Binder, inputs: Any, agreements: Any, *rest: Any) -> Any:
+        own = SimpleNamespace(begin=lambda vector: lambda: vector)
+        return tell(self, inputs, own if self.rank == 1 else agreements, *rest)
+
+    def bound(self: Binder, *rest: Any) -> Any:
+        bindings, values = bind(self, *rest)
         return {"B": 3, **bindings}, values
 
-    patch.setattr(Binder, "bind", alone)
+    patch.setattr(Binder, "tell", alone)
+    patch.setattr(Binder, "bind", bound)
 
 
 def _state_is_not_what_it_was(session: Session, patch: pytest.MonkeyPatch) -> None:
@@ -146,7 +149,7 @@ def _state_is_not_what_it_was(session: Session, patch: pytest.MonkeyPatch) -> No
 
 
 def _a_loss_is_not_told(session: Session, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Program, "halt", lambda self, now: None)
+    patch.setattr(StepAgreement, "halt", lambda self, now: None)
 
 
 def _no_stand_ins(session: Session, patch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def shortest(session: Session, seed: int) -> Found:
         middle = (low + high) // 2
         low, high = (low, middle) if session.seeded(seed, middle).problems else (middle, high)
     found = session.seeded(seed, high, traced=True)
-    return found if found.problems else whole
+    return found if found.problems and found.decisions <= whole.decisions else whole
 
 
 def show(found: Found, every: bool = False) -> None:

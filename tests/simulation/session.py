@@ -6,7 +6,7 @@ calls of the transport, or is given what no step can take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -250,7 +250,7 @@ class Session:
         for end in self.ends:
             if isinstance(end, Trainer):
                 end.step = end.skipped = 0
-                end._untold = None
+                end._untold.clear()
         return self.world.run([self._job(rank) for rank in range(self.sample.ranks)])
 
     def _job(self, rank: int) -> Callable[[], Results]:
@@ -270,8 +270,8 @@ class Session:
 
     def _take(self, rank: int, results: Results) -> None:
         end, fault = self.ends[rank], self.fault
-        for number, step in enumerate(self.steps):
-            given = _given(end, step)
+        every = [_given(end, step) for step in self.steps]
+        for number, given in enumerate(every):
             if fault.kind == REFUSED and fault.at == number:
                 self.hit = True
                 self._refuse(end, spoiled(end, given, fault.way) if fault.rank == rank else given, results)
@@ -279,7 +279,7 @@ class Session:
                 given = without_numbers(end, given)
             self.hit |= fault.kind == NONFINITE and fault.at == number
             try:
-                results.outputs.append(_step(end, given))
+                results.outputs.append(_step(end, given, self._announced(rank, number, every)))
             except StepError as error:
                 results.given_up[number] = str(error)
                 results.outputs.append({})
@@ -290,6 +290,13 @@ class Session:
                 end.load(self.kept)
             batch = {port.name: piece(self.steps[0][port.name], port.box(rank)) for port in end.inputs}
             results.outputs.append(end.evaluate([(batch, 1), (batch, 1)]))
+
+    def _announced(self, rank: int, number: int, every: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """What a rank knows of the following step, every other time; ranks differ in that."""
+        last, fault = number + 1 == len(every), self.fault
+        if last or (rank + number) % 2 or fault.kind == NONFINITE or (fault.kind, fault.at) == (REFUSED, number + 1):
+            return None
+        return every[number + 1]
 
     def _save(self, rank: int, end: Trainer, number: int) -> None:
         if (self.fault.kind, self.fault.rank, self.fault.at) != (DISK, rank, number):
@@ -329,8 +336,14 @@ def _given(end: Program | Trainer, step: Mapping[str, Any]) -> dict[str, Any]:
     return {port.name: step[port.name] if port.boxes is None else Whole(step[port.name]) for port in end.inputs}
 
 
-def _step(end: Program | Trainer, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    return end.train(given) if isinstance(end, Trainer) else end(given)
+def _step(
+    end: Program | Trainer, given: Mapping[str, Any], following: Mapping[str, Any] | None = None
+) -> Mapping[str, Any]:
+    if isinstance(end, Trainer):
+        return end.train(given, following)
+    if following is not None:
+        end.announce(following)
+    return end(given)
 
 
 def _whole_steps(end: Program | Trainer, steps: Any) -> list[Mapping[str, Any]]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from partc.runtime.artifact.dtypes import Bytes, Dtype
 from partc.runtime.artifact.format import ALL_GATHER, BROADCAST, REDUCE_TO, SUM
-from partc.runtime.communication.transport import GATHER, CollectiveArgs, Request, Vector
+from partc.runtime.communication.transport import AGREEMENT, GATHER, Agreements, CollectiveArgs, Request, Vector
 
 from .parts import Joining, Transfer, named, result
 from .world import SimulatedWorld, What
@@ -32,6 +32,7 @@ class SimulatedTransport:
         self.cores, self.shares_host, self.single_host, self.has_own_core = 1, True, True, own_cores
         self.native = native
         self.everyone = tuple(range(world.size))
+        self.channels = 0
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Request:
         world, key = self.world, (self.rank, peer, tag)
@@ -148,9 +149,13 @@ class SimulatedTransport:
         args.target[:] = result(args, self.rank, [meeting.brought[rank] for rank in args.ranks])
 
     def all_reduce_max(self, vector: Vector) -> Vector:
-        brought = self._together(("agree", vector.size), vector.copy(), "the agreement on the sizes of a step")
+        brought = self._together(("agree", vector.size), vector.copy(), AGREEMENT)
         highest: Vector = np.stack(brought).max(axis=0)
         return highest
+
+    def agreements(self) -> Agreements:
+        self.channels += 1
+        return SimulatedAgreements(self, 1 + self.channels)
 
     def all_gather_text(self, text: str) -> list[str]:
         return self._together(("share",), text, "the exchange of messages")
@@ -186,3 +191,23 @@ class SimulatedTransport:
 
     def close(self) -> None:
         pass
+
+
+class SimulatedAgreements:
+    """Agreements that are matched in an order of their own."""
+
+    def __init__(self, transport: SimulatedTransport, channel: int) -> None:
+        self.transport, self.channel = transport, channel
+
+    def begin(self, vector: Vector) -> Callable[[], Vector]:
+        end, world = self.transport, self.transport.world
+        world.step(end.rank, lambda: "begin of an agreement")
+        meeting = world.meet(end.everyone, self.channel, end.rank, ("agree", vector.size), vector.copy())
+
+        def finish() -> Vector:
+            world.step(end.rank, lambda: f"wait: {AGREEMENT}")
+            world.wait(end.rank, meeting, lambda: AGREEMENT)
+            highest: Vector = np.stack([meeting.brought[rank] for rank in end.everyone]).max(axis=0)
+            return highest
+
+        return finish

@@ -70,8 +70,8 @@ class SimulatedWorld:
         self.scheduler.choices, self.scheduler.switches = choices, weather.switches
         self.sends: dict[Key, deque[Transfer]] = {}
         self.receives: dict[Key, deque[Transfer]] = {}
-        self.meetings: dict[tuple[tuple[int, ...], bool, int], Meeting] = {}
-        self.counts: dict[tuple[tuple[int, ...], bool, int], int] = {}
+        self.meetings: dict[tuple[tuple[int, ...], int, int], Meeting] = {}
+        self.counts: dict[tuple[tuple[int, ...], int, int], int] = {}
         self.open: dict[int, list[Transfer | Joining]] = {rank: [] for rank in range(self.size)}
         self.failures: list[str | None] = [None] * self.size
         self.left: list[str] = []
@@ -154,8 +154,9 @@ class SimulatedWorld:
 
         self.scheduler.after(seconds, end)
 
-    def meet(self, ranks: tuple[int, ...], own: bool, rank: int, signature: tuple[Any, ...], thing: Any) -> Meeting:
-        """The meeting that a rank comes to with its next call among these ranks, of the job or of a communicator of their own."""
+    def meet(self, ranks: tuple[int, ...], own: int, rank: int, signature: tuple[Any, ...], thing: Any) -> Meeting:
+        """The meeting that a rank comes to with its next call among these ranks, of the job, of a communicator of their own, or of
+        one of their agreements."""
         count = self.counts[ranks, own, rank] = self.counts.get((ranks, own, rank), 0) + 1
         meeting = self.meetings.setdefault((ranks, own, count), Meeting(signature))
         if meeting.signature != signature:

@@ -145,7 +145,7 @@ def test_training_stops_on_all_ranks_before_the_next_step(name: str, tmp_path: P
             except NonFiniteError:
                 assert ranks == 1
         found = kept(trainer)
-        trainer._untold = None
+        trainer._untold.clear()
         return found
 
     assert after == on_all(folder, ranks, two_steps)
@@ -158,17 +158,20 @@ def test_nothing_is_done_after_a_step_whose_loss_is_not_finite(following: str, t
     assert text.startswith("step 2: the loss is nan\n  rank 1: input 'x': record 5 of the batch holds nan\n")
 
 
-@pytest.mark.parametrize("name", ["shared", "placed"])
-def test_a_step_that_goes_well_agrees_once(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "ahead"), [("shared", False), ("placed", True)])
+def test_a_step_that_goes_well_agrees_once(name: str, ahead: bool, tmp_path: Path) -> None:
     folder, ranks = built(tmp_path / "build", name, "stop")
 
     def act(trainer: Trainer) -> int:
-        transport, found = trainer.program._transport, []
-        agree = transport.all_reduce_max
-        transport.all_reduce_max = lambda vector: found.append(1) or agree(vector)  # type: ignore[func-returns-value,method-assign]
+        transport, agreements = trainer.program._transport, trainer.program.agreement._agreements
+        found: list[int] = []
+        for place, name in ((transport, "all_reduce_max"), (agreements, "begin")):
+            agree = getattr(place, name)
+            setattr(place, name, lambda vector, agree=agree: found.append(1) or agree(vector))
+        batches = [fed(trainer, batch(step)) for step in range(6)]
         for step in range(5):
-            trainer.train(fed(trainer, batch(step)))
-        return len(found)
+            trainer.train(batches[step], batches[step + 1] if ahead and step < 4 else None)
+        return sum(found)
 
     assert on_all(folder, ranks, act) == [5] * ranks
 
