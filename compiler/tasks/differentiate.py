@@ -28,7 +28,7 @@ from partc.compiler.autodiff.reach import trained_values
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.program import Group, Program, ShardedValue
-from partc.compiler.ir.rank_program import ComputeOp, TaskKind
+from partc.compiler.ir.rank_program import ComputeOp, StateTensor, TaskKind
 from partc.compiler.ir.values import ValueTable, derived
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
@@ -157,9 +157,11 @@ class Backward:
         state = self.builders.derived(STATE)
         made = seed_nodes(state, name, number, shape, kind)
         given = typed(self.values, self.program.symbols, scalar(state, ir.DataType.FLOAT))
+        kept = StateTensor(state, replicated_on(given[0], group), "", STATE, "scale", initial=scale.first)
         for builder in self.builders.of(group):
             builder.constants.update(made.constants)
             builder.types[state] = given
+            builder.kept[state] = kept
         self.comm.append(group, *(ComputeOp(node, node) for node in made.nodes))
 
     def _shards(self) -> int:

@@ -301,6 +301,8 @@ class Updates:
             value = number(self.builders.derived(name), kind)
             self._types(everyone, [value])
             listed = typed(self.values, self.program.symbols, value)[0]
+            for builder in self.builders.of(everyone):
+                builder.kept.pop(str(value.name), None)
             self._keep(replicated_on(listed, everyone), str(value.name), following, name, "scale", initial=initial)
 
     def _guard(self, everyone: Group, total: str) -> None:

@@ -163,7 +163,7 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
         state=state,
         updates=updates,
         guard=training.guard if training is not None else "",
-        replaced=file.replaced_by_copy,
+        replaced=[pair for pair in file.replaced_by_copy if pair not in file.replaced_always],
         replaced_always=file.replaced_always,
     )
 

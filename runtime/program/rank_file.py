@@ -85,13 +85,11 @@ class RankFile:
     def replaced_by_copy(self) -> list[tuple[str, str]]:
         """What is replaced when the step ends: the kept value, and the value that is copied into it."""
         in_place = {record.next for record in self.updated_in_place}
-        return [
-            (one.value, one.next) for one in self.state if one.next and one.next not in in_place and one.kind != SCALE
-        ]
+        return [(one.value, one.next) for one in self.state if one.next and one.next not in in_place]
 
     @cached_property
     def replaced_always(self) -> list[tuple[str, str]]:
-        """What is replaced when the step ends, also where the step replaces nothing else."""
+        """Of these what is replaced also where a step replaces nothing else."""
         return [(one.value, one.next) for one in self.state if one.next and one.kind == SCALE]
 
     @cached_property

@@ -163,9 +163,10 @@ def same_training(
     have = run(source(), plan, folder / "cut", steps)
     assert check_artifact(folder / "cut") == []
     for k, (one, other) in enumerate(zip(have.outputs, want.outputs, strict=True)):
-        assert one.keys() == other.keys()
-        for name, value in other.items():
-            np.testing.assert_allclose(one[name], value, rtol=rtol, atol=rtol, err_msg=f"step {k}: {name}")
+        guards = {name for name in {*one, *other} if name.startswith("gradients.")}  # named by the number of ranks
+        assert one.keys() - guards == other.keys() - guards
+        for name in other.keys() - guards:
+            np.testing.assert_allclose(one[name], other[name], rtol=rtol, atol=rtol, err_msg=f"step {k}: {name}")
     same_tensors(have.after, want.after, want.before, atol)
     return have.program
 
