@@ -217,7 +217,8 @@ def _op_lines(
     yield f"      : {kinds(ins)} -> {kinds(outs)}"
     placed = program.placement.get(source)
     path = program.paths.get(source, node.name or "")
-    yield f"      # Scope: {path}" + (f"   Rule: {placed.rule}" if placed else "")
+    again = f"   Recomputed: {step.again}" if step.again else ""
+    yield f"      # Scope: {path}" + (f"   Rule: {placed.rule}" if placed else "") + again
     if itself:
         yield from (f"      # Sharded: {text}" for text in cut_text(program, source, part.rank))
 

@@ -215,6 +215,8 @@ def _node(program: Program, step: ComputeOp) -> onnx.NodeProto:
     _add_metadata(
         proto, {fmt.PATH: path, **({fmt.RULE: placed.rule} if placed else {}), **({fmt.CUT: cut} if cut else {})}
     )
+    if step.again:
+        _add_metadata(proto, {fmt.RECOMPUTED: step.again})
     return proto
 
 

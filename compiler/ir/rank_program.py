@@ -35,12 +35,14 @@ class ComputeOp:
     """In a rank's program: a node with the names that its operands have there; `source` is the model's node that it stands for.
 
     `captured` renames what bodies read from outside of themselves. An op is its own identity: ranks that do the same have one object.
+    `again`: the line of the plan for which a forward op is repeated in the backward task.
     """
 
     node: ir.Node
     source: ir.Node
     captured: Mapping[str, str] = field(default_factory=dict)
     task: TaskKind = TaskKind.FORWARD
+    again: str = ""
 
 
 @dataclass(frozen=True, eq=False)

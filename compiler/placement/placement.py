@@ -35,6 +35,7 @@ from partc.compiler.plan.matching import (
     default_group,
     output_ranks,
     placement_rules,
+    recomputed,
     sharding_rules,
     stage_rules,
 )
@@ -50,6 +51,7 @@ def place(program: Program) -> Program:
     delivered, output_problems = output_ranks(program)
     cut, cut_problems = sharding_rules(program)
     problems += [*stage_problems, *output_problems, *cut_problems]
+    problems += recomputed(program)[1] if program.kind is ProgramKind.STEP else []
     if problems:
         raise CompileError(problems)
     said = rules

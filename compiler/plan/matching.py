@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -13,6 +13,7 @@ from partc.compiler.ir.graph import OWN_NAME
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.plan.groups import Frame, group_of, ranks_text
 from partc.compiler.plan.pattern import compile_pattern, nearest
+from partc.compiler.plan.pipeline import RecomputeRule
 from partc.compiler.plan.rules import FULL_BATCH, Plan, ShardingRule
 from partc.compiler.plan.violation import Violation
 
@@ -199,6 +200,37 @@ def sharding_rules(program: Program) -> tuple[dict[ir.Node, ShardingRule], list[
             names = [*modules_of(program.paths.values()), *program.paths.values()]
             problems.append(_nothing(rule.pattern, rule.where, names, "module or node"))
     return decided, problems
+
+
+@dataclass(frozen=True)
+class Region:
+    """Nodes that are computed again together: those inside of the module that a pattern matches, or in one module the single nodes.
+
+    What a region reads from outside is kept for it; between its own nodes nothing is.
+    """
+
+    module: str
+    single: bool
+
+
+def recomputed(program: Program) -> tuple[dict[ir.Node, tuple[Region, RecomputeRule]], list[Problem]]:
+    """Per node that is computed again its region and the rule, the last that matches; a problem per rule that matches nothing."""
+    problems: list[Problem] = []
+    decided: dict[ir.Node, tuple[Region, RecomputeRule]] = {}
+    for rule in program.plan.pipeline.recompute if program.plan.pipeline else ():
+        hit = matched_nodes(program, rule.pattern)
+        matches = compile_pattern(rule.pattern).matches
+        decided.update({node: (_region(program.paths[node], matches), rule) for node in hit})
+        if not hit and not _of_the_whole(program, rule.pattern):
+            names = [*modules_of(program.paths.values()), *program.paths.values()]
+            problems.append(_nothing(rule.pattern, rule.where, names, "module or node"))
+    return decided, problems
+
+
+def _region(path: str, matches: Callable[[str], bool]) -> Region:
+    """The region of a node: the outermost module that matches, else the module around the node."""
+    outer = next((module for module in modules_of([path]) if matches(module)), None)
+    return Region(path.rpartition(".")[0], True) if outer is None else Region(outer, False)
 
 
 def output_ranks(program: Program) -> tuple[dict[ir.Value, tuple[tuple[int, ...] | None, bool]], list[Problem]]:

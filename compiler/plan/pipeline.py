@@ -4,14 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Annotated, Literal
 
 from partc.compiler.plan.groups import Frame
+from partc.compiler.plan.pattern import checked_pattern
 from partc.compiler.plan.stages import StageForm, StageRule, groups_of
 from partc.compiler.plan.violation import Violation
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    model_validator,
+)
 
 MICROBATCH: Literal["microbatch"] = "microbatch"
+
+
+@dataclass(frozen=True)
+class RecomputeRule:
+    """What a pattern matches is computed again in the backward pass; prints as `plan.yaml:8 'layers.*'`, without the folder."""
+
+    pattern: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{PurePath(self.where).name} '{self.pattern}'"
 
 
 @dataclass(frozen=True)
@@ -25,6 +47,11 @@ class PipelineRules:
     statistics: Literal["microbatch"] | None = None
     rows: tuple[str, ...] = ()
     stages: tuple[StageRule, ...] = ()
+    recompute: tuple[RecomputeRule, ...] = ()
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
 
 
 class PipelineEntry(BaseModel):
@@ -47,6 +74,15 @@ class PipelineEntry(BaseModel):
         None,
         description="microbatch: what a layer takes of all records, such as a batch normalization's mean, it takes of each "
         "microbatch; without it such a layer is refused.",
+    )
+
+    recompute: Annotated[
+        list[Annotated[str, AfterValidator(checked_pattern)]],
+        BeforeValidator(_listed, json_schema_input_type=str | list[str]),
+    ] = Field(
+        [],
+        description="Patterns of modules or nodes whose values are not kept for the backward pass, but computed again there: "
+        "[layers.*] keeps what every layer reads. With microbatches: 1 it is for a batch that is not divided.",
     )
 
     stages: Annotated[list[StageForm], Field(min_length=1)] | None = Field(
@@ -80,5 +116,8 @@ class PipelineEntry(BaseModel):
             tuple(
                 stage.rule(ranks, where, "pipeline", "stages", k)
                 for k, (stage, ranks) in enumerate(zip(self.stages or (), self._groups, strict=True))
+            ),
+            tuple(
+                RecomputeRule(pattern, where("pipeline", "recompute", k)) for k, pattern in enumerate(self.recompute)
             ),
         )

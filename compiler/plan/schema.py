@@ -240,6 +240,13 @@ class PlanEntries(BaseModel):
                 "leave out 'accumulate'",
                 "pipeline",
             )
+        if self.pipeline is not None and self.pipeline.recompute and self.train is None:
+            raise Violation(
+                "'recompute' without 'train'",
+                "values are kept for a backward pass alone",
+                "leave out 'recompute'",
+                "pipeline",
+            )
         return self
 
 

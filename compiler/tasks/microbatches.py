@@ -228,7 +228,7 @@ class _Rows:
         node = with_names(step.node, names)
         if node is not step.node and k is not None and node.name:
             node.name = f"{node.name}.{k}"
-        return ComputeOp(node, step.source, inner, step.task)
+        return replace(step, node=node, captured=inner)
 
     def _renamed(self, step: CommOp, names: Mapping[str, str], total: bool, k: int | None) -> CommOp:
         """A message or collective with its own tag; at its first end it is listed."""

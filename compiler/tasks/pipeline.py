@@ -2,6 +2,7 @@
 
 stages       of nodes, by their placement                                   stages.py
 tasks        of the ops that ranks' programs have for one microbatch        phases.py
+again        the forward ops that backward tasks repeat                     recompute.py
 costs        of tasks: work, bytes that are saved                           task_costs.py
 schedule     per rank the order of tasks, by name, as rows or found         schedule/
 rows         the programs of a step                                         microbatches.py
@@ -23,6 +24,7 @@ from partc.compiler.schedule.stages import Edge, Stages, grouped
 from partc.compiler.schedule.task import Task
 from partc.compiler.tasks.microbatches import rows_of
 from partc.compiler.tasks.phases import Labels, Phase, Unit, labelled, split_backward
+from partc.compiler.tasks.recompute import recompute, undivided
 from partc.compiler.tasks.stages import NodeStages, in_halves, node_stages
 from partc.compiler.tasks.task_costs import task_costs
 from partc.compiler.training.in_parts import PART
@@ -33,7 +35,7 @@ def pipeline(program: Program) -> Program:
     rules, training = program.plan.pipeline, program.training
     if rules is None or (training is not None and training.part is not ProgramKind.STEP):
         return program
-    if rules.microbatches == 1:
+    if rules.microbatches == 1 and not rules.recompute:
         return program
     totals = program.other(program, ProgramKind.TOTALS) if training and training.totals and program.other else None
     units = _units(program, totals)
@@ -44,6 +46,9 @@ def pipeline(program: Program) -> Program:
         stages = in_halves(program, stages, len(shape) // 2)
         labels = labelled(units, stages)
         shape = _stages(stages, labels)
+    program, units, labels = recompute(program, units, labels)
+    if rules.microbatches == 1:
+        return undivided(program, units)
     costs = task_costs(program, units, labels, shape, rules.microbatches)
     schedule = choose(
         shape, rules.microbatches, rules.schedule, rules.memory, costs, rules.where, rows_where=rules.rows or None

@@ -88,6 +88,8 @@ RULE = "partc.rule"
 CAUSE = "partc.cause"
 BYTES = "partc.bytes"
 CUT = "partc.cut"
+RECOMPUTED = "partc.recomputed"
+"""Of a forward node that is repeated in the backward pass: the line of the plan for which it is. A segment begins before it."""
 
 # rules of nodes that run wherever they are read: on several groups, on each in the form that fits there
 CONSTANT = "constant"

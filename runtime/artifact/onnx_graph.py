@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from .format import PATH
+from .format import PATH, RECOMPUTED
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
@@ -60,6 +60,11 @@ def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
 def path_of(node: NodeProto) -> str:
     """The name of a node's op in the source model; empty where it has none."""
     return next((item.value for item in node.metadata_props if item.key == PATH), "")
+
+
+def is_recomputed(node: NodeProto) -> bool:
+    """Whether a forward node is repeated in the backward pass."""
+    return any(item.key == RECOMPUTED for item in node.metadata_props)
 
 
 def op_and_path(node: NodeProto) -> str:

@@ -5,6 +5,9 @@ the first node that needs a received value nobody has waited for; all other cuts
 in the file, or before the segment that is open there, and waited for at the first use of its value. A collective begins like a
 Send and is waited for like a receive. So communication overlaps computation as far as the order allows, and no rank waits for
 what the global order puts later.
+
+A segment begins before nodes that are computed again: in one session with those that made the values first, onnxruntime would take
+both for one, and keep the values.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ..artifact.comm_node import Call, read_call
 from ..artifact.format import DOMAIN, OPTIMIZER, PEER, RECV, SEND, TAG
-from ..artifact.onnx_graph import op_and_path, reads
+from ..artifact.onnx_graph import is_recomputed, op_and_path, reads
 from ..artifact.onnx_graph import path_of as path_of
 from ..artifact.optimizer_function import is_elementwise
 from ..artifact.rank_constants import is_rank_constant, names_of
@@ -133,6 +136,8 @@ class _Segmenter:
     open: list[int] = field(default_factory=list)
     made: set[str] = field(default_factory=set)
     pending: dict[str, WaitRecv | WaitCollective] = field(default_factory=dict)
+    again: bool = False
+    """Whether the last compute node was one that is computed again."""
 
     def close(self) -> None:
         if self.open:
@@ -147,6 +152,16 @@ class _Segmenter:
         self.steps.extend(found)
         for name in [name for name, step in self.pending.items() if step in found]:
             del self.pending[name]
+
+    def compute(self, index: int, node: NodeProto, operands: Iterable[str]) -> None:
+        """A node of the open segment, or of a new one."""
+        self.wait(operands)
+        again = is_recomputed(node)
+        if again and not self.again:
+            self.close()
+        self.again = again
+        self.open.append(index)
+        self.made.update(filter(None, node.output))
 
     def give(self, names: Sequence[str], step: Message | _Collective) -> None:
         """A step that takes values out of the rank."""
@@ -187,9 +202,7 @@ def segmented(model: ModelProto, where: str, groups: Mapping[str, tuple[int, ...
         if node.domain == OPTIMIZER and updating.get(node.op_type) and not kept.isdisjoint(node.output):
             cutter.update(node)
         elif node.domain != DOMAIN:
-            cutter.wait(operands[index])
-            cutter.open.append(index)
-            cutter.made.update(filter(None, node.output))
+            cutter.compute(index, node, operands[index])
         elif node.op_type in (SEND, RECV):
             _cut_message(cutter, node, where)
         else:
@@ -236,6 +249,7 @@ def _segments(
             made = {name for index in step for name in nodes[index].output}
             reads.append(tuple(dict.fromkeys(name for index in step for name in operands[index] if name not in made)))
             wanted.update(reads[-1])
+            wanted.update(name for index in step for name in _moved_statistics(nodes[index]))
         elif isinstance(step, Message):
             reads.append(())
             wanted.add(step.value)
@@ -256,6 +270,17 @@ def _segments(
         elif isinstance(step, Send | PostRecv | WaitRecv | StartCollective | WaitCollective | Update):
             result.append(step)
     return result
+
+
+def _moved_statistics(node: NodeProto) -> Sequence[str]:
+    """The running statistics that a BatchNormalization makes in training mode.
+
+    onnxruntime writes them over those that it is given, which are kept, unless they are outputs of the session.
+    """
+    trains = node.op_type == "BatchNormalization" and any(
+        one.name == "training_mode" and one.i for one in node.attribute
+    )
+    return [name for name in node.output[1:3] if name] if trains else []
 
 
 def _check(

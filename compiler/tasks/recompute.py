@@ -1,0 +1,330 @@
+"""Recompute: forward ops that the plan names are repeated in the backward task, and what they made is not kept for it.
+
+    forward     h -> up -> a -> Gelu -> b -> down -> y        keeps h, a, b
+    backward    reads h, a, b
+
+    recompute: ["layers.*"], all of that being layers.0
+    forward     h -> up -> a -> Gelu -> b -> down -> y        keeps h
+    backward    h -> up -> a.recomputed -> Gelu -> b.recomputed; reads h, a.recomputed, b.recomputed
+
+A region, such as one layer, is repeated at once before its first reader in the backward pass, and of it only what the backward pass of
+the region reads, directly or not: not `down`. What it reads from outside is kept, as is what anything outside reads of it: other
+regions, other stages, nodes that the plan does not name. So layers are repeated one by one, each from its own inputs.
+
+Collectives are repeated, too, on all their ranks, for their results are as large as what is not to be kept; messages are not, nor ops
+that draw random numbers, whose results are kept. Masks of a dropout follow from places and the step, so they are the same.
+What replaces statistics, outputs, and what other stages read are those that the forward task makes.
+
+With microbatches what follows from none of them (a weight's Transpose) is made once for all; in a batch that is not divided it is repeated
+with its region, as each session does it within a product.
+
+What is repeated is part of B, and of W where only that reads it (`phases.split_backward`, which comes later).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import onnx_ir as ir
+from partc.compiler.autodiff.reach import flowing
+from partc.compiler.ir.graph import bodies, captured
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.rank_program import CommOp, ComputeOp, Event, RankOp, TaskKind, read_names
+from partc.compiler.ops.registry import draws
+from partc.compiler.plan.matching import Region, matched_nodes, recomputed
+from partc.compiler.plan.pipeline import RecomputeRule
+from partc.compiler.tasks.local_form import with_names
+from partc.compiler.tasks.phases import ONCE, Label, Labels, Phase, Place, Unit, outputs
+from partc.runtime.artifact.format import RECV, SEND
+
+_BACKWARD = (Phase.BACKWARD, Phase.WEIGHT)
+_AGAIN = "recomputed"
+Own: TypeAlias = tuple[Region, int]
+"""A region within a stage."""
+Item: TypeAlias = tuple[Place, ...]
+"""An op, or an event with its place in each of its programs."""
+Value: TypeAlias = tuple[int, str]
+"""A unit, and the name of a value there."""
+
+
+def recompute(program: Program, units: Sequence[Unit], labels: Labels) -> tuple[Program, list[Unit], Labels]:
+    """The units and their labels with the plan's nodes computed again; the program has the events, and warns of patterns without effect."""
+    nodes, _ = recomputed(program)
+    work = _Recompute(program, units, labels, nodes)
+    work.find()
+    program = replace(program, warnings=(*program.warnings, *work.told()))
+    if not work.again:
+        return program, list(units), labels
+    made, found = work.write()
+    return replace(program, events=tuple(work.events)), made, found
+
+
+def undivided(program: Program, units: Sequence[Unit]) -> Program:
+    """The program of a batch that is not divided, whose ranks do what their units do."""
+    of_rank = {rank: unit.program for unit in units for rank in unit.ranks}
+    parts = [replace(part, steps=of_rank[part.rank].steps, types=of_rank[part.rank].types) for part in program.parts]
+    return replace(program, parts=tuple(parts))
+
+
+@dataclass
+class _Recompute:
+    program: Program
+    units: Sequence[Unit]
+    labels: Labels
+    nodes: Mapping[ir.Node, tuple[Region, RecomputeRule]]
+    again: dict[Own, list[Item]] = field(default_factory=dict)
+    """What is repeated, in order."""
+    instead: dict[tuple[int, str], tuple[Own, str]] = field(default_factory=dict)
+    """By unit and value that its region reads no more: the region, and what it reads in its place."""
+    events: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.names = _Names(self.units)
+        self.order = self.in_step()
+        self.rules = dict(self.nodes.values())
+        self.written: tuple[list[list[RankOp]], Labels] = ([[] for _ in self.units], Labels([[] for _ in self.units]))
+        self.tags: dict[tuple[int, bool], int] = {}
+        self.listed = {event.tag: event for event in self.program.events}
+
+    def in_step(self) -> list[Item]:
+        """The ops of all units, forward ones first, those of each as far on as those of the others, so that all repeat a region at once."""
+        times = [0] * len(self.units)
+        found: dict[Item, tuple[bool, int]] = {}
+        for item in self.labels.order:
+            time = 1 + max(times[unit] for unit, _ in item)
+            for unit, _ in item:
+                times[unit] = time
+            found[item] = self.first(item).task is not TaskKind.FORWARD, time
+        return sorted(found, key=found.__getitem__)
+
+    def label(self, item: Item) -> Label:
+        unit, at = item[0]
+        return self.labels.steps[unit][at]
+
+    def first(self, item: Item) -> RankOp:
+        unit, at = item[0]
+        return self.units[unit].steps[at]
+
+    def steps(self, item: Item) -> list[tuple[int, RankOp]]:
+        return [(unit, self.units[unit].steps[at]) for unit, at in item]
+
+    def reads(self, item: Item) -> list[Value]:
+        return [(unit, name) for unit, step in self.steps(item) for name in read_names(step)]
+
+    def makes(self, item: Item) -> list[Value]:
+        return [(unit, name) for unit, step in self.steps(item) for name in outputs(step) if name]
+
+    def new(self, value: Value, own: Own | None) -> str | None:
+        """What a reader of a region reads in place of a value; None where it reads the value."""
+        whose, name = self.instead.get(value, (None, ""))
+        return name if own is not None and whose == own else None
+
+    def of_node(self, item: Item) -> Own | None:
+        """The region of an op by the model's node, within the op's stage."""
+        step = self.first(item)
+        found = self.nodes.get(step.source) if isinstance(step, ComputeOp) else None
+        return None if found is None else (found[0], self.label(item).stage)
+
+    def owners(self) -> dict[Item, Own]:
+        """The region of every forward op that may be repeated; what stands for no node of the model is of what it reads."""
+        found: dict[Item, Own] = {}
+        made: dict[Value, Own | None] = {}
+        for item in self.order:
+            label, step = self.label(item), self.first(item)
+            if label.phase is not Phase.FORWARD:
+                continue
+            own = self.of_node(item)
+            if isinstance(step, CommOp) or step.source not in self.program.paths:
+                read = {made[value] for value in self.reads(item) if value in made}
+                (own,) = read if len(read) == 1 else (None,)
+            made |= dict.fromkeys(self.makes(item), own)
+            if own is not None and own[1] == label.stage and _may_repeat(step):
+                found[item] = own
+        return found
+
+    def find(self) -> None:
+        """Fills `again` and `instead`."""
+        owners = self.owners()
+        readers: dict[Value, set[Own | None]] = {}
+        for item in reversed(self.order):
+            phase = self.label(item).phase
+            if phase in _BACKWARD:
+                reader = self.of_node(item)
+            elif (reader := owners.get(item) or self.once(item, readers)) is not None:
+                wanted = [value for value in self.makes(item) if readers.get(value) == {reader}]
+                if not wanted:
+                    continue
+                self.again.setdefault(reader, []).append(item)
+                self.instead |= {value: (reader, self.names.again(value[1])) for value in wanted}
+            else:
+                continue
+            for value in self.reads(item):
+                readers.setdefault(value, set()).add(reader)
+        self.again = {own: items[::-1] for own, items in self.again.items()}
+
+    def once(self, item: Item, readers: Mapping[Value, set[Own | None]]) -> Own | None:
+        """The region of an op that is in no microbatch's tasks, where there is but one and nothing else reads it in the backward pass."""
+        assert self.program.plan.pipeline is not None
+        own = self.of_node(item)
+        if own is None or self.label(item) != ONCE or self.program.plan.pipeline.microbatches > 1:
+            return None
+        found = {reader for value in self.makes(item) for reader in readers.get(value, ())}
+        (reader,) = found if len(found) == 1 else (None,)
+        return reader if reader is not None and reader[0] == own[0] and _may_repeat(self.first(item)) else None
+
+    def write(self) -> tuple[list[Unit], Labels]:
+        """The units with what is repeated before its first readers, and their labels."""
+        unread = self.unread()
+        waiting = dict(self.again)
+        for item in self.order:
+            label = self.label(item)
+            own = self.of_node(item) if label.phase in _BACKWARD else None
+            if own in waiting and any(self.new(value, own) for value in self.reads(item)):
+                for one in waiting.pop(own):
+                    self.put(one, Label(Phase.BACKWARD, own[1]), own, again=True)
+            if item not in unread:
+                self.put(item, label, own)
+        steps, found = self.written
+        found.edges, found.gradients = self.labels.edges, self.labels.gradients
+        made = []
+        for k, (unit, own_steps) in enumerate(zip(self.units, steps, strict=True)):
+            types = dict(unit.program.types)
+            new = {
+                self.names.again(name): types[name]
+                for items in self.again.values()
+                for item in items
+                for u, name in self.makes(item)
+                if u == k and name in types
+            }
+            made.append(replace(unit, program=replace(unit.program, steps=tuple(own_steps), types=types | new)))
+        return made, found
+
+    def unread(self) -> set[Item]:
+        """Forward ops that nothing reads any more, now that they are repeated."""
+        repeated = {item: own for own, items in self.again.items() for item in items}
+        needed = {
+            (k, name)
+            for k, unit in enumerate(self.units)
+            for name in (*(held.name for held in unit.program.outputs), *(one.next for one in unit.program.kept))
+        }
+
+        def read(item: Item, own: Own | None) -> None:
+            needed.update(value for value in self.reads(item) if self.new(value, own) is None)
+
+        for item, own in repeated.items():
+            read(item, own)
+        found: set[Item] = set()
+        for item in reversed(self.order):
+            if item in repeated and needed.isdisjoint(self.makes(item)):
+                found.add(item)
+            else:
+                read(item, self.of_node(item) if self.label(item).phase in _BACKWARD else None)
+        return found
+
+    def put(self, item: Item, label: Label, own: Own | None, again: bool = False) -> None:
+        """Writes an op on all its units as an op of `own`, which reads what that has made again."""
+        steps, found = self.written
+        places = []
+        for unit, step in self.steps(item):
+            read = ((name, self.new((unit, name), own)) for name in read_names(step))
+            names = {name: new for name, new in read if new is not None}
+            if again:
+                names |= {name: self.names.again(name) for name in outputs(step) if name}
+            places.append((unit, len(steps[unit])))
+            steps[unit].append(self.renamed(step, names, self.rule(step, own) if again and own is not None else ""))
+            found.steps[unit].append(label)
+        found.order.append(tuple(places))
+
+    def rule(self, step: RankOp, own: Own) -> str:
+        """The plan's line for which an op is repeated."""
+        found = self.nodes.get(step.source) if isinstance(step, ComputeOp) else None
+        return str(self.rules[own[0]] if found is None else found[1])
+
+    def renamed(self, step: RankOp, names: Mapping[str, str], again: str) -> RankOp:
+        """An op with other names; `again`: the line for which it is repeated, else ""."""
+        task = TaskKind.BACKWARD if again else step.task
+        if isinstance(step, CommOp):
+            tag = self.tag(step, names, again)
+            inputs, made = (tuple(names.get(name, name) for name in some) for some in (step.inputs, step.outputs))
+            return replace(step, inputs=inputs, outputs=made, tag=tag, cause=self.events[tag].cause, task=task)
+        if not names:
+            return step
+        inner = dict(step.captured)
+        for body in bodies(step.node):
+            for value in captured(body):
+                there = inner.get(value.name or "", value.name or "")
+                if there in names:
+                    inner[value.name or ""] = names[there]
+        node = with_names(step.node, names)
+        if again and node.name == step.node.name and node.name:
+            node.name = f"{node.name}.{_AGAIN}"
+        return replace(step, node=node, captured=inner, task=task, again=again)
+
+    def tag(self, step: CommOp, names: Mapping[str, str], again: str) -> int:
+        """The number of an event in the order of all; at its first end it is listed."""
+        key = step.tag, bool(again)
+        if key not in self.tags:
+            event, self.tags[key] = self.listed[step.tag], len(self.events)
+            cause = f"{event.cause}, {_AGAIN} by {again}" if again else event.cause
+            name = self.names.again(event.name) if again else event.name
+            self.events.append(replace(event, tag=self.tags[key], name=name, cause=cause))
+        return self.tags[key]
+
+    def told(self) -> list[str]:
+        """A warning for each pattern that has no effect."""
+        repeated = {self.first(item) for items in self.again.values() for item in items}
+        sources = {step.source for step in repeated if isinstance(step, ComputeOp)}
+        assert self.program.plan.pipeline is not None
+        assert self.program.training is not None
+        differentiated = {*flowing(self.program.reads, self.program.training)}
+        found = []
+        for rule in self.program.plan.pipeline.recompute:
+            nodes = {*matched_nodes(self.program, rule.pattern)}
+            if nodes and sources.isdisjoint(nodes):
+                passed = not differentiated.isdisjoint(nodes)
+                why = (
+                    "the backward pass needs only what it keeps anyway"
+                    if passed
+                    else "no gradient passes through its nodes"
+                )
+                found.append(f"{rule.where}: recompute '{rule.pattern}' changes nothing: {why}")
+        return found
+
+
+class _Names:
+    """Names of what is made again, the same ones on all ranks."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self.taken = {
+            name
+            for unit in units
+            for names in (unit.program.types, unit.program.constants, *(outputs(step) for step in unit.steps))
+            for name in names
+        }
+        self.known: dict[str, str] = {}
+
+    def again(self, name: str) -> str:
+        """`h.recomputed` of `h`, with primes where a value of any rank is called so."""
+        if name not in self.known:
+            found = f"{name}.{_AGAIN}"
+            while found in self.taken:
+                found += "'"
+            self.taken.add(found)
+            self.known[name] = found
+        return self.known[name]
+
+
+def _may_repeat(step: RankOp) -> bool:
+    """Whether an op gives the same when it is done again, and needs no other stage for it."""
+    if isinstance(step, CommOp):
+        return step.op_type not in (SEND, RECV)
+    return not any(draws(node) for node in _with_bodies(step.node))
+
+
+def _with_bodies(node: ir.Node) -> Iterable[ir.Node]:
+    yield node
+    for body in bodies(node):
+        for inner in body:
+            yield from _with_bodies(inner)

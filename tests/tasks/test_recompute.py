@@ -1,0 +1,210 @@
+"""Recompute: forward ops that the plan names are done again in the backward task; what is learned is the same, and less is kept for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from partc.compiler.errors import CompileError
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.rank_program import ComputeOp, TaskKind, read_names
+from partc.compiler.pipeline import compile_source, run_passes, start
+from partc.compiler.plan.read import parse_plan
+from partc.compiler.tasks.phases import outputs
+from partc.runtime.program.segmentation import Segment, segmented
+from test_parts_of_a_batch import HEAD, LOSSES, close, numbers, start_of, train, trained
+from training_equivalence import from_text, source_of
+from training_models import gpt
+
+LAYERS = f"""{HEAD}m (float[batch, 6] x) => (float[batch, 5] y)
+<float[6, 8] w, float[8] gain, float[8, 8] u, float[8] mean, float[8] var = {{1, 1, 1, 1, 1, 1, 1, 1}}, float[8, 5] v,
+ float ratio = {{0.4}}, bool on = {{1}}> {{
+    [enter] h = MatMul (x, w)
+    [one_norm] a = LayerNormalization (h, gain)
+    [one_up] b = MatMul (a, u)
+    [one_bend] c = Gelu (b)
+    [one_drop] d = Dropout (c, ratio, on)
+    [one_add] e = Add (h, d)
+    [two_norm] f, m1, v1 = BatchNormalization <training_mode = 1, momentum = 0.9> (e, gain, gain, mean, var)
+    [two_bend] g = Tanh (f)
+    [two_add] i = Mul (e, g)
+    [leave] y = MatMul (i, v)
+}}"""
+WEIGHTS = {"w": (6, 8), "gain": (8,), "u": (8, 8), "mean": (8,), "v": (8, 5)}
+STATISTICS = ", statistics: microbatch"
+STAGED = "ranks: 2\nplacement: {enter: 0, 'one_*': 0, 'two_*': 1, leave: 1}\n"
+ONE = "ranks: 1\n"
+GPT = "mesh: {pp: 2, tp: 2}\nsharding: {'layers.*.*.project': colwise, 'layers.*.*.out': rowwise}\nplacement: {"
+GPT += "tokens: {pp: 0}, positions: {pp: 0}, 'layers.0': {pp: 0}, 'layers.1': {pp: 1}, norm: {pp: 1}, head: {pp: 1}}\n"
+LABELS = "{type: softmax_cross_entropy, logits: y, labels: labels}"
+
+
+def pipeline(count: int, recompute: str = "", more: str = "") -> str:
+    return f"pipeline: {{microbatches: {count}{f', recompute: {recompute}' if recompute else ''}{more}}}\n"
+
+
+def compiled(plan: str, source: Source | None = None, loss: str = LOSSES["mean"]) -> Program:
+    """The program of a plan, with the loss and plain gradient descent."""
+    given = source or from_text(LAYERS, WEIGHTS)
+    return run_passes(start(given, parse_plan(plan + train(loss, 1), "plan.yaml"), "model"))
+
+
+def kept(program: Program) -> list[str]:
+    """What the first rank keeps from the forward to the backward pass, where these are not divided."""
+    steps = program.parts[0].steps
+    made = [name for step in steps if step.task is TaskKind.FORWARD for name in outputs(step)]
+    read = {name for step in steps if step.task is TaskKind.BACKWARD for name in read_names(step)}
+    return [name for name in made if name in read]
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    """By number of microbatches what is learned without recomputing."""
+    return {"": tmp_path_factory.mktemp("without")}
+
+
+@pytest.mark.parametrize(
+    ("plan", "count", "recompute", "more"),
+    [
+        (ONE, 1, "['one_*', 'two_*']", ""),
+        (ONE, 1, "'**'", ""),
+        (ONE, 4, "", ""),
+        (ONE, 4, "'{one,two}_*'", ""),
+        (STAGED, 1, "['one_*', two_bend]", ""),
+        (STAGED, 2, "'*_norm'", ", schedule: gpipe"),
+        (STAGED, 4, "['one_*', 'two_*']", ", schedule: zb_h1"),
+        (STAGED, 4, "'**'", ", schedule: auto"),
+    ],
+)
+def test_what_is_learned_is_the_same(
+    plan: str, count: int, recompute: str, more: str, without: dict[Any, Any], tmp_path: Path
+) -> None:
+    """With masks of a dropout, and statistics, which move once a step."""
+    steps, text = [numbers("label")] * 3, train(LOSSES["mean"], 1, "{type: momentum, lr: 0.3}", "  clip: {norm: 0.3}\n")
+    if count not in without:
+        plain = STAGED + text + pipeline(count, "", STATISTICS)
+        without[count] = trained(without[""] / str(count), from_text(LAYERS, WEIGHTS), plain, steps)
+    have = trained(
+        tmp_path / "build",
+        from_text(LAYERS, WEIGHTS),
+        plan + text + pipeline(count, recompute, STATISTICS + more),
+        steps,
+    )
+    close(have, without[count], start_of(WEIGHTS, LAYERS), 1e-6)
+
+
+def test_a_gpt_in_stages_of_tensor_parallel_ranks(tmp_path: Path) -> None:
+    model = gpt(16, 2, 2, 30, 8)
+    source = source_of(model).model
+    feeds = [model.feeds(np.random.default_rng(k), batch=4, seq=6) for k in range(2)]
+    text = train(LABELS, 1, "{type: momentum, lr: 0.1}")
+    have = trained(
+        tmp_path / "build",
+        Source(source.clone()),
+        "ranks: 4\n" + GPT + text + pipeline(2, "layers.*", ", schedule: zb_h1"),
+        feeds,
+    )
+    want = trained(tmp_path / "whole", Source(source.clone()), ONE + text, feeds)
+    for one, other in zip(have[0], want[0], strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+    for name, array in want[1].items():
+        np.testing.assert_allclose(have[1][name], array, rtol=0, atol=1e-6 * np.abs(array).max(), err_msg=name)
+
+
+def test_a_region_keeps_what_it_reads_from_outside() -> None:
+    assert [name for name in kept(compiled(ONE + pipeline(1))) if name in "abcdefghi"] == [*"habegi"]
+    regions = compiled(ONE + pipeline(1, "['one_{norm,up,bend,drop}']"))
+    assert [name for name in kept(regions) if name in "abcdefghi"] == [*"hegi"]
+    again = [step for step in regions.parts[0].steps if isinstance(step, ComputeOp) and step.again]
+    assert {step.again for step in again} == {"plan.yaml:2 'one_{norm,up,bend,drop}'"}
+    names = {step.source.name for step in again}
+    assert names == {"one_norm", "one_up", "one_bend", "one_drop"}
+    assert "one_add" not in names  # the backward pass of the region does not read what it makes
+
+
+def test_layers_are_regions_of_their_own() -> None:
+    """Each is done again from what it reads, which is kept; of the collectives of a layer the last one is not needed."""
+    model = source_of(gpt(16, 2, 2, 30, 8)).model
+    plan = "ranks: 2\nmesh: {tp: 2}\nsharding: {'layers.*.*.project': colwise, 'layers.*.*.out': rowwise}\n"
+    programs = [
+        compiled(plan + pipeline(1, recompute), Source(model.clone()), LABELS) for recompute in ("", "layers.*")
+    ]
+    sums = [sum(event.op_type == "AllReduce" for event in program.events) for program in programs]
+    assert sums[1] - sums[0] == 2
+    assert len([event for event in programs[1].events if "recomputed by plan.yaml:4 'layers.*'" in event.cause]) == 2
+    inner = [[name for name in kept(program) if "layers" in name] for program in programs]
+    assert len(inner[1]) == 2 < len(inner[0]) / 10
+
+
+def test_one_is_repeated_behind_the_other(tmp_path: Path) -> None:
+    """A segment begins before each region: one session would make a value once, and keep it."""
+    source = source_of(gpt(16, 3, 2, 30, 8))
+    compile_source(
+        source, parse_plan(ONE + train(LABELS, 1) + pipeline(1, "layers.*"), "plan.yaml"), tmp_path / "build"
+    )
+    model = onnx.load(tmp_path / "build" / "rank_0000.onnx", load_external_data=False)
+    segments = [step for step in segmented(model, "rank_0000.onnx") if isinstance(step, Segment)]
+    paths = [
+        {_metadata(node, "partc.path").split(".")[1] for node in one.nodes if _metadata(node, "partc.recomputed")}
+        for one in segments
+    ]
+    assert paths == [set(), {"2"}, {"1"}, {"0"}]
+    text = (tmp_path / "build" / "ir" / "step_parallel_end.ir").read_text()
+    assert "Scope: layers.2.norm1.LayerNormalization   Rule: follows its reader" in text
+    assert text.count("   Recomputed: plan.yaml:6 'layers.*'") > 60
+
+
+def _metadata(node: onnx.NodeProto, key: str) -> str:
+    return next((entry.value for entry in node.metadata_props if entry.key == key), "")
+
+
+DRAWN = f"""{HEAD}m (float[batch, 6] x) => (float[batch, 5] y) <float[6, 8] w, float[8, 5] v> {{
+    [up] a = MatMul (x, w)
+    [draw] noise = RandomNormalLike (a)
+    [mix] b = Mul (a, noise)
+    [bend] c = Gelu (b)
+    [down] y = MatMul (c, v)
+}}"""
+
+
+def test_random_numbers_are_kept() -> None:
+    program = compiled(ONE + pipeline(1, "'{up,draw,mix,bend}'"), from_text(DRAWN, {"w": (6, 8), "v": (8, 5)}))
+    again = [step.source.name for step in program.parts[0].steps if isinstance(step, ComputeOp) and step.again]
+    assert again == ["up", "mix"]
+    assert "noise" in kept(program)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "words"),
+    [
+        (
+            "['one_*', 'tow_*']",
+            ["plan.yaml", "'tow_*' matches no module or node of the model", "the nearest names are 'two_"],
+        ),
+        ("['[5-1]']", ["the range '[5-1]' runs from 5 down to 1"]),
+        ("3", ["recompute"]),
+    ],
+)
+def test_what_does_not_fit_is_refused(recompute: str, words: list[str]) -> None:
+    with pytest.raises(CompileError) as error:
+        compiled(STAGED + pipeline(2, recompute, STATISTICS))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_pattern_without_effect_is_told() -> None:
+    told = compiled(ONE + pipeline(1, "['one_*', one_add]")).warnings
+    assert told == (
+        "plan.yaml:2: recompute 'one_add' changes nothing: the backward pass needs only what it keeps anyway",
+    )
+    frozen = ONE + train(
+        LOSSES["mean"], 1, more="  parameters: {w: {frozen: true}, gain: {frozen: true}, u: {frozen: true}}\n"
+    )
+    program = run_passes(
+        start(from_text(LAYERS, WEIGHTS), parse_plan(frozen + pipeline(1, "'one_*'"), "plan.yaml"), "model")
+    )
+    assert program.warnings == ("plan.yaml:7: recompute 'one_*' changes nothing: no gradient passes through its nodes",)
