@@ -52,6 +52,8 @@ Value: TypeAlias = tuple[int, str]
 def recompute(program: Program, units: Sequence[Unit], labels: Labels) -> tuple[Program, list[Unit], Labels]:
     """The units and their labels with the plan's nodes computed again; the program has the events, and warns of patterns without effect."""
     nodes, _ = recomputed(program)
+    if not nodes:
+        return program, list(units), labels
     work = _Recompute(program, units, labels, nodes)
     work.find()
     program = replace(program, warnings=(*program.warnings, *work.told()))
