@@ -31,11 +31,10 @@ import onnx_ir as ir
 from partc.compiler.autodiff.reach import flowing
 from partc.compiler.ir.graph import bodies, captured
 from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import CommOp, ComputeOp, Event, RankOp, TaskKind, read_names
+from partc.compiler.ir.rank_program import CommOp, ComputeOp, Event, RankOp, TaskKind, read_names, with_names
 from partc.compiler.ops.registry import draws
 from partc.compiler.plan.matching import Region, matched_nodes, recomputed
 from partc.compiler.plan.pipeline import RecomputeRule
-from partc.compiler.tasks.local_form import with_names
 from partc.compiler.tasks.phases import ONCE, Label, Labels, Phase, Place, Unit, outputs
 from partc.runtime.artifact.format import RECV, SEND
 
