@@ -7,7 +7,8 @@ annotations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 from partc.compiler.annotations.check import Followed
@@ -18,7 +19,7 @@ from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.layout.layout import Layout, Mesh
 from partc.compiler.layout.mesh import normal
-from partc.compiler.ops.rule import WHOLE
+from partc.compiler.ops.rule import WHOLE, Rule
 from partc.compiler.plan.rules import FULL_BATCH
 
 _LAW = "the cuts of a node's operands are layouts of one grid of its ranks"
@@ -46,77 +47,89 @@ def seed_annotations(
     return problems
 
 
+@dataclass(frozen=True)
+class _InputDim:
+    """A dim of an input: its letter in the op's rule, the mesh axes that shard it and its number of shards, its title in messages."""
+
+    letter: str
+    axes: tuple[int, ...]
+    num_shards: int
+    title: str
+
+
 def cut_by_operands(instance: NodeOnGroup, choice: NodeSharding, followed: Followed) -> list[Problem]:
-    """Cuts the factors of a node as its operands' spreads tell; closes it where every tensor input has one."""
+    """Shards the factors of a node as its operands are spread, and closes it where every tensor input is annotated.
+
+    Where that cannot be, the choice stays as it is, and the problems come back.
+    """
     node, rule, group = instance.node, choice.rule, instance.group
-    inputs = {k: spread for k, spread in followed.inputs.items() if spread.count > 1}
-    outputs = {k: spread for k, spread in followed.outputs.items() if spread.count > 1}
-    problems = [
-        Problem(
-            followed.where,
-            f"'{_name(node.inputs, k)}' is sharded, but {node.op_type} cannot shard it",
-            help="leave it whole",
-        )
-        for k in inputs
-        if _letters(rule.inputs, k) is None
-    ]
-    if problems:
-        return problems
-    mesh = _common(choice.mesh, [*inputs.values()], [*outputs.values()], group)
+    spread_inputs = {k: spread for k, spread in followed.inputs.items() if spread.count > 1}
+    unknown = [_name(node.inputs, k) for k in spread_inputs if _letters(rule.inputs, k) is None]
+    if unknown:
+        facts = [f"'{name}' is sharded, but {node.op_type} cannot shard it" for name in unknown]
+        return [Problem(followed.where, fact, help="leave it whole") for fact in facts]
+    spread_outputs = [spread for spread in followed.outputs.values() if spread.count > 1]
+    mesh = _common(choice.mesh, [*spread_inputs.values()], spread_outputs, group)
     if mesh is None:
-        listed = ", ".join(f"'{_name(node.inputs, k)}' {list(spread.shards)}" for k, spread in inputs.items())
-        return [
-            Problem(followed.where, f"no grid of ranks {_ranks(group)} has the shards of {listed} where they are", _LAW)
-        ]
-    axes: dict[str, tuple[int, ...]] = {}
-    first: dict[str, tuple[str, int]] = {}
-    for k, spread in followed.inputs.items():
-        layout = layout_on(mesh, spread, group)
-        assert layout is not None
-        for dim, (letter, cut) in enumerate(zip(_letters(rule.inputs, k) or "", layout.cuts, strict=False)):
-            at = f"'{_name(node.inputs, k)}' dim {dim}"
-            if letter == WHOLE or letter not in rule.factors:
-                if cut:
-                    problems.append(
-                        Problem(
-                            followed.where,
-                            f"{at} is cut into {spread.shards[dim]}, but {node.op_type} needs it whole",
-                            help="leave it whole",
-                        )
-                    )
-            elif letter not in axes:
-                axes[letter], first[letter] = cut, (at, spread.shards[dim])
-            elif axes[letter] != cut:
-                other, count = first[letter]
-                how = f"into {count}" if count != spread.shards[dim] else "over other ranks"
-                fact = f"{at} is cut into {spread.shards[dim]}, but {other}, which corresponds to it, {how}"
-                problems.append(
-                    Problem(followed.where, fact, "dims that correspond are cut alike, over the same ranks")
-                )
-    used = [axis for cut in axes.values() for axis in cut]
-    if not problems and len(used) != len(set(used)):
-        fact = f"the same ranks cut dims of {node.op_type} that do not correspond"
-        problems.append(
-            Problem(
-                followed.where,
-                fact,
-                "along one axis of the ranks' grid one factor is cut",
-                "see `partc ops` for its factors",
-            )
-        )
+        listed = ", ".join(f"'{_name(node.inputs, k)}' {list(spread.shards)}" for k, spread in spread_inputs.items())
+        fact = f"no grid of ranks {_ranks(group)} has the shards of {listed} where they are"
+        return [Problem(followed.where, fact, _LAW)]
+    axes, problems = _axes_of_factors(_input_dims(instance, rule, followed, mesh), rule, node.op_type, followed.where)
     if problems:
         return problems
-    for k, spread in followed.outputs.items():
-        layout = layout_on(mesh, spread, group)
-        for letter, cut in zip(_letters(rule.outputs, k) or "", layout.cuts if layout else (), strict=False):
-            if letter in rule.factors and letter not in axes and not set(cut) & set(used):
-                axes[letter] = cut
-                used += cut
+    _add_factors_of_outputs(axes, instance, rule, followed, mesh)
     choice.mesh, choice.axes = mesh, axes
     choice.why.update(dict.fromkeys(axes, followed.where))
     tensors = [k for k, letters in enumerate(rule.inputs) if letters is not None and k < len(node.inputs)]
     choice.open = any(k not in followed.inputs for k in tensors)
     return []
+
+
+def _input_dims(instance: NodeOnGroup, rule: Rule, followed: Followed, mesh: Mesh) -> Iterator[_InputDim]:
+    """The dims of all annotated inputs, on a mesh that has a layout of each."""
+    for k, spread in followed.inputs.items():
+        layout = layout_on(mesh, spread, instance.group)
+        assert layout is not None
+        for dim, (letter, axes) in enumerate(zip(_letters(rule.inputs, k) or "", layout.cuts, strict=False)):
+            yield _InputDim(letter, axes, spread.shards[dim], f"'{_name(instance.node.inputs, k)}' dim {dim}")
+
+
+def _axes_of_factors(
+    dims: Iterable[_InputDim], rule: Rule, op_type: str, where: str
+) -> tuple[dict[str, tuple[int, ...]], list[Problem]]:
+    """Per factor the mesh axes that shard it; problems where dims of a factor differ, or one axis shards two factors."""
+    first: dict[str, _InputDim] = {}
+    problems: list[Problem] = []
+    for dim in dims:
+        if dim.letter == WHOLE or dim.letter not in rule.factors:
+            if dim.axes:
+                fact = f"{dim.title} is cut into {dim.num_shards}, but {op_type} needs it whole"
+                problems.append(Problem(where, fact, help="leave it whole"))
+            continue
+        other = first.setdefault(dim.letter, dim)
+        if other.axes != dim.axes:
+            how = f"into {other.num_shards}" if other.num_shards != dim.num_shards else "over other ranks"
+            fact = f"{dim.title} is cut into {dim.num_shards}, but {other.title}, which corresponds to it, {how}"
+            problems.append(Problem(where, fact, "dims that correspond are cut alike, over the same ranks"))
+    axes = {letter: dim.axes for letter, dim in first.items()}
+    used = [axis for some in axes.values() for axis in some]
+    if not problems and len(used) != len(set(used)):
+        fact = f"the same ranks cut dims of {op_type} that do not correspond"
+        law = "along one axis of the ranks' grid one factor is cut"
+        problems.append(Problem(where, fact, law, "see `partc ops` for its factors"))
+    return axes, problems
+
+
+def _add_factors_of_outputs(
+    axes: dict[str, tuple[int, ...]], instance: NodeOnGroup, rule: Rule, followed: Followed, mesh: Mesh
+) -> None:
+    """Factors that no annotated input has are sharded as the outputs are, over axes that are still free."""
+    for k, spread in followed.outputs.items():
+        layout = layout_on(mesh, spread, instance.group)
+        for letter, cut in zip(_letters(rule.outputs, k) or "", layout.cuts if layout else (), strict=False):
+            used = {axis for some in axes.values() for axis in some}
+            if letter in rule.factors and letter not in axes and used.isdisjoint(cut):
+                axes[letter] = cut
 
 
 def settle_outputs(instance: NodeOnGroup, choice: NodeSharding, followed: Followed, given: Pinned) -> None:

@@ -53,29 +53,47 @@ def dim_spec(value: object, axes: Collection[str] | None = None) -> DimSpec | No
 def one_spelling(specs: Sequence[Sequence[DimSpec | None] | None]) -> list[ShardSpec | None]:
     """The specs of one rule, None for those that are derived. Raises Violation where spellings mix, or an axis cuts twice."""
     dims = [dim for spec in specs if spec is not None for dim in spec]
-    names = [name for dim in dims if isinstance(dim, tuple) for name in dim]
-    numbers = [dim for dim in dims if isinstance(dim, int) and dim > 1]
-    by_axes = any(isinstance(dim, tuple) for dim in dims)
-    if by_axes and numbers:
-        axis = f"the axis '{names[0]}'" if names else "a list of axes"
+    counts = [dim for dim in dims if isinstance(dim, int) and dim > 1]
+    if counts:
+        _nothing_of_axes_beside(counts[0], dims)
+    for spec in specs:
+        _each_axis_once(spec or ())
+    spelled = _by_counts if all(isinstance(dim, int) for dim in dims) else _by_axes
+    return [None if spec is None else spelled(spec) for spec in specs]
+
+
+def _nothing_of_axes_beside(count: int, dims: Sequence[DimSpec | None]) -> None:
+    """Refuses mesh axes and null in a rule that has a number of shards."""
+    by_axes = [dim for dim in dims if isinstance(dim, tuple)]
+    if by_axes:
+        named = [name for dim in by_axes for name in dim]
+        axis = f"the axis '{named[0]}'" if named else "a list of axes"
         raise Violation(
-            f"{axis} and {numbers[0]} shards are in one rule",
+            f"{axis} and {count} shards are in one rule",
             "a rule is spelled by mesh axes or by numbers of shards, not by both",
             "beside mesh axes, 1 and null are an unsharded dim",
         )
-    if numbers and None in dims:
+    if None in dims:
         raise Violation(
-            f"null is used beside {numbers[0]} shards",
+            f"null is used beside {count} shards",
             "null is an unsharded dim beside mesh axes; in place of a tensor's list it means derived",
             "write 1 for an unsharded dim",
         )
-    for spec in specs:
-        used = [name for dim in spec or () if isinstance(dim, tuple) for name in dim]
-        if twice := [name for name in dict.fromkeys(used) if used.count(name) > 1]:
-            raise Violation(f"the axis '{twice[0]}' cuts twice", "a mesh axis shards one dim of a value, once")
-    if by_axes or None in dims:
-        return [None if spec is None else tuple(p if isinstance(p, tuple) else () for p in spec) for spec in specs]
-    return [None if spec is None else tuple(p for p in spec if p is not None) for spec in specs]
+
+
+def _each_axis_once(spec: Sequence[DimSpec | None]) -> None:
+    names = [name for dim in spec if isinstance(dim, tuple) for name in dim]
+    for name in names:
+        if names.count(name) > 1:
+            raise Violation(f"the axis '{name}' cuts twice", "a mesh axis shards one dim of a value, once")
+
+
+def _by_counts(spec: Sequence[DimSpec | None]) -> ShardSpec:
+    return tuple(dim for dim in spec if isinstance(dim, int))
+
+
+def _by_axes(spec: Sequence[DimSpec | None]) -> ShardSpec:
+    return tuple(dim if isinstance(dim, tuple) else () for dim in spec)
 
 
 def is_named(spec: ShardSpec) -> bool:
