@@ -154,7 +154,7 @@ def source_alike(shapes: dict[str, tuple[int, ...]]) -> Source:
     """The model of CHAIN under the names of ALIKE."""
     source = from_text(CHAIN, shapes)
     graph = source.model.graph
-    for value in {*graph.initializers.values(), *(out for node in graph for out in node.outputs)}:
+    for value in [*graph.initializers.values(), *(out for node in graph for out in node.outputs)]:
         value.name = ALIKE.get(str(value.name), value.name)
     return source
 
