@@ -81,6 +81,7 @@ def _shapes(program: Program) -> Iterator[str]:
         return
     graph = program.model.graph
     values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    known: dict[int | str, str] = {}
     for value in values:
         info = program.values.get(value)
         if not value.name:
@@ -89,13 +90,21 @@ def _shapes(program: Program) -> Iterator[str]:
             yield f"'{value.name}': nothing is known of it"
             continue
         for dim in info.shape or ():
-            expression = read(dim) if isinstance(dim, str) else None
-            if isinstance(dim, int) and dim < 0:
-                yield f"'{value.name}': its dim {dim} is below 0"
-            elif isinstance(dim, str) and expression is None:
-                yield f"'{value.name}': its dim '{dim}' is no expression"
-            elif expression is not None and (free := names_in(expression) - program.symbols.keys()):
-                yield f"'{value.name}': its dim '{dim}' has {', '.join(sorted(free))}, of which nothing is known"
+            if dim not in known:
+                known[dim] = _dim_fault(dim, program)
+            if known[dim]:
+                yield f"'{value.name}': its dim {known[dim]}"
+
+
+def _dim_fault(dim: int | str, program: Program) -> str:
+    """What is wrong with a dim, '' if nothing is."""
+    if isinstance(dim, int):
+        return f"{dim} is below 0" if dim < 0 else ""
+    expression = read(dim)
+    if expression is None:
+        return f"'{dim}' is no expression"
+    free = names_in(expression) - program.symbols.keys()
+    return f"'{dim}' has {', '.join(sorted(free))}, of which nothing is known" if free else ""
 
 
 def _placement(program: Program) -> Iterator[str]:
@@ -171,8 +180,10 @@ def _uneven(program: Program, value: ir.Value, layout: Layout, known: dict[str, 
         return
     for k, dim in enumerate(info.shape):
         shards = layout.num_shards(k)
+        if shards == 1:
+            continue
         divisor = dim if isinstance(dim, int) else facts_of(ir.SymbolicDim(dim), known).real_divisor()
-        if shards > 1 and divisor % shards:
+        if divisor % shards:
             yield f"is cut into {shards} along dim {k}, which is {dim}"
 
 

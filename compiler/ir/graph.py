@@ -30,7 +30,7 @@ def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:
 def bodies(node: ir.Node) -> list[ir.Graph]:
     """The graphs among a node's attributes: branches of If, the body of Loop, Scan and SequenceMap."""
     found: list[ir.Graph] = []
-    for attr in node.attributes.values():
+    for attr in node.attributes.data.values():  # the mapping itself: this is asked of every node after every pass
         if attr.type == ir.AttributeType.GRAPH:
             found.append(attr.as_graph())
         elif attr.type == ir.AttributeType.GRAPHS:
