@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -123,31 +123,42 @@ def close(
 CASES = [
     *[(1, name, (4,)) for name in LOSSES],
     (1, "both, smoothed", (2, 8)),
-    (2, "both, smoothed", (1, 2, 4, 8)),
+    (2, "both, smoothed", (1, 4, 8)),
     (2, "sum", (4,)),
-    (4, "both, smoothed", (1, 2, 4, 8)),
+    (4, "both, smoothed", (1, 4, 8)),
     (4, "sum of squares", (2,)),
 ]
 
 
+Whole = Callable[[str, Mapping[str, tuple[int, ...]], str, list[dict[str, Any]]], Any]
+
+
 @pytest.fixture(scope="module")
-def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return {"": tmp_path_factory.mktemp("wholes")}
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Trains a model's text with these weights on one rank, by the `train` of a plan; what is asked for again is known."""
+    known: dict[Any, Any] = {}
+
+    def run(text: str, weights: Mapping[str, tuple[int, ...]], plan: str, steps: list[dict[str, Any]]) -> Any:
+        key = (text, plan, *((name, array.tobytes()) for step in steps for name, array in step.items()))
+        if key not in known:
+            folder = tmp_path_factory.mktemp("whole")
+            known[key] = trained(folder / "build", from_text(text, weights), PLANS[1] + plan, steps)
+        return known[key]
+
+    return run
 
 
 @pytest.mark.parametrize(("ranks", "name", "parts"), CASES, ids=lambda one: str(one))
-def test_parts_are_as_the_whole(ranks: int, name: str, parts: tuple[int, ...], wholes: Any, tmp_path: Path) -> None:
+def test_parts_are_as_the_whole(ranks: int, name: str, parts: tuple[int, ...], whole: Whole, tmp_path: Path) -> None:
     loss, given = LOSSES[name], numbers(LOSSES[name])
     more = MEASURED if "label" in given else ""
     if "ignore_index" in loss:
         more = more.replace("labels: label", "labels: label, ignore_index: -1")
-    if name not in wholes:
-        text = PLANS[1] + train(loss, 1, more=more)
-        wholes[name] = trained(wholes[""] / name, from_text(NET, WEIGHTS), text, [given])
+    want = whole(NET, WEIGHTS, train(loss, 1, more=more), [given])
     plan = PLANS[ranks].replace("DATA", "label: [dp]" if "label" in given else "t: [dp, null]")
     for count in parts:
         text = plan + train(loss, count, more=more)
-        close(trained(tmp_path / str(count), from_text(NET, WEIGHTS), text, [given]), wholes[name], start_of())
+        close(trained(tmp_path / str(count), from_text(NET, WEIGHTS), text, [given]), want, start_of())
 
 
 def start_of(weights: Mapping[str, tuple[int, ...]] = WEIGHTS, text: str = NET) -> dict[str, np.ndarray]:
@@ -193,11 +204,11 @@ LABELLED = {
 
 @pytest.mark.parametrize("name", LABELLED)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loss_of_the_models_own(ranks: int, name: str, tmp_path: Path) -> None:
+def test_a_loss_of_the_models_own(ranks: int, name: str, whole: Whole, tmp_path: Path) -> None:
     text = OWN_LOSS.replace("ENTROPY", LABELLED[name]).replace("small = {0.01}", "small = {0.01}, int64 zero = {0}")
     given = {**numbers(LOSSES["ignored"]), "keep": np.array(0.5, np.float32)}
     more = "  metrics: [other]\n"
-    want = trained(tmp_path / "whole", from_text(text, {"w": (6, 5)}), PLANS[1] + train("loss", 1, more=more), [given])
+    want = whole(text, {"w": (6, 5)}, train("loss", 1, more=more), [given])
     have = trained(
         tmp_path / "parts", from_text(text, {"w": (6, 5)}), PLANS[ranks] + train("loss", 4, more=more), [given]
     )
@@ -226,7 +237,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_masks_positions_clipping_and_shares(around: str, tmp_path: Path) -> None:
+def test_masks_positions_clipping_and_shares(around: str, whole: Whole, tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     steps = []
     for _ in range(3):
@@ -235,8 +246,7 @@ def test_masks_positions_clipping_and_shares(around: str, tmp_path: Path) -> Non
         steps.append({"x": rng.normal(size=(16, 3, 6)).astype(np.float32), "label": label})
     optimizer, more = "{type: adam, lr: 0.05}", "  clip: {norm: 0.1}\n  seed: 3\n"
     source = {"w": (6, 8), "v": (8, 5)}
-    text = PLANS[1] + train(PER_POSITION, 1, optimizer, more)
-    want = trained(tmp_path / "whole", from_text(POSITIONS, source), text, steps)
+    want = whole(POSITIONS, source, train(PER_POSITION, 1, optimizer, more), steps)
     if "dp" in AROUND[around]:
         optimizer = optimizer.replace("}", ", shard: dp}")
     text = AROUND[around] + train(PER_POSITION, 4, optimizer, more)
@@ -245,9 +255,9 @@ def test_masks_positions_clipping_and_shares(around: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["both, smoothed", "squares", "sum of squares"])
-def test_a_model_of_one_size_has_it_in_every_part(name: str, tmp_path: Path) -> None:
+def test_a_model_of_one_size_has_it_in_every_part(name: str, whole: Whole, tmp_path: Path) -> None:
     loss, given = LOSSES[name], numbers(LOSSES[name])
-    want = trained(tmp_path / "whole", from_text(NET, WEIGHTS), PLANS[1] + train(loss, 1), [given])
+    want = whole(NET, WEIGHTS, train(loss, 1), [given])
     fixed = NET.replace("batch", "4")
     have = trained(tmp_path / "parts", from_text(fixed, WEIGHTS), PLANS[1] + train(loss, 4), [given])
     close(have, want, start_of())
@@ -336,7 +346,7 @@ def test_all_ranks_refuse_what_one_cannot_cut_and_statistics_stay(tmp_path: Path
 
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_sum_over_ranks_is_of_the_mean_of_each(ranks: int, parts: int, tmp_path: Path) -> None:
+def test_a_sum_over_ranks_is_of_the_mean_of_each(ranks: int, parts: int, whole: Whole, tmp_path: Path) -> None:
     given = numbers(LOSSES["ignored"])
     given["label"][:4] = [1, -1, 0, 3]
     loss = LOSSES["both, smoothed"]
@@ -346,19 +356,18 @@ def test_a_sum_over_ranks_is_of_the_mean_of_each(ranks: int, parts: int, tmp_pat
     start, change, means = start_of(), dict.fromkeys(WEIGHTS, np.zeros(())), []
     for half in (slice(0, 8), slice(8, 16)):
         one = {name: array[half] for name, array in given.items()}
-        folder = tmp_path / f"{half.start}"
-        told, tensors = trained(folder, from_text(NET, WEIGHTS), PLANS[1] + train(loss, 1), [one])
+        told, tensors = whole(NET, WEIGHTS, train(loss, 1), [one])
         means.append(told[0]["loss"])
         change = {name: change[name] + tensors[name] - start[name] for name in WEIGHTS}
     close(have, ([{"loss": float(np.mean(means))}], {name: start[name] + change[name] for name in WEIGHTS}), start)
 
 
 @pytest.mark.parametrize("labels", ["label: [dp]", "label: [null]"])
-def test_parts_have_the_same_records_wherever_these_are(labels: str, tmp_path: Path) -> None:
+def test_parts_have_the_same_records_wherever_these_are(labels: str, whole: Whole, tmp_path: Path) -> None:
     loss, given = LOSSES["both, smoothed"], numbers(LOSSES["ignored"])
     plan = "ranks: 3\nmesh: {dp: 3}\nsymbols: {batch: {divisor: 12}}\ndataset: {x: [dp, null], LABELS}\n"
     given = {name: array[:12] for name, array in given.items()}
-    want = trained(tmp_path / "whole", from_text(NET, WEIGHTS), PLANS[1] + train(loss, 1), [given])
+    want = whole(NET, WEIGHTS, train(loss, 1), [given])
     have = trained(tmp_path / "a", from_text(NET, WEIGHTS), plan.replace("LABELS", labels) + train(loss, 4), [given])
     close(have, want, start_of())
     plan = "ranks: 3\nplacement: {up: [0, 1], bend: [0, 1], down: 2, add: 2}\ndataset: data_parallel\nsymbols: {batch: {divisor: 4}}\n"
