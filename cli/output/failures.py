@@ -31,4 +31,6 @@ def described(error: Exception) -> tuple[int, str]:
     import traceback
 
     trace = "".join(traceback.format_exception(error))
-    return 1, f"{trace}partc: this is a bug in partc; please report it with the text above"
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in the pass ")]
+    where = "".join(f", {note}" for note in notes)
+    return 1, f"{trace}partc: this is a bug in partc{where}; please report it with the text above"

@@ -124,6 +124,24 @@ def test_a_fault_of_partc_keeps_its_traceback(
     assert err.endswith("partc: this is a bug in partc; please report it with the text above\n")
 
 
+def test_the_pass_of_an_unexpected_fault_is_in_the_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from partc.compiler import pipeline
+
+    def shard(program: pipeline.Program) -> pipeline.Program:
+        raise KeyError("lost")
+
+    proto = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 21]> m (float[2] x) => (float[2] y) { y = Neg(x) }'
+    )
+    onnx.save(proto, tmp_path / "model.onnx")
+    monkeypatch.setattr(pipeline, "PASSES", (pipeline.normalize, shard))
+    assert invoke(["compile", str(tmp_path / "model.onnx"), "-o", str(tmp_path / "build")]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "partc: this is a bug in partc, in the pass 'shard'; please report it with the text above"
+
+
 def test_an_interrupt_ends_with_130_and_no_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
