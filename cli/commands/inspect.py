@@ -40,10 +40,13 @@ class Row:
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="List the program of one rank.")
+@click.option("--program", default="", metavar="NAME", help="Show this program, such as 'evaluate' of a training.")
 @click.option("--node", "pattern", metavar="PATTERN", help="Show where the matching nodes run, and why.")
 @click.option("--set", "given", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(folder: Path, rank: int | None, pattern: str | None, given: Mapping[str, int], as_json: bool) -> int:
+def command(
+    folder: Path, rank: int | None, program: str, pattern: str | None, given: Mapping[str, int], as_json: bool
+) -> int:
     """Show nodes, memory and communication of each rank of the artifact in FOLDER (by default build).
 
     \b
@@ -57,7 +60,7 @@ def command(folder: Path, rank: int | None, pattern: str | None, given: Mapping[
     from partc.runtime.artifact.manifest import open_artifact
     from partc.runtime.errors import UsageError
 
-    artifact = open_artifact(folder, trust=True)
+    artifact = open_artifact(folder, trust=True, program=program)
     manifest = artifact.manifest
     if rank is not None and rank >= manifest.ranks:
         raise UsageError(f"{folder}: there is no rank {rank}; the ranks are 0 to {manifest.ranks - 1}")

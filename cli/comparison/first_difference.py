@@ -114,7 +114,7 @@ def _shown(
     def change(rank: int, model: ModelProto, manifest: Manifest) -> Manifest:
         if seed:
             perturb(model, seed)
-        if manifest.training is None and compiled.program.training is not None:
+        if not manifest.is_main or (manifest.training is None and compiled.program.training is not None):
             return manifest
         return _show(rank, model, manifest, names.get(rank, {}), look)
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import onnx
 from partc.runtime.artifact.format import MANIFEST, OF_RANKS, WEIGHTS, FileRecord, Manifest
 from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.artifact.manifest_file import ManifestFile
+
+Change: TypeAlias = Callable[[int, onnx.ModelProto, Manifest], Manifest]
+"""What is done to the file of a rank; the program's manifest then."""
 
 
-def variant(
-    folder: Path, out: Path, change: Callable[[int, onnx.ModelProto, Manifest], Manifest], apart: bool = False
-) -> Path:
+def variant(folder: Path, out: Path, change: Change, apart: bool = False) -> Path:
     """The artifact in `folder` with every rank file changed, `change` getting the lowest rank that has it.
 
     The copy has no hashes, and is to be trusted. With `apart` every rank gets a file of its own. Programs inside of the artifact
@@ -21,31 +24,35 @@ def variant(
     """
     stays = shutil.ignore_patterns(WEIGHTS) if out.exists() else None
     shutil.copytree(folder, out, ignore=stays, dirs_exist_ok=True)
-    for manifest_file in sorted(out.rglob(MANIFEST)):
-        inside = manifest_file.parent
-        manifest = open_artifact(inside, trust=True).manifest
-        before = [manifest.program(rank) for rank in range(manifest.ranks)]
-        models = {file: onnx.load(inside / file, load_external_data=False) for file in before}
-        names = {file: [rank for rank, one in enumerate(before) if one == file] for file in models}
-        for file, ranks in names.items():
-            for rank in ranks if apart else ranks[:1]:
-                model = onnx.ModelProto()
-                model.CopyFrom(models[file])
-                manifest = change(rank, model, manifest)
-                if apart:
-                    _name_rank(model, rank)
-                name = f"own_{rank:04d}.onnx" if apart else file
-                data = model.SerializeToString()
-                (inside / name).unlink(missing_ok=True)
-                (inside / name).write_bytes(data)
-                record = FileRecord(bytes=len(data), sha256="")
-                manifest = manifest.model_copy(update={"files": {**manifest.files, name: record}})
-        if apart:
-            own = [f"own_{rank:04d}.onnx" for rank in range(manifest.ranks)]
-            manifest = manifest.model_copy(update={"programs": own})
-        manifest_file.unlink()
-        manifest_file.write_text(manifest.model_dump_json(), encoding="utf-8")
+    for inside in sorted(path.parent for path in out.rglob(MANIFEST)):
+        artifact = open_artifact(inside, trust=True)
+        files = dict(artifact.manifest.files)
+        changed = [_changed(inside, artifact.beside(name).manifest, change, apart, files) for name in artifact.programs]
+        (inside / MANIFEST).unlink()
+        index = ManifestFile.of([one.model_copy(update={"files": files}) for one in changed])
+        (inside / MANIFEST).write_text(index.model_dump_json(), encoding="utf-8")
     return out
+
+
+def _changed(folder: Path, manifest: Manifest, change: Change, apart: bool, files: dict[str, FileRecord]) -> Manifest:
+    """Changes the rank files of a program; its manifest then. What is written is added to `files`."""
+    before = [manifest.program(rank) for rank in range(manifest.ranks)]
+    models = {file: onnx.load(folder / file, load_external_data=False) for file in before}
+    own = [f"{manifest.prefix}own_{rank:04d}.onnx" for rank in range(manifest.ranks)]
+    for file in models:
+        ranks = [rank for rank, one in enumerate(before) if one == file]
+        for rank in ranks if apart else ranks[:1]:
+            model = onnx.ModelProto()
+            model.CopyFrom(models[file])
+            manifest = change(rank, model, manifest)
+            if apart:
+                _name_rank(model, rank)
+            name = own[rank] if apart else file
+            data = model.SerializeToString()
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).write_bytes(data)
+            files[name] = FileRecord(bytes=len(data), sha256="")
+    return manifest.model_copy(update={"rank_files": own}) if apart else manifest
 
 
 def _name_rank(model: onnx.ModelProto, rank: int) -> None:

@@ -11,14 +11,15 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 from partc.compiler.emit.dump import begin_text, cut_text, end_text, part_text, rank_text
-from partc.compiler.emit.manifest import manifest_of
+from partc.compiler.emit.manifest import manifest_of, program_name
 from partc.compiler.emit.weights import Location, Stored, is_inline, owners, shard_of, shard_text, stored, write_weights
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.ir.rank_program import CommOp, ComputeOp, LocalTensor, RankConstant, RankProgram
 from partc.compiler.schedule.grid import schedule_text
 from partc.compiler.training.optimizer_functions import functions as optimizer_functions
 from partc.runtime.artifact import format as fmt
+from partc.runtime.artifact.manifest_file import ManifestFile
 from partc.runtime.artifact.replace_folder import obstacle, replacing_folder
 from partc.runtime.errors import printable
 
@@ -36,21 +37,22 @@ def emit(
 ) -> fmt.Manifest:
     """Writes `program` to the folder `out` and gives the manifest; `sources` are the records of `model` and `plan`, `texts` more files.
 
-    `inner`, the other programs of one that trains, become artifacts inside of it, whose files the outer manifest lists too. The
-    same program gives the same bytes. `out` is replaced only if it is empty or an artifact and nothing else, and only by a whole one,
-    at which `prove` has looked.
+    `inner` are the other programs of one that trains, which stand beside it over the same state; those of a microbatch become artifacts
+    inside, whose files the manifest lists too. The same program gives the same bytes. `out` is replaced only if it is empty or an
+    artifact and nothing else, and only by a whole one, at which `prove` has looked.
     """
     refuse_to_replace(out)
     with replacing_folder(out) as folder:
         files: dict[str, fmt.FileRecord] = {}
+        beside = [other for other in inner if other.kind is ProgramKind.EVALUATION]
         for other in inner:
-            assert other.training is not None
-            name = other.training.part.value
-            (folder / name).mkdir()
-            made = _write_all(other, folder / name, sources, {}, {})
-            record = _record(folder / name / fmt.MANIFEST)
-            files |= {f"{name}/{file}": one for file, one in {**made.files, fmt.MANIFEST: record}.items()}
-        manifest = _write_all(program, folder, sources, texts or {}, files)
+            if other not in beside:
+                name = other.kind.value
+                (folder / name).mkdir()
+                made = _write_all([other], folder / name, sources, {}, {})
+                record = _record(folder / name / fmt.MANIFEST)
+                files |= {f"{name}/{file}": one for file, one in {**made.files, fmt.MANIFEST: record}.items()}
+        manifest = _write_all([program, *beside], folder, sources, texts or {}, files)
         prove(folder)
         return manifest
 
@@ -62,14 +64,43 @@ def refuse_to_replace(out: Path) -> None:
 
 
 def _write_all(
-    program: Program,
+    programs: Sequence[Program],
     folder: Path,
     sources: Mapping[str, fmt.SourceRecord | None],
     texts: Mapping[str, str],
     inner: Mapping[str, fmt.FileRecord],
 ) -> fmt.Manifest:
-    files, locations = write_weights(folder, owners({part.rank: part.weights for part, _ in program.alike}))
+    """Writes the programs of an artifact, the main one first; its manifest."""
+    files: dict[str, fmt.FileRecord] = {}
+    locations: dict[Stored, Location] = {}
+    rank_files = []
+    for program in programs:
+        name = "" if program is programs[0] else program_name(program)
+        weights = owners({part.rank: part.weights for part, _ in program.alike}, locations)
+        written, found = write_weights(folder, weights, name)
+        files |= written
+        locations |= found
+        rank_files.append(_write_ranks(program, folder, name, files, locations))
     files |= inner
+    for file, text in texts.items():
+        files[file] = _write_text(folder, file, text)
+    manifests = [
+        manifest_of(program, files, sources, names, program is programs[0])
+        for program, names in zip(programs, rank_files, strict=True)
+    ]
+    index = ManifestFile.of(manifests)
+    (folder / fmt.MANIFEST).write_text(index.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    return manifests[0]
+
+
+def _write_ranks(
+    program: Program,
+    folder: Path,
+    name: str,
+    files: dict[str, fmt.FileRecord],
+    locations: Mapping[Stored, Location],
+) -> list[str]:
+    """Writes rank files and dumps of a program, `name` is empty of the main one; by rank its file."""
     nodes: dict[ComputeOp, onnx.NodeProto] = {}
     programs: dict[bytes, tuple[RankProgram, list[int]]] = {}
     for part, ranks in program.alike:
@@ -78,22 +109,19 @@ def _write_all(
     by_rank = [""] * program.plan.ranks
     bodies: list[tuple[Sequence[int], str]] = []
     for data, (part, found) in programs.items():
-        file, shared = fmt.rank_file(part.rank), sorted(found)
+        file, shared = fmt.rank_file(part.rank, name), sorted(found)
         for rank in shared:
             by_rank[rank] = file
         files[file] = _write(folder, file, data + _of_ranks(shared))
         bodies.append((shared, part_text(program, part, shared)))
-        file = f"ir/rank_{part.rank:04d}.ir"
+        file = fmt.dump_file(f"ir/rank_{part.rank:04d}.ir", name)
         files[file] = _write_text(folder, file, rank_text(program, part, bodies[-1][1]))
-    files[fmt.BEGIN_IR] = _write_text(folder, fmt.BEGIN_IR, begin_text(program))
-    files[fmt.END_IR] = _write_text(folder, fmt.END_IR, end_text(program, bodies))
+    whole = {fmt.BEGIN_IR: begin_text(program), fmt.END_IR: end_text(program, bodies)}
     if program.schedule is not None:
-        files[fmt.SCHEDULE] = _write_text(folder, fmt.SCHEDULE, schedule_text(program.schedule, program.costs))
-    for file, text in texts.items():
-        files[file] = _write_text(folder, file, text)
-    manifest = manifest_of(program, files, sources, by_rank)
-    (folder / fmt.MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    return manifest
+        whole[fmt.SCHEDULE] = schedule_text(program.schedule, program.costs)
+    for file, text in whole.items():
+        files[fmt.dump_file(file, name)] = _write_text(folder, fmt.dump_file(file, name), text)
+    return by_rank
 
 
 def _of_ranks(ranks: Sequence[int]) -> bytes:

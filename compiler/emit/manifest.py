@@ -19,14 +19,16 @@ def manifest_of(
     program: Program,
     files: Mapping[str, fmt.FileRecord],
     sources: Mapping[str, fmt.SourceRecord | None],
-    programs: Sequence[str],
+    rank_files: Sequence[str],
+    is_main: bool = True,
 ) -> fmt.Manifest:
-    """The index of the artifact whose files are these; `programs` are the ranks' files."""
+    """What the index of an artifact says of a program; `files` are the artifact's, `rank_files` the program's by rank."""
     model = sources["model"]
     assert model is not None
     given = _given(program)
     return fmt.Manifest(
-        format=1,
+        name=program_name(program),
+        is_main=is_main,
         partc=version("partc"),
         ranks=program.plan.ranks,
         symbols={name: _symbol(program, name) for name in sorted(program.symbols)},
@@ -53,13 +55,19 @@ def manifest_of(
         transfers=[_transfer(program, event) for event in program.events if event.op_type == fmt.SEND],
         groups={name: [list(ranks) for ranks in sets] for name, sets in program.groups.items()},
         collectives=[_collective(program, event, given) for event in program.events if event.op_type != fmt.SEND],
-        programs=list(programs) if len(set(programs)) < len(programs) else [],
+        rank_files=list(rank_files) if len(set(rank_files)) < len(rank_files) else [],
         state=_state(program),
         training=_training(program),
         files=dict(sorted(files.items())),
         model=model,
         plan=sources["plan"],
     )
+
+
+def program_name(program: Program) -> str:
+    """What the program is called in the artifact."""
+    kind = program.training.part if program.training is not None else None
+    return fmt.INFER if kind is None else kind.value or fmt.TRAIN
 
 
 def _training(program: Program) -> fmt.TrainingRecord | None:

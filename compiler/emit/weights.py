@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
@@ -34,8 +34,8 @@ class _Digest(Protocol):
     def update(self, data: memoryview, /) -> None: ...
 
 
-Stored = tuple[ir.Value, tuple[int, ...], tuple[int, ...]]
-"""A shard of a weight: the weight, into how many shards its dims are cut, and which of them it is."""
+Stored = tuple[str, int, tuple[int, ...], tuple[int, ...]]
+"""A shard of a weight: its name and the identity of its tensor, into how many shards its dims are cut, and which of them it is."""
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,25 @@ def is_inline(tensor: ir.TensorProtocol) -> bool:
 
 
 def write_weights(
-    folder: Path, weights_of: Mapping[int, Sequence[LocalTensor]]
+    folder: Path, weights_of: Mapping[int, Sequence[LocalTensor]], program: str = ""
 ) -> tuple[dict[str, FileRecord], dict[Stored, Location]]:
     """Writes the weights that each rank owns into its file in `folder`; gives the files' records and the place of every weight.
+
+    `program` is named where it is not the main one of the artifact.
 
     Files are written side by side, as many as there are cores: hashing a byte takes longer than writing it.
     """
     files = {
-        weights_file(rank): [(one.name, shard_of(one), shard_text(one)) for one in held]
+        weights_file(rank, program): [(one.name, shard_of(one), shard_text(one)) for one in held]
         for rank, held in weights_of.items()
     }
     with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as writers:
         written = {file: writers.submit(_write_file, folder, file, weights) for file, weights in files.items()}
         results = {file: future.result() for file, future in written.items()}
     locations = {
-        stored(one): results[weights_file(rank)][1][one.name] for rank, held in weights_of.items() for one in held
+        stored(one): results[weights_file(rank, program)][1][one.name]
+        for rank, held in weights_of.items()
+        for one in held
     }
     return {file: record for file, (record, _) in results.items()}, locations
 
@@ -155,9 +159,11 @@ def _write_all(out: FileIO, data: memoryview) -> None:
         data = data[out.write(data) :]
 
 
-def owners(held_by: Mapping[int, Sequence[LocalTensor]]) -> dict[int, list[LocalTensor]]:
-    """Per rank the weights that stand in its file: those that no lower rank holds, without the inline ones."""
-    seen: set[Stored] = set()
+def owners(
+    held_by: Mapping[int, Sequence[LocalTensor]], known: Collection[Stored] = ()
+) -> dict[int, list[LocalTensor]]:
+    """Per rank the weights that stand in its file: those that no lower rank holds, without the `known` and the inline ones."""
+    seen = set(known)
     owned: dict[int, list[LocalTensor]] = {}
     for rank in sorted(held_by):
         own = [one for one in held_by[rank] if stored(one) not in seen and not is_inline(shard_of(one))]
@@ -179,8 +185,10 @@ def shard_text(held: LocalTensor) -> str:
 def stored(held: LocalTensor) -> Stored:
     """What a weight on a rank is stored as: the same shard of the same weight is stored once."""
     layout = held.version.layout
+    value = held.version.value
     return (
-        held.version.value,
+        value.name or "",
+        id(value.const_value),
         tuple(layout.num_shards(dim) for dim in range(len(layout.cuts))),
         layout.shard(held.index),
     )

@@ -41,13 +41,13 @@ Group = tuple[int, ...]
 
 
 class ProgramKind(Enum):
-    """What a program does of a training; the name of its folder inside of the artifact."""
+    """What a program does of a training; its name in the artifact."""
 
     STEP = ""
     """A whole step, with the update."""
     ACCUMULATION = "accumulation"
     """A part of a batch but the last: its gradients are added to sums that are kept."""
-    EVALUATION = "evaluation"
+    EVALUATION = "evaluate"
     """The loss and the metrics alone."""
     TOTALS = "totals"
     """What the parts of a batch are given of the whole batch."""

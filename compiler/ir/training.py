@@ -81,7 +81,6 @@ class Training:
             optimizer={"type": self.optimizer.type, "lr": self.optimizer.lr, **self.optimizer.hyper},
             schedule=dict(self.schedule),
             settings=dict(self.settings),
-            evaluation=ProgramKind.EVALUATION.value,
             accumulate=self.accumulate,
             accumulation=ProgramKind.ACCUMULATION.value if self.accumulate > 1 else "",
             summed=sorted(self.summed),

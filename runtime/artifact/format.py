@@ -36,13 +36,13 @@ is known only when the step runs.
 from __future__ import annotations
 
 from pathlib import PurePosixPath
-from typing import Annotated, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from partc.runtime.artifact.ranks import MOST_RANKS, Box, Boxes, Grid, Programs, Ranks, order_text, ranks_of, ranks_text
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 __all__ = ["MOST_RANKS", "Box", "Grid", "order_text", "ranks_of", "ranks_text"]
-FORMAT = 1
+FORMAT = 2
 DOMAIN = "partc.comm"
 OPTIMIZER = "partc.optimizer"
 DOMAIN_VERSION = 1
@@ -111,14 +111,27 @@ END_IR = "ir/step_parallel_end.ir"
 SCHEDULE = "ir/schedule.txt"
 
 
-def rank_file(rank: int) -> str:
-    """The file name of a rank's program."""
-    return f"rank_{rank:04d}.onnx"
+INFER, TRAIN, EVALUATE = "infer", "train", "evaluate"
+"""Names of programs: the one of an artifact that is not trained; of one that is the step, and the loss and the metrics alone."""
 
 
-def weights_file(rank: int) -> str:
-    """The file that holds the weights whose lowest using rank is `rank`."""
-    return f"{WEIGHTS}/rank_{rank:04d}.safetensors"
+def rank_file(rank: int, program: str = "") -> str:
+    """The file name of a rank's part of the main program, or of another one, whose name then stands before it."""
+    return f"{_before(program)}rank_{rank:04d}.onnx"
+
+
+def weights_file(rank: int, program: str = "") -> str:
+    """The file that holds the weights whose lowest using rank is `rank`; of another `program` those that the main one does not have."""
+    return f"{WEIGHTS}/{_before(program)}rank_{rank:04d}.safetensors"
+
+
+def dump_file(file: str, program: str = "") -> str:
+    """The file of a text about another program than the main one, whose is `file`."""
+    return file.replace("/", f"/{program}/", 1) if program else file
+
+
+def _before(program: str) -> str:
+    return f"{program}_" if program else ""
 
 
 def stays_inside(path: str) -> bool:
@@ -127,27 +140,24 @@ def stays_inside(path: str) -> bool:
     return bool(path) and not parts.is_absolute() and ".." not in parts.parts and ":" not in path
 
 
-def _inside(path: str) -> str:
+def inside(path: str) -> str:
+    """The path; ValueError where it leaves its folder."""
     if not stays_inside(path):
         raise ValueError(f"the path '{path}' leaves the folder")
     return path
-
-
-def _all_inside(paths: list[str]) -> list[str]:
-    for path in dict.fromkeys(paths):
-        _inside(path)
-    return paths
 
 
 Dim: TypeAlias = int | str
 Shape: TypeAlias = list[Dim] | None
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """A part of the manifest: no field is unknown, and none changes."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class SymbolRecord(_Record):
+class SymbolRecord(Record):
     """A dynamic dim: `divisor*N + remainder`, N >= 1 where `divisor > 1`, within [min, max]; max None: no bound."""
 
     min: int = Field(0, ge=0)
@@ -156,14 +166,14 @@ class SymbolRecord(_Record):
     remainder: int = Field(0, ge=0)
 
 
-class LabelRecord(_Record):
+class LabelRecord(Record):
     """The numbers that an input of labels may have: 0 to `classes` - 1 (0: only a run tells how many), and the `ignored` ones."""
 
     classes: int = Field(0, ge=0)
     ignored: list[int] = []
 
 
-class Port(_Record):
+class Port(Record):
     """A model input with the ranks that read it, or a model output with the ranks that it is delivered to.
 
     The shape is the whole value's. `boxes` says what each of the ranks reads or gets of it, in their order; None: all of it. `labels`:
@@ -182,7 +192,7 @@ class Port(_Record):
         return None if self.boxes is None else self.boxes[self.ranks.index(rank)]
 
 
-class Transfer(_Record):
+class Transfer(Record):
     """One message: `value` from rank `source` to rank `target`; `bytes` is an expression, 'unknown' where the shape is."""
 
     tag: int
@@ -195,7 +205,7 @@ class Transfer(_Record):
     cause: str
 
 
-class LayoutRecord(_Record):
+class LayoutRecord(Record):
     """How a value lies on ranks (`0-3,8`, in order): they are a grid of the sizes `mesh`, row-major, the last axis fastest.
 
     `cuts`: by dim the axes that cut it, the first is the major one. `partial`: axes along which ranks have terms, with what reduces them.
@@ -207,7 +217,7 @@ class LayoutRecord(_Record):
     partial: list[tuple[int, str]] = []
 
 
-class Collective(_Record):
+class Collective(Record):
     """One collective: `value` is its output's name, `type` and `shape` those of one rank's input, as large on all of them.
 
     `bytes`, an expression or 'unknown', is what a rank sends. `given` and `made`: how the value lies before and after. `sources`: the
@@ -233,19 +243,18 @@ SCALE = "scale"
 """The kind of state that a step replaces also where it changes nothing else: the scale of the loss, and its count of steps."""
 
 
-class StateRecord(_Record):
+class TensorRecord(Record):
     """A tensor that training keeps from step to step: a parameter, what the optimizer keeps of one, running statistics, or the scale of
     the loss; or, within a step, the sum of gradients over the parts of a batch, which is cleared when the step is done, and is no part of a
     checkpoint.
 
-    `value` is its name in the rank files, an input there; `next` the output there that takes its place after a step, empty where
-    nothing does. `tensor` is its global name, which checkpoints use: `fc1.weight`, `fc1.weight.momentum`; a tensor that lies in
-    several ways has a record for each. `shape` is the whole's; `ranks` hold it, whole, or the shard that `boxes` says. `parameter`:
-    of whom an optimizer's tensor is. Without a weight of its own in the rank file every number of a tensor begins as `initial`.
+    `value` is its name in the rank files, an input there. `tensor` is its global name, which checkpoints use: `fc1.weight`,
+    `fc1.weight.momentum`; a tensor that lies in several ways has a record for each. `shape` is the whole's; `ranks` hold it, whole, or
+    the shard that `boxes` says. `parameter`: of whom an optimizer's tensor is. Without a weight of its own in the main program's rank
+    file every number of a tensor begins as `initial`.
     """
 
     value: str
-    next: str
     tensor: str
     kind: Literal["parameter", "optimizer", "statistics", "gradient", "scale"]
     type: str
@@ -271,22 +280,27 @@ class StateRecord(_Record):
         return tuple(size * (end - begin) // of for size, (begin, end, of) in zip(self.shape, box, strict=True))
 
 
+class StateRecord(TensorRecord):
+    """A tensor of the state as a program has it: `next` is the output that takes its place after a step, empty where nothing does."""
+
+    next: str = ""
+
+
 TOTALS = "totals"
 """The folder of the programs that make numbers of a whole batch."""
 
 
-class TrainingRecord(_Record):
+class TrainingRecord(Record):
     """How an artifact is trained: the outputs that are the loss and the metrics, and what the runtime needs beside the programs.
 
     `scalars` are inputs of rank files without dims that every step is given: `lr`, `scale`, `step` and what `optimizer` derives
-    from the number of the step. `settings` are those of the loop (data, batch, epochs), as the plan has them. `evaluation`: the
-    folder with the forward programs over the same parameters. `accumulate`: into how many parts a batch is cut; all but the last run
-    the programs in the folder `accumulation`, which add to the gradients' sums. `summed`: the outputs of a batch that are sums over its
-    parts, the others are means. `totals`: inputs of the parts' programs that are the same in all of them, the outputs of the programs in
-    the folder `totals`, which run on the whole batch first. `symbols`: the laws of the whole batch, where those of a part differ.
-    `fixed`: inputs that hold no records, but one value for all. `guard`: an output that every rank has before it updates anything; where
-    it is no finite number the step replaces nothing of what is kept. `pieces`: how many of a batch have means
-    of their own, of each of which a part has a share.
+    from the number of the step. `settings` are those of the loop (data, batch, epochs), as the plan has them. `accumulate`: into
+    how many parts a batch is cut; all but the last run the programs in the folder `accumulation`, which add to the gradients' sums.
+    `summed`: the outputs of a batch that are sums over its parts, the others are means. `totals`: inputs of the parts' programs that
+    are the same in all of them, the outputs of the programs in the folder `totals`, which run on the whole batch first. `symbols`: the
+    laws of the whole batch, where those of a part differ. `fixed`: inputs that hold no records, but one value for all. `guard`: an
+    output that every rank has before it updates anything; where it is no finite number the step replaces nothing of what is kept.
+    `pieces`: how many of a batch have means of their own, of each of which a part has a share.
     """
 
     loss: str
@@ -295,7 +309,6 @@ class TrainingRecord(_Record):
     optimizer: dict[str, JsonValue] = {}
     schedule: dict[str, JsonValue] = {}
     settings: dict[str, JsonValue] = {}
-    evaluation: str = ""
     accumulate: int = Field(1, ge=1)
     accumulation: str = ""
     summed: list[str] = []
@@ -306,28 +319,29 @@ class TrainingRecord(_Record):
     pieces: int = Field(1, ge=1)
 
 
-class FileRecord(_Record):
+class FileRecord(Record):
     """What a file of the artifact must be."""
 
     bytes: int
     sha256: str
 
 
-class SourceRecord(_Record):
+class SourceRecord(Record):
     """A file that the artifact was compiled from: its name without folder, and its hash."""
 
     name: str
     sha256: str
 
 
-class Manifest(_Record):
-    """The index of an artifact.
+class Manifest(Record):
+    """The index of an artifact as one of its programs needs it: what all have in common, and what is its own.
 
-    `groups`: by name disjoint lists of ranks. `programs`: by rank its rank file, which equal ranks share; empty: `rank_file`.
-    `state`: what ranks keep from step to step; `training` is there where steps train.
+    `name` is the program's; `is_main`: whether it is the artifact's first, which has the state's first values. `groups`: by name
+    disjoint lists of ranks. `state`: what its ranks keep from step to step; `training` is there where its steps train.
     """
 
-    format: Literal[1]
+    name: str = INFER
+    is_main: bool = True
     partc: str
     ranks: int = Field(ge=1, le=MOST_RANKS)
     symbols: dict[str, SymbolRecord]
@@ -336,16 +350,21 @@ class Manifest(_Record):
     transfers: list[Transfer]
     groups: dict[str, list[Ranks]] = {}
     collectives: list[Collective] = []
-    programs: Annotated[Programs, AfterValidator(_all_inside)] = []
+    rank_files: Programs = []
     state: list[StateRecord] = []
     training: TrainingRecord | None = None
-    files: dict[Annotated[str, AfterValidator(_inside)], FileRecord]
+    files: dict[str, FileRecord]
     model: SourceRecord
     plan: SourceRecord | None
 
+    @property
+    def prefix(self) -> str:
+        """What the names of the program's own files begin with: its name, where it is not the main one."""
+        return "" if self.is_main else self.name
+
     def program(self, rank: int) -> str:
         """The file that holds a rank's program."""
-        return self.programs[rank] if self.programs else rank_file(rank)
+        return self.rank_files[rank] if self.rank_files else rank_file(rank, self.prefix)
 
     def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:
         """By group the list of ranks that holds this rank; groups without it are left out."""

@@ -7,6 +7,7 @@ sizes and paths are checked all the same.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from ..files.regular import fault, open_regular, read_regular
 from . import dim_expression as expression
 from .collectives import COLLECTIVES
 from .format import FORMAT, LARGEST_MANIFEST, MANIFEST, Manifest, Port, Shape, stays_inside
+from .manifest_file import ManifestFile
 from .onnx_graph import all_tensors
 from .rank_constants import bound
 
@@ -39,14 +41,32 @@ _AGAIN = "help: compile again, or copy the whole folder again"
 
 
 class Artifact:
-    """An artifact on disk: its folder, its manifest, and the checked programs of its ranks."""
+    """An artifact on disk, seen from one of its programs: its folder, its manifest, and the checked files of the program's ranks."""
 
-    def __init__(self, folder: Path, trust: bool) -> None:
+    def __init__(self, folder: Path, trust: bool, program: str = "") -> None:
         self.folder = folder
         self.trust = trust
         self._stamp = stamp(folder)  # before it is read: what comes in between is seen as well
-        self.manifest, self.digest = _manifest(folder)
+        self._index, self.digest = _manifest_file(folder)
         self._checked: set[str] = set()
+        self.manifest: Manifest = self._of(program)
+
+    @property
+    def programs(self) -> list[str]:
+        """The names of the artifact's programs, the main one first."""
+        return [*self._index.programs]
+
+    def beside(self, program: str = "") -> Artifact:
+        """The same artifact, seen from another of its programs, by default the main one; ArtifactError where there is none such."""
+        found = copy.copy(self)
+        found.manifest = self._of(program)
+        return found
+
+    def _of(self, program: str) -> Manifest:
+        if program and program not in self._index.programs:
+            known = ", ".join(f"'{name}'" for name in self._index.programs)
+            raise ArtifactError(f"{self.folder}: has no program '{program}'\n  help: its programs are {known}")
+        return self._index.manifest(program)
 
     def refuse_replaced(self) -> None:
         """Raises ArtifactError where another artifact has taken the place of this one since it was opened."""
@@ -104,10 +124,13 @@ class Artifact:
             yield f"{file}: was changed: its SHA-256 begins with {found[:12]}, the manifest says {record.sha256[:12]}"
 
 
-def open_artifact(folder: str | Path, *, rank: int | None = None, trust: bool = False) -> Artifact:
-    """The artifact in a folder, its manifest checked; with `rank`, that rank's files too. ArtifactError says what is wrong."""
+def open_artifact(folder: str | Path, *, rank: int | None = None, trust: bool = False, program: str = "") -> Artifact:
+    """The artifact in a folder, its manifest checked; with `rank`, that rank's files too. ArtifactError says what is wrong.
+
+    It is seen from the main program, or from the one called `program`.
+    """
     place = Path(folder)
-    artifact = Artifact(place, trust)
+    artifact = Artifact(place, trust, program)
     if rank is not None:
         artifact.model(rank)
     return artifact
@@ -136,8 +159,8 @@ def stamp(folder: Path) -> tuple[int, ...] | None:
     return of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns
 
 
-def _manifest(folder: Path) -> tuple[Manifest, str]:
-    """The manifest, and the hash of its text."""
+def _manifest_file(folder: Path) -> tuple[ManifestFile, str]:
+    """The manifest's file, and the hash of its text."""
     file = folder / MANIFEST
     if not folder.is_dir():
         raise ArtifactError(f"{folder}: there is no such folder\n  help: give the folder that `partc compile` wrote")
@@ -154,19 +177,20 @@ def _manifest(folder: Path) -> tuple[Manifest, str]:
         fact = f"a text in it has a line end, at byte {found.start()}"
         raise ArtifactError(f"{file}: {fact}\n  {_AGAIN}")
     if isinstance(data, dict) and (version := data.get("format")) != FORMAT:
+        again = "compile again with this partc" + (", its checkpoints stay valid" if version == 1 else "")
         raise ArtifactError(
             f"{file}: is of format {version!r}, this partc reads format {FORMAT}\n"
-            f"  help: compile again with this partc, or install the one that wrote it ({data.get('partc')})"
+            f"  help: {again}; or install the one that wrote it ({data.get('partc')})"
         )
     try:
-        manifest = Manifest.model_validate(data)
+        index = ManifestFile.model_validate(data)
     except ValidationError as error:
         lines = [f"{file}: {'.'.join(map(str, item['loc'])) or 'the whole'}: {item['msg']}" for item in error.errors()]
         raise ArtifactError("\n".join([*lines, f"  {_AGAIN}"])) from None
-    problems = [f"{file}: {problem}" for problem in _contradictions(manifest)]
+    problems = [f"{file}: {problem}" for problem in _wrong_programs(index)]
     if problems:
         raise ArtifactError("\n".join([*problems, f"  {_AGAIN}"]))
-    return manifest, hashlib.sha256(text).hexdigest()
+    return index, hashlib.sha256(text).hexdigest()
 
 
 def _whole(digits: str) -> int:
@@ -175,11 +199,27 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
+def _wrong_programs(index: ManifestFile) -> Iterator[str]:
+    """What is wrong with the programs, each by itself and over the state that they share."""
+    values, (main, *_) = {record.value for record in index.state}, index.programs
+    for name, program in index.programs.items():
+        where = "" if name == main else f"program '{name}': "
+        yield from (f"{where}{problem}" for problem in _contradictions(index.manifest(name)))
+        yield from (f"{where}it keeps '{one}', which is no state" for one in program.kept if one not in values)
+        if name == main:
+            yield from (
+                f"the program '{main}' does not keep the state '{one}'" for one in sorted(values - program.kept.keys())
+            )
+        for value, following in program.kept.items() if name != main else ():
+            if following:
+                yield f"{where}'{following}' takes the place of the state '{value}'; '{main}' alone replaces the state"
+
+
 def _contradictions(manifest: Manifest) -> Iterator[str]:
     """What a schema cannot say: ranks within range, tags unique, dims that are expressions over the symbols."""
     last = manifest.ranks - 1
-    if manifest.programs and len(manifest.programs) != manifest.ranks:
-        yield f"it names {len(manifest.programs)} programs for {manifest.ranks} ranks"
+    if manifest.rank_files and len(manifest.rank_files) != manifest.ranks:
+        yield f"it names {len(manifest.rank_files)} rank files for {manifest.ranks} ranks"
         return
     missing = next((rank for rank in range(manifest.ranks) if manifest.program(rank) not in manifest.files), None)
     if missing is not None:

@@ -1,7 +1,6 @@
 """Checks an artifact from its files alone: what the compiler promises of them is proved again, without running it.
 
-`checks.py` lists the checks. An artifact inside of another one, such as the evaluation of one that trains, is checked as such and
-beside it.
+`checks.py` lists the checks. Each program of the artifact is checked by itself and beside the main one.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from partc.runtime.artifact.format import MANIFEST, Manifest
-from partc.runtime.artifact.manifest import stamp
+from partc.runtime.artifact.format import MANIFEST
+from partc.runtime.artifact.manifest import Artifact, stamp
 from partc.runtime.artifact.named import Named, outside
 from partc.runtime.checker.checks import ACROSS, CHECKS, FILES, GRAPH, NO_CODE, SOUND, TRAINING, Check, Run
-from partc.runtime.checker.files import read_manifest
+from partc.runtime.checker.files import read_artifact
 from partc.runtime.checker.graph.rank_file import read_rank
 from partc.runtime.checker.subject import Inside, Subject
 from partc.runtime.errors import Violation
@@ -51,24 +50,34 @@ def check(folder: str | Path) -> Checked:
     """The violations together with counts of what was checked."""
     place = Path(folder)
     before = stamp(place)
-    manifest, unread = read_manifest(place)
-    checked = Checked(unread) if manifest is None else _checked(_Run(place, manifest))
+    artifact, unread = read_artifact(place)
+    checked = Checked(unread) if artifact is None else _checked(_Run(artifact))
     if stamp(place) != before:
         return Checked([Violation(MANIFEST, "the artifact was replaced while it was checked", help="check it again")])
     return checked
 
 
 class _Run:
-    """A run of all checks over one artifact: `found` are the violations, `failed` names the checks and files that have any."""
+    """A run of all checks over one program: `found` are the violations, `failed` names the checks and files that have any.
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.subject = Subject(folder, manifest, _inside)
+    The folder is looked at once, with the main program; `wrong` are the files that are then known to be others.
+    """
+
+    def __init__(self, artifact: Artifact, wrong: frozenset[str] = frozenset()) -> None:
+        self.subject = Subject(artifact.folder, artifact.manifest, self._beside, _inside, artifact.programs[1:], wrong)
+        self.artifact = artifact
         self.found: list[Violation] = []
         self.failed: set[str] = set()
-        self._run(FILES)
-        self.subject.wrong = frozenset(one.file for one in self.found)
+        if artifact.manifest.is_main:
+            self._run(FILES)
+            self.subject.wrong = frozenset(one.file for one in self.found)
         self._read()
         self._run(ACROSS, TRAINING)
+
+    def _beside(self, program: str) -> list[Violation]:
+        """The violations of another program of the artifact."""
+        found = _Run(self.artifact.beside(program), self.subject.wrong).found
+        return [replace(one, file=f"{MANIFEST}: {program}") if one.file == MANIFEST else one for one in found]
 
     def _run(self, *scopes: str) -> None:
         for check in CHECKS:
@@ -124,11 +133,11 @@ def _is_due(check: Check, failed: set[str]) -> bool:
 
 def _inside(folder: Path) -> Inside:
     """Checks an artifact inside of another one."""
-    manifest, unread = read_manifest(folder)
-    if manifest is None:
+    artifact, unread = read_artifact(folder)
+    if artifact is None:
         return Inside(folder, unread)
-    run = _Run(folder, manifest)
-    return Inside(folder, run.found, manifest, run.subject.models)
+    run = _Run(artifact)
+    return Inside(folder, run.found, artifact.manifest, run.subject.models)
 
 
 def _checked(run: _Run) -> Checked:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from partc.runtime.artifact.format import MANIFEST, FileRecord, Manifest
-from partc.runtime.artifact.manifest import open_artifact, sha256
+from partc.runtime.artifact.manifest import Artifact, open_artifact, sha256
 from partc.runtime.artifact.safetensors_stream import sound_header
 from partc.runtime.errors import ArtifactError, Violation
 from partc.runtime.files.regular import fault
@@ -15,10 +15,10 @@ from partc.runtime.files.regular import fault
 _COMPILE_AGAIN = "compile the model again, or copy the whole folder again"
 
 
-def read_manifest(folder: Path) -> tuple[Manifest | None, list[Violation]]:
-    """The manifest of `folder`, or None with the reasons why there is none that this version reads."""
+def read_artifact(folder: Path) -> tuple[Artifact | None, list[Violation]]:
+    """The artifact in `folder`, or None with the reasons why there is none that this version reads."""
     try:
-        return open_artifact(folder, trust=True).manifest, []
+        return open_artifact(folder, trust=True), []
     except ArtifactError as error:
         lines = [line.strip() for line in str(error).splitlines()]
         help = next((line.removeprefix("help: ") for line in lines if line.startswith("help: ")), "")

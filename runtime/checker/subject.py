@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,14 +23,18 @@ class Inside:
 
 @dataclass
 class Subject:
-    """An artifact that is checked: `wrong` are the files that are not the manifest's, `models` those of the ranks whose files can be read.
+    """A program of an artifact that is checked: `wrong` are the files that are not the manifest's, `models` those of the ranks whose files
+    can be read.
 
-    A check of a single rank file gets it as `file` and `model`. `check_inside` checks an artifact inside of this one.
+    A check of a single rank file gets it as `file` and `model`. `check_beside` checks another program of the artifact by its name,
+    `others` are those of all; `check_inside` checks an artifact inside of this one.
     """
 
     folder: Path
     manifest: Manifest
+    check_beside: Callable[[str], list[Violation]]
     check_inside: Callable[[Path], Inside]
+    others: Sequence[str] = ()
     wrong: frozenset[str] = frozenset()
     models: dict[int, ModelProto] = field(default_factory=dict)
     file: str = ""

@@ -17,7 +17,7 @@ import onnx
 from onnx import ModelProto, NodeProto, ValueInfoProto
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, Manifest
 from partc.runtime.artifact.onnx_graph import all_nodes, reads
-from partc.runtime.checker.files import read_manifest
+from partc.runtime.checker.files import read_artifact
 from partc.runtime.checker.graph.nodes import check_graph
 from partc.runtime.checker.graph.rank_file import check_onnx
 from partc.runtime.checker.graph.types import check_types, without_weights
@@ -50,15 +50,15 @@ class Written:
 def written(folder: Path) -> list[Written]:
     """The programs of an artifact and of those inside of it, those of one structure once."""
     found: list[Written] = []
-    for inside in sorted(folder.rglob(MANIFEST)):
-        manifest, _ = read_manifest(inside.parent)
-        known = set[bytes]()
-        for file in dict.fromkeys(map(manifest.program, range(manifest.ranks))) if manifest else ():
-            model = onnx.load(inside.parent / file, load_external_data=False)
-            if (structure := _structure(model)) not in known and manifest is not None:
-                known.add(structure)
-                name = (inside.parent / file).relative_to(folder).as_posix()
-                found.append(Written(name, model, manifest, inside.parent))
+    for inside in sorted(path.parent for path in folder.rglob(MANIFEST)):
+        artifact, _ = read_artifact(inside)
+        for one in map(artifact.beside, artifact.programs) if artifact else ():
+            manifest, known = one.manifest, set[bytes]()
+            for file in dict.fromkeys(map(manifest.program, range(manifest.ranks))):
+                model = onnx.load(inside / file, load_external_data=False)
+                if (structure := _structure(model)) not in known:
+                    known.add(structure)
+                    found.append(Written((inside / file).relative_to(folder).as_posix(), model, manifest, inside))
     return found
 
 

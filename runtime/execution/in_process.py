@@ -104,17 +104,18 @@ def _whole(port: Port, found: Sequence[Outputs]) -> Value:
 def load_local(
     folder: str | Path,
     *,
+    program: str = "",
     threads: int | None = None,
     trust: bool = False,
     stall: float = 30.0,
     on_error: Literal["raise", "recover"] = "raise",
     providers: Sequence[str] = CPU,
 ) -> LocalProgram:
-    """All ranks of the artifact in `folder` as threads of this process, without MPI; `on_error` as for `load`.
+    """All ranks of the artifact in `folder` as threads of this process, without MPI; `program` and `on_error` as for `load`.
 
     In one process a program can be called again after any failure; with "recover" it fails as it does over MPI.
     """
-    artifact = open_artifact(folder, trust=trust)
+    artifact = open_artifact(folder, trust=trust, program=program)
     settings = settings_for(LocalWorld(artifact.manifest.ranks).transport(0), threads, providers)
     refuse_recovery(artifact, on_error)
     return LocalProgram(artifact, settings, stall, on_error)

@@ -58,6 +58,7 @@ class Program:
         on_error: OnError,
         state: State | None = None,
     ) -> None:
+        self.artifact = artifact
         self.manifest: Manifest = artifact.manifest
         self.rank: int = transport.rank
         self._transport = transport
@@ -65,7 +66,6 @@ class Program:
         self._settings = settings
         self._program = lower_rank_program(artifact, transport.rank, settings, state)
         artifact.refuse_replaced()
-        self._refuse_replaced = artifact.refuse_replaced
         self._wire = _wire_tags(artifact.manifest, transport.tags)
         self._at_once: frozenset[int] = frozenset()
         self._schedules: OrderedDict[tuple[tuple[str, int], ...], StepPlan] = OrderedDict()
@@ -194,10 +194,10 @@ class Program:
         """The text of every rank, in order of ranks; collective."""
         return self._transport.all_gather_text(text)
 
-    def load_companion(self, folder: Path, trust: bool) -> Program:
+    def beside(self, artifact: Artifact) -> Program:
         """Another program over the same state and the same ranks, such as the evaluation of a model that trains; collective."""
-        other = Program(open_artifact(folder, trust=trust), self._transport, self._settings, self._on_error, self.state)
-        self._refuse_replaced()  # one artifact has all programs
+        other = Program(artifact, self._transport, self._settings, self._on_error, self.state)
+        self.artifact.refuse_replaced()
         other.connect()
         return other
 
@@ -272,6 +272,7 @@ def load(
     folder: str | Path,
     comm: MPI.Intracomm | Transport | None = None,
     *,
+    program: str = "",
     threads: int | None = None,
     trust: bool = False,
     stall: float = 30.0,
@@ -279,21 +280,20 @@ def load(
     providers: Sequence[str] = CPU,
     first: Callable[[], object] | None = None,
 ) -> Program:
-    """This rank's program of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
+    """This rank's end of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
 
-    `threads`: of each operator, by default the cores that belong to this rank. `trust`: do not hash the files. `stall`: seconds
-    after which a wait is reported on stderr. `on_error`: what a failure inside a step does to the job: "raise" a RankError on every
-    rank, "abort" it by MPI, or "recover": every rank raises a StepError and the next step runs, of a program that keeps no state.
-    `first`: what each rank does before it opens anything; where that fails on one, loading fails on all. An artifact of one rank needs
-    no MPI.
+    `program`: its name, by default the main one. `threads`: of each operator, by default the cores that belong to this rank. `trust`:
+    do not hash the files. `stall`: seconds after which a wait is reported on stderr. `on_error`: what a failure inside a step does to
+    the job: "raise" a RankError on every rank, "abort" it by MPI, or "recover": every rank raises a StepError and the next step runs,
+    of a program that keeps no state. `first`: what each rank does before it opens anything, for all. One rank needs no MPI.
     """
     artifact: Artifact | None = None
-    program: Program | None = None
+    loaded: Program | None = None
     failure: Exception | None = None
     try:
         if first is not None:
             first()
-        artifact = open_artifact(folder, trust=trust)
+        artifact = open_artifact(folder, trust=trust, program=program)
     except Exception as error:
         failure = error
     if artifact is not None:
@@ -302,7 +302,7 @@ def load(
     problem = "" if failure is None else _problem(transport.rank, failure)
     if artifact is not None:
         try:
-            program = Program(artifact, transport, settings_for(transport, threads, providers), on_error)
+            loaded = Program(artifact, transport, settings_for(transport, threads, providers), on_error)
         except Exception as error:
             problem = _problem(transport.rank, error)
     said = [
@@ -312,17 +312,17 @@ def load(
     if not problems and len({digest for digest, _, _ in said}) > 1:
         fact = "the ranks read different artifacts: it was replaced meanwhile, or is not the same on all hosts"
         problems = [f"{folder}: {fact}\n  help: try again, with a folder that all ranks share"]
-    if program is None or problems:
+    if loaded is None or problems:
         transport.close()
         if failure is not None and not isinstance(failure, ArtifactError):
             raise failure
         raise ArtifactError("\n".join(problems))
     try:
-        program.connect()
+        loaded.connect()
     except BaseException as error:
-        program._fail(error)
+        loaded._fail(error)
         raise
-    return program
+    return loaded
 
 
 def _problem(rank: int, error: Exception) -> str:

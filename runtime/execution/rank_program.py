@@ -142,7 +142,8 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     if state is None:
         plan = plan_updates(file, shapes, types, buffers)
         buffers += plan.gradients
-        state = make_state(file.state, rank, plan.kept, file.model, artifact.folder)
+        begun = file.model if file.manifest.is_main else artifact.beside().model(rank)
+        state = make_state(file.state, rank, plan.kept, begun, artifact.folder)
         updates = {
             index: [Updater(group, settings, types[group.operands[0][0]]) for group in groups]
             for index, groups in plan.groups.items()

@@ -106,7 +106,9 @@ def read_rank_file(artifact: Artifact, rank: int) -> RankFile:
     steps = segmented(model, where, manifest.groups_of(rank))
     transfers = transfers_of(steps, manifest, rank, where)
     collectives = collectives_of(steps, manifest, rank, where)
-    state = [record for record in manifest.state if rank in record.ranks]
+    there = {value.name for value in model.graph.input}
+    kept = (record for record in manifest.state if rank in record.ranks)
+    state = [record for record in kept if manifest.is_main or record.value in there]
     return RankFile(manifest, rank, where, model, steps, transfers, collectives, state)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from pydantic import JsonValue
 
-from ..artifact.format import TOTALS, Manifest, Port, TrainingRecord, stays_inside
+from ..artifact.format import EVALUATE, TOTALS, Manifest, Port, TrainingRecord, stays_inside
 from ..artifact.lr_schedule import Rate, scalars, schedule
 from ..artifact.manifest import Artifact, open_artifact
 from ..artifact.named import SCHEDULE, base_folder, outside, refusal
@@ -343,9 +343,10 @@ def load_trainer(
     program: Program | None = None
     try:
         program = load(place, comm, threads=threads, trust=trust, stall=stall, on_error=on_error, providers=providers)
-        evaluation = program.load_companion(place / record.evaluation, trust) if record.evaluation else None
-        accumulation = program.load_companion(place / record.accumulation, trust) if record.accumulation else None
-        totals = program.load_companion(place / TOTALS, trust) if record.totals else None
+        evaluation = program.beside(program.artifact.beside(EVALUATE)) if EVALUATE in artifact.programs else None
+        folders = (record.accumulation, TOTALS if record.totals else "")
+        inside = [open_artifact(place / folder, trust=trust) if folder else None for folder in folders]
+        accumulation, totals = (program.beside(one) if one else None for one in inside)
         artifact.refuse_replaced()
         return Trainer(program, evaluation, rate, accumulation, totals, begun)
     except BaseException as error:
@@ -365,7 +366,7 @@ def _opened(place: Path, rate: Rate | None, trust_code: bool) -> tuple[Artifact,
         raise UsageError(
             f"{place}: the artifact has no training program\n  help: compile it with a plan that has `train:`"
         )
-    if away := [name for name in (record.evaluation, record.accumulation) if name and not stays_inside(name)]:
+    if away := [name for name in (record.accumulation,) if name and not stays_inside(name)]:
         raise ArtifactError(
             f"{place}: its programs are at '{away[0]}', outside the folder\n  help: compile the model again"
         )

@@ -19,13 +19,13 @@ ENDED, DONE, NOT_REACHED = 9, 0, 7
 
 
 def artifact(folder: Path, text: str, late: Path | None = None) -> None:
-    """The files of an artifact that are `text`, with an artifact inside, and the manifest, which is last; and a `late` file."""
-    files = ["rank_0000.onnx", "weights/rank_0000.safetensors", "evaluation/rank_0000.onnx", "evaluation/manifest.json"]
+    """The files of an artifact that are `text`, with a second program, and the manifest, which is last; and a `late` file."""
+    files = ["rank_0000.onnx", "weights/rank_0000.safetensors", "evaluate_rank_0000.onnx", "ir/evaluate/rank_0000.ir"]
     for name in files:
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     records = {name: {"bytes": len(text), "sha256": text} for name in files}
-    manifest = {"format": 1, "partc": "0", "ranks": 1, "files": records, "text": text}
+    manifest = {"format": 2, "partc": "0", "ranks": 1, "files": records, "text": text}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     if late is not None:
         late.write_text("mine")

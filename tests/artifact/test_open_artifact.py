@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 import onnx
 import pytest
 from artifact_text import record, write
+from mutated import change_manifest
 from partc.runtime import ArtifactError, load_local, open_artifact
 from partc.runtime.artifact.format import MANIFEST
 
@@ -28,20 +28,13 @@ def folder(tmp_path: Path) -> Path:
     return write(tmp_path / "build", GRAPHS, external=True)
 
 
-def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest."""
-    data = json.loads((folder / MANIFEST).read_text())
-    change(data)
-    (folder / MANIFEST).write_text(json.dumps(data))
-
-
 def edit_model(folder: Path, rank: int, change: Callable[[onnx.ModelProto], object]) -> None:
     """Change a rank file, and its record in the manifest."""
     file = folder / f"rank_{rank:04d}.onnx"
     model = onnx.load(file, load_external_data=False)
     change(model)
     file.write_bytes(model.SerializeToString())
-    edit(folder, lambda data: data["files"].update({file.name: record(file).model_dump()}))
+    change_manifest(folder, lambda data: data["files"].update({file.name: record(file).model_dump()}))
 
 
 def refusal(folder: Path, rank: int | None = 0, trust: bool = False) -> str:
@@ -71,15 +64,19 @@ def test_no_artifact(tmp_path: Path, folder: Path) -> None:
 
 
 def test_another_format(folder: Path) -> None:
-    edit(folder, lambda data: data.update(format=2, more=1))
-    assert refusal(folder) == "build/manifest.json: is of format 2, this partc reads format 1"
+    change_manifest(folder, lambda data: data.update(format=1, more=1))
+    assert refusal(folder) == "build/manifest.json: is of format 1, this partc reads format 2"
+    with pytest.raises(
+        ArtifactError, match="help: compile again with this partc, its checkpoints stay valid; or install"
+    ):
+        open_artifact(folder)
 
 
 def test_every_violation_of_the_schema_is_told(folder: Path) -> None:
-    edit(folder, lambda data: (data.update(ranks=0), data["inputs"][0].pop("type"), data.update(extra=3)))
+    change_manifest(folder, lambda data: (data.update(ranks=0), data["inputs"][0].pop("type"), data.update(extra=3)))
     assert refusal(folder) == (
         "build/manifest.json: ranks: Input should be greater than or equal to 1\n"
-        "build/manifest.json: inputs.0.type: Field required\n"
+        "build/manifest.json: programs.infer.inputs.0.type: Field required\n"
         "build/manifest.json: extra: Extra inputs are not permitted"
     )
 
@@ -107,7 +104,7 @@ def test_every_violation_of_the_schema_is_told(folder: Path) -> None:
     ],
 )
 def test_contradictions_in_the_manifest(folder: Path, change: Callable[[dict[str, Any]], object], message: str) -> None:
-    edit(folder, change)
+    change_manifest(folder, change)
     assert message in refusal(folder)
 
 
@@ -126,14 +123,14 @@ def test_missing_truncated_and_changed_files(folder: Path) -> None:
 
 
 def test_a_file_that_the_manifest_does_not_list(folder: Path) -> None:
-    edit(folder, lambda data: data["files"].pop(WEIGHTS))
+    change_manifest(folder, lambda data: data["files"].pop(WEIGHTS))
     assert refusal(folder) == f"build/{WEIGHTS}: is needed, but the manifest does not list it"
 
 
 def test_a_file_that_is_no_model(folder: Path) -> None:
     file = folder / "rank_0000.onnx"
     file.write_bytes(b"\xff" * 50)
-    edit(folder, lambda data: data["files"].update({file.name: record(file).model_dump()}))
+    change_manifest(folder, lambda data: data["files"].update({file.name: record(file).model_dump()}))
     assert refusal(folder) == "build/rank_0000.onnx: is not an ONNX model"
 
 
@@ -175,7 +172,7 @@ def test_a_file_and_a_manifest_that_differ(folder: Path) -> None:
         data["transfers"] = []
         data["outputs"] = []
 
-    edit(folder, drop)
+    change_manifest(folder, drop)
     with pytest.raises(ArtifactError) as caught:
         load_local(folder)
     assert (

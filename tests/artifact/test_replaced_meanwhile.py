@@ -103,8 +103,8 @@ def test_check_is_told_to_be_done_again(
     replaced = Replaced(out, both[1], 0)
     whole = Artifact.__init__
 
-    def slow(self: Artifact, folder: Path, trust: bool) -> None:
-        whole(self, folder, trust)
+    def slow(self: Artifact, folder: Path, trust: bool, program: str = "") -> None:
+        whole(self, folder, trust, program)
         replaced.now()
 
     monkeypatch.setattr(Artifact, "__init__", slow)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+from flat_manifest import edit
 from partc.runtime.artifact.format import MANIFEST
 
 
@@ -20,10 +21,10 @@ def change_file(folder: Path, file: str, change: Callable[[onnx.ModelProto], obj
     correct(folder)
 
 
-def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes the manifest."""
+def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object], program: str = "") -> None:
+    """Changes the manifest as a program needs it, by default the main one."""
     data = json.loads((folder / MANIFEST).read_text())
-    change(data)
+    edit(data, change, program)
     (folder / MANIFEST).write_text(json.dumps(data))
 
 

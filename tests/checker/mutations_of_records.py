@@ -44,12 +44,12 @@ def shapes(draft: Draft) -> bool:
 def programs(draft: Draft) -> bool:
     """Two ranks change their programs, or one gets another one's."""
     count = draft.manifest["ranks"]
-    names = draft.manifest["programs"] or [f"rank_{rank:04d}.onnx" for rank in range(count)]
+    names = draft.manifest["rank_files"] or [f"rank_{rank:04d}.onnx" for rank in range(count)]
     one, two = draft.chance.sample(range(count), 2)
     if names[one] == names[two]:
         return False
     names[one], names[two] = (names[two], names[one]) if draft.chance.random() < 0.5 else (names[two], names[two])
-    draft.manifest["programs"] = names
+    draft.manifest["rank_files"] = names
     return True
 
 

@@ -26,7 +26,7 @@ NAMES = [
     "y.partial",
     "\x1b[2J",
 ]
-TEXTS = [*NAMES, "rank_0000.onnx", "../rank_0000.onnx", "/etc/passwd", "weights", "evaluation", "manifest.json", "0-3"]
+TEXTS = [*NAMES, "rank_0000.onnx", "../rank_0000.onnx", "/etc/passwd", "weights", "evaluate", "manifest.json", "0-3"]
 TEXTS += [
     "0-99999999999",
     "0,0",

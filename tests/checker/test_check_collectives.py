@@ -46,7 +46,8 @@ def test_the_checker_finds_what_one_rank_has_otherwise(tmp_path: Path, old: str,
     with_record = write(tmp_path / "sound", [SHARED] * 6, groups=GROUPS) / "manifest.json"
     folder = write(tmp_path / "broken", graphs, groups=GROUPS)
     broken = json.loads((folder / "manifest.json").read_text())
-    broken["collectives"] = json.loads(with_record.read_text())["collectives"]
+    sound = json.loads(with_record.read_text())["programs"]["infer"]
+    broken["programs"]["infer"]["collectives"] = sound["collectives"]
     (folder / "manifest.json").write_text(json.dumps(broken))
     assert fact in "\n".join(str(one) for one in check_artifact(folder))
 

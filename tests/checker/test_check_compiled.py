@@ -142,7 +142,7 @@ def test_a_shape_that_no_node_makes_is_refused(cut: Path) -> None:
 
 
 def test_the_program_of_another_rank_is_refused(cut: Path) -> None:
-    change_manifest(cut, lambda data: data.__setitem__("programs", [f"rank_000{rank}.onnx" for rank in (0, 1, 1)]))
+    change_manifest(cut, lambda data: data.__setitem__("rank_files", [f"rank_000{rank}.onnx" for rank in (0, 1, 1)]))
     assert "rank_0001.onnx: it is the program of ranks 1, and the manifest makes it that of ranks 1-2" in texts(cut)
 
 

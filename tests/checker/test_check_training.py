@@ -13,10 +13,12 @@ import click.testing
 import numpy as np
 import onnx
 import pytest
+from flat_manifest import edit
 from mutated import correct
 from onnx import ModelProto, NodeProto, helper
 from partc.cli.commands.check import command
-from partc.runtime.artifact.format import ALL_REDUCE, MANIFEST, Manifest
+from partc.runtime.artifact.format import ALL_REDUCE, MANIFEST
+from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check, check_artifact
 from partc.runtime.checker.training.in_place import unsafe_state
 from small_training import DATA_PARALLEL, LAMB, NORMALIZED, PERCEPTRON, compiled
@@ -32,6 +34,11 @@ def texts(folder: Path) -> str:
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes a manifest as the step needs it; hashes of the files are made right again."""
+    rewrite_raw(folder, lambda data: edit(data, change))
+
+
+def rewrite_raw(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Changes a manifest; hashes of the files are made right again."""
     data = json.loads((folder / MANIFEST).read_text())
     change(data)
@@ -44,14 +51,15 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def with_ranks(folder: Path, changes: Mapping[int, Callable[[ModelProto], object]]) -> None:
     """Changes the rank files; each rank gets one of its own."""
-    programs = json.loads((folder / MANIFEST).read_text())["programs"] or ["rank_0000.onnx", "rank_0001.onnx"]
+    programs = json.loads((folder / MANIFEST).read_text())["programs"]["train"]["rank_files"]
+    programs = programs or ["rank_0000.onnx", "rank_0001.onnx"]
     models = [onnx.load(folder / name, load_external_data=False) for name in programs]
     for rank, model in enumerate(models):
         changes.get(rank, lambda model: None)(model)
         (folder / f"rank_{rank:04d}.onnx").write_bytes(model.SerializeToString())
 
     def change(data: dict[str, Any]) -> None:
-        data["programs"] = []
+        data["rank_files"] = []
         for rank in range(len(models)):
             data["files"].setdefault(f"rank_{rank:04d}.onnx", {})
 
@@ -296,10 +304,6 @@ def _box(*boxes: list[list[int]]) -> dict[str, object]:
             "state 'first': its shape is [6, 5], and that of 'shift', the same tensor, [5]",
         ),
         (lambda data: data["training"].update(loss="none"), "training: the loss 'none' is no output"),
-        (
-            lambda data: data["training"].update(evaluation="../away"),
-            "its evaluation is at '../away', where the manifest lists no artifact",
-        ),
     ],
 )
 def test_a_changed_manifest_is_named(
@@ -322,40 +326,52 @@ def _corrected(change: Callable[[Path], object]) -> Callable[[Path], object]:
 
 
 def _truncated(folder: Path) -> None:
-    file = folder / "evaluation" / "rank_0000.onnx"
+    file = folder / "evaluate_rank_0000.onnx"
     file.write_bytes(file.read_bytes()[:-9])
 
 
-def _of_another_shape(folder: Path) -> None:
-    rewrite(folder / "evaluation", _state("shift", shape=[4]))
-
-
-def _of_a_stranger(folder: Path) -> None:
-    rewrite(folder / "evaluation", _state("shift", value="stranger"))
-
-
-def _that_changes(folder: Path) -> None:
-    rewrite(folder / "evaluation", _state("shift", next="shift.next"))
+def _evaluation(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    """A change of what the manifest says of the evaluation alone."""
+    return lambda folder: rewrite_raw(folder, lambda data: change(data["programs"]["evaluate"]))
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (_corrected(_truncated), "evaluation/rank_0000.onnx: it is not an ONNX file"),
-        (_truncated, "evaluation/rank_0000.onnx: it has"),
+        (_corrected(_truncated), "evaluate_rank_0000.onnx: it is not an ONNX file"),
+        (_truncated, "evaluate_rank_0000.onnx: it has"),
         (
-            _corrected(_of_another_shape),
-            "evaluation/manifest.json: state 'shift': rank 0 keeps 'shift' tensor(float) [4], and when it",
+            _evaluation(lambda data: data["kept"].update(stranger="")),
+            "manifest.json: program 'evaluate': it keeps 'stranger', which is no state",
         ),
         (
-            _corrected(_of_a_stranger),
-            "evaluation/manifest.json: state 'stranger': rank 0 does not keep it when it trains",
+            _evaluation(lambda data: data["kept"].update(shift="shift.next")),
+            "program 'evaluate': 'shift.next' takes the place of the state 'shift'; 'train' alone replaces the state",
         ),
         (
-            _corrected(_that_changes),
-            "evaluation/manifest.json: state 'shift': 'shift.next' takes its place; an evaluation changes",
+            _evaluation(lambda data: data["kept"].pop("shift")),
+            "evaluate_rank_0000.onnx: graph input 'shift': manifest.json lists no input",
         ),
-        (lambda folder: (folder / "evaluation" / MANIFEST).unlink(), "evaluation/manifest.json: the manifest lists it"),
+        (
+            _evaluation(lambda data: data["outputs"].pop()),
+            "evaluate_rank_0000.onnx: graph output 'loss': manifest.json lists no output",
+        ),
+        (
+            _evaluation(lambda data: data.update(rank_files=["rank_0000.onnx"] * 2)),
+            "rank_0000.onnx: graph input 'shift.momentum': manifest.json lists no input",
+        ),
+        (
+            _evaluation(lambda data: data.update(rank_files=["../rank_0000.onnx"] * 2)),
+            "programs.evaluate.rank_files: Value error, the path '../rank_0000.onnx' leaves the folder",
+        ),
+        (
+            lambda folder: rewrite_raw(folder, lambda data: data["programs"]["train"]["kept"].pop("shift")),
+            "manifest.json: the program 'train' does not keep the state 'shift'",
+        ),
+        (
+            lambda folder: rewrite_raw(folder, lambda data: data.update(programs={})),
+            "manifest.json: programs: Dictionary should have at least 1 item",
+        ),
     ],
 )
 def test_a_changed_evaluation_is_named(
@@ -368,7 +384,7 @@ def test_a_changed_evaluation_is_named(
 
 
 def test_one_rank_can_be_checked_before_it_is_loaded(sound: Path, tmp_path: Path) -> None:
-    manifest = Manifest.model_validate_json((sound / MANIFEST).read_text())
+    manifest = open_artifact(sound).manifest
     for change in (None, _of_another, _wrong_shape, _one_input_less, _one_attribute_less, _reads_after_overwriting):
         model = onnx.load(sound / manifest.program(1), load_external_data=False)
         if change is not None:

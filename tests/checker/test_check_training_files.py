@@ -49,7 +49,7 @@ def test_tools_of_onnx_take_every_file(sound: Path) -> None:
         shapes = {
             one.name: [dim.dim_value for dim in one.type.tensor_type.shape.dim] for one in inferred.graph.value_info
         }
-        if "evaluation" not in file.parts:
+        if not file.name.startswith("evaluate"):
             assert (shapes["first.grad"], shapes["shift.grad"]) == ([6, 5], [5])
 
 

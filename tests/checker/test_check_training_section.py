@@ -62,7 +62,6 @@ CASES: dict[str, tuple[Change, str]] = {
         lambda data: data.update(training=None),
         "'c.next' takes its place, and the manifest has no training",
     ),
-    "itself": (_with(evaluation="."), "its evaluation is at '.', where the manifest lists no artifact"),
 }
 
 

@@ -55,7 +55,7 @@ def test_run_refuses_what_cannot_be_cut(folder: Path, tmp_path: Path) -> None:
 
 def test_check_and_inspect_show_collectives(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["collectives"][0] |= {"bytes": "8", "cause": "the rows of x are cut"}
+    manifest["programs"]["infer"]["collectives"][0] |= {"bytes": "8", "cause": "the rows of x are cut"}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert "3 ranks, 2 files, 9 nodes, 0 transfers, 1 collective" in partc("check", folder).stdout
     text = partc("inspect", folder).stdout

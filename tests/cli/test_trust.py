@@ -141,8 +141,8 @@ def test_check_lists_what_is_named_and_refuses_code_inside(mine: Path, capsys: p
     correct(build)
     assert invoke(["check", str(build)]) == 1
     assert "an artifact holds no code" in capsys.readouterr().err
-    change_manifest(build, lambda manifest: manifest["training"].update(evaluation="../other"))
-    with pytest.raises(ArtifactError, match="outside the folder"):
+    change_manifest(build, lambda manifest: manifest.update(rank_files=["../other.onnx"]), "evaluate")
+    with pytest.raises(ArtifactError, match=r"the path '\.\./other\.onnx' leaves the folder"):
         load_trainer(build, rate=lambda step: 0.1)
 
 

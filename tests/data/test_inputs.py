@@ -17,7 +17,6 @@ from partc.runtime.execution.symbol_bindings import smallest
 def small_manifest(ports: list[Port], **symbols: SymbolRecord) -> Manifest:
     return Manifest.model_validate(
         {
-            "format": 1,
             "partc": "0",
             "ranks": 2,
             "symbols": symbols,

@@ -19,7 +19,7 @@ from small_training import DATA_PARALLEL, MOMENTUM, PERCEPTRON, compiled
 SAMPLES = Path(__file__).parents[2] / "samples"
 TEXTS = (fmt.BEGIN_IR, fmt.END_IR)
 WIDTH = 120
-INNER = ("", "evaluation", "accumulation", fmt.TOTALS)
+INNER = ("", "accumulation", fmt.TOTALS)
 COMPILED = {
     "placed": ("lenet", "model.py", "plan.yaml"),
     "placed_by_calls": ("lenet", "place_calls.py", "place_calls.yaml"),
@@ -74,7 +74,11 @@ def test_training_compiles_to_these_texts(golden: Golden, tmp_path: Path, name: 
 
 
 def hold(golden: Golden, name: str, build: Path) -> None:
-    """Compares the texts of an artifact, and of those inside of it."""
+    """Compares the texts of an artifact's programs, and of the artifacts inside of it."""
+    for text in TEXTS:
+        file = build / fmt.dump_file(text, fmt.EVALUATE)
+        if file.is_file():
+            golden(f"{name}/{fmt.EVALUATE}/{file.name}", file.read_text(encoding="utf-8"))
     found = [inner for inner in INNER if (build / inner / fmt.MANIFEST).is_file()]
     for inner in found:
         for text in TEXTS:

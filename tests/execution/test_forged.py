@@ -45,7 +45,7 @@ def test_the_sound_artifact_is_loaded(sound: Path) -> None:
 def test_the_program_of_another_rank_is_refused(sound: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sound, tmp_path / "a"))
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["programs"] = ["rank_0001.onnx", "rank_0001.onnx"]
+    manifest["programs"]["infer"]["rank_files"] = ["rank_0001.onnx", "rank_0001.onnx"]
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ArtifactError, match="program of ranks 1, and the manifest makes it that of ranks 0-1"):
         load_local(folder)

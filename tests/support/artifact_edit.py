@@ -36,6 +36,7 @@ from partc.runtime.artifact.format import (
     rank_file,
     weights_file,
 )
+from partc.runtime.artifact.manifest_file import ManifestFile
 from safetensors.numpy import save_file
 
 FLOAT = "tensor(float)"
@@ -141,7 +142,6 @@ def chain_manifest() -> dict[str, object]:
         )
 
     return {
-        "format": 1,
         "partc": "0.1.0",
         "ranks": 3,
         "symbols": {"batch": SymbolRecord(min=2, max=64, divisor=1, remainder=0)},
@@ -187,8 +187,8 @@ def write_manifest(folder: Path, fields: Mapping[str, object]) -> None:
             content = path.read_bytes()
             record = FileRecord(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
             files[path.relative_to(folder).as_posix()] = record
-    manifest = Manifest.model_validate({**fields, "files": files})
-    (folder / MANIFEST).write_text(json.dumps(manifest.model_dump(mode="json"), indent=1))
+    index = ManifestFile.of([Manifest.model_validate({**fields, "files": files})])
+    (folder / MANIFEST).write_text(json.dumps(index.model_dump(mode="json"), indent=1))
 
 
 def _external(name: str, array: np.ndarray, location: str, offset: int) -> TensorProto:

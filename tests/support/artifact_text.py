@@ -39,6 +39,7 @@ from partc.runtime.artifact.format import (
     weights_file,
 )
 from partc.runtime.artifact.manifest import sha256
+from partc.runtime.artifact.manifest_file import ManifestFile
 from safetensors.numpy import save_file
 
 HEAD = '<ir_version: 11, opset_import: ["" : 21, "partc.comm" : 1, "ai.onnx.ml" : 3]>\n'
@@ -94,7 +95,6 @@ def write(
         (folder / rank_file(rank)).write_bytes(model.SerializeToString(deterministic=True))
         files[rank_file(rank)] = record(folder / rank_file(rank))
     manifest = Manifest(
-        format=1,
         partc="test",
         ranks=len(graphs),
         symbols={name: SymbolRecord() for name in sorted(names) if name.isidentifier()} | dict(symbols or {}),
@@ -103,12 +103,12 @@ def write(
         transfers=sorted(transfers, key=lambda one: one.tag),
         groups=dict(groups or {}),
         collectives=collectives,
-        programs=programs if len(set(programs)) < len(programs) else [],
+        rank_files=programs if len(set(programs)) < len(programs) else [],
         files=files,
         model=SourceRecord(name="test", sha256="0"),
         plan=None,
     )
-    (folder / MANIFEST).write_text(manifest.model_dump_json())
+    (folder / MANIFEST).write_text(ManifestFile.of([manifest]).model_dump_json())
     return folder
 
 

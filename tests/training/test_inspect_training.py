@@ -71,7 +71,7 @@ def test_an_update_says_what_it_replaces(build: Path, tmp_path: Path) -> None:
 
 
 def test_an_evaluation_is_inspected_as_what_runs(build: Path) -> None:
-    found = printed(str(build / "evaluation"))
+    found = printed(str(build), "--program", "evaluate")
     assert "training" not in found
-    whole = rank_stats(open_artifact(build / "evaluation"), 0, {"batch": 4})
+    whole = rank_stats(open_artifact(build, program="evaluate"), 0, {"batch": 4})
     assert whole.weights >= 4 * FLOATS

@@ -1,6 +1,5 @@
-"""Checks the programs inside of an artifact that trains beside it: the same ranks, and the same tensors in the same way.
+"""Checks the other programs of an artifact: those over its state by themselves, and those inside that run parts of a batch beside it.
 
-evaluation     changes nothing
 accumulation   a part of a batch but the last: it replaces the sums of gradients and the statistics, as a step does, and no parameter;
                it is given what a step is given, but for the optimizer's numbers, and its outputs are those of a step
 totals         keeps nothing; it reads a batch as a step does, and makes for every rank what the parts are given of the whole batch
@@ -23,9 +22,11 @@ _COUNTS = ("step", "part")
 def check_companions(subject: Subject) -> Iterator[Violation]:
     """What is wrong with the programs inside of an artifact that trains, alone and beside the training."""
     manifest, training = subject.manifest, subject.manifest.training
+    for name in subject.others if manifest.is_main else ():
+        yield from subject.check_beside(name)
     if training is None:
         return
-    folders = (training.evaluation, training.accumulation, TOTALS if training.totals else "")
+    folders = (training.accumulation, TOTALS if training.totals else "")
     for (kind, check), name in zip(_KINDS.items(), folders, strict=True):
         path = f"{name}/{MANIFEST}"
         if not name or path in subject.wrong:
@@ -46,15 +47,6 @@ def check_companions(subject: Subject) -> Iterator[Violation]:
             subject.accumulation = inside
     if not training.accumulation or subject.accumulation is not None:
         yield from check_accumulation(manifest, subject.accumulation.manifest if subject.accumulation else None)
-
-
-def check_evaluation(manifest: Manifest, inner: Manifest, where: str) -> Iterator[Violation]:
-    """The evaluation in the folder `where` runs on the same ranks over tensors that training keeps in the same way."""
-    yield from _check_kept(manifest, inner, where)
-    for record in inner.state:
-        if record.next:
-            fact = f"'{record.next}' takes its place; an evaluation changes nothing"
-            yield Violation(f"{where}/{MANIFEST}", fact, f"state '{record.value}'", help=_AGAIN)
 
 
 def check_part(manifest: Manifest, inner: Manifest, where: str) -> Iterator[Violation]:
@@ -149,4 +141,4 @@ def _outputs(ports: dict[str, list[int]]) -> str:
 
 
 _ACCUMULATION = "accumulation"
-_KINDS = {"evaluation": check_evaluation, _ACCUMULATION: check_part, "totals": check_totals}
+_KINDS = {_ACCUMULATION: check_part, "totals": check_totals}

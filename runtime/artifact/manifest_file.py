@@ -1,0 +1,120 @@
+"""The file `manifest.json`: what is common to all programs of an artifact, and what is of each; `Manifest` is what one of them needs.
+
+    {"format": 2, "ranks": 2, "symbols": {...}, "groups": {...},
+     "programs": {"train": {"inputs": [...], ..., "kept": {"w": "w.next"}},
+                  "evaluate": {"inputs": [...], ..., "kept": {"w": ""}}},
+     "state": [{"value": "w", ...}], "training": {...}, "files": {...}, ...}
+
+The first program is the main one. Its rank files have the first values of the state, and it alone replaces anything of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from .format import (
+    MOST_RANKS,
+    Collective,
+    FileRecord,
+    Manifest,
+    Port,
+    Record,
+    SourceRecord,
+    StateRecord,
+    SymbolRecord,
+    TensorRecord,
+    TrainingRecord,
+    Transfer,
+    inside,
+)
+from .ranks import Programs, Ranks
+
+_COMMON = ("partc", "ranks", "files", "model", "plan")
+_OWN = ("inputs", "outputs", "transfers", "collectives", "rank_files")
+
+
+def _all_inside(paths: list[str]) -> list[str]:
+    for path in dict.fromkeys(paths):
+        inside(path)
+    return paths
+
+
+class ProgramRecord(Record):
+    """What is of one program of an artifact: its inputs and outputs, its communication and its files.
+
+    `rank_files`: by rank its file, which equal ranks share; empty: `rank_file`. `kept`: by tensor of the state that the program reads the
+    output that takes its place, empty where none does. `symbols`, `groups`: those that are not the artifact's.
+    """
+
+    inputs: list[Port]
+    outputs: list[Port]
+    transfers: list[Transfer]
+    collectives: list[Collective] = Field([])
+    rank_files: Annotated[Programs, AfterValidator(_all_inside)] = Field([])
+    kept: dict[str, str] = Field({})
+    symbols: dict[str, SymbolRecord] = Field({})
+    groups: dict[str, list[Ranks]] = Field({})
+
+
+class ManifestFile(Record):
+    """The schema of the file."""
+
+    format: Literal[2] = 2
+    partc: str
+    ranks: int = Field(ge=1, le=MOST_RANKS)
+    symbols: dict[str, SymbolRecord]
+    groups: dict[str, list[Ranks]] = Field({})
+    programs: dict[Annotated[str, Field(pattern="^[a-z][a-z_]*$")], ProgramRecord] = Field(min_length=1)
+    state: list[TensorRecord] = Field([])
+    training: TrainingRecord | None = None
+    files: dict[Annotated[str, AfterValidator(inside)], FileRecord]
+    model: SourceRecord
+    plan: SourceRecord | None
+
+    def manifest(self, name: str = "") -> Manifest:
+        """The manifest as a program needs it, by default the main one."""
+        main = next(iter(self.programs))
+        own = self.programs[name or main]
+        is_main = name in ("", main)
+        return Manifest.model_construct(
+            name=name or main,
+            is_main=is_main,
+            symbols={**self.symbols, **own.symbols},
+            groups={**self.groups, **own.groups},
+            state=[
+                StateRecord.model_construct(**dict(one), next=own.kept[one.value])
+                for one in self.state
+                if one.value in own.kept
+            ],
+            training=self.training if is_main else None,
+            **{key: getattr(self, key) for key in _COMMON},
+            **{key: getattr(own, key) for key in _OWN},
+        )
+
+    @classmethod
+    def of(cls, manifests: Sequence[Manifest]) -> ManifestFile:
+        """The file for these programs of one artifact, the main one first; the others read of its state."""
+        main = manifests[0]
+        groups = {name: lists for one in reversed(manifests) for name, lists in one.groups.items()}
+        return cls.model_construct(
+            symbols=main.symbols,
+            groups=groups,
+            programs={
+                one.name: ProgramRecord.model_construct(
+                    kept={record.value: record.next for record in one.state},
+                    symbols={name: law for name, law in one.symbols.items() if main.symbols.get(name) != law},
+                    groups={name: lists for name, lists in one.groups.items() if groups[name] != lists},
+                    **{key: getattr(one, key) for key in _OWN},
+                )
+                for one in manifests
+            },
+            state=[
+                TensorRecord.model_construct(**{key: field for key, field in dict(one).items() if key != "next"})
+                for one in main.state
+            ],
+            training=main.training,
+            **{key: getattr(main, key) for key in _COMMON},
+        )
