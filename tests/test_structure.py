@@ -31,6 +31,7 @@ LARGER = {
     "runtime/artifact": "a file for each part of the format",
     "tests/benchmarks": "a file for each benchmark",
     "tests/checker": "a file for each check",
+    "tests/fuzz": "a file for each kind of random case",
     "tests/ops": "a file for the cases of each family of ops",
     "tests/training": "a file for each part of training",
 }

@@ -228,7 +228,8 @@ class PlanEntries(BaseModel):
         None, description="Computation in 16 bits, with weights and sums in float32."
     )
     pipeline: PipelineEntry | None = Field(
-        None, description="A batch runs as microbatches through the stages that the placement makes."
+        None,
+        description="A batch runs as microbatches through the stages that the placement makes, in training and without it.",
     )
 
     @model_validator(mode="after")

@@ -67,8 +67,10 @@ def _head(schedule: Schedule, costs: Costs, timing: Timing) -> Iterator[str]:
     yield f"# Schedule: {schedule.name}   Stages: {len(stages)}   Microbatches: {schedule.microbatches}"
     if costs.sizes:
         yield f"# Costs: {costs.clock} of the model's sizes, with {costs.sizes}"
+    trains = any(stages.backward)
     for s, homes in enumerate(stages.homes):
-        read = " ".join(f"{e.target}{'' if e.gradient else ' (no gradient)'}" for e in stages.edges if e.source == s)
+        ends = [(e.target, "" if e.gradient or not trains else " (no gradient)") for e in stages.edges if e.source == s]
+        read = " ".join(f"{target}{remark}" for target, remark in ends)
         cost = f"   {_cost_text(s, schedule, costs)}" if costs.unit == BYTES else ""
         yield f"# Stage {s}: {stages.label(*homes)}{cost}{f'   read by {read}' if read else ''}"
     yield f"# Total: {timing.total:.6g} {costs.clock}   Bubble: {percent(timing.bubble)}   Overhead: {percent(timing.overhead)}"
@@ -76,7 +78,8 @@ def _head(schedule: Schedule, costs: Costs, timing: Timing) -> Iterator[str]:
     for home, (idle, peak) in enumerate(zip(timing.idle, counts, strict=True)):
         share = percent(idle / timing.total if timing.total else 0.0)
         more = _bytes_text(schedule, home, costs) if costs.unit == BYTES else ""
-        yield f"# {stages.label(home)}: idle {idle:.6g} ({share}), keeps {amount_text(peak, MICROBATCHES)}{more}"
+        kept = f", keeps {amount_text(peak, MICROBATCHES)}" if trains else ""
+        yield f"# {stages.label(home)}: idle {idle:.6g} ({share}){kept}{more}"
     for (one, other), count in message_counts(schedule).items():
         yield f"# {one} - {other}: {count} {'message' if count == 1 else 'messages'}"
 
@@ -97,14 +100,16 @@ def _cost_text(s: int, schedule: Schedule, costs: Costs) -> str:
 
 def _bytes_text(schedule: Schedule, home: int, costs: Costs) -> str:
     """The bytes of what a home keeps at its peak, and besides."""
+    besides = costs.kept_besides(home)
+    least = "at least " if costs.unbounded else ""
+    if not any(schedule.stages.backward):
+        return f", keeps {least}{amount_text(besides, BYTES)}"
     saved, deferred = peak_counts(schedule, home, costs)
     text = amount_text(peaks(schedule, costs)[home], BYTES)
     if costs.expressions:
         some = [(count, costs.expressions[s][0]) for s, count in saved.items()]
         some += [(count, costs.expressions[s][1]) for s, count in deferred.items()]
         text = f"{sum((count * each for count, each in some), start=0)} bytes"
-    besides = costs.kept_besides(home)
-    least = "at least " if costs.unbounded else ""
     return f": {text}" + (f"; besides {least}{amount_text(besides, BYTES)}" if besides else "")
 
 

@@ -172,7 +172,8 @@ class _Laws:
         if size in self.program.symbols:
             info = self.program.symbols[size]
             remedy = f"declare `{size}: {{divisor: {shards * info.parts}}}` under symbols, or use fewer shards"
-            of_part = f" in each of the {info.parts} parts that `accumulate` makes of a batch" if info.parts > 1 else ""
+            parts = "microbatches" if self.program.plan.pipeline else "parts that `accumulate` makes of a batch"
+            of_part = f" in each of the {info.parts} {parts}" if info.parts > 1 else ""
             law = f"'{size}' is {_spelled(facts)}{of_part} ({info.where}), not always divisible by {shards}"
             return Problem(where, fact, law, remedy)
         return Problem(

@@ -106,6 +106,15 @@ def test_lenet_is_the_whole_model(samples: Path, tmp_path: Path, model: str, pla
             assert difference(program(digits(batch))["logits"], want) <= 1e-6
 
 
+def test_lenet_streams_as_the_whole_model(samples: Path, tmp_path: Path) -> None:
+    lenet = samples / "lenet"
+    report = compile_model(lenet / "model.py", lenet / "pipeline.yaml", tmp_path / "build")
+    assert str(report.program.schedule).count("F") == 5 * 8
+    with load_local(report.out) as program:
+        want = whole_outputs(whole(lenet / "model.py"), digits(32))["logits"]
+        assert difference(program(digits(32))["logits"], want) <= 1e-6
+
+
 @pytest.mark.parametrize("size", [(224, 224), (64, 96)], ids=str)
 def test_resnet_is_the_whole_model(resnet: Path, tmp_path: Path, size: tuple[int, int]) -> None:
     text = (resnet / "plan.yaml").read_text()
