@@ -67,6 +67,8 @@ class Training:
     part: ProgramKind = ProgramKind.STEP
     scale: LossScale | None = None
     """By what the loss is multiplied, and gradients are divided; None: by nothing."""
+    messages: bool = False
+    """Whether gradients are reduced over ranks in bfloat16."""
 
     def from_folder(self, folder: str) -> Training:
         """The same with the plan's folder, as it is seen from the artifact: the files that the plan names are there."""

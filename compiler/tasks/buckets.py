@@ -81,7 +81,7 @@ class Buckets:
     def _move(self, key: tuple[str, str, str]) -> None:
         bucket = self._open.pop(key)
         count = len(bucket.made)
-        name = str(bucket.values[0].name).removesuffix(".grad").removesuffix(".next")
+        name = str(bucket.values[0].name).removesuffix(".bfloat16").removesuffix(".grad").removesuffix(".next")
         cause = f"{self.what}s of {count} parameters" if count > 1 else f"{self.what} of '{name}'"
         self.comm.fused(bucket.move, bucket.values, bucket.terms, bucket.made, bucket.elements, cause)
         for then in bucket.then:

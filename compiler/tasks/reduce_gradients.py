@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
 import onnx_ir as ir
+from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.ir.program import Program, ProgramKind, ShardedValue
 from partc.compiler.ir.rank_program import ComputeOp, TaskKind
 from partc.compiler.ir.training import Training
@@ -80,12 +82,19 @@ class GradientReduction:
         share = shared_out(self.program, main, self.training.shard) if len(defs) == 1 else main
         target = ShardedValue(self.cotangents[value], main.group, share.layout)
         wanted = f"{self.names[main]}.grad"
+        if self.training.messages and value.dtype == ir.DataType.FLOAT and any(one != target for one in given):
+            low = self._low(target.value)
+            target, wanted = ShardedValue(low, main.group, share.layout), f"{wanted}.bfloat16"
+            given = {
+                ShardedValue(low, one.group, one.layout): [self._rounded(one, low, self._sum(self.comm, one, names))]
+                for one, names in given.items()
+            }
         if len(given) == 1:
             ((version, names),) = given.items()
             moves = lower(version.layout, target.layout, version.group, target.group)
             if can_join(moves):
                 self._bucketed(
-                    value, version, self._sum(self.comm, version, names), target, cast(Fused, moves[0]), defs
+                    value, version, self._sum(self.comm, version, names), target, cast(Fused, moves[0]), defs, wanted
                 )
                 return
         self._ready(value, self._total(self.update, given, target, wanted), target, defs)
@@ -120,17 +129,23 @@ class GradientReduction:
         target: ShardedValue,
         move: Fused,
         defs: Sequence[ShardedValue],
+        wanted: str,
     ) -> None:
         shape, term = self.comm.values.local_shape(target), self.comm.values.local_shape(version)
         assert shape is not None
         assert term is not None
         name = self._own(version, name, f"{self.names[defs[0]]}.grad.partial")
-        made = self.comm.builders.free(target.group, f"{self.names[defs[0]]}.grad")
+        made = self.comm.builders.free(target.group, wanted)
         self.comm.builders.declare(target.group, made, target.value, shape)
         self.buckets.add(move, target.value, name, term, made, partial(self._ready, value, made, target, defs))
 
     def _ready(self, value: ir.Value, name: str, target: ShardedValue, defs: Sequence[ShardedValue]) -> None:
         """Records a gradient that is complete on the first definition of its parameter, and sends it to the others."""
+        if target.value is not self.cotangents[value]:
+            rounded, target = target, ShardedValue(self.cotangents[value], target.group, target.layout)
+            name = self._cast(
+                rounded, target, name, self.comm.builders.free(target.group, f"{self.names[defs[0]]}.grad")
+            )
         name = self._own(target, name, f"{self.names[defs[0]]}.grad")
         share = ShardedValue(value, target.group, target.layout)
         self.gradients.append(Gradient(value, defs[0], name, share))
@@ -139,6 +154,25 @@ class GradientReduction:
             other = self._brought(self.update, target, name, wanted, f"{self.names[home]}.grad")
             own = self._own(wanted, other, f"{self.names[home]}.grad")
             self.gradients.append(Gradient(value, home, own, home))
+
+    def _low(self, cotangent: ir.Value) -> ir.Value:
+        """A value for a parameter's gradient in bfloat16."""
+        kind = ir.TensorType(ir.DataType.BFLOAT16)
+        value = ir.Value(name=f"{cotangent.name}.bfloat16", type=kind, shape=cotangent.shape)
+        info = self.comm.values[cotangent]
+        return self.comm.values.add(value, replace(info, type=type_text(kind), item_bytes=2))
+
+    def _rounded(self, version: ShardedValue, low: ir.Value, name: str) -> str:
+        """Rounds a term of a gradient to bfloat16, behind the sum over all parts of a batch; its name."""
+        wanted = self.comm.builders.free(version.group, f"{name}.bfloat16")
+        return self._cast(version, ShardedValue(low, version.group, version.layout), name, wanted)
+
+    def _cast(self, version: ShardedValue, target: ShardedValue, name: str, made: str) -> str:
+        to = ir.AttrInt64("to", int(target.value.dtype or ir.DataType.FLOAT))
+        node = ir.Node("", "Cast", [ir.Value(name=name)], [to], outputs=[ir.Value(name=made)], name=made)
+        self.update.append(version.group, ComputeOp(node, node))
+        self.comm.builders.declare(version.group, made, target.value, self.comm.values.local_shape(target))
+        return made
 
     def _own(self, version: ShardedValue, name: str, wanted: str) -> str:
         """A name for the gradient that no other parameter has and that a node makes; an Identity makes one where there is none."""

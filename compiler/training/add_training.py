@@ -58,8 +58,10 @@ def add_training(program: Program) -> Program:
     if scale is not None and scale.dynamic:
         rules = replace(rules, guarded=True, settings={**rules.settings, "on_nonfinite": "skip"})
     training = add_loss_and_metrics(model, rules, list(program.trainable), cut=cut, part=program.kind, known=known)
+    if plan.precision is not None:
+        training = replace(training, scale=scale, messages=plan.precision.messages)
     plan, paths = replace(plan, train=rules, outputs=()), node_paths(model)
-    return replace(program, plan=plan, paths=paths, training=replace(training, scale=scale), whole=whole)
+    return replace(program, plan=plan, paths=paths, training=training, whole=whole)
 
 
 def add_loss_and_metrics(

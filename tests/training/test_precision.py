@@ -6,12 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from equivalence import compiled, same, whole_outputs
 from onnx import numpy_helper
 from partc.compiler.errors import CompileError
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
+from partc.compiler.ir.rank_program import ComputeOp
 from partc.runtime import load_local
+from partc.runtime.checker.check import check_artifact
+from training_equivalence import run as run_training
+from training_equivalence import same_training
 
 NETWORK = """<ir_version: 10, opset_import: ["" : 21]>
 main (float[batch, 6] x) => (float[batch, 7] h, float[batch, 5] y) {
@@ -101,3 +108,73 @@ def test_a_model_of_integers(tmp_path: Path) -> None:
     text = '<ir_version: 10, opset_import: ["" : 21]>\nmain (int64[4, 6] x) => (int64[4, 6] y) { y = Add(x, x) }'
     with pytest.raises(CompileError, match="no operator of the model computes in float16"):
         compiled(onnx.parser.parse_model(text), "ranks: 1\nprecision: {compute: float16}", tmp_path / "build")
+
+
+TRAIN = "train: {loss: {type: mean_squared, prediction: y, target: t}, optimizer: {type: adam, lr: 0.01MORE}}\n"
+HALF = "precision: {compute: float16, loss_scale: 1024}\n"
+TRAINED = """<ir_version: 10, opset_import: ["" : 21]>
+m (KIND[batch, 6] x) => (KIND[batch, 4] y)
+{ [one] a = MatMul(x, w)
+  [plus] b = Add(a, s)
+  [turn] c = Gelu(b)
+  [two] y = MatMul(c, v) }"""
+
+
+def trainable(kind: str = "float") -> Source:
+    proto, random = onnx.parser.parse_model(TRAINED.replace("KIND", kind)), np.random.default_rng(4)
+    for name, shape in {"w": (6, 8), "s": (8,), "v": (8, 4)}.items():
+        array = (random.standard_normal(shape) / 2).astype(np.float16)
+        proto.graph.initializer.append(
+            numpy_helper.from_array(array.astype(kind if kind != "float" else np.float32), name)
+        )
+    return Source(from_proto(proto, Path("model.onnx")))
+
+
+def batches(kind: type = np.float32) -> list[dict[str, np.ndarray]]:
+    random = np.random.default_rng(6)
+    drawn = [(random.standard_normal((8, 6)), random.standard_normal((8, 4))) for _ in range(4)]
+    return [{"x": x.astype(np.float16).astype(kind), "t": t.astype(np.float32)} for x, t in drawn]
+
+
+CUT = {
+    "shared": ("ranks: 2\ndataset: data_parallel\nsymbols: {batch: {divisor: 2}}\n", ", shard: true", ""),
+    "cut": ("ranks: 2\nmesh: {tp: 2}\nsharding: {one: colwise, two: rowwise}\n", "", ""),
+    "piped": (
+        "ranks: 2\nplacement: {one: 0, two: 1}\nsymbols: {batch: {divisor: 4}}\npipeline: {microbatches: 4}\n",
+        "",
+        "",
+    ),
+    "rounded": ("ranks: 2\ndataset: data_parallel\nsymbols: {batch: {divisor: 2}}\n", "", ", messages: bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_training_is_the_same_wherever_it_is_cut(name: str, tmp_path: Path) -> None:
+    plan, more, messages = CUT[name]
+    text = plan + HALF.replace("}", f"{messages}}}") + TRAIN.replace("MORE", more)
+    whole = run_training(trainable(), "ranks: 1\n" + HALF + TRAIN.replace("MORE", ""), tmp_path / "whole", batches())
+    program = same_training(trainable, text, tmp_path, batches(), rtol=1e-3, atol=5e-2, whole=whole)
+    reduced = {event.value.dtype.name for event in program.events if event.op_type == "AllReduce" and event.value.dtype}
+    assert ("BFLOAT16" in reduced) == (name == "rounded")
+    for part in program.parts:
+        nodes = [step.node for step in part.steps if isinstance(step, ComputeOp)]
+        casts = [
+            node
+            for node in nodes
+            if node.op_type == "Cast" and node.inputs[0] is not None and node.inputs[0].name == "w"
+        ]
+        assert len(casts) <= 1, "a weight is cast once a step, whatever the number of microbatches"
+    assert all(one.version.value.dtype == ir.DataType.FLOAT for part in program.parts for one in part.kept)
+
+
+@pytest.mark.parametrize("precision", ["", HALF])
+def test_weights_of_16_bits_are_trained_in_float32(precision: str, tmp_path: Path) -> None:
+    plan = "ranks: 1\n" + TRAIN.replace("MORE", "")
+    want = run_training(trainable(), plan, tmp_path / "single", batches())
+    have = run_training(trainable("float16"), plan + precision, tmp_path / "half", batches(np.float16))
+    assert check_artifact(tmp_path / "half") == []
+    for one, other in zip(have.outputs, want.outputs, strict=True):
+        np.testing.assert_allclose(one["loss"], other["loss"], rtol=0, atol=1e-2)
+    for name, value in want.after.items():
+        assert have.after[name].dtype == np.float32
+        np.testing.assert_allclose(have.after[name], value, rtol=0, atol=5e-3, err_msg=name)
