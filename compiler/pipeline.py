@@ -26,6 +26,7 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.ir.graph import is_inside
 from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.lower.lower import lower
+from partc.compiler.pipelines.pipeline import pipeline
 from partc.compiler.placement.placement import place
 from partc.compiler.plan.dataset import in_order
 from partc.compiler.plan.read import Plan, read_plan
@@ -41,7 +42,6 @@ from partc.compiler.sharding.sharding import shard
 from partc.compiler.sharding.sums import pass_sums
 from partc.compiler.tasks.differentiate import differentiate
 from partc.compiler.tasks.localize import localize
-from partc.compiler.tasks.pipeline import pipeline
 from partc.compiler.tasks.update import update
 from partc.compiler.training.add_training import add_training
 from partc.compiler.training.in_parts import in_parts, only_totals

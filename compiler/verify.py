@@ -26,7 +26,17 @@ from partc.compiler.dims.reading import names_in, read
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.graph import read_by
 from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import CommOp, Event, RankOp, RankProgram, TaskKind, read_names
+from partc.compiler.ir.rank_program import (
+    CommOp,
+    Event,
+    RankOp,
+    RankProgram,
+    TaskBody,
+    TaskCall,
+    TaskKind,
+    made_names,
+    read_names,
+)
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.ops.families.local_map import ALONG
@@ -218,8 +228,21 @@ def _part(part: RankProgram, in_order: bool) -> Iterator[str]:
     kept = [one.name for one in part.kept]
     made = Counter([*held, *(name for name in kept if name not in held), *part.constants, *part.scalars])
     yield from _steps(part.steps, made, in_order)
+    for body in part.bodies:
+        yield from (f"{body.name}: {fault}" for fault in _body(body, part))
     wanted = [*(one.name for one in part.outputs), *(one.next for one in part.kept if one.next)]
     yield from (f"'{name}' is given back, and nothing makes it" for name in wanted if name not in made)
+
+
+def _body(body: TaskBody, part: RankProgram) -> Iterator[str]:
+    """The faults of the body of a task, and of its calls."""
+    made = Counter([*body.inputs, *(name for name in part.constants if name not in body.inputs)])
+    yield from _steps(body.steps, made, False)
+    yield from (f"'{name}' is given back, and nothing makes it" for name in body.outputs if name not in made)
+    for step in part.steps:
+        ends = (len(step.inputs), len(step.outputs)) if isinstance(step, TaskCall) and step.body is body else None
+        if ends not in (None, (len(body.inputs), len(body.outputs))):
+            yield f"a call of it has {ends} inputs and outputs"
 
 
 def _steps(steps: Sequence[RankOp], made: Counter[str], in_order: bool) -> Iterator[str]:
@@ -233,19 +256,28 @@ def _steps(steps: Sequence[RankOp], made: Counter[str], in_order: bool) -> Itera
             yield f"{what} is forward, and stands behind {later}, which is not"
         reads = (name for name in read_names(step) if name and name not in made)
         yield from (f"{what} reads '{name}', which it does not have" for name in reads)
-        names = step.outputs if isinstance(step, CommOp) else [value.name for value in step.node.outputs]
-        made.update(name for name in names if name)
+        made.update(name for name in made_names(step) if name)
     yield from (f"'{name}' is made {count} times" for name, count in made.items() if count > 1)
 
 
 def _title(step: RankOp) -> str:
+    if isinstance(step, TaskCall):
+        return f"the task {step.cell}"
     if isinstance(step, CommOp):
         return f"{step.op_type} of '{step.value.name}'"
     return f"{step.node.op_type} '{step.node.name}'"
 
 
 def _tags(steps: Sequence[RankOp]) -> list[int]:
-    return list(dict.fromkeys(step.tag for step in steps if isinstance(step, CommOp)))
+    return list(dict.fromkeys(_each_tag(steps)))
+
+
+def _each_tag(steps: Sequence[RankOp]) -> Iterator[int]:
+    for step in steps:
+        if isinstance(step, CommOp):
+            yield step.tag
+        elif isinstance(step, TaskCall):
+            yield from (tag + step.microbatch for tag in _each_tag(step.body.steps))
 
 
 def _events(events: Sequence[Event], rows: Mapping[int, list[int]]) -> Iterator[str]:
@@ -262,7 +294,7 @@ def _events(events: Sequence[Event], rows: Mapping[int, list[int]]) -> Iterator[
         elif missing := [by_tag[tag] for tag in expected.get(rank, ()) if tag not in there]:
             first = missing[0]
             yield f"rank {rank}: it takes no part in the {first.op_type} of '{first.name}' of ranks {first.ranks}"
-        elif distinct != sorted(distinct):
+        elif distinct != expected.get(rank, []):
             yield f"rank {rank}: its events {distinct} are not in the order of all"
 
 

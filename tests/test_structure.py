@@ -27,7 +27,6 @@ LARGER = {
     "compiler/schedule": "a file for each named schedule, and for each law and measure of schedules",
     "compiler/sharding": "a file for each rule of propagation",
     "compiler/rewrite": "a file for each rewrite",
-    "compiler/tasks": "a file for each kind of task, and for each step from tasks to the rows of a pipeline",
     "runtime/artifact": "a file for each part of the format",
     "tests/benchmarks": "a file for each benchmark",
     "tests/checker": "a file for each check",

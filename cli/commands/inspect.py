@@ -58,6 +58,7 @@ def command(
     from partc.cli.output.stats import rank_stats, typical_sizes
     from partc.cli.output.training_stats import training_stats
     from partc.runtime.artifact.manifest import open_artifact
+    from partc.runtime.artifact.tasks import unrolled
     from partc.runtime.errors import UsageError
 
     artifact = open_artifact(folder, trust=True, program=program)
@@ -75,7 +76,9 @@ def command(
     sizes = {**typical_sizes(manifest), **given}
     stats = [rank_stats(artifact, one, sizes) for one in range(manifest.ranks)]
     trains = any(record.next for record in manifest.state)
-    trained = [training_stats(manifest, artifact.model(one), one, sizes) for one in range(manifest.ranks) if trains]
+    trained = [
+        training_stats(manifest, unrolled(artifact.model(one)), one, sizes) for one in range(manifest.ranks) if trains
+    ]
     if as_json:
         transfers = [transfer.model_dump(mode="json") for transfer in manifest.transfers]
         collectives = [one.model_dump(mode="json") for one in manifest.collectives]
@@ -187,9 +190,10 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int, trains: b
 def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
     from partc.runtime.artifact.collectives import COLLECTIVES
     from partc.runtime.artifact.format import CAUSE, CUT, DOMAIN, GROUP, PATH, PEER, RULE, SEND
+    from partc.runtime.artifact.tasks import unrolled
     from partc.runtime.checker.graph.declared import ValueType, declared_types
 
-    model = artifact.model(rank)
+    model = unrolled(artifact.model(rank))
     types: dict[str, ValueType] = declared_types(model)
     replaced = {one.next: one.tensor for one in artifact.manifest.state if rank in one.ranks and one.next}
     for at, node in enumerate(model.graph.node):

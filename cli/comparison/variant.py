@@ -11,6 +11,7 @@ import onnx
 from partc.runtime.artifact.format import MANIFEST, OF_RANKS, WEIGHTS, FileRecord, Manifest
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.manifest_file import ManifestFile
+from partc.runtime.artifact.tasks import unrolled
 
 Change: TypeAlias = Callable[[int, onnx.ModelProto, Manifest], Manifest]
 """What is done to the file of a rank; the program's manifest then."""
@@ -19,8 +20,8 @@ Change: TypeAlias = Callable[[int, onnx.ModelProto, Manifest], Manifest]
 def variant(folder: Path, out: Path, change: Change, apart: bool = False) -> Path:
     """The artifact in `folder` with every rank file changed, `change` getting the lowest rank that has it.
 
-    The copy has no hashes, and is to be trusted. With `apart` every rank gets a file of its own. Programs inside of the artifact
-    are changed alike. Where `out` is there already, from the same folder, its weights are left as they are.
+    The copy has no hashes, and is to be trusted. With `apart` every rank gets a file of its own. Programs inside of the artifact are
+    changed alike, and tasks as their nodes are. Where `out` is there already, from the same folder, its weights are left as they are.
     """
     stays = shutil.ignore_patterns(WEIGHTS) if out.exists() else None
     shutil.copytree(folder, out, ignore=stays, dirs_exist_ok=True)
@@ -37,7 +38,7 @@ def variant(folder: Path, out: Path, change: Change, apart: bool = False) -> Pat
 def _changed(folder: Path, manifest: Manifest, change: Change, apart: bool, files: dict[str, FileRecord]) -> Manifest:
     """Changes the rank files of a program; its manifest then. What is written is added to `files`."""
     before = [manifest.program(rank) for rank in range(manifest.ranks)]
-    models = {file: onnx.load(folder / file, load_external_data=False) for file in before}
+    models = {file: unrolled(onnx.load(folder / file, load_external_data=False)) for file in before}
     own = [f"{manifest.prefix}own_{rank:04d}.onnx" for rank in range(manifest.ranks)]
     for file in models:
         ranks = [rank for rank, one in enumerate(before) if one == file]

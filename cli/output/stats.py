@@ -21,6 +21,7 @@ from partc.runtime.artifact.dtypes import BY_CODE
 from partc.runtime.artifact.format import ALL_REDUCE, BYTES, DOMAIN, TAG, Collective, Manifest, Transfer
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.onnx_graph import reads
+from partc.runtime.artifact.tasks import unrolled
 from partc.runtime.execution.symbol_bindings import smallest
 
 if TYPE_CHECKING:
@@ -62,13 +63,14 @@ def typical_sizes(manifest: Manifest) -> dict[str, int]:
 
 def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankStats:
     """The numbers of a rank, with the symbols at these sizes."""
-    from partc.runtime.program.segmentation import Segment, Update, segmented
+    from partc.runtime.program.segmentation import segmented
+    from partc.runtime.program.steps import Segment, Update
 
-    model = artifact.model(rank)
-    manifest = artifact.manifest
+    file = artifact.model(rank)
+    model, manifest = unrolled(file), artifact.manifest
     transfers = manifest.transfers
     collectives = list(_collectives(model, manifest))
-    steps = segmented(model, manifest.program(rank))
+    steps = segmented(file, manifest.program(rank))
     state = {record.value for record in manifest.state if rank in record.ranks}
     kept = kept_bytes(manifest, rank)
     weights = sum(_tensor_bytes(tensor) for tensor in model.graph.initializer if tensor.name not in state)

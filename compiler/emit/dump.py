@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -21,7 +22,18 @@ from partc.compiler.dims.facts import facts_of
 from partc.compiler.emit.helper_types import helper_types
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Group, Program, Shape, ShardedValue
-from partc.compiler.ir.rank_program import CommOp, ComputeOp, Constant, Event, LocalTensor, RankConstant, RankProgram
+from partc.compiler.ir.rank_program import (
+    CommOp,
+    ComputeOp,
+    Constant,
+    Event,
+    LocalTensor,
+    RankConstant,
+    RankOp,
+    RankProgram,
+    TaskBody,
+    TaskCall,
+)
 from partc.compiler.ir.value_bytes import bytes_text
 from partc.compiler.layout.layout import Layout
 from partc.runtime.artifact.format import SEND, order_text
@@ -182,24 +194,47 @@ def _part_lines(program: Program, part: RankProgram, ranks: Sequence[int]) -> It
     if part.scalars:
         yield f"  # Scalars: {', '.join(f'%{name}' for name in part.scalars)}"
     for step in part.steps:
-        yield from (
-            _op_lines(program, part, step, kinds) if isinstance(step, ComputeOp) else _comm_lines(program, step, kinds)
-        )
-    names = [held.name for held in part.outputs]
+        yield from _step_lines(program, part, step, kinds)
+    yield from _return_lines([held.name for held in part.outputs], kinds)
+    for body in part.bodies:
+        inside, inner = _kinds(program, part, body), replace(part, types=body.types)
+        yield ""
+        yield f"task @{body.name}({', '.join(f'%{name}' for name in body.inputs)}) {{"
+        for step in body.steps:
+            yield from _step_lines(program, inner, step, inside)
+        yield from _return_lines(body.outputs, inside)
+
+
+def _step_lines(
+    program: Program, part: RankProgram, step: RankOp, kinds: Callable[[Sequence[str]], str]
+) -> Iterator[str]:
+    match step:
+        case ComputeOp():
+            yield from _op_lines(program, part, step, kinds)
+        case CommOp():
+            yield from _comm_lines(program, step, kinds)
+        case TaskCall():
+            outs, ins = (", ".join(f"%{name}" for name in names) for names in (step.outputs, step.inputs))
+            yield f"  {outs + ' = ' if outs else ''}{step.body.name}({ins}) {{microbatch: {step.microbatch}}}"
+            yield f"      # Task: {step.cell}"
+
+
+def _return_lines(names: Sequence[str], kinds: Callable[[Sequence[str]], str]) -> Iterator[str]:
     yield f"  Return({', '.join(f'%{name}' for name in names)})"
     yield f"      : {kinds(names)}"
     yield "}"
 
 
-def _kinds(program: Program, part: RankProgram) -> Callable[[Sequence[str]], str]:
-    """The types of a rank's values, by their names, as a text: `(<tensor(float), (batch, 8)>, <>)`."""
-    helpers = helper_types(program, part)
+def _kinds(program: Program, part: RankProgram, body: TaskBody | None = None) -> Callable[[Sequence[str]], str]:
+    """The types of a rank's values, or of those in the body of a task, by their names: `(<tensor(float), (batch, 8)>, <>)`."""
+    helpers = helper_types(program, part, body)
+    types = part.types if body is None else body.types
 
     def kind(name: str) -> str:
         if name in part.scalars:
             return "<tensor(float), ()>"
-        if name in part.types:
-            return _type_text(program, *part.types[name])
+        if name in types:
+            return _type_text(program, *types[name])
         return f"<{_constant(part.constants[name])}>" if name in part.constants else helpers.get(name, "<>")
 
     return lambda names: f"({', '.join(kind(name) if name else '<>' for name in names)})"

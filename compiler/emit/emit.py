@@ -8,14 +8,25 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from partc.compiler.emit.dump import begin_text, cut_text, end_text, part_text, rank_text
 from partc.compiler.emit.manifest import manifest_of, program_name
 from partc.compiler.emit.weights import Location, Stored, is_inline, owners, shard_of, shard_text, stored, write_weights
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.program import Program, ProgramKind
-from partc.compiler.ir.rank_program import CommOp, ComputeOp, LocalTensor, RankConstant, RankProgram
+from partc.compiler.ir.program import Program, ProgramKind, Shape
+from partc.compiler.ir.rank_program import (
+    CommOp,
+    ComputeOp,
+    LocalTensor,
+    RankConstant,
+    RankProgram,
+    TaskBody,
+    TaskCall,
+    made_names,
+    read_names,
+)
 from partc.compiler.schedule.grid import schedule_text
 from partc.compiler.training.optimizer_functions import functions as optimizer_functions
 from partc.runtime.artifact import format as fmt
@@ -157,12 +168,17 @@ def _rank_model(
     _add_constants(graph, part, locations)
     imports = dict(program.model.opset_imports)
     imports.setdefault("", imports.pop("ai.onnx", 21))
-    if any(node.domain == fmt.DOMAIN for node in graph.node):
+    bodies = part.bodies
+    if any(isinstance(step, CommOp) for steps in (part.steps, *(body.steps for body in bodies)) for step in steps):
         imports[fmt.DOMAIN] = fmt.DOMAIN_VERSION
+    imports |= {fmt.DOMAIN: fmt.DOMAIN_VERSION} if any(node.domain == fmt.DOMAIN for node in graph.node) else {}
     nodes = (step.node for step in part.steps if isinstance(step, ComputeOp))
     functions = optimizer_functions({node.op_type for node in nodes if node.domain == fmt.OPTIMIZER}, imports[""])
     if functions:
         imports[fmt.OPTIMIZER] = 1
+    functions = [*functions, *(_function(program, part, body, imports) for body in bodies)]
+    if bodies:
+        imports[fmt.TASKS] = 1
     return onnx.ModelProto(
         functions=functions,
         ir_version=min(_NEWEST_IR, max(_OLDEST_IR, program.model.ir_version or 0)),
@@ -181,7 +197,9 @@ def _add_nodes(
     """The ops of a rank, each under a name of its own; one that several ranks have is made once (`cache`)."""
     named = {node.name for node in graph.node}
     for step in part.steps:
-        if isinstance(step, CommOp):
+        if isinstance(step, TaskCall):
+            graph.node.append(_task_call(step))
+        elif isinstance(step, CommOp):
             graph.node.append(_comm_node(program, step))
         else:
             if step not in cache:
@@ -190,24 +208,65 @@ def _add_nodes(
         _name_apart(graph.node[-1], named)
 
 
+def _task_call(step: TaskCall) -> onnx.NodeProto:
+    proto = onnx.NodeProto(
+        op_type=step.body.name, domain=fmt.TASKS, name=step.cell, input=step.inputs, output=step.outputs
+    )
+    proto.attribute.append(_attribute(fmt.MICROBATCH, step.microbatch))
+    return proto
+
+
+def _function(program: Program, part: RankProgram, body: TaskBody, imports: Mapping[str, int]) -> onnx.FunctionProto:
+    """The function of a task; constants that are no operands of it are nodes there."""
+    made = {name for step in body.steps for name in made_names(step)}
+    reads = dict.fromkeys(name for step in body.steps for name in read_names(step) if name)
+    function = onnx.FunctionProto(
+        name=body.name,
+        domain=fmt.TASKS,
+        input=body.inputs,
+        output=body.outputs,
+        attribute=[fmt.MICROBATCH],
+        opset_import=[
+            onnx.OperatorSetIdProto(domain=domain, version=number) for domain, number in sorted(imports.items())
+        ],
+    )
+    for name in reads:
+        constant = part.constants.get(name) if name not in made and name not in body.inputs else None
+        if isinstance(constant, np.ndarray):
+            value = onnx.numpy_helper.from_array(constant, name)
+            function.node.append(onnx.helper.make_node("Constant", [], [name], name, value=value))
+    named = {node.name for node in function.node}
+    for step in body.steps:
+        function.node.append(_comm_node(program, step) if isinstance(step, CommOp) else _node(program, step))
+        _name_apart(function.node[-1], named)
+    known = frozenset(program.symbols)
+    typed = (name for name, (value, _) in body.types.items() if value.type)
+    function.value_info.extend(_value_info(body.types, name, known) for name in typed)
+    return function
+
+
 def _add_ports(graph: onnx.GraphProto, part: RankProgram, known: frozenset[str]) -> None:
     """The inputs and outputs, with what is kept from step to step, and the types of all else."""
     inputs = [*(held.name for held in part.inputs), *(one.name for one in part.kept)]
     outputs = [*(held.name for held in part.outputs), *(one.next for one in part.kept if one.next)]
-    graph.input.extend(_value_info(part, name, known) for name in inputs)
+    graph.input.extend(_value_info(part.types, name, known) for name in inputs)
     graph.input.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, []) for name in part.scalars)
-    graph.output.extend(_value_info(part, name, known) for name in outputs)
+    graph.output.extend(_value_info(part.types, name, known) for name in outputs)
     listed = {*inputs, *outputs, *(held.name for held in part.weights)}
+    listed.update(name for step in part.steps if isinstance(step, TaskCall) for name in step.outputs)
     graph.value_info.extend(
-        _value_info(part, name, known) for name, (value, _) in part.types.items() if name not in listed and value.type
+        _value_info(part.types, name, known)
+        for name, (value, _) in part.types.items()
+        if name not in listed and value.type
     )
 
 
 def _add_constants(graph: onnx.GraphProto, part: RankProgram, locations: Mapping[Stored, Location]) -> None:
     """Weights and constants, and the types of those that differ by rank."""
     graph.initializer.extend(_weight(held, locations) for held in part.weights)
+    read = {name for step in part.steps for name in read_names(step)} | {held.name for held in part.outputs}
     for name, one in part.constants.items():
-        if not isinstance(one, RankConstant):
+        if not isinstance(one, RankConstant) and (name in read or not part.bodies):
             graph.initializer.append(onnx.numpy_helper.from_array(one, name))
     for name, by_rank in _by_rank(part):
         code = ir.DataType.from_numpy(by_rank.dtype).value
@@ -300,9 +359,11 @@ def _add_metadata(proto: onnx.NodeProto, metadata: Mapping[str, str]) -> None:
     proto.metadata_props.extend(onnx.StringStringEntryProto(key=key, value=value) for key, value in metadata.items())
 
 
-def _value_info(part: RankProgram, name: str, known: frozenset[str]) -> onnx.ValueInfoProto:
+def _value_info(
+    types: Mapping[str, tuple[ir.Value, Shape | None]], name: str, known: frozenset[str]
+) -> onnx.ValueInfoProto:
     """A value's type with its local shape; dims that no symbol tells are left open."""
-    value, shape = part.types[name]
+    value, shape = types[name]
     proto = ir.serde.serialize_value(value)
     proto.name = name
     del proto.metadata_props[:]

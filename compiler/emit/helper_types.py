@@ -7,18 +7,21 @@ what it reads; where that says nothing of an output, it has no type.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import onnx
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.ir.program import Program, Shape
-from partc.compiler.ir.rank_program import ComputeOp, RankConstant, RankProgram
+from partc.compiler.ir.rank_program import ComputeOp, RankConstant, RankProgram, TaskBody
 
 
-def helper_types(program: Program, part: RankProgram) -> dict[str, str]:
-    """By name the types of a part's values that no pass has typed, as the dumps write them."""
+def helper_types(program: Program, part: RankProgram, body: TaskBody | None = None) -> dict[str, str]:
+    """By name the types of a part's values, or of those in the body of a task, that no pass has typed, as the dumps write them."""
     known: dict[str, onnx.TypeProto] = {}
     opsets = program.model.graph.opset_imports
+    if body is not None:
+        part = replace(part, steps=body.steps, types=body.types)
     for step in part.steps:
         if not isinstance(step, ComputeOp) or not any(_untyped(part, value) for value in step.node.outputs):
             continue
@@ -43,6 +46,8 @@ def _outputs(
         schema = onnx.defs.get_schema(node.op_type, opsets.get(node.domain, 1), node.domain)
         proto = ir.to_proto(node)
         given = {name: kind for name in names if (kind := _type_of(part, name, known)) is not None}
+        if len(given) < len({*names}):
+            return {}
         fixed = {name: one for name in names if not isinstance(one := part.constants.get(name), RankConstant | None)}
         data = {name: onnx.numpy_helper.from_array(one, name) for name, one in fixed.items()}
         found: Mapping[str, onnx.TypeProto] = onnx.shape_inference.infer_node_outputs(schema, proto, given, data)

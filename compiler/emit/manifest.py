@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import pairwise
 
 import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
 from partc.compiler.ir.program import PART, Group, PackedBox, Program, ProgramKind, Shape, ShardedValue
-from partc.compiler.ir.rank_program import CommOp, Event, LocalTensor, StateTensor
+from partc.compiler.ir.rank_program import CommOp, Event, LocalTensor, RankOp, StateTensor, TaskCall, made_names
 from partc.compiler.layout.layout import Layout
 from partc.runtime.artifact import format as fmt
 
@@ -90,11 +90,7 @@ def _is_made(program: Program, value: ir.Value) -> bool:
     """Whether an input of a microbatch is made by the step itself: a number of the whole batch."""
     if program.schedule is None or any(held.version.value is value for part in program.parts for held in part.inputs):
         return False
-    return any(
-        value.name in (step.outputs if isinstance(step, CommOp) else [made.name for made in step.node.outputs])
-        for part in program.parts
-        for step in part.steps
-    )
+    return any(value.name in made_names(step) for part in program.parts for step in part.steps)
 
 
 def _scalars(program: Program) -> list[fmt.Port]:
@@ -220,10 +216,20 @@ def _given(program: Program) -> dict[int, list[str]]:
     """By tag the names of what ranks give in a collective, where all of them call it alike."""
     found: dict[int, set[tuple[str, ...]]] = {}
     for steps in {id(part.steps): part.steps for part in program.parts}.values():
-        for step in steps:
-            if isinstance(step, CommOp) and step.inputs:
-                found.setdefault(step.tag, set()).add(step.inputs)
+        for tag, names in _inputs_of_events(steps):
+            found.setdefault(tag, set()).add(names)
     return {tag: [*names.pop()] for tag, names in found.items() if len(names) == 1}
+
+
+def _inputs_of_events(steps: Sequence[RankOp]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Tag and inputs of each event that a rank gives something, in a body those of every call."""
+    for step in steps:
+        if isinstance(step, CommOp) and step.inputs:
+            yield step.tag, step.inputs
+        elif isinstance(step, TaskCall):
+            names = step.names
+            for tag, inputs in _inputs_of_events(step.body.steps):
+                yield tag + step.microbatch, tuple(names[name] for name in inputs)
 
 
 def _collective(program: Program, event: Event, sources: Mapping[int, list[str]]) -> fmt.Collective:

@@ -2,6 +2,7 @@
 
 ComputeOp   %h = Relu(%x)                          a node in local shapes
 CommOp      %h = AllReduce(%h.partial) group=0-3   a message or a collective; `tag` is that of its `Event`
+TaskCall    %h.3 = F0(%x.3, %w)                    a task of one microbatch: its body, with the names that the values have there
 """
 
 from __future__ import annotations
@@ -63,14 +64,66 @@ class CommOp:
     task: TaskKind = TaskKind.FORWARD
 
 
-RankOp = ComputeOp | CommOp
+@dataclass(frozen=True, eq=False)
+class TaskBody:
+    """The ops of a task for any of its microbatches; `stage` and `kind` (F, B, W) are those of the schedule.
+
+    `types`: the values' types by their names in the body. In the microbatch k an event of the body has the tag `tag + k`, and a value v
+    that stays inside is called `v.k`.
+    """
+
+    stage: int
+    kind: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    steps: tuple[ComputeOp | CommOp, ...]
+    types: Mapping[str, tuple[ir.Value, Shape | None]]
+
+    @property
+    def name(self) -> str:
+        """The name of the function in a rank file: `F0`."""
+        return f"{self.kind}{self.stage}"
+
+
+@dataclass(frozen=True, eq=False)
+class TaskCall:
+    """In a rank's program: a task of one microbatch. `inputs` and `outputs` are the values that those of the body stand for."""
+
+    body: TaskBody
+    microbatch: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    task: TaskKind = TaskKind.FORWARD
+
+    @property
+    def cell(self) -> str:
+        """The task as a schedule writes it: `0F3`."""
+        return f"{self.body.stage}{self.body.kind}{self.microbatch}"
+
+    @property
+    def names(self) -> dict[str, str]:
+        """By name in the body the name in this microbatch."""
+        made = (name for step in self.body.steps for name in made_names(step) if name)
+        inside = {name: f"{name}.{self.microbatch}" for name in made}
+        ends = zip((*self.body.inputs, *self.body.outputs), (*self.inputs, *self.outputs), strict=True)
+        return {**inside, **dict(ends)}
+
+
+RankOp = ComputeOp | CommOp | TaskCall
 
 
 def read_names(step: RankOp) -> list[str]:
     """The names that an op reads, those captured by bodies included."""
-    if isinstance(step, CommOp):
+    if isinstance(step, CommOp | TaskCall):
         return list(step.inputs)
     return [*(value.name or "" for value in step.node.inputs if value is not None), *captured_names(step)]
+
+
+def made_names(step: RankOp) -> list[str]:
+    """The names that an op makes."""
+    if isinstance(step, CommOp | TaskCall):
+        return list(step.outputs)
+    return [value.name or "" for value in step.node.outputs]
 
 
 def captured_names(step: ComputeOp) -> list[str]:
@@ -184,6 +237,11 @@ class RankProgram:
     types: Mapping[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
     kept: tuple[StateTensor, ...] = ()
     scalars: tuple[str, ...] = ()
+
+    @property
+    def bodies(self) -> list[TaskBody]:
+        """The bodies of the tasks that it calls, in order of their first calls."""
+        return list(dict.fromkeys(step.body for step in self.steps if isinstance(step, TaskCall)))
 
     @property
     def likeness(self) -> Hashable:

@@ -23,6 +23,11 @@ which do the same share one file. A collective over p ranks of a list:
                             denominator` for each of `rank` dims: fractions of the dim of X or Y as this rank has it. The k-th
                             box for a peer is the k-th that it takes from here.
 
+A program of several microbatches has a function of the domain `partc.task` for each task of the rank: `F0`, `B0` and `W0` are the forward
+pass, the backward pass and the weights' gradients of stage 0. The main graph is the rank's row of calls, each with the attribute
+`microbatch` and named as schedules write it (`0F3`), with messages between them. In the call for microbatch k an event of the body has the
+tag `tag + k`, and a value v of the body that is no output of it is called `v.k`.
+
 What differs by rank besides weights is a constant, and the file says by which law, so that it is the same on all ranks:
 
     RankConstant() -> Y     group, dtype, shape, items
@@ -45,6 +50,7 @@ __all__ = ["MOST_RANKS", "Box", "Grid", "order_text", "ranks_of", "ranks_text"]
 FORMAT = 2
 DOMAIN = "partc.comm"
 OPTIMIZER = "partc.optimizer"
+TASKS = "partc.task"
 DOMAIN_VERSION = 1
 
 SEND = "Send"
@@ -58,6 +64,7 @@ BROADCAST = "Broadcast"
 EXCHANGE = "Exchange"
 RANK_CONSTANT = "RankConstant"
 
+MICROBATCH = "microbatch"
 PEER = "peer"
 TAG = "tag"
 GROUP = "group"
@@ -86,6 +93,7 @@ REDUCTIONS = (SUM, MAX, MIN)
 PATH = "partc.path"
 RULE = "partc.rule"
 CAUSE = "partc.cause"
+TASK = "partc.task"
 BYTES = "partc.bytes"
 CUT = "partc.cut"
 RECOMPUTED = "partc.recomputed"

@@ -24,11 +24,11 @@ from . import dim_expression as expression
 from .collectives import COLLECTIVES
 from .format import FORMAT, LARGEST_MANIFEST, MANIFEST, Manifest, Port, Shape, stays_inside
 from .manifest_file import ManifestFile
-from .onnx_graph import all_tensors
+from .onnx_graph import model_tensors
 from .rank_constants import bound
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, TensorProto
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 _LINE_END = re.compile(
     rb"(?<!\\)(?:\\\\)*\\(?:[nrf]|u000[a-dA-D]|u001[c-eC-E]|u0085|u202[89])|\xc2\x85|\xe2\x80[\xa8\xa9]"
@@ -86,9 +86,9 @@ class Artifact:
             model = onnx.load_model_from_string(read_regular(self.folder / name))
         except _decode_error():
             raise ArtifactError(f"{self.folder / name}: is not an ONNX model\n  {_AGAIN}") from None
-        if broken := next(filter(breaks_lines, _names(model.graph)), None):
+        if broken := next(filter(breaks_lines, _all_names(model)), None):
             raise ArtifactError(f"{self.folder / name}: the name '{one_line(broken)}' has a line end\n  {_AGAIN}")
-        regions = [(tensor.name, *_region(tensor)) for tensor in all_tensors(model.graph) if _is_external(tensor)]
+        regions = [(tensor.name, *_region(tensor)) for tensor in model_tensors(model) if _is_external(tensor)]
         self._check(dict.fromkeys(path for _, path, _, _ in regions))
         problems = [
             f"{self.folder / name}: weight '{weight}' lies at bytes {offset} to {offset + length} of {path}, which has "
@@ -299,12 +299,23 @@ def _bad_dims(shape: Shape, manifest: Manifest) -> Iterator[str]:
             )
 
 
+def _all_names(model: ModelProto) -> Iterator[str]:
+    """What a model and the functions in it call their nodes and values."""
+    yield from _names(model.graph)
+    for function in model.functions:
+        yield from (function.name, *function.input)
+        yield from _node_names(function.node)
+
+
 def _names(graph: GraphProto) -> Iterator[str]:
-    """What a graph and the bodies in it call their nodes and values."""
+    yield from (value.name for value in (*graph.input, *graph.initializer))
+    yield from _node_names(graph.node)
+
+
+def _node_names(nodes: Iterable[NodeProto]) -> Iterator[str]:
     from onnx import AttributeProto
 
-    yield from (value.name for value in (*graph.input, *graph.initializer))
-    for node in graph.node:
+    for node in nodes:
         yield node.name
         yield node.op_type
         yield from node.output

@@ -6,13 +6,16 @@ that its node reads whatever the body takes from there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .format import PATH, RECOMPUTED
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+
+
+_SCATTERS = ("ScatterElements", "ScatterND")
 
 
 def graph_bodies(node: NodeProto) -> Iterator[GraphProto]:
@@ -48,7 +51,18 @@ def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
-    for node in graph.node:
+    yield from _tensors_of(graph.node)
+
+
+def model_tensors(model: ModelProto) -> Iterator[TensorProto]:
+    """All tensors of a model, those in its functions included."""
+    yield from all_tensors(model.graph)
+    for function in model.functions:
+        yield from _tensors_of(function.node)
+
+
+def _tensors_of(nodes: Iterable[NodeProto]) -> Iterator[TensorProto]:
+    for node in nodes:
         for attribute in node.attribute:
             if attribute.HasField("t"):
                 yield attribute.t
@@ -65,6 +79,27 @@ def path_of(node: NodeProto) -> str:
 def is_recomputed(node: NodeProto) -> bool:
     """Whether a forward node is repeated in the backward pass."""
     return any(item.key == RECOMPUTED for item in node.metadata_props)
+
+
+def addends(node: NodeProto) -> list[str]:
+    """The operands in whose place the result of a node may be written: it adds to them, and reads no element that it has written."""
+    if node.domain or len(node.output) != 1:
+        return []
+    if node.op_type == "Add":
+        return [name for name in node.input if list(node.input).count(name) == 1]
+    reduction = next((one.s for one in node.attribute if one.name == "reduction"), b"")
+    return list(node.input[:1]) if node.op_type in _SCATTERS and reduction == b"add" else []
+
+
+def moved_statistics(node: NodeProto) -> Sequence[str]:
+    """The running statistics that a BatchNormalization makes in training mode.
+
+    onnxruntime writes them over those that it is given, which are kept, unless they are outputs of the session.
+    """
+    trains = node.op_type == "BatchNormalization" and any(
+        one.name == "training_mode" and one.i for one in node.attribute
+    )
+    return [name for name in node.output[1:3] if name] if trains else []
 
 
 def op_and_path(node: NodeProto) -> str:

@@ -17,6 +17,7 @@ import onnx
 from onnx import ModelProto, NodeProto, ValueInfoProto
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, Manifest
 from partc.runtime.artifact.onnx_graph import all_nodes, reads
+from partc.runtime.artifact.tasks import unrolled
 from partc.runtime.checker.files import read_artifact
 from partc.runtime.checker.graph.nodes import check_graph
 from partc.runtime.checker.graph.rank_file import check_onnx
@@ -48,7 +49,7 @@ class Written:
 
 
 def written(folder: Path) -> list[Written]:
-    """The programs of an artifact and of those inside of it, those of one structure once."""
+    """The programs of an artifact and of those inside of it, those of one structure once, with the nodes of each task once."""
     found: list[Written] = []
     for inside in sorted(path.parent for path in folder.rglob(MANIFEST)):
         artifact, _ = read_artifact(inside)
@@ -58,7 +59,8 @@ def written(folder: Path) -> list[Written]:
                 model = onnx.load(inside / file, load_external_data=False)
                 if (structure := _structure(model)) not in known:
                     known.add(structure)
-                    found.append(Written((inside / file).relative_to(folder).as_posix(), model, manifest, inside))
+                    name = (inside / file).relative_to(folder).as_posix()
+                    found.append(Written(name, unrolled(model, name, once=True), manifest, inside))
     return found
 
 

@@ -11,7 +11,7 @@ from ..communication.exchange import Redistribution
 from ..communication.transport import Transport
 from ..errors import RankError
 from ..program.memory_plan import Lifetime
-from ..program.segmentation import StartCollective, Step, WaitCollective
+from ..program.steps import StartCollective, Step, WaitCollective
 from .rank_program import RankProgram
 
 Shape: TypeAlias = tuple[int, ...]

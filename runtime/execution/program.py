@@ -26,8 +26,9 @@ from ..communication.leaving import said
 from ..communication.transport import Transport
 from ..errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError
 from ..job.status_board import AGREEING, SLOT, open_board
-from ..program.segmentation import WaitCollective, segmented
+from ..program.segmentation import segmented
 from ..program.sessions import Settings
+from ..program.steps import WaitCollective
 from .agreement import StepAgreement
 from .rank_program import describe, lower_rank_program
 from .recover import attempt, failed, settle
@@ -155,6 +156,7 @@ class Program:
         self.agreement.open()
         collectives = self.manifest.collectives
         if not collectives:
+            self._program.in_place()
             return
         used = {one.group for one in collectives if one.op != EXCHANGE}
         lists = {tuple(ranks) for group in used for ranks in self.manifest.groups[group] if len(ranks) > 1}

@@ -22,8 +22,8 @@ from ..program.flat_buffers import coalesced_buffers
 from ..program.liveness import in_place_aliases, lifetimes
 from ..program.memory_plan import Lifetime
 from ..program.rank_file import RankFile, check_ports, read_rank_file
-from ..program.segmentation import Segment, StartCollective, Step, Update, WaitCollective
 from ..program.sessions import Builder, Runner, Settings
+from ..program.steps import Segment, StartCollective, Step, Update, WaitCollective
 from ..program.value_table import (
     Storage,
     ValueTable,
@@ -62,7 +62,7 @@ class RankProgram:
     replaced_always: list[tuple[str, str]]
     """The same of what a step replaces that changes nothing else."""
     in_place_aliases: dict[str, str] = field(default_factory=dict)
-    """By output of a collective the value whose place in memory it takes."""
+    """By output of a collective, or sum of gradients, the value whose place in memory it takes."""
     memory: Bytes = field(default_factory=lambda: aligned(0))
     """The arena of the last step plan."""
 
@@ -102,7 +102,10 @@ class RankProgram:
 
     def in_place(self, excluded: Collection[int] = ()) -> set[int]:
         """Let collectives work in place where they can, but for the `excluded` tags; the tags of those that do."""
-        self.in_place_aliases = in_place_aliases(self.steps, self.values.live_ranges, self.values.slots, excluded)
+        values = self.values
+        self.in_place_aliases = in_place_aliases(
+            self.steps, values.live_ranges, values.slots, excluded, values.are_alike
+        )
         calls = [step.call for step in self.steps if isinstance(step, StartCollective)]
         return {call.tag for call in calls if call.in_one_buffer or call.result in self.in_place_aliases}
 
@@ -199,12 +202,12 @@ def _sessions(file: RankFile, folder: Path, settings: Settings) -> tuple[dict[in
 
 
 def _loose_weights(file: RankFile, folder: Path) -> dict[str, tuple[str, Value]]:
-    """The weights that are sent, reduced, delivered or read by an update as they are, with their types."""
+    """The weights that are sent, reduced, delivered, updated with, or given to tasks under another name, with their types."""
     from onnx import numpy_helper
 
     loose = {*file.sent, *file.outputs, *(call.source for call in file.calls if call.source)}
-    updates = (node for step in file.steps if isinstance(step, Update) for node in step.nodes)
-    loose |= {name for node in updates for name in node.input}.difference(record.value for record in file.state)
+    loose.update(name for step in file.steps if isinstance(step, Segment | Update) for name in step.inputs)
+    loose.difference_update(record.value for record in file.state)
     found: dict[str, tuple[str, Value]] = {}
     for tensor in file.model.graph.initializer:
         if tensor.name in loose:

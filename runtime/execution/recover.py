@@ -24,7 +24,7 @@ from ..communication.collective import give_up
 from ..communication.transport import Transport
 from ..errors import RankError, StepError
 from ..job.status_board import IDLE, SLOT, Board
-from ..program.segmentation import Segment, Send, StartCollective, Step, WaitCollective, WaitRecv
+from ..program.steps import Segment, Send, StartCollective, Step, WaitCollective, WaitRecv
 from ..program.value_table import Storage
 from .step_plan import StepPlan
 

@@ -25,9 +25,9 @@ from ..errors import RankError
 from ..job.status_board import IDLE, SLOT, Board
 from ..program.memory_plan import assign
 from ..program.ort import Binding
-from ..program.segmentation import PostRecv, Segment, Send, StartCollective, Update, WaitCollective, WaitRecv
 from ..program.session_values import as_feed, as_tensor, bind_tensor, check_promise, from_ort
 from ..program.sessions import Runner
+from ..program.steps import PostRecv, Segment, Send, StartCollective, Update, WaitCollective, WaitRecv
 from ..program.value_table import Storage
 from .collective_plans import plan_collectives, scratch_lifetimes, scratch_name
 from .rank_program import RankProgram
@@ -166,18 +166,18 @@ class StepPlan:
         if runner.objects or any(self._is_object(name) for name in runner.segment.inputs):
             return partial(self._run_objects, runner)
         binding = runner.session.io_binding()
-        operands = (*runner.segment.inputs, *runner.segment.outputs)
-        loose = [name for name in operands if self.values.storage[name] is Storage.TENSOR]
-        for name in runner.segment.inputs:
+        inputs, outputs = runner.segment.operands, runner.segment.results
+        loose = {name for _, name in (*inputs, *outputs) if self.values.storage[name] is Storage.TENSOR}
+        for one, name in inputs:
             if self.values.storage[name] is Storage.INPUT:
-                self.readers[name].append((binding, self.values.dtype(name).code, name))
+                self.readers[name].append((binding, self.values.dtype(name).code, one))
             elif name not in loose:
-                bind_tensor(binding.bind_input, name, self._tensor(name))
-        for name in runner.segment.outputs:
+                bind_tensor(binding.bind_input, one, self._tensor(name))
+        for one, name in outputs:
             if name in loose:
-                binding.bind_output(name)
+                binding.bind_output(one)
             else:
-                bind_tensor(binding.bind_output, name, self._tensor(name))
+                bind_tensor(binding.bind_output, one, self._tensor(name))
         if loose:
             return partial(self._run_loose, runner, binding, frozenset(loose))
         return partial(runner.session.run_with_iobinding, binding)
@@ -212,13 +212,13 @@ class StepPlan:
 
     def _run_loose(self, runner: Runner, binding: Binding, loose: frozenset[str]) -> None:
         """Run a session of which some tensors have another place and shape each time."""
-        for name in runner.segment.inputs:
+        for one, name in runner.segment.operands:
             if name in loose:
-                bind_tensor(binding.bind_input, name, self._tensor(name))
-        for name in runner.segment.outputs:
+                bind_tensor(binding.bind_input, one, self._tensor(name))
+        for one, name in runner.segment.results:
             if name in loose:
                 # Bound anew, or the session would write into what it gave last time.
-                binding.bind_output(name)
+                binding.bind_output(one)
         runner.session.run_with_iobinding(binding)
         for name, value in zip(runner.segment.outputs, binding.get_outputs(), strict=True):
             if name in loose:
@@ -226,8 +226,8 @@ class StepPlan:
 
     def _run_objects(self, runner: Runner) -> None:
         """Run a session with Python objects."""
-        feeds = {name: as_feed(self.cells[name]) for name in runner.segment.inputs}
-        names = [runner.widened.get(name, name) for name in runner.segment.outputs]
+        feeds = {one: as_feed(self.cells[name]) for one, name in runner.segment.operands}
+        names = [runner.widened.get(name, name) for name, _ in runner.segment.results]
         for name, value in zip(runner.segment.outputs, runner.session.run(names, feeds), strict=True):
             match self.values.storage[name]:
                 case Storage.OBJECT:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ..program.segmentation import PostRecv, Segment, Send, StartCollective, Step, Update, WaitCollective, WaitRecv
+from ..program.steps import PostRecv, Segment, Send, StartCollective, Step, Update, WaitCollective, WaitRecv
 
 
 def beside_messages(steps: Sequence[Step], at_once: Collection[int]) -> set[int]:

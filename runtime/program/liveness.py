@@ -5,16 +5,17 @@ collective reads its input until it is finished; one that gives the rank nothing
 have left, which is waited for as late as possible.
 
 Where nobody else needs a collective's input any more, and its output is as large, both are one place in memory: AllReduce and
-Broadcast work there, and what one rank does with itself is nothing at all.
+Broadcast work there, and what one rank does with itself is nothing at all. So it is with a sum to which the tasks of one microbatch after
+another add.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .memory_plan import Lifetime
-from .segmentation import PostRecv, Segment, Send, StartCollective, Step, Update, WaitCollective, WaitRecv
+from .steps import PostRecv, Segment, Send, StartCollective, Step, Update, WaitCollective, WaitRecv
 
 
 @dataclass
@@ -53,15 +54,25 @@ def merged_ranges(live_ranges: Mapping[str, LiveRange], members: Mapping[str, st
 
 
 def in_place_aliases(
-    steps: Sequence[Step], live_ranges: Mapping[str, LiveRange], slots: Collection[str], excluded: Collection[int] = ()
+    steps: Sequence[Step],
+    live_ranges: Mapping[str, LiveRange],
+    slots: Collection[str],
+    excluded: Collection[int] = (),
+    are_alike: Callable[[str, str], bool] = lambda one, two: False,
 ) -> dict[str, str]:
-    """By output of a collective that reuses its input's memory, the value that first had that memory.
+    """By value that reuses the memory of what it is made of, the value that first had that memory.
 
-    The outputs of collectives whose tags are `excluded` have memory of their own. For y = AllReduce(x): {"y": "x"}.
+    These are outputs of collectives, but for those whose tags are `excluded`, and sums of tasks, of values that `are_alike` in type and
+    shape. For y = AllReduce(x): {"y": "x"}.
     """
     finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
     found: dict[str, str] = {}
     for index, step in enumerate(steps):
+        if isinstance(step, Segment) and step.task:
+            for term, made in step.sums:
+                ends = live_ranges[term].ends if term in slots and made in slots and are_alike(term, made) else ()
+                if ends and max(ends) == index and not live_ranges[term].sends:
+                    found[made] = found.get(term, term)
         if not isinstance(step, StartCollective) or not _keeps_size(step) or step.call.tag in excluded:
             continue
         source, result = (None, None) if step.call.parts else (step.call.source, step.call.result)

@@ -15,7 +15,8 @@ from ..artifact.comm_node import Call, contradictions
 from ..artifact.format import EXCHANGE, GRADIENT, SCALE, Collective, Manifest, StateRecord, Transfer
 from ..artifact.manifest import Artifact
 from ..errors import ArtifactError
-from .segmentation import PostRecv, Segment, Send, StartCollective, Step, Update, segmented
+from .segmentation import segmented
+from .steps import PostRecv, Segment, Send, StartCollective, Step, Update
 
 if TYPE_CHECKING:
     from onnx import ModelProto

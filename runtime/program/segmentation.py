@@ -12,127 +12,34 @@ both for one, and keep the values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..artifact.comm_node import Call, read_call
-from ..artifact.format import DOMAIN, OPTIMIZER, PEER, RECV, SEND, TAG
-from ..artifact.onnx_graph import is_recomputed, op_and_path, reads
+from ..artifact.format import DOMAIN, OPTIMIZER, PEER, RECV, SEND, TAG, TASKS
+from ..artifact.onnx_graph import is_recomputed, moved_statistics, op_and_path, reads
 from ..artifact.onnx_graph import path_of as path_of
 from ..artifact.optimizer_function import is_elementwise
 from ..artifact.rank_constants import is_rank_constant, names_of
+from ..artifact.tasks import Body, bodies_of, calls_of
+from ..artifact.tasks import Call as TaskCall
 from ..errors import ArtifactError
+from .soundness import refuse_unsound
+from .steps import Collective, Message, PostRecv, Segment, Send, StartCollective, Step, Update, WaitCollective, WaitRecv
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto
-
-_SHOWN = 10
+    from onnx import ModelProto, NodeProto
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Compute nodes that run in one session: values in, values out that others need, and the initializers among its operands."""
-
-    nodes: Sequence[NodeProto]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    initializers: tuple[str, ...]
-
-    def __str__(self) -> str:
-        if len(self.nodes) == 1:
-            return op_and_path(self.nodes[0])
-        return f"{len(self.nodes)} nodes from {op_and_path(self.nodes[0])} to {op_and_path(self.nodes[-1])}"
-
-
-@dataclass(frozen=True)
-class Update:
-    """Nodes of the optimizer, which overwrite parameters and slots: every reader of the old values comes before this step."""
-
-    nodes: Sequence[NodeProto]
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The values that the nodes read and none of them makes."""
-        made = {name for node in self.nodes for name in node.output}
-        return tuple(dict.fromkeys(name for node in self.nodes for name in node.input if name and name not in made))
-
-    def __str__(self) -> str:
-        first = self.nodes[0]
-        more = f" and {len(self.nodes) - 1} more" if len(self.nodes) > 1 else ""
-        return f"update of '{first.input[0]}'{more} ({first.op_type})"
-
-
-@dataclass(frozen=True)
-class Message:
-    """One end of a transfer as the file says it: the value, the rank at the other end, the tag, and the op's source name."""
-
-    value: str
-    peer: int
-    tag: int
-    path: str
-
-
-@dataclass(frozen=True)
-class Send(Message):
-    """The value leaves for `peer`; it may be overwritten once the send is complete."""
-
-    def __str__(self) -> str:
-        return f"Send of '{self.value}' to rank {self.peer}{_source(self.path)}"
-
-
-@dataclass(frozen=True)
-class PostRecv(Message):
-    """The receive is posted: from here on the value's buffer belongs to it."""
-
-    def __str__(self) -> str:
-        return f"posting of Recv of '{self.value}' from rank {self.peer}{_source(self.path)}"
-
-
-@dataclass(frozen=True)
-class WaitRecv(Message):
-    """The value is needed: the receive must be complete."""
-
-    def __str__(self) -> str:
-        return f"Recv of '{self.value}' from rank {self.peer}{_source(self.path)}"
-
-
-@dataclass(frozen=True)
-class _Collective:
-    """One end of a collective: the call, and the ranks that take part; no ranks where a file is read without its manifest."""
-
-    call: Call
-    ranks: tuple[int, ...]
-
-    def _text(self) -> str:
-        ranks = f", ranks {', '.join(map(str, self.ranks))}" if self.ranks else ""
-        return f"{self.call.op} of '{self.call.value}' in group '{self.call.group}'{ranks}{_source(self.call.path)}"
-
-
-@dataclass(frozen=True)
-class StartCollective(_Collective):
-    """The collective begins: from here on its input is read and its output written."""
-
-    def __str__(self) -> str:
-        return f"beginning of {self._text()}"
-
-
-@dataclass(frozen=True)
-class WaitCollective(_Collective):
-    """The collective's output is needed: it must be complete."""
-
-    def __str__(self) -> str:
-        return self._text()
-
-
-Step: TypeAlias = Segment | Send | PostRecv | WaitRecv | StartCollective | WaitCollective | Update
+_Cut: TypeAlias = Message | Collective | Update | TaskCall | list[int]
 
 
 @dataclass
 class _Segmenter:
     """The state of the one walk over the nodes; a segment is a list of node numbers."""
 
-    steps: list[Message | _Collective | Update | list[int]] = field(default_factory=list)
+    steps: list[_Cut] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
     made: set[str] = field(default_factory=set)
     pending: dict[str, WaitRecv | WaitCollective] = field(default_factory=dict)
@@ -163,12 +70,18 @@ class _Segmenter:
         self.open.append(index)
         self.made.update(filter(None, node.output))
 
-    def give(self, names: Sequence[str], step: Message | _Collective) -> None:
+    def give(self, names: Sequence[str], step: Message | Collective) -> None:
         """A step that takes values out of the rank."""
         self.wait(names)
         if any(name in self.made for name in names):
             self.close()
         self.steps.append(step)
+
+    def call(self, task: TaskCall) -> None:
+        """The steps of a task, which waits for all that it is given: so all calls of a body are cut alike."""
+        self.wait(task.node.input)
+        self.close()
+        self.steps.append(task)
 
     def update(self, node: NodeProto) -> None:
         """A step that overwrites what was read so far."""
@@ -186,35 +99,113 @@ def segmented(model: ModelProto, where: str, groups: Mapping[str, tuple[int, ...
     `where` is the file, for messages; `groups` by group the ranks among which this rank works. Time is linear in the nodes.
     """
     graph = model.graph
-    nodes = list(graph.node)
     initializers = {tensor.name for tensor in graph.initializer} | {
         sparse.values.name for sparse in graph.sparse_initializer
     }
     initializers -= {value.name for value in graph.input}
     initializers |= set(names_of(model))
-    nodes = [node for node in nodes if not is_rank_constant(node)]
-    operands = [list(reads(node)) for node in nodes]
-    _check(graph, nodes, operands, initializers, where)
-    kept = {value.name for value in graph.output}
-    updating = {function.name: is_elementwise(function) for function in model.functions}
-    cutter = _Segmenter()
-    for index, node in enumerate(nodes):
-        if node.domain == OPTIMIZER and updating.get(node.op_type) and not kept.isdisjoint(node.output):
-            cutter.update(node)
-        elif node.domain != DOMAIN:
-            cutter.compute(index, node, operands[index])
-        elif node.op_type in (SEND, RECV):
-            _cut_message(cutter, node, where)
-        else:
-            call = read_call(node, where)
-            ranks = (groups or {}).get(call.group, ())
-            cutter.give(call.given, StartCollective(call, ranks))
-            finish = WaitCollective(call, ranks)
-            for name in call.made:
-                cutter.pending[name] = finish
-    cutter.close()
-    cutter.wait(list(cutter.pending))
-    return _segments(cutter.steps, nodes, operands, initializers, [value.name for value in graph.output])
+    nodes = [node for node in graph.node if not is_rank_constant(node)]
+    calls = calls_of(nodes, bodies_of(model), where)
+    inputs, outputs = [value.name for value in graph.input], [value.name for value in graph.output]
+    part = _Part(nodes, inputs, outputs, initializers, where, groups or {})
+    updating = {function.name for function in model.functions if function.domain != TASKS and is_elementwise(function)}
+    cutter = part.cut(updating, calls)
+    bodies: dict[str, list[Step]] = {}
+    for name, body in {call.node.op_type: call.body for call in calls.values()}.items():
+        alike = [call for call in calls.values() if call.node.op_type == name]
+        bodies[name] = _body_steps(body, alike, initializers, where, groups or {})
+    found: list[Step] = []
+    for step in _segments(cutter.steps, part, outputs):
+        found += instantiated(bodies[step.node.op_type], step) if isinstance(step, TaskCall) else [step]
+    return found
+
+
+def _body_steps(
+    body: Body,
+    calls: Sequence[TaskCall],
+    initializers: set[str],
+    where: str,
+    groups: Mapping[str, tuple[int, ...]],
+) -> list[Step]:
+    """The steps of a body by its own names; initializers are what all its calls take under the name that it has there."""
+    function = body.function
+    given = zip(function.input, *(call.node.input for call in calls), strict=True)
+    shared = {name for name, *others in given if name in initializers and {*others} == {name}}
+    inputs = [name for name in function.input if name not in shared]
+    part = _Part(list(body.nodes), inputs, list(function.output), shared | {*body.constants}, where, groups)
+    return [step for step in _segments(part.cut((), {}).steps, part, function.output) if not isinstance(step, TaskCall)]
+
+
+@dataclass
+class _Part:
+    """Nodes that are cut together, the main graph or the body of a task, with what they are given and what they give."""
+
+    nodes: list[NodeProto]
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    initializers: set[str]
+    where: str
+    groups: Mapping[str, tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        self.operands = [list(reads(node)) for node in self.nodes]
+        refuse_unsound(
+            self.where, self.initializers, self.inputs, zip(self.nodes, self.operands, strict=True), self.outputs
+        )
+
+    def cut(self, updating: Collection[str], calls: Mapping[int, TaskCall]) -> _Segmenter:
+        """Walks over the nodes; `updating` are the functions that update in place, `calls` by place the tasks."""
+        kept = {*self.outputs}
+        cutter = _Segmenter()
+        for index, node in enumerate(self.nodes):
+            if index in calls:
+                cutter.call(calls[index])
+            elif node.domain == OPTIMIZER and node.op_type in updating and not kept.isdisjoint(node.output):
+                cutter.update(node)
+            elif node.domain != DOMAIN:
+                cutter.compute(index, node, self.operands[index])
+            elif node.op_type in (SEND, RECV):
+                _cut_message(cutter, node, self.where)
+            else:
+                call = read_call(node, self.where)
+                ranks = self.groups.get(call.group, ())
+                cutter.give(call.given, StartCollective(call, ranks))
+                finish = WaitCollective(call, ranks)
+                for name in call.made:
+                    cutter.pending[name] = finish
+        cutter.close()
+        cutter.wait(list(cutter.pending))
+        return cutter
+
+
+def instantiated(steps: Sequence[Step], task: TaskCall) -> list[Step]:
+    """The steps of a body as those of a call, by the names and tags of its microbatch."""
+    names, k, cell = task.names, task.microbatch, task.cell
+    calls: dict[int, Call] = {}
+
+    def called(call: Call) -> Call:
+        if call.tag not in calls:
+            parts = tuple((names[source], names[result]) for source, result in call.parts)
+            ends = [names.get(name, name) if name else None for name in (call.source, call.result)]
+            if parts and call.in_one_buffer:
+                ends = [f"{parts[0][1]} and {len(parts) - 1} more"] * 2
+            path = f"{call.path}, {cell}"
+            calls[call.tag] = replace(call, source=ends[0], result=ends[1], parts=parts, tag=call.tag + k, path=path)
+        return calls[call.tag]
+
+    def renamed(step: Step) -> Step:
+        match step:
+            case Segment():
+                inputs, outputs = (tuple(names[name] for name in some) for some in (step.inputs, step.outputs))
+                return Segment(step.nodes, inputs, outputs, step.initializers, cell, step)
+            case StartCollective() | WaitCollective():
+                return replace(step, call=called(step.call))
+            case Send() | PostRecv() | WaitRecv():
+                return replace(step, value=names[step.value], tag=step.tag + k, path=f"{step.path}, {cell}")
+            case Update():
+                raise ArtifactError(f"the task {cell} has an update\n  help: the file was changed; compile again")
+
+    return [renamed(step) for step in steps]
 
 
 def _cut_message(cutter: _Segmenter, node: NodeProto, where: str) -> None:
@@ -227,39 +218,31 @@ def _cut_message(cutter: _Segmenter, node: NodeProto, where: str) -> None:
     cutter.steps.append(post)
 
 
-def _source(path: str) -> str:
-    return f" ({path})" if path else ""
-
-
-def _segments(
-    steps: Sequence[Message | _Collective | Update | list[int]],
-    nodes: Sequence[NodeProto],
-    operands: Sequence[Sequence[str]],
-    initializers: set[str],
-    outputs: Sequence[str],
-) -> list[Step]:
+def _segments(steps: Sequence[_Cut], part: _Part, outputs: Iterable[str]) -> list[Step | TaskCall]:
     """The runs of node numbers among the steps as segments, each giving exactly the values that others need.
 
     A segment that nobody needs anything of is left out.
     """
+    nodes, operands, initializers = part.nodes, part.operands, part.initializers
     wanted = set(outputs)
     reads: list[tuple[str, ...]] = []
     for step in steps:
-        if isinstance(step, list):
-            made = {name for index in step for name in nodes[index].output}
-            reads.append(tuple(dict.fromkeys(name for index in step for name in operands[index] if name not in made)))
-            wanted.update(reads[-1])
-            wanted.update(name for index in step for name in _moved_statistics(nodes[index]))
-        elif isinstance(step, Message):
-            reads.append(())
-            wanted.add(step.value)
-        elif isinstance(step, _Collective):
-            reads.append(())
-            wanted.update((*step.call.given, *step.call.made))
-        else:
-            reads.append(())
-            wanted.update(step.inputs)
-    result: list[Step] = []
+        reads.append(())
+        match step:
+            case list():
+                made = {name for index in step for name in nodes[index].output}
+                reads[-1] = tuple(dict.fromkeys(n for index in step for n in operands[index] if n not in made))
+                wanted.update(reads[-1])
+                wanted.update(name for index in step for name in moved_statistics(nodes[index]))
+            case Message():
+                wanted.add(step.value)
+            case Collective():
+                wanted.update((*step.call.given, *step.call.made))
+            case TaskCall():
+                wanted.update(step.node.input)
+            case Update():
+                wanted.update(step.inputs)
+    result: list[Step | TaskCall] = []
     for step, read in zip(steps, reads, strict=True):
         if isinstance(step, list):
             chosen = [nodes[index] for index in step]
@@ -267,50 +250,9 @@ def _segments(
             inputs = tuple(name for name in read if name not in initializers)
             if given:
                 result.append(Segment(chosen, inputs, given, tuple(name for name in read if name in initializers)))
-        elif isinstance(step, Send | PostRecv | WaitRecv | StartCollective | WaitCollective | Update):
+        elif isinstance(step, Send | PostRecv | WaitRecv | StartCollective | WaitCollective | Update | TaskCall):
             result.append(step)
     return result
-
-
-def _moved_statistics(node: NodeProto) -> Sequence[str]:
-    """The running statistics that a BatchNormalization makes in training mode.
-
-    onnxruntime writes them over those that it is given, which are kept, unless they are outputs of the session.
-    """
-    trains = node.op_type == "BatchNormalization" and any(
-        one.name == "training_mode" and one.i for one in node.attribute
-    )
-    return [name for name in node.output[1:3] if name] if trains else []
-
-
-def _check(
-    graph: GraphProto, nodes: Sequence[NodeProto], operands: Sequence[Sequence[str]], initializers: set[str], where: str
-) -> None:
-    """Every value made exactly once, and before it is used."""
-    makers = dict.fromkeys(initializers, "an initializer")
-    problems: list[str] = []
-
-    def make(name: str, maker: str) -> None:
-        if name in makers:
-            problems.append(f"{where}: the value '{name}' is made twice, by {makers[name]} and by {maker}")
-        makers[name] = maker
-
-    for value in graph.input:
-        make(value.name, "a model input")
-    for node, needed in zip(nodes, operands, strict=True):
-        problems += [
-            f"{where}: {op_and_path(node)} needs the value '{name}', which nothing before it makes"
-            for name in dict.fromkeys(needed)
-            if name not in makers
-        ]
-        for name in filter(None, node.output):
-            make(name, op_and_path(node))
-    problems += [
-        f"{where}: the output '{value.name}' is made by nothing" for value in graph.output if value.name not in makers
-    ]
-    if problems:
-        more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        raise ArtifactError("\n".join([*problems[:_SHOWN], *more, "  help: the file was changed; compile again"]))
 
 
 def _ends(node: NodeProto, where: str) -> tuple[int, int]:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..artifact.dtypes import BY_CODE, dense, type_proto, type_text
-from ..artifact.format import DOMAIN
+from ..artifact.dtypes import BY_CODE, dense, element, type_proto, type_text
+from ..artifact.format import DOMAIN, TASKS
 from ..artifact.onnx_graph import op_and_path
+from ..artifact.tasks import bodies_of, declared
 from ..errors import ArtifactError
 from .ort import Session, new_session, version
-from .segmentation import Segment
+from .steps import Segment
 
 if TYPE_CHECKING:
     from onnx import ModelProto, TypeProto
@@ -65,7 +66,8 @@ class Runner:
         match = _NODE.search(text)
         # A fused node's name holds the name of one that it was made of.
         named = [node for node in self.segment.nodes if match and node.name and node.name in match[1]]
-        return op_and_path(max(named, key=lambda node: len(node.name))) if named else str(self.segment)
+        task = f"{self.segment.task}: " if self.segment.task else ""
+        return task + op_and_path(max(named, key=lambda node: len(node.name))) if named else str(self.segment)
 
 
 class Builder:
@@ -76,29 +78,48 @@ class Builder:
     ) -> None:
         graph = model.graph
         self.model = model
+        self.functions = [one for one in model.functions if one.domain != TASKS]
+        self.built: dict[int, tuple[Session, bool, dict[str, str]]] = {}
         self.folder = folder
         self.settings = settings
         self.where = where
         self.types = dict(types)
         self.protos: dict[str, TypeProto] = {}
-        for value in (*graph.value_info, *graph.input, *graph.output):
+        for name, value in declared(model, where):
             if text := type_text(value.type):
-                self.types[value.name] = text
-                self.protos[value.name] = value.type
+                self.types[name] = text
+                self.protos[name] = value.type
         self.initializers = {tensor.name: tensor for tensor in graph.initializer}
+        for name, tensor in self.initializers.items():
+            self.types.setdefault(name, f"tensor({element(tensor.data_type)})")
+        for body in bodies_of(model).values():
+            self.initializers |= body.constants
         self.sparse = {tensor.values.name: tensor for tensor in graph.sparse_initializer}
 
     def build(self, segment: Segment) -> Runner:
-        """The session of a segment; ArtifactError where onnxruntime does not take it."""
+        """The session of a segment, one for all calls of a body; ArtifactError where onnxruntime does not take it."""
+        key = id(segment.formal)
+        if key not in self.built:
+            self.built[key] = self._build(segment)
+        session, objects, widened = self.built[key]
+        kinds = {output.name: output.type for output in session.get_outputs()}
+        for formal, name in segment.results:
+            self.types.setdefault(name, kinds[formal])
+        return Runner(segment, session, objects, widened)
+
+    def _build(self, segment: Segment) -> tuple[Session, bool, dict[str, str]]:
         model = self._model(segment)
         session = self._session(model, segment)
-        for output in session.get_outputs():
-            self.types.setdefault(output.name, output.type)
-        objects = not all(dense(self.types[name]) for name in (*segment.inputs, *segment.outputs))
-        widened = _widen(model, segment, self.types) if objects else {}
+        formal = segment.formal
+        kinds = {output.name: output.type for output in session.get_outputs()}
+        kinds |= {one: self.types[name] for one, name in segment.operands}
+        for one, name in segment.results:
+            kinds[one] = self.types.get(name, kinds[one])
+        objects = not all(dense(kinds[name]) for name in (*formal.inputs, *formal.outputs))
+        widened = _widen(model, formal, kinds) if objects else {}
         if widened:
             session = self._session(model, segment)
-        return Runner(segment, session, objects, widened)
+        return session, objects, widened
 
     def _session(self, model: ModelProto, segment: Segment) -> Session:
         threads, spinning, providers = self.settings.threads, self.settings.spinning, self.settings.providers
@@ -121,19 +142,19 @@ class Builder:
         from onnx import ModelProto
 
         model = ModelProto(ir_version=self.model.ir_version)
-        model.opset_import.extend(entry for entry in self.model.opset_import if entry.domain != DOMAIN)
-        model.functions.extend(self.model.functions)
+        model.opset_import.extend(entry for entry in self.model.opset_import if entry.domain not in (DOMAIN, TASKS))
+        model.functions.extend(self.functions)
         graph = model.graph
         graph.name = "segment"
         graph.node.extend(segment.nodes)
         graph.initializer.extend(self.initializers[name] for name in segment.initializers if name in self.initializers)
         graph.sparse_initializer.extend(self.sparse[name] for name in segment.initializers if name in self.sparse)
-        for name in segment.inputs:
+        for one, name in segment.operands:
             if name not in self.types:
                 raise ArtifactError(f"{self.where}: the type of '{name}' is not known\n  help: compile again")
-            graph.input.add(name=name, type=self.protos.get(name) or type_proto(self.types[name]))
-        for name in segment.outputs:
-            graph.output.add(name=name, type=self.protos.get(name))
+            graph.input.add(name=one, type=self.protos.get(name) or type_proto(self.types[name]))
+        for one, name in segment.results:
+            graph.output.add(name=one, type=self.protos.get(name))
         return model
 
     def _refused(self, segment: Segment, text: str) -> str:

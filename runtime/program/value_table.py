@@ -18,11 +18,12 @@ from enum import Enum
 from ..artifact import dim_expression as expression
 from ..artifact.dtypes import Dtype, dense
 from ..artifact.format import Collective, Dim, Manifest, Shape, Transfer
+from ..artifact.tasks import declared
 from ..errors import ArtifactError
 from .flat_buffers import FlatBuffer, flat_places
 from .liveness import LiveRange, live_ranges, merged_ranges
 from .rank_file import RankFile
-from .segmentation import PostRecv, Send, StartCollective
+from .steps import PostRecv, Send, StartCollective
 
 
 class Storage(Enum):
@@ -58,6 +59,10 @@ class ValueTable:
         found = dense(self.types[name])
         assert found is not None, name
         return found
+
+    def are_alike(self, one: str, two: str) -> bool:
+        """Whether two values in slots have one type and shape."""
+        return self.types[one] == self.types[two] and self.shapes[one] == self.shapes[two]
 
     @property
     def slots(self) -> set[str]:
@@ -184,11 +189,10 @@ def _names(dim: Dim, manifest: Manifest) -> frozenset[str]:
 
 def _declared_shapes(file: RankFile) -> dict[str, Shape]:
     """The shapes that a rank file declares; None for a value with a dim that is left open."""
-    graph = file.model.graph
     found: dict[str, Shape] = {}
-    for value in (*graph.value_info, *graph.input, *graph.output):
+    for name, value in declared(file.model, file.where):
         if value.type.HasField("tensor_type") and value.type.tensor_type.HasField("shape"):
             dims = value.type.tensor_type.shape.dim
             stated: list[Dim] = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims]
-            found[value.name] = stated if all(dim != "" for dim in stated) else None
+            found[name] = stated if all(dim != "" for dim in stated) else None
     return found

@@ -18,7 +18,7 @@ from ..artifact import format as fmt
 from ..artifact.lr_schedule import SCALARS
 from ..program.flat_buffers import FlatBuffer, fixed_shape
 from ..program.rank_file import RankFile
-from ..program.segmentation import Update
+from ..program.steps import Update
 
 if TYPE_CHECKING:
     from onnx import FunctionProto, NodeProto

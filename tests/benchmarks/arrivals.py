@@ -41,7 +41,7 @@ def rank(folder: Path, name: str, steps: int, still: bool) -> None:
     from mpi4py import MPI
     from partc.runtime import load
     from partc.runtime.communication.mpi import MpiTransport
-    from partc.runtime.program.segmentation import Segment
+    from partc.runtime.program.steps import Segment
 
     comm = MPI.COMM_WORLD
     transport = MpiTransport(comm)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 from partc.runtime import load_trainer
-from partc.runtime.program.segmentation import Segment, Update, WaitCollective, WaitRecv
+from partc.runtime.program.steps import Segment, Update, WaitCollective, WaitRecv
 from partc.runtime.training.trainer import Trainer
 from train_cases import feeds
 from train_memory_report import Memory

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from train_cases import CROSS_ENTROPY, Case, gpt, train, write
 from train_data_parallel import free_port, in_turns, partc_side
-from train_pipeline_simulated import compared, write_noting
+from train_pipeline_simulated import compared
 from transformer import HERE, ROOT, available, mpi_command
 from turns import Side
 
@@ -138,9 +138,8 @@ def simulations(place: Path, options: argparse.Namespace) -> None:
     made = {}
     for name in SCHEDULES:
         folder = folder_of(place, f"times_{name}", f"times_{SCHEDULES[0]}")
-        made[name] = write_noting(
-            folder, case_of(options), plan(options.layers, options.ranks, options.microbatches, name)
-        )
+        said = plan(options.layers, options.ranks, options.microbatches, name)
+        made[name] = write(folder, case_of(options), said, 1).program.schedule
     sides = [times_side(place / f"times_{name}", options.ranks) for name in SCHEDULES]
     in_turns(sides, options.steps, options.turns)
     for side, name in zip(sides, SCHEDULES, strict=True):

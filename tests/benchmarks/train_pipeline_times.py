@@ -3,7 +3,7 @@
     mpiexec -n 2 python train_pipeline_times.py FOLDER      writes FOLDER/times_<rank>.json at the end
 
 Per rank: `walls`, the seconds of each step, which all ranks begin together; `actions`, in order what each is (`compute`, `update`, `wait`
-or `begin` of communication), the values that a segment makes, and its seconds in each step; `arena`, the bytes planned for values
+or `begin` of communication), the task that it is of, and its seconds in each step; `arena`, the bytes planned for values
 between segments; `peak`, the most resident memory in MB beyond what the process had before the artifact was loaded.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from mpi4py import MPI
 from partc.runtime import load_trainer
-from partc.runtime.program.segmentation import Segment, Step, Update, WaitCollective, WaitRecv
+from partc.runtime.program.steps import Segment, Step, Update, WaitCollective, WaitRecv
 from partc.runtime.training.trainer import Trainer
 from train_cases import feeds
 from train_memory_report import Memory
@@ -45,10 +45,10 @@ class Recorder:
 
     def _kept(self, step: Step, again: bool) -> dict[str, Any]:
         """What is said of an action; a step that comes again is a wait for the send that it began."""
-        made = [name for node in step.nodes for name in node.output] if isinstance(step, Segment) else []
+        task = step.task if isinstance(step, Segment) else ""
         kinds = {"compute": (Segment,), "update": (Update,), "wait": (WaitRecv, WaitCollective)}
         kind = next((name for name, types in kinds.items() if isinstance(step, types)), "wait" if again else "begin")
-        return {"kind": kind, "made": made, "seconds": []}
+        return {"kind": kind, "task": task, "seconds": []}
 
     def said(self, memory: Memory) -> str:
         """All of it as JSON."""

@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 from partc.runtime import load
 from partc.runtime.execution.program import Program
-from partc.runtime.program.segmentation import Segment
+from partc.runtime.program.steps import Segment
 from turns import serve, told
 
 _PAUSE = 0.01

@@ -21,7 +21,7 @@ from partc.runtime.artifact.tensor import Tensor
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.communication.collective import dynamic_collective
 from partc.runtime.communication.in_process import LocalTransport, LocalWorld
-from partc.runtime.program.segmentation import WaitCollective
+from partc.runtime.program.steps import WaitCollective
 from run_collectives import run, run_reference, same, shards, spmd, text, whole
 
 RANKS = (1, 2, 3)

@@ -12,7 +12,8 @@ import onnx.parser
 import pytest
 from partc.runtime.execution.under_way import beside_messages
 from partc.runtime.job.progress import LONG, Progress
-from partc.runtime.program.segmentation import Segment, segmented
+from partc.runtime.program.segmentation import segmented
+from partc.runtime.program.steps import Segment
 
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 TEXT = """<ir_version: 11, opset_import: ["" : 21, "partc.comm" : 1]>

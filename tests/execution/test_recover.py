@@ -14,7 +14,7 @@ from artifact_text import write
 from partc.runtime import InputError, StepError, UsageError, load, load_local
 from partc.runtime.execution.in_process import LocalProgram
 from partc.runtime.execution.step_plan import StepPlan
-from partc.runtime.program.segmentation import Segment
+from partc.runtime.program.steps import Segment
 from small_training import DATA_PARALLEL, PERCEPTRON, compiled
 from test_collectives_mpi import MPIEXEC, every_op
 

@@ -10,7 +10,8 @@ from artifact_text import HEAD
 from onnx import helper
 from partc.runtime import ArtifactError
 from partc.runtime.artifact.format import DOMAIN
-from partc.runtime.program.segmentation import Segment, Step, segmented
+from partc.runtime.program.segmentation import segmented
+from partc.runtime.program.steps import Segment, Step
 
 
 def steps(text: str) -> list[Step]:

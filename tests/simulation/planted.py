@@ -20,7 +20,7 @@ from partc.runtime.execution.agreement import StepAgreement
 from partc.runtime.execution.step_plan import StepPlan
 from partc.runtime.execution.symbol_bindings import Binder
 from partc.runtime.program import memory_plan as buffers
-from partc.runtime.program.segmentation import Send, StartCollective, WaitRecv
+from partc.runtime.program.steps import Send, StartCollective, WaitRecv
 
 from .session import Session
 

@@ -22,7 +22,7 @@ from partc.runtime.communication.leaving import said
 from partc.runtime.errors import StepError
 from partc.runtime.execution.program import OnError
 from partc.runtime.execution.step_plan import StepPlan
-from partc.runtime.program.segmentation import Segment
+from partc.runtime.program.steps import Segment
 from training_equivalence import put, same_tensors, tensors
 
 from .faults import (

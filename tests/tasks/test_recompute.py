@@ -13,9 +13,10 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import ComputeOp, TaskKind, read_names
 from partc.compiler.pipeline import compile_source, run_passes, start
+from partc.compiler.pipelines.phases import outputs
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.tasks.phases import outputs
-from partc.runtime.program.segmentation import Segment, segmented
+from partc.runtime.program.segmentation import segmented
+from partc.runtime.program.steps import Segment
 from test_parts_of_a_batch import HEAD, LOSSES, close, numbers, start_of, train, trained
 from training_equivalence import from_text, source_of
 from training_models import gpt

@@ -7,15 +7,16 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto
 from partc.runtime.artifact.comm_schemas import register
 from partc.runtime.artifact.onnx_graph import not_text
+from partc.runtime.artifact.tasks import unrolled
 from partc.runtime.checker.graph.types import as_plain_onnx
 from partc.runtime.checker.subject import Subject
-from partc.runtime.errors import Violation
+from partc.runtime.errors import ArtifactError, Violation
 
 _AGAIN = "compile the model again"
 
 
 def read_rank(subject: Subject) -> list[Violation]:
-    """Reads the rank file of a subject into its `model`; why there is none otherwise."""
+    """Reads the rank file of a subject into its `model`, with the nodes of tasks in place of calls; why there is none otherwise."""
     file = subject.file
     try:
         model = onnx.load(subject.folder / file, load_external_data=False)
@@ -23,7 +24,10 @@ def read_rank(subject: Subject) -> list[Violation]:
         return [Violation(file, f"it is not an ONNX file: {error}", help=_AGAIN)]
     if broken := not_text(model):
         return [Violation(file, f"it has a name or a text that is not UTF-8: {broken}", help=_AGAIN)]
-    subject.model = model
+    try:
+        subject.model = unrolled(model, file)
+    except ArtifactError as error:
+        return [Violation(file, line.removeprefix(f"{file}: "), help=_AGAIN) for line in str(error).splitlines()[:-1]]
     return []
 
 

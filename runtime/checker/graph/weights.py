@@ -15,7 +15,7 @@ from typing import Any, cast
 from onnx import ModelProto, TensorProto
 from partc.runtime.artifact.dtypes import BY_CODE
 from partc.runtime.artifact.format import DIGEST, OF_RANKS, PIECE, Manifest, ranks_text, stays_inside
-from partc.runtime.artifact.onnx_graph import all_tensors
+from partc.runtime.artifact.onnx_graph import model_tensors
 from partc.runtime.artifact.safetensors_stream import AS_BYTES, CODES, METADATA, sound_header
 from partc.runtime.errors import Violation
 
@@ -50,7 +50,7 @@ def check_weights(
     """
     yield from _check_ranks(file, model, manifest)
     opened: dict[str, _Weights | None] = {}
-    for tensor in all_tensors(model.graph):
+    for tensor in model_tensors(model):
         title = f"weight '{tensor.name}'"
         if tensor.data_location != TensorProto.EXTERNAL:
             known = _said(tensor, DIGEST)

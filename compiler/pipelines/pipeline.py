@@ -15,6 +15,11 @@ from dataclasses import replace
 
 from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.ir.rank_program import RankProgram
+from partc.compiler.pipelines.microbatches import rows_of
+from partc.compiler.pipelines.phases import Labels, Phase, Unit, labelled, split_backward
+from partc.compiler.pipelines.recompute import recompute, undivided
+from partc.compiler.pipelines.stages import NodeStages, in_halves, node_stages
+from partc.compiler.pipelines.task_costs import task_costs
 from partc.compiler.plan.pipeline import PipelineRules
 from partc.compiler.schedule.choose import choose
 from partc.compiler.schedule.costs import Costs
@@ -22,11 +27,6 @@ from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Edge, Stages, grouped
 from partc.compiler.schedule.task import Task
-from partc.compiler.tasks.microbatches import rows_of
-from partc.compiler.tasks.phases import Labels, Phase, Unit, labelled, split_backward
-from partc.compiler.tasks.recompute import recompute, undivided
-from partc.compiler.tasks.stages import NodeStages, in_halves, node_stages
-from partc.compiler.tasks.task_costs import task_costs
 from partc.compiler.training.in_parts import PART
 
 
@@ -54,7 +54,7 @@ def pipeline(program: Program) -> Program:
         shape, rules.microbatches, rules.schedule, rules.memory, costs, rules.where, rows_where=rules.rows or None
     )
     split_backward(units, labels, {task.stage for row in schedule.rows for task in row if schedule.is_split(task)})
-    made = rows_of(program, units, labels, _order(schedule, costs), rules.microbatches, totals)
+    made = rows_of(program, units, labels, stages, _order(schedule, costs), rules.microbatches, totals)
     return replace(made, schedule=schedule, costs=costs)
 
 

@@ -17,8 +17,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from partc.compiler.ir.rank_program import CommOp, ComputeOp, RankOp, RankProgram, TaskKind, read_names
-from partc.compiler.tasks.stages import NodeStages
+from partc.compiler.ir.rank_program import CommOp, ComputeOp, RankOp, RankProgram, TaskKind, made_names, read_names
+from partc.compiler.pipelines.stages import NodeStages
 from partc.runtime.artifact.format import REDUCE, SUM
 
 
@@ -93,7 +93,7 @@ def labelled(units: Sequence[Unit], stages: NodeStages) -> Labels:
         label = _label(units[first], step, labels, stages)
         for unit, k in places:
             found.steps[unit][k] = label
-            for name in outputs(units[unit].steps[k]):
+            for name in made_names(units[unit].steps[k]):
                 if label != ONCE:
                     values[unit][name] = label
     _with_readers(units, stages, found)
@@ -131,7 +131,7 @@ def _with_readers(units: Sequence[Unit], stages: NodeStages, found: Labels) -> N
     for places in reversed(found.order):
         (first, at), *_ = places
         label = found.steps[first][at]
-        made = [(unit, name) for unit, k in places for name in outputs(units[unit].steps[k])]
+        made = [(unit, name) for unit, k in places for name in made_names(units[unit].steps[k])]
         if Phase.ONCE < label.phase < Phase.UPDATE:
             hosted = any(units[unit].program.rank in stages.groups[label.stage] for unit, _ in places)
             later = [one for unit, name in made for one in readers[unit].get(name, ()) if one != UPDATE]
@@ -150,7 +150,7 @@ def _deliver_once(units: Sequence[Unit], found: Labels) -> None:
     for places in reversed(found.order):
         (first, at), *_ = places
         step = units[first].steps[at]
-        made = [name in readers[unit] for unit, k in places for name in outputs(units[unit].steps[k])]
+        made = [name in readers[unit] for unit, k in places for name in made_names(units[unit].steps[k])]
         if found.steps[first][at].phase is Phase.FORWARD and not any(made):
             renames = isinstance(step, ComputeOp) and step.node.op_type == "Identity"
             own = renames and all(name in received[first] for name in read_names(step))
@@ -177,7 +177,7 @@ def _find_edges(units: Sequence[Unit], found: Labels) -> None:
                     elif label.phase is Phase.BACKWARD:
                         found.gradients.add((label.stage, before.stage))
         for unit, k in places:
-            values[unit].update(dict.fromkeys(outputs(units[unit].steps[k]), found.steps[unit][k]))
+            values[unit].update(dict.fromkeys(made_names(units[unit].steps[k]), found.steps[unit][k]))
 
 
 def split_backward(units: Sequence[Unit], found: Labels, stages: Collection[int]) -> None:
@@ -187,7 +187,7 @@ def split_backward(units: Sequence[Unit], found: Labels, stages: Collection[int]
         (first, at), *_ = places
         label = found.steps[first][at]
         if label.phase is Phase.BACKWARD and label.stage in stages:
-            made = [(unit, name) for unit, k in places for name in outputs(units[unit].steps[k])]
+            made = [(unit, name) for unit, k in places for name in made_names(units[unit].steps[k])]
             read = {one for unit, name in made for one in readers[unit].get(name, ()) if one != UPDATE}
             if label not in read and all(one.stage == label.stage for one in read):
                 label = Label(Phase.WEIGHT, label.stage)
@@ -195,11 +195,6 @@ def split_backward(units: Sequence[Unit], found: Labels, stages: Collection[int]
             found.steps[unit][k] = label
             for name in read_names(units[unit].steps[k]):
                 readers[unit].setdefault(name, set()).add(label)
-
-
-def outputs(step: RankOp) -> list[str]:
-    """The names that an op makes."""
-    return list(step.outputs) if isinstance(step, CommOp) else [value.name or "" for value in step.node.outputs]
 
 
 def in_order(programs: Sequence[Sequence[RankOp]]) -> Iterator[tuple[Place, ...]]:

@@ -31,11 +31,20 @@ import onnx_ir as ir
 from partc.compiler.autodiff.reach import flowing
 from partc.compiler.ir.graph import bodies, captured
 from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import CommOp, ComputeOp, Event, RankOp, TaskKind, read_names, with_names
+from partc.compiler.ir.rank_program import (
+    CommOp,
+    ComputeOp,
+    Event,
+    RankOp,
+    TaskKind,
+    made_names,
+    read_names,
+    with_names,
+)
 from partc.compiler.ops.registry import draws
+from partc.compiler.pipelines.phases import ONCE, Label, Labels, Phase, Place, Unit
 from partc.compiler.plan.matching import Region, matched_nodes, recomputed
 from partc.compiler.plan.pipeline import RecomputeRule
-from partc.compiler.tasks.phases import ONCE, Label, Labels, Phase, Place, Unit, outputs
 from partc.runtime.artifact.format import RECV, SEND
 
 _BACKWARD = (Phase.BACKWARD, Phase.WEIGHT)
@@ -115,7 +124,7 @@ class _Recompute:
         return [(unit, name) for unit, step in self.steps(item) for name in read_names(step)]
 
     def makes(self, item: Item) -> list[Value]:
-        return [(unit, name) for unit, step in self.steps(item) for name in outputs(step) if name]
+        return [(unit, name) for unit, step in self.steps(item) for name in made_names(step) if name]
 
     def new(self, value: Value, own: Own | None) -> str | None:
         """What a reader of a region reads in place of a value; None where it reads the value."""
@@ -137,7 +146,7 @@ class _Recompute:
             if label.phase is not Phase.FORWARD:
                 continue
             own = self.of_node(item)
-            if isinstance(step, CommOp) or step.source not in self.program.paths:
+            if not isinstance(step, ComputeOp) or step.source not in self.program.paths:
                 read = {made[value] for value in self.reads(item) if value in made}
                 (own,) = read if len(read) == 1 else (None,)
             made |= dict.fromkeys(self.makes(item), own)
@@ -232,7 +241,7 @@ class _Recompute:
             read = ((name, self.new((unit, name), own)) for name in read_names(step))
             names = {name: new for name, new in read if new is not None}
             if again:
-                names |= {name: self.names.again(name) for name in outputs(step) if name}
+                names |= {name: self.names.again(name) for name in made_names(step) if name}
             places.append((unit, len(steps[unit])))
             steps[unit].append(self.renamed(step, names, self.rule(step, own) if again and own is not None else ""))
             found.steps[unit].append(label)
@@ -250,7 +259,7 @@ class _Recompute:
             tag = self.tag(step, names, again)
             inputs, made = (tuple(names.get(name, name) for name in some) for some in (step.inputs, step.outputs))
             return replace(step, inputs=inputs, outputs=made, tag=tag, cause=self.events[tag].cause, task=task)
-        if not names:
+        if not names or not isinstance(step, ComputeOp):
             return step
         inner = dict(step.captured)
         for body in bodies(step.node):
@@ -301,7 +310,7 @@ class _Names:
         self.taken = {
             name
             for unit in units
-            for names in (unit.program.types, unit.program.constants, *(outputs(step) for step in unit.steps))
+            for names in (unit.program.types, unit.program.constants, *(made_names(step) for step in unit.steps))
             for name in names
         }
         self.known: dict[str, str] = {}
@@ -321,7 +330,7 @@ def _may_repeat(step: RankOp) -> bool:
     """Whether an op gives the same when it is done again, and needs no other stage for it."""
     if isinstance(step, CommOp):
         return step.op_type not in (SEND, RECV)
-    return not any(draws(node) for node in _with_bodies(step.node))
+    return isinstance(step, ComputeOp) and not any(draws(node) for node in _with_bodies(step.node))
 
 
 def _with_bodies(node: ir.Node) -> Iterable[ir.Node]:

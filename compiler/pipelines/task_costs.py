@@ -22,11 +22,11 @@ from partc.compiler.analysis.operations import work
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.dims.reading import read, symbol
 from partc.compiler.ir.program import Program, Shape
-from partc.compiler.ir.rank_program import ComputeOp, read_names
+from partc.compiler.ir.rank_program import ComputeOp, made_names, read_names
+from partc.compiler.pipelines.phases import UPDATE, Label, Labels, Phase, Unit, split_backward
 from partc.compiler.placement.middling import Middling
 from partc.compiler.schedule.costs import BYTES, Costs, StageCost
 from partc.compiler.schedule.stages import Stages
-from partc.compiler.tasks.phases import UPDATE, Label, Labels, Phase, Unit, outputs, split_backward
 
 _PASSES = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT)
 _SCALES = ((1e9, "billion operations"), (1e6, "million operations"), (1e3, "thousand operations"), (1.0, "operations"))
@@ -147,7 +147,7 @@ class _Taken:
             self.places.setdefault(label, []).append(k)
             for name in read_names(step):
                 read.setdefault(name, []).append((label, k))
-            made.update(dict.fromkeys(outputs(step), (label, k)))
+            made.update(dict.fromkeys(made_names(step), (label, k)))
         for name, (label, k) in made.items():
             self._value(name, label, k, read.get(name, []))
 
@@ -184,7 +184,7 @@ class _Taken:
             step = self.unit.steps[k]
             if isinstance(step, ComputeOp):
                 given = [None if value is None else value.name or "" for value in step.node.inputs]
-                made = outputs(step)
+                made = made_names(step)
                 moved = sum(self._at(name, middling.dim) for name in {*filter(None, given), *made})
                 total += work(
                     step.node,

@@ -1,0 +1,175 @@
+"""The body of every task: what the ops of one label are for a rank, and which of them stand beside the call.
+
+    of one microbatch     x -> MatMul -> AllReduce -> Relu -> Send(h)        label F0
+    body F0               x -> MatMul -> AllReduce -> Relu -> h              runs as one call, whichever microbatch it is
+    beside it             Send(h)                                            in the row, behind the call
+
+The transpose of a weight is once a step, and costs nothing in a matrix product that reads it: it stands in every body with such a product,
+so that no copy of the weight is made.
+
+A message between stages stands in the row, behind the task that makes it, on both of its ranks; so does a collective that has ranks of
+another stage. One whose result the same task reads on any rank is part of the body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from partc.compiler.ir.rank_program import CommOp, ComputeOp, RankOp, TaskBody, made_names, read_names
+from partc.compiler.pipelines.phases import Label, Labels, Phase, Place, Unit
+from partc.compiler.pipelines.stages import NodeStages
+from partc.runtime.artifact.format import RECV, SEND
+
+_SMALL = 1024
+"""Elements of a constant that a body may have itself; a larger one is an operand."""
+_PRODUCTS = ("MatMul", "Gemm")
+LETTERS = {Phase.FORWARD: "F", Phase.BACKWARD: "B", Phase.WEIGHT: "W"}
+
+
+@dataclass
+class Slot:
+    """A task of any microbatch on all ranks: by unit the ops of its body, the events beside the calls, and all events in order."""
+
+    bodies: dict[int, list[ComputeOp | CommOp]] = field(default_factory=dict)
+    beside: list[tuple[Place, ...]] = field(default_factory=list)
+    events: list[CommOp] = field(default_factory=list)
+
+
+def slots(units: Sequence[Unit], labels: Labels, stages: NodeStages) -> dict[Label, Slot]:
+    """By label its slot."""
+    groups: dict[Label, list[tuple[Place, ...]]] = {}
+    for places in labels.order:
+        (unit, at), *_ = places
+        label = labels.steps[unit][at]
+        if label.phase in LETTERS:
+            groups.setdefault(label, []).append(places)
+    return {label: _slot(units, found, {*stages.groups[label.stage]}) for label, found in groups.items()}
+
+
+def _slot(units: Sequence[Unit], order: Sequence[tuple[Place, ...]], hosts: set[int]) -> Slot:
+    read: dict[int, set[str]] = {}
+    beside: list[tuple[Place, ...]] = []
+    inside: list[tuple[Place, ...]] = []
+    for places in reversed(order):
+        (first, at), *_ = places
+        steps = [(unit, units[unit].steps[k]) for unit, k in places]
+        crosses = isinstance(units[first].steps[at], CommOp) and any(not units[u].ranks <= hosts for u, _ in steps)
+        alone = isinstance(units[first].steps[at], CommOp) and _is_message(units[first].steps[at])
+        if (crosses or alone) and not any(name in read.get(u, ()) for u, step in steps for name in made_names(step)):
+            beside.append(places)
+            continue
+        inside.append(places)
+        for unit, step in steps:
+            read.setdefault(unit, set()).update(read_names(step))
+    slot = Slot(beside=beside[::-1])
+    for places in (*reversed(inside), *slot.beside):
+        (first, at), *_ = places
+        if isinstance(event := units[first].steps[at], CommOp):
+            slot.events.append(event)
+    for places in reversed(inside):
+        for unit, at in places:
+            step = units[unit].steps[at]
+            assert isinstance(step, ComputeOp | CommOp)
+            slot.bodies.setdefault(unit, []).append(step)
+    return slot
+
+
+def _is_message(step: RankOp) -> bool:
+    return isinstance(step, CommOp) and step.op_type in (SEND, RECV)
+
+
+class Inlined:
+    """The ops of a unit that are once a step, and stand in the bodies that read them: transposes that matrix products take in."""
+
+    def __init__(self, unit: Unit, labels: Sequence[Label]) -> None:
+        self.unit = unit
+        self.makers = {
+            name: step
+            for step, label in zip(unit.steps, labels, strict=True)
+            if label.phase is Phase.ONCE and isinstance(step, ComputeOp) and step.node.op_type == "Transpose"
+            for name in made_names(step)
+        }
+
+    def of(self, steps: Sequence[ComputeOp | CommOp]) -> list[ComputeOp]:
+        """Those that the ops of a body want."""
+        found: dict[str, ComputeOp] = {}
+
+        def add(name: str) -> None:
+            if name in self.makers and name not in found:
+                for operand in read_names(self.makers[name]):
+                    add(operand)
+                found[name] = self.makers[name]
+
+        for step in steps:
+            if isinstance(step, ComputeOp) and step.node.op_type in _PRODUCTS:
+                for name in read_names(step):
+                    add(name)
+        return [*found.values()]
+
+    def unread(self, bodies: Iterable[TaskBody], inside: Collection[RankOp]) -> set[RankOp]:
+        """Those that nothing reads but bodies that have them; `inside` are the ops of bodies."""
+        read = {one.name for one in self.unit.program.outputs} | {one.next for one in self.unit.program.kept}
+        read.update(name for body in bodies for name in body.inputs)
+        gone: set[RankOp] = set()
+        for step in reversed(self.unit.steps):
+            if step in inside:
+                continue
+            if read.isdisjoint(made := made_names(step)) and any(name in self.makers for name in made):
+                gone.add(step)
+            else:
+                read.update(read_names(step))
+        return gone
+
+
+def body_name(label: Label) -> str:
+    """The name of the function of a task."""
+    return f"{LETTERS[label.phase]}{label.stage}"
+
+
+def body_of(unit: Unit, label: Label, steps: Sequence[ComputeOp | CommOp], wanted: set[str]) -> TaskBody:
+    """The body of a task on a unit's ranks; `wanted` are the values that others read of it."""
+    made = {name for step in steps for name in made_names(step) if name}
+    reads = dict.fromkeys(name for step in steps for name in read_names(step) if name)
+    own = {name for name in reads if _is_small(unit.program.constants.get(name))}
+    types = unit.program.types
+    return TaskBody(
+        stage=label.stage,
+        kind=LETTERS[label.phase],
+        inputs=tuple(name for name in reads if name not in made and name not in own),
+        outputs=tuple(name for step in steps for name in made_names(step) if name in wanted),
+        steps=tuple(steps),
+        types={name: types[name] for name in (*reads, *sorted(made)) if name in types},
+    )
+
+
+def _is_small(constant: object) -> bool:
+    return isinstance(constant, np.ndarray) and constant.size <= _SMALL
+
+
+def readers_beside(units: Sequence[Unit], labels: Labels, found: Mapping[Label, Slot]) -> list[dict[Label, set[str]]]:
+    """By unit and label the names that anything else than the body of the label reads."""
+    bodies = {
+        (label, unit): {id(step) for step in steps}
+        for label, slot in found.items()
+        for unit, steps in slot.bodies.items()
+    }
+    outside: list[dict[str, set[Label | None]]] = []
+    for k, unit in enumerate(units):
+        readers: dict[str, set[Label | None]] = {}
+        for step, label in zip(unit.steps, labels.steps[k], strict=True):
+            reader = label if id(step) in bodies.get((label, k), ()) else None
+            for name in read_names(step):
+                readers.setdefault(name, set()).add(reader)
+        outside.append(readers)
+    result: list[dict[Label, set[str]]] = []
+    for k, unit in enumerate(units):
+        held = {one.name for one in unit.program.outputs} | {one.next for one in unit.program.kept if one.next}
+        own: dict[Label, set[str]] = {}
+        for step, label in zip(unit.steps, labels.steps[k], strict=True):
+            for name in made_names(step):
+                if name in held or outside[k].get(name, set()) - {label}:
+                    own.setdefault(label, set()).add(name)
+        result.append(own)
+    return result

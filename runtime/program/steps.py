@@ -1,0 +1,159 @@
+"""The steps of a rank's program: segments of compute nodes, updates, and the ends of messages and collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
+
+from ..artifact.comm_node import Call
+from ..artifact.onnx_graph import addends, op_and_path, reads
+
+if TYPE_CHECKING:
+    from onnx import NodeProto
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Compute nodes that run in one session: values in, values out that others need, and the initializers among its operands.
+
+    One of the body of a task has the names of a microbatch as operands; `formal` has the body's own, and is one for all calls. `task` is
+    the task as a schedule writes it.
+    """
+
+    nodes: Sequence[NodeProto]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    initializers: tuple[str, ...]
+    task: str = ""
+    body: Segment | None = None
+
+    @property
+    def sums(self) -> Iterator[tuple[str, str]]:
+        """By what is added to the sum that may lie in its place: the node that adds reads it alone, and no element once it is written."""
+        names = dict(self.operands)
+        for one, made in self.results:
+            if (term := self.formal.added.get(one)) is not None:
+                yield names[term], made
+
+    @cached_property
+    def added(self) -> dict[str, str]:
+        """By output that is a sum the input to which it adds."""
+        makers = {name: node for node in self.nodes for name in node.output}
+        counts = Counter(name for node in self.nodes for name in reads(node))
+        found: dict[str, str] = {}
+        for output in self.outputs:
+            node = makers[output]
+            terms = [name for name in addends(node) if name in self.inputs and counts[name] == 1]
+            found |= {output: terms[0]} if terms else {}
+        return found
+
+    @property
+    def formal(self) -> Segment:
+        """The segment by the names that its nodes have."""
+        return self.body or self
+
+    @property
+    def operands(self) -> list[tuple[str, str]]:
+        """The inputs by the names that the nodes have for them, and by those that they have in the program."""
+        return list(zip(self.formal.inputs, self.inputs, strict=True))
+
+    @property
+    def results(self) -> list[tuple[str, str]]:
+        """The outputs, likewise."""
+        return list(zip(self.formal.outputs, self.outputs, strict=True))
+
+    def __str__(self) -> str:
+        task = f"{self.task}: " if self.task else ""
+        if len(self.nodes) == 1:
+            return task + op_and_path(self.nodes[0])
+        return f"{task}{len(self.nodes)} nodes from {op_and_path(self.nodes[0])} to {op_and_path(self.nodes[-1])}"
+
+
+@dataclass(frozen=True)
+class Update:
+    """Nodes of the optimizer, which overwrite parameters and slots: every reader of the old values comes before this step."""
+
+    nodes: Sequence[NodeProto]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The values that the nodes read and none of them makes."""
+        made = {name for node in self.nodes for name in node.output}
+        return tuple(dict.fromkeys(name for node in self.nodes for name in node.input if name and name not in made))
+
+    def __str__(self) -> str:
+        first = self.nodes[0]
+        more = f" and {len(self.nodes) - 1} more" if len(self.nodes) > 1 else ""
+        return f"update of '{first.input[0]}'{more} ({first.op_type})"
+
+
+@dataclass(frozen=True)
+class Message:
+    """One end of a transfer as the file says it: the value, the rank at the other end, the tag, and the op's source name."""
+
+    value: str
+    peer: int
+    tag: int
+    path: str
+
+
+@dataclass(frozen=True)
+class Send(Message):
+    """The value leaves for `peer`; it may be overwritten once the send is complete."""
+
+    def __str__(self) -> str:
+        return f"Send of '{self.value}' to rank {self.peer}{_source(self.path)}"
+
+
+@dataclass(frozen=True)
+class PostRecv(Message):
+    """The receive is posted: from here on the value's buffer belongs to it."""
+
+    def __str__(self) -> str:
+        return f"posting of Recv of '{self.value}' from rank {self.peer}{_source(self.path)}"
+
+
+@dataclass(frozen=True)
+class WaitRecv(Message):
+    """The value is needed: the receive must be complete."""
+
+    def __str__(self) -> str:
+        return f"Recv of '{self.value}' from rank {self.peer}{_source(self.path)}"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One end of a collective: the call, and the ranks that take part; no ranks where a file is read without its manifest."""
+
+    call: Call
+    ranks: tuple[int, ...]
+
+    def _text(self) -> str:
+        ranks = f", ranks {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        return f"{self.call.op} of '{self.call.value}' in group '{self.call.group}'{ranks}{_source(self.call.path)}"
+
+
+@dataclass(frozen=True)
+class StartCollective(Collective):
+    """The collective begins: from here on its input is read and its output written."""
+
+    def __str__(self) -> str:
+        return f"beginning of {self._text()}"
+
+
+@dataclass(frozen=True)
+class WaitCollective(Collective):
+    """The collective's output is needed: it must be complete."""
+
+    def __str__(self) -> str:
+        return self._text()
+
+
+Step: TypeAlias = Segment | Send | PostRecv | WaitRecv | StartCollective | WaitCollective | Update
+
+
+def _source(path: str) -> str:
+    return f" ({path})" if path else ""

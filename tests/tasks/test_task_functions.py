@@ -1,0 +1,112 @@
+"""Tasks as functions of a rank file: there once however many microbatches there are, and run by one session each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+from partc.compiler.frontend.source import Source
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
+from partc.runtime.artifact.format import TASKS
+from partc.runtime.artifact.tasks import unrolled
+from partc.runtime.errors import ArtifactError
+from partc.runtime.execution.in_process import load_local
+from partc.runtime.program.segmentation import segmented
+from partc.runtime.program.steps import Segment
+from test_parts_of_a_batch import train
+from test_pipelines import CLASSES, pipeline, placed, small_gpt
+from training_equivalence import source_of
+
+HALVES = "ranks: 2\nsymbols: {batch: {divisor: 8}}\n" + placed("0 0 1 1")
+
+
+@pytest.fixture(scope="module")
+def source() -> Source:
+    return source_of(small_gpt())
+
+
+def built(source: Source, folder: Path, count: int, schedule: str = "1f1b") -> list[onnx.ModelProto]:
+    """The rank files of a GPT in two stages."""
+    text = HALVES + train(CLASSES, 1, "{type: momentum, lr: 0.1}") + pipeline(count, schedule)
+    compile_source(Source(source.model.clone()), parse_plan(text, "plan.yaml"), folder)
+    return [onnx.load(folder / f"rank_{rank:04d}.onnx", load_external_data=False) for rank in range(2)]
+
+
+def tasks(model: onnx.ModelProto) -> dict[str, onnx.FunctionProto]:
+    return {one.name: one for one in model.functions if one.domain == TASKS}
+
+
+def row(model: onnx.ModelProto) -> str:
+    return " ".join(node.name for node in model.graph.node if node.domain == TASKS)
+
+
+def test_a_body_is_there_once_and_the_main_graph_is_the_row(source: Source, tmp_path: Path) -> None:
+    """ONNX accepts the file; only the row is longer with more microbatches."""
+    two, eight = built(source, tmp_path / "two", 2), built(source, tmp_path / "eight", 8)
+    onnx.checker.check_model(str(tmp_path / "two" / "rank_0000.onnx"))
+    assert row(two[0]) == "0F0 0F1 0B0 0B1"
+    assert row(two[1]) == "1F0 1B0 1F1 1B1"
+    for few, many in zip(two, eight, strict=True):
+        assert tasks(few).keys() == tasks(many).keys()
+        for name, function in tasks(few).items():
+            assert [node.op_type for node in function.node] == [node.op_type for node in tasks(many)[name].node]
+        calls = 2 * 6
+        messages = 2 * 6
+        assert len(many.graph.node) == len(few.graph.node) + calls + messages
+        assert many.ByteSize() < 1.5 * few.ByteSize()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_body_has_one_session(schedule: str, source: Source, tmp_path: Path) -> None:
+    """Three sessions a stage at most, and as many beside the row with more microbatches."""
+    beside: dict[int, set[int]] = {}
+    for count in (2, 8):
+        for rank, model in enumerate(built(source, tmp_path / str(count), count, schedule)):
+            segments = [step for step in segmented(model, "file") if isinstance(step, Segment)]
+            bodies = {id(one.formal) for one in segments if one.task}
+            assert len(bodies) == len(tasks(model)) <= 3
+            assert len([one for one in segments if one.task]) == len(row(model).split())
+            beside.setdefault(rank, set()).add(len({id(one.formal) for one in segments}) - len(bodies))
+    assert all(len(counts) == 1 for counts in beside.values())
+
+
+def test_sums_lie_where_the_first_zeros_lay_and_weights_are_not_copied(source: Source, tmp_path: Path) -> None:
+    """No task makes a copy of a weight, and what a task adds to takes no memory of its own."""
+    models = built(source, tmp_path, 4)
+    for model in models:
+        for function in tasks(model).values():
+            weights = [name for name in function.input if name.endswith((".weight", ".Transpose"))]
+            assert not any(name.endswith(".Transpose") for name in weights)
+
+    with load_local(tmp_path) as ranks:
+        for one in ranks.ranks:
+            program = one._program
+            made = [name for step in program.steps if isinstance(step, Segment) for name in step.outputs]
+            sums = [name for name in made if ".grad.sum.next" in name and name in program.values.slots]
+            found = {program.in_place_aliases.get(name, name) for name in sums}
+            assert found
+            assert all(name.endswith(".grad.sum.zeros") for name in found)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("function", "is a call of 'F9', which is no function of the file"),
+        ("microbatch", "is of no microbatch"),
+        ("operand", "has other numbers of inputs and outputs than"),
+    ],
+)
+def test_forged_calls_are_refused(fault: str, words: str, source: Source, tmp_path: Path) -> None:
+    model = built(source, tmp_path, 2)[0]
+    call = next(node for node in model.graph.node if node.domain == TASKS)
+    if fault == "function":
+        call.op_type = "F9"
+    elif fault == "microbatch":
+        del call.attribute[:]
+    else:
+        del call.input[-1]
+    for reader in (unrolled, segmented):
+        with pytest.raises(ArtifactError, match=words):
+            reader(model, "rank_0000.onnx")
