@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from .artifact.manifest import Artifact, open_artifact
     from .execution.in_process import LocalProgram, load_local
     from .execution.inputs import Whole
-    from .execution.program import Program, describe_action, load
+    from .execution.program import Program, load
+    from .execution.rank_program import describe_action
     from .training.trainer import Trainer, load_trainer
 
 _HOMES = {
@@ -23,7 +24,7 @@ _HOMES = {
     "LocalProgram": "execution.in_process",
     "Whole": "execution.inputs",
     "Program": "execution.program",
-    "describe_action": "execution.program",
+    "describe_action": "execution.rank_program",
     "Trainer": "training.trainer",
     "load": "execution.program",
     "load_local": "execution.in_process",

@@ -42,7 +42,7 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
                 progress.reached(min(step for step, _ in run_dir.board()))
 
         def where(rank: int, action: int) -> str:
-            from partc.runtime.execution.program import describe_action
+            from partc.runtime.execution.rank_program import describe_action
 
             return describe_action(Path(job.folder), rank, action)
 

@@ -26,7 +26,6 @@ from ..communication.leaving import said
 from ..communication.transport import Transport
 from ..errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError
 from ..job.status_board import AGREEING, SLOT, open_board
-from ..program.segmentation import segmented
 from ..program.sessions import Settings
 from ..program.steps import WaitCollective
 from .agreement import StepAgreement
@@ -156,7 +155,6 @@ class Program:
         self.agreement.open()
         collectives = self.manifest.collectives
         if not collectives:
-            self._program.in_place()
             return
         used = {one.group for one in collectives if one.op != EXCHANGE}
         lists = {tuple(ranks) for group in used for ranks in self.manifest.groups[group] if len(ranks) > 1}
@@ -339,16 +337,6 @@ def refuse_recovery(artifact: Artifact, on_error: OnError) -> None:
         raise UsageError(
             f"{artifact.folder}: {fact}\n  help: leave out on_error='recover', and go on from a checkpoint"
         )
-
-
-def describe_action(folder: str | Path, rank: int, action: int) -> str:
-    """The text of an action that a rank's slot of the status board shows; reads the manifest and the rank's file, without MPI."""
-    import onnx
-
-    manifest = open_artifact(folder, trust=True).manifest
-    file = Path(folder) / manifest.program(rank)
-    model = onnx.load_model(file, load_external_data=False)
-    return describe(segmented(model, str(file), manifest.groups_of(rank)), action)
 
 
 def settings_for(transport: Transport, threads: int | None, providers: Sequence[str]) -> Settings:

@@ -15,13 +15,14 @@ import numpy as np
 from ..artifact import dim_expression as expression
 from ..artifact.dtypes import BY_CODE, Array, Bytes, element
 from ..artifact.format import Shape
-from ..artifact.manifest import Artifact
+from ..artifact.manifest import Artifact, open_artifact
 from ..artifact.tensor import Tensor, Value, aligned
 from ..errors import ArtifactError
 from ..program.flat_buffers import coalesced_buffers
 from ..program.liveness import in_place_aliases, lifetimes
 from ..program.memory_plan import Lifetime
 from ..program.rank_file import RankFile, check_ports, read_rank_file
+from ..program.segmentation import segmented
 from ..program.sessions import Builder, Runner, Settings
 from ..program.steps import Segment, StartCollective, Step, Update, WaitCollective
 from ..program.value_table import (
@@ -123,6 +124,16 @@ def describe(steps: Sequence[Step], index: int) -> str:
     return "the agreement on the sizes of a step" if index == -2 else "nothing (between two steps)"
 
 
+def describe_action(folder: str | Path, rank: int, action: int) -> str:
+    """The text of an action that a rank's slot of the status board shows; reads the manifest and the rank's file, without MPI."""
+    import onnx
+
+    manifest = open_artifact(folder, trust=True).manifest
+    file = Path(folder) / manifest.program(rank)
+    model = onnx.load_model(file, load_external_data=False)
+    return describe(segmented(model, str(file), manifest.groups_of(rank)), action)
+
+
 def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state: State | None = None) -> RankProgram:
     """The program of a rank with its sessions built; ArtifactError where the file contradicts itself or the manifest.
 
@@ -155,7 +166,7 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
         check_same(state, file.state, file.where)
     in_place = {record.next: state.tensors[record.value] for record in file.updated_in_place}
     training = file.manifest.training
-    return RankProgram(
+    program = RankProgram(
         rank=rank,
         steps=file.steps,
         runners=runners,
@@ -170,6 +181,8 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
         replaced=[pair for pair in file.replaced_by_copy if pair not in file.replaced_always],
         replaced_always=file.replaced_always,
     )
+    program.in_place()
+    return program
 
 
 def _refuse_unsound(file: RankFile, folder: Path) -> None:

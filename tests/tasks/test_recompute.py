@@ -11,9 +11,8 @@ import pytest
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import ComputeOp, TaskKind, read_names
+from partc.compiler.ir.rank_program import ComputeOp, TaskKind, made_names, read_names
 from partc.compiler.pipeline import compile_source, run_passes, start
-from partc.compiler.pipelines.phases import outputs
 from partc.compiler.plan.read import parse_plan
 from partc.runtime.program.segmentation import segmented
 from partc.runtime.program.steps import Segment
@@ -57,7 +56,7 @@ def compiled(plan: str, source: Source | None = None, loss: str = LOSSES["mean"]
 def kept(program: Program) -> list[str]:
     """What the first rank keeps from the forward to the backward pass, where these are not divided."""
     steps = program.parts[0].steps
-    made = [name for step in steps if step.task is TaskKind.FORWARD for name in outputs(step)]
+    made = [name for step in steps if step.task is TaskKind.FORWARD for name in made_names(step)]
     read = {name for step in steps if step.task is TaskKind.BACKWARD for name in read_names(step)}
     return [name for name in made if name in read]
 
