@@ -24,7 +24,13 @@ from partc.compiler.plan.read import parse_plan
 from partc.runtime.job.status_board import read_board, read_pids, states
 from small_training import PERCEPTRON, compiled
 
-MODES = ("run", "train", "eval", "script")
+MODES = ("run", "train", "pipeline", "eval", "script")
+"""Commands, a training whose batches run through stages as microbatches, and a script of one's own."""
+STAGES = {
+    2: "{one: 0, plus: 0, turn: 0, two: 1}",
+    3: "{one: 0, plus: 1, turn: 1, two: 2}",
+    4: "{one: 0, plus: 1, turn: 2, two: 3}",
+}
 MOMENTS = ("starting", "stepping", "saving", "ending")
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGSEGV", "SIGABRT")
 """What ends a rank; Open MPI catches SIGHUP there, and goes on."""
@@ -106,12 +112,16 @@ class Case:
 def make(folder: Path, wanted: Collection[tuple[str, int]]) -> dict[tuple[str, int], Path]:
     """The artifacts for modes and numbers of ranks."""
     works: dict[tuple[str, int], Path] = {}
-    for mode, ranks in sorted({(mode if mode == "run" else "train", ranks) for mode, ranks in wanted}):
+    made = ("run", "pipeline")
+    for mode, ranks in sorted({(mode if mode in made else "train", ranks) for mode, ranks in wanted}):
         place = folder / f"{mode}{ranks}"
         if mode == "train":
             text = f"ranks: {ranks}\nsymbols: {{batch: {{divisor: {ranks}}}}}\ndataset: data_parallel\n"
             built = compiled(place, PERCEPTRON, text)
             works |= {(one, ranks): built for one in ("train", "eval", "script")}
+        elif mode == "pipeline":
+            text = f"ranks: {ranks}\nsymbols: {{batch: {{divisor: 4}}}}\nplacement: {STAGES[ranks]}\npipeline: {{microbatches: 4}}\n"
+            works[mode, ranks] = compiled(place, PERCEPTRON, text)
         else:
             works[mode, ranks] = chain(place) if ranks == 3 else _cut(place)
     return works
@@ -156,15 +166,16 @@ class Running:
         case, steps = self.case, SHORT if self.case.moment == "ending" else _LONG
         self._write_records()
         options = ["--stall", str(stall), "--threads", "1"]
-        partc = [sys.executable, "-m", "partc.cli", case.mode, str(self.work), *options]
-        data = ["--data", "records.py", "--batch", str(2 * case.ranks)]
+        command = "train" if case.mode == "pipeline" else case.mode
+        partc = [sys.executable, "-m", "partc.cli", command, str(self.work), *options]
+        data = ["--data", "records.py", "--batch", "8" if case.mode == "pipeline" else str(2 * case.ranks)]
         match case.mode:
             case "run":
                 two = {"x": np.ones((6, 6), np.float32)}
                 three = {"x": np.ones((6, 5), np.float32), "index": np.array([0, 5])}
                 np.savez(self.folder / "in.npz", **(two if case.ranks == 2 else three))
                 return [*partc, "--input", "in.npz", "--repeat", str(steps)]
-            case "train":
+            case "train" | "pipeline":
                 every = "1" if case.moment == "saving" else "7"
                 return [*partc, *data, "--steps", str(steps), "--checkpoint", "kept", "--save", every, "--keep", "2"]
             case "eval":

@@ -17,6 +17,7 @@ CASES = [
     Case("train", 2, "stepping", Act("SIGSTOP", "rank", 1), 0.6),  # then partc itself is killed outright
     Case("run", 3, "stepping", Act("SIGKILL", "launcher")),
     Case("train", 2, "stepping", Act("os._exit", "user", 1), 0.3),
+    Case("pipeline", 2, "stepping", Act("SIGKILL", "rank", 1), 0.1),
 ]
 
 

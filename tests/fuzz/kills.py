@@ -1,6 +1,7 @@
 """Kills, stops and signals at random moments of real MPI jobs, and what users' code can do to them; `kill_case.py` says what must hold.
 
     python tests/fuzz/kills.py --cases 200 --seed 1
+    python tests/fuzz/kills.py --cases 20 --only pipeline --plain       kill -9 of a rank in mid-pipe
 
 Prints every case that is not as it must be, and a table. The cases are those of the seed, and the seconds those of the machine.
 """
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -28,17 +30,19 @@ WHAT = {
     "launcher": ("SIGKILL", "SIGTERM", "SIGSTOP"),
     "partc": ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGSTOP"),
 }
-RANKS = {"run": (2, 3), "train": (2, 3, 4), "eval": (2, 3, 4), "script": (2, 3, 4)}
+RANKS = {"run": (2, 3), "train": (2, 3, 4), "pipeline": (2, 3, 4), "eval": (2, 3, 4), "script": (2, 3, 4)}
 
 
-def drawn(random: Random) -> Case:
-    """A case at random."""
-    mode = random.choice(MODES)
+def drawn(random: Random, modes: Sequence[str] = MODES, plain: bool = False) -> Case:
+    """A case at random; a `plain` one kills a rank outright while it trains or runs."""
+    mode = random.choice(modes)
     ranks = random.choice(RANKS[mode])
-    moment = random.choice([one for one in MOMENTS if one != "saving" or mode in ("train", "script")])
+    moment = random.choice([one for one in MOMENTS if one != "saving" or mode in ("train", "pipeline", "script")])
     delay = random.random()
     rank = random.randrange(ranks)
-    if mode in ("train", "eval") and random.random() < 0.2:
+    if plain:
+        return Case(mode, ranks, "stepping", Act("SIGKILL", "rank", rank), delay)
+    if mode in ("train", "pipeline", "eval") and random.random() < 0.2:
         act = Act(random.choice(sorted(USER)), random.choice(("user", "users")), rank)
         return Case(mode, ranks, "stepping", act, delay)
     target = random.choice(("rank", "rank", "all", "launcher", "launcher" if mode == "script" else "partc"))
@@ -82,16 +86,19 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stall", type=float, default=2.0)
+    parser.add_argument("--only", default=",".join(MODES), help="the kinds of jobs")
+    parser.add_argument("--plain", action="store_true", help="kill -9 of a rank in the middle of the steps alone")
     options = parser.parse_args()
     random = Random(options.seed)
     found: list[tuple[Case, Verdict]] = []
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         folder = Path(name)
-        works = make(folder / "works", [(mode, ranks) for mode in MODES for ranks in RANKS[mode]])
+        modes = options.only.split(",")
+        works = make(folder / "works", [("train", 2), *((mode, ranks) for mode in modes for ranks in RANKS[mode])])
         start = undisturbed(works, folder / "undisturbed")
         print(f"the first step after {start:.1f} s", flush=True)
         for number in range(options.cases):
-            case = drawn(random)
+            case = drawn(random, modes, options.plain)
             place = folder / f"case_{number}"
             verdict = judged(case, works[case.mode, case.ranks], place, options.stall, start)
             found.append((case, verdict))
