@@ -3,8 +3,9 @@
     python tests/fuzz/random_pipelines.py --cases 500 --seed 1
     python tests/fuzz/random_pipelines.py --case 17 --seed 1       one, with its model and its plan
 
-A case is a network of `staged_networks.py`, its nodes on stages (a chain, a loop, a V, any DAG) of one rank or two (tensor parallel, data
-parallel, ZeRO), a schedule by name or as rows, a loss and an optimizer. Two steps must give the losses and all tensors that one rank
+A case is a network of `staged_networks.py`, its nodes on stages (a chain, a loop, a V, any DAG; by placement or named) of one rank or two
+(tensor parallel, data parallel, ZeRO), a schedule by name or as rows, a limit of memory, a loss and an optimizer; a few take statistics of
+microbatches, as one rank then does, too. Two steps must give the losses and all tensors that one rank
 gives without microbatches, or differ by less than weights that are off by their rounding make of them, and `partc check` must accept
 the artifact. What is refused is counted by its reason.
 """
@@ -24,7 +25,7 @@ import pool
 from partc.compiler.errors import CompileError
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.errors import PartcError
-from staged_networks import Network, batch, grown
+from staged_networks import LENGTH, Network, batch, grown
 from training_equivalence import Run, Tensors, from_text, run, same_tensors, train_whole
 
 SECONDS = 30.0
@@ -49,6 +50,7 @@ OPTIMIZERS = (
     "type: lamb, lr: 0.01, eps: 0.01",
     "type: adagrad, lr: 0.01, initial_accumulator: 0.1",
 )
+LIMITS = ("1 microbatch", "2 microbatches", "3.5 microbatches", "12kB", "25kB", "60kB")
 LINEAR, DIVIDED = 2e-6, 2e-5
 """What may differ, of the largest change of a tensor: sums in another order; behind a division by a root of their squares, and where
 elements are clipped far below the size of the sums that they are made of, more."""
@@ -67,6 +69,8 @@ class Case:
     ignored: int
     more: str = ""
     """What `pipeline` has besides microbatches and schedule."""
+    statistics: bool = False
+    """Whether a node takes means of the records, which are then those of a microbatch."""
 
     @property
     def linear(self) -> bool:
@@ -74,6 +78,13 @@ class Case:
         return "clip: {value" not in self.training and any(
             f"type: {name}," in self.training for name in ("sgd", "momentum", "nesterov")
         )
+
+    @property
+    def whole(self) -> str:
+        """The plan that has no stages; statistics are those of the same microbatches."""
+        text = train_whole(self.training.replace(", shard: dp", ""))
+        some = f"pipeline: {{microbatches: {self.count}, statistics: microbatch}}\n"
+        return text + some if self.statistics and self.count > 1 else text
 
     def plan(self, rows: Sequence[str] = ()) -> str:
         """The plan's text."""
@@ -84,9 +95,10 @@ class Case:
 
 def drawn(chance: random.Random) -> Case:
     """The case that chance says."""
-    net = grown(chance)
     form = chance.choice(["chain", "chain", "loop", "vee", "any"])
     inside = chance.choice(["", "", "tp", "dp", "zero", "mixed"])
+    statistics = chance.random() < 0.15 and inside not in ("dp", "zero")  # there other records make a microbatch
+    net = grown(chance, statistics)
     stages = chance.choice([2, 3] if inside else [2, 2, 3, 4])
     head, size, named = _placed(chance, net, form, inside, stages)
     fitting = {"chain": ["1f1b", "zb_h1"], "loop": ["interleaved"], "vee": ["zbv"], "any": []}[form]
@@ -100,7 +112,12 @@ def drawn(chance: random.Random) -> Case:
     training = f"train:\n  loss: {loss}\n  optimizer: {{{optimizer}}}\n{clip}"
     count = chance.choice([1, 2, 2, 2, 4, 4, 8])
     ignored = chance.choice([0, RECORDS // count if count > 1 else 0])
-    return Case(net, f"ranks: {size}\n{head}", training, count, schedule, chance.random() < 0.2, ignored, named)
+    if statistics and count > 1:
+        named += ", statistics: microbatch"
+    named += f", memory: {chance.choice(LIMITS)}" if chance.random() < 0.3 else ""
+    return Case(
+        net, f"ranks: {size}\n{head}", training, count, schedule, chance.random() < 0.2, ignored, named, statistics
+    )
 
 
 def _placed(chance: random.Random, net: Network, form: str, inside: str, stages: int) -> tuple[str, int, str]:
@@ -114,7 +131,9 @@ def _placed(chance: random.Random, net: Network, form: str, inside: str, stages:
         ends = sorted(chance.sample(range(1, len(nodes)), min(len(order), len(nodes)) - 1))
         parts = [sum(end <= k for end in ends) for k in range(len(nodes))]
         at = [order[part] for part in parts]
-    lines, groups = [f"symbols: {{batch: {{divisor: {RECORDS}}}}}"], [f"{k}" for k in range(stages)]
+    longest = f", seq: {{max: {LENGTH}}}" if net.positions else ""
+    lines = [f"symbols: {{batch: {{divisor: {RECORDS}, max: {RECORDS}}}{longest}}}"]
+    groups = [f"{k}" for k in range(stages)]
     size = stages
     if inside in ("tp", "dp", "zero"):
         axis = "tp" if inside == "tp" else "dp"
@@ -191,8 +210,7 @@ def _equal(case: Case, folder: Path) -> None:
         rows = [line.split(": ", 1)[1] for line in str(have.program.schedule).splitlines()]
         have = ran(case.plan(rows), "rows")
         _checked(folder / "rows")
-    whole = train_whole(case.training.replace(", shard: dp", ""))
-    want = ran(whole, "whole")
+    want = ran(case.whole, "whole")
     bound = LINEAR if case.linear else DIVIDED
     for k, (one, other) in enumerate(zip(have.outputs, want.outputs, strict=True)):
         for name, value in other.items():
@@ -200,7 +218,7 @@ def _equal(case: Case, folder: Path) -> None:
     try:
         same_tensors(have.after, want.after, want.before, bound)
     except AssertionError:
-        moved = ran(whole, "moved", {name: _moved(array) for name, array in want.before.items()})
+        moved = ran(case.whole, "moved", {name: _moved(array) for name, array in want.before.items()})
         if any(_apart(have, want, name) > _apart(moved, want, name) for name in want.after):
             raise
 

@@ -181,8 +181,22 @@ BLOCKS: tuple[Callable[[Network, str], str], ...] = (
 )
 
 
-def grown(chance: random.Random) -> Network:
-    """A network of one tower, or two that are joined; the head may share the table."""
+def _statistics(net: Network, x: str) -> str:
+    """A normalization by the statistics of the batch, of features or of those of all positions."""
+    name = f"n{len(net.lines)}"
+    given = [net.weight(WIDTH, shared=False) for _ in range(4)]
+    flat = net.add("Reshape", x, "flat") if net.positions else x
+    name = f"n{len(net.lines)}"
+    net.lines.append(
+        f"[{name}] {name}a, {name}b, {name}c = BatchNormalization <training_mode = 1, momentum = 0.8> ({flat}, {', '.join(given)})"
+    )
+    net.read.update(given)
+    net.blocks[-1].append(name)
+    return net.add("Reshape", f"{name}a", net.add("Shape", x)) if net.positions else f"{name}a"
+
+
+def grown(chance: random.Random, statistics: bool = False) -> Network:
+    """A network of one tower, or two that are joined; the head may share the table. `statistics`: a block has those of a batch."""
     net = Network(chance, chance.random() < 0.3)
     towers = []
     for _ in range(chance.choice([1, 1, 1, 2])):
@@ -195,6 +209,9 @@ def grown(chance: random.Random) -> Network:
             net.blocks.append([])
             x = chance.choice(BLOCKS)(net, x)
             net.values.append(x)
+        if statistics and not towers:
+            net.blocks.append([])
+            x = _statistics(net, x)
         towers.append(x)
     net.blocks.append([])
     x = towers[0] if len(towers) == 1 else net.add(chance.choice(["Add", "Mul"]), *towers)
