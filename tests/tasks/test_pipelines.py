@@ -221,12 +221,13 @@ m (float[batch, 6] x) => (float[batch, 5] y)
 }"""
 
 
-def test_statistics_are_of_microbatches_and_move_once_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("placed", ["ranks: 2\nplacement: {up: 0, bn: 0, down: 1}\n", "ranks: 1\n"])
+def test_statistics_are_of_microbatches_and_move_once_a_step(placed: str, tmp_path: Path) -> None:
     """As a loop over microbatches does in torch, which replaces running statistics by the mean of what each makes of them."""
     torch = pytest.importorskip("torch")
     learned = {"w": (6, 8), "gain": (8,), "bias": (8,), "v": (8, 5)}
     loss = LOSSES["squares"]
-    plan = "ranks: 2\nplacement: {up: 0, bn: 0, down: 1}\n" + train(loss, 1, "{type: sgd, lr: 0.1}")
+    plan = placed + train(loss, 1, "{type: sgd, lr: 0.1}")
     source = from_text(NORMALIZED, {**learned, "mean": (8,)})
     refused = parse_plan(plan + pipeline(4), "plan.yaml")
     with pytest.raises(CompileError, match=r"(?s)bn \(.*statistics: microbatch"):
