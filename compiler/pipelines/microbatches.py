@@ -40,8 +40,8 @@ from partc.compiler.pipelines.phases import UPDATE, Label, Labels, Phase, Place,
 from partc.compiler.pipelines.records import Records
 from partc.compiler.pipelines.row import Names, Row
 from partc.compiler.pipelines.stages import NodeStages
-from partc.compiler.schedule.task import Kind, Task
 from partc.compiler.training.in_parts import PART
+from partc.runtime.artifact.cells import Kind, Task
 
 PHASES = {Kind.FORWARD: Phase.FORWARD, Kind.BACKWARD: Phase.BACKWARD, Kind.WEIGHT: Phase.WEIGHT}
 """The phase of each kind of task."""

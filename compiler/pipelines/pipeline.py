@@ -26,8 +26,8 @@ from partc.compiler.schedule.costs import Costs
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Edge, Stages, grouped
-from partc.compiler.schedule.task import Task
 from partc.compiler.training.in_parts import PART
+from partc.runtime.artifact.cells import Task
 
 
 def pipeline(program: Program) -> Program:

@@ -28,9 +28,9 @@ from partc.compiler.schedule.precedence import precedence
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Stages
-from partc.compiler.schedule.task import Kind
 from partc.compiler.schedule.zb_h1 import zb_h1
 from partc.compiler.schedule.zbv import zbv
+from partc.runtime.artifact.cells import Kind
 
 _WORK = 400_000
 """Tasks that are put in order or simulated at most. Named orders, and greedy ones under the limit, are tried in any case."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from partc.compiler.schedule.costs import Costs
 from partc.compiler.schedule.memory import TOLERANCE
 from partc.compiler.schedule.stages import Stages
-from partc.compiler.schedule.task import Kind, Task
+from partc.runtime.artifact.cells import Kind, Task
 
 
 @dataclass(frozen=True)

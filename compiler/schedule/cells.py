@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from partc.compiler.errors import Problem
-
-_AROUND = 8
-"""Cells shown on either side of the marked one."""
+from partc.runtime.artifact.cells import marked
 
 
 @dataclass(frozen=True)
@@ -33,14 +31,3 @@ class WrongCell:
         also = f" (and {more:,} more of this row like it)" if more else ""
         fact = f"{label}, cell {self.cell + 1}: {self.fact}{also}\n{marked(cells, self.cell)}"
         return Problem(where, fact, self.law, self.help)
-
-
-def marked(cells: Sequence[str], at: int) -> str:
-    """Two lines: a row's cells around one of them, and a mark below it."""
-    begin, end = max(0, at - _AROUND), at + _AROUND + 1
-    before = " ".join([*(["..."] if begin else []), *cells[begin:at], ""]).rstrip(" ")
-    lead = f"    {before} " if before else "    "
-    shown = cells[at] if at < len(cells) else ""
-    behind = " ".join([*cells[at + 1 : end], *(["..."] if end < len(cells) else [])])
-    line = f"{lead}{shown} {behind}".rstrip()
-    return f"{line}\n{' ' * len(lead)}{'^' * max(1, len(shown))}"

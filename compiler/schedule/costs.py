@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from partc.compiler.schedule.stages import Stages
-from partc.compiler.schedule.task import Kind, Task, parse
+from partc.runtime.artifact.cells import Kind, Task, parse
 
 if TYPE_CHECKING:
     import sympy

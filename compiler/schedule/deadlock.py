@@ -17,8 +17,8 @@ from partc.compiler.errors import Problem
 from partc.compiler.schedule.cells import WrongCell
 from partc.compiler.schedule.messages import Action, Message, Role
 from partc.compiler.schedule.stages import Stages
-from partc.compiler.schedule.task import Task
 from partc.compiler.schedule.validity import problems
+from partc.runtime.artifact.cells import Task
 
 _LAW = "ranks take part in messages in one order: a Send may wait until its receiver has come to the Receive"
 _READS = "a task reads what its own row has made or received before it"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from partc.compiler.schedule.costs import Costs
 from partc.compiler.schedule.memory import TOLERANCE, change
 from partc.compiler.schedule.schedule import Schedule
-from partc.compiler.schedule.task import Kind, Task
+from partc.runtime.artifact.cells import Kind, Task
 
 
 def fill(

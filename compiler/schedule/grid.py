@@ -34,7 +34,7 @@ from partc.compiler.schedule.memory import TOLERANCE, amount_text, peak_counts, 
 from partc.compiler.schedule.messages import message_counts
 from partc.compiler.schedule.schedule import Row, Schedule
 from partc.compiler.schedule.simulate import Timing, simulate
-from partc.compiler.schedule.task import Task
+from partc.runtime.artifact.cells import Task
 
 GRAMMAR = 2
 _WIDTH = 120

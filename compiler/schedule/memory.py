@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from partc.compiler.schedule.costs import BYTES, MICROBATCHES, Costs
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.stages import Stages
-from partc.compiler.schedule.task import Kind, Task
+from partc.runtime.artifact.cells import Kind, Task
 
 _LIMIT = re.compile(r"(\d+(?:\.\d+)?) ?(B|[kMGT]B|[KMGT]iB|microbatch(?:es)?)")
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -23,7 +23,7 @@ from partc.compiler.schedule.costs import Costs, unit_costs
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Stages
-from partc.compiler.schedule.task import Kind, Task
+from partc.runtime.artifact.cells import Kind, Task
 
 
 class Role(StrEnum):

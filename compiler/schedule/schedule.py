@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from partc.compiler.schedule.stages import Stages
-from partc.compiler.schedule.task import Kind, Task
+from partc.runtime.artifact.cells import Kind, Task
 
 Row = tuple[Task, ...]
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from partc.compiler.schedule.task import Kind, Task
+from partc.runtime.artifact.cells import Kind, Task
 
 
 class Edge(NamedTuple):

@@ -20,7 +20,7 @@ from typing import Any
 from partc.compiler.schedule.costs import unit_costs
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.simulate import simulate
-from partc.compiler.schedule.task import Task, parse
+from partc.runtime.artifact.cells import Task, parse
 
 
 def compared(folder: Path, schedule: Schedule) -> str:

@@ -19,9 +19,9 @@ from partc.compiler.schedule.messages import actions
 from partc.compiler.schedule.one_f_one_b import one_f_one_b
 from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Edge, Stages, chain, graph, loop, one_each, vee
-from partc.compiler.schedule.task import Kind, Task
 from partc.compiler.schedule.validity import validate
 from partc.compiler.schedule.zb_h1 import zb_h1
+from partc.runtime.artifact.cells import Kind, Task
 
 
 def random_stages(chosen: random.Random) -> Stages:

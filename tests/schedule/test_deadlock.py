@@ -14,9 +14,9 @@ from partc.compiler.schedule.messages import Action, Message, Role, actions, mes
 from partc.compiler.schedule.one_f_one_b import one_f_one_b
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.stages import Edge, graph, loop, one_each, vee
-from partc.compiler.schedule.task import Task
 from partc.compiler.schedule.zb_h1 import zb_h1
 from partc.compiler.schedule.zbv import zbv
+from partc.runtime.artifact.cells import Task
 
 Rows = tuple[tuple[Action, ...], ...]
 

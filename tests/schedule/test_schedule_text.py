@@ -15,11 +15,11 @@ from partc.compiler.schedule.one_f_one_b import one_f_one_b
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Edge, Stages, chain, graph, loop, one_each, vee
-from partc.compiler.schedule.task import Kind, Task, parse
 from partc.compiler.schedule.text import schedule_of_text
 from partc.compiler.schedule.validity import validate
 from partc.compiler.schedule.zb_h1 import zb_h1
 from partc.compiler.schedule.zbv import zbv
+from partc.runtime.artifact.cells import Kind, Task, parse
 
 KNOWN = [
     gpipe(vee(2), 3),

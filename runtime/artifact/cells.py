@@ -1,4 +1,4 @@
-"""A task: one pass of one stage over one microbatch, written `2F0`.
+"""A task as schedules, rank files and plans write it, `2F0`, and a row of tasks with one cell marked.
 
 2F0   the forward pass of stage 2 over microbatch 0
 2B0   its backward pass: the whole of it, or, where the schedule has a 2W0, the gradients of the stage's inputs alone
@@ -8,10 +8,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 _CELL = re.compile(r"(\d{1,9})([FBW])(\d{1,9})", re.ASCII)
+_AROUND = 8
+"""Cells shown on either side of the marked one."""
 
 
 class Kind(StrEnum):
@@ -32,6 +35,11 @@ class Task(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
+    @property
+    def body(self) -> str:
+        """The function of a rank file that the task calls: `F2`."""
+        return f"{self.kind}{self.stage}"
+
 
 def parse(text: str) -> Task:
     """The task that a cell such as `2F0` names; ValueError, with what a cell is, for any other text."""
@@ -39,3 +47,14 @@ def parse(text: str) -> Task:
     if found is None:
         raise ValueError("a cell is a stage, F, B or W, and a microbatch, such as 2F0")
     return Task(int(found[1]), Kind(found[2]), int(found[3]))
+
+
+def marked(cells: Sequence[str], at: int) -> str:
+    """Two lines: a row's cells around one of them, and a mark below it; `at` is the row's length where something is missing at its end."""
+    begin, end = max(0, at - _AROUND), at + _AROUND + 1
+    before = " ".join([*(["..."] if begin else []), *cells[begin:at], ""]).rstrip(" ")
+    lead = f"    {before} " if before else "    "
+    shown = cells[at] if at < len(cells) else ""
+    behind = " ".join([*cells[at + 1 : end], *(["..."] if end < len(cells) else [])])
+    line = f"{lead}{shown} {behind}".rstrip()
+    return f"{line}\n{' ' * len(lead)}{'^' * max(1, len(shown))}"
