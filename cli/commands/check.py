@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import click
@@ -15,7 +16,8 @@ def command(folder: Path) -> int:
     """Check an artifact from its files alone; nothing is run.
 
     Checked are hashes, schemas, types and shapes, external data, the matching and order of communication between all ranks, and the
-    layouts of values; for training also that in-place updates are safe and replicas stay identical. Code, and paths outside of the
+    layouts of values; for training also that in-place updates are safe and replicas stay identical; of a pipeline also that every
+    microbatch goes once through every task, and how much is kept for backward passes. Code, and paths outside of the
     folder, that the artifact names are listed. Exit code 1 if there is a violation.
 
     \b
@@ -27,7 +29,10 @@ def command(folder: Path) -> int:
     counts = {key: getattr(checked, key) for key in ("ranks", "files", "nodes", "transfers", "collectives")}
     found = [str(violation) for violation in checked.violations]
     named = [str(one) for one in checked.named]
-    console.result({"ok": not found, "folder": str(folder), "violations": found, **counts, "named": named})
+    document = {"ok": not found, "folder": str(folder), "violations": found, **counts, "named": named}
+    if checked.microbatches:
+        document |= {"microbatches": checked.microbatches, "kept": [dataclasses.asdict(one) for one in checked.kept]}
+    console.result(document)
     for violation in checked.violations:
         console.echo(str(violation), err=True)
     if checked.violations:
@@ -42,11 +47,18 @@ def command(folder: Path) -> int:
     if checked.collectives:
         parts.append(count(checked.collectives, "collective"))
     console.echo(f"{folder}: ok, {', '.join(parts)}")
-    for one in checked.named:
-        console.echo(f"used only with --plan or --trust-code: {one}")
+    for name in checked.named:
+        console.echo(f"used only with --plan or --trust-code: {name}")
     if checked.in_place + checked.copied:
         safe = f"{count(checked.in_place, 'tensor')} safely updated in place"
         copied = f", {checked.copied:,} copied at the end of a step" if checked.copied else ""
         equal = f"; {count(checked.copies, 'replicated shard')}, proven to stay identical" if checked.copies else ""
         console.echo(f"training: {safe}{copied}{equal}")
+    if checked.microbatches:
+        console.echo(f"pipeline: {checked.microbatches} microbatches, each once in every task")
+    for one in checked.kept if any(one.microbatches for one in checked.kept) else ():
+        unknown = f" and {count(one.unknown, 'value')} of unknown size" if one.unknown else ""
+        ranks = f"rank {one.ranks}" if one.ranks.isdecimal() else f"ranks {one.ranks}"
+        kept = f"{one.microbatches:.6g} {'microbatch' if one.microbatches == 1 else 'microbatches'}"
+        console.echo(f"  {ranks}: keeps at most {kept} for backward passes, {one.bytes} bytes{unknown}")
     return 0

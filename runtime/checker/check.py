@@ -9,16 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from partc.runtime.artifact.format import MANIFEST
+from partc.runtime.artifact.byte_count import largest_text
+from partc.runtime.artifact.format import MANIFEST, ranks_text
 from partc.runtime.artifact.manifest import Artifact, stamp
 from partc.runtime.artifact.named import Named, outside
+from partc.runtime.artifact.saved import saved
 from partc.runtime.checker.checks import ACROSS, CHECKS, FILES, GRAPH, NO_CODE, SOUND, TRAINING, Check, Run
 from partc.runtime.checker.files import read_artifact
+from partc.runtime.checker.graph.declared import declared_types
 from partc.runtime.checker.graph.rank_file import read_rank
 from partc.runtime.checker.subject import Inside, Subject
 from partc.runtime.errors import Violation
 
-__all__ = ["Checked", "Violation", "check", "check_artifact"]
+__all__ = ["Checked", "Kept", "Violation", "check", "check_artifact"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class Checked:
     """What was looked at, and what was found.
 
     Of the tensors that ranks keep, so many are replaced in place, and so many by a copy when a step ends; `copies` counts the shards
-    that several ranks hold. `named` is what a training names outside of the folder, which only the user can say is wanted.
+    that several ranks hold. `named` is what a training names outside of the folder, which only the user can say is wanted. `kept` is what
+    the rows of a sound pipeline keep, of `microbatches` in all.
     """
 
     violations: list[Violation]
@@ -39,6 +43,21 @@ class Checked:
     copied: int = 0
     copies: int = 0
     named: Sequence[Named] = ()
+    kept: Sequence[Kept] = ()
+    microbatches: int = 0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The most that the rows of some ranks keep for backward passes: microbatches, and bytes as an expression in the symbols.
+
+    Of `unknown` values only a run tells the size.
+    """
+
+    ranks: str
+    microbatches: float
+    bytes: str
+    unknown: int
 
 
 def check_artifact(folder: str | Path) -> list[Violation]:
@@ -102,6 +121,7 @@ class _Run:
                 self.failed.add(file)
                 continue
             subject.models |= dict.fromkeys(ranks, one.model)
+            subject.rows |= dict.fromkeys(ranks, one.row) if one.row is not None else {}
             for check in CHECKS:
                 if (
                     check.scope == GRAPH
@@ -154,4 +174,18 @@ def _checked(run: _Run) -> Checked:
         subject.copied,
         subject.copies,
         named,
+        [] if run.found else _kept(subject),
+        max((1 + task.microbatch for row in subject.rows.values() for task in row.tasks if task), default=0),
     )
+
+
+def _kept(subject: Subject) -> list[Kept]:
+    """What rows keep, ranks that keep the same together."""
+    files: dict[str, list[int]] = {}
+    for rank in subject.rows:
+        files.setdefault(subject.manifest.program(rank), []).append(rank)
+    found: dict[tuple[float, str, int], list[int]] = {}
+    for ranks in files.values():
+        most = saved(subject.rows[ranks[0]], declared_types(subject.models[ranks[0]]))
+        found.setdefault((most.microbatches, largest_text(most.bytes), most.unknown), []).extend(ranks)
+    return [Kept(ranks_text(ranks), *most) for most, ranks in found.items()]

@@ -19,6 +19,7 @@ from partc.runtime.artifact.named import carried_code
 from partc.runtime.checker.across.constants import check_constants
 from partc.runtime.checker.across.ordering import check_order
 from partc.runtime.checker.across.places import check_places
+from partc.runtime.checker.across.rows import check_rows
 from partc.runtime.checker.files import check_folder
 from partc.runtime.checker.graph.nodes import check_graph
 from partc.runtime.checker.graph.rank_file import check_onnx
@@ -58,7 +59,8 @@ CHECKS = (
     Check("the training", TRAINING, lambda one: check_training(one.manifest, one.models)),
     Check("what ranks keep", TRAINING, lambda one: check_state(one.manifest, one.models)),
     Check("constants by rank", ACROSS, lambda one: check_constants(one.manifest, one.models)),
-    Check("the order of communication", ACROSS, lambda one: check_order(one.manifest, one.models)),
+    Check("the rows of tasks", ACROSS, check_rows),
+    Check("the order of communication", ACROSS, lambda one: check_order(one.manifest, one.models, one.rows)),
     Check("updates in place", TRAINING, check_updates, ("what ranks keep",)),
     Check("that shards fit and sums are whole", ACROSS, lambda one: check_places(one.manifest, one.models), SOUND),
     Check("the programs inside", TRAINING, check_companions),

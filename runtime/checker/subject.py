@@ -8,6 +8,7 @@ from pathlib import Path
 
 from onnx import ModelProto
 from partc.runtime.artifact.format import Manifest
+from partc.runtime.artifact.rows import Row
 from partc.runtime.errors import Violation
 
 
@@ -26,7 +27,7 @@ class Subject:
     """A program of an artifact that is checked: `wrong` are the files that are not the manifest's, `models` those of the ranks whose files
     can be read.
 
-    A check of a single rank file gets it as `file` and `model`. `check_beside` checks another program of the artifact by its name,
+    A check of a single rank file gets it as `file`, `model` and `row`. `check_beside` checks another program of the artifact by its name,
     `others` are those of all; `check_inside` checks an artifact inside of this one.
     """
 
@@ -39,6 +40,9 @@ class Subject:
     models: dict[int, ModelProto] = field(default_factory=dict)
     file: str = ""
     model: ModelProto = field(default_factory=ModelProto)
+    row: Row | None = None
+    rows: dict[int, Row] = field(default_factory=dict)
+    """By rank the row of tasks, of those whose files have tasks."""
     accumulation: Inside | None = None
     """The programs of the parts of a batch, once they are checked."""
     in_place: int = 0

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnx import ModelProto
+from partc.runtime.artifact.cells import marked
 from partc.runtime.artifact.collectives import COLLECTIVES
 from partc.runtime.artifact.format import (
     DOMAIN,
@@ -24,11 +25,15 @@ from partc.runtime.artifact.format import (
     Transfer,
 )
 from partc.runtime.artifact.onnx_graph import node_title, path_of
+from partc.runtime.artifact.rows import Row
 from partc.runtime.checker.across.collectives import CallNode, call_nodes, check_collectives
 from partc.runtime.checker.across.layouts import check_layouts
 from partc.runtime.checker.graph.declared import ValueType, declared_types, type_of
 from partc.runtime.checker.graph.symbols import local_shape, same_dims
 from partc.runtime.errors import Violation
+
+_SHOWN = 2
+"""Rows of so many ranks that wait for each other are shown."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,10 @@ def comm_nodes(rank: int, file: str, model: ModelProto, types: Mapping[str, Valu
     return found
 
 
-def check_order(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
-    """Every disagreement between the ranks, and with the manifest; `models` holds the rank files that can be read."""
+def check_order(
+    manifest: Manifest, models: Mapping[int, ModelProto], rows: Mapping[int, Row] | None = None
+) -> list[Violation]:
+    """Every disagreement between the ranks, and with the manifest; `models` holds the rank files that can be read, `rows` their tasks."""
     files = {manifest.program(rank): rank for rank in models}
     types = {file: declared_types(models[rank]) for file, rank in files.items()}
     programs = {
@@ -91,7 +98,7 @@ def check_order(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Vi
     if found := [*check_layouts(manifest, calls)]:
         return found
     events = {rank: _events(rank, models[rank], programs[rank], calls) for rank in models}
-    return [*_check_sequence(manifest, programs), *_check_rendezvous(events, manifest)]
+    return [*_check_sequence(manifest, programs), *_check_rendezvous(events, manifest, rows or {})]
 
 
 def _check_ports(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterator[Violation]:
@@ -196,7 +203,9 @@ def _events(
     ]
 
 
-def _check_rendezvous(programs: Mapping[int, Sequence[CommNode | CallNode]], manifest: Manifest) -> Iterator[Violation]:
+def _check_rendezvous(
+    programs: Mapping[int, Sequence[CommNode | CallNode]], manifest: Manifest, rows: Mapping[int, Row]
+) -> Iterator[Violation]:
     position = dict.fromkeys(programs, 0)
     members = _members(programs, manifest)
     ready = list(programs)
@@ -215,9 +224,21 @@ def _check_rendezvous(programs: Mapping[int, Sequence[CommNode | CallNode]], man
             ready.extend(other for other in ranks if other != rank)
     stuck = {rank: programs[rank][at] for rank, at in position.items() if at < len(programs[rank])}
     if stuck:
-        waits = "; ".join(f"rank {rank} waits at {node}" for rank, node in sorted(stuck.items()))
+        cells = {rank: _cell(rows[rank], _tag(node)) for rank, node in stuck.items() if rank in rows}
+        waits = "; ".join(
+            f"rank {rank} waits at {node}{f' beside {rows[rank].cells[cells[rank]]}' if rank in cells else ''}"
+            for rank, node in sorted(stuck.items())
+        )
         first = stuck[min(stuck)]
-        yield first.violation(f"a deadlock of {len(stuck)} ranks: {waits}", "compile the model again")
+        shown = "".join(
+            f"\n  rank {rank}:\n{marked(rows[rank].cells, at)}" for rank, at in sorted(cells.items())[:_SHOWN]
+        )
+        yield first.violation(f"a deadlock of {len(stuck)} ranks: {waits}{shown}", "compile the model again")
+
+
+def _cell(row: Row, tag: int) -> int:
+    """The task behind which, or in which, a rank communicates: the first one for what stands before all."""
+    return max(0, row.places.get(tag, 0))
 
 
 def _members(

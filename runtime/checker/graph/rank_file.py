@@ -7,6 +7,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto
 from partc.runtime.artifact.comm_schemas import register
 from partc.runtime.artifact.onnx_graph import not_text
+from partc.runtime.artifact.rows import row_of
 from partc.runtime.artifact.tasks import unrolled
 from partc.runtime.checker.graph.types import as_plain_onnx
 from partc.runtime.checker.subject import Subject
@@ -25,7 +26,7 @@ def read_rank(subject: Subject) -> list[Violation]:
     if broken := not_text(model):
         return [Violation(file, f"it has a name or a text that is not UTF-8: {broken}", help=_AGAIN)]
     try:
-        subject.model = unrolled(model, file)
+        subject.row, subject.model = row_of(model, file), unrolled(model, file)
     except ArtifactError as error:
         return [Violation(file, line.removeprefix(f"{file}: "), help=_AGAIN) for line in str(error).splitlines()[:-1]]
     return []

@@ -1,0 +1,120 @@
+"""Bytes as sums of products of dims, exact in rationals, which add up and compare without sizes.
+
+of_value("tensor(float)", ["batch/4", 16])              4*batch/4*16 = 16*batch
+str(one + other)                                        16*batch + 128
+largest([16*batch + 4, 8*batch, 20*seq])                Max(16*batch + 4, 20*seq)
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from .dim_expression import parse
+from .dtypes import BY_NAME
+
+_Factors = tuple[str, ...]
+_SHOWN = 4
+"""So many sums of which none is always the largest are told."""
+
+
+@dataclass(frozen=True)
+class ByteCount:
+    """Coefficients by the factors of a term, sorted; the factors are symbols, or expressions in brackets."""
+
+    terms: Mapping[_Factors, Fraction]
+
+    def __add__(self, other: ByteCount) -> ByteCount:
+        return self._plus(other, 1)
+
+    def __sub__(self, other: ByteCount) -> ByteCount:
+        return self._plus(other, -1)
+
+    def _plus(self, other: ByteCount, sign: int) -> ByteCount:
+        found = dict(self.terms)
+        for factors, number in other.terms.items():
+            found[factors] = found.get(factors, Fraction()) + sign * number
+        return ByteCount({factors: number for factors, number in found.items() if number})
+
+    def is_within(self, other: ByteCount) -> bool:
+        """Whether it is at most another one at all sizes, as its terms show."""
+        return all(number <= other.terms.get(factors, 0) for factors, number in self.terms.items())
+
+    def __call__(self, sizes: Mapping[str, int]) -> int:
+        """The bytes at sizes of all symbols; ValueError where a factor cannot be computed."""
+        total = Fraction()
+        for factors, number in self.terms.items():
+            for factor in factors:
+                number *= parse(factor, sizes).exact(sizes)
+            total += number
+        return -(-total.numerator // total.denominator)
+
+    def __str__(self) -> str:
+        ordered = sorted(self.terms.items(), key=lambda one: (not one[0], one[0]))
+        return " + ".join(_term(factors, number) for factors, number in ordered) or "0"
+
+
+ZERO = ByteCount({})
+
+
+def _term(factors: _Factors, number: Fraction) -> str:
+    above = [str(number.numerator)] if number.numerator != 1 or not factors else []
+    return "*".join([*above, *factors]) + (f"/{number.denominator}" if number.denominator != 1 else "")
+
+
+def of_value(type: str, shape: Sequence[int | str] | None) -> ByteCount | None:
+    """The bytes of a tensor; None where its type or shape does not tell."""
+    dtype = BY_NAME.get(type.removeprefix("tensor(").removesuffix(")")) if type.startswith("tensor(") else None
+    if dtype is None or shape is None:
+        return None
+    number, factors = Fraction(dtype.bits, 8), list[str]()
+    for dim in shape:
+        times, more = (Fraction(dim), []) if isinstance(dim, int) else _product(dim)
+        number *= times
+        factors += more
+    return ByteCount({tuple(sorted(factors)): number} if number else {})
+
+
+def _product(dim: str) -> tuple[Fraction, list[str]]:
+    """A dim as a number and factors."""
+    if dim.isidentifier():
+        return Fraction(1), [dim]
+    try:
+        return _factors(ast.parse(dim.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return Fraction(1), [f"({dim})"]
+
+
+def _factors(node: ast.expr) -> tuple[Fraction, list[str]]:
+    match node:
+        case ast.Constant(value=int(number)):
+            return Fraction(number), []
+        case ast.Name(id=name):
+            return Fraction(1), [name]
+        case ast.BinOp(left, ast.Mult(), right):
+            (first, some), (second, others) = _factors(left), _factors(right)
+            return first * second, some + others
+        case ast.BinOp(left, ast.Div(), ast.Constant(value=int(number))) if number:
+            first, some = _factors(left)
+            return first / number, some
+        case _:
+            return Fraction(1), [f"({ast.unparse(node)})"]
+
+
+def undominated(counts: Iterable[ByteCount]) -> list[ByteCount]:
+    """Those that are not at most another one at all sizes: the largest of all is one of them."""
+    kept: list[ByteCount] = []
+    for one in counts:
+        if not any(one.is_within(other) for other in kept):
+            kept = [*(other for other in kept if not other.is_within(one)), one]
+    return kept
+
+
+def largest_text(counts: Sequence[ByteCount]) -> str:
+    """The largest of some as text: one where one is, else the Max of all."""
+    texts = sorted(str(one) for one in counts)
+    if len(texts) < 2:
+        return texts[0] if texts else "0"
+    return f"Max({', '.join([*texts[:_SHOWN], *(['...'] if len(texts) > _SHOWN else [])])})"

@@ -1,0 +1,220 @@
+"""Checks the rows of tasks: every microbatch goes once through every task, in an order that can be, and on all ranks alike.
+
+1. A cell is a function and a microbatch, and is named so.
+2. Every function of a file is called once for each microbatch, 0 to m - 1.
+3. A stage's F of a microbatch comes before its B, and B before W.
+4. Ranks that share stages run their tasks in one order.
+5. A task reads what tasks of its own microbatch make. Sums of gradients alone go on from one call of a function to its next.
+6. `ir/schedule.txt`, by which people know the rows, has the same ones.
+
+That messages meet, and that rows do not wait for each other, is proven of all communication (`ordering.py`).
+
+    rank_0001.onnx: rank 1, cell 4: 1B0 appears twice, first in cell 2
+        1F0 1B0 1F1 1B0 1B1
+                    ^^^
+      every function is called once for each microbatch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from partc.runtime.artifact.cells import Kind, Task, marked
+from partc.runtime.artifact.format import SCHEDULE, dump_file, ranks_of, ranks_text
+from partc.runtime.artifact.onnx_graph import addends
+from partc.runtime.artifact.rows import Row, rows_of_text
+from partc.runtime.artifact.tasks import Call
+from partc.runtime.checker.subject import Subject
+from partc.runtime.errors import ArtifactError, Violation
+
+_ONCE = "every function is called once for each microbatch"
+_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+_ORDER = "of one stage and microbatch F comes before B, and B before W"
+_ALIKE = "ranks that share stages run their tasks in one order"
+_OWN = "a task reads what tasks of its own microbatch make; a sum goes from one call of a function to its next"
+_AGAIN = "compile the model again"
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class _File:
+    """The row of a rank file, and the ranks whose it is."""
+
+    file: str
+    ranks: tuple[int, ...]
+    row: Row
+
+    @property
+    def label(self) -> str:
+        """The ranks as people read them."""
+        return f"rank{'s' if len(self.ranks) > 1 else ''} {ranks_text(self.ranks)}"
+
+    def wrong(self, at: int, fact: str, law: str) -> Violation:
+        """A violation with its cell marked."""
+        text = f"{self.label}, cell {at + 1}: {fact}\n{marked(self.row.cells, at)}\n  {law}"
+        return Violation(self.file, text, help=_AGAIN)
+
+
+def check_rows(subject: Subject) -> Iterator[Violation]:
+    """What is wrong with the rows of an artifact; of one kind the first of each row."""
+    files: dict[str, list[int]] = {}
+    for rank in subject.rows:
+        files.setdefault(subject.manifest.program(rank), []).append(rank)
+    found = [_File(file, tuple(ranks), subject.rows[ranks[0]]) for file, ranks in files.items()]
+    if not found:
+        return
+    stated: Mapping[str, tuple[str, ...]] = {}
+    count = 1 + max((task.microbatch for one in found for task in one.row.tasks if task), default=0)
+    text = dump_file(SCHEDULE, subject.manifest.prefix)
+    if text in subject.manifest.files and text not in subject.wrong:
+        try:
+            count, stated = rows_of_text((subject.folder / text).read_text(encoding="utf-8"))
+        except (ArtifactError, OSError, UnicodeDecodeError) as error:
+            yield Violation(text, str(error), help=_AGAIN)
+    wrong = [violation for one in found for violation in _wrong_cells(one, count)]
+    yield from wrong
+    if wrong:
+        return
+    yield from _unlike(found)
+    yield from _not_as_stated(found, stated, text)
+    makers = {name: one.row.tasks[at] for one in found for name, at in one.row.makers.items()}
+    for one in found:
+        yield from _reads_others(one, makers)
+
+
+def _wrong_cells(one: _File, count: int) -> Iterator[Violation]:
+    """The first cell of each law that the row breaks by itself."""
+    first: dict[Task, int] = {}
+    told = set[str]()
+
+    def tell(law: str, at: int, fact: str) -> Iterator[Violation]:
+        if law not in told:
+            told.add(law)
+            yield one.wrong(at, fact, law)
+
+    for at, (call, task) in enumerate(zip(one.row.calls, one.row.tasks, strict=True)):
+        if task is None:
+            law = "the functions of tasks are F, B or W and a stage, such as F2"
+            yield from tell(law, at, f"'{call.cell}' is a call of '{call.node.op_type}'")
+            continue
+        if call.cell != str(task):
+            law = "a task is named by its stage, kind and microbatch"
+            yield from tell(law, at, f"{task} is named '{call.cell}'")
+        if task in first:
+            yield from tell(_ONCE, at, f"{task} appears twice, first in cell {first[task] + 1}")
+        elif task.microbatch >= count:
+            yield from tell(f"the microbatches are 0 to {count - 1}", at, f"{task} is of microbatch {task.microbatch}")
+        for kind in _KINDS[: _KINDS.index(task.kind)]:
+            before = task._replace(kind=kind)
+            if before.body in one.row.functions and before not in first:
+                yield from tell(_ORDER, at, f"{task} comes before {before}")
+        first.setdefault(task, at)
+    called = {(task.body, task.microbatch) for task in first}
+    absent = [f"{name[1:]}{name[:1]}{k}" for name in one.row.functions for k in range(count) if (name, k) not in called]
+    if absent:
+        more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
+        fact = f"{' '.join(absent[:_SHOWN])}{more} {'is' if len(absent) == 1 else 'are'} missing"
+        yield from tell(_ONCE, len(one.row.cells), fact)
+
+
+def _unlike(files: Sequence[_File]) -> Iterator[Violation]:
+    """Rows of another order than those of other ranks of the same stages."""
+    firsts: dict[frozenset[int], _File] = {}
+    by_stage: dict[int, _File] = {}
+    for one in files:
+        others = [firsts.setdefault(one.row.stages, one)]
+        others += [by_stage.setdefault(stage, one) for stage in sorted(one.row.stages)]
+        for other in dict.fromkeys(others):
+            if other is not one and (violation := _first_unlike(one, other)) is not None:
+                yield violation
+                break
+
+
+def _first_unlike(one: _File, other: _File) -> Violation | None:
+    shared = {*one.row.tasks} & {*other.row.tasks}
+    mine = [at for at, task in enumerate(one.row.tasks) if task in shared]
+    theirs = [task for task in other.row.tasks if task in shared]
+    for at, task in zip(mine, theirs, strict=True):
+        if one.row.tasks[at] != task:
+            return one.wrong(at, f"{one.row.tasks[at]} stands where {other.label} has {task}", _ALIKE)
+    return None
+
+
+def _not_as_stated(files: Sequence[_File], stated: Mapping[str, tuple[str, ...]], text: str) -> Iterator[Violation]:
+    """The first cell that is not the one of the file `text`; tasks of which a rank has nothing to do are not in its row."""
+    by_rank = {rank: cells for label, cells in stated.items() for rank in _ranks(label)}
+    for one in files if by_rank else ():
+        for rank in one.ranks:
+            row = one.row.cells
+            wanted = [cell for cell in by_rank.get(rank, ()) if _body(cell) in one.row.functions]
+            at = next((k for k, (cell, other) in enumerate(zip(row, wanted, strict=False)) if cell != other), None)
+            at = min(len(row), len(wanted)) if at is None and len(row) != len(wanted) else at
+            if at is not None:
+                is_, has = (row[at] if at < len(row) else "its end"), (wanted[at] if at < len(wanted) else "no task")
+                yield one.wrong(
+                    at, f"{is_} stands where {text} has {has}", "the rows of people and of ranks are one"
+                )
+                break
+
+
+def _ranks(label: str) -> list[int]:
+    try:
+        return ranks_of(label.partition(" ")[2])
+    except ValueError:
+        return []
+
+
+def _body(cell: str) -> str:
+    """The function of a cell; of what is no cell the text itself."""
+    kind = next((letter for letter in cell if letter in "FBW"), "")
+    return f"{kind}{cell.partition(kind)[0]}" if kind else cell
+
+
+def _reads_others(one: _File, makers: Mapping[str, Task | None]) -> Iterator[Violation]:
+    """The first task that reads what is of another microbatch, and the first that does not go on with a sum."""
+    by_function: dict[str, list[int]] = {}
+    for at, call in enumerate(one.row.calls):
+        by_function.setdefault(call.node.op_type, []).append(at)
+    found: list[tuple[int, str]] = []
+    for places in by_function.values():
+        calls = [one.row.calls[at] for at in places]
+        sums = _sums(calls[0])
+        for k, formal in enumerate(calls[0].body.function.input):
+            names = [call.node.input[k] for call in calls]
+            if len({*names}) == 1:
+                continue
+            output = sums.get(formal)
+            carried = [
+                output is not None and after.node.input[k] == before.node.output[output]
+                for before, after in pairwise(calls)
+            ]
+            if any(carried):
+                if not all(carried):
+                    at = places[1 + carried.index(False)]
+                    fact = f"it adds to '{one.row.calls[at].node.input[k]}', not to what the call before it made"
+                    found.append((at, f"{one.row.cells[at]}: {fact}"))
+                continue
+            for at, name in zip(places, names, strict=True):
+                own = one.row.calls[at].microbatch
+                maker = makers.get(name)
+                other = maker.microbatch if maker else one.row.split.get(name, own)
+                if other != own:
+                    fact = f"{one.row.cells[at]} reads '{name}', which is of microbatch {other}"
+                    found.append((at, fact))
+                    break
+    if found:
+        yield one.wrong(*min(found), _OWN)
+
+
+def _sums(call: Call) -> dict[str, int]:
+    """By input of a body that is added to an output the place of that output."""
+    places = {name: k for k, name in enumerate(call.body.function.output)}
+    return {
+        term: places[node.output[0]]
+        for node in call.body.nodes
+        if node.output and node.output[0] in places
+        for term in addends(node)
+        if term in call.body.function.input
+    }
