@@ -220,7 +220,8 @@ def _comm_node(program: Program, step: CommOp) -> onnx.NodeProto:
         proto.attribute.append(_attribute(key, value))
     producer = step.value.producer()
     path = program.paths[producer] if producer is not None else step.value.name or ""
-    _add_metadata(proto, {fmt.PATH: path, fmt.CAUSE: step.cause, fmt.BYTES: step.bytes})
+    cell = {fmt.TASK: step.cell} if step.cell else {}
+    _add_metadata(proto, {fmt.PATH: path, fmt.CAUSE: step.cause, fmt.BYTES: step.bytes, **cell})
     return proto
 
 

@@ -50,7 +50,8 @@ class ComputeOp:
 class CommOp:
     """In a rank's program: a message or a collective, by the op's name in the artifact; `tag` tells events apart.
 
-    `bytes` is what the rank sends (Send) or receives, an expression in the symbols.
+    `bytes` is what the rank sends (Send) or receives, an expression in the symbols. `cell` is the task whose value it moves, as a schedule
+    writes it, where it stands between tasks.
     """
 
     op_type: str
@@ -62,6 +63,7 @@ class CommOp:
     cause: str
     bytes: str
     task: TaskKind = TaskKind.FORWARD
+    cell: str = ""
 
 
 @dataclass(frozen=True, eq=False)

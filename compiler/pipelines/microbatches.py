@@ -35,7 +35,7 @@ from partc.compiler.ir.rank_program import (
 )
 from partc.compiler.ir.training import Training
 from partc.compiler.pipelines.batch_dims import BatchDims
-from partc.compiler.pipelines.bodies import Inlined, Slot, body_name, body_of, readers_beside, slots
+from partc.compiler.pipelines.bodies import LETTERS, Inlined, Slot, body_name, body_of, readers_beside, slots
 from partc.compiler.pipelines.phases import UPDATE, Label, Labels, Phase, Place, Unit, in_order
 from partc.compiler.pipelines.records import Records
 from partc.compiler.pipelines.row import Names, Row
@@ -170,7 +170,9 @@ class _Rows:
                 row.steps.append(self._called(row, label, body, k))
         for places in slot.beside:
             for at, place in places:
-                self.rows[at].steps.append(self._copied(self.rows[at], self.units[at].steps[place], k))
+                moved = self._copied(self.rows[at], self.units[at].steps[place], k)
+                assert isinstance(moved, CommOp)
+                self.rows[at].steps.append(replace(moved, cell=f"{label.stage}{LETTERS[label.phase]}{k}"))
 
     def _called(self, row: Row, label: Label, body: TaskBody, k: int) -> TaskCall:
         names = row.micro[k]

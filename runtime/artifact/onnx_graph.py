@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from .format import PATH, RECOMPUTED
+from .format import PATH, RECOMPUTED, TASK
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
@@ -72,8 +72,9 @@ def _tensors_of(nodes: Iterable[NodeProto]) -> Iterator[TensorProto]:
 
 
 def path_of(node: NodeProto) -> str:
-    """The name of a node's op in the source model; empty where it has none."""
-    return next((item.value for item in node.metadata_props if item.key == PATH), "")
+    """The name of a node's op in the source model, empty where it has none; of one in a pipeline with its task: `blocks.0.fc1, 1B3`."""
+    said = {item.key: item.value for item in node.metadata_props}
+    return ", ".join(filter(None, (said.get(PATH, ""), said.get(TASK, ""))))
 
 
 def is_recomputed(node: NodeProto) -> bool:

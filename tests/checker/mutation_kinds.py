@@ -85,6 +85,16 @@ KINDS = {
         {"x": (4, 6)},
         {"label": 5},
     ),
+    "pipeline": Kind(
+        MLP,
+        WEIGHTS,
+        TWICE
+        + "ranks: 2\nplacement: {up: 0, shift: 0, act: 0, down: 1, last: 1}\n"
+        + LEARN % (ADAM, "")
+        + "pipeline: {microbatches: 4, schedule: 1f1b}\n",
+        {"x": (4, 6)},
+        {"label": 5},
+    ),
 }
 
 

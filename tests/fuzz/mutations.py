@@ -47,6 +47,7 @@ from mutations_of_fields import (
     said_of_itself,
 )
 from mutations_of_records import expressions, offset, port_boxes, programs, shapes, types, weights
+from mutations_of_rows import ROW_MUTATIONS
 from partc.runtime.checker.check import check_artifact
 
 MUTATIONS: dict[str, Mutation] = {
@@ -91,6 +92,7 @@ MUTATIONS: dict[str, Mutation] = {
     "an attribute on one rank": attribute,
     "what a file says of itself": said_of_itself,
     "the header of a weights file": header,
+    **ROW_MUTATIONS,
 }
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
+from equivalence import compiled
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime.artifact.format import TASKS
 from partc.runtime.artifact.tasks import unrolled
-from partc.runtime.errors import ArtifactError
+from partc.runtime.errors import ArtifactError, RankError
 from partc.runtime.execution.in_process import load_local
 from partc.runtime.program.segmentation import segmented
 from partc.runtime.program.steps import Segment
+from sharded_models import with_weights
 from test_parts_of_a_batch import train
 from test_pipelines import CLASSES, pipeline, placed, small_gpt
 from training_equivalence import source_of
@@ -110,3 +113,25 @@ def test_forged_calls_are_refused(fault: str, words: str, source: Source, tmp_pa
     for reader in (unrolled, segmented):
         with pytest.raises(ArtifactError, match=words):
             reader(model, "rank_0000.onnx")
+
+
+PICK = """<ir_version: 10, opset_import: ["" : 21]>
+m (float[batch, 6] x, int64[batch] at) => (float[batch, 8] y) <float[6, 8] w, float[5, 8] table> {
+    [up] a = MatMul (x, w)
+    [look] g = Gather (table, at)
+    [add] y = Add (a, g)
+}"""
+
+
+def test_a_failure_names_the_task_and_its_microbatch(tmp_path: Path) -> None:
+    """An op that fails, and messages, of which reports of what ranks wait for are made."""
+    plan = "ranks: 2\nsymbols: {batch: {divisor: 8}}\nplacement: {up: 0, look: 1, add: 1}\n" + pipeline(4, "1f1b")
+    compiled(with_weights(PICK, {"w": (6, 8), "table": (5, 8)}), plan, tmp_path)
+    at = np.zeros(8, np.int64)
+    at[5] = 99
+    with load_local(tmp_path) as program:
+        texts = [[str(step) for step in one._program.steps] for one in program.ranks]
+        with pytest.raises(RankError, match=r"rank 1 failed in 1F2: .*Gather"):
+            program(x=np.ones((8, 6), np.float32), at=at)
+    assert "Send of 'a.2' to rank 1 (up, 0F2)" in texts[0]
+    assert "Recv of 'a.2' from rank 0 (up, 0F2)" in texts[1]

@@ -1,0 +1,151 @@
+"""Rows of tasks that somebody changed, hashes corrected: each is refused with its first wrong cell, and a sound one says what it keeps."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+from mutated import change_file, correct
+from mutation_kinds import KINDS, build
+from mutations_of_rows import exchange, messages, microbatch, tasks
+from partc.runtime.artifact.format import SCHEDULE
+from partc.runtime.checker.check import check, check_artifact
+
+Change = Callable[[onnx.ModelProto], object]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two stages on a rank each, 1f1b with 4 microbatches.
+
+    rank 0: 0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3        rank 1: 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
+    """
+    return build(KINDS["pipeline"], tmp_path_factory.mktemp("rows") / "build")
+
+
+def forged(built: Path, folder: Path, changes: dict[int, Change]) -> str:
+    """What the checker says of a copy whose rank files are changed."""
+    shutil.copytree(built, folder)
+    for rank, change in changes.items():
+        change_file(folder, f"rank_{rank:04d}.onnx", change)
+    return "\n".join(map(str, check_artifact(folder)))
+
+
+def named(model: onnx.ModelProto, cell: str) -> onnx.NodeProto:
+    return next(model.graph.node[at] for at in tasks(model) if model.graph.node[at].name == cell)
+
+
+def place(model: onnx.ModelProto, cell: str) -> int:
+    return next(at for at in tasks(model) if model.graph.node[at].name == cell)
+
+
+def swap(one: str, two: str) -> Change:
+    return lambda model: exchange(model, place(model, one), place(model, two))
+
+
+def drop(cell: str) -> Change:
+    return lambda model: model.graph.node.remove(named(model, cell))
+
+
+def renumber(cell: str, number: int) -> Change:
+    return lambda model: setattr(microbatch(named(model, cell)), "i", number)
+
+
+def cross(one: str, two: str) -> Change:
+    """The labels of two calls, which are there from the begin, exchanged."""
+
+    def change(model: onnx.ModelProto) -> None:
+        first, second = named(model, one), named(model, two)
+        at = next(k for k, name in enumerate(first.input) if name.startswith("label."))
+        first.input[at], second.input[at] = second.input[at], first.input[at]
+
+    return change
+
+
+def no_sum(cell: str) -> Change:
+    """A call that begins its sums of gradients anew, from the zeros of the first one."""
+
+    def change(model: onnx.ModelProto) -> None:
+        call, first = named(model, cell), named(model, cell[:-1] + "0")
+        for k, name in enumerate(first.input):
+            if name.endswith(".sum.zeros"):
+                call.input[k] = name
+
+    return change
+
+
+def swap_messages(model: onnx.ModelProto) -> None:
+    """The Recv of the second microbatch before that of the first."""
+    one, two, *_ = messages(model)
+    exchange(model, one, two)
+
+
+SWAPPED = """\
+rank_0001.onnx: rank 1, cell 3: 1B1 comes before 1F1
+    1F0 1B0 1B1 1F1 1F2 1B2 1F3 1B3
+            ^^^
+  of one stage and microbatch F comes before B, and B before W
+  help: compile the model again"""
+DROPPED = """\
+rank_0001.onnx: rank 1, cell 8: 1F2 is missing
+    1F0 1B0 1F1 1B1 1B2 1F3 1B3
+                                ^
+  every function is called once for each microbatch
+  help: compile the model again"""
+TWICE = """\
+rank_0000.onnx: rank 0, cell 6: 0F2 appears twice, first in cell 4
+    0F0 0F1 0B0 0F2 0B1 0F2 0B2 0B3
+                        ^^^
+  every function is called once for each microbatch
+  help: compile the model again"""
+OTHER = """\
+rank_0000.onnx: rank 0, cell 1: 0F1 stands where ir/schedule.txt has 0F0
+    0F1 0F0 0B0 0F2 0B1 0F3 0B2 0B3
+    ^^^
+  the rows of people and of ranks are one"""
+CROSSED = """\
+rank_0001.onnx: rank 1, cell 1: 1F0 reads 'label.2', which is of microbatch 2
+    1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
+    ^^^
+  a task reads what tasks of its own microbatch make; a sum goes from one call of a function to its next"""
+NO_SUM = "rank 1, cell 6: 1B2: it adds to 'c.grad.sum.zeros', not to what the call before it made\n"
+MESSAGES = "it is where manifest.json has transfer"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({1: swap("1F1", "1B1")}, SWAPPED),
+        ({0: swap("0F0", "0F1")}, OTHER),
+        ({1: drop("1F2")}, DROPPED),
+        ({0: renumber("0F3", 2)}, TWICE),
+        ({0: renumber("0F3", 9)}, "0F9 is of microbatch 9"),
+        ({1: cross("1F0", "1F2")}, CROSSED),
+        ({1: no_sum("1B2")}, NO_SUM),
+        ({0: swap_messages}, MESSAGES),
+    ],
+)
+def test_a_forged_row_is_refused(changes: dict[int, Change], text: str, built: Path, tmp_path: Path) -> None:
+    assert text in forged(built, tmp_path / "build", changes)
+
+
+def test_a_row_of_people_that_ranks_do_not_have(built: Path, tmp_path: Path) -> None:
+    """Files that agree among each other, and a text that does not."""
+    folder = shutil.copytree(built, tmp_path / "build")
+    text = (folder / SCHEDULE).read_text()
+    (folder / SCHEDULE).write_text(text.replace("rank 1: 1F0 1B0 1F1", "rank 1: 1F0 1F1 1B0"))
+    correct(folder)
+    (violation,) = check_artifact(folder)
+    assert "rank 1, cell 2: 1B0 stands where ir/schedule.txt has 1F1" in str(violation)
+
+
+def test_what_a_sound_pipeline_keeps(built: Path) -> None:
+    checked = check(built)
+    assert not checked.violations
+    assert checked.microbatches == 4
+    assert [(one.ranks, one.microbatches) for one in checked.kept] == [("0", 2.0), ("1", 1.0)]
+    # rank 0: t of 12 columns, which it sends and Tanh's gradient reads, and x of 6, of a quarter of n records each, twice
+    assert checked.kept[0].bytes == "36*n"
