@@ -153,9 +153,7 @@ def _not_as_stated(files: Sequence[_File], stated: Mapping[str, tuple[str, ...]]
             at = min(len(row), len(wanted)) if at is None and len(row) != len(wanted) else at
             if at is not None:
                 is_, has = (row[at] if at < len(row) else "its end"), (wanted[at] if at < len(wanted) else "no task")
-                yield one.wrong(
-                    at, f"{is_} stands where {text} has {has}", "the rows of people and of ranks are one"
-                )
+                yield one.wrong(at, f"{is_} stands where {text} has {has}", "the rows of people and of ranks are one")
                 break
 
 
