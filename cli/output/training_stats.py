@@ -86,7 +86,7 @@ def _gradients(model: ModelProto) -> set[str]:
         if node.domain == OPTIMIZER and _GRADIENT in (names := formals.get(node.op_type, [])):
             found.add(node.input[names.index(_GRADIENT)])
     for name in list(found):
-        while name in makers and makers[name].op_type == "Identity":
+        while name in makers and makers[name].op_type in ("Cast", "Identity"):
             name = makers[name].input[0]
             found.add(name)
     return found

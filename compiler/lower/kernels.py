@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import onnx.defs
 import onnx_ir as ir
 from partc.compiler.ir.graph import bodies
+from partc.compiler.ir.program import Shape, ValueInfo
 from partc.compiler.ir.rank_program import ComputeOp, RankOp, RankProgram, with_names
 from partc.compiler.ir.values import derived
 
@@ -36,23 +37,25 @@ _KERNELS = {
 """What onnxruntime 1.31 has CPU kernels for; sums of scattered elements excepted."""
 
 
-def fit_kernels(program: RankProgram, opset: int) -> RankProgram:
-    """The program with Casts around nodes that have no kernel."""
-    work = _Fitting(program, opset)
+def fit_kernels(program: RankProgram, opset: int, values: dict[ir.Value, ValueInfo]) -> RankProgram:
+    """The program with Casts around nodes that have no kernel; what they make is listed in `values`."""
+    work = _Fitting(program, opset, values)
     steps = [one for step in program.steps for one in work.step(step)]
     if not work.changed:
         return program
-    return replace(program, steps=tuple(steps))
+    return replace(program, steps=tuple(steps), types={**program.types, **work.types})
 
 
 @dataclass
 class _Fitting:
     program: RankProgram
     opset: int
+    values: dict[ir.Value, ValueInfo]
 
     def __post_init__(self) -> None:
         program = self.program
         self.changed = False
+        self.types: dict[str, tuple[ir.Value, Shape | None]] = {}
         self.known: dict[str, ir.DataType | None] = {name: value.dtype for name, (value, _) in program.types.items()}
         self.known |= {name: ir.DataType.from_numpy(array.dtype) for name, array in program.constants.items()}
         self.known |= dict.fromkeys(program.scalars, ir.DataType.FLOAT)
@@ -97,6 +100,11 @@ class _Fitting:
         found = derived(f"{name}.{word}", self.names)
         self.names.add(found)
         self.known[found] = ir.DataType.FLOAT
+        if name in self.program.types:
+            value, shape = self.program.types[name]
+            made = ir.Value(name=found, type=ir.TensorType(ir.DataType.FLOAT), shape=value.shape)
+            self.values[made] = ValueInfo("tensor(float)", shape, 4)
+            self.types[found] = made, shape
         return found
 
     def _cast(self, step: ComputeOp, name: str, made: str, kind: ir.DataType) -> ComputeOp:

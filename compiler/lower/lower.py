@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from partc.compiler.ir.program import Program, ProgramKind
+import onnx_ir as ir
+from partc.compiler.ir.program import Program, ProgramKind, ValueInfo
 from partc.compiler.ir.rank_program import LocalTensor, RankProgram, read_names
 from partc.compiler.lower.builders import ProgramBuilder
 from partc.compiler.lower.kernels import fit_kernels
@@ -25,18 +26,19 @@ def lower(program: Program) -> Program:
     assert local is not None
     finished: dict[tuple[int, tuple[str, ...]], RankProgram] = {}
     parts: list[RankProgram] = []
+    values = dict(local.comm.values.infos)
     for rank, builder in enumerate(local.comm.builders):
         outputs = _outputs(program, local, rank, builder)
         key = id(builder), tuple(held.name for held in outputs)
         if key not in finished:
-            finished[key] = _finished(program, builder, outputs, local.inputs[rank])
+            finished[key] = _finished(program, builder, outputs, local.inputs[rank], values)
         parts.append(_of_rank(finished[key], rank, outputs, local.inputs[rank]))
     idle = [part.rank for part in parts if not part.steps and not part.outputs]
     told = [f"{_ranks(idle)} nothing to do; place nodes there, or lower `ranks`"] if idle else []
     return replace(
         program,
         local=None,
-        values=local.comm.values.infos,
+        values=values,
         parts=tuple(parts),
         events=tuple(local.comm.events),
         groups=dict(local.comm.groups),
@@ -58,9 +60,13 @@ def _outputs(program: Program, local: LocalView, rank: int, builder: ProgramBuil
 
 
 def _finished(
-    program: Program, builder: ProgramBuilder, outputs: list[LocalTensor], inputs: Mapping[str, LocalTensor]
+    program: Program,
+    builder: ProgramBuilder,
+    outputs: list[LocalTensor],
+    inputs: Mapping[str, LocalTensor],
+    values: dict[ir.Value, ValueInfo],
 ) -> RankProgram:
-    """The program of a builder's ranks, without the places that differ by rank."""
+    """The program of a builder's ranks, without the places that differ by rank; values that it adds are listed in `values`."""
     steps = tuple(builder.program)
     training = program.training
     if training:
@@ -79,7 +85,7 @@ def _finished(
     )
     if program.plan.precision is None and program.training is None:
         return found
-    return fit_kernels(found, program.model.graph.opset_imports.get("", 1))
+    return fit_kernels(found, program.model.graph.opset_imports.get("", 1), values)
 
 
 def _of_rank(

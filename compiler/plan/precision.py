@@ -111,15 +111,19 @@ class PrecisionEntry(BaseModel):
         None, description="The type in which gradients are reduced over ranks."
     )
 
+    @property
+    def scale(self) -> LossScale | None:
+        """The loss scale: dynamic for float16 where nothing is said."""
+        if "loss_scale" not in self.model_fields_set and self.compute == "float16":
+            return DynamicScaleEntry.model_validate({}).scale()
+        return self.loss_scale
+
     def rules(self, where: Callable[..., str]) -> PrecisionRules:
         """The entry as the compiler sees it; `where` gives the place of a key."""
-        scale = self.loss_scale
-        if "loss_scale" not in self.model_fields_set and self.compute == "float16":
-            scale = DynamicScaleEntry.model_validate({}).scale()
         return PrecisionRules(
             where("precision"),
             self.compute,
             tuple((pattern, where("precision", "keep", k)) for k, pattern in enumerate(self.keep)),
-            scale,
+            self.scale,
             self.messages is not None,
         )

@@ -248,6 +248,13 @@ class PlanEntries(BaseModel):
                 "leave out 'recompute'",
                 "pipeline",
             )
+        scale = self.precision.scale if self.precision is not None else None
+        if self.train is not None and scale is not None and scale.dynamic:
+            said = self.train.on_nonfinite
+            if "on_nonfinite" in self.train.model_fields_set and said != "skip":
+                law = "a step whose gradients leave the range shrinks the scale, and changes nothing else"
+                help_ = "leave out 'on_nonfinite', or give 'precision' a loss_scale that is a number"
+                raise Violation(f"'on_nonfinite' is {said}, and the loss scale is dynamic", law, help_, "train")
         return self
 
 
