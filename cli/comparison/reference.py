@@ -61,7 +61,7 @@ def scaled_seed(folder: Path, out: Path, number: int) -> Path:
 
     def change(rank: int, model: ModelProto, manifest: Manifest) -> Manifest:
         for tensor in model.graph.initializer:
-            if tensor.name == "loss.seed":
+            if tensor.name in ("loss.seed", "loss.seed.factor"):
                 array = numpy_helper.to_array(tensor)
                 tensor.CopyFrom(numpy_helper.from_array((array * number).astype(array.dtype), tensor.name))
         return manifest

@@ -159,28 +159,30 @@ def _noise(name: str, out: str, kind: int, start: int, opset: int) -> Iterator[N
     No op of random numbers is used: onnxruntime has none for some opsets.
     """
 
+    own = f"{_TABLE}.{out}"  # a program may have a value `h.shape` itself
+
     def node(op: str, inputs: Sequence[str], word: str) -> NodeProto:
-        return helper.make_node(op, inputs, [f"{out}.{word}"], name=f"{out}.{word}")
+        return helper.make_node(op, inputs, [f"{own}.{word}"], name=f"{own}.{word}")
 
     wide = TensorProto.DOUBLE if kind == TensorProto.DOUBLE else TensorProto.FLOAT
-    source, made = (name, out) if kind == wide else (f"{out}.wide", f"{out}.changed")
+    source, made = (name, out) if kind == wide else (f"{own}.wide", f"{own}.changed")
     if kind != wide:
         yield helper.make_node("Cast", [name], [source], name=source, to=wide)
     begin, table = f"{_TABLE}.{start}", f"{_TABLE}.{kind}"
-    yield node("Size", [name], "size")
-    yield node("Add", [f"{out}.size", begin], "end")
-    yield node("Div", [f"{out}.end", f"{_TABLE}.length"], "full")
-    yield node("Add", [f"{out}.full", f"{_TABLE}.one"], "times")
-    yield node("Tile", [table, f"{out}.times"], "tiled")
-    yield node("Slice", [f"{out}.tiled", begin, f"{out}.end"], "numbers")
-    yield node("Shape", [name], "shape")
-    shaped = node("Reshape", [f"{out}.numbers", f"{out}.shape"], "near_one")
+    yield node("Size", [source], "size")
+    yield node("Add", [f"{own}.size", begin], "end")
+    yield node("Div", [f"{own}.end", f"{_TABLE}.length"], "full")
+    yield node("Add", [f"{own}.full", f"{_TABLE}.one"], "times")
+    yield node("Tile", [table, f"{own}.times"], "tiled")
+    yield node("Slice", [f"{own}.tiled", begin, f"{own}.end"], "numbers")
+    yield node("Shape", [source], "shape")
+    shaped = node("Reshape", [f"{own}.numbers", f"{own}.shape"], "near_one")
     if opset >= 14:
         shaped.attribute.append(helper.make_attribute("allowzero", 1))
     yield shaped
-    yield helper.make_node("Mul", [source, f"{out}.near_one"], [made], name=made)
+    yield helper.make_node("Mul", [source, f"{own}.near_one"], [made], name=made)
     if kind != wide:
-        yield helper.make_node("Cast", [made], [out], name=out, to=kind)
+        yield helper.make_node("Cast", [made], [out], name=f"{own}.rounded", to=kind)
 
 
 def _table(seed: int) -> Iterator[TensorProto]:
