@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from artifact_text import write
+from partc.cli.main import invoke
 
 GRAPH = """rank (float[n, 2] x, float[2] bias) => (float[n, 2] y, float[2] total) <float[2] part, int64[1] axis = {0}>
 { y = Add(x, bias)
@@ -25,43 +27,67 @@ def folder(tmp_path: Path) -> Path:
     return write(tmp_path / "build", [GRAPH] * 3, groups={"all": [[0, 1, 2]]}, boxes=cut)
 
 
-def partc(*arguments: object) -> subprocess.CompletedProcess[str]:
+Answer = tuple[int, str, str]
+"""Exit code, stdout and stderr."""
+Partc = Callable[..., Answer]
+
+
+@pytest.fixture
+def partc(capsys: pytest.CaptureFixture[str]) -> Partc:
+    """A command in this process."""
+
+    def run(*arguments: object) -> Answer:
+        capsys.readouterr()
+        code = invoke([*map(str, arguments)])
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+def over_mpi(*arguments: object) -> Answer:
+    """A command that starts ranks, in a process of its own."""
     command = [sys.executable, "-m", "partc.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return ended.returncode, ended.stdout, ended.stderr
 
 
-@pytest.mark.parametrize("how", [["--in-process"], []], ids=["in process", "MPI"])
-@pytest.mark.parametrize("packed", [True, False], ids=["npz", "npy"])
-def test_run_cuts_inputs_and_joins_outputs(folder: Path, tmp_path: Path, how: list[str], packed: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "packed"),
+    [("in process", True), ("in process", False), ("MPI", False)],
+    ids=["npz-in process", "npy-in process", "npy-MPI"],
+)
+def test_run_cuts_inputs_and_joins_outputs(folder: Path, tmp_path: Path, how: str, packed: bool, partc: Partc) -> None:
     x, bias = np.arange(30, dtype=np.float32).reshape(15, 2), np.array([3, 5], np.float32)
     np.save(tmp_path / "x.npy", x)
     np.save(tmp_path / "bias.npy", bias)
     np.savez(tmp_path / "both.npz", x=x, bias=bias)
     separate = ["--input", f"x={tmp_path / 'x.npy'}", "--input", f"bias={tmp_path / 'bias.npy'}"]
     given = ["--input", tmp_path / "both.npz"] if packed else separate
-    result = partc("run", folder, *given, "-o", tmp_path / "y.npz", *how)
-    assert result.returncode == 0, result.stderr
+    asked = ("run", folder, *given, "-o", tmp_path / "y.npz")
+    code, _, told = over_mpi(*asked) if how == "MPI" else partc(*asked, "--in-process")
+    assert code == 0, told
     with np.load(tmp_path / "y.npz") as found:
         np.testing.assert_array_equal(found["y"], x + bias)
         np.testing.assert_array_equal(found["total"], x.sum(0))
 
 
-def test_run_refuses_what_cannot_be_cut(folder: Path, tmp_path: Path) -> None:
+def test_run_refuses_what_cannot_be_cut(folder: Path, tmp_path: Path, partc: Partc) -> None:
     np.savez(tmp_path / "both.npz", x=np.zeros((14, 2), np.float32), bias=np.zeros(2, np.float32))
-    result = partc("run", folder, "--input", tmp_path / "both.npz", "--in-process")
-    assert result.returncode == 2
-    assert "input 'x' axis 0 in all is 14, and it is cut into 3\n  help: give a multiple of 3" in result.stderr
+    code, _, told = partc("run", folder, "--input", tmp_path / "both.npz", "--in-process")
+    assert code == 2
+    assert "input 'x' axis 0 in all is 14, and it is cut into 3\n  help: give a multiple of 3" in told
 
 
-def test_check_and_inspect_show_collectives(folder: Path) -> None:
+def test_check_and_inspect_show_collectives(folder: Path, partc: Partc) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["programs"]["infer"]["collectives"][0] |= {"bytes": "8", "cause": "the rows of x are cut"}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert "3 ranks, 2 files, 9 nodes, 0 transfers, 1 collective" in partc("check", folder).stdout
-    text = partc("inspect", folder).stdout
+    assert "3 ranks, 2 files, 9 nodes, 0 transfers, 1 collective" in partc("check", folder)[1]
+    text = partc("inspect", folder)[1]
     assert "AllReduce  0-2    total  float[2]" in text
     assert "the rows of x are cut" in text
-    assert "AllReduce with 0,2" in partc("inspect", folder, "--rank", 1).stdout
-    found = json.loads(partc("inspect", folder, "--json").stdout)
+    assert "AllReduce with 0,2" in partc("inspect", folder, "--rank", 1)[1]
+    found = json.loads(partc("inspect", folder, "--json")[1])
     assert found["collectives"][0]["op"] == "AllReduce"
     assert [(one["sent"]["text"], one["received"]["text"]) for one in found["ranks"]] == [("8", "8")] * 3
