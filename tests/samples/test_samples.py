@@ -6,10 +6,12 @@ In the guide a block whose language is followed by a file's name is that file. I
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,7 @@ import onnx_ir as ir
 import pytest
 from equivalence import whole_outputs
 from partc.cli.launch.launcher import Kind, find_launcher
+from partc.cli.main import invoke
 from partc.compiler.frontend import load
 from partc.compiler.pipeline import compile_model
 from partc.compiler.plan.read import parse_plan, read_plan
@@ -35,6 +38,18 @@ DIGITS = {32: "digits.npz", 7: "digits_7.npz"}
 DELIVERY = "is delivered to"
 FENCE = re.compile(r"^```(\w+) ?(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ANY_LINES = "...\n"
+IN_PROCESS = (
+    "partc run by_eights",
+    "partc run --input digits_512.npz",
+    "partc run --input digits_12.npz",
+    "partc train --plan train.yaml --epochs 120",
+    "partc train --plan train.yaml --checkpoint runs\n",
+    "partc train train",
+    "partc train --plan train.yaml --steps 3",
+    "partc eval",
+)
+"""Commands of the guide whose ranks are threads of this test: others of their kind run over MPI, and to start processes takes long."""
+WITHOUT_RANKS = re.compile(r"partc (plan|compile|inspect|check|verify|checkpoint)\b(?!.*--mpi)")
 ENVIRONMENT = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -208,27 +223,39 @@ def commands(text: str) -> Iterator[Command]:
         yield Command(line, shown)
 
 
-def run(command: Command, folder: Path, trouble: list[str]) -> Path:
+def ended(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and words of a command: in this process where it starts no ranks, or could as well have them here, else in a shell."""
+    here = f"{line}\n".startswith(IN_PROCESS)
+    if here or WITHOUT_RANKS.match(line):
+        capsys.readouterr()
+        with contextlib.chdir(folder):
+            code = invoke([*shlex.split(line)[1:], *["--in-process"] * here])
+        return code, "".join(capsys.readouterr())
+    done = subprocess.run(["sh", "-c", line], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+def run(command: Command, folder: Path, trouble: list[str], capsys: pytest.CaptureFixture[str]) -> Path:
     """Runs a command in the folder; gives the folder where the next one runs."""
     line = command.line
     if line.startswith("cd "):
         return (folder / line[3:]).resolve(strict=True)
     if find_launcher(1).kind is not Kind.OPEN_MPI:
         line = line.replace(" --oversubscribe", "")
-    done = subprocess.run(["sh", "-c", line], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-    if done.returncode != command.exit_code or not command.matches(done.stdout + done.stderr):
-        trouble.append(f"$ {command.line}\n{done.stdout}{done.stderr}exit code {done.returncode}")
+    code, told = ended(line, folder, capsys)
+    if code != command.exit_code or not command.matches(told):
+        trouble.append(f"$ {command.line}\n{told}exit code {code}")
     return folder
 
 
-def test_the_guide_shows_what_happens(tmp_path: Path) -> None:
+def test_the_guide_shows_what_happens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "samples"
     shutil.copytree(SAMPLES, folder, ignore=shutil.ignore_patterns("build", "resnet18.*", "__pycache__"))
     trouble: list[str] = []
     for language, name, text in blocks():
         if language == "console":
             for command in commands(text):
-                folder = run(command, folder, trouble)
+                folder = run(command, folder, trouble, capsys)
         elif name:
             (folder / name).write_text(text)
     assert not trouble, "\n".join(trouble)
