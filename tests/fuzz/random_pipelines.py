@@ -4,8 +4,8 @@
     python tests/fuzz/random_pipelines.py --case 17 --seed 1       one, with its model and its plan
 
 A case is a network of `staged_networks.py`, its nodes on stages (a chain, a loop, a V, any DAG; by placement or named) of one rank or two
-(tensor parallel, data parallel, ZeRO), a schedule by name or as rows, a limit of memory, a loss and an optimizer; a few take statistics of
-microbatches, as one rank then does, too. Two steps must give the losses and all tensors that one rank
+(tensor parallel, data parallel, ZeRO), a schedule by name or as rows, a limit of memory, what is recomputed, a loss and an
+optimizer; a few take statistics of microbatches, as one rank then does, too. Two steps must give the losses and all tensors that one rank
 gives without microbatches, or differ by less than weights that are off by their rounding make of them, and `partc check` must accept
 the artifact. What is refused is counted by its reason.
 """
@@ -115,9 +115,17 @@ def drawn(chance: random.Random) -> Case:
     if statistics and count > 1:
         named += ", statistics: microbatch"
     named += f", memory: {chance.choice(LIMITS)}" if chance.random() < 0.3 else ""
-    return Case(
-        net, f"ranks: {size}\n{head}", training, count, schedule, chance.random() < 0.2, ignored, named, statistics
-    )
+    rows = chance.random() < 0.2
+    named += _recomputed(chance, net)
+    return Case(net, f"ranks: {size}\n{head}", training, count, schedule, rows, ignored, named, statistics)
+
+
+def _recomputed(chance: random.Random, net: Network) -> str:
+    """What the backward passes compute again: blocks, all, or any nodes; often nothing."""
+    nodes = [name for block in net.blocks for name in block]
+    some = chance.sample(nodes, chance.randint(1, len(nodes)))
+    patterns = chance.choice(["", "'b*'", "'b*'", "'**'", "'b[0-2]'", f"[{', '.join(some)}]", f"['b*', {some[0]}]"])
+    return f", recompute: {patterns}" if patterns else ""
 
 
 def _placed(chance: random.Random, net: Network, form: str, inside: str, stages: int) -> tuple[str, int, str]:
@@ -202,7 +210,11 @@ def _equal(case: Case, folder: Path) -> None:
     steps = [{name: batch(net, k, RECORDS, case.ignored)[name] for name in wanted} for k in range(2)]
 
     def ran(plan: str, out: str, start: Tensors | None = None) -> Run:
-        return run(from_text(net.text, net.weights), plan, folder / out, steps, start)
+        source = from_text(net.text, net.weights)
+        blocks = {name: f"b{k}" for k, block in enumerate(net.blocks) for name in block}
+        for node in source.model.graph:
+            node.name = f"{blocks[node.name or '']}.{node.name}"
+        return run(source, plan, folder / out, steps, start)
 
     have = ran(case.plan(), "cut")
     _checked(folder / "cut")
