@@ -291,7 +291,7 @@ class _Recompute:
         differentiated = {*flowing(self.program.reads, self.program.training)}
         found = []
         for rule in self.program.plan.pipeline.recompute:
-            nodes = {*matched_nodes(self.program, rule.pattern)}
+            nodes = {node for pattern in rule.patterns for node in matched_nodes(self.program, pattern)}
             if nodes and sources.isdisjoint(nodes):
                 passed = not differentiated.isdisjoint(nodes)
                 why = (
@@ -299,7 +299,7 @@ class _Recompute:
                     if passed
                     else "no gradient passes through its nodes"
                 )
-                found.append(f"{rule.where}: recompute '{rule.pattern}' changes nothing: {why}")
+                found.append(f"{rule.where}: recompute '{rule.text}' changes nothing: {why}")
         return found
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Literal
 
 import onnx_ir as ir
 from partc.compiler.errors import Problem
@@ -204,13 +205,14 @@ def sharding_rules(program: Program) -> tuple[dict[ir.Node, ShardingRule], list[
 
 @dataclass(frozen=True)
 class Region:
-    """Nodes that are computed again together: those inside of the module that a pattern matches, or in one module the single nodes.
+    """Nodes that are computed again together; what they read from outside is kept for them, between them nothing is.
 
-    What a region reads from outside is kept for it; between its own nodes nothing is.
+    These are the nodes inside of the module that a pattern matches, the single ones that it matches in one module, or all that several
+    patterns match: `name` is the module, or the patterns.
     """
 
-    module: str
-    single: bool
+    name: str
+    kind: Literal["module", "nodes", "patterns"]
 
 
 def recomputed(program: Program) -> tuple[dict[ir.Node, tuple[Region, RecomputeRule]], list[Problem]]:
@@ -218,19 +220,21 @@ def recomputed(program: Program) -> tuple[dict[ir.Node, tuple[Region, RecomputeR
     problems: list[Problem] = []
     decided: dict[ir.Node, tuple[Region, RecomputeRule]] = {}
     for rule in program.plan.pipeline.recompute if program.plan.pipeline else ():
-        hit = matched_nodes(program, rule.pattern)
-        matches = compile_pattern(rule.pattern).matches
-        decided.update({node: (_region(program.paths[node], matches), rule) for node in hit})
-        if not hit and not _of_the_whole(program, rule.pattern):
-            names = [*modules_of(program.paths.values()), *program.paths.values()]
-            problems.append(_nothing(rule.pattern, rule.where, names, "module or node"))
+        for pattern in rule.patterns:
+            hit = matched_nodes(program, pattern)
+            decided.update({node: (_region(program.paths[node], pattern, rule), rule) for node in hit})
+            if not hit and not _of_the_whole(program, pattern):
+                names = [*modules_of(program.paths.values()), *program.paths.values()]
+                problems.append(_nothing(pattern, rule.where, names, "module or node"))
     return decided, problems
 
 
-def _region(path: str, matches: Callable[[str], bool]) -> Region:
-    """The region of a node: the outermost module that matches, else the module around the node."""
-    outer = next((module for module in modules_of([path]) if matches(module)), None)
-    return Region(path.rpartition(".")[0], True) if outer is None else Region(outer, False)
+def _region(path: str, pattern: str, rule: RecomputeRule) -> Region:
+    """The region of a node that a pattern of a rule matches; of a single pattern the outermost module, if it matches one."""
+    if len(rule.patterns) > 1:
+        return Region(rule.text, "patterns")
+    outer = next(filter(compile_pattern(pattern).matches, modules_of([path])), None)
+    return Region(path.rpartition(".")[0], "nodes") if outer is None else Region(outer, "module")
 
 
 def output_ranks(program: Program) -> tuple[dict[ir.Value, tuple[tuple[int, ...] | None, bool]], list[Problem]]:

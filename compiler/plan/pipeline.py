@@ -9,14 +9,14 @@ from typing import Annotated, Literal
 
 from partc.compiler.plan.groups import Frame
 from partc.compiler.plan.pattern import checked_pattern
-from partc.compiler.plan.stages import StageForm, StageRule, groups_of
-from partc.compiler.plan.violation import Violation
+from partc.compiler.plan.stages import StageForm, StageRule, apart, groups_of
+from partc.compiler.plan.violation import Violation, shown
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     PrivateAttr,
     ValidationInfo,
     model_validator,
@@ -27,13 +27,21 @@ MICROBATCH: Literal["microbatch"] = "microbatch"
 
 @dataclass(frozen=True)
 class RecomputeRule:
-    """What a pattern matches is computed again in the backward pass; prints as `plan.yaml:8 'layers.*'`, without the folder."""
+    """What patterns match is computed again in the backward pass: of one pattern each module by itself, of several all together.
 
-    pattern: str
+    Prints as `plan.yaml:8 'layers.*'`, without the folder.
+    """
+
+    patterns: tuple[str, ...]
     where: str
 
+    @property
+    def text(self) -> str:
+        """The patterns as a plan writes them."""
+        return ", ".join(self.patterns)
+
     def __str__(self) -> str:
-        return f"{PurePath(self.where).name} '{self.pattern}'"
+        return f"{PurePath(self.where).name} '{self.text}'"
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,19 @@ class PipelineRules:
 
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+def _patterns(value: object) -> tuple[str, ...]:
+    items = value if isinstance(value, list) else [value]
+    texts = [item for item in items if isinstance(item, str)]
+    found = tuple(checked_pattern(pattern) for text in texts for pattern in apart(text))
+    if not found or len(texts) < len(items):
+        law = "what is recomputed is 'layers.*', or 'conv1, relu'"
+        raise Violation(f"expected patterns, but got {shown(value)}", law)
+    return found
+
+
+_Form = Annotated[tuple[str, ...], PlainValidator(_patterns, json_schema_input_type=str | list[str])]
 
 
 class PipelineEntry(BaseModel):
@@ -77,12 +98,13 @@ class PipelineEntry(BaseModel):
     )
 
     recompute: Annotated[
-        list[Annotated[str, AfterValidator(checked_pattern)]],
-        BeforeValidator(_listed, json_schema_input_type=str | list[str]),
+        list[_Form],
+        BeforeValidator(_listed, json_schema_input_type=str | list[str | list[str]]),
     ] = Field(
         [],
         description="Patterns of modules or nodes whose values are not kept for the backward pass, but computed again there: "
-        "[layers.*] keeps what every layer reads. With microbatches: 1 it is for a batch that is not divided.",
+        "[layers.*] keeps what every layer reads. What patterns with commas between them, or a list of them, match is computed again "
+        "together. With microbatches: 1 it is for a batch that is not divided.",
     )
 
     stages: Annotated[list[StageForm], Field(min_length=1)] | None = Field(
@@ -118,6 +140,6 @@ class PipelineEntry(BaseModel):
                 for k, (stage, ranks) in enumerate(zip(self.stages or (), self._groups, strict=True))
             ),
             tuple(
-                RecomputeRule(pattern, where("pipeline", "recompute", k)) for k, pattern in enumerate(self.recompute)
+                RecomputeRule(patterns, where("pipeline", "recompute", k)) for k, patterns in enumerate(self.recompute)
             ),
         )

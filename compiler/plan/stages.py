@@ -77,13 +77,13 @@ def _patterns(value: object, steps: Steps) -> list[tuple[str, Steps]]:
     for item, at in items:
         if not isinstance(item, str):
             raise Violation(f"expected patterns, but got {shown(item)}", _LAW)
-        found += [(checked_pattern(pattern), at) for pattern in _apart(item)]
+        found += [(checked_pattern(pattern), at) for pattern in apart(item)]
     if not found:
         raise Violation("the stage names no nodes", _LAW, "name its modules or nodes, or remove it")
     return found
 
 
-def _apart(text: str) -> list[str]:
+def apart(text: str) -> list[str]:
     """The patterns of a text; commas within brackets and braces are theirs, and `\\,` is a comma of a name."""
     found, depth = [""], 0
     for token in _COMMA.findall(text):

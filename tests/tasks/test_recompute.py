@@ -18,7 +18,7 @@ from partc.runtime.program.segmentation import segmented
 from partc.runtime.program.steps import Segment
 from test_parts_of_a_batch import HEAD, LOSSES, close, numbers, start_of, train, trained
 from training_equivalence import from_text, source_of
-from training_models import gpt
+from training_models import gpt, lenet
 
 LAYERS = f"""{HEAD}m (float[batch, 6] x) => (float[batch, 5] y)
 <float[6, 8] w, float[8] gain, float[8, 8] u, float[8] mean, float[8] var = {{1, 1, 1, 1, 1, 1, 1, 1}}, float[8, 5] v,
@@ -126,6 +126,22 @@ def test_a_region_keeps_what_it_reads_from_outside() -> None:
     assert "one_add" not in names  # the backward pass of the region does not read what it makes
 
 
+def test_patterns_with_commas_are_one_region() -> None:
+    """As the nodes of one module are, which a pattern names one by one; patterns apart are regions of their own."""
+    kept_by = {
+        said: [name for name in kept(compiled(ONE + pipeline(1, said), source_of(lenet()), LABELS)) if "." in name]
+        for said in (
+            "['conv1, relu.Relu, pool.MaxPool']",
+            "[[conv1, relu.Relu, pool.MaxPool]]",
+            "['conv1', 'relu']",
+            "",
+        )
+    }
+    first, second, apart, plain = ([name for name in names if "_1" not in name] for names in kept_by.values())
+    assert first == second == [name for name in plain if name not in ("relu.Relu", "relu.Relu.shape")]
+    assert "relu.Relu" in apart
+
+
 def test_layers_are_regions_of_their_own() -> None:
     """Each is done again from what it reads, which is kept; of the collectives of a layer the last one is not needed."""
     model = source_of(gpt(16, 2, 2, 30, 8)).model
@@ -186,7 +202,7 @@ def test_random_numbers_are_kept() -> None:
             ["plan.yaml", "'tow_*' matches no module or node of the model", "the nearest names are 'two_"],
         ),
         ("['[5-1]']", ["the range '[5-1]' runs from 5 down to 1"]),
-        ("3", ["recompute"]),
+        ("[3]", ["plan.yaml:", "expected patterns, but got the number 3"]),
     ],
 )
 def test_what_does_not_fit_is_refused(recompute: str, words: list[str]) -> None:
