@@ -30,6 +30,8 @@ from partc.compiler.schedule.stages import Stages
 
 _PASSES = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT)
 _SCALES = ((1e9, "billion operations"), (1e6, "million operations"), (1e3, "thousand operations"), (1.0, "operations"))
+PRECISION = 0.01
+"""The part of a time below which differences are no more than those of the estimate."""
 
 Amount = Counter[tuple[str, ...]]
 """Bytes: by the dynamic dims of a value, sorted, how many bytes there are for each of their elements."""
@@ -72,6 +74,7 @@ def task_costs(program: Program, units: Sequence[Unit], labels: Labels, stages: 
         expressions=tuple(texts),
         unbounded=sizes.unbounded,
         sizes=_said(program, middling, microbatches),
+        precision=PRECISION,
     )
 
 

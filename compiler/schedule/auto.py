@@ -2,11 +2,11 @@
 
 Orders of F and B come from the named schedules where these fit the homes, from a greedy run under the limits, and from building blocks.
 W is put into each of them where a home would wait. The best of them are made faster by exchanges of neighbours. At equal times the
-schedule with the smaller peaks wins, then the first. Where one is within a thousandth of `lower_bound`, nothing more is tried. In the end
-a stage's B and W become one task again where that costs nothing.
+schedule with the smaller peaks wins, then the first. Where one is as near to `lower_bound` as the costs are precise, nothing more is tried.
+In the end a stage's B and W become one task again where that costs nothing.
 
 With equal stages this meets the closed forms of ZB-H1 and ZB-V; since 1F1B and GPipe are among the orders, it is never slower than
-these where they keep to the limits.
+these where they keep to the limits, but for that precision.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ from partc.runtime.artifact.cells import Kind
 
 _WORK = 400_000
 """Tasks that are put in order or simulated at most. Named orders, and greedy ones under the limit, are tried in any case."""
-_NEAR = 1e-3
-"""The part of the bound above it that is not worth the search."""
 _IMPROVED, _EXCHANGES = 4, 30_000
 """How many of the best schedules are made faster by exchanges, and tasks that are simulated for each of them."""
 _FILLS = ((1.0, False), (0.5, False), (1.0, True))
@@ -67,12 +65,12 @@ def auto(
         kept, known = peaks(schedule, costs), precedence(schedule)
         if not known.cycle and within(kept, limits):
             found.append((simulate(schedule, costs, known).total, sum(kept), len(found), schedule))
-            if found[-1][0] <= bound * (1 + _NEAR):
+            if found[-1][0] <= bound * (1 + costs.precision):
                 break
     scale = bound or 1.0
     found.sort(key=lambda one: (round(one[0] / scale, 9), *one[1:3]))
     best = found[0][-1]
-    if found[0][0] > bound * (1 + _NEAR):
+    if found[0][0] > bound * (1 + costs.precision):
         better = [improve(one[-1], costs, limits, bound, _EXCHANGES) for one in found[:_IMPROVED]]
         best = min(better, key=lambda one: round(simulate(one, costs).total / scale, 9))
     rows = _joined(best, costs, limits, simulate(best, costs).total).rows

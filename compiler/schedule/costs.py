@@ -64,6 +64,8 @@ class Costs:
     fixed: tuple[float, ...] = ()
     expressions: tuple[tuple[sympy.Expr, sympy.Expr], ...] = ()
     unbounded: str = ""
+    precision: float = 1e-3
+    """The part of a time that is not worth a search: more where times are estimates."""
 
     def kept_besides(self, home: int) -> float:
         """What a home keeps over the whole step."""
