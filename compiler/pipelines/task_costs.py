@@ -174,6 +174,8 @@ class _Taken:
         for stage in {one.stage for one in reading if one.phase is Phase.WEIGHT}:
             if label != Label(Phase.WEIGHT, stage) and label.phase in (Phase.FORWARD, Phase.BACKWARD):
                 self.deferred[stage] += amount
+                if label.phase is Phase.BACKWARD:  # made while all that is saved is there, too
+                    self.own.setdefault(label, []).append((k, len(self.labels), name))
 
     def amount(self, name: str) -> Amount:
         """The bytes of a value; nothing for one whose shape only a run tells."""

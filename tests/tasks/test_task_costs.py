@@ -15,6 +15,7 @@ from partc.compiler.schedule.auto import auto
 from partc.compiler.schedule.costs import unit_costs
 from partc.compiler.schedule.memory import parse_limit, peaks
 from partc.compiler.schedule.simulate import simulate
+from partc.runtime.checker.check import check
 from test_parts_of_a_batch import LOSSES, train
 from training_equivalence import from_text
 
@@ -116,9 +117,9 @@ def test_a_limit_in_bytes() -> None:
     assert analysed(f"memory: 3 microbatches, {THREE}", head="").schedule is not None
 
 
-def test_the_dump_shows_them(tmp_path: Path) -> None:
+def test_the_dump_shows_them_and_files_keep_no_more(tmp_path: Path) -> None:
     plan = f"ranks: 3\npipeline: {{microbatches: 8, schedule: zb_h1, {THREE}}}\n" + train(LOSSES["squares"], 1)
-    compile_source(from_text(NET, WEIGHTS), parse_plan(plan, "plan.yaml"), tmp_path / "build")
+    report = compile_source(from_text(NET, WEIGHTS), parse_plan(plan, "plan.yaml"), tmp_path / "build")
     lines = (tmp_path / "build" / "ir" / "schedule.txt").read_text().splitlines()
     assert lines[2] == "# Costs: million operations of the model's sizes, with batch=1024"
     assert lines[3].startswith("# Stage 0: rank 0   F ")
@@ -126,3 +127,9 @@ def test_the_dump_shows_them(tmp_path: Path) -> None:
     assert " W " not in lines[3], "the first stage's backward pass is whole"
     assert " W " in lines[4]
     assert "keeps 3 microbatches: 384*batch bytes; besides at least" in lines[7]
+    found, costs, schedule = check(tmp_path / "build"), report.program.costs, report.program.schedule
+    assert costs is not None
+    assert schedule is not None
+    shares = [eval(one.bytes, {"batch": 1024}) for one in found.kept]
+    estimates = [one + more for one, more in zip(peaks(schedule, costs), costs.fixed, strict=True)]
+    assert all(share <= estimate for share, estimate in zip(shares, estimates, strict=True)), "what the files keep"
