@@ -144,8 +144,8 @@ class MpiTransport:
                     self._look()
                     look = waited + _BETWEEN_LOOKS
                 sleep = min(2 * sleep, _LONGEST_SLEEP if waited < _LONG_WAIT else _LONGEST_SLEEP_OF_A_LONG_WAIT)
-        except BaseException as error:
-            if isinstance(error, RankError) and isinstance(request, shared_memory.BlockingCollective):
+        except BaseException:
+            if isinstance(request, shared_memory.BlockingCollective):
                 request.linger()
             # MPI may still write where a wait was given up.
             _LEFT.append(request)

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from . import mpi_calls as calls
 from .mpi_memory import Wait
 from .mpi_watch import Watch
-from .shared_memory import BlockingCollective, ShmAllReduce, ShmBarrier, make_barrier
+from .shared_memory import BlockingCollective, DecidedCollective, ShmAllReduce, ShmBarrier, make_barrier
 from .transport import CollectiveArgs, Request
 
 
@@ -49,7 +49,10 @@ class ProcessGroup:
         if isinstance(barrier, ShmBarrier) and barrier.takes(args):
             return ShmAllReduce(barrier, comm, args).begin
         what = f"{args.op} among ranks {self._names}, which have all come"
-        return BlockingCollective(barrier, comm, calls.call(comm, args, True), self.watch, what, self.look).begin
+        call = calls.call(comm, args, True)
+        if isinstance(barrier, ShmBarrier):
+            return DecidedCollective(barrier, comm, call, self.watch, what).begin
+        return BlockingCollective(barrier, comm, call, self.watch, what, self.look).begin
 
     def free(self) -> None:
         """Give back the communicator."""

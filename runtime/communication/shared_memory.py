@@ -15,6 +15,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Protocol
 
 import numpy as np
@@ -35,6 +36,9 @@ _FEW = 8
 _PROGRESS = 127
 _FRESH, _LINGER = 0.5, 1.0
 """Seconds: how old a rank's knowledge of failures may be when it arrives, and how long one that has arrived stays."""
+_CAME, _WITHDREW, _DECIDING, _MADE = range(4)
+"""Rounds in a rank's line: its last arrival, its withdrawal, and of the first rank, on which it decides and that it has decided."""
+_MOMENT = 1e-5
 _ORDERED = platform.machine().lower() in ("x86_64", "amd64")
 
 
@@ -86,8 +90,10 @@ class ShmBarrier:
         self.comm = comm
         self.round = 0
         self.memory = memory
-        self.cells = [memory[at : at + 8].cast("q") for at in range(0, _LINE * comm.size, _LINE)]
+        self.cells = [memory[at : at + _LINE].cast("q") for at in range(0, _LINE * comm.size, _LINE)]
         self.others: Sequence[Cell] = [cell for rank, cell in enumerate(self.cells) if rank != comm.rank]
+        self._held = Lock()
+        self._held.acquire()
 
     @staticmethod
     def size(ranks: int) -> int:
@@ -97,6 +103,11 @@ class ShmBarrier:
     def arrive(self) -> None:
         self.round += 1
         self.cells[self.comm.rank][0] = self.round
+
+    def fence(self) -> None:
+        """What this rank has stored is seen by all before it loads anything more: a release and an acquire order both on x86 and ARM."""
+        self._held.release()
+        self._held.acquire()
 
     def takes(self, args: CollectiveArgs) -> bool:
         """Whether a collective is an AllReduce that is small enough."""
@@ -165,9 +176,10 @@ class OnceAllHaveCome:
 class BlockingCollective(OnceAllHaveCome):
     """A call of MPI that blocks: made when all have come, it returns at once.
 
-    Who has arrived must make the call once all have, for the others are inside, and nothing interrupts them there. So a rank that learns
-    of a failure does not arrive, and one that has arrived by then stays for a second (`linger`): whoever has not heard of it comes within
-    that time, since `look`, which raises where a rank has failed, is never older than half a second when a rank arrives.
+    Who has arrived must make the call once all have, for the others are inside, and nothing interrupts them there. Here that rests on
+    times, as an arrival at MPI's barrier cannot be taken back. A rank that learns of a failure does not arrive, and one that has
+    arrived by then stays for a second (`linger`): whoever has not heard of it comes within that time, since `look`, which raises where a
+    rank has failed, is never older than half a second when a rank arrives. Who is held up for longer between the two is left inside.
     """
 
     def __init__(
@@ -183,8 +195,13 @@ class BlockingCollective(OnceAllHaveCome):
         self.look = look
         self.looked = 0.0
         self.call = call
+        self.called = False
         self.watch = watch
         self.what = lambda: what
+
+    def begin(self) -> Request:
+        self.called = False
+        return super().begin()
 
     def arrive(self) -> None:
         now = time.monotonic()
@@ -196,13 +213,79 @@ class BlockingCollective(OnceAllHaveCome):
     def linger(self) -> None:
         """Makes the call with those who come within a second, where this rank has arrived and gives up for another's failure."""
         end = time.monotonic() + _LINGER
-        while self.here and not self.Test() and time.monotonic() < end:
+        while self.here and not self.called and not self.Test() and time.monotonic() < end:
             time.sleep(1e-3)
 
     def complete(self) -> None:
+        self.called = True
         self.watch.begin(self.what)
         self.call()
         self.watch.end()
+
+
+class DecidedCollective(BlockingCollective):
+    """A call of MPI that blocks, among ranks that share memory: the first of them decides alone whether it is made.
+
+    When all have come it says that it decides, looks whether any has withdrawn, and says that the call is made or is not. Who gives
+    up says that it withdraws, and looks whether the first rank is deciding. If it is not, it will see the withdrawal before it
+    decides; if it is, it says a moment later what it has decided, and who withdraws makes the call with the others or goes. As each of the
+    two makes its own store seen before it looks at the other's (`fence`), one of them sees the other's: no time matters.
+    """
+
+    def __init__(
+        self, barrier: ShmBarrier, comm: MPI.Intracomm, call: Callable[[], object], watch: Watch, what: str
+    ) -> None:
+        super().__init__(barrier, comm, call, watch, what, lambda: None)
+        self.mine, self.first = barrier.cells[comm.rank], barrier.cells[0]
+        self.decides = comm.rank == 0
+        self.fence = barrier.fence
+
+    def arrive(self) -> None:
+        self.arrivals.arrive()
+
+    def Test(self) -> bool:
+        if not self.here:
+            self.arrive()
+            self.here = True
+        number = self.arrivals.round
+        if self.decided(number) if self.decides else self.first[_MADE] >= number:
+            self.complete()
+            return True
+        self.tests += 1
+        if self.tests & _PROGRESS == 0:
+            self.comm.Iprobe()
+        return False
+
+    def decided(self, number: int) -> bool:
+        """Whether the call is made, as the first rank decides."""
+        for cell in self.others:
+            if cell[_CAME] < number:
+                return False
+        self.mine[_DECIDING] = number
+        self.fence()
+        if any(cell[_WITHDREW] >= number for cell in self.others):
+            self.mine[_DECIDING] = 0
+            return False
+        self.mine[_MADE] = number
+        return True
+
+    def linger(self) -> None:
+        """Withdraws, or makes the call where that is decided; where the first rank is killed as it decides, a second is enough."""
+        if not self.here or self.called:
+            return
+        number, end = self.arrivals.round, time.monotonic() + _LINGER
+        if self.decides:
+            self.mine[_DECIDING] = self.mine[_MADE]
+        else:
+            self.mine[_WITHDREW] = number
+        self.fence()
+        while time.monotonic() < end:
+            if self.first[_MADE] >= number:
+                self.complete()
+                return
+            if self.first[_DECIDING] != number:
+                return
+            time.sleep(_MOMENT)
 
 
 class ShmAllReduce(OnceAllHaveCome):
