@@ -1,6 +1,6 @@
 """Nodes that onnxruntime has no CPU kernel for in 16 bits compute in float32, between Casts.
 
-    %h = MatMul(%x, %w)     ->     %h.float = MatMul(%x.read, %w.read);  %h = Cast(%h.float)
+    %h = MatMul(%x, %w)     ->     %h.unrounded = MatMul(%x.read, %w.read);  %h = Cast(%h.unrounded)
 
 All but what moves elements does so in bfloat16, which onnxruntime then loads, and most in float16, where it would put Casts around
 nodes itself, and take those out that follow each other: nothing would be rounded within a session, and no sum leave the range of float16.
@@ -88,7 +88,7 @@ class _Fitting:
         for name in halves:
             kind = self.known[name]
             if name in made and kind is not None:
-                names[name] = self._new(name, "float")
+                names[name] = self._new(name, "unrounded")
                 after.append(self._cast(step, names[name], name, kind))
         return [*before, replace(step, node=with_names(node, names)), *after]
 
