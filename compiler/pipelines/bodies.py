@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import onnx_ir as ir
 from partc.compiler.ir.rank_program import CommOp, ComputeOp, RankOp, TaskBody, made_names, read_names
 from partc.compiler.pipelines.phases import Label, Labels, Phase, Place, Unit
 from partc.compiler.pipelines.stages import NodeStages
@@ -81,14 +82,17 @@ def _is_message(step: RankOp) -> bool:
 
 
 class Inlined:
-    """The ops of a unit that are once a step, and stand in the bodies that read them: transposes that matrix products take in."""
+    """The ops of a unit that are once a step, and stand in the bodies that read them: transposes that matrix products take in, and
+    small constants, which onnxruntime infers shapes by.
+    """
 
     def __init__(self, unit: Unit, labels: Sequence[Label]) -> None:
         self.unit = unit
         self.makers = {
             name: step
             for step, label in zip(unit.steps, labels, strict=True)
-            if label.phase is Phase.ONCE and isinstance(step, ComputeOp) and step.node.op_type == "Transpose"
+            if label.phase is Phase.ONCE and isinstance(step, ComputeOp)
+            if step.node.op_type == "Transpose" or _is_small_constant(step)
             for name in made_names(step)
         }
 
@@ -103,8 +107,9 @@ class Inlined:
                 found[name] = self.makers[name]
 
         for step in steps:
-            if isinstance(step, ComputeOp) and step.node.op_type in _PRODUCTS:
-                for name in read_names(step):
+            product = isinstance(step, ComputeOp) and step.node.op_type in _PRODUCTS
+            for name in read_names(step):
+                if name in self.makers and (product or _is_small_constant(self.makers[name])):
                     add(name)
         return [*found.values()]
 
@@ -142,6 +147,13 @@ def body_of(unit: Unit, label: Label, steps: Sequence[ComputeOp | CommOp], wante
         steps=tuple(steps),
         types={name: types[name] for name in (*reads, *sorted(made)) if name in types},
     )
+
+
+def _is_small_constant(step: ComputeOp) -> bool:
+    if step.node.op_type != "Constant":
+        return False
+    tensor = ir.convenience.get_const_tensor(step.node.outputs[0])
+    return tensor is not None and tensor.size <= _SMALL
 
 
 def _is_small(constant: object) -> bool:

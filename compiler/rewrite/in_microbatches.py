@@ -1,8 +1,8 @@
 """Pass: a program that does not train, of a plan with microbatches, becomes the program of one microbatch.
 
-Which values hold records, and that the rest is the same in every microbatch, follows from the ops' rules (`sharding/records.py`). The model
-stays as it is, for it takes a batch of any size; where it fixes the size of the batch, sizes that its nodes are given as constants are
-divided. Then the shapes are inferred anew, of a microbatch, and held against those of the batch.
+Which values hold records, and that the rest is the same in every microbatch, follows from the ops' rules (`sharding/records.py`). Nodes
+that have records get the local form that they would have on a rank: extents that they are given are divided, and the shape of a value
+is that of the whole batch. Then the shapes are inferred anew, of a microbatch, and held against those of the batch.
 
     x: (batch, 6), 4 microbatches     h: (batch, 8), records along dim 0     y: (8,), the same in all of them
 """
@@ -14,6 +14,8 @@ from dataclasses import replace
 
 import onnx_ir as ir
 import sympy
+from onnx_shape_inference import SYM_DATA_KEY
+from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.analysis.part_symbols import quotient
 from partc.compiler.analysis.shapes import inferred
 from partc.compiler.dims.facts import Facts
@@ -21,10 +23,10 @@ from partc.compiler.dims.normal import normal
 from partc.compiler.dims.reading import read, symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.microbatched import Microbatched
-from partc.compiler.ir.program import Dim, Program, Shape, SymbolInfo
-from partc.compiler.ops.node import axes_of, constant_ints, operand
+from partc.compiler.ir.program import Array, Dim, Program, Shape, SymbolInfo, ValueInfo
+from partc.compiler.ops.rule import Rule
 from partc.compiler.rewrite.rewriting import Rewriting
-from partc.compiler.sharding.records import OWN, SIZES, Records
+from partc.compiler.sharding.records import Records, local_form
 
 _SHOWN = 3
 
@@ -38,16 +40,20 @@ def in_microbatches(program: Program) -> Program:
     given, symbols = _batch(program, count)
     found = Records(program, given, count)
     _refuse(program, found)
-    outputs = {value: state for value in program.model.graph.outputs if isinstance(state := found.state(value), int)}
+    graph = program.model.graph
     before = {value: program.values[value].shape for value in program.values}
     part = _smaller(program, found, count)
-    for value, dim in given.items():
-        size = value.shape[dim] if value.shape is not None else None
+    records = {value: found.rows[value].dim for value in (*graph.inputs, *graph.outputs) if value in found.rows}
+    for value, dim in records.items():
+        size = value.shape[dim] if value.is_graph_input() and value.shape is not None else None
         if value.shape is not None and isinstance(size, int):
             value.shape = ir.Shape([size // count if k == dim else one for k, one in enumerate(value.shape.dims)])
+    for node in graph:
+        for out in node.outputs:
+            out.metadata_props.pop(SYM_DATA_KEY, None)
     part = inferred(replace(part, symbols={**program.symbols, **symbols}))
     _hold(part, found, before, {symbol(name): symbol(name) / count for name in symbols}, program.symbols, count)
-    return replace(part, microbatched=Microbatched(count, {**given, **outputs}))
+    return replace(part, microbatched=Microbatched(count, records))
 
 
 def _batch(program: Program, count: int) -> tuple[dict[ir.Value, int], dict[str, SymbolInfo]]:
@@ -88,11 +94,12 @@ def _batch(program: Program, count: int) -> tuple[dict[ir.Value, int], dict[str,
 
 
 def _holding(dims: Mapping[ir.Value, tuple[int | ir.SymbolicDim, ...]]) -> dict[ir.Value, int]:
-    """The inputs that hold records: those with the batch, which is the first dim of the first input with one, at some place.
+    """The inputs that hold records: those that have the batch at some place; it is the first input's first dim, or its first dynamic one.
 
     An input with another dynamic size at its first place holds records too, if no input has that size at a later one.
     """
-    first = next((some[0] for some in dims.values() if some), None)
+    own = next((some for some in dims.values() if some), ())
+    first = next((dim for dim in own if isinstance(dim, ir.SymbolicDim)), own[0] if own else None)
     if first is None:
         return {}
     if isinstance(first, int):
@@ -122,7 +129,7 @@ def _indivisible(value: ir.Value, dim: int, name: str, facts: Facts, where: str,
 
 
 def _refuse(program: Program, found: Records) -> None:
-    """Raises CompileError for nodes on the way to an output that cannot run by microbatches, and for outputs that are of no use then."""
+    """Raises CompileError for nodes on the way to an output that cannot run by microbatches, and outputs whose records lie apart."""
     rules, graph = program.plan.pipeline, program.model.graph
     assert rules is not None
     wanted = set(graph.outputs)
@@ -133,56 +140,106 @@ def _refuse(program: Program, found: Records) -> None:
         wanted.update(program.reads[node])
         if node in found.refused:
             named.append(f"{program.paths[node]} ({node.op_type}) {found.refused[node]}")
-    named += [
-        f"output '{value.name}' is of the number of records" for value in graph.outputs if found.state(value) is OWN
-    ]
+    apart = [value.name for value in graph.outputs if value in found.rows and found.rows[value].apart != 1]
+    named = [*named[::-1], *(f"output '{name}' has no dim of records alone" for name in apart)]
     if not named:
         return
-    shown = "; ".join(named[::-1][:_SHOWN])
+    shown = "; ".join(named[:_SHOWN])
     more = f", and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
-    first = next(iter(found.states))
+    first, dim = next((value, rows.dim) for value, rows in found.given.items())
     raise CompileError(
         Problem(
             rules.where,
             f"not all of the model can run by microbatches: {shown}{more}",
-            f"a microbatch knows its own records alone; records are along dim {found.states[first]} of '{first.name}'",
+            f"a microbatch knows its own records alone; records are along dim {dim} of '{first.name}'",
             "leave out `pipeline`, or have the model give what each record has, and reduce that outside of it",
         )
     )
 
 
 def _smaller(program: Program, found: Records, count: int) -> Program:
-    """The program where constant sizes that a node is given are those of a microbatch, and where the dims to squeeze are named."""
+    """The program with every node that takes or makes records in its local form, and constants of them cut."""
     work = Rewriting(program)
-    for node in list(work.graph):
-        if not node.outputs or not isinstance(dim := found.state(node.outputs[0]), int):
+    for value, rows in found.alike.items():
+        tensor = None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
+        if tensor is None or value not in found.rows:
             continue
-        out = node.outputs[0]
-        if node.op_type == "Squeeze" and not node.attributes.get("axes") and operand(node, 1) is None:
-            _name_axes(work, node)
-        for k in SIZES.get(node.op_type, ()):
-            sizes = constant_ints(node, k) if k < len(node.inputs) else None
-            if not sizes or node.op_type == "Tile" or out.shape is None:
-                continue
-            place = dim - len(out.shape) + len(sizes)
-            if place >= 0 and sizes[place] > 1 and sizes[place] % count == 0:
-                less = [size // count if at == place else size for at, size in enumerate(sizes)]
-                node.replace_input_with(k, work.constant(f"{out.name}.of_microbatch", less))
+        array = tensor.numpy()
+        less = array.take(range(array.shape[rows.dim] // count), rows.dim)
+        made = _constant(work, value.name or "", less)
+        value.replace_all_uses_with(made)
+        if (producer := value.producer()) is not None:
+            work.drop([producer])
+    for node, (rule, letter) in found.cut.items():
+        if rule.local is not None:
+            _localize(work, node, rule, letter, count)
     return work.done()
 
 
-def _name_axes(work: Rewriting, node: ir.Node) -> None:
-    """A microbatch may have one record, which a Squeeze of all dims of size 1 would take away, too."""
-    source = node.inputs[0]
-    axes = axes_of(node, 0 if source is None or source.shape is None else len(source.shape))
-    if source is None or source.shape is None or axes is None:
+def _localize(work: Rewriting, node: ir.Node, rule: Rule, letter: str, count: int) -> None:
+    """Rewrites a node as its local form says: nodes before it, its own operands and attributes, nodes behind it."""
+    local = local_form(work.before, node, rule, {letter: count}, {letter: 0})
+    assert rule.local is not None
+    rule.local(local)
+    there = {value.name or "": value for value in node.inputs if value is not None}
+    own = next(k for k, one in enumerate(local.nodes) if one.op_type == node.op_type)
+    given = [value.name or "" for value in local.nodes[own].inputs if value is not None]
+    if len(local.nodes) == 1 and given == [name for name in local.inputs if name]:
         return
-    named = axes or tuple(k for k, dim in enumerate(source.shape.dims) if dim == 1)
-    if work.graph.opset_imports.get("", 1) < 13:
-        node.attributes.add(ir.AttrInt64s("axes", named))
+    for name, array in local.constants.items():
+        there[name] = _constant(work, name, array)
+    for one in local.nodes[:own]:
+        _put(work, node, one, there)
+    new = local.nodes[own]
+    node.resize_inputs(len(new.inputs))
+    for k, value in enumerate(new.inputs):
+        node.replace_input_with(k, None if value is None else there[value.name or ""])
+    for attribute in new.attributes.values():
+        node.attributes.add(attribute)
+    if len(local.nodes) == own + 1:
         return
-    node.resize_inputs(2)
-    node.replace_input_with(1, work.constant(f"{node.outputs[0].name}.axes", list(named)))
+    out = node.outputs[0]
+    name = out.name or ""
+    made = work.like(out, name)
+    there[new.outputs[0].name or ""], there[name] = out, made
+    out.name = _free(work, new.outputs[0].name or "")
+    out.replace_all_uses_with(made, replace_graph_outputs=True)
+    at = node
+    for one in local.nodes[own + 1 :]:
+        at = _put(work, at, one, there, behind=True)
+
+
+def _free(work: Rewriting, name: str) -> str:
+    """The name of what is made for a microbatch: ranks' local forms take the plain words."""
+    name = f"{name}.of_microbatch"
+    while name in work.before.own_names:
+        name += "'"
+    return name
+
+
+def _constant(work: Rewriting, name: str, array: Array) -> ir.Value:
+    name = _free(work, name)
+    tensor = ir.Tensor(array, name=name)
+    kind = ir.TensorType(tensor.dtype)
+    value = ir.Value(name=name, type=kind, shape=ir.Shape(array.shape), const_value=tensor)
+    work.graph.register_initializer(value)
+    work.values[value] = ValueInfo(type_text(kind), array.shape, array.itemsize)
+    return value
+
+
+def _put(work: Rewriting, at: ir.Node, one: ir.Node, there: dict[str, ir.Value], behind: bool = False) -> ir.Node:
+    """A node of a local form in front of another, or behind it; `there` has its operands by their names, and gets what it makes."""
+    outputs = [
+        there.setdefault(value.name or "", ir.Value(name=_free(work, value.name or ""))) for value in one.outputs
+    ]
+    inputs = [None if value is None else there[value.name or ""] for value in one.inputs]
+    name = str(outputs[0].name) + (".of_batch" if behind else "")
+    node = ir.Node(one.domain, one.op_type, inputs, one.attributes.values(), outputs=outputs, name=name)
+    node.metadata_props.update(at.metadata_props)
+    node.meta.update(at.meta)
+    work.paths[node] = name
+    (work.graph.insert_after if behind else work.graph.insert_before)(at, node)
+    return node
 
 
 def _hold(
@@ -205,10 +262,10 @@ def _hold(
     def wrong(node: ir.Node) -> Iterator[str]:
         for out in node.outputs:
             whole, less = before.get(out), part.values[out].shape
-            state = found.state(out)
-            if whole is None or less is None or state is OWN:
+            if whole is None or less is None:
                 continue
-            have = [in_batch(dim, count if state == k else 1) for k, dim in enumerate(less)]
+            along = found.rows[out].dim if out in found.rows else None
+            have = [in_batch(dim, count if along == k else 1) for k, dim in enumerate(less)]
             if have != [in_whole(dim, known) for dim in whole]:
                 yield f"'{out.name}' is {_text(whole)} of a batch, and {_text(less)} of a microbatch"
 

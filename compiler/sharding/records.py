@@ -1,152 +1,222 @@
 """Which values hold records of a batch that is run as microbatches, one after the other, and along which dim.
 
-The law is that of a cut along the batch, `ops/rule.py`, in time instead of over ranks. A value is
+The law is that of a cut along the batch, `ops/rule.py`, in time instead of over ranks. A value holds the records of the microbatch along
+a dim, or is the same in every microbatch: weights, the shape of the batch, and what is made of them. A node takes records along one
+factor, which all its operands that have it must be cut along, and passes them to its outputs. What reduces over this factor, needs
+all of it, or needs to know which of the records it has, cannot be done by microbatches.
 
-    a dim      the records of the microbatch along it
-    EVERY      the same in every microbatch: weights, and what is made of them alone
-    OWN        of the microbatch's own size: `Shape(x)`, and what is computed of it; good for sizes alone
+A dim may hold records apart from each other: (seq, batch, 8) as (seq*batch, 8) has those of a record at every batch-th place. A Reshape
+makes such dims and takes them apart, and what goes by rows may stand between.
 
-A node takes records along one factor, which all its operands that have it take records of, and passes them to its outputs. What reduces
-over this factor, needs all of it, or needs to know which records of the batch it has, cannot be done by microbatches.
+A value that is the same in every microbatch, but is read along the factor of the records, is cut where all its records are alike, as
+those of an Expand, a ConstantOfShape or a constant of zeros.
 """
 
 from __future__ import annotations
 
-import enum
-import json
-from collections.abc import Collection, Mapping
-from typing import TypeAlias
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
-from onnx_shape_inference import SYM_DATA_KEY
+import sympy
+from partc.compiler.dims.facts import Facts
+from partc.compiler.dims.normal import is_whole, normal
 from partc.compiler.dims.reading import read
 from partc.compiler.ir.program import Program
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE, Rule
 
-SIZES: Mapping[str, Collection[int]] = {
-    "Reshape": (1,),
-    "Expand": (1,),
-    "Tile": (1,),
-    "Resize": (2, 3),
-    "Upsample": (1,),
-    "AffineGrid": (1,),
-    "ConstantOfShape": (0,),
-}
-"""By op the operands that say how large the output is, and nothing else."""
+TYPE_ALONE: Mapping[str, int] = {"CastLike": 1}
+"""By op the operand of which only the type is read."""
+_ROW, _ONE = "r", sympy.Integer(1)
+_LARGEST = 1 << 20
+"""The most elements of a constant whose records are compared."""
 
 
-class Lies(enum.Enum):
-    """How a value without records lies."""
+@dataclass(frozen=True)
+class Rows:
+    """The records of the batch along `dim`: `apart` times, one behind the other, all `size` of them."""
 
-    EVERY = "every"
-    OWN = "own"
-
-
-EVERY, OWN = Lies.EVERY, Lies.OWN
-State: TypeAlias = Lies | int
+    dim: int
+    size: sympy.Expr
+    apart: sympy.Expr = _ONE
 
 
 class Records:
-    """What `records_of_batch` finds: `states` by value, `EVERY` where there is none; `refused`: by node why it cannot be done."""
+    """What is found of a program whose inputs `given` hold records.
+
+    `rows`: by value how it holds records; `cut`: the nodes that take or make some, each with its rule and the factor of these; `refused`:
+    by node why it cannot be done by microbatches.
+    """
 
     def __init__(self, program: Program, given: Mapping[ir.Value, int], count: int) -> None:
         self.program, self.count = program, count
-        self.states: dict[ir.Value, State] = dict(given)
+        self.known: Mapping[str, Facts] = {name: info.facts for name, info in program.symbols.items()}
+        self.alike: dict[ir.Value, Rows] = {}
+        """Values that are cut although they are the same in every microbatch, for their records are alike; and further inputs."""
+        self.given = {value: Rows(dim, _size(value, dim)) for value, dim in given.items()}
+        while not self._walk():
+            pass
+
+    def _walk(self) -> bool:
+        """Goes through the graph; False once it finds another value that has to be cut."""
+        self.rows = {**self.given, **{value: one for value, one in self.alike.items() if value.producer() is None}}
+        self.cut: dict[ir.Node, tuple[Rule, str]] = {}
         self.refused: dict[ir.Node, str] = {}
-        first = (value.shape[dim] for value, dim in given.items() if value.shape is not None)
-        self.batch = {str(dim.value) for dim in first if isinstance(dim, ir.SymbolicDim)}
-        for node in program.model.graph:
+        before = len(self.alike)
+        for node in self.program.model.graph:
             if why := self._node(node):
                 self.refused[node] = why
-
-    def state(self, value: ir.Value | None) -> State:
-        """How a value lies."""
-        return EVERY if value is None else self.states.get(value, EVERY)
+            if len(self.alike) > before:
+                return False
+        return True
 
     def _node(self, node: ir.Node) -> str:
         """Finds how the outputs lie; gives why the node cannot be done by microbatches, or ''."""
-        if any(self.state(value) is not EVERY for value in self.program.around[node]):
+        if any(value in self.rows for value in self.program.around[node]):
             return "has a body that reads records of the batch"
-        places = [(k, state) for k, value in enumerate(node.inputs) if (state := self.state(value)) is not EVERY]
-        if not places:
-            return ""
-        at = {k: state for k, state in places if isinstance(state, int)}
-        own = [k for k, state in places if state is OWN]
-        if not at:
-            return self._sizes(node, own)
-        if any(k not in SIZES.get(node.op_type, ()) for k in own):
-            return "computes with the number of records in the batch"
-        return self._passed(node, rule_of(node), at)
-
-    def _sizes(self, node: ir.Node, own: Collection[int]) -> str:
-        """What is made of sizes: other sizes, or values whose records are all alike."""
-        if node.op_type in SIZES and all(k in SIZES[node.op_type] for k in own):
-            return self._alike(node)
-        if node.op_type == "Range":
-            return "numbers the records of the batch"
-        for out in node.outputs:
-            if out.shape is None or len(out.shape) > 1:
-                return "computes with the number of records in the batch"
-            self.states[out] = EVERY if self._holds_no_batch(out) else OWN
+        at = {k: self.rows[value] for k, value in enumerate(node.inputs) if value in self.rows}
+        at = {k: rows for k, rows in at.items() if TYPE_ALONE.get(node.op_type) != k}
+        if at:
+            return self._passed(node, at)
+        made = next(((k, self.alike[out]) for k, out in enumerate(node.outputs) if out in self.alike), None)
+        if made is not None:
+            k, rows = made
+            if node.op_type == "Constant":
+                self.rows[node.outputs[0]] = rows
+                return ""
+            rule = rule_of(node)
+            self._made(node, rule, _letter(rule.outputs[k], rows.dim), rows)
         return ""
 
-    def _alike(self, node: ir.Node) -> str:
-        """A value of the size of the batch made of nothing that has its records: they must be alike."""
-        out, source = node.outputs[0], node.inputs[0]
-        if out.shape is None or node.op_type not in ("ConstantOfShape", "Expand", "Tile"):
-            return "makes records of the batch of something else"
-        dims = [k for k, dim in enumerate(out.shape.dims) if self._speaks(dim)]
-        if len(dims) > 1:
-            return "makes a value whose size depends on the batch in two dims"
-        if not dims:
-            return ""
-        if node.op_type != "ConstantOfShape":
-            have = () if source is None or source.shape is None else source.shape.dims
-            k = dims[0] - len(out.shape) + len(have)
-            if source is None or source.shape is None or (k >= 0 and have[k] != 1):
-                return "makes records of the batch of something else"
-        self.states[out] = dims[0]
-        return ""
-
-    def _passed(self, node: ir.Node, rule: Rule, at: Mapping[int, int]) -> str:
+    def _passed(self, node: ir.Node, at: Mapping[int, Rows]) -> str:
         """Passes records on along the one factor that names them."""
-        letters = {_letter(rule.inputs[k] if k < len(rule.inputs) else None, dim) for k, dim in at.items()}
+        first = next(iter(at.values()))
+        if node.op_type == "Reshape" and 0 in at:
+            return self._reshaped(node, first)
+        rule = rule_of(node)
+        letters = {_letter(rule.inputs[k] if k < len(rule.inputs) else None, rows.dim) for k, rows in at.items()}
         letter = letters.pop()
         if letters or letter == WHOLE or letter in rule.replicated or letter in rule.units:
+            return "may bring records of the batch together"
+        if any(rows.apart != first.apart for rows in at.values()):
             return "may bring records of the batch together"
         for k, operand in enumerate(rule.inputs):
             value = node.inputs[k] if k < len(node.inputs) else None
             have = (operand or "").count(letter)
-            if value is not None and have and (k not in at or have > 1):
+            if value is None or not have or (k in at and have == 1):
+                continue
+            rows = replace(first, dim=(operand or "").index(letter))
+            if k in at or first.apart != 1 or not self._cut_alike(value, rows):
                 return f"takes '{value.name}', which is the same for all microbatches, by records of the batch"
-        if rule.local is not None and _asks_where(node, rule, letter, self.count):
+            return ""
+        if self._asks_where(node, rule, letter):
             return "needs to know which records of the batch it has"
+        return self._made(node, rule, letter, first)
+
+    def _made(self, node: ir.Node, rule: Rule, letter: str, rows: Rows) -> str:
+        """The outputs of a node that is cut along a factor."""
         for out, made in zip(node.outputs, rule.outputs, strict=False):
             if made is None and out.name:
                 return "may bring records of the batch together"
             if made is not None and letter in made:
-                self.states[out] = made.index(letter)
-            elif rule.reduce.get(letter) == "":  # Shape, Size
-                self.states[out] = EVERY if self._holds_no_batch(out) else OWN
-            elif out.name:
+                self.rows[out] = replace(rows, dim=made.index(letter))
+                if rows.apart != 1 and _dim(out, made.index(letter)) != _dim_like(node, rule, letter):
+                    return "may bring records of the batch together"
+            elif out.name and rule.reduce.get(letter) != "":  # as of Shape and Size, whose local form gives the whole
                 how = {"sum": "a sum", "max": "the largest", "min": "the smallest"}.get(rule.reduce.get(letter, ""), "")
                 return f"takes {how or 'something'} over the records of the batch"
+        self.cut[node] = rule, letter
         return ""
 
-    def _holds_no_batch(self, value: ir.Value) -> bool:
-        """Whether what a value of shape arithmetic holds is known, and says nothing of the batch: `Shape(x)[1]` is `seq`."""
-        held = value.metadata_props.get(SYM_DATA_KEY)
-        entries = [read(str(one)) for one in json.loads(held)] if held is not None else [None]
-        return bool(self.batch) and all(
-            one is not None and self.batch.isdisjoint(map(str, one.free_symbols)) for one in entries
-        )
+    def _reshaped(self, node: ir.Node, rows: Rows) -> str:
+        """Records stand as far apart in memory as before: so many times, so many of them, with so many elements each."""
+        source, target = (_dims(value) for value in (node.inputs[0], node.outputs[0]))
+        if source is None or target is None:
+            return "may bring records of the batch together"
+        before = sympy.prod(source[: rows.dim]) * rows.apart
+        ahead = _ONE
+        for k, dim in enumerate(target):
+            apart = normal(before / ahead, self.known) if ahead != 0 else ahead
+            if ahead != 0 and self._whole(apart) and self._whole(normal(dim / (apart * rows.size), self.known)):
+                made = replace(rows, dim=k, apart=apart)
+                self.rows[node.outputs[0]] = made
+                inputs, outputs = (
+                    "".join(_ROW if at == one else WHOLE for at in range(len(side)))
+                    for side, one in ((source, rows.dim), (target, k))
+                )
+                self.cut[node] = replace(rule_of(node), inputs=(inputs, WHOLE), outputs=(outputs,)), _ROW
+                return ""
+            ahead *= dim
+        return "may bring records of the batch together"
 
-    def _speaks(self, dim: int | ir.SymbolicDim) -> bool:
-        return isinstance(dim, ir.SymbolicDim) and (
-            dim.value is None or not self.batch.isdisjoint(map(str, dim.free_symbols()))
-        )
+    def _whole(self, expression: sympy.Expr) -> bool:
+        return expression != 0 and is_whole(sympy.expand(expression), self.known)
+
+    def _asks_where(self, node: ir.Node, rule: Rule, letter: str) -> bool:
+        """Whether the op's local form, cut along a factor, depends on which of its shards is meant."""
+        if rule.local is None:
+            return False
+        numbers = _Asked({letter: 0})
+        rule.local(local_form(self.program, node, rule, {letter: self.count}, numbers))
+        return numbers.asked
+
+    def _cut_alike(self, value: ir.Value, rows: Rows) -> bool:
+        """Has a value cut that is the same in every microbatch; False where its records are not alike."""
+        found = dict(self._alike(value, rows))
+        if not found or None in found:
+            return False
+        self.alike.update({one: how for one, how in found.items() if one is not None and how is not None})
+        return True
+
+    def _alike(self, value: ir.Value, rows: Rows) -> Iterator[tuple[ir.Value | None, Rows | None]]:
+        """The values that are cut if this one is; None among them where that cannot be."""
+        node, fails = value.producer(), (None, None)
+        if value in self.rows or value in self.alike or _dim(value, rows.dim) != rows.size:
+            yield fails if self.rows.get(value, self.alike.get(value)) != rows else (value, rows)
+            return
+        yield value, rows
+        if node is None:
+            if not value.is_graph_input() and not _same_records(value, rows.dim, self.count):
+                yield fails
+            return
+        if node.op_type == "Constant":
+            yield fails if not _same_records(value, rows.dim, self.count) else (value, rows)
+            return
+        rule = rule_of(node)
+        letter = _letter(rule.outputs[value.index() or 0] if rule.outputs else None, rows.dim)
+        if letter == WHOLE or letter in rule.replicated or letter in rule.units or self._asks_where(node, rule, letter):
+            yield fails
+            return
+        for operand, letters in zip(node.inputs, rule.inputs, strict=False):
+            if operand is not None and letters and letter in letters:
+                yield from self._alike(operand, replace(rows, dim=letters.index(letter)))
+
+
+def local_form(
+    program: Program, node: ir.Node, rule: Rule, shards: Mapping[str, int], numbers: Mapping[str, int]
+) -> Local:
+    """What a rule's local form is asked with: a node in a microbatch, one of so many shards."""
+    inputs = ["" if value is None else value.name or "" for value in node.inputs]
+    outputs = [value.name or "" for value in node.outputs]
+    shapes = {
+        value.name or "": program.values[value].shape
+        for value in (*node.inputs, *node.outputs)
+        if value is not None and value in program.values
+    }
+    smaller = dict(shapes)
+    for value, letters in (
+        *zip(node.inputs, rule.inputs, strict=False),
+        *zip(node.outputs, rule.outputs, strict=False),
+    ):
+        shape = None if value is None else shapes.get(value.name or "")
+        if value is not None and shape is not None and letters is not None:
+            smaller[value.name or ""] = tuple(
+                dim // shards.get(letter, 1) if isinstance(dim, int) else dim
+                for dim, letter in zip(shape, letters, strict=False)
+            )
+    return Local(node, rule, shards, numbers, inputs, outputs, shapes, smaller)
 
 
 class _Asked(dict[str, int]):
@@ -159,15 +229,42 @@ class _Asked(dict[str, int]):
         return super().get(key, default)
 
 
-def _asks_where(node: ir.Node, rule: Rule, letter: str, count: int) -> bool:
-    """Whether the op's local form, cut along a factor, depends on which of its shards is meant."""
-    assert rule.local is not None
-    numbers = _Asked({letter: 0})
-    names = ["" if value is None else value.name or "" for value in node.inputs]
-    made = [value.name or "" for value in node.outputs]
-    unknown = dict.fromkeys([*names, *made])
-    rule.local(Local(node, rule, {letter: count}, numbers, names, made, unknown, unknown))
-    return numbers.asked
+def _same_records(value: ir.Value, dim: int, count: int) -> bool:
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is None or tensor.size > _LARGEST or dim >= len(tensor.shape):
+        return False
+    array = tensor.numpy()
+    size = array.shape[dim] // count
+    first = array.take(range(size), dim)
+    return all((array.take(range(k * size, (k + 1) * size), dim) == first).all() for k in range(1, count))
+
+
+def _dims(value: ir.Value | None) -> list[sympy.Expr] | None:
+    if value is None or value.shape is None:
+        return None
+    found = [
+        read(str(dim.value)) if isinstance(dim, ir.SymbolicDim) else sympy.Integer(dim) for dim in value.shape.dims
+    ]
+    return None if None in found else found
+
+
+def _dim(value: ir.Value | None, dim: int) -> sympy.Expr | None:
+    dims = _dims(value)
+    return None if dims is None or dim >= len(dims) else dims[dim]
+
+
+def _dim_like(node: ir.Node, rule: Rule, letter: str) -> sympy.Expr | None:
+    """The size of the dim of a factor in the first operand that has it."""
+    for value, letters in zip(node.inputs, rule.inputs, strict=False):
+        if letters and letter in letters:
+            return _dim(value, letters.index(letter))
+    return None
+
+
+def _size(value: ir.Value, dim: int) -> sympy.Expr:
+    found = _dim(value, dim)
+    assert found is not None
+    return found
 
 
 def _letter(letters: str | None, dim: int) -> str:
