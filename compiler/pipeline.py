@@ -266,13 +266,8 @@ def _inner(program: Program, watch: Watch = lambda name: None) -> list[Program]:
     """The other programs of a plan that trains, over the same parameters; `program` is the step's."""
     if program.training is None or program.other is None:
         return []
-    kinds = [ProgramKind.EVALUATION, *([ProgramKind.ACCUMULATION] if program.training.accumulate > 1 else [])]
-    kinds += [ProgramKind.TOTALS] if program.training.totals else []
-    found = []
-    for kind in kinds:
-        watch(kind.name.lower())
-        found.append(program.other(program, kind))
-    return found
+    watch(ProgramKind.EVALUATION.name.lower())
+    return [program.other(program, ProgramKind.EVALUATION)]
 
 
 def _written(

@@ -116,17 +116,16 @@ def command(
 
 def _training(stats: Sequence[TrainingStats]) -> Iterator[Table]:
     """Nodes of each phase, bytes of the state, and the buckets in which gradients are reduced."""
-    statistics, sums = any(one.statistics for one in stats), any(one.sums for one in stats)
+    statistics = any(one.statistics for one in stats)
     columns = [">rank", ">forward", ">backward", ">update", ">parameters", ">optimizer"]
     columns += [
         *([">statistics"] if statistics else []),
-        *([">accumulated gradients"] if sums else []),
         "gradient buckets",
     ]
     table = Table(columns, title="training")
     for one in stats:
         kept = [one.parameters, one.optimizer]
-        kept += [*([one.statistics] if statistics else []), *([one.sums] if sums else [])]
+        kept += [one.statistics] if statistics else []
         buckets = f"{one.buckets}, {size(one.bucket_bytes)}" if one.buckets else "none"
         table.add(one.rank, one.forward, one.backward, one.update, *map(size, kept), buckets)
     if stats:

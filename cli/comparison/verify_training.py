@@ -8,7 +8,7 @@ of `partc train`, through data, checkpoint and metrics in files.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from partc.runtime.artifact.dtypes import Array
 from partc.runtime.artifact.lr_schedule import scalars
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.errors import UsageError
-from partc.runtime.training.trainer import PART, STEP
+from partc.runtime.training.trainer import STEP
 
 if TYPE_CHECKING:
     from partc.cli.job.inputs import Value
@@ -108,25 +108,12 @@ def compared(
 
 
 def _one_step(manifest: Manifest, records: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of the first step: a part of the batch where that is cut into some, and the scalars."""
+    """The inputs of the first step: the batch and the scalars."""
     training = manifest.training
     assert training is not None
-    size = len(next(iter(records.values()))) // training.accumulate
     hyper = {name: float(value) for name, value in training.optimizer.items() if isinstance(value, int | float)}
-    numbers = scalars([name for name in training.scalars if name not in (STEP, PART)], 0, hyper)
-    given = _part(records, training.fixed, size) | {name: np.array(x) for name, x in numbers.items()}
-    ports = {port.name: port for port in manifest.inputs}
-    totals = {
-        name: np.ones([int(dim) for dim in ports[name].shape or ()], np.float32)
-        for name in training.totals
-        if name in ports
-    }
-    return given | totals | {STEP: np.array(0, np.int64), PART: np.array(0, np.int64)}
-
-
-def _part(records: Mapping[str, Any], fixed: Sequence[str], size: int) -> dict[str, Any]:
-    """The first records of a batch, with what has one value for all."""
-    return {name: array if name in fixed else array[:size] for name, array in records.items()}
+    numbers = scalars([name for name in training.scalars if name != STEP], 0, hyper)
+    return {**records, **{name: np.array(x) for name, x in numbers.items()}, STEP: np.array(0, np.int64)}
 
 
 def _records(manifest: Manifest, values: Mapping[str, Value]) -> dict[str, Any]:

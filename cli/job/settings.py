@@ -58,22 +58,15 @@ def check_batch(batch: int, manifest: Manifest) -> None:
     from partc.runtime.execution.symbol_bindings import is_legal, refusal
 
     assert manifest.training is not None
-    parts = manifest.training.accumulate
-    if batch % parts:
-        raise UsageError(
-            f"a batch of {batch} cannot be split into {parts} microbatches\n  help: use a multiple of {parts}"
-        )
-    size = batch // parts
     problems: dict[str, str] = {}
-    own = {*manifest.training.fixed, *manifest.training.totals, *manifest.training.scalars}
-    laws = {**manifest.symbols, **manifest.training.symbols}
+    own = {*manifest.training.fixed, *manifest.training.scalars}
     for port in (port for port in manifest.inputs if port.name not in own):
         dim = port.shape[0] if port.shape else ""
-        law = laws.get(dim) if isinstance(dim, str) else None
+        law = manifest.symbols.get(dim) if isinstance(dim, str) else None
         if law is not None and not is_legal(batch, law):
             problems.setdefault(str(dim), refusal(f"the batch, '{dim}' of input '{port.name}',", batch, str(dim), law))
-        elif isinstance(dim, int) and dim != size:
-            problems[port.name] = f"the batch is {size}, and input '{port.name}' was compiled for {dim}"
+        elif isinstance(dim, int) and dim != batch:
+            problems[port.name] = f"the batch is {batch}, and input '{port.name}' was compiled for {dim}"
     if problems:
         raise UsageError("\n".join(problems.values()))
 

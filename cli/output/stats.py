@@ -82,7 +82,7 @@ def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankS
         nodes=sum(node.domain != DOMAIN for node in model.graph.node),
         segments=sum(isinstance(step, Segment) for step in steps),
         weights=weights,
-        peak=weights + kept["optimizer"] + kept["gradient"] + live,
+        peak=weights + kept["optimizer"] + live,
         unknown_values=unknown,
         sent=moved([*(one for one in transfers if one.source == rank), *collectives], sizes),
         received=moved([*(one for one in transfers if one.target == rank), *collectives], sizes),

@@ -17,7 +17,6 @@ from partc.runtime.artifact.format import (
     ALL_REDUCE,
     BYTES,
     DOMAIN,
-    GRADIENT,
     OPTIMIZER,
     REDUCE_SCATTER,
     SCALE,
@@ -42,14 +41,13 @@ class TrainingStats:
     parameters: int
     optimizer: int
     statistics: int
-    sums: int
     buckets: int
     bucket_bytes: int
 
 
 def kept_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
-    """By kind the bytes of what a rank keeps from step to step, and from part to part of a batch (`gradient`)."""
-    found = {"parameter": 0, "optimizer": 0, "statistics": 0, GRADIENT: 0, SCALE: 0}
+    """By kind the bytes of what a rank keeps from step to step."""
+    found = {"parameter": 0, "optimizer": 0, "statistics": 0, SCALE: 0}
     for record in manifest.state:
         dtype = dense(record.type)
         if rank in record.ranks and dtype is not None:
@@ -71,7 +69,6 @@ def training_stats(manifest: Manifest, model: ModelProto, rank: int, sizes: Mapp
         parameters=kept["parameter"],
         optimizer=kept["optimizer"],
         statistics=kept["statistics"],
-        sums=kept[GRADIENT],
         buckets=len(buckets),
         bucket_bytes=sum(_stated_bytes(node, sizes) for node in buckets),
     )

@@ -12,7 +12,7 @@ from partc.compiler.emit.manifest import manifest_of, program_name
 from partc.compiler.emit.rank_model import rank_model
 from partc.compiler.emit.weights import Location, Stored, owners, write_weights
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.program import Program, ProgramKind
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import (
     ComputeOp,
     RankProgram,
@@ -34,22 +34,12 @@ def emit(
 ) -> fmt.Manifest:
     """Writes `program` to the folder `out` and gives the manifest; `sources` are the records of `model` and `plan`, `texts` more files.
 
-    `inner` are the other programs of one that trains, which stand beside it over the same state; those of a microbatch become artifacts
-    inside, whose files the manifest lists too. The same program gives the same bytes. `out` is replaced only if it is empty or an
-    artifact and nothing else, and only by a whole one, at which `prove` has looked.
+    `inner` are the other programs of one that trains, which stand beside it over the same state. The same program gives the same bytes.
+    `out` is replaced only if it is empty or an artifact and nothing else, and only by a whole one, at which `prove` has looked.
     """
     refuse_to_replace(out)
     with replacing_folder(out) as folder:
-        files: dict[str, fmt.FileRecord] = {}
-        beside = [other for other in inner if other.kind is ProgramKind.EVALUATION]
-        for other in inner:
-            if other not in beside:
-                name = other.kind.value
-                (folder / name).mkdir()
-                made = _write_all([other], folder / name, sources, {}, {})
-                record = _record(folder / name / fmt.MANIFEST)
-                files |= {f"{name}/{file}": one for file, one in {**made.files, fmt.MANIFEST: record}.items()}
-        manifest = _write_all([program, *beside], folder, sources, texts or {}, files)
+        manifest = _write_all([program, *inner], folder, sources, texts or {})
         prove(folder)
         return manifest
 
@@ -65,7 +55,6 @@ def _write_all(
     folder: Path,
     sources: Mapping[str, fmt.SourceRecord | None],
     texts: Mapping[str, str],
-    inner: Mapping[str, fmt.FileRecord],
 ) -> fmt.Manifest:
     """Writes the programs of an artifact, the main one first; its manifest."""
     files: dict[str, fmt.FileRecord] = {}
@@ -78,7 +67,6 @@ def _write_all(
         files |= written
         locations |= found
         rank_files.append(_write_ranks(program, folder, name, files, locations))
-    files |= inner
     for file, text in texts.items():
         files[file] = _write_text(folder, file, text)
     manifests = [
@@ -125,11 +113,6 @@ def _of_ranks(ranks: Sequence[int]) -> bytes:
     """The metadata of a rank file about its ranks, as bytes to append: concatenated protobuf messages are merged."""
     entry = onnx.StringStringEntryProto(key=fmt.OF_RANKS, value=fmt.ranks_text(ranks))
     return bytes(onnx.ModelProto(metadata_props=[entry]).SerializeToString(deterministic=True))
-
-
-def _record(path: Path) -> fmt.FileRecord:
-    data = path.read_bytes()
-    return fmt.FileRecord(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 def _write_text(folder: Path, file: str, text: str) -> fmt.FileRecord:

@@ -74,9 +74,8 @@ def _training(program: Program) -> fmt.TrainingRecord | None:
     """The training record, in the manifest of the step's program alone."""
     if program.training is None or program.training.part is not ProgramKind.STEP:
         return None
-    symbols = {name: _law(info.whole) for name, info in sorted(program.symbols.items()) if info.whole is not None}
     guard = "".join(str(value.name) for value in _guards(program))
-    return program.training.record().model_copy(update={"symbols": symbols, "guard": guard})
+    return program.training.record().model_copy(update={"guard": guard})
 
 
 def _guards(program: Program) -> list[ir.Value]:
@@ -116,7 +115,8 @@ def _state(program: Program) -> list[fmt.StateRecord]:
 
 def _kept(program: Program, first: StateTensor, holders: Mapping[ShardedValue, Sequence[int]]) -> fmt.StateRecord:
     info = program.values[first.version.value]
-    part: PackedBox | None = None if first.kind == "gradient" else first.version.value.meta.get(PART)
+    assert first.kind != "gradient", "the sums of microbatches' gradients are values of a step"
+    part: PackedBox | None = first.version.value.meta.get(PART)
     ranks, boxes = _lying(holders, part)
     shape = info.shape if part is None else part.shape
     return fmt.StateRecord(

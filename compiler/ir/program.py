@@ -45,17 +45,15 @@ class ProgramKind(Enum):
 
     STEP = ""
     """A whole step, with the update."""
-    ACCUMULATION = "accumulation"
-    """A part of a batch but the last: its gradients are added to sums that are kept."""
     EVALUATION = "evaluate"
     """The loss and the metrics alone."""
     TOTALS = "totals"
-    """What the parts of a batch are given of the whole batch."""
+    """What microbatches are given of the whole batch; it becomes part of the step."""
 
     @property
     def backward(self) -> bool:
         """Whether gradients are computed."""
-        return self in (ProgramKind.STEP, ProgramKind.ACCUMULATION)
+        return self is ProgramKind.STEP
 
 
 @dataclass(frozen=True)

@@ -83,10 +83,5 @@ class Training:
             optimizer={"type": self.optimizer.type, "lr": self.optimizer.lr, **self.optimizer.hyper},
             schedule=dict(self.schedule),
             settings=dict(self.settings),
-            accumulate=self.accumulate,
-            accumulation=ProgramKind.ACCUMULATION.value if self.accumulate > 1 else "",
-            summed=sorted(self.summed),
-            totals=list(self.totals),
             fixed=list(self.fixed),
-            pieces=self.pieces,
         )

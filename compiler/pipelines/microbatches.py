@@ -35,8 +35,9 @@ from partc.compiler.ir.rank_program import (
 )
 from partc.compiler.ir.training import Training
 from partc.compiler.pipelines.batch_dims import BatchDims
+from partc.compiler.pipelines.batch_totals import write_totals
 from partc.compiler.pipelines.bodies import LETTERS, Inlined, Slot, body_name, body_of, readers_beside, slots
-from partc.compiler.pipelines.phases import UPDATE, Label, Labels, Phase, Place, Unit, in_order
+from partc.compiler.pipelines.phases import UPDATE, Label, Labels, Phase, Place, Unit
 from partc.compiler.pipelines.records import Records
 from partc.compiler.pipelines.row import Names, Row
 from partc.compiler.pipelines.stages import NodeStages
@@ -74,11 +75,11 @@ class _Rows:
         self.training = program.training
         self.dims = BatchDims(program.symbols, count)
         self.events: list[Event] = []
-        self.tags: dict[tuple[bool, int], int] = {}
+        self.tags: dict[int, int] = {}
+        self.total_tags: dict[tuple[int, int | None], int] = {}
         self.unused = 0
         """The first tag that no event has."""
-        self.listed = {False: {event.tag: event for event in program.events}}
-        self.listed[True] = {event.tag: event for event in totals.events} if totals else {}
+        self.listed = {event.tag: event for event in program.events}
         self.names = Names((unit.program for unit in units), count)
         self.records = Records(program, units, self.dims, self.names)
         self.slots = slots(units, labels, stages)
@@ -101,10 +102,11 @@ class _Rows:
             label = self.labels.steps[places[0][0]][places[0][1]]
             once += places if label.phase is Phase.ONCE else ()
             last += places if label == UPDATE else ()
-        if self.totals is not None:
-            self._prelude(self.totals)
         for row in self.rows:
             self.records.deal(row)
+        if self.totals is not None:
+            summed = self.training.summed if self.training else ()
+            write_totals(self.totals, self.rows, self.names, self._of_totals, summed)
         self._make_bodies()
         self._write(
             [place for place in once if self.units[place[0]].steps[place[1]] not in self.inlined[place[0]]], None
@@ -125,8 +127,8 @@ class _Rows:
         inlined = [Inlined(unit, labels) for unit, labels in zip(self.units, self.labels.steps, strict=True)]
         for label, slot in self.slots.items():
             for event in slot.events:
-                if (False, event.tag) not in self.tags:
-                    self.tags[False, event.tag] = self.unused
+                if event.tag not in self.tags:
+                    self.tags[event.tag] = self.unused
                     self.unused += self.count
             for k, steps in slot.bodies.items():
                 row, wanted = self.rows[k], beside[k].get(label, set())
@@ -148,7 +150,7 @@ class _Rows:
         for step in body.steps:
             if isinstance(step, CommOp):
                 inputs, outputs = (tuple(names.get(n, n) for n in some) for some in (step.inputs, step.outputs))
-                amount, tag = self.dims.text(step.bytes), self.tags[False, step.tag]
+                amount, tag = self.dims.text(step.bytes), self.tags[step.tag]
                 steps.append(replace(step, inputs=inputs, outputs=outputs, tag=tag, bytes=amount))
             else:
                 steps.append(self._named(step, names))
@@ -164,7 +166,7 @@ class _Rows:
     def _call(self, label: Label, slot: Slot, k: int) -> None:
         """Writes a task of a microbatch: the calls of all its ranks, then the events beside them; events are listed in order."""
         for event in slot.events:
-            self._list(self.listed[False][event.tag], k)
+            self._list(self.listed[event.tag], k)
         for row in self.rows:
             if (body := row.bodies.get(label)) is not None:
                 row.steps.append(self._called(row, label, body, k))
@@ -203,11 +205,14 @@ class _Rows:
         """Writes ops of all ranks once, in the order that all have in common."""
         for at, place in places:
             row, step = self.rows[at], self.units[at].steps[place]
-            if isinstance(step, CommOp) and (False, step.tag) not in self.tags:
-                self.tags[False, step.tag] = self.unused
+            if isinstance(step, CommOp) and step.tag not in self.tags:
+                self.tags[step.tag] = self.unused
                 self.unused += 1
-                self._list(self.listed[False][step.tag], None)
-            row.steps.append(self._copied(row, step, k))
+                self._list(self.listed[step.tag], None)
+            if isinstance(step, ComputeOp) and row.unit.adds_up(step):
+                row.add_alike(step, self.names)
+            else:
+                row.steps.append(self._copied(row, step, k))
 
     def _copied(self, row: Row, step: RankOp, k: int | None) -> RankOp:
         """An op with the names of a microbatch, or of none."""
@@ -218,7 +223,7 @@ class _Rows:
                 if name in row.types:
                     row.types[names[name]] = row.types[name]
         if isinstance(step, CommOp):
-            return self._renamed(step, names, False, k)
+            return self._renamed(step, names, k)
         assert isinstance(step, ComputeOp)
         return self._named(step, names)
 
@@ -232,45 +237,30 @@ class _Rows:
                     inner[value.name or ""] = names[there]
         return replace(step, node=with_names(step.node, names), captured=inner)
 
-    def _renamed(self, step: CommOp, names: Mapping[str, str], total: bool, k: int | None) -> CommOp:
+    def _renamed(self, step: CommOp, names: Mapping[str, str], k: int | None) -> CommOp:
         """A message or collective with its own tag."""
         inputs, made = (tuple(names.get(name, name) for name in some) for some in (step.inputs, step.outputs))
-        amount = step.bytes if total else self.dims.text(step.bytes)
-        return replace(step, inputs=inputs, outputs=made, tag=self.tags[total, step.tag] + (k or 0), bytes=amount)
+        tag = self.tags[step.tag] + (k or 0)
+        return replace(step, inputs=inputs, outputs=made, tag=tag, bytes=self.dims.text(step.bytes))
 
-    def _list(self, event: Event, k: int | None, total: bool = False) -> None:
+    def _list(self, event: Event, k: int | None) -> None:
         """Lists an event of a microbatch, or of none, in the order in which all ranks come to it."""
-        shape, amount = event.shape, event.bytes
-        if not total:
-            shape, amount = self.dims.shape(shape), self.dims.text(amount)
+        shape, amount = self.dims.shape(event.shape), self.dims.text(event.bytes)
         name = event.name if k is None else self.names.in_microbatch(event.name, k)
-        tag = self.tags[total, event.tag] + (k or 0)
+        tag = self.tags[event.tag] + (k or 0)
         self.events.append(replace(event, tag=tag, name=name, shape=shape, bytes=amount))
 
-    def _prelude(self, totals: Program) -> None:
-        """The numbers of the whole batch that every microbatch reads."""
-        by_rank = {one.rank: one for one in totals.parts}
-        units = [by_rank[row.unit.program.rank] for row in self.rows]
-        renamed: list[dict[str, str]] = []
-        for row, unit in zip(self.rows, units, strict=True):
-            given = {held.name for held in (*unit.inputs, *unit.weights)}
-            out = {held.name for held in unit.outputs}
-            made = [name for step in unit.steps for name in made_names(step) if name]
-            names = {name: self.names.of(name, "of_batch") for name in (*made, *unit.constants) if name not in out}
-            row.constants |= {names[name]: array for name, array in unit.constants.items()}
-            row.types |= {names.get(name, name): one for name, one in unit.types.items() if name not in given}
-            renamed.append(names)
-        for places in in_order([unit.steps for unit in units]):
-            for at, k in places:
-                step, names = units[at].steps[k], renamed[at]
-                if isinstance(step, CommOp):
-                    if (True, step.tag) not in self.tags:
-                        self.tags[True, step.tag] = self.unused
-                        self.unused += 1
-                        self._list(self.listed[True][step.tag], None, True)
-                    self.rows[at].steps.append(self._renamed(step, names, True, None))
-                elif isinstance(step, ComputeOp):
-                    self.rows[at].steps.append(replace(step, node=with_names(step.node, names)))
+    def _of_totals(self, step: CommOp, names: Mapping[str, str], part: int | None) -> CommOp:
+        """A message or collective of what makes the batch's numbers, which is listed at its first end."""
+        key = step.tag, part
+        if key not in self.total_tags:
+            assert self.totals is not None
+            event = next(one for one in self.totals.events if one.tag == step.tag)
+            self.total_tags[key] = self.unused
+            self.events.append(replace(event, tag=self.unused, name=names.get(event.name, event.name)))
+            self.unused += 1
+        inputs, made = (tuple(names.get(name, name) for name in some) for some in (step.inputs, step.outputs))
+        return replace(step, inputs=inputs, outputs=made, tag=self.total_tags[key])
 
     def _finished(self) -> Program:
         done = {rank: made for row in self.rows for made in [self._program(row)] for rank in row.unit.ranks}

@@ -23,6 +23,7 @@ from partc.compiler.pipelines.task_costs import task_costs
 from partc.compiler.plan.pipeline import PipelineRules
 from partc.compiler.schedule.choose import choose
 from partc.compiler.schedule.costs import Costs
+from partc.compiler.schedule.in_turn import in_turn
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Edge, Stages, grouped
@@ -50,9 +51,12 @@ def pipeline(program: Program) -> Program:
     if rules.microbatches == 1:
         return undivided(program, units)
     costs = task_costs(program, units, labels, shape, rules.microbatches)
-    schedule = choose(
-        shape, rules.microbatches, rules.schedule, rules.memory, costs, rules.where, rows_where=rules.rows or None
-    )
+    if rules.accumulates and not shape.is_one_each:
+        schedule = in_turn(shape, rules.microbatches)
+    else:
+        schedule = choose(
+            shape, rules.microbatches, rules.schedule, rules.memory, costs, rules.where, rows_where=rules.rows or None
+        )
     split_backward(units, labels, {task.stage for row in schedule.rows for task in row if schedule.is_split(task)})
     made = rows_of(program, units, labels, stages, _order(schedule, costs), rules.microbatches, totals)
     return replace(made, schedule=schedule, costs=costs)

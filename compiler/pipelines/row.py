@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.program import Shape
-from partc.compiler.ir.rank_program import ComputeOp, Constant, RankOp, RankProgram, TaskBody, made_names, read_names
+from partc.compiler.ir.rank_program import (
+    ComputeOp,
+    Constant,
+    RankOp,
+    RankProgram,
+    TaskBody,
+    made_names,
+    read_names,
+    with_names,
+)
 from partc.compiler.pipelines.phases import Label, Unit
 
 
@@ -85,10 +94,24 @@ class Row:
                 continue
             (made,) = made_names(step)
             (kept,) = [name for name in read_names(step) if name in self.unit.sums]
-            value, shape = self.types[kept]
-            assert value.dtype is not None
-            sizes, zeros = names.of(kept, "shape"), names.of(kept, "zeros")
-            self.constants[sizes], self.types[zeros] = np.array(shape, np.int64), (value, shape)
-            tensor = ir.AttrTensor("value", ir.tensor(np.zeros(1, value.dtype.numpy())))
-            self.emit("ConstantOfShape", [sizes], [zeros], value=tensor)
-            self.sums[made] = zeros, kept
+            self.sums[made] = self._zeros(kept, names), kept
+
+    def add_alike(self, step: ComputeOp, names: Names) -> None:
+        """Writes the sum of a gradient that is the same in every microbatch, such as that of a decay of weights in the loss."""
+        (made,) = made_names(step)
+        (kept,) = [name for name in read_names(step) if name in self.unit.sums]
+        one, times = names.of(made, "of_one"), names.of(made, "times")
+        value, shape = self.types[made]
+        assert value.dtype is not None
+        self.types[one], self.constants[times] = (value, shape), np.array(names.count, value.dtype.numpy())
+        self.steps.append(replace(step, node=with_names(step.node, {kept: self._zeros(kept, names), made: one})))
+        self.emit("Mul", [one, times], [made])
+
+    def _zeros(self, kept: str, names: Names) -> str:
+        value, shape = self.types[kept]
+        assert value.dtype is not None
+        sizes, zeros = names.of(kept, "shape"), names.of(kept, "zeros")
+        self.constants[sizes], self.types[zeros] = np.array(shape, np.int64), (value, shape)
+        tensor = ir.AttrTensor("value", ir.tensor(np.zeros(1, value.dtype.numpy())))
+        self.emit("ConstantOfShape", [sizes], [zeros], value=tensor)
+        return zeros

@@ -23,6 +23,8 @@ from pydantic import (
 )
 
 MICROBATCH: Literal["microbatch"] = "microbatch"
+MOST_MICROBATCHES = 4096
+"""Every microbatch is written into the programs of the ranks."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class PipelineRules:
     rows: tuple[str, ...] = ()
     stages: tuple[StageRule, ...] = ()
     recompute: tuple[RecomputeRule, ...] = ()
+    accumulates: bool = False
+    """Whether it is a plan's `accumulate`, which says nothing of a pipeline."""
 
 
 def _listed(value: object) -> object:
@@ -80,7 +84,9 @@ class PipelineEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    microbatches: int = Field(ge=1, description="The number of equal parts of a batch, which follow each other.")
+    microbatches: int = Field(
+        ge=1, le=MOST_MICROBATCHES, description="The number of equal parts of a batch, which follow each other."
+    )
     schedule: str | list[str] | None = Field(
         None,
         description="The order of the stages' tasks: gpipe, 1f1b, interleaved, zb_h1, zbv, auto, or a row of tasks "

@@ -14,7 +14,7 @@ from partc.compiler.plan.dataset import KEYS, DatasetEntry, full_batch, said_twi
 from partc.compiler.plan.document import Document, parse_document, read_text
 from partc.compiler.plan.groups import frame_of
 from partc.compiler.plan.pattern import nearest
-from partc.compiler.plan.pipeline import PipelineEntry
+from partc.compiler.plan.pipeline import MICROBATCH, PipelineEntry, PipelineRules
 from partc.compiler.plan.precision import DynamicScaleEntry, PrecisionEntry
 from partc.compiler.plan.rules import (
     Dataset,
@@ -98,8 +98,12 @@ def parse_plan(text: str, name: str) -> Plan:
 def _plan(entries: PlanEntries, document: Document) -> Plan:
     where = document.where
     train = entries.train.rules(where) if entries.train else None
-    if train is not None and entries.pipeline is not None:
-        train = replace(train, accumulate=entries.pipeline.microbatches)
+    pipeline = entries.pipeline.rules(where) if entries.pipeline else None
+    if train is not None and pipeline is not None:
+        train = replace(train, accumulate=pipeline.microbatches)
+    elif train is not None and train.accumulate > 1:
+        place = where("train", "accumulate")
+        pipeline = PipelineRules(place, train.accumulate, statistics=MICROBATCH, accumulates=True)
     return Plan(
         file=document.file,
         ranks=entries.ranks,
@@ -120,7 +124,7 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
         sharding=tuple(entry.rule(pattern, where("sharding", pattern)) for pattern, entry in entries.sharding.items()),
         max_reshard_bytes=entries.max_reshard_bytes,
         train=train,
-        pipeline=entries.pipeline.rules(where) if entries.pipeline else None,
+        pipeline=pipeline,
         precision=entries.precision.rules(where) if entries.precision else None,
     )
 

@@ -31,15 +31,11 @@ class Gradient:
 
 @dataclass(frozen=True)
 class AccumulatedGradient:
-    """The sum of a parameter's gradients over the parts of a batch, not yet reduced over ranks.
-
-    `next` is what takes its place, "" where nothing does.
-    """
+    """The sum of a parameter's gradients over the parts of a batch, not yet reduced over ranks."""
 
     parameter: ir.Value
     version: ShardedValue
     name: str
-    next: str
 
 
 @dataclass(frozen=True)

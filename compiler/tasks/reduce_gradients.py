@@ -17,7 +17,7 @@ from typing import cast
 
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
-from partc.compiler.ir.program import Program, ProgramKind, ShardedValue
+from partc.compiler.ir.program import Program, ShardedValue
 from partc.compiler.ir.rank_program import ComputeOp, TaskKind
 from partc.compiler.ir.training import Training
 from partc.compiler.layout.reshard import lower
@@ -75,8 +75,6 @@ class GradientReduction:
             given = {
                 version: [self._added(value, version, names, at)] for at, (version, names) in enumerate(given.items())
             }
-            if self.training.part is ProgramKind.ACCUMULATION:
-                return
         defs = self._own_homes(defs)
         main = defs[0]
         share = shared_out(self.program, main, self.training.shard) if len(defs) == 1 else main
@@ -100,13 +98,12 @@ class GradientReduction:
         self._ready(value, self._total(self.update, given, target, wanted), target, defs)
 
     def _added(self, value: ir.Value, version: ShardedValue, names: Sequence[str], at: int) -> str:
-        """Adds a gradient to the kept sum of the batch's earlier parts, on the ranks that make it, before it is reduced; the sum's name."""
+        """Adds a gradient to the sum of those of the batch's earlier parts, before it is reduced over ranks; the sum's name."""
         total = self._sum(self.comm, version, names)
         kept = self.comm.builders.derived(f"{value.name}.grad.sum" + (f".{at + 1}" if at else ""))
         self.comm.builders.declare(version.group, kept, version.value, self.comm.values.local_shape(version))
         made = self._emit(self.comm, version, "Add", [kept, total], self.comm.builders.derived(f"{kept}.next"))
-        following = made if self.training.part is ProgramKind.ACCUMULATION else ""
-        self.accumulated.append(AccumulatedGradient(value, version, kept, following))
+        self.accumulated.append(AccumulatedGradient(value, version, kept))
         return made
 
     def _own_homes(self, defs: Sequence[ShardedValue]) -> list[ShardedValue]:

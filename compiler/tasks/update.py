@@ -85,7 +85,7 @@ class Updates:
         """Lists the sums of gradients over the parts of a batch."""
         for one in sums:
             parameter = _tensor(one.parameter)
-            self._keep(one.version, one.name, one.next, one.name, "gradient", parameter)
+            self._keep(one.version, one.name, "", one.name, "gradient", parameter)
 
     def _update(self, one: Gradient, clipped: bool) -> None:
         optimizer, learned = self.training.optimizer, self.training.parameters[one.parameter]

@@ -62,9 +62,7 @@ def in_parts(program: Program) -> Program:
     program = _arriving_whole(program, training.totals)
     if found.mixing and program.plan.pipeline is not None and program.plan.pipeline.statistics is None:
         raise CompileError(_refused(program, found))
-    warnings = (
-        program.warnings if training.part is ProgramKind.ACCUMULATION else (*program.warnings, *_told(program, found))
-    )
+    warnings = (*program.warnings, *_told(program, found))
     return replace(program, training=training, paths=paths, values=values, warnings=warnings)
 
 

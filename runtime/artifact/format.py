@@ -245,16 +245,13 @@ class Collective(Record):
     made: LayoutRecord | None = None
 
 
-GRADIENT = "gradient"
-"""The kind of state that a step begins as zeros: the sum of gradients over the parts of a batch."""
 SCALE = "scale"
 """The kind of state that a step replaces also where it changes nothing else: the scale of the loss, and its count of steps."""
 
 
 class TensorRecord(Record):
     """A tensor that training keeps from step to step: a parameter, what the optimizer keeps of one, running statistics, or the scale of
-    the loss; or, within a step, the sum of gradients over the parts of a batch, which is cleared when the step is done, and is no part of a
-    checkpoint.
+    the loss.
 
     `value` is its name in the rank files, an input there. `tensor` is its global name, which checkpoints use: `fc1.weight`,
     `fc1.weight.momentum`; a tensor that lies in several ways has a record for each. `shape` is the whole's; `ranks` hold it, whole, or
@@ -264,7 +261,7 @@ class TensorRecord(Record):
 
     value: str
     tensor: str
-    kind: Literal["parameter", "optimizer", "statistics", "gradient", "scale"]
+    kind: Literal["parameter", "optimizer", "statistics", "scale"]
     type: str
     shape: list[int]
     ranks: Ranks
@@ -294,21 +291,13 @@ class StateRecord(TensorRecord):
     next: str = ""
 
 
-TOTALS = "totals"
-"""The folder of the programs that make numbers of a whole batch."""
-
-
 class TrainingRecord(Record):
     """How an artifact is trained: the outputs that are the loss and the metrics, and what the runtime needs beside the programs.
 
     `scalars` are inputs of rank files without dims that every step is given: `lr`, `scale`, `step` and what `optimizer` derives
-    from the number of the step. `settings` are those of the loop (data, batch, epochs), as the plan has them. `accumulate`: into
-    how many parts a batch is cut; all but the last run the programs in the folder `accumulation`, which add to the gradients' sums.
-    `summed`: the outputs of a batch that are sums over its parts, the others are means. `totals`: inputs of the parts' programs that
-    are the same in all of them, the outputs of the programs in the folder `totals`, which run on the whole batch first. `symbols`: the
-    laws of the whole batch, where those of a part differ. `fixed`: inputs that hold no records, but one value for all. `guard`: an
-    output that every rank has before it updates anything; where it is no finite number the step replaces nothing of what is kept.
-    `pieces`: how many of a batch have means of their own, of each of which a part has a share.
+    from the number of the step. `settings` are those of the loop (data, batch, epochs), as the plan has them. `fixed`: inputs that hold
+    no records, but one value for all. `guard`: an output that every rank has before it updates anything; where it is no finite number
+    the step replaces nothing of what is kept.
     """
 
     loss: str
@@ -317,14 +306,8 @@ class TrainingRecord(Record):
     optimizer: dict[str, JsonValue] = {}
     schedule: dict[str, JsonValue] = {}
     settings: dict[str, JsonValue] = {}
-    accumulate: int = Field(1, ge=1)
-    accumulation: str = ""
-    summed: list[str] = []
-    totals: list[str] = []
-    symbols: dict[str, SymbolRecord] = {}
     fixed: list[str] = []
     guard: str = ""
-    pieces: int = Field(1, ge=1)
 
 
 class FileRecord(Record):

@@ -18,7 +18,7 @@ from partc.runtime.checker.checks import ACROSS, CHECKS, FILES, GRAPH, NO_CODE, 
 from partc.runtime.checker.files import read_artifact
 from partc.runtime.checker.graph.declared import declared_types
 from partc.runtime.checker.graph.rank_file import read_rank
-from partc.runtime.checker.subject import Inside, Subject
+from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import Violation
 
 __all__ = ["Checked", "Kept", "Violation", "check", "check_artifact"]
@@ -83,7 +83,8 @@ class _Run:
     """
 
     def __init__(self, artifact: Artifact, wrong: frozenset[str] = frozenset()) -> None:
-        self.subject = Subject(artifact.folder, artifact.manifest, self._beside, _inside, artifact.programs[1:], wrong)
+        others = artifact.programs[1:] if artifact.manifest.is_main else []
+        self.subject = Subject(artifact.folder, artifact.manifest, self._beside, others, wrong)
         self.artifact = artifact
         self.found: list[Violation] = []
         self.failed: set[str] = set()
@@ -149,15 +150,6 @@ class _Run:
 def _is_due(check: Check, failed: set[str]) -> bool:
     """Whether a check can be made: none that it relies on has failed."""
     return not failed if check.after == SOUND else failed.isdisjoint(check.after)
-
-
-def _inside(folder: Path) -> Inside:
-    """Checks an artifact inside of another one."""
-    artifact, unread = read_artifact(folder)
-    if artifact is None:
-        return Inside(folder, unread)
-    run = _Run(artifact)
-    return Inside(folder, run.found, artifact.manifest, run.subject.models)
 
 
 def _checked(run: _Run) -> Checked:

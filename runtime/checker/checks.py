@@ -26,7 +26,6 @@ from partc.runtime.checker.graph.rank_file import check_onnx
 from partc.runtime.checker.graph.types import check_types
 from partc.runtime.checker.graph.weights import check_weights
 from partc.runtime.checker.subject import Subject
-from partc.runtime.checker.training.companions import check_companions
 from partc.runtime.checker.training.in_place import check_updates
 from partc.runtime.checker.training.replicas import check_copies
 from partc.runtime.checker.training.section import check_training
@@ -63,6 +62,8 @@ CHECKS = (
     Check("the order of communication", ACROSS, lambda one: check_order(one.manifest, one.models, one.rows)),
     Check("updates in place", TRAINING, check_updates, ("what ranks keep",)),
     Check("that shards fit and sums are whole", ACROSS, lambda one: check_places(one.manifest, one.models), SOUND),
-    Check("the programs inside", TRAINING, check_companions),
+    Check(
+        "the other programs", TRAINING, lambda one: (found for name in one.others for found in one.check_beside(name))
+    ),
     Check("that copies stay equal", TRAINING, check_copies, SOUND),
 )

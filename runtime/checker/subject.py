@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,29 +12,18 @@ from partc.runtime.artifact.rows import Row
 from partc.runtime.errors import Violation
 
 
-@dataclass(frozen=True)
-class Inside:
-    """An artifact inside of another one: its folder, what was found in it, its manifest if it can be read, and its models by rank."""
-
-    folder: Path
-    violations: list[Violation]
-    manifest: Manifest | None = None
-    models: Mapping[int, ModelProto] = field(default_factory=dict)
-
-
 @dataclass
 class Subject:
     """A program of an artifact that is checked: `wrong` are the files that are not the manifest's, `models` those of the ranks whose files
     can be read.
 
     A check of a single rank file gets it as `file`, `model` and `row`. `check_beside` checks another program of the artifact by its name,
-    `others` are those of all; `check_inside` checks an artifact inside of this one.
+    `others` are those of the main one.
     """
 
     folder: Path
     manifest: Manifest
     check_beside: Callable[[str], list[Violation]]
-    check_inside: Callable[[Path], Inside]
     others: Sequence[str] = ()
     wrong: frozenset[str] = frozenset()
     models: dict[int, ModelProto] = field(default_factory=dict)
@@ -43,8 +32,6 @@ class Subject:
     row: Row | None = None
     rows: dict[int, Row] = field(default_factory=dict)
     """By rank the row of tasks, of those whose files have tasks."""
-    accumulation: Inside | None = None
-    """The programs of the parts of a batch, once they are checked."""
     in_place: int = 0
     """Tensors of all ranks that are replaced in place."""
     copied: int = 0

@@ -194,7 +194,7 @@ def _index(
     for record in records:
         dtype = dense(record.type)
         assert dtype is not None
-        if record.tensor in tensors or record.kind == "gradient":
+        if record.tensor in tensors:
             continue
         tensors[record.tensor] = TensorRecord(
             dtype=dtype.shown,

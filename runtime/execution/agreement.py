@@ -59,14 +59,10 @@ class StepAgreement:
             self._told = self._tell(announced)
         return found
 
-    def refuse(self, problem: str) -> None:
-        """Take part in a step that this rank's inputs make impossible: all ranks raise the InputError with the problem."""
-        self.binder.bind(self._tell({}, problem), self.transport)
-
     def reset(self) -> None:
         """Forget what has begun, after a failure."""
         self._announced = self._told = None
 
-    def _tell(self, inputs: Mapping[str, object], problem: str = "") -> ToldStep:
+    def _tell(self, inputs: Mapping[str, object]) -> ToldStep:
         halt, self._halt = self._halt, False
-        return self.binder.tell(inputs, self._agreements, problem, halt)
+        return self.binder.tell(inputs, self._agreements, halt)

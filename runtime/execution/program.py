@@ -194,9 +194,9 @@ class Program:
         """The text of every rank, in order of ranks; collective."""
         return self._transport.all_gather_text(text)
 
-    def beside(self, artifact: Artifact) -> Program:
-        """Another program over the same state and the same ranks, such as the evaluation of a model that trains; collective."""
-        other = Program(artifact, self._transport, self._settings, self._on_error, self.state)
+    def beside(self, name: str) -> Program:
+        """Another program of the artifact over the same state and the same ranks, such as `evaluate` of a training; collective."""
+        other = Program(self.artifact.beside(name), self._transport, self._settings, self._on_error, self.state)
         self.artifact.refuse_replaced()
         other.connect()
         return other
@@ -211,10 +211,6 @@ class Program:
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank; collective."""
         return bool(self._transport.all_reduce_max(np.array([flag], np.int64))[0])
-
-    def comes(self, part: int, count: int, shards: int) -> None:
-        """Says which of `count` parts of a batch is given next, so that errors name its records."""
-        self._program.binder.part = part, count, shards
 
     def describe(self, action: int) -> str:
         """The text of an action that the status board shows."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..artifact.dtypes import Array, dense
-from ..artifact.format import GRADIENT, StateRecord
+from ..artifact.format import StateRecord
 from ..artifact.tensor import Tensor
 from ..errors import ArtifactError
 from ..program.flat_buffers import FlatBuffer
@@ -32,11 +32,7 @@ class State:
 
     def arrays(self) -> list[tuple[StateRecord, Array]]:
         """Every tensor that lives from step to step with its memory: what is written there is there in the next step."""
-        return [(record, self.tensors[record.value].array()) for record in self.records if record.kind != GRADIENT]
-
-    def sums(self) -> list[Array]:
-        """The sums of gradients over the parts of a batch."""
-        return [self.tensors[record.value].array() for record in self.records if record.kind == GRADIENT]
+        return [(record, self.tensors[record.value].array()) for record in self.records]
 
 
 def make_state(

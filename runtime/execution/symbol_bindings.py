@@ -8,7 +8,6 @@ the whole value: a rank that has a shard of an input knows them from its box.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -57,8 +56,6 @@ class Binder:
     manifest: Manifest
     rank: int
     read: frozenset[str]
-    part: tuple[int, int, int] = (0, 1, 1)
-    """Which part of a batch comes next, of how many, and into how many shards the batch is dealt out: a part has a share of each."""
     bound: frozenset[str] = field(init=False)
     """The symbols that the inputs of a step bind; the others are known to no rank beforehand."""
 
@@ -78,14 +75,9 @@ class Binder:
             for axis in range(len(port.shape or ()))
         ]
 
-    def tell(
-        self, inputs: Mapping[str, object], agreements: Agreements, problem: str = "", halt: bool = False
-    ) -> ToldStep:
-        """Tells the other ranks the sizes of a step with these inputs, without waiting for theirs.
-
-        A `problem` is what this rank knows already to be wrong with its inputs. With `halt` on any rank, all raise Halted.
-        """
-        values, problems = ({}, [problem]) if problem else self._read(inputs)
+    def tell(self, inputs: Mapping[str, object], agreements: Agreements, halt: bool = False) -> ToldStep:
+        """Tells the other ranks the sizes of a step with these inputs, without waiting for theirs. With `halt` on any, all raise Halted."""
+        values, problems = self._read(inputs)
         vector = self._vector(values, _HALT if halt else _PROBLEM if problems else 0)
         return ToldStep({**inputs}, values, problems, agreements.begin(vector))
 
@@ -142,7 +134,7 @@ class Binder:
             try:
                 values[port.name] = self._shard(port, _value(port, inputs[port.name]), inputs[port.name])
                 if port.labels is not None:
-                    check_labels(port, port.labels, values[port.name], self.rank, self.part)
+                    check_labels(port, port.labels, values[port.name], self.rank)
             except ValueError as error:
                 problems.append(f"input '{port.name}': {error}")
             except Exception as error:
@@ -287,8 +279,8 @@ def _element(array: Array, dtype: Dtype | None, text: str) -> Array:
     return array if dtype else array.astype(object)
 
 
-def check_labels(port: Port, law: LabelRecord, value: Value, rank: int, part: tuple[int, int, int]) -> None:
-    """ValueError for the first label of a rank's shard, of one part of a batch, that is neither a class nor ignored."""
+def check_labels(port: Port, law: LabelRecord, value: Value, rank: int) -> None:
+    """ValueError for the first label of a rank's shard that is neither a class nor ignored."""
     if not isinstance(value, Tensor) or not value.array().size:
         return
     labels: Any = value.array()
@@ -300,7 +292,8 @@ def check_labels(port: Port, law: LabelRecord, value: Value, rank: int, part: tu
         return
     first = tuple(int(one) for one in np.argwhere(wrong)[0])
     box = port.box(rank)
-    record = _record(first[0], len(labels), box[0] if box else [0, 1, 1], part) if first else 0
+    begin, end = box[0][:2] if box else (0, 1)
+    record = first[0] + len(labels) * begin // (end - begin) if first else 0
     place = f"record {record} of the batch" + (f" at {[*first[1:]]}" if first[1:] else "") if first else "it"
     classes = f"labels are 0 to {law.classes - 1}" if law.classes else "labels are 0 or more"
     ignored = f", or {', '.join(map(str, law.ignored))}, which does not count" if law.ignored else ""
@@ -308,15 +301,6 @@ def check_labels(port: Port, law: LabelRecord, value: Value, rank: int, part: tu
         f"{place} has the label {labels[first]}\n  {classes}{ignored}\n"
         "  help: correct the data, or give the loss an `ignore_index`, the label that does not count"
     )
-
-
-def _record(at: int, size: int, box: Sequence[int], part: tuple[int, int, int]) -> int:
-    """The number in the whole batch of a rank's record `at`, of `size` in this part."""
-    which, count, dealt = part
-    shards = math.lcm(dealt, box[2])
-    mine = shards * (box[1] - box[0]) // box[2]
-    share = size // mine
-    return ((shards * box[0] // box[2] + at // share) * count + which) * share + at % share
 
 
 def smallest(symbol: SymbolRecord) -> int:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..artifact.comm_node import Call, contradictions
-from ..artifact.format import EXCHANGE, GRADIENT, SCALE, Collective, Manifest, StateRecord, Transfer
+from ..artifact.format import EXCHANGE, SCALE, Collective, Manifest, StateRecord, Transfer
 from ..artifact.manifest import Artifact
 from ..errors import ArtifactError
 from .segmentation import segmented
@@ -78,9 +78,9 @@ class RankFile:
 
     @cached_property
     def updated_in_place(self) -> list[StateRecord]:
-        """What a node of the optimizer replaces in its own memory, and sums of gradients."""
+        """What a node of the optimizer replaces in its own memory."""
         updated = set(self._updated)
-        return [one for one in self.state if one.next and (one.kind == GRADIENT or one.next in updated)]
+        return [one for one in self.state if one.next in updated]
 
     @cached_property
     def replaced_by_copy(self) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from pydantic import JsonValue
 
-from ..artifact.format import GRADIENT, SCALE
+from ..artifact.format import SCALE
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.compatibility import OPTIMIZER, check_compatible, is_weights_file, matching_weights
 from ..checkpoint.early_verification import EarlyVerification
@@ -34,7 +34,7 @@ class Checkpoints:
         self.source: Path | None = None
         self._ahead = ahead
         self._program, self._optimizer = program, optimizer
-        self._kept = [one for one in program.manifest.state if one.kind != GRADIENT]
+        self._kept = program.manifest.state
         self._claimed: set[Path] = set()
         self._ours: set[Path] = set()
         """The folders to which this run has written, now or before it was resumed."""

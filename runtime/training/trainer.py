@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from pydantic import JsonValue
 
-from ..artifact.format import EVALUATE, TOTALS, Manifest, Port, TrainingRecord, stays_inside
+from ..artifact.format import EVALUATE, Manifest, Port, TrainingRecord
 from ..artifact.lr_schedule import Rate, scalars, schedule
 from ..artifact.manifest import Artifact, open_artifact
 from ..artifact.named import SCHEDULE, base_folder, outside, refusal
 from ..checkpoint.early_verification import EarlyVerification
 from ..checkpoint.index import NONFINITE
-from ..errors import ArtifactError, InputError, NonFiniteError, UsageError
+from ..errors import NonFiniteError, UsageError
 from ..execution.program import OnError, Outputs, Program, load
 from ..execution.symbol_bindings import Halted
 from ..user_code import user_code
-from .batch import of_batch, parts, shards_of_batch, with_next
+from .batch import of_batch, with_next
 from .checkpoints import Checkpoints
 from .finite import (
     SKIPPED,
@@ -45,9 +45,8 @@ if TYPE_CHECKING:
 
     from ..communication.transport import Transport
 
-STEP, PART = "step", "part"
-_COUNTS = (STEP, PART)
-"""What is counted: the steps of a training, and the parts of a batch."""
+STEP = "step"
+"""The scalar that counts the steps of a training."""
 
 
 class Trainer:
@@ -58,8 +57,6 @@ class Trainer:
         program: Program,
         evaluation: Program | None,
         rate: Rate,
-        accumulation: Program | None = None,
-        totals: Program | None = None,
         ahead: EarlyVerification | None = None,
     ) -> None:
         record = program.manifest.training
@@ -75,16 +72,16 @@ class Trainer:
         """The learning rate of the last step."""
         self._checkpoints = Checkpoints(program, str(record.optimizer.get("type", "")), ahead)
         self.on_nonfinite = str(record.settings.get("on_nonfinite", STOP))
-        self._evaluation, self._accumulation, self._totals = evaluation, accumulation, totals
+        self._evaluation = evaluation
         self._untold: deque[PendingLoss] = deque(maxlen=2)
         self._stop: NonFiniteError
-        self._ports = of_batch(program.manifest).inputs
-        self._pieces = shards_of_batch(program.manifest)
-        self._numbers = [name for name in record.scalars if name not in _COUNTS]
+        self.ports: list[Port] = of_batch(program.manifest).inputs
+        """The inputs of the model, of all ranks."""
+        self._numbers = [name for name in record.scalars if name != STEP]
         self._hyper = {name: float(value) for name, value in record.optimizer.items() if isinstance(value, int | float)}
         known = {port.name for port in program.inputs}
         self._scalars: dict[str, np.ndarray[Any, Any]] = {
-            name: np.zeros((), np.int64 if name in _COUNTS else np.float32) for name in record.scalars if name in known
+            name: np.zeros((), np.int64 if name == STEP else np.float32) for name in record.scalars if name in known
         }
 
     @property
@@ -107,11 +104,6 @@ class Trainer:
         """What this rank reads of a batch."""
         return [port for port in self.ports if self.rank in port.ranks]
 
-    @property
-    def ports(self) -> list[Port]:
-        """The inputs of the model, of all ranks, for a whole batch."""
-        return self._ports
-
     def train(self, batch: Mapping[str, object], following: Mapping[str, object] | None = None) -> Outputs:
         """One step on this rank's shards of a batch; the loss and the metrics before the update, on rank 0.
 
@@ -127,15 +119,11 @@ class Trainer:
                 self._scalars[name][...] = value
         if STEP in self._scalars:
             self._scalars[STEP][...] = self.step
-        first = self._totals or self._accumulation or self.program
-        first.agreement.halt(any(one.bad for one in self._untold))
+        self.program.agreement.halt(any(one.bad for one in self._untold))
         try:
-            if self._accumulation is not None:
-                outputs = self._train_in_parts(batch, self._accumulation)
-            else:
-                if following is not None and self.manifest.ranks > 1:
-                    self.program.announce({**following, **self._scalars})
-                outputs = self.program({**batch, **self._scalars})
+            if following is not None and self.manifest.ranks > 1:
+                self.program.announce({**following, **self._scalars})
+            outputs = self.program({**batch, **self._scalars})
         except Halted:
             raise (self._stopped(batch) if self._untold else self._stop) from None
         self.step += 1
@@ -171,55 +159,6 @@ class Trainer:
         self._untold.clear()
         self._stop = stopped(self.program, self.record.loss, untold, self.inputs, following or {})
         return self._stop
-
-    def _train_in_parts(self, batch: Mapping[str, object], accumulation: Program) -> Outputs:
-        """One step on a batch whose parts run one after the other; what comes out is that of the whole batch."""
-        count, fixed = self.record.accumulate, {*self.record.fixed}
-        own = {port.name for port in self.inputs} - fixed
-        given = {name: value for name, value in batch.items() if name not in own}
-        known = {port.name: port for port in self.inputs}
-        try:
-            cut = parts({n: v for n, v in batch.items() if n in own}, known, self.rank, count, self._pieces)
-        except InputError as error:
-            # The others may have what can be cut: they refuse the step with this rank, and do not begin it alone.
-            (self._totals or accumulation).agreement.refuse(str(error))
-            raise
-        totals = {} if self._totals is None else self._made_before(self._totals, batch, cut)
-        found: list[Outputs] = []
-        statistics = [array for record, array in self.program.state.arrays() if record.kind == "statistics"]
-        begun = [array.copy() for array in statistics]
-        try:
-            for part in range(count):
-                if PART in self._scalars:
-                    self._scalars[PART][...] = part
-                program = accumulation if part < count - 1 else self.program
-                program.comes(part, count, self._pieces)
-                inputs = {**given, **cut[part]}
-                found.append(program({**inputs, **_known(program, {**self._scalars, **totals})}))
-        except InputError:
-            _restore(statistics, begun)
-            raise
-        finally:
-            for array in self.program.state.sums():
-                array.fill(0)
-        guard = self.record.guard
-        if guard and not is_finite(found[-1][guard]):
-            _restore(statistics, begun)
-        made: Outputs = {name: self._of_batch(name, [np.asarray(one[name]) for one in found]) for name in found[0]}
-        return {**made, guard: found[-1][guard]} if guard else made
-
-    def _made_before(self, program: Program, batch: Mapping[str, object], cut: Sequence[Mapping[str, Any]]) -> Outputs:
-        """The totals of the whole batch, which every part reads; a program of one fixed size computes them part by part."""
-        sizes = [port.shape[0] for port in program.manifest.inputs if port.shape and port.name not in self.record.fixed]
-        if not any(isinstance(size, int) for size in sizes):
-            return program(_known(program, batch))
-        found = [program(_known(program, {**batch, **inputs})) for inputs in cut]
-        return {name: self._of_batch(name, [np.asarray(one[name]) for one in found]) for name in found[0]}
-
-    def _of_batch(self, name: str, parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-        """An output for the whole batch, from those of its parts."""
-        total = np.sum(parts, axis=0, dtype=np.float64)
-        return np.asarray(total if name in self.record.summed else total / len(parts), parts[0].dtype)
 
     def evaluate(self, batches: Iterable[tuple[Mapping[str, Any], int]]) -> dict[str, float]:
         """The loss and the metrics over batches, on rank 0; the parameters stay as they are.
@@ -295,9 +234,8 @@ class Trainer:
 
     def _release(self) -> None:
         self._checkpoints.release()
-        for other in (self._evaluation, self._accumulation, self._totals):
-            if other is not None:
-                other.release()
+        if self._evaluation is not None:
+            self._evaluation.release()
 
     def __enter__(self) -> Self:
         return self
@@ -333,7 +271,7 @@ def load_trainer(
     """
     place = Path(folder)
     try:
-        artifact, record, rate = _opened(place, rate, trust_code)
+        artifact, rate = _opened(place, rate, trust_code)
     except Exception as error:
         load(place, comm, stall=stall, first=partial(_raise, error))  # so that the other ranks do not wait for this one
         raise
@@ -343,12 +281,9 @@ def load_trainer(
     program: Program | None = None
     try:
         program = load(place, comm, threads=threads, trust=trust, stall=stall, on_error=on_error, providers=providers)
-        evaluation = program.beside(program.artifact.beside(EVALUATE)) if EVALUATE in artifact.programs else None
-        folders = (record.accumulation, TOTALS if record.totals else "")
-        inside = [open_artifact(place / folder, trust=trust) if folder else None for folder in folders]
-        accumulation, totals = (program.beside(one) if one else None for one in inside)
+        evaluation = program.beside(EVALUATE) if EVALUATE in artifact.programs else None
         artifact.refuse_replaced()
-        return Trainer(program, evaluation, rate, accumulation, totals, begun)
+        return Trainer(program, evaluation, rate, begun)
     except BaseException as error:
         if begun is not None:
             begun.close()
@@ -357,7 +292,7 @@ def load_trainer(
         raise
 
 
-def _opened(place: Path, rate: Rate | None, trust_code: bool) -> tuple[Artifact, TrainingRecord, Rate]:
+def _opened(place: Path, rate: Rate | None, trust_code: bool) -> tuple[Artifact, Rate]:
     """What a trainer needs of an artifact before its program is loaded."""
     artifact = open_artifact(place, trust=True)
     manifest = artifact.manifest
@@ -366,30 +301,15 @@ def _opened(place: Path, rate: Rate | None, trust_code: bool) -> tuple[Artifact,
         raise UsageError(
             f"{place}: the artifact has no training program\n  help: compile it with a plan that has `train:`"
         )
-    if away := [name for name in (record.accumulation,) if name and not stays_inside(name)]:
-        raise ArtifactError(
-            f"{place}: its programs are at '{away[0]}', outside the folder\n  help: compile the model again"
-        )
     if rate is None:
         if not trust_code and (found := outside(place, record, (SCHEDULE,))):
             raise refusal(place, manifest, found, "give `rate`, or `trust_code=True` where the artifact is yours")
         rate = planned_rate(record, base_folder(place, record))
-    return artifact, record, rate
+    return artifact, rate
 
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-def _known(program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a program takes of some inputs."""
-    names = {port.name for port in program.manifest.inputs}
-    return {name: value for name, value in inputs.items() if name in names}
-
-
-def _restore(arrays: Sequence[np.ndarray[Any, Any]], before: Sequence[np.ndarray[Any, Any]]) -> None:
-    for array, old in zip(arrays, before, strict=True):
-        array[...] = old
 
 
 def planned_rate(record: TrainingRecord, base: Path) -> Rate:

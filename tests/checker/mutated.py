@@ -29,11 +29,9 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object], pr
 
 
 def correct(folder: Path) -> None:
-    """Sizes and hashes of all files as they are now, also those of a manifest further inside."""
-    inner = sorted(folder.glob(f"*/{MANIFEST}"))
-    for path in [*inner, folder / MANIFEST]:
-        data = json.loads(path.read_text())
-        for name in data["files"]:
-            content = (path.parent / name).read_bytes()
-            data["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        path.write_text(json.dumps(data))
+    """Sizes and hashes of all files as they are now."""
+    data = json.loads((folder / MANIFEST).read_text())
+    for name in data["files"]:
+        content = (folder / name).read_bytes()
+        data["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / MANIFEST).write_text(json.dumps(data))

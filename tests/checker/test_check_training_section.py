@@ -37,9 +37,7 @@ def _in(part: str, **fields: object) -> Change:
 CASES: dict[str, tuple[Change, str]] = {
     "no loss": (_with(loss="none"), "training: the loss 'none' is no output"),
     "a metric": (_with(metrics=["none"]), "training: the metric 'none' is no output"),
-    "a sum": (_with(summed=["none"]), "'none', which is summed over the parts of a batch, is no output"),
     "a fixed input": (_with(fixed=["none"]), "the fixed input 'none' is no input"),
-    "a total": (_with(totals=["none"]), "the total 'none' is no input"),
     "no guard": (_in("settings", on_nonfinite="skip"), "there is no guard, and 'on_nonfinite' is 'skip'"),
     "a guard": (_with(guard="loss"), "the guard is 'loss', and 'on_nonfinite' is 'stop'"),
     "on_nonfinite": (_in("settings", on_nonfinite="go"), "'on_nonfinite' is 'go'; it is one of stop, warn, skip"),
@@ -57,7 +55,6 @@ CASES: dict[str, tuple[Change, str]] = {
     "a rate": (_in("optimizer", lr=-1), "the optimizer's 'lr' is -1; it is a number, at least 0"),
     "a schedule": (_with(schedule={"type": "cosin"}), "schedule: unknown schedule 'cosin'"),
     "a schedule's option": (_with(schedule={"type": "step", "every": 0, "factor": 1}), "schedule: step: "),
-    "a symbol": (_with(symbols={"m": {"divisor": 2}}), "the batch has a symbol 'm', and its parts have none"),
     "no training": (
         lambda data: data.update(training=None),
         "'c.next' takes its place, and the manifest has no training",

@@ -19,7 +19,6 @@ from small_training import DATA_PARALLEL, MOMENTUM, PERCEPTRON, compiled
 SAMPLES = Path(__file__).parents[2] / "samples"
 TEXTS = (fmt.BEGIN_IR, fmt.END_IR)
 WIDTH = 120
-INNER = ("", "accumulation", fmt.TOTALS)
 COMPILED = {
     "placed": ("lenet", "model.py", "plan.yaml"),
     "placed_by_calls": ("lenet", "place_calls.py", "place_calls.yaml"),
@@ -74,16 +73,13 @@ def test_training_compiles_to_these_texts(golden: Golden, tmp_path: Path, name: 
 
 
 def hold(golden: Golden, name: str, build: Path) -> None:
-    """Compares the texts of an artifact's programs, and of the artifacts inside of it."""
-    for text in TEXTS:
-        file = build / fmt.dump_file(text, fmt.EVALUATE)
-        if file.is_file():
-            golden(f"{name}/{fmt.EVALUATE}/{file.name}", file.read_text(encoding="utf-8"))
-    found = [inner for inner in INNER if (build / inner / fmt.MANIFEST).is_file()]
-    for inner in found:
+    """Compares the texts of an artifact's programs, and its manifest."""
+    for program in ("", fmt.EVALUATE):
         for text in TEXTS:
-            golden(f"{name}/{inner or 'step'}/{Path(text).name}", (build / inner / text).read_text(encoding="utf-8"))
-        golden(f"{name}/{inner or 'step'}/{fmt.MANIFEST}", index_text(build / inner / fmt.MANIFEST))
+            file = build / fmt.dump_file(text, program)
+            if file.is_file():
+                golden(f"{name}/{program or 'step'}/{file.name}", file.read_text(encoding="utf-8"))
+    golden(f"{name}/step/{fmt.MANIFEST}", index_text(build / fmt.MANIFEST))
 
 
 def index_text(path: Path) -> str:

@@ -99,24 +99,25 @@ MUTATIONS: dict[str, Mutation] = {
 def mutate(name: str, source: Path, target: Path, seed: str) -> bool:
     """A copy of an artifact with one mutation; False where it has nothing of that."""
     shutil.copytree(source, target)
-    inner = sorted(path.parent for path in target.rglob("manifest.json"))
+    programs = [*json.loads((target / "manifest.json").read_text())["programs"]]
     chance = random.Random(seed)
-    folder = chance.choice(inner) if len(inner) > 1 and chance.random() < 0.3 else target
-    models = {path.name: onnx.load(path, load_external_data=False) for path in sorted(folder.glob("rank_*.onnx"))}
+    program = chance.choice(programs[1:]) if len(programs) > 1 and chance.random() < 0.3 else ""
+    files = sorted(target.glob(f"{program}_rank_*.onnx" if program else "rank_*.onnx"))
+    models = {path.name: onnx.load(path, load_external_data=False) for path in files}
     done = False
 
     def change(data: dict[str, Any]) -> None:
         nonlocal done
-        done = MUTATIONS[name](Draft(models, data, chance, folder))
+        done = MUTATIONS[name](Draft(models, data, chance, target))
 
     if name.startswith("a field of"):
-        raw = json.loads((folder / "manifest.json").read_text())
+        raw = json.loads((target / "manifest.json").read_text())
         change(raw)
-        (folder / "manifest.json").write_text(json.dumps(raw))
+        (target / "manifest.json").write_text(json.dumps(raw))
     else:
-        change_manifest(folder, change)
+        change_manifest(target, change, program)
     for file, model in models.items():
-        (folder / file).write_bytes(model.SerializeToString(deterministic=True))
+        (target / file).write_bytes(model.SerializeToString(deterministic=True))
     correct(target)
     return done
 

@@ -10,6 +10,7 @@ from fractions import Fraction
 import pytest
 from partc.compiler.schedule.costs import Costs, StageCost, unit_costs
 from partc.compiler.schedule.gpipe import gpipe
+from partc.compiler.schedule.in_turn import in_turn
 from partc.compiler.schedule.interleaved import equal_rounds, interleaved
 from partc.compiler.schedule.memory import peaks
 from partc.compiler.schedule.one_f_one_b import one_f_one_b
@@ -164,3 +165,10 @@ def test_the_docstrings_show_what_the_schedules_are() -> None:
     ):
         shown = inspect.getmodule(make).__doc__ or ""
         assert "\n".join(f"    {line}" for line in str(make(stages, m)).splitlines()) in shown
+
+
+@pytest.mark.parametrize("stages", [one_each(1), one_each(3), loop(2, 3), vee(2)], ids=lambda one: str(one.homes))
+def test_in_turn_keeps_one_microbatch_on_any_homes(stages: Stages) -> None:
+    total, peak = figures(in_turn(stages, 5))
+    assert total == 5 * 3 * len(stages)
+    assert peak == [len(own) for own in stages.on]

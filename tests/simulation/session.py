@@ -245,8 +245,6 @@ class Session:
                 array[...] = start
             for program in row:
                 program.recover()
-                for array in program.state.sums():
-                    array.fill(0)
         for end in self.ends:
             if isinstance(end, Trainer):
                 end.step = end.skipped = 0
@@ -305,7 +303,7 @@ class Session:
         self.hit = True
         program, state = end.program, end.program.state
         broken = [(record, array.reshape(-1)[:0]) for record, array in state.arrays()]
-        program._program.state = SimpleNamespace(arrays=lambda: broken, sums=state.sums, records=state.records)  # type: ignore[assignment]
+        program._program.state = SimpleNamespace(arrays=lambda: broken, records=state.records)  # type: ignore[assignment]
         try:
             end.save(self.kept, keep=1)
         finally:
@@ -326,8 +324,7 @@ def piece(array: np.ndarray, box: Any) -> np.ndarray:
 def _programs(end: Program | Trainer) -> list[Program]:
     if isinstance(end, Program):
         return [end]
-    others = (end._evaluation, end._accumulation, end._totals)
-    return [end.program, *(one for one in others if one is not None)]
+    return [end.program, *([end._evaluation] if end._evaluation is not None else [])]
 
 
 def _given(end: Program | Trainer, step: Mapping[str, Any]) -> dict[str, Any]:

@@ -107,11 +107,6 @@ def fed(ranks: LocalProgram, step: int) -> dict[str, np.ndarray]:
     found = {name: np.array(value) for name, value in scalars(names, step, {**hyper, "lr": rate(step)}).items()}
     found["step"] = np.array(step, np.int64)
     ports = {port.name: port for port in ranks.inputs}
-    found |= {
-        name: np.ones([int(dim) for dim in ports[name].shape or ()], np.float32)
-        for name in record.totals
-        if name in ports
-    }
     return {name: value for name, value in found.items() if name in ports}
 
 

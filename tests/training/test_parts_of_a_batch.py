@@ -17,10 +17,9 @@ from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import InputError, load_trainer
 from partc.runtime.artifact.boxes import slices
-from partc.runtime.artifact.format import Manifest, Port, SymbolRecord
+from partc.runtime.artifact.format import Manifest, SymbolRecord
 from partc.runtime.checker.check import check
 from partc.runtime.communication.in_process import LocalWorld
-from partc.runtime.training.batch import parts
 from training_equivalence import from_text
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
@@ -233,6 +232,7 @@ AROUND = {
     "alone": "ranks: 1\n",
     "data parallel": "ranks: 2\nmesh: {dp: 2}\ndataset: data_parallel\nsymbols: {batch: {divisor: 16}}\n",
     "placed": "ranks: 2\nplacement: {up: 0, drop: 0, flat: 0, down: 1, wide: 1, lead: 1, all: 1, back: 1}\n",
+    "placed again": "ranks: 2\nplacement: {up: 0, drop: 1, flat: 0, down: 1, wide: 1, lead: 1, all: 1, back: 1}\n",
 }
 
 
@@ -269,10 +269,8 @@ def test_the_symbols_of_a_plan_speak_of_the_whole_batch(tmp_path: Path) -> None:
         return compile_source(from_text(NET, WEIGHTS), parse_plan(plan, "plan.yaml"), tmp_path / "build").manifest
 
     manifest = compiled("{divisor: 8, max: 64}", 4)
-    assert manifest.symbols["batch"] == SymbolRecord(min=2, max=16, divisor=2)
-    assert manifest.training is not None
-    assert manifest.training.symbols["batch"] == SymbolRecord(min=8, max=64, divisor=8)
-    text = r"'batch' is any size in each of the 4 parts.*\n.*declare `batch: \{divisor: 8\}` under symbols"
+    assert manifest.symbols["batch"] == SymbolRecord(min=8, max=64, divisor=8)
+    text = r"'batch' is any size in each of the 4 microbatches.*\n.*declare `batch: \{divisor: 8\}` under symbols"
     with pytest.raises(CompileError, match=text):
         compiled("{divisor: 2}", 4)
     with pytest.raises(CompileError, match=r"no batch of 'batch', .*8N\+4, can be cut into 8 parts"):
@@ -302,12 +300,14 @@ def test_a_batch_that_parts_refuse_leaves_no_gradient_behind(tmp_path: Path) -> 
     compile_source(from_text(NET, WEIGHTS), parse_plan(plan, "plan.yaml"), tmp_path / "build")
     given = numbers(LOSSES["mean"])
     with load_trainer(tmp_path / "build", LocalWorld(1).transport(0), threads=1) as trainer:
-        with pytest.raises(InputError, match="15 records cannot be split into 2 parts"):
+        with pytest.raises(InputError, match="input 'x' axis 0 is 15\n  'batch' is 2\\*N"):
             trainer.train({name: array[1:] for name, array in given.items()})
         bad = {**given, "label": np.where(np.arange(16) == 12, 7, given["label"])}
         with pytest.raises(InputError, match="record 12 of the batch has the label 7"):
             trainer.train(bad)
-        assert all(not array.any() for array in trainer.program.state.sums())
+        (loss,) = trainer.train(given).values()
+    with load_trainer(tmp_path / "build", LocalWorld(1).transport(0), threads=1) as trainer:
+        assert trainer.train(given) == {"loss": loss}
 
 
 def test_all_ranks_refuse_what_one_cannot_cut_and_statistics_stay(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_all_ranks_refuse_what_one_cannot_cut_and_statistics_stay(tmp_path: Path
     with ThreadPoolExecutor(2) as threads:
         (text, before, after), (other, *_) = threads.map(act, (0, 1))
     assert text == other
-    assert "7 records cannot be split into 2 parts" in text
+    assert "input 'x' axis 0 in all is not the same on all ranks: 14 to 16" in text
     assert before == after
 
 
@@ -378,7 +378,6 @@ def test_parts_have_the_same_records_wherever_these_are(labels: str, whole: Whol
         trained(tmp_path / "c", from_text(NET, WEIGHTS), plan + train(loss, 2), [given])
 
 
-def test_more_parts_than_records_take_no_memory() -> None:
-    port = Port(name="x", type="tensor(float)", shape=["batch", 2], ranks=[0])
-    with pytest.raises(InputError, match="4 records cannot be split into"):
-        parts({"x": np.zeros((4, 2), np.float32)}, {"x": port}, 0, 1 << 40, 1)
+def test_the_number_of_parts_is_bounded() -> None:
+    with pytest.raises(CompileError, match=r"'train\.accumulate': expected at most 4096"):
+        parse_plan(PLANS[1] + train(LOSSES["mean"], 1 << 40), "plan.yaml")

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from partc.compiler.errors import CompileError
 from partc.compiler.plan.groups import Frame
 from partc.compiler.plan.pattern import checked_pattern
+from partc.compiler.plan.pipeline import MOST_MICROBATCHES
 from partc.compiler.plan.training.forms import loss_form, metrics_form, optimizer_form, schedule_form
 from partc.compiler.plan.training.loss import Loss, loss
 from partc.compiler.plan.training.metric import Metric, metric
@@ -237,7 +238,12 @@ class TrainEntry(BaseModel):
         "stop",
         description="Behaviour if the loss, or with skip a gradient, is not finite; skip: the step changes nothing.",
     )
-    accumulate: int = Field(1, ge=1, description="Number of microbatches of a batch, whose gradients are added.")
+    accumulate: int = Field(
+        1,
+        ge=1,
+        le=MOST_MICROBATCHES,
+        description="Number of microbatches of a batch, whose gradients are added: a pipeline of that many, in the least memory.",
+    )
     bucket_mb: float = Field(10.0, gt=0, description="Size of the gradient buckets in MB.")
     seed: int = Field(0, ge=0, description="Seed for shuffling and dropout.")
     data: str | Json | None = Field(None, description="Training data: a file, a folder, or one file per input.")

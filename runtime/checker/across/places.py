@@ -28,7 +28,6 @@ from partc.runtime.artifact.format import (
     CUT,
     DOMAIN,
     FOLLOWING,
-    GRADIENT,
     OPTIMIZER,
     PIECE,
     RECV,
@@ -133,7 +132,7 @@ class _Places:
                 file.places[port.name] = _begins(boxes, whole)
                 file.kinds[port.name] = Kind.WHOLE
         for record in self.manifest.state:
-            if {*file.ranks} <= {*record.ranks} and record.kind != GRADIENT:
+            if {*file.ranks} <= {*record.ranks}:
                 shards = [record.shard(rank) for rank in file.ranks]
                 file.places[record.value] = _begins(shards, list(record.shape))
                 file.kinds[record.value] = Kind.WHOLE
@@ -265,7 +264,7 @@ class _Places:
                 continue
             self._report(file, node, fact)
         outputs = {port.name for port in self.manifest.outputs}
-        kept = {record.next for record in self.manifest.state if record.kind not in (GRADIENT, "statistics")}
+        kept = {record.next for record in self.manifest.state if record.kind != "statistics"}
         for node in file.model.graph.node:
             for name in node.output:
                 if kinds.get(name) is Kind.PARTIAL and name in outputs | kept:

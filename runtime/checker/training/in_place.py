@@ -11,8 +11,7 @@ A node of the optimizer writes `x.next` where `x` lies. That is right if, for ea
     element      the node's function is element-wise, and reads what an output overwrites only on the way to that output
     own place    the output takes the place of that operand which the function makes it of
 
-What other nodes make in place of a tensor, such as running statistics, is copied when the step ends, and needs nothing of this. Sums
-of gradients over the parts of a batch are replaced where they lie, too, by the laws of `accumulation.py`.
+What other nodes make in place of a tensor, such as running statistics, is copied when the step ends, and needs nothing of this.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnx import FunctionProto, ModelProto, NodeProto
-from partc.runtime.artifact.format import DOMAIN, EXCHANGE, GRADIENT, OPTIMIZER, SEND, Manifest, StateRecord
+from partc.runtime.artifact.format import DOMAIN, EXCHANGE, OPTIMIZER, SEND, Manifest, StateRecord
 from partc.runtime.artifact.onnx_graph import node_title, path_of, reads
 from partc.runtime.artifact.optimizer_function import NEXT, is_elementwise, is_in_place
 from partc.runtime.artifact.rank_constants import is_rank_constant
 from partc.runtime.checker.graph.nodes import check_calls
 from partc.runtime.checker.subject import Subject
-from partc.runtime.checker.training.accumulation import check_sums
 from partc.runtime.checker.training.state import check_kept
 from partc.runtime.errors import Violation
 
@@ -51,9 +49,7 @@ def check_updates(subject: Subject) -> list[Violation]:
     manifest, total, found = subject.manifest, Replaced(), list[Violation]()
     known: dict[tuple[str, frozenset[tuple[str, str]]], Replaced] = {}
     for rank, model in subject.models.items():
-        records = [
-            record for record in manifest.state if rank in record.ranks and (record.next or record.kind == GRADIENT)
-        ]
+        records = [record for record in manifest.state if rank in record.ranks and record.next]
         key = (manifest.program(rank), frozenset((record.value, record.next) for record in records))
         if records and key not in known:
             known[key], problems = _Rank(manifest.program(rank), model, records).check()
@@ -76,8 +72,7 @@ class _Rank:
 
     def __init__(self, file: str, model: ModelProto, records: Sequence[StateRecord]) -> None:
         self.file, self.model = file, model
-        self.sums = [record for record in records if record.kind == GRADIENT]
-        self.records = [record for record in records if record.kind != GRADIENT and record.next]
+        self.records = [record for record in records if record.next]
         self.functions = {(one.domain, one.name): one for one in model.functions}
         self.makers: dict[str, list[int]] = {}
         self.readers: dict[str, list[int]] = {}
@@ -90,7 +85,7 @@ class _Rank:
 
     def check(self) -> tuple[Replaced, list[Violation]]:
         """The count of both ways, and what is wrong."""
-        found = [*check_sums(self.file, self.model, self.sums)]
+        found = list[Violation]()
         in_place: dict[str, int] = {}
         for record in self.records:
             makers = self.makers.get(record.next, [])
@@ -103,8 +98,7 @@ class _Rank:
         for at in dict.fromkeys(in_place.values()):
             found += self._check_function(at)
         found += self._check_in_flight(in_place)
-        added = sum(bool(record.next) for record in self.sums)
-        return Replaced(len(in_place) + added, len(self.records) - len(in_place)), found
+        return Replaced(len(in_place), len(self.records) - len(in_place)), found
 
     def _function(self, at: int) -> FunctionProto | None:
         """The function by which a node updates in place; None where it is an ordinary node, whose result is copied."""

@@ -3,7 +3,7 @@
 Values that are equal have equal numbers (`value_numbering.py`), under the assumption that copies were equal before the step. What is
 proven is the step of an induction: copies that are equal stay so, bit by bit, where equal ops make equal bits of equal inputs. That
 is so for ranks of one kind of machine, with as many threads each. The first values of copies are compared, too. Of shards that
-overlap without being the same nothing is said, and sums of gradients are terms, which differ (`accumulation.py`).
+overlap without being the same nothing is said.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeAlias
 
 from onnx import AttributeProto, NodeProto, helper
-from partc.runtime.artifact.format import DOMAIN, GRADIENT, Manifest, StateRecord
+from partc.runtime.artifact.format import DOMAIN, Manifest, StateRecord
 from partc.runtime.artifact.onnx_graph import node_title, path_of
 from partc.runtime.checker.subject import Subject
-from partc.runtime.checker.training.accumulation import check_parts, classes_of
-from partc.runtime.checker.training.value_numbering import Classes, Held, Numbering
+from partc.runtime.checker.training.value_numbering import Numbering
 from partc.runtime.errors import Violation
 
 Holder: TypeAlias = tuple[int, StateRecord]
@@ -25,25 +24,21 @@ _AGAIN = "compile the model again"
 
 
 def check_copies(subject: Subject) -> Iterator[Violation]:
-    """The copies of tensors, and the sums of gradients over the parts of a batch, that are not proven to stay equal; all else is proven."""
-    copies, parts = copies_of(subject.manifest), subject.accumulation
-    if not copies and parts is None:
+    """The copies of tensors that are not proven to stay equal; all else is proven."""
+    copies = copies_of(subject.manifest)
+    if not copies:
         return
-    classes, made = Classes(), dict[Held, int]()
-    if parts is not None and parts.manifest is not None:
-        classes, made = classes_of(parts.folder, parts.manifest, parts.models)
-    numbering = Numbering(subject.folder, subject.manifest, subject.models, classes)
+    numbering = Numbering(subject.folder, subject.manifest, subject.models)
     if numbering.done:
         subject.copies = len(copies)
         yield from check_replicas(numbering, copies)
-        yield from check_parts(numbering, made)
 
 
 def copies_of(manifest: Manifest) -> list[list[Holder]]:
     """The shards that several ranks hold, each with all who do."""
     found: dict[tuple[str, str], list[Holder]] = {}
     for record in manifest.state:
-        for rank in record.ranks if record.kind != GRADIENT else ():
+        for rank in record.ranks:
             found.setdefault((record.tensor, str(record.shard(rank))), []).append((rank, record))
     return [holders for holders in found.values() if len(holders) > 1]
 

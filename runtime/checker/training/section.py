@@ -1,10 +1,9 @@
 """Checks what a manifest says of a training: names that are there, numbers that the update nodes have, a schedule that can be followed.
 
-outputs    the loss, the metrics, the guard and what is summed over parts are outputs; `guard` is there just where steps may be skipped
+outputs    the loss, the metrics and the guard are outputs; `guard` is there just where steps may be skipped
 scalars    each is one that the runtime can compute, and a number; each that an update node reads is listed
 optimizer  a number that update nodes have as an attribute is that attribute, since the runtime derives scalars from it
 schedule   it has a type and the options of that type
-symbols    the laws of a batch that is cut into parts are of symbols of the parts
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from partc.runtime.artifact.onnx_graph import node_title
 from partc.runtime.errors import UsageError, Violation
 
 _AGAIN = "compile the model again"
-_COUNTS = ("step", "part")
+_COUNTS = ("step",)
 _OF_A_PARAMETER = ("weight_decay", "lr_multiplier")
 """Attributes that a plan may give each parameter of its own."""
 _SKIP = "skip"
@@ -38,7 +37,6 @@ def check_training(manifest: Manifest, models: Mapping[int, ModelProto]) -> list
         *_names(manifest, training),
         *_scalars(manifest, training),
         *_schedule(training),
-        *_symbols(manifest, training),
     ]
     return [
         *(Violation(MANIFEST, fact, "training", help=_AGAIN) for fact in facts),
@@ -52,13 +50,7 @@ def _names(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
     for kind, name in [("loss", training.loss), *(("metric", metric) for metric in training.metrics)]:
         if name not in outputs:
             yield f"the {kind} '{name}' is no output"
-    for name in training.summed:
-        if name not in outputs and name not in training.totals:
-            yield f"'{name}', which is summed over the parts of a batch, is no output"
-    for kind, names in (("fixed input", training.fixed), ("total", training.totals)):
-        for name in names:
-            if name not in inputs:
-                yield f"the {kind} '{name}' is no input"
+    yield from (f"the fixed input '{name}' is no input" for name in training.fixed if name not in inputs)
     said = training.settings.get("on_nonfinite", "stop")
     if said not in _NONFINITE:
         yield f"'on_nonfinite' is {said!r}; it is one of {', '.join(_NONFINITE)}"
@@ -100,14 +92,6 @@ def _schedule(training: TrainingRecord) -> Iterator[str]:
             schedule(training.schedule, float(rate), folder=Path())
         except (UsageError, OverflowError) as error:
             yield str(error).splitlines()[0]
-
-
-def _symbols(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
-    if training.symbols and training.accumulate == 1:
-        yield "it has symbols of a whole batch, which is not cut into parts"
-    for name in training.symbols:
-        if name not in manifest.symbols:
-            yield f"the batch has a symbol '{name}', and its parts have none"
 
 
 def _optimizer(manifest: Manifest, training: TrainingRecord, models: Mapping[int, ModelProto]) -> Iterator[Violation]:

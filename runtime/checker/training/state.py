@@ -3,7 +3,6 @@
 records    of one tensor: one type, shape and kind; boxes that fit, and that together are all of it
 file       a state is an input, its `next` an output, both of the type and shape of the shard; a parameter has a first value
 optimizer  what it keeps of a parameter lies with it, shard by shard, or a part of each shard
-gradient   a sum has the shape of its parameter, and begins as zeros
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from onnx import ModelProto
 from partc.runtime.artifact.boxes import Region, overlap, region, remaining, whole
 from partc.runtime.artifact.dtypes import dense
-from partc.runtime.artifact.format import GRADIENT, MANIFEST, SCALE, Manifest, Shape, StateRecord
+from partc.runtime.artifact.format import MANIFEST, SCALE, Manifest, Shape, StateRecord
 from partc.runtime.checker.graph.declared import declared_types, type_of
 from partc.runtime.errors import Violation
 
@@ -112,7 +111,7 @@ def _check_slots(manifest: Manifest) -> Iterator[Violation]:
             held.setdefault((record.tensor, rank), []).append(region(record.shard(rank), record.shape))
     shapes = {record.tensor: record.shape for record in manifest.state if record.kind == "parameter"}
     for record in manifest.state:
-        if record.kind not in ("optimizer", GRADIENT):
+        if record.kind != "optimizer":
             if record.parameter:
                 yield _violation(record, f"it is of kind {record.kind}, and names the parameter '{record.parameter}'")
             continue
@@ -121,9 +120,6 @@ def _check_slots(manifest: Manifest) -> Iterator[Violation]:
         elif shapes[record.parameter] != record.shape:
             fact = f"its shape is {record.shape}, and that of its parameter '{record.parameter}' {shapes[record.parameter]}"
             yield _violation(record, fact)
-        elif record.kind == GRADIENT:
-            if record.initial:
-                yield _violation(record, f"it begins as {record.initial:g}; a sum of gradients begins as zeros")
         elif lost := [rank for rank in record.ranks if not _is_inside(record, rank, held)]:
             yield _violation(
                 record, f"rank {lost[0]} holds it without that shard of its parameter '{record.parameter}'"
@@ -144,7 +140,7 @@ def _check_file(
     outputs = {port.name: type_of(port.type) for port in graph.output}
     first = {tensor.name: tensor for tensor in graph.initializer}
     declared = declared_types(model)
-    # the programs inside of an artifact that trains run over its tensors, and have no values of their own
+    # the other programs of an artifact run over the tensors of the main one, and have no values of their own
     trains = manifest.training is not None
     for record in records:
         title = f"state '{record.value}'"
@@ -165,7 +161,7 @@ def _check_file(
             if list(first[record.value].dims) != wanted:
                 fact = f"its first value has the shape {list(first[record.value].dims)}, and its shard {wanted}"
                 yield Violation(file, fact, title, help=_AGAIN)
-        elif record.kind not in ("optimizer", GRADIENT, SCALE) and trains:
+        elif record.kind not in ("optimizer", SCALE) and trains:
             yield Violation(
                 file, f"this {record.kind} has no first value: no initializer is called so", title, help=_AGAIN
             )

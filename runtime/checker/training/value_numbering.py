@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -29,7 +28,6 @@ from partc.runtime.artifact.format import (
     ALL_REDUCE,
     DOMAIN,
     EXCHANGE,
-    GRADIENT,
     RECV,
     SEND,
     TAG,
@@ -60,20 +58,12 @@ _OF_SHAPE = ("Shape", "Size")
 """Ops that read nothing of their input but its shape."""
 
 
-@dataclass(frozen=True)
-class Classes:
-    """Which sums of gradients are equal, and the numbers under which that was found."""
-
-    of: Mapping[Held, int] = field(default_factory=dict)
-    known: dict[Hashable, int] = field(default_factory=dict)
-
-
 class Numbering:
     """The numbers of the values of all ranks."""
 
-    def __init__(self, folder: Path, manifest: Manifest, models: Mapping[int, ModelProto], sums: Classes) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, models: Mapping[int, ModelProto]) -> None:
         self.folder, self.manifest, self.models = folder, manifest, models
-        self.sums, self.known = sums, sums.known
+        self.known: dict[Hashable, int] = {}
         self.numbers: dict[int, dict[str, int]] = {rank: {} for rank in models}
         self.makers = {
             rank: {name: node for node in model.graph.node for name in node.output} for rank, model in models.items()
@@ -105,8 +95,7 @@ class Numbering:
                 numbers[port.name] = self._number("input", port.name, str(port.box(rank)))
         for record in self.manifest.state:
             if rank in record.ranks:
-                own = self.sums.of.get((rank, record.value), ("rank", rank)) if record.kind == GRADIENT else None
-                numbers[record.value] = self._number("state", record.tensor, str(record.shard(rank)), own)
+                numbers[record.value] = self._number("state", record.tensor, str(record.shard(rank)))
 
     def _run(self) -> bool:
         """Numbers everything; False where a rank waits for what never comes."""

@@ -1,0 +1,69 @@
+"""The numbers of a whole batch that every microbatch reads, such as the weight of all labels: made before the first task.
+
+    loss.weights.of_batch = Gather(class weights, label)     loss.weight_sum = ReduceSum(loss.weights.of_batch)
+
+A model of one size says what a microbatch has, and nothing of a batch: there each number is made of those of the microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.rank_program import CommOp, ComputeOp, made_names, with_names
+from partc.compiler.pipelines.phases import in_order
+from partc.compiler.pipelines.row import Names, Row
+
+Renamed: TypeAlias = Callable[[CommOp, Mapping[str, str], int | None], CommOp]
+"""A message or collective with these names and a tag of its own, in a microbatch or once."""
+
+
+def write_totals(totals: Program, rows: Sequence[Row], names: Names, renamed: Renamed, summed: Collection[str]) -> None:
+    """Writes what makes them into rows in which microbatches have their records; those `summed` are sums over records, others means."""
+    if not _is_of_one_size(totals, rows):
+        _write(totals, rows, names, renamed, None)
+        return
+    made = [_write(totals, rows, names, renamed, k) for k in range(len(rows[0].micro))]
+    for at, row in enumerate(rows):
+        for name in made[0][at]:
+            parts = [some[at][name] for some in made]
+            row.emit("Sum" if name in summed else "Mean", parts, [name])
+
+
+def _is_of_one_size(totals: Program, rows: Sequence[Row]) -> bool:
+    dealt = {name for row in rows for name in row.micro[0]}
+    records = {held.version.value for part in totals.parts for held in part.inputs if held.name in dealt}
+    shapes = [totals.values[value].shape for value in records]
+    return any(shape and isinstance(shape[0], int) for shape in shapes)
+
+
+def _write(
+    totals: Program, rows: Sequence[Row], names: Names, renamed: Renamed, part: int | None
+) -> list[dict[str, str]]:
+    """Writes the ops for the whole batch, or for a microbatch; per row what the numbers are called then."""
+    by_rank = {one.rank: one for one in totals.parts}
+    units = [by_rank[row.unit.program.rank] for row in rows]
+    suffix = "of_batch" if part is None else f"of_batch.{part}"
+    own, made = list[dict[str, str]](), list[dict[str, str]]()
+    for row, unit in zip(rows, units, strict=True):
+        given = {held.name for held in (*unit.inputs, *unit.weights)}
+        out = [held.name for held in unit.outputs]
+        inside = [name for step in unit.steps for name in made_names(step) if name]
+        called = {
+            name: names.of(name, suffix) for name in (*inside, *unit.constants) if part is not None or name not in out
+        }
+        row.constants |= {called[name]: array for name, array in unit.constants.items()}
+        row.types |= {called.get(name, name): one for name, one in unit.types.items() if name not in given}
+        row.types |= {name: unit.types[name] for name in out}
+        made.append({name: called[name] for name in out if name in called})
+        own.append(called if part is None else {**row.micro[part], **called})
+    for places in in_order([unit.steps for unit in units]):
+        for at, k in places:
+            step = units[at].steps[k]
+            if isinstance(step, CommOp):
+                rows[at].steps.append(renamed(step, own[at], part))
+            elif isinstance(step, ComputeOp):
+                rows[at].steps.append(replace(step, node=with_names(step.node, own[at])))
+    return made
