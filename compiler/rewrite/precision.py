@@ -277,7 +277,7 @@ class _Typing(Rewriting):
         producer = value.producer()
         there = producer is not None and kind in HALVES and value not in self.weak
         path = f"{self.paths[producer]}.{_word(kind)}" if there and producer is not None else ""
-        path = path or f"{self.paths[reader]}.{_word(kind)}" + (f".{k}" if k else "")
+        path = path or f"{self.paths[reader]}.{_word(kind)}" + (f".input{k}" if k else "")
         self._put_cast(value, made, path, reader)
         return made
 
