@@ -131,6 +131,11 @@ def parse_sizes(ctx: click.Context, parameter: click.Parameter, given: Sequence[
     "--set", "sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol, for --random."
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the outputs to this .npz.")
+@click.option(
+    "--profile",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the times of tasks by rank to this JSON file.",
+)
 @click.option("--repeat", type=click.IntRange(min=1), default=1, metavar="N", help="Run N steps and print their times.")
 @place_options
 @click.pass_context
@@ -142,6 +147,7 @@ def command(
     random: int | None,
     sizes: Mapping[str, int],
     output: Path | None,
+    profile: Path | None,
     repeat: int,
     **given: Any,
 ) -> int:
@@ -150,6 +156,7 @@ def command(
     \b
     partc run --input x.npz -o y.npz
     partc run build/ --random 7 --set batch=32 --repeat 100
+    partc run build/ --random 7 --repeat 20 --profile times.json        # for partc simulate build/ --times times.json
     mpiexec -n 5 partc run build/ --input x=x.npy       # under your own launcher
     """
     job = Job(
@@ -158,6 +165,7 @@ def command(
         random=random,
         sizes=sizes,
         output=None if output is None else str(output.absolute()),
+        profile=None if profile is None else str(profile.absolute()),
         repeat=repeat,
     )
     return start(ctx, folder, job, given)

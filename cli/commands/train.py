@@ -27,6 +27,11 @@ from partc.cli.job.job import Job, TrainingJob
 @click.option(
     "--metrics", type=click.Path(dir_okay=False, path_type=Path), help="Append all metrics to this file as JSON lines."
 )
+@click.option(
+    "--profile",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the times of tasks by rank to this JSON file.",
+)
 @click.option("--evaluate", metavar="N|epoch", help="Evaluate every N steps, or after each epoch.")
 @click.option("--checkpoint", type=click.Path(file_okay=False, path_type=Path), help="Folder for checkpoints.")
 @click.option("--save", metavar="N|epoch", help="Write a checkpoint every N steps, or after each epoch.")
@@ -77,7 +82,8 @@ def command(ctx: click.Context, /, folder: Path, resume: str | None, **given: An
         plan=_absolute(given["plan"]),
         trust_code=given["trust_code"],
     )
-    return start(ctx, folder, Job(folder=str(folder.absolute()), training=training), given)
+    job = Job(folder=str(folder.absolute()), training=training, profile=_absolute(given["profile"]))
+    return start(ctx, folder, job, given)
 
 
 def _absolute(path: Path | None) -> str | None:

@@ -56,7 +56,7 @@ class Job:
 
     `inputs` holds `x.npz` or `name=file.npy`; `sizes` the symbols' values for random inputs. `run_dir` is the launching
     process's folder with the status board and the process ids, None where the user's own launcher started the ranks. A `quiet`
-    run prints failures only; with `json` rank 0 prints one document.
+    run prints failures only; with `json` rank 0 prints one document. `profile` is the file to which the times of tasks are written.
     """
 
     folder: str
@@ -73,6 +73,7 @@ class Job:
     quiet: bool = False
     json: bool = False
     training: TrainingJob | None = None
+    profile: str | None = None
 
     def dumps(self) -> str:
         """The job as one line of JSON."""

@@ -19,6 +19,7 @@ from partc.cli.job.faults import write_faults
 from partc.cli.job.job import BOARD, Job
 from partc.cli.job.place import Place, surrounding_job
 from partc.cli.job.processes import end_with_parent
+from partc.cli.job.profile import refuse_profile, write_profile
 from partc.cli.output import console
 from partc.cli.output.failures import INTERRUPTED, described
 from partc.cli.output.units import count, size, timing
@@ -162,6 +163,7 @@ def _infer(job: Job, transport: Transport, begin: float) -> int:
     with load(job.folder, transport, threads=job.threads, trust=job.trust, on_error=on_error) as program:
         loaded = time.perf_counter() - begin
         times = []
+        profiler = program.record_times() if job.profile else None
         for left in reversed(range(job.repeat)):
             start = time.perf_counter()
             if left:
@@ -169,6 +171,10 @@ def _infer(job: Job, transport: Transport, begin: float) -> int:
             outputs = program(inputs)
             times.append(time.perf_counter() - start)
         arrays = gather(transport, program.manifest, outputs)
+        if profiler is not None and job.profile:
+            ranks = transport.all_gather_text(profiler.text())
+            if transport.rank == 0:
+                write_profile(job.profile, ranks, job.quiet)
         if transport.rank == 0:
             finish(job, arrays, loaded, times)
         transport.all_gather_text("")
@@ -193,6 +199,7 @@ def prepare(job: Job) -> Manifest:
     from partc.runtime.artifact.manifest import open_artifact
 
     manifest = open_artifact(job.folder, trust=True).manifest
+    refuse_profile(job.profile)
     if job.training is not None:
         from partc.cli.job.settings import check
 

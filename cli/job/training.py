@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from partc.cli.job.job import PROGRESS, Job
 from partc.cli.job.outputs import hand_over
+from partc.cli.job.profile import write_profile
 from partc.cli.job.settings import Settings
 from partc.cli.output.progress import TrainingBar
 from partc.cli.output.training_log import TrainingLog, Watch, watch_through_file
@@ -68,7 +69,12 @@ def run_training(job: Job, transport: Transport | None, watch: Watch | None = No
                     log.resumed(trainer.step, trainer.source)
             if log:
                 log.begins(trainer, loader, settings.run_config.total(loader.order.batches))
+            profiler = trainer.program.record_times() if job.profile else None
             run(trainer, loader, settings.run_config, log, (lambda: settings.batches(trainer)) if test else None)
+            if profiler is not None and job.profile:
+                ranks = trainer.program.all_gather_text(profiler.text())
+                if trainer.rank == 0:
+                    write_profile(job.profile, ranks, job.quiet)
         if log:
             log.close()
     return 0

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from partc.cli.job.job import PROGRESS, Job
+from partc.cli.job.profile import write_profile
 from partc.cli.launch.launcher import Hosts, command_line, find_launcher, launch_environment
 from partc.cli.launch.run_dir import RunDir
 from partc.cli.launch.signals import Signals
@@ -72,11 +73,14 @@ def run_here(job: Job, manifest: Manifest) -> int:
     times = []
     with load_local(job.folder, threads=job.threads, trust=job.trust, stall=job.stall) as program:
         loaded = time.perf_counter() - begin
+        profilers = [one.record_times() for one in program.ranks] if job.profile else []
         with Progress(job.repeat) as progress:
             for step in range(job.repeat):
                 start = time.perf_counter()
                 outputs = program(inputs)
                 times.append(time.perf_counter() - start)
                 progress.reached(step + 1)
+    if job.profile:
+        write_profile(job.profile, [one.text() for one in profilers], job.quiet)
     finish(job, flatten(outputs), loaded, times)
     return 0

@@ -29,6 +29,7 @@ from ..job.status_board import AGREEING, SLOT, open_board
 from ..program.sessions import Settings
 from ..program.steps import WaitCollective
 from .agreement import StepAgreement
+from .profiler import Profiler
 from .rank_program import describe, lower_rank_program
 from .recover import attempt, failed, settle
 from .state import State
@@ -72,12 +73,18 @@ class Program:
         self._board = open_board(transport.rank)
         self._step = 0
         self.agreement = StepAgreement(self._program.binder, transport, on_error != RECOVER)
+        self._profiler: Profiler | None = None
         self._broken: str | None = None
 
     @property
     def state(self) -> State:
         """What this rank keeps from step to step."""
         return self._program.state
+
+    def record_times(self) -> Profiler:
+        """Measure every task of every step from the next one on."""
+        self._profiler = Profiler(self.rank, self._schedules.values())
+        return self._profiler
 
     @property
     def inputs(self) -> list[Port]:
@@ -246,6 +253,8 @@ class Program:
             self._program.binder.check_promises(bindings)
             schedule = StepPlan(self._program, bindings, self._transport, self._wire, self._at_once)
             self._schedules[key] = schedule
+            if self._profiler is not None:
+                self._profiler.watch(schedule)
             if len(self._schedules) > _STEP_PLANS:
                 self._schedules.popitem(last=False)
         else:

@@ -199,7 +199,7 @@ def instantiated(steps: Sequence[Step], task: TaskCall) -> list[Step]:
                 inputs, outputs = (tuple(names[name] for name in some) for some in (step.inputs, step.outputs))
                 return Segment(step.nodes, inputs, outputs, step.initializers, cell, step)
             case StartCollective() | WaitCollective():
-                return replace(step, call=called(step.call))
+                return replace(step, call=called(step.call), task=cell)
             case Send() | PostRecv() | WaitRecv():
                 return replace(step, value=names[step.value], tag=step.tag + k, path=f"{step.path}, {cell}")
             case Update():

@@ -126,10 +126,14 @@ class WaitRecv(Message):
 
 @dataclass(frozen=True)
 class Collective:
-    """One end of a collective: the call, and the ranks that take part; no ranks where a file is read without its manifest."""
+    """One end of a collective: the call, and the ranks that take part; no ranks where a file is read without its manifest.
+
+    `task`: the task inside of which it is, as a schedule writes it.
+    """
 
     call: Call
     ranks: tuple[int, ...]
+    task: str = ""
 
     def _text(self) -> str:
         ranks = f", ranks {', '.join(map(str, self.ranks))}" if self.ranks else ""

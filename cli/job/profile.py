@@ -1,0 +1,27 @@
+"""The file in which a job leaves the times of its ranks' tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from partc.cli.output import console
+from partc.cli.output.units import count
+from partc.runtime.errors import UsageError
+from partc.runtime.files.replace import refuse_other, write_text
+
+
+def refuse_profile(path: str | None) -> None:
+    """UsageError where a profile cannot be written."""
+    if path is None:
+        return
+    refuse_other(Path(path))
+    if not Path(path).parent.is_dir():
+        raise UsageError(f"{path}: the folder {Path(path).parent} does not exist")
+
+
+def write_profile(path: str, ranks: Sequence[str], quiet: bool) -> None:
+    """Writes what all ranks measured, each as JSON."""
+    write_text(Path(path), '{"profile": 1, "ranks": [\n' + ",\n".join(ranks) + "\n]}\n")
+    if not quiet:
+        console.echo(f"wrote {path}: times of {count(len(ranks), 'rank')}")

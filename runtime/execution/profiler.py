@@ -1,0 +1,124 @@
+"""Measures the tasks of a rank: the time of every action of every step, with two readings of the clock for each.
+
+    profiler = program.record_times()        from the next step on
+    profiler.text()                          JSON: a rank's part of what `artifact/profile.py` reads
+
+The last steps are kept, without the first few, in which memory is touched for the first time, where there are later ones.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ..program.steps import Collective, Segment, Step, Update, WaitCollective, WaitRecv
+from .step_plan import Action, StepPlan
+
+_KEPT = 100
+"""The times of so many steps are kept."""
+_WARM = 3
+"""So many first steps are left out."""
+COMPUTE, UPDATE, BEGIN, WAIT = "compute", "update", "begin", "wait"
+KINDS = (COMPUTE, UPDATE, BEGIN, WAIT)
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What an action is: its kind, the task to which it counts, and whether it is a wait inside of that task."""
+
+    kind: str
+    task: str
+    inside: bool = False
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """One step: its number, the actions as they were, their seconds, and those from the first to the last."""
+
+    number: int
+    said: list[_Said]
+    seconds: list[float]
+    whole: float
+
+
+class Profiler:
+    """The times of one rank, whose step plans are these and those that it is given later."""
+
+    def __init__(self, rank: int, plans: Iterable[StepPlan] = ()) -> None:
+        self.rank = rank
+        self._steps: deque[_Steps] = deque(maxlen=_KEPT)
+        self._count = 0
+        self._arena = 0
+        for plan in plans:
+            self.watch(plan)
+
+    def watch(self, plan: StepPlan) -> None:
+        """Measures the actions of a step plan."""
+        said = _said([(plan.program.steps[index], at in plan.main) for at, (index, _) in enumerate(plan.actions)])
+        seconds = [0.0] * len(said)
+        plan.actions[:] = [(index, _timed(action, seconds, at)) for at, (index, action) in enumerate(plan.actions)]
+        if not said:
+            return
+        begun = [0.0]
+        first, action = plan.actions[0]
+        last, ending = plan.actions[-1]
+
+        def begin() -> None:
+            begun[0] = time.perf_counter()
+            action()
+
+        def end() -> None:
+            (begin if len(said) == 1 else ending)()
+            self._count += 1
+            self._arena = int(plan.program.memory.size)
+            self._steps.append(_Steps(self._count, said, [*seconds], time.perf_counter() - begun[0]))
+
+        plan.actions[0] = first, begin
+        plan.actions[-1] = last, end
+
+    def text(self) -> str:
+        """What was measured as JSON."""
+        steps = [one for one in self._steps if one.number > _WARM] or [*self._steps]
+        tasks: dict[str, list[float]] = {}
+        waits: dict[str, list[float]] = {}
+        kinds: dict[str, list[float]] = {kind: [0.0] * len(steps) for kind in KINDS}
+        for k, step in enumerate(steps):
+            for one, seconds in zip(step.said, step.seconds, strict=True):
+                kinds[one.kind][k] += seconds
+                if one.task and (one.inside or one.kind != WAIT):
+                    column = (waits if one.inside else tasks).setdefault(one.task, [0.0] * len(steps))
+                    column[k] += seconds
+        whole = [step.whole for step in steps]
+        return json.dumps(
+            {"rank": self.rank, "step": whole, "tasks": tasks, "waits": waits, "kinds": kinds, "arena": self._arena}
+        )
+
+
+def _said(steps: list[tuple[Step, bool]]) -> list[_Said]:
+    """What actions are: those of a step, and what is done beside it, a wait for a send or the end of a value."""
+    cells = [step.task if isinstance(step, Segment | Collective) else "" for step, _ in steps]
+    at = next(filter(None, cells), "")
+    found = []
+    for (step, is_step), cell in zip(steps, cells, strict=True):
+        at = cell if cell and is_step else at
+        if not is_step or isinstance(step, WaitRecv | WaitCollective):
+            found.append(_Said(WAIT, at, inside=is_step and bool(cell)))
+        elif isinstance(step, Segment):
+            found.append(_Said(COMPUTE, at))
+        else:
+            found.append(_Said(UPDATE if isinstance(step, Update) else BEGIN, at))
+    return found
+
+
+def _timed(action: Action, seconds: list[float], at: int) -> Callable[[], None]:
+    clock = time.perf_counter
+
+    def timed() -> None:
+        start = clock()
+        action()
+        seconds[at] = clock() - start
+
+    return timed
