@@ -17,7 +17,8 @@ from partc.cli.output.units import count, size
 
 if TYPE_CHECKING:
     from onnx import NodeProto
-    from partc.cli.output.stats import Moved
+    from partc.cli.output.pipeline import Pipeline
+    from partc.cli.output.stats import Moved, RankStats
     from partc.cli.output.training_stats import TrainingStats
     from partc.runtime.artifact.manifest import Artifact
 
@@ -55,6 +56,7 @@ def command(
     partc inspect --node 'conv*'           # where and why
     """
     from partc.cli.job.inputs import choose_sizes
+    from partc.cli.output.pipeline import pipeline_of, rows_text
     from partc.cli.output.stats import rank_stats, typical_sizes
     from partc.cli.output.training_stats import training_stats
     from partc.runtime.artifact.manifest import open_artifact
@@ -83,8 +85,9 @@ def command(
         transfers = [transfer.model_dump(mode="json") for transfer in manifest.transfers]
         collectives = [one.model_dump(mode="json") for one in manifest.collectives]
         ranks_json = [dataclasses.asdict(one) for one in stats]
-        found = {"sizes": sizes, "ranks": ranks_json, "transfers": transfers}
+        found: dict[str, object] = {"sizes": sizes, "ranks": ranks_json, "transfers": transfers}
         found |= {"groups": manifest.groups, "collectives": collectives} if collectives else {}
+        found |= _pipeline_json(artifact)
         found |= {"training": [dataclasses.asdict(one) for one in trained]} if trained else {}
         console.echo(json.dumps(found, indent=1))
         return 0
@@ -105,13 +108,54 @@ def command(
             moves,
         )
         table.add(*cells)
-    show_tables(
-        [table, *_training(trained), *_largest_transfers(artifact, sizes), *_largest_collectives(artifact, sizes)]
-    )
+    pipeline = pipeline_of(artifact)
+    largest = [*_largest_transfers(artifact, sizes), *_largest_collectives(artifact, sizes)]
+    show_tables([table, *_pipeline(pipeline, stats, sizes), *_training(trained), *largest])
     console.echo()
+    for line in rows_text(pipeline) if pipeline is not None else ():
+        console.echo(line)
     for line in _notes(artifact, sizes, sum(one.unknown_values for one in stats), bool(trained)):
         console.echo(line)
     return 0
+
+
+def _pipeline_json(artifact: Artifact) -> dict[str, object]:
+    """The rows, and what they keep."""
+    from partc.cli.output.pipeline import kept, pipeline_of
+    from partc.runtime.artifact.byte_count import largest_text
+
+    pipeline = pipeline_of(artifact)
+    if pipeline is None:
+        return {}
+    rows = [
+        {"ranks": ranks, "row": str(row), "microbatches": one.microbatches, "kept": largest_text(one.bytes)}
+        for ranks, row, one in zip(pipeline.homes, pipeline.rows, kept(pipeline), strict=True)
+    ]
+    schedule = pipeline.schedule
+    return {"pipeline": {"schedule": schedule.name, "microbatches": schedule.microbatches, "rows": rows}}
+
+
+def _pipeline(pipeline: Pipeline | None, stats: Sequence[RankStats], sizes: Mapping[str, int]) -> Iterator[Table]:
+    """By home its stages, sessions, and the most that its row keeps for backward passes."""
+    if pipeline is None:
+        return
+    from partc.cli.output.pipeline import kept
+    from partc.runtime.artifact.byte_count import largest_text
+
+    schedule = pipeline.schedule
+    title = f"pipeline: {schedule.name}, {schedule.microbatches} microbatches"
+    table = Table(
+        ["ranks", "stages", ">tasks", ">sessions", ">keeps at most", "bytes kept for backward passes", ">at this size"],
+        title=title,
+    )
+    for home, (row, one) in enumerate(zip(pipeline.rows, kept(pipeline), strict=True)):
+        stages = ",".join(map(str, sorted(row.stages)))
+        ranks = schedule.stages.label(home).partition(" ")[2]
+        most = f"{one.microbatches:.4g}"
+        sessions = stats[pipeline.homes[home][0]].sessions
+        at = size(one.at(sizes)) + ("+?" if one.unknown else "")
+        table.add(ranks, stages, len(row.cells), sessions, most, largest_text(one.bytes), at)
+    yield table
 
 
 def _training(stats: Sequence[TrainingStats]) -> Iterator[Table]:

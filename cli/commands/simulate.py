@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from partc.cli.output import console
 from partc.cli.output.table import Table
 
 if TYPE_CHECKING:
+    from partc.cli.output.pipeline import Times
     from partc.compiler.schedule.costs import Costs
     from partc.compiler.schedule.schedule import Schedule
     from partc.compiler.schedule.stages import Stages
@@ -30,7 +32,7 @@ class _Given:
     times: tuple[list[float], list[float], list[float]]
     message: float
     memory: str | None
-    measured: Path | None
+    measured: Times | None
 
 
 def _numbers(
@@ -57,48 +59,59 @@ def _time_option(name: str, help: str) -> Callable[[Callable[..., object]], Call
 
 
 @click.command()
+@click.argument("folder", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--schedule", "name", metavar="NAME", help="gpipe, 1f1b, interleaved, zb_h1, zbv or auto; without it, compare all."
 )
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks (or groups of ranks).")
 @click.option("--stages", type=click.IntRange(min=1), help="Number of stages: one per rank, or two (interleaved, zbv).")
 @click.option("--placement", metavar="R,R,...", callback=_numbers(int), help="The rank of each stage, such as 0,1,1,0.")
-@click.option("--microbatches", "-m", type=int, required=True, help="Number of microbatches of a step.")
+@click.option("--microbatches", "-m", type=int, help="Number of microbatches of a step.")
 @_time_option("--forward", "Time of F: of a rank and microbatch, or of each stage. Default 1.")
 @_time_option("--backward", "Time of B without the gradients of parameters. Default 1.")
 @_time_option("--weight", "Time of W, the gradients of parameters. Default 1.")
 @click.option(
-    "--message", type=click.FloatRange(min=0), default=0.0, help="Time of a message between ranks. Default 0."
+    "--message",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    help="Time of a message between ranks, of an artifact with --times in seconds. Default 0.",
 )
 @click.option("--memory", metavar="LIMIT", help="Memory limit of a rank, such as '2.5 microbatches'.")
 @click.option(
-    "--times", type=click.Path(path_type=Path, dir_okay=False), help="JSON of seconds by stage and kind, or by task."
+    "--times",
+    multiple=True,
+    metavar="FILE|TASK=TIME",
+    help="Seconds by stage and kind, or by task: a JSON file, one of --profile, or 0F=1.2ms; may be repeated.",
 )
 @click.option(
     "--rows", type=click.Path(path_type=Path, dir_okay=False), help="Simulate the rows of this file, one line per rank."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
+    folder: Path | None,
     name: str | None,
     ranks: int | None,
     stages: int | None,
     placement: list[float] | None,
-    microbatches: int,
+    microbatches: int | None,
     forward: list[float] | None,
     backward: list[float] | None,
     weight: list[float] | None,
     message: float,
     memory: str | None,
-    times: Path | None,
+    times: tuple[str, ...],
     rows: Path | None,
     as_json: bool,
 ) -> int:
-    """Show time, bubble and memory of a pipeline schedule, or compare all schedules; no model is needed.
+    """Show time, bubble and memory of a pipeline: of the artifact in FOLDER, or of a schedule, without a model, or compare all schedules.
 
     A task is a stage, F (forward), B (backward) or W (gradients of parameters), and a microbatch: 2F0. Where there is no W, B is the whole
     backward pass. The grid shows ranks over time; the bubble is the idle share.
 
     \b
+    partc simulate build/                                    # the rows of an artifact, in units
+    partc simulate build/ --times times.json                 # with the times that partc train --profile times.json measured
+    partc simulate build/ --times 0F=1.2ms --times 0B=2.5ms --times 1F=1ms --times 1B=2ms
     partc simulate --ranks 4 -m 8                            # compare all schedules
     partc simulate --schedule zbv --ranks 4 -m 8             # rows, grid, total, peaks
     partc simulate --schedule auto --ranks 4 -m 8 --memory '2 microbatches'
@@ -106,13 +119,23 @@ def command(
     partc simulate --rows rows.txt --placement 0,1,1,0 -m 4  # check and simulate given rows
     partc simulate --schedule zb_h1 --ranks 2 -m 8 --times times.json    # {"0F": 0.012, "0B": 0.02, "1F3": 0.5, ...}
     """
+    from partc.cli.output.pipeline import read_times
     from partc.runtime.errors import UsageError
 
+    measured = read_times(times) if times else None
+    if folder is not None:
+        others = (name, ranks, stages, placement, microbatches, forward, backward, weight, memory, rows)
+        if any(one is not None for one in others):
+            help = "with FOLDER, give --times, --message and --json alone"
+            raise UsageError(f"{folder}: the artifact has its rows and stages\n  help: {help}")
+        return _play(folder, measured, message, as_json)
+    if microbatches is None:
+        raise UsageError("the number of microbatches is not known\n  help: use -m, or give the folder of an artifact")
     if name is not None and rows is not None:
         raise UsageError("--schedule and --rows are two schedules\n  help: give one of them")
     if placement is not None and (ranks or stages):
         raise UsageError("--placement says where each stage is\n  help: leave out --ranks and --stages")
-    given = _Given(microbatches, (forward or [1.0], backward or [1.0], weight or [1.0]), message, memory, times)
+    given = _Given(microbatches, (forward or [1.0], backward or [1.0], weight or [1.0]), message, memory, measured)
     if name is None and rows is None and placement is None:
         if ranks and stages:
             raise UsageError("all schedules are compared by ranks\n  help: leave out --stages, or give --schedule")
@@ -125,6 +148,37 @@ def command(
     from partc.compiler.schedule.grid import schedule_text
 
     console.echo(schedule_text(schedule, costs), nl=False)
+    return 0
+
+
+def _play(folder: Path, times: Times | None, message: float, as_json: bool) -> int:
+    """The rows of an artifact."""
+    from partc.cli.output.pipeline import compared, pipeline_of, timed
+    from partc.compiler.schedule.costs import unit_costs
+    from partc.compiler.schedule.grid import schedule_text
+    from partc.compiler.schedule.simulate import simulate
+    from partc.runtime.artifact.manifest import open_artifact
+    from partc.runtime.errors import UsageError
+
+    pipeline = pipeline_of(open_artifact(folder, trust=True))
+    if pipeline is None:
+        help = "compile with a plan that has `pipeline`, or leave out the folder"
+        raise UsageError(f"{folder}: it has no tasks\n  help: {help}")
+    schedule = pipeline.schedule
+    costs = timed(
+        schedule, unit_costs(schedule.stages, message), times.seconds if times else {}, times.where if times else ""
+    )
+    found = compared(schedule, costs, times.profile) if times and times.profile else None
+    if as_json:
+        document = _document(schedule, costs) | ({"measured": dataclasses.asdict(found)} if found else {})
+        console.echo(json.dumps(document, indent=1))
+        return 0
+    console.echo(schedule_text(schedule, costs), nl=False)
+    console.echo()
+    critical = " ".join(map(str, simulate(schedule, costs).critical))
+    console.echo(f"critical path: {critical}")
+    if found is not None:
+        console.echo(str(found))
     return 0
 
 
@@ -174,10 +228,10 @@ def _costs(stages: Stages, given: _Given) -> Costs:
     if given.measured is None:
         return costs
     try:
-        return with_times(costs, {key: float(time) for key, time in json.loads(given.measured.read_text()).items()})
-    except (ValueError, TypeError, AttributeError) as error:
+        return with_times(costs, given.measured.seconds)
+    except ValueError as error:
         help = 'write an object of seconds by stage and kind, or by task: {"0F": 0.01, "1B3": 0.2}'
-        raise UsageError(f"{given.measured}: {error}\n  help: {help}") from None
+        raise UsageError(f"{given.measured.where}: {error}\n  help: {help}") from None
 
 
 def _chosen(name: str, homes: Sequence[int], given: _Given, rows: Path | None = None) -> tuple[Schedule, Costs]:

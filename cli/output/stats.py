@@ -46,6 +46,7 @@ class RankStats:
     rank: int
     nodes: int
     segments: int
+    sessions: int
     weights: int
     peak: int
     unknown_values: int
@@ -81,6 +82,7 @@ def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankS
         rank=rank,
         nodes=sum(node.domain != DOMAIN for node in model.graph.node),
         segments=sum(isinstance(step, Segment) for step in steps),
+        sessions=len({id(step.formal) for step in steps if isinstance(step, Segment)}),
         weights=weights,
         peak=weights + kept["optimizer"] + live,
         unknown_values=unknown,

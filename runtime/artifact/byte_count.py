@@ -8,6 +8,7 @@ largest([16*batch + 4, 8*batch, 20*seq])                Max(16*batch + 4, 20*seq
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -61,7 +62,8 @@ ZERO = ByteCount({})
 
 def _term(factors: _Factors, number: Fraction) -> str:
     above = [str(number.numerator)] if number.numerator != 1 or not factors else []
-    return "*".join([*above, *factors]) + (f"/{number.denominator}" if number.denominator != 1 else "")
+    above += [name if times == 1 else f"{name}**{times}" for name, times in Counter(factors).items()]
+    return "*".join(above) + (f"/{number.denominator}" if number.denominator != 1 else "")
 
 
 def of_value(type: str, shape: Sequence[int | str] | None) -> ByteCount | None:

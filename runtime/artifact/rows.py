@@ -127,7 +127,8 @@ def stage_reads(rows: list[Row]) -> Reads:
     for row in rows:
         for call, task in zip(row.calls, row.tasks, strict=True):
             for name in call.node.input:
-                maker = makers.get(name)
+                own = row.makers.get(name)
+                maker = makers.get(name) if own is None else row.tasks[own]
                 if maker is None or task is None or maker.microbatch != task.microbatch or maker.stage == task.stage:
                     continue
                 if maker.kind is Kind.FORWARD and maker.stage < task.stage:

@@ -4,7 +4,7 @@
     1F3 reads h.3, which it received, as 1B3      from 1F3 to 1B3
     2B3 makes d.3, 2W3 reads it                   from 2B3 to 2W3
 
-A sum of gradients, which goes from microbatch to microbatch, is no saved value, nor is what all microbatches read.
+A sum of gradients, which goes from microbatch to microbatch, is no saved value, nor is what all microbatches read, nor the batch itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Saved:
 
 def saved(row: Row, types: Mapping[str, tuple[str, Shape]]) -> Saved:
     """What a row keeps at most; `types` are those of its values."""
-    spans = _spans(row)
+    spans = {name: span for name, span in _spans(row).items() if name not in row.split}
     changes: list[ByteCount] = [ZERO] * (len(row.calls) + 1)
     unknown = 0
     for name, (first, last) in spans.items():

@@ -147,5 +147,5 @@ def test_what_a_sound_pipeline_keeps(built: Path) -> None:
     assert not checked.violations
     assert checked.microbatches == 4
     assert [(one.ranks, one.microbatches) for one in checked.kept] == [("0", 2.0), ("1", 1.0)]
-    # rank 0: t of 12 columns, which it sends and Tanh's gradient reads, and x of 6, of a quarter of n records each, twice
-    assert checked.kept[0].bytes == "36*n"
+    # rank 0: t of 12 columns, which it sends and the gradient of Tanh reads, of a quarter of n records, twice
+    assert checked.kept[0].bytes == "24*n"

@@ -1,0 +1,235 @@
+"""The rows of an artifact as a schedule that can be played: read from its rank files alone, with given or measured times."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from partc.runtime.artifact.format import SCHEDULE, dump_file
+from partc.runtime.artifact.manifest import Artifact
+from partc.runtime.artifact.rows import Row, row_of, stage_reads
+from partc.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from partc.compiler.schedule.costs import Costs
+    from partc.compiler.schedule.schedule import Schedule
+    from partc.runtime.artifact.profile import Profile
+    from partc.runtime.artifact.saved import Saved
+
+_TIME = re.compile(r"(\d+(?:\.\d*)?(?:e-?\d+)?) ?(ns|us|ms|s|)")
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The rows of the ranks of an artifact: `homes` are lists of ranks with one row each, which `rows` has."""
+
+    artifact: Artifact
+    homes: tuple[tuple[int, ...], ...]
+    rows: tuple[Row, ...]
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule; UsageError for rows that `partc check` refuses."""
+        from partc.compiler.schedule.precedence import precedence
+        from partc.compiler.schedule.schedule import Schedule
+        from partc.compiler.schedule.stages import Edge, Stages
+        from partc.runtime.artifact.cells import Kind
+
+        rows = [tuple(task for task in row.tasks if task is not None) for row in self.rows]
+        tasks = {task for row in rows for task in row}
+        count = 1 + max((task.stage for task in tasks), default=0)
+        reads = stage_reads(list(self.rows))
+        homes = tuple(tuple(h for h, row in enumerate(self.rows) if s in row.stages) for s in range(count))
+        backward = {task.stage for task in tasks if task.kind is not Kind.FORWARD}
+        edges = tuple(Edge(one, other, (one, other) in reads.gradients) for one, other in sorted(reads.forward))
+        microbatches = 1 + max((task.microbatch for task in tasks), default=0)
+        try:
+            stages = Stages(homes, edges, self.homes, tuple(s in backward for s in range(count)))
+        except ValueError as error:
+            raise UsageError(f"{self.artifact.folder}: its rows are not sound: {error}\n{_CHECK}") from None
+        found = Schedule(self._name, stages, microbatches, tuple(rows))
+        if cycle := precedence(found).cycle:
+            fact = f"tasks of its rows wait for each other: {' '.join(map(str, cycle))}"
+            raise UsageError(f"{self.artifact.folder}: {fact}\n{_CHECK}")
+        return found
+
+    @property
+    def _name(self) -> str:
+        """The name of the schedule, as the artifact's text of it says."""
+        file = dump_file(SCHEDULE, self.artifact.manifest.prefix)
+        path = self.artifact.folder / file
+        lines = path.read_text(encoding="utf-8").splitlines()[:4] if file in self.artifact.manifest.files else []
+        found = next((line.split() for line in lines if line.startswith("# Schedule: ")), [])
+        return found[2] if len(found) > 2 else "rows"
+
+
+_CHECK = "  help: see what `partc check` says of it"
+
+
+def pipeline_of(artifact: Artifact) -> Pipeline | None:
+    """The rows of an artifact; None of one without tasks."""
+    files: dict[str, list[int]] = {}
+    for rank in range(artifact.manifest.ranks):
+        files.setdefault(artifact.manifest.program(rank), []).append(rank)
+    found: dict[str, tuple[list[int], Row]] = {}
+    for file, ranks in files.items():
+        row = row_of(artifact.model(ranks[0]), file)
+        if row is not None:
+            found.setdefault(str(row), ([], row))[0].extend(ranks)
+    if not found:
+        return None
+    ordered = sorted(found.values(), key=lambda one: min(one[0]))
+    return Pipeline(artifact, tuple(tuple(sorted(ranks)) for ranks, _ in ordered), tuple(row for _, row in ordered))
+
+
+def kept(pipeline: Pipeline) -> list[Saved]:
+    """By home what its row keeps at most for backward passes."""
+    from partc.runtime.artifact.saved import saved
+    from partc.runtime.artifact.tasks import unrolled
+    from partc.runtime.checker.graph.declared import declared_types
+
+    models = (pipeline.artifact.model(ranks[0]) for ranks in pipeline.homes)
+    return [saved(row, declared_types(unrolled(model))) for row, model in zip(pipeline.rows, models, strict=True)]
+
+
+def rows_text(pipeline: Pipeline) -> Iterator[str]:
+    """The bubble, rows and grid of a pipeline in unit times, as far as they can be read."""
+    from partc.compiler.schedule.costs import unit_costs
+    from partc.compiler.schedule.grid import grid, percent
+    from partc.compiler.schedule.simulate import simulate
+
+    schedule = pipeline.schedule
+    timing = simulate(schedule, unit_costs(schedule.stages))
+    yield f"rows in units, F = B = W = 1 of a rank: total {timing.total:.6g}, bubble {percent(timing.bubble)}"
+    if len(schedule.rows) > _ROWS or max(map(len, schedule.rows)) > _CELLS:
+        yield f"`partc simulate {pipeline.artifact.folder}` shows the rows, which are long"
+        return
+    yield str(schedule)
+    yield ""
+    yield from grid(schedule, timing).splitlines()
+    yield ""
+
+
+_ROWS, _CELLS = 16, 96
+"""Rows and cells of a row that are shown beside other things."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a stage's tasks of a kind (`0F`) or of single tasks (`0F3`), and the profile that they are from, if they are.
+
+    `where` is what the options say.
+    """
+
+    seconds: Mapping[str, float]
+    where: str
+    profile: Profile | None = None
+
+
+def read_times(given: Sequence[str]) -> Times:
+    """The times that options give: `0F=1.2ms`, a JSON file of seconds by stage and kind or by task, or a profile."""
+    seconds: dict[str, float] = {}
+    profile: Profile | None = None
+    for one in given:
+        cell, equals, text = one.partition("=")
+        if equals and not Path(one).exists():
+            seconds[cell] = _time(one, text)
+            continue
+        document = _document(Path(one))
+        if "profile" in document:
+            from partc.runtime.artifact.profile import read_profile
+
+            profile = read_profile(Path(one))
+            seconds |= profile.times()
+        else:
+            seconds |= _numbers(Path(one), document)
+    return Times(seconds, f"--times {' '.join(given)}", profile)
+
+
+def _time(option: str, text: str) -> float:
+    found = _TIME.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"--times {option}: '{text}' is no time\n  help: write it as 0F=1.2ms, with s, ms, us or ns")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+_FORM = 'write an object of seconds by stage and kind, or by task: {"0F": 0.01, "1B3": 0.2}'
+
+
+def _document(path: Path) -> dict[str, object]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {error}\n  help: {_FORM}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: it is no object\n  help: {_FORM}")
+    return found
+
+
+def _numbers(path: Path, document: Mapping[str, object]) -> dict[str, float]:
+    found = {}
+    for key, value in document.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UsageError(f"{path}: '{key}' is {value!r}, which is no time\n  help: {_FORM}")
+        found[key] = float(value)
+    return found
+
+
+def timed(schedule: Schedule, costs: Costs, seconds: Mapping[str, float], where: str) -> Costs:
+    """Costs with these times, in milliseconds; UsageError for one of no task, and where some tasks have a time and others have none."""
+    from partc.compiler.schedule.costs import with_times
+
+    if not seconds:
+        return costs
+    try:
+        found = with_times(replace(costs, message=1e3 * costs.message), _in_ms(seconds), clock="ms")
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}\n  help: {_FORM}") from None
+    tasks = sorted({task for row in schedule.rows for task in row})
+    absent = [t for t in tasks if str(t) not in seconds and f"{t.stage}{t.kind}" not in seconds]
+    if absent:
+        kinds = list(dict.fromkeys(f"{task.stage}{task.kind}" for task in absent))
+        fact = f"{', '.join(kinds[:_SHOWN])}{' and more' if len(kinds) > _SHOWN else ''}: no time is given"
+        raise UsageError(f"{where}: {fact}\n  help: give the times of all tasks, or of none for unit times")
+    return found
+
+
+def _in_ms(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {key: 1e3 * time for key, time in seconds.items()}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Medians over the steps of a profile: seconds measured, seconds simulated with the times of the same step, and their ratio."""
+
+    steps: int
+    measured: float
+    simulated: float
+    ratio: float
+
+    def __str__(self) -> str:
+        steps = f"{self.steps} {'step' if self.steps == 1 else 'steps'}"
+        times = f"measured {1e3 * self.measured:.6g} ms, simulated {1e3 * self.simulated:.6g} ms"
+        return f"{steps}, medians: {times}, measured/simulated {self.ratio:.3f}"
+
+
+def compared(schedule: Schedule, costs: Costs, profile: Profile) -> Compared:
+    """Each step of a profile beside its simulation with the times of that very step."""
+    from partc.compiler.schedule.costs import with_times
+    from partc.compiler.schedule.simulate import simulate
+
+    steps = range(profile.steps)
+    measured = [profile.measured(step) for step in steps]
+    simulated = [simulate(schedule, with_times(costs, _in_ms(profile.times(step)))).total / 1e3 for step in steps]
+    ratio = statistics.median(one / other for one, other in zip(measured, simulated, strict=True))
+    return Compared(len(steps), statistics.median(measured), statistics.median(simulated), ratio)
+
+
+_SHOWN = 8
