@@ -4,7 +4,7 @@
 
 a    1f1b and zb_h1 against one rank without microbatches, and against the same stages without; the ideal beside the ratio
 b    1f1b against `torch.distributed.pipelining` (1F1B over gloo), the same network, stages and microbatches
-c    the measured step against the simulation with measured task times (`train_pipeline_times.py`, `train_pipeline_simulated.py`)
+c    the measured step against the simulation with measured task times (`train_pipeline_times.py`, `partc simulate`)
 d    rank files and seconds of a compile by the number of microbatches; memory of a rank by 1f1b and gpipe
 
 One thread a rank. A step is from the batch in hand to the loss in hand on rank 0, with the update by SGD with momentum. The sides of a and
@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from partc.runtime.artifact.profile import read_profile
 from train_cases import CROSS_ENTROPY, Case, gpt, train, write
 from train_data_parallel import free_port, in_turns, partc_side
 from train_pipeline_simulated import compared
@@ -135,16 +136,14 @@ def times_side(folder: Path, ranks: int) -> Side:
 
 def simulations(place: Path, options: argparse.Namespace) -> None:
     """Part c."""
-    made = {}
     for name in SCHEDULES:
         folder = folder_of(place, f"times_{name}", f"times_{SCHEDULES[0]}")
-        said = plan(options.layers, options.ranks, options.microbatches, name)
-        made[name] = write(folder, case_of(options), said, 1).program.schedule
+        write(folder, case_of(options), plan(options.layers, options.ranks, options.microbatches, name), 1)
     sides = [times_side(place / f"times_{name}", options.ranks) for name in SCHEDULES]
     in_turns(sides, options.steps, options.turns)
     for side, name in zip(sides, SCHEDULES, strict=True):
         side.close()
-        print(f"c  {name}: {compared(place / f'times_{name}', made[name])}", flush=True)
+        print(f"c  {name}: {compared(place / f'times_{name}')}", flush=True)
 
 
 def sizes(place: Path, options: argparse.Namespace) -> None:
@@ -173,9 +172,10 @@ def sizes(place: Path, options: argparse.Namespace) -> None:
         side = times_side(folder, options.ranks)
         side.turn(2)
         side.close()
-        rows = [json.loads((folder / f"times_{rank}.json").read_text()) for rank in range(options.ranks)]
-        found_arenas[name] = [row["arena"] for row in rows]
-        text = "; ".join(f"rank {k} {row['arena'] / 1e6:.2f}, {row['peak']:.1f}" for k, row in enumerate(rows))
+        found_arenas[name] = [one.arena for one in read_profile(folder / "times.json").ranks]
+        peaks = [json.loads((folder / f"memory_{rank}.json").read_text())["peak"] for rank in range(options.ranks)]
+        some = zip(found_arenas[name], peaks, strict=True)
+        text = "; ".join(f"rank {k} {arena / 1e6:.2f}, {peak:.1f}" for k, (arena, peak) in enumerate(some))
         print(f"d  {name}: MB of arena, and of resident memory at its peak: {text}", flush=True)
     ratios = [one / other for one, other in zip(found_arenas["1f1b"], found_arenas["gpipe"], strict=True)]
     print(f"d  1f1b/gpipe, arenas by rank: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
