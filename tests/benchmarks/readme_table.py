@@ -59,7 +59,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         "cut_cost",
-        (Figure("one segment boundary on small tensors, with its send", r"([\d.]+) us a cut", "{} us"),),
+        (Figure("one segment boundary on small tensors, with its send", r"(-?[\d.]+) us a cut", "{} us"),),
         quick="--layers 4 --steps 5 --turns 1",
     ),
     Benchmark(
