@@ -159,7 +159,10 @@ def _wrong_words(case: Case, code: int, said: str) -> Iterator[str]:
         if f"({act.what})" not in said:
             yield "its signal is not named"
         if not re.search(r"(in step \d+, at .+|after step \d+|before its first step)", said):
-            yield "its task is not named"
+            yield "its action is not named"
+        between = re.search(r"in step \d+, at ((?:Send|Recv) .+)", said)
+        if case.mode == "pipeline" and between and not re.search(r"\b\d[FB]\d", between[1]):
+            yield "its task and microbatch are not named"
     if act.target in ("launcher", "all") and not re.search(
         r"the launcher (was killed|ended)|rank \d+ (was|has|ended)", said
     ):
