@@ -24,14 +24,14 @@ PLAIN = f"{HEAD} m (float[4, 6] x) => (float[4, 6] y) {{ [a] h = Relu (x) [b] y 
 
 
 def test_a_broken_rank_file_is_told_as_partcs_own_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = emit._rank_model
+    good = emit.rank_model
 
     def broken(*arguments: object) -> onnx.ModelProto:
         made: onnx.ModelProto = good(*arguments)  # type: ignore[arg-type]
         made.graph.node[1].output[0] = made.graph.node[0].output[0]
         return made
 
-    monkeypatch.setattr(emit, "_rank_model", broken)
+    monkeypatch.setattr(emit, "rank_model", broken)
     with pytest.raises(CompileError) as error:
         compiled(model(PLAIN), "ranks: 1\n", tmp_path / "build")
     assert "rank_0000.onnx: Neg 'b': its output 'h' is made twice\n  this is a bug in partc" in str(error.value)
