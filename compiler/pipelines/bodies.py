@@ -7,12 +7,15 @@
 The transpose of a weight is once a step, and costs nothing in a matrix product that reads it: it stands in every body with such a product,
 so that no copy of the weight is made.
 
+The product that is a weight's gradient is added to the sum by the Gemm itself, which saves a pass over the weight for every microbatch.
+
 A message between stages stands in the row, behind the task that makes it, on both of its ranks; so does a collective that has ranks of
 another stage. One whose result the same task reads on any rank is part of the body.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -126,6 +129,35 @@ class Inlined:
             else:
                 read.update(read_names(step))
         return gone
+
+
+def with_products_added(
+    unit: Unit, steps: Sequence[ComputeOp | CommOp], wanted: Collection[str]
+) -> list[ComputeOp | CommOp]:
+    """The ops of a body with `Add(Gemm(a, b), sum)` as `Gemm(a, b, sum)`, where nothing else reads the product."""
+    readers = Counter(name for step in steps for name in read_names(step))
+    makers = {name: step for step in steps for name in made_names(step)}
+    gone: set[RankOp] = set()
+    instead: dict[RankOp, ComputeOp] = {}
+    for step in steps:
+        if not isinstance(step, ComputeOp) or step.node.op_type != "Add" or not unit.adds_up(step):
+            continue
+        (kept,) = [name for name in read_names(step) if name in unit.sums]
+        product = next(name for name in read_names(step) if name != kept)
+        maker = makers.get(product)
+        if readers[product] == 1 and product not in wanted and isinstance(maker, ComputeOp) and _takes_term(maker.node):
+            given = [ir.Value(name=value.name) for value in maker.node.inputs[:2] if value is not None]
+            attributes = [one for name, one in maker.node.attributes.items() if name != "beta"]
+            node = ir.Node("", "Gemm", [*given, ir.Value(name=kept)], attributes, version=maker.node.version)
+            node.outputs[0].name = node.name = made_names(step)[0]
+            gone.add(maker)
+            instead[step] = ComputeOp(node, maker.source, task=step.task)
+    return [instead.get(step, step) for step in steps if step not in gone]
+
+
+def _takes_term(node: ir.Node) -> bool:
+    """Whether a node is a Gemm without a third operand."""
+    return node.op_type == "Gemm" and node.domain == "" and (len(node.inputs) < 3 or node.inputs[2] is None)
 
 
 def body_name(label: Label) -> str:

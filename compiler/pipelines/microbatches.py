@@ -36,7 +36,16 @@ from partc.compiler.ir.rank_program import (
 from partc.compiler.ir.training import Training
 from partc.compiler.pipelines.batch_dims import BatchDims
 from partc.compiler.pipelines.batch_totals import write_totals
-from partc.compiler.pipelines.bodies import LETTERS, Inlined, Slot, body_name, body_of, readers_beside, slots
+from partc.compiler.pipelines.bodies import (
+    LETTERS,
+    Inlined,
+    Slot,
+    body_name,
+    body_of,
+    readers_beside,
+    slots,
+    with_products_added,
+)
 from partc.compiler.pipelines.phases import UPDATE, Label, Labels, Phase, Place, Unit
 from partc.compiler.pipelines.records import Records
 from partc.compiler.pipelines.row import Names, Row
@@ -134,7 +143,8 @@ class _Rows:
                 row, wanted = self.rows[k], beside[k].get(label, set())
                 more = inlined[k].of(steps)
                 own = {name: self.names.of(name, body_name(label)) for step in more for name in made_names(step)}
-                row.bodies[label] = self._in_dims(body_of(row.unit, label, [*more, *steps], wanted), own)
+                added = with_products_added(row.unit, steps, wanted)
+                row.bodies[label] = self._in_dims(body_of(row.unit, label, [*more, *added], wanted), own)
         for k, row in enumerate(self.rows):
             inside = {step for slot in self.slots.values() for step in slot.bodies.get(k, ())}
             self.inlined.append(inlined[k].unread(row.bodies.values(), inside))

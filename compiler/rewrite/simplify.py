@@ -4,9 +4,11 @@
     s = Scatter(zeros, i, u), y = Add(a, s)   y = Scatter(a, i, u)             both add, and no zeros are made
     s = Scatter(zeros, i, u), y = Sum(a, b, s)   s = Sum(a, b), y = Scatter(s, i, u)
     y = Sum(a, b, c)                          t = Add(a, b), y = Add(t, c)
+    t = Gemm(a, b), y = Transpose(t)          y = Gemm(b, a), both operands the other way round
 
 The gradient of a cross entropy is so the exponentials times a number a position, less that number at each label; that of a table
-which is looked up and multiplied with is the product's, with the rows that were looked up added in.
+which is looked up and multiplied with is the product's, with the rows that were looked up added in. The last is the gradient of a weight
+that a model keeps transposed, as those of PyTorch are.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ class _Lean:
     def run(self) -> dict[int, tuple[ir.Node, ...]]:
         for index in self._all("Add", "Sum"):
             self._scatter_into(index)
+        for index in self._all("Transpose"):
+            self._product_transposed(index)
         for index in self._all("Expand"):
             self._spread_by_itself(index)
         for index in range(len(self.now)):
@@ -77,6 +81,22 @@ class _Lean:
             self._place(index, (added,) if into != name else (summed, added))
             self._place(before, ())
             return
+
+    def _product_transposed(self, index: int) -> None:
+        (node,) = self.now[index]
+        (name,) = _read(node)
+        product = self._producer(name, "Gemm")
+        if product is None or self.reads[name] != 1 or len(_read(product)) != 2:
+            return
+        if [*node.attributes.get_ints("perm", [1, 0])] != [1, 0]:
+            return
+        first, second = (product.attributes.get_int(side, 0) for side in ("transA", "transB"))
+        before = self.made[name]
+        swapped = _with(product, _read(product)[::-1], _made(node), node.name)
+        swapped.attributes["transA"] = ir.AttrInt64("transA", 1 - second)
+        swapped.attributes["transB"] = ir.AttrInt64("transB", 1 - first)
+        self._place(index, (swapped,))
+        self._place(before, ())
 
     def _spread_by_itself(self, index: int) -> None:
         (node,) = self.now[index]

@@ -86,6 +86,9 @@ def addends(node: NodeProto) -> list[str]:
     """The operands in whose place the result of a node may be written: it adds to them, and reads no element that it has written."""
     if node.domain or len(node.output) != 1:
         return []
+    if node.op_type == "Gemm":
+        beta = next((one.f for one in node.attribute if one.name == "beta"), 1.0)
+        return list(node.input[2:]) if beta == 1 and node.input[2:] and node.input[2] not in node.input[:2] else []
     if node.op_type == "Add":
         return [name for name in node.input if list(node.input).count(name) == 1]
     reduction = next((one.s for one in node.attribute if one.name == "reduction"), b"")

@@ -27,7 +27,7 @@ from training_equivalence import run, source_of
 from training_models import Model, dlrm, gpt, lenet, mlp, resnet
 
 TOLERANCE, DIVIDED = 1e-6, 1e-5
-"""Of a loss, and of the largest element of a tensor; where an optimizer divides by the root of a gradient's square, its rounding counts for more."""
+"""Of a loss, and of the largest element of a tensor; more where an optimizer divides by the root of a gradient's square."""
 RECORDS = 16
 CHAIN, LOOP, VEE = ("gpipe", "1f1b", "zb_h1", "auto"), ("interleaved", "auto"), ("zbv", "auto")
 MOMENTUM = "type: momentum, lr: 0.1, momentum: 0.9"

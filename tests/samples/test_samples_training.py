@@ -56,9 +56,9 @@ class Trained:
         return [step["loss"] for step in self.steps]
 
 
-def train(folder: Path, plan: str, out: Path, *options: str, mpi: bool = False) -> Trained:
-    """Compiles a sample's `model.py` by one of its plans, and trains."""
-    compile_model(folder / "model.py", folder / plan, out / "build")
+def train(folder: Path, plan: str, out: Path, *options: str, mpi: bool = False, model: str = "model.py") -> Trained:
+    """Compiles a sample's model by one of its plans, and trains."""
+    compile_model(folder / model, folder / plan, out / "build")
     kept, told = out / "checkpoints", out / "metrics.jsonl"
     command = [
         "train",
@@ -230,6 +230,20 @@ def test_two_stages_have_the_gradients_of_their_origin(samples: Path, tmp_path: 
     gradients = {name: (start - float(have[name].item())) / rate.optimizer.lr for name, start in begun.items()}
     want = {"layer2.weight": -2.4756, "layer1.weight": -0.7784, "layer1.bias": -0.4865, "layer2.bias": 1.0}
     assert gradients == pytest.approx(want, abs=2e-4)
+
+
+def test_microbatches_of_two_stages_have_the_mean_of_their_gradients(samples: Path, tmp_path: Path) -> None:
+    have = train(samples / "two_stage", "train_pipeline.yaml", tmp_path, model="batch.py").tensors
+    mean, first, second = np.mean([1.6, 0.4, -0.8, 2.8]), -1.54725, -0.4865
+    gradients = {
+        "layer1.weight": mean * second,
+        "layer1.bias": second,
+        "layer2.weight": mean * first,
+        "layer2.bias": 1.0,
+    }
+    begun = {"layer1.weight": first, "layer2.weight": second, "layer1.bias": 0.0, "layer2.bias": 0.0}
+    for name, gradient in gradients.items():
+        assert float(have[name].item()) == pytest.approx(begun[name] - 1e-3 * gradient, abs=1e-7)
 
 
 def test_ffn_dynamic(samples: Path, tmp_path: Path) -> None:
