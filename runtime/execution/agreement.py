@@ -37,7 +37,7 @@ class StepAgreement:
 
     def announce(self, inputs: Mapping[str, object]) -> None:
         """Says what the step after the next one is given."""
-        self._announced = inputs if self.ahead else None
+        self._announced = {**inputs} if self.ahead else None
 
     def halt(self, now: bool) -> None:
         """Says whether this rank wants no further step, with the next sizes that it tells."""

@@ -34,7 +34,7 @@ class Halted(Exception):
     """Some rank wants no further step: raised by the agreement that begins one, on all ranks alike."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ToldStep:
     """A step of which this rank has told the others its sizes: the inputs as given and as values, what is wrong, and the agreement."""
 
@@ -79,7 +79,7 @@ class Binder:
         """Tells the other ranks the sizes of a step with these inputs, without waiting for theirs. With `halt` on any, all raise Halted."""
         values, problems = self._read(inputs)
         vector = self._vector(values, _HALT if halt else _PROBLEM if problems else 0)
-        return ToldStep({**inputs}, values, problems, agreements.begin(vector))
+        return ToldStep(inputs, values, problems, agreements.begin(vector))
 
     def bind(self, step: ToldStep, transport: Transport) -> tuple[Bindings, dict[str, Value]]:
         """The bindings of a step that was told and the inputs that this rank reads, as values; InputError on all ranks alike."""

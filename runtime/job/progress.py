@@ -20,7 +20,7 @@ Action: TypeAlias = Callable[[], object]
 
 LONG = 1e-3
 """Seconds from which a call is accompanied, and between two tests."""
-_OFTEN = 2e-4
+_OFTEN = 5e-4
 """Seconds between the tests after short calls."""
 
 
