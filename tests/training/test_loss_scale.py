@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from partc.compiler.errors import CompileError
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import Trainer
@@ -36,7 +37,7 @@ PLANS = {
     "piped": (
         "ranks: 2\nplacement: {up: 0, bn: 0, down: 1}\nsymbols: {batch: {divisor: 4}}\n"
         "pipeline: {microbatches: 4, statistics: microbatch}\n",
-        "optimizer: {type: adam, lr: 0.1}",
+        "optimizer: {type: adam, lr: 0.1}\n  schedule: {type: step, every: 1, factor: 0.5}",
     ),
 }
 
@@ -64,6 +65,9 @@ def test_a_step_with_an_overflow_changes_the_scale_alone(name: str, tmp_path: Pa
             after = kept(trainer)
             same = all(after[tensor] == value for tensor, value in before.items() if tensor not in SCALES)
             found.append((trainer.skipped > skipped, same, scales(trainer)))
+        assert trainer.last_rate == pytest.approx(0.1 * 0.5**3 if name == "piped" else 0.1), (
+            "of the fourth step that counts"
+        )
         return found
 
     first, *others = on_all(built(tmp_path / "build", name), 2, act)
@@ -134,3 +138,11 @@ def test_a_run_goes_on_bit_by_bit_and_with_checkpoints_in_float32(tmp_path: Path
     single = on_all(tmp_path / "single", 2, runs["single"])
     assert all(not {*SCALES} & one.keys() for one in single)
     assert on_all(folder, 2, runs["back"]) == [(1024.0, 0)] * 2
+
+
+def test_a_dynamic_scale_skips_steps() -> None:
+    plan = (
+        f"ranks: 1\nprecision: {{compute: float16}}\n{LOSS}  optimizer: {{type: sgd, lr: 0.1}}\n  on_nonfinite: stop\n"
+    )
+    with pytest.raises(CompileError, match="'on_nonfinite' is stop, and the loss scale is dynamic"):
+        parse_plan(plan, "plan.yaml")
