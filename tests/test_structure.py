@@ -24,7 +24,6 @@ SUBSYSTEMS = ("compiler", "runtime", "cli")
 MOST_LINES, MOST_FILES = 400, 16
 LARGER = {
     "compiler/ops/families": "a file for each family of ops",
-    "compiler/schedule": "a file for each named schedule, and for each law and measure of schedules",
     "compiler/sharding": "a file for each rule of propagation",
     "compiler/rewrite": "a file for each rewrite",
     "runtime/artifact": "a file for each part of the format",

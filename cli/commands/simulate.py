@@ -236,8 +236,8 @@ def _costs(stages: Stages, given: _Given) -> Costs:
 
 def _chosen(name: str, homes: Sequence[int], given: _Given, rows: Path | None = None) -> tuple[Schedule, Costs]:
     """The schedule of a name, or of the rows in a file."""
-    from partc.compiler.schedule.choose import choose
     from partc.compiler.schedule.stages import chain
+    from partc.compiler.schedulers.choose import choose
     from partc.runtime.errors import UsageError
 
     if set(homes) != set(range(max(homes) + 1)):

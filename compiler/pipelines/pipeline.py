@@ -21,12 +21,12 @@ from partc.compiler.pipelines.recompute import recompute, undivided
 from partc.compiler.pipelines.stages import NodeStages, in_halves, node_stages
 from partc.compiler.pipelines.task_costs import task_costs
 from partc.compiler.plan.pipeline import PipelineRules
-from partc.compiler.schedule.choose import choose
 from partc.compiler.schedule.costs import Costs
-from partc.compiler.schedule.in_turn import in_turn
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Edge, Stages, grouped
+from partc.compiler.schedulers.choose import choose
+from partc.compiler.schedulers.in_turn import in_turn
 from partc.compiler.training.in_parts import PART
 from partc.runtime.artifact.cells import Task
 

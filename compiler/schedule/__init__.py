@@ -1,1 +1,1 @@
-"""The order of a step's tasks on every rank, as pure data: named schedules, rows as text, validity, simulation."""
+"""The order of a step's tasks on every rank, as pure data: rows as text, validity, messages, simulation, memory."""

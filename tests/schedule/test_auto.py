@@ -7,20 +7,20 @@ import random
 import pytest
 from exhaustive import least_time
 from partc.compiler.schedule import improve as improve_module
-from partc.compiler.schedule.auto import LimitError, auto
-from partc.compiler.schedule.bound import lower_bound
 from partc.compiler.schedule.costs import Costs, StageCost, transfer_times, unit_costs, with_times
 from partc.compiler.schedule.deadlock import validate_actions
-from partc.compiler.schedule.fill import fill
-from partc.compiler.schedule.gpipe import gpipe
-from partc.compiler.schedule.improve import improve
 from partc.compiler.schedule.memory import one_microbatch, peaks, within
 from partc.compiler.schedule.messages import actions
-from partc.compiler.schedule.one_f_one_b import one_f_one_b
 from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Edge, Stages, chain, graph, loop, one_each, vee
 from partc.compiler.schedule.validity import validate
-from partc.compiler.schedule.zb_h1 import zb_h1
+from partc.compiler.schedulers.auto import LimitError, auto
+from partc.compiler.schedulers.bound import lower_bound
+from partc.compiler.schedulers.fill import fill
+from partc.compiler.schedulers.gpipe import gpipe
+from partc.compiler.schedulers.improve import improve
+from partc.compiler.schedulers.one_f_one_b import one_f_one_b
+from partc.compiler.schedulers.zb_h1 import zb_h1
 from partc.runtime.artifact.cells import Kind, Task
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 from partc.compiler.errors import CompileError
-from partc.compiler.schedule.choose import NAMES, choose
 from partc.compiler.schedule.costs import BYTES, MICROBATCHES, Costs, StageCost, unit_costs
 from partc.compiler.schedule.memory import Limit, parse_limit, peaks
 from partc.compiler.schedule.stages import Edge, Stages, chain, grouped, loop, one_each, vee
 from partc.compiler.schedule.validity import validate
+from partc.compiler.schedulers.choose import NAMES, choose
 
 BY_BYTES = Costs((StageCost(saved=3e8), StageCost(saved=1e8)), unit=BYTES)
 

@@ -9,17 +9,17 @@ from fractions import Fraction
 
 import pytest
 from partc.compiler.schedule.costs import Costs, StageCost, unit_costs
-from partc.compiler.schedule.gpipe import gpipe
-from partc.compiler.schedule.in_turn import in_turn
-from partc.compiler.schedule.interleaved import equal_rounds, interleaved
 from partc.compiler.schedule.memory import peaks
-from partc.compiler.schedule.one_f_one_b import one_f_one_b
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Edge, Stages, chain, graph, loop, one_each, vee
 from partc.compiler.schedule.validity import validate
-from partc.compiler.schedule.zb_h1 import zb_h1
-from partc.compiler.schedule.zbv import zbv
+from partc.compiler.schedulers.gpipe import gpipe
+from partc.compiler.schedulers.in_turn import in_turn
+from partc.compiler.schedulers.interleaved import equal_rounds, interleaved
+from partc.compiler.schedulers.one_f_one_b import one_f_one_b
+from partc.compiler.schedulers.zb_h1 import zb_h1
+from partc.compiler.schedulers.zbv import zbv
 from schedule_ticks import Played, play
 
 Maker = Callable[[Stages, int], Schedule]

@@ -11,10 +11,10 @@ from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Program
 from partc.compiler.pipeline import compile_source, run_passes, start
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.schedule.auto import auto
 from partc.compiler.schedule.costs import unit_costs
 from partc.compiler.schedule.memory import parse_limit, peaks
 from partc.compiler.schedule.simulate import simulate
+from partc.compiler.schedulers.auto import auto
 from partc.runtime.checker.check import check
 from test_parts_of_a_batch import LOSSES, train
 from training_equivalence import from_text

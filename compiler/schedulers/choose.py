@@ -20,17 +20,17 @@ from dataclasses import dataclass
 
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.pattern import nearest
-from partc.compiler.schedule.auto import auto
 from partc.compiler.schedule.costs import BYTES, MICROBATCHES, Costs, unit_costs
-from partc.compiler.schedule.gpipe import gpipe
-from partc.compiler.schedule.interleaved import interleaved
 from partc.compiler.schedule.memory import TOLERANCE, Limit, amount_text, one_microbatch, parse_limit, peaks, within
-from partc.compiler.schedule.one_f_one_b import one_f_one_b
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.stages import Stages
 from partc.compiler.schedule.text import schedule_of_text
-from partc.compiler.schedule.zb_h1 import zb_h1
-from partc.compiler.schedule.zbv import zbv
+from partc.compiler.schedulers.auto import auto
+from partc.compiler.schedulers.gpipe import gpipe
+from partc.compiler.schedulers.interleaved import interleaved
+from partc.compiler.schedulers.one_f_one_b import one_f_one_b
+from partc.compiler.schedulers.zb_h1 import zb_h1
+from partc.compiler.schedulers.zbv import zbv
 
 _SHOWN = 12
 

@@ -14,22 +14,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from partc.compiler.schedule.bound import lower_bound
-from partc.compiler.schedule.building_block import blocks
 from partc.compiler.schedule.costs import Costs
-from partc.compiler.schedule.fill import fill
-from partc.compiler.schedule.gpipe import gpipe
-from partc.compiler.schedule.greedy import Preference, greedy
-from partc.compiler.schedule.improve import improve
-from partc.compiler.schedule.interleaved import interleaved
 from partc.compiler.schedule.memory import TOLERANCE, one_microbatch, peaks, within
-from partc.compiler.schedule.one_f_one_b import one_f_one_b
 from partc.compiler.schedule.precedence import precedence
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Stages
-from partc.compiler.schedule.zb_h1 import zb_h1
-from partc.compiler.schedule.zbv import zbv
+from partc.compiler.schedulers.bound import lower_bound
+from partc.compiler.schedulers.building_block import blocks
+from partc.compiler.schedulers.fill import fill
+from partc.compiler.schedulers.gpipe import gpipe
+from partc.compiler.schedulers.greedy import Preference, greedy
+from partc.compiler.schedulers.improve import improve
+from partc.compiler.schedulers.interleaved import interleaved
+from partc.compiler.schedulers.one_f_one_b import one_f_one_b
+from partc.compiler.schedulers.zb_h1 import zb_h1
+from partc.compiler.schedulers.zbv import zbv
 from partc.runtime.artifact.cells import Kind
 
 _WORK = 400_000
