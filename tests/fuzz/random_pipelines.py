@@ -51,9 +51,10 @@ OPTIMIZERS = (
     "type: adagrad, lr: 0.01, initial_accumulator: 0.1",
 )
 LIMITS = ("1 microbatch", "2 microbatches", "3.5 microbatches", "12kB", "25kB", "60kB")
-LINEAR, DIVIDED = 2e-6, 2e-5
+LINEAR, DIVIDED, STATISTICS = 2e-6, 2e-5, 2e-4
 """What may differ, of the largest change of a tensor: sums in another order; behind a division by a root of their squares, and where
-elements are clipped far below the size of the sums that they are made of, more."""
+elements are clipped far below the size of the sums that they are made of, more; so are statistics, whose variance is a difference where
+ranks share a layer."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,7 @@ def _equal(case: Case, folder: Path) -> None:
         have = ran(case.plan(rows), "rows")
         _checked(folder / "rows")
     want = ran(case.whole, "whole")
-    bound = LINEAR if case.linear else DIVIDED
+    bound = STATISTICS if case.statistics else LINEAR if case.linear else DIVIDED
     for k, (one, other) in enumerate(zip(have.outputs, want.outputs, strict=True)):
         for name, value in other.items():
             np.testing.assert_allclose(one[name], value, rtol=bound, atol=bound, err_msg=f"step {k}: {name}")

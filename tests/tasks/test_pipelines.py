@@ -171,13 +171,14 @@ m (float[batch, 6] x) => (float[batch, 5] y) <float[6, 6] w, float[6] gain, floa
 }"""
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_gradients_of_a_weight_of_two_stages_meet_once(schedule: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("schedule", "second"), [("1f1b", "1"), ("zb_h1", "1"), ("1f1b", "[1, 2]")])
+def test_gradients_of_a_weight_of_two_stages_meet_once(schedule: str, second: str, tmp_path: Path) -> None:
+    """Also where the second is a group, of which one rank hands on the sum."""
     weights = {"w": (6, 6), "gain": (6,), "v": (6, 5)}
     steps = [numbers("label")] * 2
     text = train(LOSSES["mean"], 1, "{type: momentum, lr: 0.1}", CLIP)
     whole = trained(tmp_path / "whole", from_text(TIED, weights), "ranks: 1\n" + text, steps)
-    plan = "ranks: 2\nplacement: {up: 0, scale: 0, again: 1, rescale: 1, down: 1}\n" + text
+    plan = "ranks: 3\nplacement: {up: 0, scale: 0, again: 1, rescale: 1, down: 1}\n".replace(" 1", f" {second}") + text
     have = trained(tmp_path / "build", from_text(TIED, weights), plan + pipeline(4, schedule), steps)
     close(have, whole, start_of(weights, TIED), 2e-6)
 
