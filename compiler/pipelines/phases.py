@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 from partc.compiler.ir.rank_program import CommOp, ComputeOp, RankOp, RankProgram, TaskKind, made_names, read_names
 from partc.compiler.pipelines.stages import NodeStages
-from partc.runtime.artifact.format import REDUCE, SUM
+from partc.runtime.artifact.format import RECV, REDUCE, SEND, SUM
 
 
 class Phase(enum.IntEnum):
@@ -126,16 +126,17 @@ def _time(label: Label) -> tuple[int, int]:
 
 
 def _with_readers(units: Sequence[Unit], stages: NodeStages, found: Labels) -> None:
-    """Moves ops of a stage that none of their ranks runs to the first of their readers."""
+    """Moves ops of a stage that none of their ranks runs to the first of their readers; messages stay behind the task."""
     readers: list[dict[str, list[Label]]] = [{} for _ in units]
     for places in reversed(found.order):
         (first, at), *_ = places
-        label = found.steps[first][at]
+        step, label = units[first].steps[at], found.steps[first][at]
         made = [(unit, name) for unit, k in places for name in made_names(units[unit].steps[k])]
         if Phase.ONCE < label.phase < Phase.UPDATE:
             hosted = any(units[unit].program.rank in stages.groups[label.stage] for unit, _ in places)
             later = [one for unit, name in made for one in readers[unit].get(name, ()) if one != UPDATE]
-            if later and not hosted:
+            message = isinstance(step, CommOp) and step.op_type in (SEND, RECV)
+            if later and not hosted and not message:
                 label = min(later, key=_time)
         for unit, k in places:
             found.steps[unit][k] = label
