@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -149,3 +150,26 @@ def test_what_a_sound_pipeline_keeps(built: Path) -> None:
     assert [(one.ranks, one.microbatches) for one in checked.kept] == [("0", 2.0), ("1", 1.0)]
     # rank 0: t of 12 columns, which it sends and the gradient of Tanh reads, of a quarter of n records, twice
     assert checked.kept[0].bytes == "24*n"
+
+
+def test_a_deadlock_shows_where_each_row_waits(built: Path, tmp_path: Path) -> None:
+    """Rank 0 receives the first gradient before it sends anything: it can be posted so, but not if it is waited for there."""
+
+    def early(model: onnx.ModelProto) -> None:
+        nodes = model.graph.node
+        at = next(at for at in messages(model) if nodes[at].op_type == "Recv")
+        exchange(model, messages(model)[0], at)
+
+    text = forged(built, tmp_path / "build", {0: early})
+    (found,) = re.findall(r"a deadlock of 2 ranks: .*?\n  help", text, re.DOTALL)
+    assert "beside 0F0; rank 1 waits at Recv" in found
+    assert "\n  rank 0:\n    0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3\n    ^^^\n  rank 1:\n    1F0 1B0" in found
+
+
+def test_calls_of_other_stages_than_those_of_its_row(built: Path, tmp_path: Path) -> None:
+    """A rank takes part in a task of other ranks where their values reach it: the text has the tasks of its own stages alone."""
+    folder = shutil.copytree(built, tmp_path / "build")
+    text = (folder / SCHEDULE).read_text()
+    (folder / SCHEDULE).write_text(re.sub(r"rank 1: 1F0.*", "rank 1: 2F0", text))
+    correct(folder)
+    assert check_artifact(folder) == []

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from partc.runtime.artifact.cells import Kind, Task, marked
 from partc.runtime.artifact.format import SCHEDULE, dump_file, ranks_of, ranks_text
@@ -143,17 +143,23 @@ def _first_unlike(one: _File, other: _File) -> Violation | None:
 
 
 def _not_as_stated(files: Sequence[_File], stated: Mapping[str, tuple[str, ...]], text: str) -> Iterator[Violation]:
-    """The first cell that is not the one of the file `text`; tasks of which a rank has nothing to do are not in its row."""
+    """The first cell that is not the one of the file `text`, which has the tasks of a rank's own stages.
+
+    A rank has no call of a task in which it has nothing to do, and may have calls of other stages, whose values it takes part in.
+    """
     by_rank = {rank: cells for label, cells in stated.items() for rank in _ranks(label)}
     for one in files if by_rank else ():
         for rank in one.ranks:
-            row = one.row.cells
-            wanted = [cell for cell in by_rank.get(rank, ()) if _body(cell) in one.row.functions]
-            at = next((k for k, (cell, other) in enumerate(zip(row, wanted, strict=False)) if cell != other), None)
-            at = min(len(row), len(wanted)) if at is None and len(row) != len(wanted) else at
-            if at is not None:
-                is_, has = (row[at] if at < len(row) else "its end"), (wanted[at] if at < len(wanted) else "no task")
-                yield one.wrong(at, f"{is_} stands where {text} has {has}", "the rows of people and of ranks are one")
+            cells = [cell for cell in by_rank.get(rank, ()) if _body(cell) in one.row.functions]
+            own = {_body(cell)[1:] for cell in cells}
+            row = [at for at, task in enumerate(one.row.tasks) if task is not None and str(task.stage) in own]
+            pairs = zip_longest(row, cells)
+            wrong = next(((at, cell) for at, cell in pairs if at is None or one.row.cells[at] != cell), None)
+            if wrong is not None:
+                at = len(one.row.cells) if wrong[0] is None else wrong[0]
+                stands = "its end" if wrong[0] is None else one.row.cells[at]
+                fact = f"{stands} stands where {text} has {wrong[1] or 'no task'}"
+                yield one.wrong(at, fact, "the rows of people and of ranks are one")
                 break
 
 
