@@ -8,16 +8,15 @@ A model of one size says what a microbatch has, and nothing of a batch: there ea
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import TypeAlias
 
 from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import CommOp, ComputeOp, made_names, with_names
+from partc.compiler.ir.rank_program import CommOp, ComputeOp, made_names
 from partc.compiler.pipelines.phases import in_order
-from partc.compiler.pipelines.row import Names, Row
+from partc.compiler.pipelines.row import Names, Row, named
 
-Renamed: TypeAlias = Callable[[CommOp, Mapping[str, str], int | None], CommOp]
-"""A message or collective with these names and a tag of its own, in a microbatch or once."""
+Renamed: TypeAlias = Callable[[CommOp, Mapping[str, str], Mapping[str, str], int | None], CommOp]
+"""A message or collective with these names and a tag of its own, listed by the names that any rank has, in a microbatch or once."""
 
 
 def write_totals(totals: Program, rows: Sequence[Row], names: Names, renamed: Renamed, summed: Collection[str]) -> None:
@@ -57,13 +56,15 @@ def _write(
         row.constants |= {called[name]: array for name, array in unit.constants.items()}
         row.types |= {called.get(name, name): one for name, one in unit.types.items() if name not in given}
         row.types |= {name: unit.types[name] for name in out}
+        row.types |= {held.name: unit.types[held.name] for held in unit.weights if held.name not in row.types}
         made.append({name: called[name] for name in out if name in called})
         own.append(called if part is None else {**row.micro[part], **called})
+    listed = {name: one for names_there in own for name, one in names_there.items()}
     for places in in_order([unit.steps for unit in units]):
         for at, k in places:
             step = units[at].steps[k]
             if isinstance(step, CommOp):
-                rows[at].steps.append(renamed(step, own[at], part))
+                rows[at].steps.append(renamed(step, own[at], listed, part))
             elif isinstance(step, ComputeOp):
-                rows[at].steps.append(replace(step, node=with_names(step.node, own[at])))
+                rows[at].steps.append(named(step, own[at]))
     return made

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from partc.compiler.ir.graph import bodies, captured
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import (
     CommOp,
@@ -31,7 +30,6 @@ from partc.compiler.ir.rank_program import (
     TaskKind,
     made_names,
     read_names,
-    with_names,
 )
 from partc.compiler.ir.training import Training
 from partc.compiler.pipelines.batch_dims import BatchDims
@@ -48,7 +46,7 @@ from partc.compiler.pipelines.bodies import (
 )
 from partc.compiler.pipelines.phases import UPDATE, Label, Labels, Phase, Place, Unit
 from partc.compiler.pipelines.records import Records
-from partc.compiler.pipelines.row import Names, Row
+from partc.compiler.pipelines.row import Names, Row, named
 from partc.compiler.pipelines.stages import NodeStages
 from partc.compiler.training.in_parts import PART
 from partc.runtime.artifact.cells import Kind, Task
@@ -163,7 +161,7 @@ class _Rows:
                 amount, tag = self.dims.text(step.bytes), self.tags[step.tag]
                 steps.append(replace(step, inputs=inputs, outputs=outputs, tag=tag, bytes=amount))
             else:
-                steps.append(self._named(step, names))
+                steps.append(named(step, names))
         return replace(
             body,
             outputs=tuple(names.get(name, name) for name in body.outputs),
@@ -235,17 +233,7 @@ class _Rows:
         if isinstance(step, CommOp):
             return self._renamed(step, names, k)
         assert isinstance(step, ComputeOp)
-        return self._named(step, names)
-
-    def _named(self, step: ComputeOp, names: Mapping[str, str]) -> ComputeOp:
-        """An op with other names of some values."""
-        inner = dict(step.captured)
-        for body in bodies(step.node):
-            for value in captured(body):
-                there = inner.get(value.name or "", value.name or "")
-                if there in names:
-                    inner[value.name or ""] = names[there]
-        return replace(step, node=with_names(step.node, names), captured=inner)
+        return named(step, names)
 
     def _renamed(self, step: CommOp, names: Mapping[str, str], k: int | None) -> CommOp:
         """A message or collective with its own tag."""
@@ -260,14 +248,14 @@ class _Rows:
         tag = self.tags[event.tag] + (k or 0)
         self.events.append(replace(event, tag=tag, name=name, shape=shape, bytes=amount))
 
-    def _of_totals(self, step: CommOp, names: Mapping[str, str], part: int | None) -> CommOp:
+    def _of_totals(self, step: CommOp, names: Mapping[str, str], listed: Mapping[str, str], part: int | None) -> CommOp:
         """A message or collective of what makes the batch's numbers, which is listed at its first end."""
         key = step.tag, part
         if key not in self.total_tags:
             assert self.totals is not None
             event = next(one for one in self.totals.events if one.tag == step.tag)
             self.total_tags[key] = self.unused
-            self.events.append(replace(event, tag=self.unused, name=names.get(event.name, event.name)))
+            self.events.append(replace(event, tag=self.unused, name=listed.get(event.name, event.name)))
             self.unused += 1
         inputs, made = (tuple(names.get(name, name) for name in some) for some in (step.inputs, step.outputs))
         return replace(step, inputs=inputs, outputs=made, tag=self.total_tags[key])
@@ -286,6 +274,8 @@ class _Rows:
             for part in self.program.parts
         ]
         own, more = self.program, self.totals
+        if more is not None:
+            parts = [_with_weights(part, other) for part, other in zip(parts, more.parts, strict=True)]
         values = {
             value: replace(info, shape=self.records.global_shape(value, info.shape))
             for value, info in own.values.items()
@@ -321,6 +311,14 @@ class _Rows:
             constants={name: one for name, one in row.constants.items() if name in used},
             kept=kept,
         )
+
+
+def _with_weights(part: RankProgram, totals: RankProgram) -> RankProgram:
+    """A rank's program with the weights that only the numbers of the whole batch are made of."""
+    there = {held.name for held in (*part.inputs, *part.weights)} | {one.name for one in part.kept}
+    more = tuple(held for held in totals.weights if held.name not in there)
+    types = {held.name: totals.types[held.name] for held in more}
+    return replace(part, weights=(*part.weights, *more), types={**part.types, **types}) if more else part
 
 
 def _of_step(training: Training | None) -> Training | None:

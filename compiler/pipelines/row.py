@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.ir.graph import bodies, captured
 from partc.compiler.ir.program import Shape
 from partc.compiler.ir.rank_program import (
     ComputeOp,
@@ -104,7 +105,7 @@ class Row:
         value, shape = self.types[made]
         assert value.dtype is not None
         self.types[one], self.constants[times] = (value, shape), np.array(names.count, value.dtype.numpy())
-        self.steps.append(replace(step, node=with_names(step.node, {kept: self._zeros(kept, names), made: one})))
+        self.steps.append(named(step, {kept: self._zeros(kept, names), made: one}))
         self.emit("Mul", [one, times], [made])
 
     def _zeros(self, kept: str, names: Names) -> str:
@@ -115,3 +116,14 @@ class Row:
         tensor = ir.AttrTensor("value", ir.tensor(np.zeros(1, value.dtype.numpy())))
         self.emit("ConstantOfShape", [sizes], [zeros], value=tensor)
         return zeros
+
+
+def named(step: ComputeOp, names: Mapping[str, str]) -> ComputeOp:
+    """An op with other names of some values, those that its bodies read included."""
+    inner = dict(step.captured)
+    for body in bodies(step.node):
+        for value in captured(body):
+            there = inner.get(value.name or "", value.name or "")
+            if there in names:
+                inner[value.name or ""] = names[there]
+    return replace(step, node=with_names(step.node, names), captured=inner)

@@ -94,3 +94,22 @@ def test_an_input_that_overlapping_groups_read_whole_arrives_so_in_the_parts_too
         "sharding: {act: {out: [[3, 1]]}, doubled: {in: [[1, 1], [1, 1]]}}\n"
     )
     same(text, plan + TRAIN.replace("}}", "}, accumulate: 2}"), tmp_path)
+
+
+def test_numbers_of_the_batch_have_weights_and_bodies_of_their_own(tmp_path: Path) -> None:
+    """`s` is made of the records alone: `axes` is read by nothing else, and the Loop's body reads `c` from around it."""
+    text = f"""{HEAD} <int64 two = {{2}}, int64[2] axes = {{0, 1}}> {{
+        [squares] c = Mul (x, x)
+        [begin] b = ReduceMean <keepdims = 0> (c, axes)
+        [loop] s = Loop (two, "", b) <body: graph = turns (int64 i, bool go, float state) => (bool going, float after) {{
+            going = Identity (go)
+            m = ReduceMean <keepdims = 0> (c, axes)
+            after = Add (state, m)
+        }}>
+        [first] h = MatMul (x, w)
+        [act] t = Tanh (h)
+        [mean] l = ReduceMean <keepdims = 0> (t)
+        [share] y = Div (l, s)
+    }}"""
+    plan = "ranks: 2\nsymbols: {batch: {divisor: 4}}\ndataset: data_parallel\n"
+    same(text, plan + TRAIN.replace("}}", "}, accumulate: 2}"), tmp_path)
