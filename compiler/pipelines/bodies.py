@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -99,22 +99,28 @@ class Inlined:
             for name in made_names(step)
         }
 
-    def of(self, steps: Sequence[ComputeOp | CommOp]) -> list[ComputeOp]:
-        """Those that the ops of a body want."""
-        found: dict[str, ComputeOp] = {}
+    def among(self, steps: Sequence[ComputeOp | CommOp]) -> tuple[list[ComputeOp | CommOp], list[str]]:
+        """The ops of a body with those that they want, and what these make.
 
-        def add(name: str) -> None:
-            if name in self.makers and name not in found:
+        Each stands before its first reader, and so in the session of that, where a body has several.
+        """
+        found: list[ComputeOp | CommOp] = []
+        made: dict[str, None] = {}
+
+        def add(name: str, again: str) -> None:
+            if name in self.makers and name not in made:
                 for operand in read_names(self.makers[name]):
-                    add(operand)
-                found[name] = self.makers[name]
+                    add(operand, again)
+                made[name] = None
+                found.append(replace(self.makers[name], again=again))
 
         for step in steps:
             product = isinstance(step, ComputeOp) and step.node.op_type in _PRODUCTS
             for name in read_names(step):
                 if name in self.makers and (product or _is_small_constant(self.makers[name])):
-                    add(name)
-        return [*found.values()]
+                    add(name, step.again if isinstance(step, ComputeOp) else "")
+            found.append(step)
+        return found, [*made]
 
     def unread(self, bodies: Iterable[TaskBody], inside: Collection[RankOp]) -> set[RankOp]:
         """Those that nothing reads but bodies that have them; `inside` are the ops of bodies."""
@@ -150,8 +156,8 @@ def with_products_added(
             attributes = [one for name, one in maker.node.attributes.items() if name != "beta"]
             node = ir.Node("", "Gemm", [*given, ir.Value(name=kept)], attributes, version=maker.node.version)
             node.outputs[0].name = node.name = made_names(step)[0]
-            gone.add(maker)
-            instead[step] = ComputeOp(node, maker.source, task=step.task)
+            gone.add(step)
+            instead[maker] = ComputeOp(node, maker.source, task=step.task)
     return [instead.get(step, step) for step in steps if step not in gone]
 
 

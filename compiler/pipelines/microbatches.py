@@ -139,10 +139,9 @@ class _Rows:
                     self.unused += self.count
             for k, steps in slot.bodies.items():
                 row, wanted = self.rows[k], beside[k].get(label, set())
-                more = inlined[k].of(steps)
-                own = {name: self.names.of(name, body_name(label)) for step in more for name in made_names(step)}
-                added = with_products_added(row.unit, steps, wanted)
-                row.bodies[label] = self._in_dims(body_of(row.unit, label, [*more, *added], wanted), own)
+                every, more = inlined[k].among(with_products_added(row.unit, steps, wanted))
+                own = {name: self.names.of(name, body_name(label)) for name in more}
+                row.bodies[label] = self._in_dims(body_of(row.unit, label, every, wanted), own)
         for k, row in enumerate(self.rows):
             inside = {step for slot in self.slots.values() for step in slot.bodies.get(k, ())}
             self.inlined.append(inlined[k].unread(row.bodies.values(), inside))

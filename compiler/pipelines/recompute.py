@@ -7,9 +7,9 @@
     forward     h -> up -> a -> Gelu -> b -> down -> y        keeps h
     backward    h -> up -> a.recomputed -> Gelu -> b.recomputed; reads h, a.recomputed, b.recomputed
 
-A region, such as one layer, is repeated at once before its first reader in the backward pass, and of it only what the backward pass of
-the region reads, directly or not: not `down`. What it reads from outside is kept, as is what anything outside reads of it: other
-regions, other stages, nodes that the plan does not name. So layers are repeated one by one, each from its own inputs.
+A region, such as one layer, is repeated at once before its backward pass, and of it only what that reads, directly or not: not `down`.
+What it reads from outside is kept, as is what anything outside reads of it: other regions, other stages, nodes that the plan does not
+name. So layers are repeated one by one, each from its own inputs.
 
 Collectives are repeated, too, on all their ranks, for their results are as large as what is not to be kept; messages are not, nor ops
 that draw random numbers, whose results are kept. Masks of a dropout follow from places and the step, so they are the same.
@@ -185,14 +185,14 @@ class _Recompute:
         return reader if reader is not None and reader[0] == own[0] and _may_repeat(self.first(item)) else None
 
     def write(self) -> tuple[list[Unit], Labels]:
-        """The units with what is repeated before its first readers, and their labels."""
+        """The units with what is repeated before the first backward ops of its region, and their labels."""
         unread = self.unread()
         waiting = dict(self.again)
         for item in self.order:
             label = self.label(item)
             own = self.of_node(item) if label.phase in _BACKWARD else None
-            if own in waiting and any(self.new(value, own) for value in self.reads(item)):
-                for one in waiting.pop(own):
+            if own is not None:
+                for one in waiting.pop(own, ()):
                     self.put(one, Label(Phase.BACKWARD, own[1]), own, again=True)
             if item not in unread:
                 self.put(item, label, own)

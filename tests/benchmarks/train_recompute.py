@@ -3,11 +3,11 @@
     python tests/benchmarks/train_recompute.py [--layers 12 --width 512 --batch 8 --seq 64 --microbatches 8]
 
 The sides run in turns, under MPI, with one thread a rank: two stages by 1f1b and one rank with a batch that is not divided, each with all
-values kept, with the attention of every layer recomputed, and with all layers. `saved` is what a microbatch keeps of each stage
-at the sizes of the run, `arena` the bytes planned for values between segments, `peak` the most resident memory beyond what the process had
-before it loaded the artifact. `compute` is the time of segments alone, of the rank that takes longest; of one more forward pass a third more
-is expected, less what needs no repeating (the last product of a layer). On one rank without recomputing, all values are inside of one
-session, so that its arena says nothing.
+values kept, with the attention of every layer recomputed, and with all layers. `saved` is what a microbatch keeps of each stage at the
+sizes of the run, `arena` the bytes planned for values between segments, `peak` the most resident memory beyond what the process had before
+it loaded the artifact. `compute` is the time of segments alone, of the rank that takes longest: a third more is expected for one more
+forward pass, less what needs no repeating (the last product of a layer). On one rank without recomputing all values are inside of
+one session, so that its arena says nothing.
 """
 
 from __future__ import annotations
