@@ -20,6 +20,8 @@ Action: TypeAlias = Callable[[], object]
 
 LONG = 1e-3
 """Seconds from which a call is accompanied, and between two tests."""
+_SHORT, _UNSEEN = 1e-4, 15
+"""Seconds below which a call is left alone, but for each 16th."""
 _OFTEN = 5e-4
 """Seconds between the tests after short calls."""
 
@@ -40,10 +42,14 @@ class Progress:
 
     def during(self, action: Action) -> Action:
         """The action, while and after which messages go on."""
-        clock, took = time.perf_counter, LONG
+        clock, took, unseen = time.perf_counter, LONG, 0
 
         def run() -> None:
-            nonlocal took
+            nonlocal took, unseen
+            if unseen:
+                unseen -= 1
+                action()
+                return
             begun = clock()
             if took < LONG or not self._threads:
                 action()
@@ -51,6 +57,7 @@ class Progress:
                 self._accompanied(action)
             ended = clock()
             took = ended - begun
+            unseen = _UNSEEN if took < _SHORT else 0
             if ended - self._tested > _OFTEN:
                 self._test()
                 self._tested = ended
