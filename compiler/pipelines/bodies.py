@@ -61,7 +61,10 @@ def _slot(units: Sequence[Unit], order: Sequence[tuple[Place, ...]], hosts: set[
         steps = [(unit, units[unit].steps[k]) for unit, k in places]
         crosses = isinstance(units[first].steps[at], CommOp) and any(not units[u].ranks <= hosts for u, _ in steps)
         alone = isinstance(units[first].steps[at], CommOp) and _is_message(units[first].steps[at])
-        if (crosses or alone) and not any(name in read.get(u, ()) for u, step in steps for name in made_names(step)):
+        delivers = isinstance(units[first].steps[at], ComputeOp) and units[first].ranks.isdisjoint(hosts)
+        if delivers or (
+            (crosses or alone) and not any(name in read.get(u, ()) for u, step in steps for name in made_names(step))
+        ):
             beside.append(places)
             continue
         inside.append(places)

@@ -180,8 +180,8 @@ class _Rows:
         for places in slot.beside:
             for at, place in places:
                 moved = self._copied(self.rows[at], self.units[at].steps[place], k)
-                assert isinstance(moved, CommOp)
-                self.rows[at].steps.append(replace(moved, cell=f"{label.stage}{LETTERS[label.phase]}{k}"))
+                cell = f"{label.stage}{LETTERS[label.phase]}{k}"
+                self.rows[at].steps.append(replace(moved, cell=cell) if isinstance(moved, CommOp) else moved)
 
     def _called(self, row: Row, label: Label, body: TaskBody, k: int) -> TaskCall:
         names = row.micro[k]

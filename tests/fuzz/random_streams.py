@@ -38,6 +38,7 @@ def work(chance: random.Random, folder: Path) -> str:
     form = chance.choice(["chain", "chain", "loop", "vee", "any"])
     inside = chance.choice(["", "", "tp", "dp", "dp", "mixed"])
     head, size, stages = _placed(chance, net, form, inside, chance.choice([2, 3] if inside else [2, 2, 3, 4]))
+    head = head.replace(f", max: {RECORDS}", "").replace(", seq: {max: 3}", "")
     if inside == "dp" and chance.random() < 0.7:
         head += f"dataset: {{{', '.join(_dealt(net, name) for name in _inputs(net))}}}\n"
     head += chance.choice(["", "", "outputs: sharded\n", "outputs: producer\n", "outputs: {y: 0}\n"])
