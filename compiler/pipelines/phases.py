@@ -126,8 +126,12 @@ def _time(label: Label) -> tuple[int, int]:
 
 
 def _with_readers(units: Sequence[Unit], stages: NodeStages, found: Labels) -> None:
-    """Moves ops of a stage that none of their ranks runs to the first of their readers; messages stay behind the task."""
+    """Moves ops of a stage that none of their ranks runs to the first of their readers, but for a received value that is handed on."""
     readers: list[dict[str, list[Label]]] = [{} for _ in units]
+    received = [
+        {name for one in unit.steps if isinstance(one, CommOp) and one.op_type == RECV for name in one.outputs}
+        for unit in units
+    ]
     for places in reversed(found.order):
         (first, at), *_ = places
         step, label = units[first].steps[at], found.steps[first][at]
@@ -135,8 +139,10 @@ def _with_readers(units: Sequence[Unit], stages: NodeStages, found: Labels) -> N
         if Phase.ONCE < label.phase < Phase.UPDATE:
             hosted = any(units[unit].program.rank in stages.groups[label.stage] for unit, _ in places)
             later = [one for unit, name in made for one in readers[unit].get(name, ()) if one != UPDATE]
+            ends = [(unit, units[unit].steps[k]) for unit, k in places]
+            handed_on = all(name in received[unit] for unit, end in ends for name in read_names(end))
             message = isinstance(step, CommOp) and step.op_type in (SEND, RECV)
-            if later and not hosted and not message:
+            if later and not hosted and not (message and handed_on):
                 label = min(later, key=_time)
         for unit, k in places:
             found.steps[unit][k] = label
