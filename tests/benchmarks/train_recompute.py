@@ -5,8 +5,8 @@
 The sides run in turns, under MPI, with one thread a rank: two stages by 1f1b and one rank with a batch that is not divided, each with all
 values kept, with the attention of every layer recomputed, and with all layers. `saved` is what a microbatch keeps of each stage at the
 sizes of the run, `arena` the bytes planned for values between segments, `peak` the most resident memory beyond what the process had before
-it loaded the artifact. `compute` is the time of segments alone, of the rank that takes longest: a third more is expected for one more
-forward pass, less what needs no repeating (the last product of a layer). On one rank without recomputing all values are inside of
+it loaded the artifact. Of one more forward pass a third more time is expected, less what needs no
+repeating (the last product of a layer). On one rank without recomputing all values are inside of
 one session, so that its arena says nothing.
 """
 
@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 from partc.compiler.ir.program import Program
+from partc.runtime.artifact.profile import read_profile
 from train_pipeline import case_of, folder_of, plan, times_side, write
 from turns import Side
 
@@ -40,17 +41,11 @@ def saved(program: Program) -> str:
     return ", ".join(f"{stage.saved / 1e6:.2f}" for stage in stages)
 
 
-def shown(folder: Path, ranks: int) -> tuple[str, float]:
-    """Arena and peak by rank, in MB, and the seconds of compute of the rank that takes longest."""
-    rows = [json.loads((folder / f"times_{rank}.json").read_text()) for rank in range(ranks)]
-    memory = ["{:.1f}, {:.0f}".format(row["arena"] / 1e6, row["peak"]) for row in rows]
-    compute = [
-        statistics.median(
-            map(sum, zip(*(one["seconds"] for one in row["actions"] if one["kind"] == "compute"), strict=True))
-        )
-        for row in rows
-    ]
-    return "; ".join(memory), max(compute)
+def shown(folder: Path, ranks: int) -> str:
+    """Arena and peak by rank, in MB."""
+    arenas = [one.arena for one in read_profile(folder / "times.json").ranks]
+    peaks = [json.loads((folder / f"memory_{rank}.json").read_text())["peak"] for rank in range(ranks)]
+    return "; ".join(f"{arena / 1e6:.1f}, {peak:.0f}" for arena, peak in zip(arenas, peaks, strict=True))
 
 
 def main() -> None:
@@ -77,20 +72,13 @@ def measured(place: Path, options: argparse.Namespace, ranks: int) -> None:
     for _ in range(options.turns):
         for side in sides.values():
             side.times += side.turn(options.steps)
-    print(
-        f"{ranks} {'stages by 1f1b' if ranks > 1 else 'rank'}: MB saved; MB of arena, peak by rank; ms of a step; ms of compute"
-    )
-    first, base = next(iter(sides.values())), 0.0
+    print(f"{ranks} {'stages by 1f1b' if ranks > 1 else 'rank'}: MB saved; MB of arena, peak by rank; ms of a step")
+    first = next(iter(sides.values()))
     for name, side in sides.items():
         side.close()
-        memory, compute = shown(place / name, ranks)
-        base = base or compute
         step, least = statistics.median(side.times), min(side.times)
         ratio = f"{step / statistics.median(first.times):.2f} (fastest {least / min(first.times):.2f})"
-        print(
-            f"  {name:10} {kept[name]:13} {memory:28} {1e3 * step:8.0f}, {ratio} {1e3 * compute:8.0f}, {compute / base:.2f}",
-            flush=True,
-        )
+        print(f"  {name:10} {kept[name]:13} {shown(place / name, ranks):28} {1e3 * step:8.0f}, {ratio}", flush=True)
 
 
 if __name__ == "__main__":
