@@ -60,5 +60,5 @@ def command(folder: Path) -> int:
         unknown = f" and {count(one.unknown, 'value')} of unknown size" if one.unknown else ""
         ranks = f"rank {one.ranks}" if one.ranks.isdecimal() else f"ranks {one.ranks}"
         kept = f"{one.microbatches:.6g} {'microbatch' if one.microbatches == 1 else 'microbatches'}"
-        console.echo(f"  {ranks}: keeps at most {kept} for backward passes, {one.bytes} bytes{unknown}")
+        console.echo(f"  {ranks}: at most {kept} kept for backward passes, {one.bytes} bytes{unknown}")
     return 0
