@@ -208,7 +208,7 @@ def comparable(line: str, text: str) -> str:
     text = re.sub(r"^step \d+ of \d+\n", "", text, flags=re.MULTILINE)
     if re.search(r"partc (run|verify)", line):
         text = re.sub(r"^(output|logits) .*\n", "", text, flags=re.MULTILINE)
-    return re.sub(r"\d+(\.\d+)? (us|ms|s\b|steps/s)", "<time>", text)
+    return re.sub(r"\d[\d,]*(\.\d+)? (us|ms|s\b|steps/s)", "<time>", text)
 
 
 def blocks() -> Iterator[tuple[str, str, str]]:
