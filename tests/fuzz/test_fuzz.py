@@ -27,3 +27,11 @@ def test_random_pipelines_are_as_the_whole() -> None:
     ended = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert re.search(r"^5 cases: [2-5] ok", ended.stdout, re.MULTILINE), ended.stdout
+
+
+def test_a_cotangent_on_a_round_trip_is_in_the_tasks_of_both_ranks() -> None:
+    """A rank that does not run the stage hands on what the stage's own rank reads again: a task of theirs has both messages."""
+    path = Path(__file__).parent / "random_pipelines.py"
+    asked = [sys.executable, str(path), "--case", "27", "--seed", "21"]
+    ended = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
