@@ -229,8 +229,9 @@ def main(work: Work, about: str, *, seconds: float = SECONDS, reason: Callable[[
     parser.add_argument("--case", type=int, help="this one only, in this process")
     given = parser.parse_args()
     if given.case is not None:
-        print(*one_case(work, given.seed, given.case), sep="\n")
-        return
+        end, text = one_case(work, given.seed, given.case)
+        print(end, text, sep="\n")
+        sys.exit(0 if end in ("ok", "refused") else 1)
     cases = 200 if given.cases == 10**9 and given.minutes is None else given.cases
     told = sweep(work, given.seed, cases, given.minutes, given.jobs, seconds=seconds, reason=reason)
     print(told)
