@@ -31,6 +31,17 @@ def write_totals(totals: Program, rows: Sequence[Row], names: Names, renamed: Re
             row.emit("Sum" if name in summed else "Mean", parts, [name])
 
 
+def _name_given(row: Row, step: CommOp, names: dict[str, str], listed: Mapping[str, str]) -> None:
+    """Gives what a rank was given, and sends on, the name that it has on the ranks that receive it."""
+    for name in step.inputs:
+        wanted = listed.get(name, name)
+        if names.get(name, name) != wanted:
+            here = names.get(name, name)
+            row.types[wanted] = row.types[here]
+            row.emit("Identity", [here], [wanted])
+            names[name] = wanted
+
+
 def _is_of_one_size(totals: Program, rows: Sequence[Row]) -> bool:
     dealt = {name for row in rows for name in row.micro[0]}
     records = {held.version.value for part in totals.parts for held in part.inputs if held.name in dealt}
@@ -64,6 +75,7 @@ def _write(
         for at, k in places:
             step = units[at].steps[k]
             if isinstance(step, CommOp):
+                _name_given(rows[at], step, own[at], listed)
                 rows[at].steps.append(renamed(step, own[at], listed, part))
             elif isinstance(step, ComputeOp):
                 rows[at].steps.append(named(step, own[at]))

@@ -6,7 +6,6 @@ import random
 
 import pytest
 from exhaustive import least_time
-from partc.compiler.schedule import improve as improve_module
 from partc.compiler.schedule.costs import Costs, StageCost, transfer_times, unit_costs, with_times
 from partc.compiler.schedule.deadlock import validate_actions
 from partc.compiler.schedule.memory import one_microbatch, peaks, within
@@ -14,6 +13,7 @@ from partc.compiler.schedule.messages import actions
 from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Edge, Stages, chain, graph, loop, one_each, vee
 from partc.compiler.schedule.validity import validate
+from partc.compiler.schedulers import improve as improve_module
 from partc.compiler.schedulers.auto import LimitError, auto
 from partc.compiler.schedulers.bound import lower_bound
 from partc.compiler.schedulers.fill import fill
