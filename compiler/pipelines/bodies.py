@@ -61,7 +61,8 @@ def _slot(units: Sequence[Unit], order: Sequence[tuple[Place, ...]], hosts: set[
         steps = [(unit, units[unit].steps[k]) for unit, k in places]
         crosses = isinstance(units[first].steps[at], CommOp) and any(not units[u].ranks <= hosts for u, _ in steps)
         alone = isinstance(units[first].steps[at], CommOp) and _is_message(units[first].steps[at])
-        delivers = isinstance(units[first].steps[at], ComputeOp) and units[first].ranks.isdisjoint(hosts)
+        adds = units[first].adds_up(units[first].steps[at])
+        delivers = isinstance(units[first].steps[at], ComputeOp) and units[first].ranks.isdisjoint(hosts) and not adds
         is_read = any(name in read.get(u, ()) for u, step in steps for name in made_names(step))
         if (delivers or crosses or alone) and not is_read:
             beside.append(places)

@@ -57,6 +57,7 @@ def pipeline(program: Program) -> Program:
         schedule = choose(
             shape, rules.microbatches, rules.schedule, rules.memory, costs, rules.where, rows_where=rules.rows or None
         )
+    schedule = schedule.split_alike()
     split_backward(units, labels, {task.stage for row in schedule.rows for task in row if schedule.is_split(task)})
     made = rows_of(program, units, labels, stages, _order(schedule, costs), rules.microbatches, totals)
     return replace(made, schedule=schedule, costs=costs)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import onnx_ir as ir
@@ -174,11 +175,22 @@ class _Recompute:
                 readers.setdefault(value, set()).add(reader)
         self.again = {own: items[::-1] for own, items in self.again.items()}
 
+    @cached_property
+    def backward(self) -> set[Value]:
+        """What ops of the backward pass make; these stand behind what is repeated."""
+        made = (self.makes(item) for item in self.order if self.first(item).task is not TaskKind.FORWARD)
+        return {value for some in made for value in some}
+
     def once(self, item: Item, readers: Mapping[Value, set[Own | None]]) -> Own | None:
         """The region of an op that is in no microbatch's tasks, where there is but one and nothing else reads it in the backward pass."""
         assert self.program.plan.pipeline is not None
         own = self.of_node(item)
-        if own is None or self.label(item) != ONCE or self.program.plan.pipeline.microbatches > 1:
+        if (
+            own is None
+            or not self.backward.isdisjoint(self.reads(item))
+            or self.label(item) != ONCE
+            or self.program.plan.pipeline.microbatches > 1
+        ):
             return None
         found = {reader for value in self.makes(item) for reader in readers.get(value, ())}
         (reader,) = found if len(found) == 1 else (None,)

@@ -8,8 +8,8 @@ A schedule says nothing of messages: these follow from the stages' edges (`messa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from partc.compiler.schedule.stages import Stages
@@ -40,6 +40,18 @@ class Schedule:
     def is_split(self, task: Task) -> bool:
         """Whether the task's backward pass is B and W."""
         return (task.stage, task.microbatch) in self.split
+
+    def split_alike(self) -> Schedule:
+        """The schedule with all backward passes of a stage split where some are, W right behind B: a body is one for all microbatches."""
+        stages = {stage for stage, _ in self.split}
+
+        def with_weights(row: Row) -> Iterator[Task]:
+            for task in row:
+                yield task
+                if task.kind is Kind.BACKWARD and task.stage in stages and not self.is_split(task):
+                    yield task._replace(kind=Kind.WEIGHT)
+
+        return replace(self, rows=tuple(tuple(with_weights(row)) for row in self.rows))
 
 
 def scheduled(name: str, stages: Stages, microbatches: int, by_stage: Iterable[tuple[int, Iterable[Task]]]) -> Schedule:
