@@ -30,7 +30,8 @@ TOLERANCE, DIVIDED = 1e-6, 1e-5
 """Of a loss, and of the largest element of a tensor; more where an optimizer divides by the root of a gradient's square."""
 RECORDS = 16
 CHAIN, LOOP, VEE = ("gpipe", "1f1b", "zb_h1", "auto"), ("interleaved", "auto"), ("zbv", "auto")
-MOMENTUM = "type: momentum, lr: 0.1, momentum: 0.9"
+RATE = 0.01
+MOMENTUM = f"type: momentum, lr: {RATE}, momentum: 0.9"
 OPTIMIZERS = (
     "type: sgd, lr: 0.1",
     MOMENTUM,
@@ -87,7 +88,7 @@ def model_of(name: str) -> tuple[Model, dict[str, int]]:
     if name == "gpt":
         return gpt(32, 4, 2, 30, 8), {**sizes, "seq": 6}
     made = {"mlp": lambda: mlp(24, 12), "lenet": lenet, "dlrm": lambda: dlrm(3, 50, 8, 13, 16)}
-    return (resnet(8, 32) if name == "resnet" else made[name]()), sizes
+    return (resnet(8, 96) if name == "resnet" else made[name]()), sizes
 
 
 def batches(model: Model, sizes: Mapping[str, int], steps: int, labels: str) -> list[dict[str, np.ndarray]]:
@@ -102,9 +103,8 @@ def batches(model: Model, sizes: Mapping[str, int], steps: int, labels: str) -> 
 
 def cases(name: str) -> Iterator[tuple[str, str, str]]:
     """Loss, optimizer and what else a training has: all of each with the others plain."""
-    own = name in ("dlrm", "resnet")
-    losses = {"own": "loss"} if own else dict(LOSSES)
-    first = next(iter(losses.values())) if own else losses["ignored"]
+    losses = {"own": "loss"} if name == "dlrm" else {"mean": LOSSES["mean"]} if name == "resnet" else dict(LOSSES)
+    first = losses["ignored"] if "ignored" in losses else next(iter(losses.values()))
     yield first, MOMENTUM, ""
     yield from ((loss, MOMENTUM, "  clip: {norm: 0.5}\n") for loss in losses.values() if loss != first)
     if name == "mlp":
@@ -223,13 +223,13 @@ def by_torch(source: Source, feeds: Sequence[Mapping[str, np.ndarray]], count: i
             rows = slice(part * RECORDS // count, (part + 1) * RECORDS // count)
             loss = loss_of(torch.tensor(feed["x"][rows]), torch.tensor(feed["labels"][rows])) / count
             loss.backward()
-            losses[-1] += float(loss)
+            losses[-1] += float(loss.detach())
         with torch.no_grad():
             for name in running:
                 state[name] = torch.stack([one[name] for one in moved]).mean(0)
             for name in learned:
                 slots[name] = 0.9 * slots[name] + state[name].grad
-                state[name] -= 0.1 * slots[name]
+                state[name] -= RATE * slots[name]
                 state[name].grad = None
     return losses, {name: value.detach().numpy() for name, value in state.items()}
 
