@@ -51,7 +51,7 @@ from partc.compiler.pipelines.stages import NodeStages
 from partc.compiler.training.in_parts import PART
 from partc.runtime.artifact.cells import Kind, Task
 
-PHASES = {Kind.FORWARD: Phase.FORWARD, Kind.BACKWARD: Phase.BACKWARD, Kind.WEIGHT: Phase.WEIGHT}
+PHASES = {Kind(letter): phase for phase, letter in LETTERS.items()}
 """The phase of each kind of task."""
 
 

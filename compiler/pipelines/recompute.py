@@ -30,7 +30,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 from partc.compiler.autodiff.reach import flowing
-from partc.compiler.ir.graph import bodies, captured
+from partc.compiler.ir.graph import bodies
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import (
     CommOp,
@@ -40,10 +40,10 @@ from partc.compiler.ir.rank_program import (
     TaskKind,
     made_names,
     read_names,
-    with_names,
 )
 from partc.compiler.ops.registry import draws
 from partc.compiler.pipelines.phases import ONCE, Label, Labels, Phase, Place, Unit
+from partc.compiler.pipelines.row import named
 from partc.compiler.plan.matching import Region, matched_nodes, recomputed
 from partc.compiler.plan.pipeline import RecomputeRule
 from partc.runtime.artifact.format import RECV, SEND
@@ -273,16 +273,10 @@ class _Recompute:
             return replace(step, inputs=inputs, outputs=made, tag=tag, cause=self.events[tag].cause, task=task)
         if not names or not isinstance(step, ComputeOp):
             return step
-        inner = dict(step.captured)
-        for body in bodies(step.node):
-            for value in captured(body):
-                there = inner.get(value.name or "", value.name or "")
-                if there in names:
-                    inner[value.name or ""] = names[there]
-        node = with_names(step.node, names)
-        if again and node.name == step.node.name and node.name:
-            node.name = f"{node.name}.{_AGAIN}"
-        return replace(step, node=node, captured=inner, task=task, again=again)
+        made_so = named(step, names)
+        if again and made_so.node.name == step.node.name and step.node.name:
+            made_so.node.name = f"{step.node.name}.{_AGAIN}"
+        return replace(made_so, task=task, again=again)
 
     def tag(self, step: CommOp, names: Mapping[str, str], again: str) -> int:
         """The number of an event in the order of all; at its first end it is listed."""
