@@ -65,11 +65,14 @@ class Local:
             self.node.domain,
         )
 
-    def emit(self, op_type: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
-        """Emits a standard op with one output; `output` is one of `outputs`, or a word that becomes `<output>.<word>`."""
-        name = output if output in self.outputs else f"{self.outputs[0]}.{output}"
-        self._append(op_type, inputs, [name], ir.convenience.convert_attributes(attributes), "")
-        return name
+    def emit(self, op_type: str, inputs: Sequence[str], word: str, **attributes: Any) -> str:
+        """Emits a standard op whose one output stays inside; `word` says what that is, and it is called `<first output>.<word>`."""
+        return self.give(op_type, inputs, f"{self.outputs[0]}.{word}", **attributes)
+
+    def give(self, op_type: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
+        """Emits a standard op whose one output has this name: one of `outputs`."""
+        self._append(op_type, inputs, [output], ir.convenience.convert_attributes(attributes), "")
+        return output
 
     def _append(
         self, op_type: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[ir.Attr], domain: str

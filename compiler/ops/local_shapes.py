@@ -65,4 +65,4 @@ def shard_of(local: Local, whole: str, dim: int, letter: str, output: str) -> st
     length = local.emit("Div", [size, integers(local, "shards", [local.num_shards(letter)])], "length")
     begin = local.emit("Mul", [length, integers(local, "shard", [local.index(letter)])], "begin")
     end = local.emit("Add", [begin, length], "end")
-    return local.emit("Slice", [whole, begin, end, integers(local, "axes", [dim])], output)
+    return local.give("Slice", [whole, begin, end, integers(local, "axes", [dim])], output)

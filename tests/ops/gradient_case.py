@@ -23,7 +23,7 @@ from partc.compiler.ops.local import Local
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import Rule
 from rule_case import Array, Case, case, node_of
-from rule_prover import _claims, _divides, _local, _shard, _terms, text_of
+from rule_prover import _claims, _divides, _shard, _terms, local_of, text_of
 
 DOUBLE = {np.dtype("float32"): np.dtype("float64"), np.dtype("float64"): np.dtype("float64")}
 
@@ -172,7 +172,7 @@ def _cut(
             name: _shard(split[name][at] if name in split else array, rule.inputs[int(name[1:])], shards, shard)
             for name, array in feeds.items()
         }
-        local = _local(node, rule, shards, shard)
+        local = local_of(node, rule, shards, shard)
         (rule.local or Local.same)(local)
         shapes = dict(local.local_shapes)
         own_seeds = {name: parts[at] for name, parts in spread.items()}

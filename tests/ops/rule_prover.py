@@ -19,7 +19,7 @@ from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE, Rule
 from rule_case import Array, Case, case, eighths, feeds_of, node_of, run
 
-__all__ = ["Case", "case", "claimed_rows", "node_of", "text_of", "unclaimed", "violations"]
+__all__ = ["Case", "case", "claimed_rows", "local_of", "node_of", "text_of", "unclaimed", "violations"]
 
 Rules = Callable[[ir.Node], Rule]
 
@@ -143,7 +143,7 @@ def _fault(
         for name, array in feeds.items():
             term = split[name][at[-1]] if name in split else array
             local_feeds[name] = _shard(term, rule.inputs[int(name[1:])], shards, shard)
-        local = _local(node, rule, shards, shard)
+        local = local_of(node, rule, shards, shard)
         try:
             (rule.local or Local.same)(local)
             programs.add("\n".join(str(ir.to_proto(emitted)) for emitted in local.nodes))
@@ -172,7 +172,8 @@ def _fault(
     return ""
 
 
-def _local(node: ir.Node, rule: Rule, shards: Mapping[str, int], shard: Mapping[str, int]) -> Local:
+def local_of(node: ir.Node, rule: Rule, shards: Mapping[str, int], shard: Mapping[str, int]) -> Local:
+    """What a rule's `local` is given of a node on a rank."""
     shapes: dict[str, tuple[int | str, ...] | None] = {}
     local_shapes: dict[str, tuple[int | str, ...] | None] = {}
     for letters, value in [*zip(rule.inputs, node.inputs, strict=True), *zip(rule.outputs, node.outputs, strict=True)]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 import pytest
 from conftest import Golden
+from partc.compiler.ops.local import Local
 from partc.compiler.ops.notation import replicated_rule
 from partc.compiler.ops.registry import Entry, entries, rule_of, standard_ops
 from partc.compiler.ops.rule import Rule
 from partc.compiler.rewrite.decompose import BENT, decompose
 from rule_case import feeds_of, run
-from rule_prover import Case, case, equal, node_of, text_of, unclaimed, violations
+from rule_prover import Case, case, equal, local_of, node_of, text_of, unclaimed, violations
 
 HERE = Path(__file__).parent
 MODULES = [importlib.import_module(path.stem) for path in sorted(HERE.glob("rule_cases_*.py"))]
@@ -58,6 +61,24 @@ def line(entry: Entry) -> str:
 
 def test_the_table_reads_as_it_did(golden: Golden) -> None:
     golden("ops.txt", "".join(f"{line(entry)}\n" for entry in entries()))
+
+
+def emitted(node: ir.Node, letter: str, outputs: list[str]) -> list[str]:
+    """What a node cut by one factor over 2 ranks makes there, with these names for its outputs."""
+    local = local_of(node, rule_of(node), {letter: 2}, {letter: 1})
+    (local.rule.local or Local.same)(local := replace(local, outputs=outputs))
+    return [*local.constants, *(value.name or "" for made in local.nodes for value in made.outputs)]
+
+
+@pytest.mark.parametrize("case", [one for one in FIRST.values() if rule_of(node_of(one)).local], ids=str)
+def test_an_output_may_be_named_like_what_its_rule_makes(case: Case) -> None:
+    node = node_of(case)
+    given = [str(value.name) for value in node.outputs]
+    for letter in rule_of(node).factors:
+        words = [name.removeprefix(f"{given[0]}.") for name in emitted(node, letter, given) if name not in given]
+        for k, word in itertools.product(range(len(given)), words):
+            made = emitted(node, letter, [*given[:k], word, *given[k + 1 :]])
+            assert len(made) == len({*made}), f"output {k} named '{word}', {letter} cut"
 
 
 GEMM = case("Gemm", [(6, 12), (12, 18), (18,)])

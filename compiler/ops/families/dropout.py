@@ -134,11 +134,12 @@ def _(local: Local) -> None:
         dims = local.local_shapes.get(x)
         local.nodes[-1].outputs[0].shape = None if dims is None else ir.Shape(dims)
     share = _number(local, "share", min(round((1 - ratio) * 2**32), 2**32 - 1))
-    kept = local.emit("Less", [drawn, share], local.outputs[1] if local.outputs[1:] and local.outputs[1] else "kept")
+    given = local.outputs[1] if local.outputs[1:] and local.outputs[1] else f"{local.outputs[0]}.kept"
+    kept = local.give("Less", [drawn, share], given)
     mask = local.emit("Cast", [kept], "mask", to=dtype.value)
     scale = local.constant("scale", np.array(1 / (1 - ratio), dtype.numpy()))
     scaled = local.emit("Mul", [mask, scale], "scaled")
-    local.emit("Mul", [x, scaled], local.outputs[0])
+    local.give("Mul", [x, scaled], local.outputs[0])
 
 
 def _parted(shape: Shape) -> int:

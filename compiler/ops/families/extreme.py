@@ -39,7 +39,7 @@ def _(node: ir.Node) -> Rule | None:
 
 @extreme.local
 def _(local: Local) -> None:
-    local.emit("Identity", [local.inputs[1]], local.outputs[0])
+    local.give("Identity", [local.inputs[1]], local.outputs[0])
 
 
 @extreme.gradient

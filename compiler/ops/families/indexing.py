@@ -75,7 +75,7 @@ def look_up(local: Local, indices: str, rows: Rows, letter: str) -> Found:
 def masked(local: Local, values: str, present: str, dtype: ir.DataType, output: str) -> str:
     """The values where `present`, 0 elsewhere: this rank's term of the sum."""
     nothing = local.constant("nothing", np.zeros((), dtype.numpy()))
-    return local.emit("Where", [present, values, nothing], output)
+    return local.give("Where", [present, values, nothing], output)
 
 
 def spread(local: Local, present: str, rank: int, trailing: int) -> str:

@@ -112,13 +112,13 @@ def _(node: ir.Node) -> Rule | None:
 @leave.local
 @collective.local
 def _(local: Local) -> None:
-    local.emit("Identity", [local.inputs[0]], local.outputs[0])
+    local.give("Identity", [local.inputs[0]], local.outputs[0])
 
 
 @axis_index.local
 def _(local: Local) -> None:
     number = local.constant("place", np.array(local.index(ALONG), np.int64))
-    local.emit("Identity", [number], local.outputs[0])
+    local.give("Identity", [number], local.outputs[0])
 
 
 def _letters(node: ir.Node) -> tuple[str, str]:

@@ -161,4 +161,4 @@ def local_mean(local: Local) -> None:
     assert scores.dtype is not None
     mean = f"{local.outputs[0]}.local"
     local.same(outputs=[mean, *local.outputs[1:]])
-    local.emit("Div", [mean, local.constant("shards", np.array(shards, scores.dtype.numpy()))], local.outputs[0])
+    local.give("Div", [mean, local.constant("shards", np.array(shards, scores.dtype.numpy()))], local.outputs[0])

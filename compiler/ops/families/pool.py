@@ -150,7 +150,7 @@ def scaled(local: Local) -> None:
     mean = f"{local.outputs[0]}.mean"
     local.same(outputs=[mean])
     share = local.constant("share", np.array(1 / shards, data.dtype.numpy()))
-    local.emit("Mul", [mean, share], local.outputs[0])
+    local.give("Mul", [mean, share], local.outputs[0])
 
 
 def _over_all(node: ir.Node, reduction: str) -> Rule | None:

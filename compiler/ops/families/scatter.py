@@ -199,7 +199,7 @@ def _local_scatter(local: Local) -> None:
     written = f"{local.outputs[0]}.written"
     local.same([longer, places, local.inputs[2]], [written])
     begin, end = integers(local, "begin", [0]), integers(local, "end", [-1])
-    local.emit("Slice", [written, begin, end, integers(local, "axes", [axis])], local.outputs[0])
+    local.give("Slice", [written, begin, end, integers(local, "axes", [axis])], local.outputs[0])
 
 
 def _first_component(local: Local, indices: str, rank: int, rows: Rows) -> str:

@@ -88,14 +88,14 @@ def _global_shape(local: Local) -> None:
         return
     here = f"{local.outputs[0]}.local"
     local.same(outputs=[here])
-    local.emit("Mul", [here, integers(local, "shards", taken)], local.outputs[0])
+    local.give("Mul", [here, integers(local, "shards", taken)], local.outputs[0])
 
 
 def _global_size(local: Local) -> None:
     here = f"{local.outputs[0]}.local"
     local.same(outputs=[here])
     count = integer(local, "shards", math.prod(shards_of(local, local.rule.inputs[0])))
-    local.emit("Mul", [here, count], local.outputs[0])
+    local.give("Mul", [here, count], local.outputs[0])
 
 
 @range_.local
