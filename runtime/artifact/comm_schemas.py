@@ -15,7 +15,21 @@ from onnx.defs import OpSchema
 
 from .collectives import AMONG, COLLECTIVES, NUMBER, Attribute, CollectiveOp
 from .dtypes import BY_NAME
-from .format import DOMAIN, DOMAIN_VERSION, DTYPE, ITEMS, PEER, RANK, RANK_CONSTANT, RECV, SEND, SHAPE
+from .format import (
+    COPY,
+    DOMAIN,
+    DOMAIN_VERSION,
+    DTYPE,
+    ITEMS,
+    PEER,
+    RANK,
+    RANK_CONSTANT,
+    RECV,
+    SEND,
+    SHAPE,
+    TARGETS,
+    TO,
+)
 
 _TYPES = {
     "int": OpSchema.AttrType.INT,
@@ -29,6 +43,7 @@ _ONE, _MAYBE, _MANY = (
     OpSchema.FormalParameterOption.Variadic,
 )
 _TO = Attribute(PEER, "int", "The rank at the other end.")
+_WHERE = Attribute(TO, "string", f"The target on which the value then lies: {', '.join(TARGETS)}.")
 _CONSTANT = (
     AMONG,
     Attribute(DTYPE, "int", "The element type, as onnx.TensorProto numbers it."),
@@ -46,18 +61,29 @@ def schemas() -> list[OpSchema]:
         _schema(SEND, sends, (_TO, NUMBER), _ONE, None),
         _schema(RECV, receives, (_TO, NUMBER), None, _ONE),
         _schema(RANK_CONSTANT, follows, _CONSTANT, None, _ONE),
+        _copy(),
         *(_collective(op) for op in COLLECTIVES.values()),
     ]
 
 
 def register() -> None:
     """Make the schemas known to onnx; a second time changes nothing."""
-    names = (SEND, RECV, RANK_CONSTANT, *COLLECTIVES)
+    names = (SEND, RECV, RANK_CONSTANT, COPY, *COLLECTIVES)
     if all(onnx.defs.has(name, domain=DOMAIN) for name in names):
         return  # schemas() makes all of them anew, which takes longer than the check of a small file
     for schema in schemas():
         if not onnx.defs.has(schema.name, domain=schema.domain):
             onnx.defs.register_schema(schema)
+
+
+def _copy() -> OpSchema:
+    def infer(context: Any) -> None:
+        if (given := context.get_input_type(0)) is not None:
+            context.set_output_type(0, given)
+
+    schema = _schema(COPY, "The value on another of the rank's targets.", (_WHERE,), _ONE, _ONE)
+    schema.set_type_and_shape_inference_function(infer)
+    return schema
 
 
 def _collective(op: CollectiveOp) -> OpSchema:

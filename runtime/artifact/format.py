@@ -33,6 +33,11 @@ What differs by rank besides weights is a constant, and the file says by which l
     RankConstant() -> Y     group, dtype, shape, items
                             a tensor of `shape`, each of its items an expression over `place`, the rank's place in its list
 
+A rank may have several targets, kinds of devices: the metadata of a node names the one that runs it (`partc.target`), a value lies on the
+target of the node that makes it, and one that is read on another target is copied there. No other rank takes part in that:
+
+    Copy(X) -> Y            to                       X on the target `to`
+
 Types are written as onnxruntime writes them: `tensor(float)`, `seq(tensor(float))`, `optional(tensor(int64))`.
 A dim is an integer or an expression over the dims named in `Manifest.symbols` (`batch`, `floor(seq/2) + 1`); None where the shape
 is known only when the step runs.
@@ -63,6 +68,7 @@ REDUCE_TO = "Reduce"
 BROADCAST = "Broadcast"
 EXCHANGE = "Exchange"
 RANK_CONSTANT = "RankConstant"
+COPY = "Copy"
 
 MICROBATCH = "microbatch"
 PEER = "peer"
@@ -81,8 +87,15 @@ RANK = "rank"
 DTYPE = "dtype"
 SHAPE = "shape"
 ITEMS = "items"
+TO = "to"
 PLACE = "place"
 """What the items of a RankConstant are expressions over."""
+
+CPU = "cpu"
+CUDA = "cuda"
+DEVICE = "device"
+"""The target of nodes that no pattern of the plan names: what the job says, by default the CPU."""
+TARGETS = (CPU, CUDA, DEVICE)
 
 SUM = "sum"
 MAX = "max"
@@ -96,6 +109,8 @@ CAUSE = "partc.cause"
 TASK = "partc.task"
 BYTES = "partc.bytes"
 CUT = "partc.cut"
+TARGET = "partc.target"
+"""Of a node that computes: which of the rank's devices runs it."""
 RECOMPUTED = "partc.recomputed"
 """Of a forward node that is repeated in the backward pass: the line of the plan for which it is. A segment begins before it."""
 

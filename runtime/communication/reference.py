@@ -18,7 +18,7 @@ from onnx.reference.op_run import OpRun
 from ..artifact.boxes import slices, whole_size
 from ..artifact.collectives import COLLECTIVES, CollectiveOp
 from ..artifact.dtypes import Array, by_numpy
-from ..artifact.format import DOMAIN, RANK_CONSTANT, RECV, ROOT, SEND, SHAPE
+from ..artifact.format import COPY, DOMAIN, RANK_CONSTANT, RECV, ROOT, SEND, SHAPE
 from ..artifact.rank_constants import constant_of
 from ..artifact.tensor import Tensor, Value, aligned
 from .message import HEADER, decode, encode, payload_size
@@ -31,7 +31,7 @@ def reference_ops(transport: Transport, groups: Mapping[str, Sequence[int]] | No
     `groups` gives by group the ranks among which this rank works.
     """
     ends = _Ends(transport, groups or {})
-    plain = {SEND: ends.send_node, RECV: ends.receive_node, RANK_CONSTANT: ends.constant}
+    plain = {SEND: ends.send_node, RECV: ends.receive_node, RANK_CONSTANT: ends.constant, COPY: ends.copy}
     ops = [_op(name, run) for name, run in plain.items()]
     return ops + [_op(op.name, _Collective(ends, op)) for op in COLLECTIVES.values()]
 
@@ -73,6 +73,9 @@ class _Ends:
 
     def receive_node(self, peer: int, tag: int) -> list[Any]:
         return [self.receive(peer, tag)]
+
+    def copy(self, x: Any, to: str) -> list[Any]:
+        return [x]
 
     def constant(self, group: str, dtype: int, items: Sequence[bytes], shape: Sequence[int] = ()) -> list[Any]:
         node = helper.make_node(RANK_CONSTANT, [], ["Y"], group=group, dtype=dtype, items=list(items))

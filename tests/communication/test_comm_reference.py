@@ -12,8 +12,10 @@ from artifact_text import write
 from onnx.reference import ReferenceEvaluator
 from partc.runtime import load_local
 from partc.runtime.artifact.comm_schemas import register
+from partc.runtime.artifact.targets import copied_to
 from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.communication.reference import reference_ops
+from partc.runtime.errors import ArtifactError
 
 GRAPHS = [
     """rank0 (float[n, 3] x, string[n] s) => (float[n, 3] y) <float[n, 3] h, float[n, 3] k>
@@ -67,3 +69,23 @@ def test_the_checker_knows_the_ops(tmp_path: Path) -> None:
         del node.attribute[:]
         with pytest.raises(onnx.checker.ValidationError, match=r"Required attribute '(peer|tag)' is missing"):
             onnx.checker.check_model(broken)
+
+
+def test_a_copy_is_the_identity(tmp_path: Path) -> None:
+    graph = """rank0 (float[2, 3] x) => (float[2, 3] y) <float[2, 3] h, float[2, 3] c>
+    { h = Relu(x)
+      c = partc.comm.Copy <to = "cpu"> (h)
+      y = Neg(c) }"""
+    model = onnx.load(write(tmp_path, [graph]) / "rank_0000.onnx")
+    register()
+    onnx.checker.check_model(model)
+    del model.graph.value_info[:]
+    known = {one.name: one for one in onnx.shape_inference.infer_shapes(model, check_type=True).graph.value_info}
+    assert [dim.dim_value for dim in known["c"].type.tensor_type.shape.dim] == [2, 3]
+    x = np.arange(-3, 3, dtype=np.float32).reshape(2, 3)
+    evaluator = ReferenceEvaluator(model, new_ops=reference_ops(LocalWorld(1).transport(0)))
+    np.testing.assert_array_equal(evaluator.run(None, {"x": x})[0], -np.maximum(x, 0))
+    assert copied_to(model.graph.node[1], "") == "cpu"
+    model.graph.node[1].attribute[0].s = b"tpu"
+    with pytest.raises(ArtifactError, match="it leads to 'tpu'; a target is one of cpu, cuda, device"):
+        copied_to(model.graph.node[1], "")

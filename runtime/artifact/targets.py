@@ -1,0 +1,50 @@
+"""The targets of a rank file: which kind of device runs each node, and the copies of values from one to another.
+
+    y = MatMul(x, w)                    metadata partc.target: cuda
+    z = partc.comm.Copy <to = cpu> (y)
+
+A node of a file without targets has none, and its program runs on one device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import ArtifactError
+from .format import COPY, DOMAIN, TARGET, TARGETS, TO
+from .onnx_graph import node_title
+
+if TYPE_CHECKING:
+    from onnx import NodeProto
+
+
+def target_of(node: NodeProto) -> str:
+    """The target that runs a node; empty where the file names none."""
+    return next((item.value for item in node.metadata_props if item.key == TARGET), "")
+
+
+def is_copy(node: NodeProto) -> bool:
+    """Whether a node copies a value from one of the rank's targets to another."""
+    return node.domain == DOMAIN and node.op_type == COPY
+
+
+def copied_to(node: NodeProto, where: str) -> str:
+    """The target to which a Copy leads; ArtifactError, naming the file `where`, if it is no sound one."""
+    to = next((one.s.decode(errors="replace") for one in node.attribute if one.name == TO), "")
+    problem = ""
+    if (len(node.input), len(node.output)) != (1, 1) or not (node.input[0] and node.output[0]):
+        problem = f"it has {len(node.input)} inputs and {len(node.output)} outputs, and takes and makes one"
+    elif to not in TARGETS:
+        problem = f"it leads to '{to}'; a target is one of {', '.join(TARGETS)}"
+    if problem:
+        raise ArtifactError(f"{where}: {node_title(node)}: {problem}\n  help: the file was changed; compile again")
+    return to
+
+
+def refuse_unknown_target(node: NodeProto, where: str) -> None:
+    """ArtifactError for a node of the file `where` whose target is none."""
+    if (target := target_of(node)) and target not in TARGETS:
+        raise ArtifactError(
+            f"{where}: {node_title(node)}: its target is '{target}'; a target is one of {', '.join(TARGETS)}\n"
+            "  help: the file was changed; compile again"
+        )
