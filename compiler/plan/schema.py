@@ -248,6 +248,9 @@ class PlanEntries(BaseModel):
                 "leave out 'recompute'",
                 "pipeline",
             )
+        if self.pipeline is not None and self.pipeline.statistics is not None and self.train is None:
+            law = "without training a normalization takes its running statistics"
+            raise Violation("'statistics' without 'train'", law, "leave out 'statistics'", "pipeline")
         scale = self.precision.scale if self.precision is not None else None
         if self.train is not None and scale is not None and scale.dynamic:
             said = self.train.on_nonfinite

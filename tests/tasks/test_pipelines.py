@@ -280,6 +280,12 @@ def test_what_does_not_fit_is_refused(plan: str, words: list[str], tmp_path: Pat
     assert not (tmp_path / "build").exists()
 
 
+@pytest.mark.parametrize("key", ["recompute: ['*']", "statistics: microbatch"])
+def test_what_only_training_has_is_refused_without_it(key: str) -> None:
+    with pytest.raises(CompileError, match=rf"plan.yaml:.*'{key.split(':')[0]}' without 'train'"):
+        parse_plan(STAGED + pipeline(2, "1f1b", f", {key}"), "plan.yaml")
+
+
 def test_messages_and_rows_are_counted(tmp_path: Path) -> None:
     """An edge has a message per microbatch and direction, of the bytes of a microbatch; the dump shows the rows."""
     plan = STAGED + train(LOSSES["mean"], 1) + pipeline(4)
