@@ -110,7 +110,7 @@ def command(
         table.add(*cells)
     pipeline = pipeline_of(artifact)
     largest = [*_largest_transfers(artifact, sizes), *_largest_collectives(artifact, sizes)]
-    show_tables([table, *_pipeline(pipeline, stats, sizes), *_training(trained), *largest])
+    show_tables([table, *_pipeline(pipeline, stats, sizes), *_training(trained, artifact), *largest])
     console.echo()
     for line in rows_text(pipeline) if pipeline is not None else ():
         console.echo(line)
@@ -158,15 +158,19 @@ def _pipeline(pipeline: Pipeline | None, stats: Sequence[RankStats], sizes: Mapp
     yield table
 
 
-def _training(stats: Sequence[TrainingStats]) -> Iterator[Table]:
+def _training(stats: Sequence[TrainingStats], artifact: Artifact) -> Iterator[Table]:
     """Nodes of each phase, bytes of the state, and the buckets in which gradients are reduced."""
+    from partc.runtime.artifact.lr_schedule import OTHERS, optimizer_types
+
     statistics = any(one.statistics for one in stats)
     columns = [">rank", ">forward", ">backward", ">update", ">parameters", ">optimizer"]
     columns += [
         *([">statistics"] if statistics else []),
         "gradient buckets",
     ]
-    table = Table(columns, title="training")
+    record = artifact.manifest.training
+    by = optimizer_types(record.optimizer) if record is not None and OTHERS in record.optimizer else ""
+    table = Table(columns, title=f"training by {by}" if by else "training")
     for one in stats:
         kept = [one.parameters, one.optimizer]
         kept += [one.statistics] if statistics else []

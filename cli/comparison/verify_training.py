@@ -18,7 +18,7 @@ from partc.cli.comparison.compare import Compared, compare
 from partc.cli.comparison.verdict import Case, Verdict, measured
 from partc.cli.job.job import Job, TrainingJob
 from partc.runtime.artifact.dtypes import Array
-from partc.runtime.artifact.lr_schedule import scalars
+from partc.runtime.artifact.lr_schedule import numbers, scalars
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.errors import UsageError
 from partc.runtime.training.trainer import STEP
@@ -111,9 +111,8 @@ def _one_step(manifest: Manifest, records: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs of the first step: the batch and the scalars."""
     training = manifest.training
     assert training is not None
-    hyper = {name: float(value) for name, value in training.optimizer.items() if isinstance(value, int | float)}
-    numbers = scalars([name for name in training.scalars if name != STEP], 0, hyper)
-    return {**records, **{name: np.array(x) for name, x in numbers.items()}, STEP: np.array(0, np.int64)}
+    given = scalars([name for name in training.scalars if name != STEP], 0, numbers(training.optimizer))
+    return {**records, **{name: np.array(x) for name, x in given.items()}, STEP: np.array(0, np.int64)}
 
 
 def _records(manifest: Manifest, values: Mapping[str, Value]) -> dict[str, Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import onnx_ir as ir
 from partc.compiler.ir.program import ProgramKind
 from partc.runtime.artifact.format import LabelRecord, TrainingRecord
+from partc.runtime.artifact.lr_schedule import OTHERS, scalar_name
 from pydantic import JsonValue
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ class ParameterOptions:
     weight_decay: float | None = None
     lr: float = 1.0
     """What the learning rate is multiplied with."""
+    optimizer: Optimizer | None = None
+    """By which it is updated; None: by that of the training."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +78,61 @@ class Training:
         """The same with the plan's folder, as it is seen from the artifact: the files that the plan names are there."""
         return replace(self, settings={**self.settings, "folder": folder})
 
+    def optimizer_of(self, parameter: ir.Value) -> Optimizer:
+        """The optimizer that updates a parameter."""
+        learned = self.parameters.get(parameter)
+        return (learned and learned.optimizer) or self.optimizer
+
+    def lr_multiplier(self, parameter: ir.Value) -> float:
+        """What the rate of a step, that of the training's optimizer, is multiplied with for a parameter."""
+        own, rate = self.optimizer_of(parameter).lr, self.optimizer.lr
+        return self.parameters[parameter].lr * (1.0 if own == rate else own / rate)
+
+    @cached_property
+    def others(self) -> Mapping[str, Optimizer]:
+        """The optimizers beside that of the training, by name: their type, with a number where several are of one type.
+
+        Two that differ in rate or decay alone are one: these are numbers of each parameter.
+        """
+        found: dict[str, Optimizer] = {}
+        for one in self.parameters.values():
+            optimizer = one.optimizer
+            if (
+                optimizer is None
+                or one.frozen
+                or any(known.is_like(optimizer) for known in (self.optimizer, *found.values()))
+            ):
+                continue
+            alike = sum(known.type == optimizer.type for known in (self.optimizer, *found.values()))
+            found[f"{optimizer.type}_{alike + 1}" if alike else optimizer.type] = optimizer
+        return found
+
+    def scalars_of(self, optimizer: Optimizer) -> dict[str, str]:
+        """By what a function of the optimizer calls them the names of the numbers that a step is given: all share the rate."""
+        name = next((name for name, other in self.others.items() if other.is_like(optimizer)), "")
+        return {one: scalar_name(name, one) for one in optimizer.scalars}
+
+    @property
+    def fed(self) -> tuple[str, ...]:
+        """All numbers that a step is given."""
+        of_optimizers = [
+            name for one in (self.optimizer, *self.others.values()) for name in self.scalars_of(one).values()
+        ]
+        return tuple(dict.fromkeys((*of_optimizers, *self.scalars)))
+
     def record(self) -> TrainingRecord:
         """What the manifest says of it."""
+        others: dict[str, JsonValue] = {name: {"type": one.type, **one.hyper} for name, one in self.others.items()}
         return TrainingRecord(
             loss=self.loss.name or "",
             metrics=list(self.metrics),
-            scalars=list(dict.fromkeys((*self.optimizer.scalars, *self.scalars))),
-            optimizer={"type": self.optimizer.type, "lr": self.optimizer.lr, **self.optimizer.hyper},
+            scalars=list(self.fed),
+            optimizer={
+                "type": self.optimizer.type,
+                "lr": self.optimizer.lr,
+                **self.optimizer.hyper,
+                **({OTHERS: others} if others else {}),
+            },
             schedule=dict(self.schedule),
             settings=dict(self.settings),
             fixed=list(self.fixed),

@@ -29,6 +29,7 @@ from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE
 from partc.compiler.plan.matching import sharding_rules
 from partc.compiler.plan.rules import ShardingRule
+from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.rewrite.rewriting import Rewriting
 from partc.compiler.sharding.asked import Outlet, asked_parts, outlets, through
 from partc.compiler.sharding.seeds import TENSOR_PARALLEL
@@ -113,7 +114,7 @@ class _Unpacking(Rewriting):
         said, named = rule.packed, f"{subject}: '{weight.name}' dim {dim} ({size})"
         if isinstance(said, tuple):
             if sum(said) == size:
-                return self._whole_norms(list(said), rule, subject)
+                return self._whole_norms(weight, list(said), rule, subject)
             shown = ", ".join(map(str, said))
             self.problems.append(
                 Problem(rule.where, f"{named} cannot be packed as {shown}", f"they add up to {sum(said)}")
@@ -121,7 +122,7 @@ class _Unpacking(Rewriting):
             return []
         if said:
             if size % said == 0:
-                return self._whole_norms([size // said] * said, rule, subject)
+                return self._whole_norms(weight, [size // said] * said, rule, subject)
             help_ = "write the sizes of the parts: packed: [64, 16, 16]"
             self.problems.append(Problem(rule.where, f"{named} cannot be packed as {said} equal parts", help=help_))
             return []
@@ -130,19 +131,27 @@ class _Unpacking(Rewriting):
         fits = all((end * size).denominator == 1 for end in ends) and all(part % self.ranks == 0 for part in sizes)
         if not fits or len(sizes) > MOST_PARTS:
             return [size]
-        return self._whole_norms(sizes, rule, "") if len(sizes) > 1 else sizes
+        return self._whole_norms(weight, sizes, rule, "") if len(sizes) > 1 else sizes
 
-    def _whole_norms(self, sizes: list[int], rule: ShardingRule, subject: str) -> list[int]:
+    def _whole_norms(self, weight: ir.Value, sizes: list[int], rule: ShardingRule, subject: str) -> list[int]:
         """The sizes; none for an optimizer that takes norms of whole parameters, an error where a rule says `packed`."""
-        training = self.before.training
-        if training is None or training.optimizer.is_elementwise:
+        optimizer = self._taking_norms(weight)
+        if optimizer is None:
             return sizes
         if subject:
-            fact = f"{subject}: the optimizer {training.optimizer.type} takes the norm of a parameter, not of its parts"
+            fact = f"{subject}: the optimizer {optimizer.type} takes the norm of a parameter, not of its parts"
             self.problems.append(
                 Problem(rule.where, fact, help="take another optimizer, or 'colwise' without 'packed'")
             )
         return []
+
+    def _taking_norms(self, weight: ir.Value) -> Optimizer | None:
+        """The optimizer of a weight where it needs the weight as one."""
+        training = self.before.training
+        if training is None or weight not in training.parameters or training.parameters[weight].frozen:
+            return None
+        optimizer = training.optimizer_of(weight)
+        return None if optimizer.is_elementwise else optimizer
 
     def _take_apart(self, weight: ir.Value, dim: int, sizes: list[int]) -> None:
         self.parts = {weight: (dim, self._shards(weight, dim, sizes))}
@@ -258,7 +267,8 @@ class _Unpacking(Rewriting):
 
     def _parts_of(self, node: ir.Node, value: ir.Value, dim: int, sizes: Sequence[int]) -> list[ir.Value]:
         """The same parts of another operand: a bias's own, else of a value that is split."""
-        if value.is_initializer() and len(list(value.uses())) == 1 and value.const_value is not None:
+        alone = value.is_initializer() and len(list(value.uses())) == 1 and value.const_value is not None
+        if alone and self._taking_norms(value) is None:
             return self._shards(value, dim, sizes)
         lengths = self.constant(f"{self.paths[node]}.{value.name}.sizes", list(sizes))
         made = [self.like(value, f"{self.paths[node]}.{value.name}.{k}", {dim: n}) for k, n in enumerate(sizes)]

@@ -75,7 +75,7 @@ def find_versions(program: Program, delivered: dict[ir.Value, tuple[tuple[int, .
     for value, defs in versions.defs.items():
         for home in defs:
             reduce_definition(program, versions, value, home)
-    fed = program.training.optimizer.scalars if program.training else ()
+    fed = program.training.fed if program.training else ()
     for value in {**versions.defs, **versions.uses}:
         _name(versions, value, program.own_names, fed)
     return versions

@@ -88,7 +88,7 @@ class Updates:
             self._keep(one.version, one.name, "", one.name, "gradient", parameter)
 
     def _update(self, one: Gradient, clipped: bool) -> None:
-        optimizer, learned = self.training.optimizer, self.training.parameters[one.parameter]
+        optimizer, learned = self.training.optimizer_of(one.parameter), self.training.parameters[one.parameter]
         name, group, tensor = self.names[one.home], one.home.group, _tensor(one.parameter)
         shared = one.share != one.home
         shape = ir.Shape(self.values.local_shape(one.share) or ())
@@ -100,7 +100,8 @@ class Updates:
 
         slots = [value(self.builders.derived(f"{name}.{slot}")) for slot in optimizer.slots]
         made = [value(self.builders.derived(f"{of}.next")) for of in (shard, *(slot.name for slot in slots))]
-        scalars = {scalar: ir.Value(name=scalar) for scalar in optimizer.scalars}
+        fed = self.training.scalars_of(optimizer)
+        scalars = {scalar: ir.Value(name=name) for scalar, name in fed.items()}
         if clipped:
             scalars["scale"] = ir.Value(name=self.scale)
         cut = tuple(axis for axes in one.share.layout.cuts for axis in axes)
@@ -116,7 +117,7 @@ class Updates:
             scalars,
             made,
             weight_decay=learned.weight_decay,
-            lr_multiplier=learned.lr,
+            lr_multiplier=self.training.lr_multiplier(one.parameter),
             clip_value=self.training.clip_value or 0.0,
             reduced=reduced,
         )
@@ -132,7 +133,7 @@ class Updates:
             self._sum_up(one, update.squares, reduced, cut)
         self._append(group, update.after)
         for builder in self.builders.of(group):
-            builder.scalars |= dict.fromkeys(optimizer.scalars)
+            builder.scalars |= dict.fromkeys(fed.values())
         self._types(group, [*slots, *made])
         if shared:
             self._gather(one, name, str(made[0].name))

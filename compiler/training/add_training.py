@@ -6,8 +6,9 @@ evaluation of a model is the same with its nodes as they are, and without a back
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import onnx_ir as ir
 from partc.compiler.analysis.bindings import promised
@@ -143,15 +144,15 @@ def _parameter_options(rules: TrainRules, names: list[str], others: list[str]) -
     One of the `others` becomes a parameter by a rule of its whole name that says `frozen: false`.
     """
     freed = {rule.pattern for rule in rules.parameters if rule.frozen is False}
-    found = {
-        name: {"frozen": False, "weight_decay": None, "lr": 1.0}
+    found: dict[str, dict[str, Any]] = {
+        name: {"frozen": False, "weight_decay": None, "lr": 1.0, "optimizer": None}
         for name in (*names, *(name for name in others if name in freed))
     }
-    problems = []
+    problems = [*_rates_without_base(rules)]
     for rule in rules.parameters:
         matches = compile_pattern(rule.pattern).matches
         hit = [name for name in found if matches(name)]
-        said = {"frozen": rule.frozen, "weight_decay": rule.weight_decay, "lr": rule.lr}
+        said = {"frozen": rule.frozen, "weight_decay": rule.weight_decay, "lr": rule.lr, "optimizer": rule.optimizer}
         for name in hit:
             found[name] |= {key: value for key, value in said.items() if value is not None}
         kept = [name for name in others if matches(name)]
@@ -159,7 +160,18 @@ def _parameter_options(rules: TrainRules, names: list[str], others: list[str]) -
             problems.append(_unmatched(rule, list(found), kept))
     if problems:
         raise CompileError(problems)
-    return {name: ParameterOptions(**said) for name, said in found.items()}  # type: ignore[arg-type]
+    return {name: ParameterOptions(**said) for name, said in found.items()}
+
+
+def _rates_without_base(rules: TrainRules) -> Iterator[Problem]:
+    """The rules whose optimizer has a rate in no proportion to that of the schedule."""
+    for rule in rules.parameters:
+        if rule.optimizer is not None and rule.optimizer.lr > 0 and rules.optimizer.lr == 0:
+            fact = f"'{rule.pattern}': the optimizer's 'lr' is {rule.optimizer.lr:g}, and that of train.optimizer 0"
+            law = "a schedule gives the rate of train.optimizer, which others follow in proportion of their 'lr'"
+            yield Problem(
+                rule.where, fact, law, "give train.optimizer an 'lr' above 0, and freeze what it must not change"
+            )
 
 
 def _unmatched(rule: ParameterRule, names: list[str], kept: list[str]) -> Problem:

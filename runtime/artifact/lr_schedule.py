@@ -48,11 +48,48 @@ SCALARS: Mapping[str, Callable[[int, Mapping[str, float]], float]] = {
 """By name what an optimizer's function reads beside tensors; `hyper` are the optimizer's numbers and `lr`, the rate of the step."""
 
 
+OTHERS = "others"
+"""The key of a training's `optimizer` for those of parameters that have one of their own: their numbers, by name."""
+_SHARED = ("lr", "scale")
+
+
+def scalar_name(optimizer: str, scalar: str) -> str:
+    """The name of a scalar of an optimizer, `adam.bias1`; those of the training's own, whose name is empty, have none before."""
+    return f"{optimizer}.{scalar}" if optimizer and scalar not in _SHARED else scalar
+
+
+def numbers(optimizer: Mapping[str, object]) -> dict[str, float]:
+    """The numbers of a training's `optimizer`; those of others are named after these: `adam.beta1`."""
+    found = {name: float(value) for name, value in optimizer.items() if _is_number(value)}  # type: ignore[arg-type]
+    others = optimizer.get(OTHERS)
+    for of, own in others.items() if isinstance(others, Mapping) else ():
+        found |= {f"{of}.{name}": value for name, value in numbers(own).items()} if isinstance(own, Mapping) else {}
+    return found
+
+
+def optimizer_types(optimizer: Mapping[str, object]) -> str:
+    """The types of a training's `optimizer` and of the others, as text: `adam, adagrad`."""
+    others = optimizer.get(OTHERS)
+    all_ = [optimizer, *(others.values() if isinstance(others, Mapping) else ())]
+    return ", ".join(dict.fromkeys(str(one["type"]) for one in all_ if isinstance(one, Mapping) and "type" in one))
+
+
 def scalars(names: Sequence[str], step: int, hyper: Mapping[str, float]) -> dict[str, np.float32]:
-    """The scalars of a step, counted from 0: computed in float64, then rounded."""
+    """The scalars of a step, counted from 0: computed in float64, then rounded. `hyper` is as `numbers` makes it, with the step's `lr`."""
     import numpy as np
 
-    return {name: np.float32(SCALARS[name](step, hyper)) for name in names}
+    return {name: np.float32(_scalar(name, step, hyper)) for name in names}
+
+
+def _scalar(name: str, step: int, hyper: Mapping[str, float]) -> float:
+    of, dot, scalar = name.rpartition(".")
+    return SCALARS[scalar](
+        step, {key.removeprefix(of + dot): value for key, value in hyper.items() if key.startswith(of + dot)}
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,8 @@ def _held_slots(held: Mapping[str, TensorRecord]) -> list[str]:
 def _optimizer(name: str, slots: Sequence[str]) -> str:
     """An optimizer by its name and by what it keeps: `the optimizer 'adam', which keeps m, v`."""
     keeps = ", ".join(slots) or "nothing"
+    if ", " in name:
+        return f"the optimizers {name}, which keep {keeps}"
     return f"the optimizer '{name}', which keeps {keeps}" if name else f"an optimizer that keeps {keeps}"
 
 

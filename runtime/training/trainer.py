@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from ..artifact.format import EVALUATE, Manifest, Port, TrainingRecord
-from ..artifact.lr_schedule import Rate, scalars, schedule
+from ..artifact.lr_schedule import Rate, numbers, optimizer_types, scalars, schedule
 from ..artifact.manifest import Artifact, open_artifact
 from ..artifact.named import SCHEDULE, base_folder, outside, refusal
 from ..checkpoint.early_verification import EarlyVerification
@@ -70,7 +70,7 @@ class Trainer:
         """How many of them changed nothing, since a gradient was not finite; neither the rate nor the optimizer counts these."""
         self.last_rate = 0.0
         """The learning rate of the last step."""
-        self._checkpoints = Checkpoints(program, str(record.optimizer.get("type", "")), ahead)
+        self._checkpoints = Checkpoints(program, optimizer_types(record.optimizer), ahead)
         self.on_nonfinite = str(record.settings.get("on_nonfinite", STOP))
         self._evaluation = evaluation
         self._untold: deque[PendingLoss] = deque(maxlen=2)
@@ -78,7 +78,7 @@ class Trainer:
         self.ports: list[Port] = of_batch(program.manifest).inputs
         """The inputs of the model, of all ranks."""
         self._numbers = [name for name in record.scalars if name != STEP]
-        self._hyper = {name: float(value) for name, value in record.optimizer.items() if isinstance(value, int | float)}
+        self._hyper = numbers(record.optimizer)
         known = {port.name for port in program.inputs}
         self._scalars: dict[str, np.ndarray[Any, Any]] = {
             name: np.zeros((), np.int64 if name == STEP else np.float32) for name in record.scalars if name in known

@@ -22,7 +22,7 @@ from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
 from partc.runtime.artifact.boxes import slices
-from partc.runtime.artifact.lr_schedule import scalars, schedule
+from partc.runtime.artifact.lr_schedule import numbers, scalars, schedule
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.execution.in_process import LocalProgram
 from training_models import CrossEntropy, Model
@@ -101,7 +101,7 @@ def fed(ranks: LocalProgram, step: int) -> dict[str, np.ndarray]:
     """The numbers of a step that the loop gives."""
     record = ranks.manifest.training
     assert record is not None
-    hyper = {name: float(value) for name, value in record.optimizer.items() if isinstance(value, int | float)}
+    hyper = numbers(record.optimizer)
     rate = schedule(record.schedule or None, hyper["lr"])
     names = [name for name in record.scalars if name != "step"]
     found = {name: np.array(value) for name, value in scalars(names, step, {**hyper, "lr": rate(step)}).items()}

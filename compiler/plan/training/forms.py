@@ -47,6 +47,12 @@ def optimizer_form() -> Json:
     return {"anyOf": _types(kinds, _without_default, shard)}
 
 
+def own_optimizer_form() -> Json:
+    """The optimizer of some parameters: a type, or one with its options."""
+    kinds = {name: kind.options for name, kind in OPTIMIZERS.items()}
+    return {"anyOf": [{"enum": [*kinds]}, *_types(kinds, lambda key, law: key != "lr" and law.default is None), NULL]}
+
+
 def schedule_form() -> Json:
     """A schedule: one of the types with its options."""
     return {"anyOf": [*_types(SCHEDULES, _without_default), NULL]}

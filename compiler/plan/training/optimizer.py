@@ -40,6 +40,10 @@ class Optimizer:
         """Whether an update needs nothing of a parameter but the same elements of its gradient and slots."""
         return bool(OPTIMIZERS[self.type].body)
 
+    def is_like(self, other: Optimizer) -> bool:
+        """Whether both are one but for rate and weight decay, which are numbers of each parameter."""
+        return (self.type, self.hyper) == (other.type, other.hyper)
+
     def initial(self, slot: str) -> float:
         """What every element of a slot begins with."""
         if slot not in self.slots:

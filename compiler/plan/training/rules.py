@@ -14,7 +14,7 @@ Losses, optimizers and schedules check their own options; what they refuse is sa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -22,7 +22,13 @@ from partc.compiler.errors import CompileError
 from partc.compiler.plan.groups import Frame
 from partc.compiler.plan.pattern import checked_pattern
 from partc.compiler.plan.pipeline import MOST_MICROBATCHES
-from partc.compiler.plan.training.forms import loss_form, metrics_form, optimizer_form, schedule_form
+from partc.compiler.plan.training.forms import (
+    loss_form,
+    metrics_form,
+    optimizer_form,
+    own_optimizer_form,
+    schedule_form,
+)
 from partc.compiler.plan.training.loss import Loss, loss
 from partc.compiler.plan.training.metric import Metric, metric
 from partc.compiler.plan.training.optimizer import Optimizer, optimizer
@@ -55,6 +61,7 @@ class ParameterRule:
     weight_decay: float | None = None
     lr: float | None = None
     shared: bool | None = None
+    optimizer: Optimizer | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +151,30 @@ def _optimizer(value: object) -> OptimizerChoice:
     return OptimizerChoice(found, shard or None)
 
 
+@dataclass(frozen=True)
+class OwnOptimizer:
+    """The optimizer of some parameters; `rated`: whether it says its rate, and does not take that of `train.optimizer`."""
+
+    optimizer: Optimizer
+    rated: bool
+
+    def at(self, rate: float) -> Optimizer:
+        """The optimizer, with this rate where it says none."""
+        return self.optimizer if self.rated else replace(self.optimizer, lr=rate)
+
+
+def _own_optimizer(value: object) -> OwnOptimizer | None:
+    if value is None:
+        return None
+    given = {"type": value} if isinstance(value, str) else value
+    if isinstance(given, dict) and "shard" in given:
+        raise Violation(
+            "'shard' is no option of some parameters alone", help="write it in train.optimizer, for all", key="shard"
+        )
+    rated = isinstance(given, dict) and "lr" in given
+    return OwnOptimizer(_optimizer({"lr": 0.0, **given} if isinstance(given, dict) else given).optimizer, rated)
+
+
 def _schedule(value: Json | None) -> Json | None:
     """A schedule that the runtime will take; a user's own function is looked at when training begins."""
     if value is not None and value.get("type") != "python":
@@ -172,6 +203,9 @@ _LOSS_HELP = "write {type: softmax_cross_entropy, logits: logits, labels: label}
 Json: TypeAlias = dict[str, JsonValue]
 LossForm: TypeAlias = Annotated[LossChoice, PlainValidator(_loss), WithJsonSchema(loss_form())]
 OptimizerForm: TypeAlias = Annotated[OptimizerChoice, PlainValidator(_optimizer), WithJsonSchema(optimizer_form())]
+OwnOptimizerForm: TypeAlias = Annotated[
+    OwnOptimizer | None, PlainValidator(_own_optimizer), WithJsonSchema(own_optimizer_form())
+]
 MetricsForm: TypeAlias = Annotated[dict[str, Metric], PlainValidator(_metrics), WithJsonSchema(metrics_form())]
 ScheduleForm: TypeAlias = Annotated[Json | None, AfterValidator(_schedule), WithJsonSchema(schedule_form())]
 
@@ -191,6 +225,15 @@ class ParameterEntry(BaseModel):
     shared: bool | None = Field(
         None, description="For a weight that several modules read: one parameter, or with false one per module."
     )
+    optimizer: OwnOptimizerForm = Field(
+        None,
+        description="The optimizer of these parameters: a type, or a mapping with its options; `lr` is that of train.optimizer by default.",
+    )
+
+    def rule(self, pattern: str, where: str, main: Optimizer) -> ParameterRule:
+        """The rule of a pattern, in a training by this optimizer."""
+        own = self.optimizer.at(main.lr) if self.optimizer is not None else None
+        return ParameterRule(pattern, where, self.frozen, self.weight_decay, self.lr, self.shared, own)
 
 
 class ClipEntry(BaseModel):
@@ -230,7 +273,8 @@ class TrainEntry(BaseModel):
         dict[Annotated[str, AfterValidator(checked_pattern)], ParameterEntry],
         BeforeValidator(_or_empty, json_schema_input_type=dict[str, ParameterEntry] | None),
     ] = Field(
-        {}, description="By pattern of parameter names: frozen, weight_decay, lr (a factor). The last match wins."
+        {},
+        description="By pattern of parameter names: frozen, weight_decay, lr (a factor), optimizer. The last match wins.",
     )
     metrics: MetricsForm = Field({}, description="Metrics besides the loss: [accuracy], or names with options.")
     clip: ClipEntry | None = Field(None, description="Gradient clipping.")
@@ -303,9 +347,7 @@ class TrainEntry(BaseModel):
             per_rank_mean=self.loss.per_rank_mean,
             schedule=self.schedule or {},
             parameters=tuple(
-                ParameterRule(
-                    pattern, where("train", "parameters", pattern), one.frozen, one.weight_decay, one.lr, one.shared
-                )
+                one.rule(pattern, where("train", "parameters", pattern), self.optimizer.optimizer)
                 for pattern, one in self.parameters.items()
             ),
             metrics=self.metrics,

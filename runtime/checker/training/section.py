@@ -9,12 +9,12 @@ schedule   it has a type and the options of that type
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from onnx import AttributeProto, ModelProto, NodeProto
 from partc.runtime.artifact.format import MANIFEST, OPTIMIZER, Manifest, TrainingRecord
-from partc.runtime.artifact.lr_schedule import SCALARS, scalars, schedule
+from partc.runtime.artifact.lr_schedule import OTHERS, SCALARS, numbers, scalar_name, scalars, schedule
 from partc.runtime.artifact.onnx_graph import node_title
 from partc.runtime.errors import UsageError, Violation
 
@@ -23,6 +23,7 @@ _COUNTS = ("step",)
 _OF_A_PARAMETER = ("weight_decay", "lr_multiplier")
 """Attributes that a plan may give each parameter of its own."""
 _SKIP = "skip"
+_ANY = "*"
 _NONFINITE = ("stop", "warn", _SKIP)
 
 
@@ -66,14 +67,14 @@ def _names(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
 
 def _scalars(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
     inputs = {port.name: port for port in manifest.inputs}
-    hyper = {name: float(one) for name, one in training.optimizer.items() if isinstance(one, int | float)}
+    hyper, known = numbers(training.optimizer), _scalar_names(training)
     for name in training.scalars:
         if name in inputs and inputs[name].shape != []:
             yield f"the scalar '{name}' is an input of shape {inputs[name].shape}; it is one number"
         if name in _COUNTS:
             continue
-        if name not in SCALARS:
-            yield f"the runtime knows no scalar '{name}'; it knows {', '.join([*SCALARS, *_COUNTS])}"
+        if name not in known:
+            yield f"the runtime knows no scalar '{name}'; it knows {', '.join([*known, *_COUNTS])}"
             continue
         try:
             scalars([name], 0, hyper)
@@ -95,25 +96,56 @@ def _schedule(training: TrainingRecord) -> Iterator[str]:
 
 
 def _optimizer(manifest: Manifest, training: TrainingRecord, models: Mapping[int, ModelProto]) -> Iterator[Violation]:
-    numbers = {
-        name: float(one)
-        for name, one in training.optimizer.items()
-        if isinstance(one, int | float) and name not in _OF_A_PARAMETER
+    optimizers = {"": training.optimizer, **_others(training)}
+    own = {
+        of: numbers({name: one for name, one in given.items() if name != OTHERS}) for of, given in optimizers.items()
     }
+    known = _scalar_names(training)
     state = {record.value for record in manifest.state}  # a parameter may have the name of a scalar
     for file, model in {manifest.program(rank): model for rank, model in models.items()}.items():
         for node in model.graph.node:
             if node.domain == OPTIMIZER:
-                lost = sorted({*node.input} & SCALARS.keys() - {*training.scalars} - state)
+                lost = sorted({*node.input} & known.keys() - {*training.scalars} - state)
                 unlisted = [f"it reads '{name}', which is none of the training's scalars" for name in lost]
-                for fact in [*_other_numbers(node, numbers), *unlisted]:
+                read = {known[name] for name in node.input if name in known and name not in state} - {_ANY}
+                wrong = [[*_other_numbers(node, of, own[of], read)] for of in own]
+                for fact in [*min(wrong, key=len), *unlisted]:
                     yield Violation(file, fact, node_title(node), help=_AGAIN)
 
 
-def _other_numbers(node: NodeProto, numbers: Mapping[str, float]) -> Iterator[str]:
+def _others(training: TrainingRecord) -> dict[str, Mapping[str, object]]:
+    """The optimizers that parameters have of their own, by name."""
+    others = training.optimizer.get(OTHERS)
+    given = others.items() if isinstance(others, Mapping) else ()
+    return {str(name): one for name, one in given if isinstance(one, Mapping)}
+
+
+def _scalar_names(training: TrainingRecord) -> dict[str, str]:
+    """By scalar that the runtime can compute the optimizer whose it is; those that all share are of any."""
+    names = ("", *_others(training))
+    return {
+        scalar_name(of, scalar): _ANY if scalar_name(_ANY, scalar) == scalar else of
+        for of in names
+        for scalar in SCALARS
+    }
+
+
+def _other_numbers(node: NodeProto, of: str, own: Mapping[str, float], read: Collection[str]) -> Iterator[str]:
+    """What says that a node is no update by an optimizer: its attributes, or scalars of another one."""
+    name = _title(of)
     for one in node.attribute:
-        if one.type == AttributeProto.FLOAT and one.name in numbers and one.f != _rounded(numbers[one.name]):
-            yield f"its {one.name} is {one.f:g}, and that of the training's optimizer {numbers[one.name]:g}"
+        if (
+            one.type == AttributeProto.FLOAT
+            and one.name in set(own) - {*_OF_A_PARAMETER}
+            and one.f != _rounded(own[one.name])
+        ):
+            yield f"its {one.name} is {one.f:g}, and that of {name} {own[one.name]:g}"
+    for other in sorted({*read} - {of}):
+        yield f"it reads scalars of {_title(other)}, and its numbers are those of {name}"
+
+
+def _title(optimizer: str) -> str:
+    return f"the optimizer '{optimizer}'" if optimizer else "the training's optimizer"
 
 
 def _rounded(number: float) -> float:
