@@ -12,7 +12,7 @@ from typing import Any, Protocol, overload
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.scope import Scope
-from partc.compiler.ops.node import Dim
+from partc.compiler.ops.node import Dim, single
 
 Name = str | None
 
@@ -85,9 +85,7 @@ class GradientBuilder:
     def attribute(self, name: str, default: Any = None) -> Any:
         """An attribute of the node: a number, text (not bytes), or a list of numbers."""
         attr = self.node.attributes.get(name)
-        if attr is None:
-            return default
-        return list(attr.value) if isinstance(attr.value, (tuple, list)) else attr.value
+        return single(default if attr is None else attr.value)
 
     def constant(self, number: Any, like: str | None = None) -> str:
         """A number or array as a constant, in the type of `like`; integers without one are int64."""

@@ -7,8 +7,9 @@ expressions; a dim of which nothing is known is equal to none.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import onnx_ir as ir
 
 if TYPE_CHECKING:
@@ -51,6 +52,13 @@ def _equal(a: str, b: str) -> bool:
 
     one, other = read(a), read(b)
     return one is not None and other is not None and normal(one - other, {}) == 0
+
+
+def single(number: Any) -> Any:
+    """A floating-point attribute as ONNX stores it, in 32 bits: so are defaults, which a float64 node takes widened. Others as they are."""
+    if isinstance(number, list | tuple):
+        return [single(one) for one in number]
+    return float(np.float32(number)) if isinstance(number, float) else number
 
 
 def constant_ints(node: ir.Node, k: int) -> tuple[int, ...] | None:

@@ -28,7 +28,7 @@ def write_totals(totals: Program, rows: Sequence[Row], names: Names, renamed: Re
     for at, row in enumerate(rows):
         for name in made[0][at]:
             parts = [some[at][name] for some in made]
-            row.emit("Sum" if name in summed else "Mean", parts, [name])
+            row.put_together(parts, name, name in summed, names)
 
 
 def _name_given(row: Row, step: CommOp, names: dict[str, str], listed: Mapping[str, str]) -> None:

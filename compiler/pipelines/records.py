@@ -122,6 +122,6 @@ class Records:
             if dtype is not None and not dtype.is_floating_point():
                 row.emit("Identity", parts[:1], [name])  # a counter of steps
             else:
-                row.emit("Sum" if summed else "Mean", parts, [name])
+                row.put_together(parts, name, summed, self.names)
             for names in row.micro:
                 del names[name]

@@ -88,6 +88,18 @@ class Row:
         node.name = made[0]
         self.steps.append(ComputeOp(node, node))
 
+    def put_together(self, parts: Sequence[str], made: str, summed: bool, names: Names) -> None:
+        """Writes the sum of what microbatches have, or their mean: Sum and Div, as Mean has a kernel of float32 alone."""
+        if summed:
+            self.emit("Sum", parts, [made])
+            return
+        value, shape = self.types[made]
+        assert value.dtype is not None
+        total, count = names.of(made, "sum"), names.of(made, "count")
+        self.types[total], self.constants[count] = (value, shape), np.array(len(parts), value.dtype.numpy())
+        self.emit("Sum", parts, [total])
+        self.emit("Div", [total, count], [made])
+
     def begin_sums(self, steps: Iterable[RankOp], names: Names) -> None:
         """Writes the zeros to which the first microbatch adds each gradient; `steps` are the ops of bodies."""
         for step in steps:

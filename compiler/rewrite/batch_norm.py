@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.ops.node import single
 
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -68,14 +69,14 @@ def decompose(node: ir.Node, running: Sequence[ir.Value], x: ir.Value, scopes: d
     away, square = plain.split(moments, ["away", "square"])
     spread = plain.add("Sub", [square, plain.add("Mul", [away, away], "away2")], "difference")
     spread = plain.add("Relu", [spread], "variance")
-    epsilon = plain.number("epsilon", node.attributes.get_float("epsilon", 1e-5))
+    epsilon = plain.number("epsilon", single(node.attributes.get_float("epsilon", 1e-5)))
     deviation = plain.add("Sqrt", [plain.add("Add", [spread, epsilon], "above_zero")], "deviation")
     gain = plain.add("Div", [scale, deviation], "gain")
     offset = plain.add("Sub", [bias, plain.add("Mul", [away, gain], "lost")], "offset")
     scaled = plain.add("Mul", [shifted, plain.unsqueezed(gain, "wide_gain", positions)], "scaled")
     y = plain.add("Add", [scaled, plain.unsqueezed(offset, "wide_offset", positions)], "y")
     y = plain.narrowed(y, x.dtype, "narrow")
-    momentum = node.attributes.get_float("momentum", 0.9)
+    momentum = single(node.attributes.get_float("momentum", 0.9))
     share = plain.number("share", 1 - momentum)
     channel = plain.integers("channel", [0])
     moved = plain.add("Mul", [plain.add("Squeeze", [away, channel], "drift"), share], "moved")

@@ -223,7 +223,7 @@ class Updates:
                 continue
             seen.add(one.parameter)
             name, group = self.builders.derived(f"{one.name}.squares"), one.home.group
-            self._emit(group, "ReduceSumSquare", [one.name], name, keepdims=0)
+            self._add_squares(group, one, name)
             terms.setdefault(group, {}).setdefault(self._holding(one.share), []).append(name)
         counted: dict[int, list[str]] = {}
         for group, by_holders in terms.items():
@@ -319,6 +319,18 @@ class Updates:
         """The group whose lists hold one shard each; "" where every rank has a shard of its own."""
         holders = home.holders
         return "" if len(holders) == len(home.group) else self.comm.group(tuple(ranks for _, ranks in holders))
+
+    def _add_squares(self, group: Group, one: Gradient, made: str) -> None:
+        """Writes the sum of a gradient's squares, a float32 as all norms are."""
+        dtype = one.parameter.dtype
+        if dtype in (None, ir.DataType.FLOAT):
+            self._emit(group, "ReduceSumSquare", [one.name], made, keepdims=0)
+            return
+        kind, wide = ir.TensorType(dtype), self.builders.free(group, f"{made}.{dtype.name.lower()}")
+        summed = ir.Value(name=wide, type=kind, shape=ir.Shape(()))
+        operand, keepdims = [ir.Value(name=one.name)], ir.convenience.convert_attributes({"keepdims": 0})
+        self._append(group, [ir.Node("", "ReduceSumSquare", operand, keepdims, outputs=[summed], name=wide)])
+        self._emit(group, "Cast", [wide], made, to=ir.DataType.FLOAT.value)
 
     def _counted(self, group: Group, holders: str, names: Sequence[str]) -> str:
         """The sum of squares of shards that several ranks hold, on the first of these; 0 on the others."""

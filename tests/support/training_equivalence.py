@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
 from partc.compiler.frontend.onnx_file import from_proto
@@ -29,8 +30,8 @@ from training_models import CrossEntropy, Model
 
 Tensors = dict[str, np.ndarray]
 
-FLOAT_STEPS = 4e-7
-"""What rounding may do to a float32 in some steps, of its size."""
+FLOAT_STEPS = 3.4
+"""What rounding may do to a number in some steps, in units of its type (`eps`)."""
 
 
 def source_of(one: Model) -> Source:
@@ -43,12 +44,14 @@ def source_of(one: Model) -> Source:
     return Source(model)
 
 
-def from_text(text: str, weights: Mapping[str, tuple[int, ...]], seed: int = 4) -> Source:
+def from_text(
+    text: str, weights: Mapping[str, tuple[int, ...]], seed: int = 4, dtype: npt.DTypeLike = np.float32
+) -> Source:
     """A model of ONNX text with seeded weights of these shapes."""
     proto = onnx.parser.parse_model(text)
     random = np.random.default_rng(seed)
     for name, shape in weights.items():
-        array = (random.standard_normal(shape) / 2).astype(np.float32)
+        array = (random.standard_normal(shape) / 2).astype(np.float32).astype(dtype)
         proto.graph.initializer.append(numpy_helper.from_array(array, name))
     return Source(from_proto(proto, Path("model.onnx")))
 
@@ -172,7 +175,9 @@ def same_tensors(have: Tensors, want: Tensors, before: Tensors, atol: float) -> 
     changes = {name: _largest(value - before[name]) for name, value in want.items()}
     least = max(changes.values(), default=0.0) / 1000
     for name, value in want.items():
-        bound = atol * max(changes[name], least) + FLOAT_STEPS * _largest(value)
+        bound = atol * max(changes[name], least) + FLOAT_STEPS * float(
+            np.finfo(value.dtype).eps if value.dtype.kind == "f" else 0
+        ) * _largest(value)
         np.testing.assert_allclose(have[name], value, rtol=0, atol=bound, err_msg=name)
 
 

@@ -220,20 +220,26 @@ m (float[batch, 6] x) => (float[batch, 5] y)
     [bn] b, m1, v1 = BatchNormalization <training_mode = 1, momentum = 0.9> (a, gain, bias, mean, var)
     [down] y = MatMul (b, v)
 }"""
+EPSILON, MOMENTUM, RATE = (float(np.float32(number)) for number in (1e-5, 1 - np.float32(0.9), 0.1))
+"""Attributes of ONNX and the numbers of a step have 32 bits."""
 
 
 @pytest.mark.parametrize("placed", ["ranks: 2\nplacement: {up: 0, bn: 0, down: 1}\n", "ranks: 1\n"])
-def test_statistics_are_of_microbatches_and_move_once_a_step(placed: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-6), ("float64", 1e-14)])
+def test_statistics_are_of_microbatches_and_move_once_a_step(
+    placed: str, dtype: str, bound: float, tmp_path: Path
+) -> None:
     """As a loop over microbatches does in torch, which replaces running statistics by the mean of what each makes of them."""
     torch = pytest.importorskip("torch")
     learned = {"w": (6, 8), "gain": (8,), "bias": (8,), "v": (8, 5)}
     loss = LOSSES["squares"]
     plan = placed + train(loss, 1, "{type: sgd, lr: 0.1}")
-    source = from_text(NORMALIZED, {**learned, "mean": (8,)})
+    text = NORMALIZED if dtype == "float32" else NORMALIZED.replace("float[", "double[")
+    source = from_text(text, {**learned, "mean": (8,)}, dtype=dtype)
     refused = parse_plan(plan + pipeline(4), "plan.yaml")
     with pytest.raises(CompileError, match=r"(?s)bn \(.*statistics: microbatch"):
         compile_source(Source(source.model.clone()), refused, tmp_path / "refused")
-    steps = [numbers(loss)] * 2
+    steps = [{name: one.astype(dtype) if one.dtype == np.float32 else one for name, one in numbers(loss).items()}] * 2
     first = {name: value.const_value.numpy().copy() for name, value in source.model.graph.initializers.items()}
     _, have = trained(tmp_path / "build", source, plan + pipeline(4, "1f1b", ", statistics: microbatch"), steps)
     want = {name: torch.tensor(array, requires_grad=name in learned) for name, array in first.items()}
@@ -242,17 +248,18 @@ def test_statistics_are_of_microbatches_and_move_once_a_step(placed: str, tmp_pa
         for k in range(4):
             x, t = (torch.tensor(step[name][4 * k : 4 * k + 4]) for name in ("x", "t"))
             mean, var = want["mean"].clone(), want["var"].clone()
-            b = torch.nn.functional.batch_norm(x @ want["w"], mean, var, want["gain"], want["bias"], True, 0.1)
+            given = x @ want["w"], mean, var, want["gain"], want["bias"]
+            b = torch.nn.functional.batch_norm(*given, True, MOMENTUM, EPSILON)
             (torch.nn.functional.mse_loss(b @ want["v"], t) / 4).backward()
             a = (x @ want["w"]).detach()  # ONNX's running variance is of the population, torch's of the sample
-            made.append((mean, 0.9 * want["var"] + 0.1 * a.var(0, unbiased=False)))
+            made.append((mean, (1 - MOMENTUM) * want["var"] + MOMENTUM * a.var(0, unbiased=False)))
         with torch.no_grad():
             want["mean"], want["var"] = (sum(some) / 4 for some in zip(*made, strict=True))
             for name in learned:
-                want[name] -= 0.1 * want[name].grad
+                want[name] -= RATE * want[name].grad
                 want[name].grad = None
     for name, tensor in want.items():
-        np.testing.assert_allclose(have[name], tensor.detach().numpy(), rtol=0, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(have[name], tensor.detach().numpy(), rtol=0, atol=bound, err_msg=name)
 
 
 @pytest.mark.parametrize(
