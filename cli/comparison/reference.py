@@ -12,8 +12,9 @@ from onnx import ModelProto, numpy_helper
 from partc.cli.comparison.first_difference import Compiled
 from partc.cli.comparison.rounding import perturb
 from partc.cli.comparison.variant import variant
-from partc.runtime.artifact.dtypes import Array
-from partc.runtime.artifact.format import Manifest
+from partc.runtime.artifact.dtypes import Array, dense
+from partc.runtime.artifact.format import Law, Manifest
+from partc.runtime.artifact.law import whole
 
 if TYPE_CHECKING:
     from partc.compiler.plan.rules import Plan
@@ -78,6 +79,10 @@ def first_values(folder: Path, manifest: Manifest) -> dict[str, Array]:
     for record in manifest.state:
         if record.value in tensors:
             found[record.tensor] = numpy_helper.to_array(tensors[record.value])
+        elif isinstance(record.initial, Law):
+            dtype = dense(record.type)
+            assert dtype is not None
+            found[record.tensor] = whole(record.initial, tuple(record.shape), dtype.numpy)
         else:
             found[record.tensor] = np.full(record.shape, record.initial, np.float64)
     return found

@@ -10,7 +10,6 @@ is described in `compiler/README.md`, section "The dumps".
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -20,8 +19,10 @@ import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.emit.helper_types import helper_types
+from partc.compiler.emit.shard_text import part_of
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
-from partc.compiler.ir.program import Group, Program, Shape, ShardedValue
+from partc.compiler.ir.drawn import law_of
+from partc.compiler.ir.program import Program, Shape
 from partc.compiler.ir.rank_program import (
     CommOp,
     ComputeOp,
@@ -35,8 +36,8 @@ from partc.compiler.ir.rank_program import (
     TaskCall,
 )
 from partc.compiler.ir.value_bytes import bytes_text
-from partc.compiler.layout.layout import Layout
 from partc.runtime.artifact.format import SEND, order_text
+from partc.runtime.artifact.law import law_text
 
 GRAMMAR = 4
 _LONG = 16
@@ -183,14 +184,11 @@ def cut_text(program: Program, node: ir.Node, rank: int | None = None) -> Iterat
 def _part_lines(program: Program, part: RankProgram, ranks: Sequence[int]) -> Iterator[str]:
     kinds = _kinds(program, part)
     yield f"program @rank_{part.rank:04d}({', '.join(f'%{held.name}' for held in part.inputs)}) {{"
-    for held in part.weights:
-        value, shape = part.types[held.name]
-        size = f"{bytes_text(program.values[value], shape)} bytes"
-        yield f"  # Parameter: %{held.name} : {_type_text(program, value, shape)}   {size}{_part_of(program, held.version, ranks[:1])}"
+    yield from (_weight_line(program, part, held, ranks) for held in part.weights)
     for one in part.kept:
         after = f"   next: %{one.next}" if one.next else ""
         kind = _type_text(program, *part.types[one.name])
-        yield f"  # State: %{one.name} : {kind}{_part_of(program, one.version, ranks)}{after}"
+        yield f"  # State: %{one.name} : {kind}{part_of(program, one.version, ranks)}{after}"
     if part.scalars:
         yield f"  # Scalars: {', '.join(f'%{name}' for name in part.scalars)}"
     for step in part.steps:
@@ -203,6 +201,17 @@ def _part_lines(program: Program, part: RankProgram, ranks: Sequence[int]) -> It
         for step in body.steps:
             yield from _step_lines(program, inner, step, inside)
         yield from _return_lines(body.outputs, inside)
+
+
+def _weight_line(program: Program, part: RankProgram, held: LocalTensor, ranks: Sequence[int]) -> str:
+    """A weight, with the law of one whose numbers the artifact does not have."""
+    value, shape = part.types[held.name]
+    law = law_of(held.version.value)
+    size = (
+        f"{bytes_text(program.values[value], shape)} bytes{part_of(program, held.version, ranks if law else ranks[:1])}"
+    )
+    initial = f"   Initial: {law_text(law)}" if law else ""
+    return f"  # Parameter: %{held.name} : {_type_text(program, value, shape)}   {size}{initial}"
 
 
 def _step_lines(
@@ -256,30 +265,6 @@ def _op_lines(
     yield f"      # Scope: {path}" + (f"   Rule: {placed.rule}" if placed else "") + again
     if itself:
         yield from (f"      # Sharded: {text}" for text in cut_text(program, source, part.rank))
-
-
-@functools.lru_cache(maxsize=1024)
-def _alike(layout: Layout, group: Group, ranks: Group) -> bool:
-    """Whether ranks of a group have the same shard."""
-    wanted = {*ranks}
-    return len({layout.shard(index) for index, rank in enumerate(group) if rank in wanted}) == 1
-
-
-def _part_of(program: Program, copy: ShardedValue, ranks: Sequence[int]) -> str:
-    """Which part of a tensor ranks have: `   Shard: [0:16, 32:64] of (64, 128)`; empty where it is all of it.
-
-    Where they have each another one it is told how large these are: `   Shard: (16, 32) of (64, 128) by rank`.
-    """
-    shape = program.values[copy.value].shape if copy.value in program.values else None
-    sizes = [size for size in shape or () if isinstance(size, int)]
-    if copy.layout.is_replicated or shape is None or len(sizes) != len(copy.layout.cuts):
-        return ""
-    box = copy.layout.box(copy.group.index(ranks[0]), sizes)
-    if not _alike(copy.layout, copy.group, tuple(ranks)):
-        return (
-            f"   Shard: ({', '.join(str(end - begin) for begin, end in box)}) of ({', '.join(map(str, sizes))}) by rank"
-        )
-    return f"   Shard: [{', '.join(f'{begin}:{end}' for begin, end in box)}] of ({', '.join(map(str, sizes))})"
 
 
 def _comm_lines(program: Program, step: CommOp, kinds: Callable[[Sequence[str]], str]) -> Iterator[str]:

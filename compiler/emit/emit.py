@@ -8,6 +8,7 @@ from pathlib import Path
 
 import onnx
 from partc.compiler.emit.dump import begin_text, end_text, part_text, rank_text
+from partc.compiler.emit.laws import with_laws
 from partc.compiler.emit.manifest import manifest_of, program_name
 from partc.compiler.emit.rank_model import rank_model
 from partc.compiler.emit.weights import Location, Stored, owners, write_weights
@@ -60,13 +61,14 @@ def _write_all(
     files: dict[str, fmt.FileRecord] = {}
     locations: dict[Stored, Location] = {}
     rank_files = []
-    for program in programs:
+    shown, programs = programs, with_laws(programs)
+    for program, as_read in zip(programs, shown, strict=True):
         name = "" if program is programs[0] else program_name(program)
         weights = owners({part.rank: part.weights for part, _ in program.alike}, locations)
         written, found = write_weights(folder, weights, name)
         files |= written
         locations |= found
-        rank_files.append(_write_ranks(program, folder, name, files, locations))
+        rank_files.append(_write_ranks(program, as_read, folder, name, files, locations))
     for file, text in texts.items():
         files[file] = _write_text(folder, file, text)
     manifests = [
@@ -80,17 +82,18 @@ def _write_all(
 
 def _write_ranks(
     program: Program,
+    shown: Program,
     folder: Path,
     name: str,
     files: dict[str, fmt.FileRecord],
     locations: Mapping[Stored, Location],
 ) -> list[str]:
-    """Writes rank files and dumps of a program, `name` is empty of the main one; by rank its file."""
+    """Writes rank files of a program, and its dumps, which are of `shown`; `name` is empty of the main one. By rank its file."""
     nodes: dict[ComputeOp, onnx.NodeProto] = {}
     programs: dict[bytes, tuple[RankProgram, list[int]]] = {}
     for part, ranks in program.alike:
         data = rank_model(program, part, locations, nodes).SerializeToString(deterministic=True)
-        programs.setdefault(data, (part, []))[1].extend(ranks)
+        programs.setdefault(data, (shown.parts[part.rank], []))[1].extend(ranks)
     by_rank = [""] * program.plan.ranks
     bodies: list[tuple[Sequence[int], str]] = []
     for data, (part, found) in programs.items():
@@ -98,10 +101,10 @@ def _write_ranks(
         for rank in shared:
             by_rank[rank] = file
         files[file] = _write(folder, file, data + _of_ranks(shared))
-        bodies.append((shared, part_text(program, part, shared)))
+        bodies.append((shared, part_text(shown, part, shared)))
         file = fmt.dump_file(f"ir/rank_{part.rank:04d}.ir", name)
-        files[file] = _write_text(folder, file, rank_text(program, part, bodies[-1][1]))
-    whole = {fmt.BEGIN_IR: begin_text(program), fmt.END_IR: end_text(program, bodies)}
+        files[file] = _write_text(folder, file, rank_text(shown, part, bodies[-1][1]))
+    whole = {fmt.BEGIN_IR: begin_text(shown), fmt.END_IR: end_text(shown, bodies)}
     if program.schedule is not None:
         whole[fmt.SCHEDULE] = schedule_text(program.schedule, program.costs)
     for file, text in whole.items():

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 from partc.compiler.ir.graph import captured_by
 from partc.compiler.ir.program import Array, Group, Shape, ShardedValue
+from partc.runtime.artifact.format import Law
 
 if TYPE_CHECKING:
     from partc.compiler.layout.layout import Layout
@@ -196,7 +197,7 @@ class StateTensor:
     tensor: str
     kind: Literal["parameter", "optimizer", "statistics", "gradient", "scale"]
     parameter: str = ""
-    initial: float = 0.0
+    initial: float | Law = 0.0
 
 
 @dataclass(frozen=True)

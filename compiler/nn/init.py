@@ -10,32 +10,28 @@ feedforward neural networks", 2010. Defaults follow `torch.nn.init`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from partc.compiler.nn import draw
+from partc.runtime.artifact.format import Law
+from partc.runtime.artifact.law import whole
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Initializer:
-    """Draws blocks of values for a shape; equal streams give equal values. `text` is how it prints."""
+    """Gives the law of a parameter's values, by the name of its stream and its shape. `text` is how it prints."""
 
     text: str
-    blocks: Callable[[str, Shape], Iterator[draw.Floats]]
+    law: Callable[[str, Shape], Law]
 
     def values(self, stream: str, shape: Shape, dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
         """An array of this shape and dtype, rounded from double precision."""
-        array = np.empty(math.prod(shape), dtype)
-        start = 0
-        for block in self.blocks(stream, shape):
-            array[start : start + block.size] = block.astype(dtype)
-            start += block.size
-        return array.reshape(shape)
+        return whole(self.law(stream, shape), shape, dtype)
 
     def __repr__(self) -> str:
         return self.text
@@ -43,7 +39,7 @@ class Initializer:
 
 def constant(value: float) -> Initializer:
     """Every element is `value`."""
-    return Initializer(f"constant({value})", lambda _, shape: draw.constant(value, math.prod(shape)))
+    return Initializer(f"constant({value})", lambda _, shape: Law(draw="constant", offset=value))
 
 
 def zeros() -> Initializer:
@@ -58,22 +54,22 @@ def ones() -> Initializer:
 
 def normal(std: float = 1.0, mean: float = 0.0) -> Initializer:
     """The normal distribution."""
-    return _scaled(f"normal({std}, {mean})", draw.normal, lambda _: (mean, std))
+    return _scaled(f"normal({std}, {mean})", "normal", lambda _: (mean, std))
 
 
 def truncated_normal(std: float = 1.0, mean: float = 0.0) -> Initializer:
     """The normal distribution, cut off at two standard deviations from the mean."""
-    return _scaled(f"truncated_normal({std}, {mean})", draw.truncated_normal, lambda _: (mean, std))
+    return _scaled(f"truncated_normal({std}, {mean})", "truncated_normal", lambda _: (mean, std))
 
 
 def uniform(low: float = 0.0, high: float = 1.0) -> Initializer:
     """Evenly between `low` and `high`."""
-    return _scaled(f"uniform({low}, {high})", draw.uniform, lambda _: (low, high - low))
+    return _scaled(f"uniform({low}, {high})", "uniform", lambda _: (low, high - low))
 
 
 def he_normal(a: float = 0.0, mode: Literal["fan_in", "fan_out"] = "fan_in") -> Initializer:
     """Normal of std `sqrt(2 / ((1 + a^2) * fan))`; `a` is the negative slope of the activation that follows."""
-    return _scaled(f"he_normal({a}, {mode!r})", draw.normal, lambda shape: (0.0, _he_std(shape, a, mode)))
+    return _scaled(f"he_normal({a}, {mode!r})", "normal", lambda shape: (0.0, _he_std(shape, a, mode)))
 
 
 def he_uniform(a: float = 0.0, mode: Literal["fan_in", "fan_out"] = "fan_in") -> Initializer:
@@ -83,7 +79,7 @@ def he_uniform(a: float = 0.0, mode: Literal["fan_in", "fan_out"] = "fan_in") ->
 
 def xavier_normal(gain: float = 1.0) -> Initializer:
     """Normal of std `gain * sqrt(2 / (fan_in + fan_out))`."""
-    return _scaled(f"xavier_normal({gain})", draw.normal, lambda shape: (0.0, gain * math.sqrt(2.0 / sum(fans(shape)))))
+    return _scaled(f"xavier_normal({gain})", "normal", lambda shape: (0.0, gain * math.sqrt(2.0 / sum(fans(shape)))))
 
 
 def xavier_uniform(gain: float = 1.0) -> Initializer:
@@ -99,15 +95,11 @@ def within(bound: float) -> Initializer:
 def zero_row(init: Initializer, row: int) -> Initializer:
     """As `init`, with zeros in one row of the first axis: the padding row of an embedding."""
 
-    def blocks(stream: str, shape: Shape) -> Iterator[draw.Floats]:
-        width = math.prod(shape[1:])
-        begin, end, start = row * width, (row + 1) * width, 0
-        for block in init.blocks(stream, shape):
-            block[max(begin - start, 0) : max(end - start, 0)] = 0.0
-            start += block.size
-            yield block
+    def law(stream: str, shape: Shape) -> Law:
+        found = init.law(stream, shape)
+        return found.model_copy(update={"zero_rows": (*found.zero_rows, row)})
 
-    return Initializer(f"zero_row({init}, {row})", blocks)
+    return Initializer(f"zero_row({init}, {row})", law)
 
 
 def fans(shape: Shape) -> tuple[int, int]:
@@ -124,20 +116,16 @@ def _he_std(shape: Shape, a: float, mode: Literal["fan_in", "fan_out"]) -> float
 
 
 def _within(text: str, bound: Callable[[Shape], float]) -> Initializer:
-    return _scaled(text, draw.uniform, lambda shape: (-bound(shape), 2.0 * bound(shape)))
+    return _scaled(text, "uniform", lambda shape: (-bound(shape), 2.0 * bound(shape)))
 
 
 def _scaled(
-    text: str, source: Callable[[str, int], Iterator[draw.Floats]], line: Callable[[Shape], tuple[float, float]]
+    text: str, source: Literal["uniform", "normal", "truncated_normal"], line: Callable[[Shape], tuple[float, float]]
 ) -> Initializer:
     """`offset + factor * drawn`, where `line` gives both for a shape."""
 
-    def blocks(stream: str, shape: Shape) -> Iterator[draw.Floats]:
-        count = math.prod(shape)
-        if not count:
-            return
-        offset, factor = line(shape)
-        for block in source(stream, count):
-            yield offset + factor * block
+    def law(stream: str, shape: Shape) -> Law:
+        offset, factor = line(shape) if math.prod(shape) else (0.0, 1.0)
+        return Law(draw=source, stream=stream, offset=offset, factor=factor)
 
-    return Initializer(text, blocks)
+    return Initializer(text, law)

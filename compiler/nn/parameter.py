@@ -1,7 +1,8 @@
 """A module's parameter: its values come from data, or are drawn from the seed and its path when they are needed.
 
 A value depends on the seed, the parameter's dotted path and its shape, on nothing else: adding a layer changes no other
-layer's weights. Drawing waits until the artifact is written, so a model of any size is built without its weights.
+layer's weights. Drawing waits until the artifact is written, and of a large weight until a rank has its shard
+(`ir/drawn.py`), so a model of any size is built without its weights.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import numpy as np
 import onnx_ir as ir
 import onnxscript.nn
 from numpy.typing import NDArray
+from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.nn.init import Initializer
+from partc.runtime.artifact.format import Law
 
 _seed: ContextVar[int] = ContextVar("partc_seed", default=0)
 
@@ -70,16 +73,16 @@ class Parameter(onnxscript.nn.Parameter):
         super().__init__(sizes, kind, name, tensor)
         self.init, self.seed, self.path, self.learned = init, _seed.get(), "", learned
         if init is not None:
-            self.const_value = ir.LazyTensor(self._drawn, self.dtype or ir.DataType.FLOAT, ir.Shape(sizes))
+            numbers = tuple(int(size) for size in sizes)
+            self.const_value = DrawnTensor(self._law, self.dtype or ir.DataType.FLOAT, numbers)
 
-    def _drawn(self) -> ir.TensorProtocol:
+    def _law(self) -> Law:
         if not self.path:
             raise RuntimeError(
                 f"the values of the parameter '{self.name}' are drawn from its path in the model, which it has only "
                 "when the model is compiled; give data= to know them earlier"
             )
         assert self.init is not None
-        assert self.dtype is not None
         assert self.shape is not None
         shape = tuple(int(size) for size in self.shape.numpy())
-        return ir.tensor(self.init.values(f"{self.seed}/{self.path}", shape, self.dtype.numpy()), name=self.path)
+        return self.init.law(f"{self.seed}/{self.path}", shape)

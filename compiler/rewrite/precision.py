@@ -25,6 +25,7 @@ import onnx.defs
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import bodies, captured_by, graphs_of, is_inside
 from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.ir.values import derived
@@ -324,6 +325,8 @@ def _text(kind: ir.DataType) -> str:
 
 def _cast_tensor(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProtocol:
     """The tensor in another type, read when it is needed."""
+    if isinstance(tensor, DrawnTensor) and tensor.is_law:
+        return tensor.cast(kind)
 
     def read() -> ir.TensorProtocol:
         return ir.Tensor(tensor.numpy().astype(kind.numpy()), dtype=kind)

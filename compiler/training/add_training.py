@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -16,6 +17,7 @@ from partc.compiler.analysis.part_symbols import part_facts
 from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
+from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import take_out
 from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.ir.training import ParameterOptions, Training
@@ -33,6 +35,7 @@ from partc.compiler.training.losses import add_loss
 from partc.compiler.training.metrics import add_metric
 from partc.compiler.training.shared import give_own
 from partc.compiler.training.trainable import candidates, running_statistics
+from partc.runtime.artifact.format import Law
 
 
 def add_training(program: Program) -> Program:
@@ -79,6 +82,7 @@ def add_loss_and_metrics(
     trainable, shared = give_own(model, trainable, _shared_by(rules))
     others = [str(value.name) for value in candidates(model) if value.name not in trainable]
     how = _parameter_options(rules, trainable, others)
+    _begin_anew(graph, rules, list(how))
     statistics: dict[ir.Value, ir.Value | None] = {}
     scalars: list[str] = []
     if part is ProgramKind.EVALUATION:
@@ -172,6 +176,23 @@ def _rates_without_base(rules: TrainRules) -> Iterator[Problem]:
             yield Problem(
                 rule.where, fact, law, "give train.optimizer an 'lr' above 0, and freeze what it must not change"
             )
+
+
+def _begin_anew(graph: ir.Graph, rules: TrainRules, names: list[str]) -> None:
+    """Gives parameters the first values that the plan says; the later matching rule wins."""
+    for rule in rules.parameters:
+        if rule.initial is None:
+            continue
+        matches = compile_pattern(rule.pattern).matches
+        for name in names:
+            value = graph.initializers[name]
+            if matches(name) and value.dtype is not None and value.shape is not None and value.shape.is_static():
+                law = rule.initial.law(name)
+                value.const_value = DrawnTensor(partial(_same, law), value.dtype, value.shape.numpy(), always=True)
+
+
+def _same(law: Law) -> Law:
+    return law
 
 
 def _unmatched(rule: ParameterRule, names: list[str], kept: list[str]) -> Problem:

@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import nn
 from partc.compiler.frontend.names import node_paths
+from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.training.trainable import TRAINABLE
 
 _NAMED = 3
@@ -113,7 +114,7 @@ def _readers(value: ir.Value, paths: Mapping[ir.Node, str]) -> dict[str, list[tu
 
 
 def _repeats(value: ir.Value) -> bool:
-    if value.const_value is None or not value.const_value.size:
+    if value.const_value is None or not value.const_value.size or isinstance(value.const_value, DrawnTensor):
         return False
     flat = value.const_value.numpy().reshape(-1)
     return bool(

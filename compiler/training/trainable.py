@@ -20,6 +20,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 from onnxscript import nn
+from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ops.registry import stops_gradient
 
 TRAINABLE = "partc.trainable"
@@ -110,7 +111,7 @@ def _lets_through(node: ir.Node, k: int) -> bool:
 
 def _is_mask(value: ir.Value, shape: tuple[int, ...]) -> bool:
     """Whether the numbers are those of a mask; of a large tensor the beginning tells mostly."""
-    if value.const_value is None or not math.prod(shape):
+    if value.const_value is None or not math.prod(shape) or isinstance(value.const_value, DrawnTensor):
         return False
     flat = value.const_value.numpy().reshape(-1)
     begin = flat[:_BEGINNING].astype(np.float64)

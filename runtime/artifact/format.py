@@ -264,6 +264,16 @@ SCALE = "scale"
 """The kind of state that a step replaces also where it changes nothing else: the scale of the loss, and its count of steps."""
 
 
+class Law(Record):
+    """First values by element: `offset + factor * d`, d by `draw` from the `stream` (`artifact/law.py`); rows in `zero_rows` are zeros."""
+
+    draw: Literal["constant", "uniform", "normal", "truncated_normal"]
+    stream: str = ""
+    offset: float = 0.0
+    factor: float = 1.0
+    zero_rows: tuple[int, ...] = ()
+
+
 class TensorRecord(Record):
     """A tensor that training keeps from step to step: a parameter, what the optimizer keeps of one, running statistics, or the scale of
     the loss.
@@ -271,7 +281,7 @@ class TensorRecord(Record):
     `value` is its name in the rank files, an input there. `tensor` is its global name, which checkpoints use: `fc1.weight`,
     `fc1.weight.momentum`; a tensor that lies in several ways has a record for each. `shape` is the whole's; `ranks` hold it, whole, or
     the shard that `boxes` says. `parameter`: of whom an optimizer's tensor is. Without a weight of its own in the main program's rank
-    file every number of a tensor begins as `initial`.
+    file a tensor begins as `initial` says: with this number everywhere, or as the law gives it.
     """
 
     value: str
@@ -282,7 +292,7 @@ class TensorRecord(Record):
     ranks: Ranks
     boxes: Boxes = None
     parameter: str = ""
-    initial: float = 0.0
+    initial: float | Law = 0.0
 
     def box(self, rank: int) -> Box | None:
         """The shard that a rank holds; None where it holds the whole tensor."""

@@ -337,7 +337,7 @@ def _problem(rank: int, error: Exception) -> str:
 
 def refuse_recovery(artifact: Artifact, on_error: OnError) -> None:
     """UsageError where steps change what ranks keep: some may have replaced it when another one fails."""
-    if on_error == RECOVER and artifact.manifest.state:
+    if on_error == RECOVER and any(record.next for record in artifact.manifest.state):
         fact = "its steps change what ranks keep, so none can be given up once it has begun"
         raise UsageError(
             f"{artifact.folder}: {fact}\n  help: leave out on_error='recover', and go on from a checkpoint"

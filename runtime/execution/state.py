@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..artifact.boxes import region
 from ..artifact.dtypes import Array, dense
-from ..artifact.format import StateRecord
+from ..artifact.format import Law, StateRecord
+from ..artifact.law import fill
 from ..artifact.tensor import Tensor
 from ..errors import ArtifactError
 from ..program.flat_buffers import FlatBuffer
@@ -38,7 +40,7 @@ class State:
 def make_state(
     records: Iterable[StateRecord], rank: int, laid: Sequence[FlatBuffer], model: ModelProto, folder: Path
 ) -> State:
-    """The state as it is before the first step: weights as the artifact has them, the rest filled as the records say."""
+    """The state as it is before the first step: weights as the artifact has them, the rest as the records say."""
     mine = [record for record in records if rank in record.ranks]
     tensors: dict[str, Tensor] = {}
     by_name = {record.value: record for record in mine}
@@ -57,7 +59,7 @@ def make_state(
             if dtype is None:
                 raise ArtifactError(f"'{record.value}' is a {record.type}, which cannot be kept from step to step")
             tensors[record.value] = Tensor.empty(dtype, record.local_shape(rank))
-    _fill(mine, tensors, model, folder)
+    _fill(mine, rank, tensors, model, folder)
     return State(rank, tensors, mine)
 
 
@@ -75,7 +77,17 @@ def check_same(state: State, records: Iterable[StateRecord], where: str) -> None
         raise ArtifactError("\n".join([*problems, "  help: compile again"]))
 
 
-def _fill(records: Sequence[StateRecord], tensors: Mapping[str, Tensor], model: ModelProto, folder: Path) -> None:
+def fill_first(record: StateRecord, rank: int, array: Array) -> None:
+    """Writes the first values of a rank's shard of a tensor that has no weight in the rank file."""
+    if isinstance(record.initial, Law):
+        fill(record.initial, array, tuple(record.shape), region(record.shard(rank), record.shape))
+    else:
+        array.fill(record.initial)
+
+
+def _fill(
+    records: Sequence[StateRecord], rank: int, tensors: Mapping[str, Tensor], model: ModelProto, folder: Path
+) -> None:
     from onnx import numpy_helper
 
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -84,4 +96,4 @@ def _fill(records: Sequence[StateRecord], tensors: Mapping[str, Tensor], model: 
         if record.value in weights:
             np.copyto(array, numpy_helper.to_array(weights[record.value], base_dir=str(folder)))
         else:
-            array.fill(record.initial)
+            fill_first(record, rank, array)

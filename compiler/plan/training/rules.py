@@ -29,6 +29,7 @@ from partc.compiler.plan.training.forms import (
     own_optimizer_form,
     schedule_form,
 )
+from partc.compiler.plan.training.initial import InitialEntry
 from partc.compiler.plan.training.loss import Loss, loss
 from partc.compiler.plan.training.metric import Metric, metric
 from partc.compiler.plan.training.optimizer import Optimizer, optimizer
@@ -62,6 +63,7 @@ class ParameterRule:
     lr: float | None = None
     shared: bool | None = None
     optimizer: Optimizer | None = None
+    initial: InitialEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -229,11 +231,15 @@ class ParameterEntry(BaseModel):
         None,
         description="The optimizer of these parameters: a type, or a mapping with its options; `lr` is that of train.optimizer by default.",
     )
+    initial: InitialEntry | None = Field(
+        None,
+        description="First values in place of the model's: {normal: 0.01, seed: 7}. Each rank draws its own shard.",
+    )
 
     def rule(self, pattern: str, where: str, main: Optimizer) -> ParameterRule:
         """The rule of a pattern, in a training by this optimizer."""
         own = self.optimizer.at(main.lr) if self.optimizer is not None else None
-        return ParameterRule(pattern, where, self.frozen, self.weight_decay, self.lr, self.shared, own)
+        return ParameterRule(pattern, where, self.frozen, self.weight_decay, self.lr, self.shared, own, self.initial)
 
 
 class ClipEntry(BaseModel):

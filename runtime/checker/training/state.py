@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from onnx import ModelProto
 from partc.runtime.artifact.boxes import Region, overlap, region, remaining, whole
 from partc.runtime.artifact.dtypes import dense
-from partc.runtime.artifact.format import MANIFEST, SCALE, Manifest, Shape, StateRecord
+from partc.runtime.artifact.format import MANIFEST, SCALE, Law, Manifest, Shape, StateRecord
 from partc.runtime.checker.graph.declared import declared_types, type_of
 from partc.runtime.errors import Violation
 
@@ -140,8 +140,6 @@ def _check_file(
     outputs = {port.name: type_of(port.type) for port in graph.output}
     first = {tensor.name: tensor for tensor in graph.initializer}
     declared = declared_types(model)
-    # the other programs of an artifact run over the tensors of the main one, and have no values of their own
-    trains = manifest.training is not None
     for record in records:
         title = f"state '{record.value}'"
         wanted: Shape = list(record.local_shape(rank))
@@ -161,7 +159,8 @@ def _check_file(
             if list(first[record.value].dims) != wanted:
                 fact = f"its first value has the shape {list(first[record.value].dims)}, and its shard {wanted}"
                 yield Violation(file, fact, title, help=_AGAIN)
-        elif record.kind not in ("optimizer", SCALE) and trains:
+        elif record.kind not in ("optimizer", SCALE) and not isinstance(record.initial, Law) and manifest.is_main:
+            # the other programs of an artifact run over the tensors of the main one, and have no values of their own
             yield Violation(
                 file, f"this {record.kind} has no first value: no initializer is called so", title, help=_AGAIN
             )

@@ -1,0 +1,59 @@
+"""First values of parameters by the plan: a distribution and a seed, from which each rank draws its own shard.
+
+    parameters: {"table.weight": {initial: {normal: 0.01, seed: 7}}}
+
+They are those that `nn.init` gives a parameter of this name under this seed; what the model has as the parameter's numbers is not read.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from partc.compiler.plan.violation import Violation
+from partc.runtime.artifact.format import Law
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+_DRAWS = ("normal", "truncated_normal", "uniform", "constant")
+_HELP = "write {normal: 0.01, seed: 7}"
+
+
+class InitialEntry(BaseModel):
+    """First values, drawn from a seed and the parameter's name: one distribution, and what belongs to it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    normal: float | None = Field(None, ge=0, description="Normal distribution of this standard deviation.")
+    truncated_normal: float | None = Field(
+        None, ge=0, description="As normal, cut off at two standard deviations from the mean."
+    )
+    uniform: float | Annotated[list[float], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="Evenly within this bound of zero, or from the first to the second number."
+    )
+    constant: float | None = Field(None, description="This number everywhere.")
+    mean: float = Field(0.0, description="Mean of a normal distribution.")
+    seed: int = Field(0, ge=0, description="Seed; parameters of other names have other numbers.")
+
+    @model_validator(mode="after")
+    def _one_distribution(self) -> InitialEntry:
+        given = [name for name in _DRAWS if getattr(self, name) is not None]
+        if len(given) != 1:
+            fact = f"'{given[0]}' and '{given[1]}' are two distributions" if given else "it names no distribution"
+            raise Violation(fact, f"first values have one of {', '.join(_DRAWS)}", _HELP)
+        if self.mean and given[0] not in ("normal", "truncated_normal"):
+            raise Violation(
+                f"'mean' belongs to a normal distribution, and this is '{given[0]}'", help=_HELP, key="mean"
+            )
+        return self
+
+    def law(self, name: str) -> Law:
+        """The law of the parameter of this name."""
+        stream = f"{self.seed}/{name}"
+        if self.constant is not None:
+            return Law(draw="constant", offset=self.constant)
+        if self.uniform is not None:
+            low, high = self.uniform if isinstance(self.uniform, list) else (-self.uniform, self.uniform)
+            return Law(draw="uniform", stream=stream, offset=low, factor=high - low)
+        if self.normal is not None:
+            return Law(draw="normal", stream=stream, offset=self.mean, factor=self.normal)
+        assert self.truncated_normal is not None
+        return Law(draw="truncated_normal", stream=stream, offset=self.mean, factor=self.truncated_normal)
