@@ -84,9 +84,13 @@ class Training:
         return (learned and learned.optimizer) or self.optimizer
 
     def lr_multiplier(self, parameter: ir.Value) -> float:
-        """What the rate of a step, that of the training's optimizer, is multiplied with for a parameter."""
-        own, rate = self.optimizer_of(parameter).lr, self.optimizer.lr
-        return self.parameters[parameter].lr * (1.0 if own == rate else own / rate)
+        """What the rate of a step, that of the training's optimizer, is multiplied with for a parameter.
+
+        Of an optimizer whose rate is no step's: what its own is multiplied with.
+        """
+        optimizer, rate = self.optimizer_of(parameter), self.optimizer.lr
+        proportion = 1.0 if optimizer.lr == rate or not optimizer.is_scheduled else optimizer.lr / rate
+        return self.parameters[parameter].lr * proportion
 
     @cached_property
     def others(self) -> Mapping[str, Optimizer]:

@@ -6,7 +6,7 @@ evaluation of a model is the same with its nodes as they are, and without a back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from partc.compiler.ir.training import ParameterOptions, Training
 from partc.compiler.plan.matching import own_name
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.rules import batch_shards
+from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.plan.training.rules import ParameterRule, TrainRules
 from partc.compiler.rewrite.extremes import in_parts
 from partc.compiler.rewrite.local_maps import enter_parameters, refuse_modes
@@ -162,6 +163,7 @@ def _parameter_options(rules: TrainRules, names: list[str], others: list[str]) -
         kept = [name for name in others if matches(name)]
         if not hit and not (kept and rule.frozen):
             problems.append(_unmatched(rule, list(found), kept))
+    problems += _still(rules, found)
     if problems:
         raise CompileError(problems)
     return {name: ParameterOptions(**said) for name, said in found.items()}
@@ -170,8 +172,9 @@ def _parameter_options(rules: TrainRules, names: list[str], others: list[str]) -
 def _rates_without_base(rules: TrainRules) -> Iterator[Problem]:
     """The rules whose optimizer has a rate in no proportion to that of the schedule."""
     for rule in rules.parameters:
-        if rule.optimizer is not None and rule.optimizer.lr > 0 and rules.optimizer.lr == 0:
-            fact = f"'{rule.pattern}': the optimizer's 'lr' is {rule.optimizer.lr:g}, and that of train.optimizer 0"
+        own = rule.optimizer
+        if own is not None and own.is_scheduled and own.lr > 0 and rules.optimizer.lr == 0:
+            fact = f"'{rule.pattern}': the optimizer's 'lr' is {own.lr:g}, and that of train.optimizer 0"
             law = "a schedule gives the rate of train.optimizer, which others follow in proportion of their 'lr'"
             yield Problem(
                 rule.where, fact, law, "give train.optimizer an 'lr' above 0, and freeze what it must not change"
@@ -193,6 +196,16 @@ def _begin_anew(graph: ir.Graph, rules: TrainRules, names: list[str]) -> None:
 
 def _same(law: Law) -> Law:
     return law
+
+
+def _still(rules: TrainRules, found: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
+    """The first parameter whose optimizer would divide by a rate of 0."""
+    for name, said in found.items():
+        optimizer: Optimizer = said["optimizer"] or rules.optimizer
+        if not optimizer.is_scheduled and optimizer.lr * said["lr"] == 0 and not said["frozen"]:
+            law = f"{optimizer.type} divides by its rate"
+            yield Problem(rules.where, f"the learning rate of '{name}' is 0", law, f"write {name}: {{frozen: true}}")
+            return
 
 
 def _unmatched(rule: ParameterRule, names: list[str], kept: list[str]) -> Problem:

@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 
 import onnx
 import onnx.parser
-from partc.compiler.plan.training.optimizer_table import CORRECTED, MEAN, OPTIMIZERS, RATE, SQUARE, OptimizerKind
+from partc.compiler.plan.training.optimizer_kind import Form, OptimizerKind
+from partc.compiler.plan.training.optimizer_table import CORRECTED, MEAN, OPTIMIZERS, RATE, SQUARE
 from partc.runtime.artifact.format import OPTIMIZER
 
 DOMAIN = OPTIMIZER
@@ -121,13 +122,14 @@ _PARTS = {
 }
 
 
-def _of(kind: OptimizerKind) -> Family:
+def _of(kind: OptimizerKind, form: Form) -> Family:
     """A family that updates one parameter, from a row of the table."""
-    inputs = (*_PAIR, *kind.slots, *kind.scalars)
-    return Family(kind.doc, inputs, _next("parameter", *kind.slots), kind.body, kind.coupled)
+    inputs = (*_PAIR, *form.slots, *kind.scalars)
+    return Family(kind.doc, inputs, _next("parameter", *form.slots), form.body, kind.coupled)
 
 
-FAMILIES = {**{kind.function: _of(kind) for kind in OPTIMIZERS.values() if kind.body}, **_PARTS}
+_WHOLE = {form.function: _of(kind, form) for kind in OPTIMIZERS.values() for form in kind.forms if form.body}
+FAMILIES = {**_WHOLE, **_PARTS}
 """By name: the function of each optimizer, the parts of LAMB, and the clipping of gradients by their norm."""
 
 
@@ -157,6 +159,13 @@ def functions(op_types: Iterable[str], opset: int = OPSET) -> list[onnx.Function
     return [function(op_type, opset) for op_type in sorted(set(op_types))]
 
 
+def _place_of_scale(inputs: list[str]) -> int:
+    """Behind the rate, else before the other numbers."""
+    if "lr" in inputs:
+        return inputs.index("lr") + 1
+    return next((at for at, name in enumerate(inputs) if name in _FED), len(inputs))
+
+
 @dataclass
 class _Writer:
     """A family's body on its way to one function's text."""
@@ -173,7 +182,7 @@ class _Writer:
         scaled, clipped, decayed = ("Scaled" in self.asked, "Clipped" in self.asked, "Decayed" in self.asked)
         inputs = list(self.row.inputs)
         if scaled:
-            inputs.insert(inputs.index("lr") + 1 if "lr" in inputs else inputs.index("bias1"), "scale")
+            inputs.insert(_place_of_scale(inputs), "scale")
         if "Double" in self.asked:
             for name in _FED:
                 if name in inputs:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.training.optimizer import Optimizer
-from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
 from partc.compiler.training.optimizer_functions import DOMAIN, function, variant
 
 
@@ -71,13 +70,13 @@ def update_nodes(
         **_attributes(optimizer),
         "weight_decay": decay,
         "lr_multiplier": lr_multiplier,
+        "rate": optimizer.lr * lr_multiplier,
         "clip_value": clip_value,
     }
     call = _Call(parameter, numbers, scalars)
-    family = OPTIMIZERS[optimizer.type].function
     inputs = {"parameter": parameter, "gradient": gradient, **dict(zip(optimizer.slots, slots, strict=True))}
     if optimizer.is_elementwise:
-        return Update((call.node(family, inputs, outputs, "update"),))
+        return Update((call.node(optimizer.form.function, inputs, outputs, "update"),))
     direction = call.value("direction", parameter.shape)
     squares = call.value("squares", ir.Shape([2]))
     ratio = call.value("ratio", ir.Shape([]))
@@ -95,7 +94,8 @@ def update_nodes(
 
 def _attributes(optimizer: Optimizer) -> dict[str, float]:
     rest = {f"one_minus_{name}": 1 - value for name, value in optimizer.hyper.items()}
-    return {**optimizer.hyper, **rest}
+    negated = {f"minus_{name}": -value for name, value in optimizer.hyper.items()}
+    return {**optimizer.hyper, **rest, **negated}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from onnx import FunctionProto
 
-ELEMENTWISE = frozenset(("Add", "Cast", "Clip", "Div", "Max", "Min", "Mul", "Neg", "Sqrt", "Sub"))
+ELEMENTWISE = frozenset(("Add", "Cast", "Clip", "Div", "Max", "Min", "Mul", "Neg", "Pow", "Sqrt", "Sub"))
 NEXT = "_next"
 """The output `x_next` is the new value of the input `x`."""
 

@@ -33,6 +33,14 @@ CASES: list[tuple[str, Options]] = [
     ("nesterov", {"lr": 0.02, "momentum": 0.7, "weight_decay": 0.1}),
     ("adagrad", {"lr": 0.1}),
     ("adagrad", {"lr": 0.05, "initial_accumulator": 0.3, "eps": 1e-3, "weight_decay": 0.1}),
+    ("rmsprop", {"lr": 0.01}),
+    ("rmsprop", {"lr": 0.003, "alpha": 0.8, "eps": 1e-3, "centered": True, "weight_decay": 0.3}),
+    ("rmsprop", {"lr": 0.01, "alpha": 0.9, "eps": 1e-4, "momentum": 0.5}),
+    ("rmsprop", {"lr": 0.003, "alpha": 0.8, "eps": 1e-2, "momentum": 0.9, "centered": True}),
+    ("ftrl", {"lr": 0.1}),
+    ("ftrl", {"lr": 0.05, "l1": 0.5, "l2": 0.02, "initial_accumulator": 0.3, "weight_decay": 0.1}),
+    ("ftrl", {"lr": 0.2, "lr_power": -0.75, "l1": 0.1}),
+    ("ftrl", {"lr": 0.02, "lr_power": 0, "l2": 0.1}),
     ("adam", {"lr": 0.01}),
     ("adam", {"lr": 0.003, "betas": [0.8, 0.95], "eps": 1e-3, "weight_decay": 0.3}),
     ("adamw", {"lr": 0.01}),
@@ -151,6 +159,21 @@ def formula(chosen: Optimizer, shape: tuple[int, ...], change: Callable[[Array],
             case "momentum" | "nesterov":
                 m = kept["momentum"] = h["momentum"] * kept["momentum"] + g
                 w = w - lr * (g + h["momentum"] * m if chosen.type == "nesterov" else m)
+            case "rmsprop":
+                v = kept["square_avg"] = h["alpha"] * kept["square_avg"] + (1 - h["alpha"]) * g**2
+                if h["centered"]:
+                    a = kept["grad_avg"] = h["alpha"] * kept["grad_avg"] + (1 - h["alpha"]) * g
+                    v = v - a**2
+                d = g / (np.sqrt(v) + h["eps"])
+                if h["momentum"]:
+                    d = kept["momentum"] = h["momentum"] * kept["momentum"] + d
+                w = w - lr * d
+            case "ftrl":
+                n, p, z = kept["accumulator"], h["lr_power"], kept["linear"]
+                more = kept["accumulator"] = n + g**2
+                z = kept["linear"] = z + g - (more**-p - n**-p) / lr * w
+                quadratic = 1 / (more**p * lr) + 2 * h["l2"]
+                w = np.where(np.abs(z) > h["l1"], (np.sign(z) * h["l1"] - z) / quadratic, 0)
             case "adagrad":
                 kept["sum"] = kept["sum"] + g**2
                 w = w - lr * g / (np.sqrt(kept["sum"]) + h["eps"])

@@ -15,15 +15,15 @@ from partc.compiler.plan.schema import plan_schema
 from partc.compiler.plan.training.optimizer import optimizer
 from test_training_plans import CROSS_ENTROPY, batches, learns, sizes_of
 
-for options in (options for type, options in CASES if type == "rmsprop"):
-    chosen = optimizer("rmsprop", options)
+for options in (options for type, options in CASES if type == "adadelta"):
+    chosen = optimizer("adadelta", options)
     assert_close(trained(chosen, (4, 3), scale=0.5), formula(chosen, (4, 3), lambda g: 0.5 * g), 2e-6)
     print(chosen)
-train = "train:\n  " + CROSS_ENTROPY + "\n  optimizer: {type: rmsprop, lr: 0.01, eps: 0.01, weight_decay: 0.1}\n"
+train = "train:\n  " + CROSS_ENTROPY + "\n  optimizer: {type: adadelta, lr: 0.5, eps: 0.01, weight_decay: 0.1}\n"
 with tempfile.TemporaryDirectory() as folder:
     learns("mlp", "ranks: 2\n" + batches(2), sizes_of("mlp", 6, 4), Path(folder), train, atol=5e-4)
 forms = plan_schema()["$defs"]["TrainEntry"]["properties"]["optimizer"]["anyOf"]
-print([sorted(one["properties"]) for one in forms if "rmsprop" in one["properties"]["type"]["enum"]])
+print([sorted(one["properties"]) for one in forms if "adadelta" in one["properties"]["type"]["enum"]])
 """
 
 
@@ -31,7 +31,7 @@ def test_an_optimizer_is_a_row_and_a_case(tmp_path: Path) -> None:
     copy = followed("Add an optimizer", tmp_path)
     *chosen, schema = output_of(copy, "-c", FOLLOWED).splitlines()
     assert [one.split("hyper=")[1] for one in chosen] == [
-        "{'alpha': 0.99, 'eps': 1e-08})",
-        "{'alpha': 0.8, 'eps': 0.001})",
+        "{'rho': 0.9, 'eps': 1e-06})",
+        "{'rho': 0.8, 'eps': 0.001})",
     ]
-    assert schema == "[['alpha', 'eps', 'lr', 'shard', 'type', 'weight_decay']]"
+    assert schema == "[['eps', 'lr', 'rho', 'shard', 'type', 'weight_decay']]"

@@ -20,10 +20,12 @@ from partc.runtime.artifact.optimizer_function import is_elementwise, is_in_plac
 from partc.runtime.updates.update_model import flat_model
 
 NUMBERS = {"momentum": 0.9, "beta1": 0.9, "one_minus_beta1": 0.1, "beta2": 0.999, "one_minus_beta2": 0.001, "eps": 1e-8}
+NUMBERS |= {"alpha": 0.9, "one_minus_alpha": 0.1, "minus_lr_power": 0.75, "l1": 0.01, "l2": 0.1, "rate": 0.1}
 NUMBERS |= {"lr_multiplier": 0.5, "weight_decay": 0.1, "clip_value": 0.7, "max_ratio": 10}
 
 OPTIONS = {key for kind in OPTIMIZERS.values() for key in kind.options} | {"beta1", "beta2"}
-KNOWN = {*OPTIONS, *(f"one_minus_{key}" for key in OPTIONS), "lr_multiplier", "clip_value", "max_norm"}
+KNOWN = {*OPTIONS, *(f"{word}{key}" for key in OPTIONS for word in ("one_minus_", "minus_"))}
+KNOWN |= {"lr_multiplier", "rate", "clip_value", "max_norm"}
 
 # Nodes over tensors, each a pass over memory.
 PASSES = {
@@ -34,6 +36,10 @@ PASSES = {
     "MomentumScaledDecayed": 7,
     "Nesterov": 6,
     "Adagrad": 7,
+    "RmsProp": 9,
+    "RmsPropCenteredMomentum": 17,
+    "Ftrl": 16,
+    "FtrlPower": 16,
     "Adam": 12,
     "AdamScaled": 12,
     "AdamDecayed": 14,
@@ -117,7 +123,16 @@ def test_what_is_not_elementwise_or_not_in_place_is_found() -> None:
     assert not is_in_place(written("x_next = Transpose (x)"))
 
 
-IN_SHARDS = ("SgdScaledDecayed", "MomentumClippedDecayed", "Nesterov", "Adagrad", "AdamDecayed", "AdamWScaledDecayed")
+IN_SHARDS = (
+    "SgdScaledDecayed",
+    "MomentumClippedDecayed",
+    "Nesterov",
+    "Adagrad",
+    "RmsPropCenteredMomentum",
+    "FtrlPowerScaled",
+    "AdamDecayed",
+    "AdamWScaledDecayed",
+)
 
 
 @pytest.mark.parametrize("name", [*IN_SHARDS, "AdamWeightDecay", "LambDirectionDecayed"])

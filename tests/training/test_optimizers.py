@@ -24,22 +24,25 @@ from optimizer_case import (
 )
 from partc.compiler.errors import CompileError
 from partc.compiler.plan.training.optimizer import optimizer
-from partc.compiler.plan.training.optimizer_table import OPTIMIZERS, Option
+from partc.compiler.plan.training.optimizer_kind import Option
+from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
 from partc.compiler.training.optimizer_functions import function, functions
 from partc.compiler.training.optimizers import clip_scale, update_nodes
 from partc.runtime.artifact.lr_schedule import SCALARS
 from partc.runtime.updates.update_model import flat_model
 
 SHAPES = ((3, 5), (7,), (2, 3, 1, 4), (), (33, 17))
-IN_TORCH = [case for case in CASES if case[0] in ("sgd", "momentum", "nesterov", "adagrad", "adam", "adamw")]
+IN_TORCH = [case for case in CASES if case[0] in ("sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "adamw")]
 
 EXACT = {"lr": 2**-4, "eps": 2**-10, "weight_decay": 0.125}
 
 
 def exact(key: str, option: Option) -> object:
     """A number that float32 holds exactly, so that what is left is the error of float64."""
+    if key == "lr_power":
+        return -0.75
     shares = [0.5, 0.5] if isinstance(option.default, tuple) else 0.5 if option.below == 1 else option.default
-    return EXACT.get(key, shares)
+    return EXACT.get(key, True if option.default is False else shares)
 
 
 @pytest.mark.parametrize(("type", "options"), CASES, ids=case_name)
@@ -62,6 +65,10 @@ def test_twenty_steps_are_torchs(type: str, options: Options) -> None:
         "adagrad": (
             torch.optim.Adagrad,
             {"eps": h.get("eps"), "initial_accumulator_value": h.get("initial_accumulator")},
+        ),
+        "rmsprop": (
+            torch.optim.RMSprop,
+            {key: h.get(key) for key in ("alpha", "eps", "momentum")} | {"centered": bool(h.get("centered"))},
         ),
         "adam": (torch.optim.Adam, moments),
         "adamw": (torch.optim.AdamW, moments),
@@ -151,6 +158,30 @@ def test_slots_begin_as_the_optimizer_says() -> None:
 
 def test_the_runtime_feeds_the_scalars_of_all_optimizers() -> None:
     assert {name for kind in OPTIMIZERS.values() for name in kind.scalars} | {"scale"} == set(SCALARS)
+
+
+def test_ftrl_is_0_until_its_linear_term_passes_l1() -> None:
+    """TensorFlow's law, exactly: no number near 0, also where the parameter begins with another one."""
+    chosen = optimizer("ftrl", {"lr": 0.1, "l1": 1.0, "l2": 0.25})
+    session = session_of(model_of(chosen, (4,)).SerializeToString())
+    state = [np.zeros(4, np.float32), np.full(4, chosen.initial("accumulator"), np.float32), np.zeros(4, np.float32)]
+    seen = set()
+    for _ in range(12):
+        g = np.array([0.25, -0.25, 0.125, 0.0], np.float32)
+        state = session.run(None, dict(zip(("w", "w.accumulator", "w.linear", "w.grad"), [*state, g], strict=True)))
+        w, _, z = state
+        np.testing.assert_array_equal(w == 0, np.abs(z) <= 1)
+        assert not np.any(w * z > 0)
+        seen.update((k, bool(zero)) for k, zero in enumerate(w == 0))
+    assert seen >= {(0, True), (0, False), (1, True), (1, False), (2, True), (3, True)}
+    assert (3, False) not in seen
+
+
+def test_what_a_truth_value_and_a_power_must_be() -> None:
+    with pytest.raises(CompileError, match="rmsprop: expected true or false as 'centered', but got the number 1"):
+        optimizer("rmsprop", {"lr": 0.1, "centered": 1})
+    with pytest.raises(CompileError, match=r"ftrl: expected a number at most 0 as 'lr_power', but got the number 0\.5"):
+        optimizer("ftrl", {"lr": 0.1, "lr_power": 0.5})
 
 
 def test_all_wrong_options_are_told_at_once() -> None:

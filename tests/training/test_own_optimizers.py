@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import training_models as models
 from mutated import change_file, change_manifest
 from partc.compiler.errors import CompileError
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.rank_program import ComputeOp
 from partc.compiler.plan.read import parse_plan
 from partc.runtime.artifact.lr_schedule import numbers, optimizer_types, scalars
 from partc.runtime.checker.check import check_artifact
@@ -85,6 +88,8 @@ MIXED = f"""train:
     "tokens*": {{optimizer: {{type: adagrad, lr: 0.02, initial_accumulator: 0.01}}}}
     "**.project*": {{optimizer: {{type: lamb, eps: 0.01, betas: [0.8, 0.9]}}, weight_decay: 0.1}}
     "head*": {{optimizer: momentum}}
+    "positions*": {{optimizer: {{type: ftrl, lr: 0.05, l1: 0.001}}}}
+    "norm*": {{optimizer: {{type: rmsprop, eps: 0.01, centered: true, momentum: 0.5}}}}
 """
 PLANS = {
     "dp": f"ranks: 2\n{batches(2)}",
@@ -108,7 +113,7 @@ def test_every_plan_learns_as_the_whole(plan: str, shard: str, more: str, tmp_pa
     train = MIXED.replace("SHARD", shard)
     program = learns(name, PLANS[plan], sizes_of(name, 4, 8), tmp_path, train + more, atol=5e-4)
     assert program.training is not None
-    assert list(program.training.others) == ["adagrad", "lamb", "momentum"]
+    assert list(program.training.others) == ["adagrad", "ftrl", "lamb", "rmsprop", "momentum"]
 
 
 REFUSED = {
@@ -127,6 +132,42 @@ def test_what_no_optimizer_is(rule: str) -> None:
     with pytest.raises(CompileError) as caught:
         parse_plan(f"ranks: 1\n{train.replace('RULE', rule)}", "plan.yaml")
     assert str(caught.value) == f"plan.yaml:7: parameters 'fc*', 'optimizer': {REFUSED[rule]}"
+
+
+def test_ftrl_has_one_rate_for_all_steps(tmp_path: Path) -> None:
+    plan = f"""ranks: 1
+train:
+  {CROSS_ENTROPY}
+  optimizer: OPTIMIZER
+  schedule: {{type: cosine, steps: 4}}
+  parameters: {{"layers.0.*": {{optimizer: {{type: ftrl, lr: 0.2}}, lr: FACTOR}}}}
+"""
+    with pytest.raises(CompileError) as caught:
+        parse_plan(plan.replace("OPTIMIZER", "{type: ftrl, lr: 0.1}").replace("FACTOR", "1"), "plan.yaml")
+    assert (
+        str(caught.value)
+        == """plan.yaml:5: 'train': the rate of ftrl is the same in all steps
+  what it keeps of a parameter is in proportion to 1/lr
+  help: leave 'schedule' out, or give ftrl to some parameters only, under 'parameters'"""
+    )
+    source, sgd = source_of(models.mlp(width=9, inputs=6)), plan.replace("OPTIMIZER", "{type: sgd, lr: 0.1}")
+    with pytest.raises(CompileError) as caught:
+        run(source, sgd.replace("FACTOR", "0"), tmp_path / "build", [])
+    assert (
+        str(caught.value)
+        == """plan.yaml:2: the learning rate of 'layers.0.weight' is 0
+  ftrl divides by its rate
+  help: write layers.0.weight: {frozen: true}"""
+    )
+    program = run(source, sgd.replace("FACTOR", "0.5"), tmp_path / "build", []).program
+    rates = {node.attributes["rate"].as_float() for node in updates(program) if node.op_type == "Ftrl"}
+    assert rates == {np.float32(0.1)}
+
+
+def updates(program: Program) -> list[ir.Node]:
+    """The optimizer's nodes of the first rank."""
+    steps = (step for step in program.parts[0].steps if isinstance(step, ComputeOp))
+    return [step.node for step in steps if step.node.domain == "partc.optimizer"]
 
 
 def test_rates_are_in_proportion(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.pattern import nearest
+from partc.compiler.plan.training.optimizer_kind import Form
 from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
 from partc.compiler.plan.violation import shown
 
@@ -26,9 +27,14 @@ class Optimizer:
     hyper: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     @property
+    def form(self) -> Form:
+        """The form of the type that the numbers make."""
+        return OPTIMIZERS[self.type].form(self.hyper)
+
+    @property
     def slots(self) -> tuple[str, ...]:
         """The tensors that are kept of each parameter, each of its shape and type."""
-        return OPTIMIZERS[self.type].slots
+        return self.form.slots
 
     @property
     def scalars(self) -> tuple[str, ...]:
@@ -38,7 +44,7 @@ class Optimizer:
     @property
     def is_elementwise(self) -> bool:
         """Whether an update needs nothing of a parameter but the same elements of its gradient and slots."""
-        return bool(OPTIMIZERS[self.type].body)
+        return bool(self.form.body)
 
     def is_like(self, other: Optimizer) -> bool:
         """Whether both are one but for rate and weight decay, which are numbers of each parameter."""
@@ -48,7 +54,13 @@ class Optimizer:
         """What every element of a slot begins with."""
         if slot not in self.slots:
             raise KeyError(f"{self.type} has no slot '{slot}'")
-        return self.hyper.get("initial_accumulator", 0.0)
+        option = OPTIMIZERS[self.type].initial.get(slot)
+        return self.hyper[option] if option else 0.0
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether its rate is that of the step."""
+        return OPTIMIZERS[self.type].is_scheduled
 
 
 def optimizer(

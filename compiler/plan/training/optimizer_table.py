@@ -12,6 +12,7 @@ checkpoints follow from it. A body is text, a line a node, element by element:
     g                 the gradient after scaling, clipping and coupled weight decay
     name ~ value      `value`, multiplied with the scalar that gradients are scaled with, where this costs no pass over the gradient
     + line, - line    a line of a function with weight decay, of one without
+    key? line, !key? line    a line where an option's switch is on, or off: a function of its own then, and slots are said so, too
     name_next         what is made of the parameter or of a slot
 
 `1 - beta` is an attribute of its own, for float32 cannot subtract 0.999 from 1 exactly enough.
@@ -19,70 +20,7 @@ checkpoints follow from it. A body is text, a line a node, element by element:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
-
-Number: TypeAlias = "float | tuple[float, float]"
-
-
-@dataclass(frozen=True)
-class Option:
-    """A number, or a pair where its default is one; without a default it must be given. `below` bounds it, `positive` excludes 0."""
-
-    default: Number | None = None
-    below: float = math.inf
-    positive: bool = False
-
-    @property
-    def law(self) -> str:
-        """What the number must be, for people."""
-        least = "above 0" if self.positive else "at least 0"
-        bound = least if math.isinf(self.below) else f"{least} and below {self.below:g}"
-        return f"two numbers, each {bound}," if isinstance(self.default, tuple) else f"a number {bound}"
-
-    @property
-    def form(self) -> dict[str, Any]:
-        """The law as a JSON schema."""
-        one: dict[str, Any] = {"type": "number", "exclusiveMinimum" if self.positive else "minimum": 0}
-        one |= {} if math.isinf(self.below) else {"exclusiveMaximum": self.below}
-        if isinstance(self.default, tuple):
-            return {"type": "array", "items": one, "minItems": 2, "maxItems": 2, "default": list(self.default)}
-        return one if self.default is None else {**one, "default": self.default}
-
-    def number(self, value: object) -> Number | None:
-        """The value as a number or a pair; None where the law does not hold."""
-        if not isinstance(self.default, tuple):
-            return self._number(value)
-        if not isinstance(value, list | tuple) or len(value) != 2:
-            return None
-        first, second = map(self._number, value)
-        return None if first is None or second is None else (first, second)
-
-    def _number(self, value: object) -> float | None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            return None
-        return float(value) if (value > 0 if self.positive else value >= 0) and value < self.below else None
-
-
-@dataclass(frozen=True)
-class OptimizerKind:
-    """A type of optimizer. `doc`: its formula, and whose it is. `function`: the name of the ONNX function that makes the update.
-
-    `options`: by key of the plan what its value must be. `slots`: tensors of the parameter's shape that are kept from step to step.
-    `scalars`: what the runtime feeds each step, of `lr`, `bias1` and `bias2`. `body`: the formula; empty where an update is several
-    functions (LAMB). `coupled`: weight decay is added to the gradient, and the body need not speak of it.
-    """
-
-    doc: str
-    function: str
-    options: Mapping[str, Option]
-    slots: tuple[str, ...] = ()
-    scalars: tuple[str, ...] = ("lr",)
-    body: str = ""
-    coupled: bool = False
-
+from partc.compiler.plan.training.optimizer_kind import OptimizerKind, Option, Switch
 
 MEAN = """
     weight1 ~ @one_minus_beta1
@@ -171,6 +109,7 @@ OPTIMIZERS = {
         function="Adagrad",
         options={**_LR, "initial_accumulator": Option(0.0), "eps": Option(1e-10, positive=True), **_DECAY},
         slots=("sum",),
+        initial={"sum": "initial_accumulator"},
         body=f"""{RATE}
         square = Mul (g, g)
         sum_next = Add (sum, square)
@@ -179,6 +118,84 @@ OPTIMIZERS = {
         quotient = Div (g, divisor)
         change = Mul (quotient, rate)
         parameter_next = Sub (parameter, change)
+        """,
+        coupled=True,
+    ),
+    "rmsprop": OptimizerKind(
+        "v' = alpha v + (1-alpha) g g; d = g / (sqrt(v') + eps); w' = w - lr d; centered: v' - a' a' in place of v', "
+        "where a' = alpha a + (1-alpha) g; with momentum: m' = momentum m + d; w' = w - lr m', as torch.optim.RMSprop",
+        function="RmsProp",
+        options={
+            **_LR,
+            "alpha": Option(0.99, below=1),
+            "eps": Option(1e-8, positive=True),
+            "momentum": Option(0.0, below=1),
+            "centered": Option(False),
+            **_DECAY,
+        },
+        slots=("square_avg", "centered? grad_avg", "momentum? momentum"),
+        switches={"centered": Switch("Centered"), "momentum": Switch("Momentum")},
+        body=f"""{RATE}
+        square = Mul (g, g)
+        old_square = Mul (square_avg, @alpha)
+        new_square = Mul (square, @one_minus_alpha)
+        square_avg_next = Add (old_square, new_square)
+        centered? old_mean = Mul (grad_avg, @alpha)
+        centered? new_mean = Mul (g, @one_minus_alpha)
+        centered? grad_avg_next = Add (old_mean, new_mean)
+        centered? mean_square = Mul (grad_avg_next, grad_avg_next)
+        centered? rounded = Sub (square_avg_next, mean_square)
+        centered? variance = Max (rounded, @0)
+        centered? root = Sqrt (variance)
+        !centered? root = Sqrt (square_avg_next)
+        divisor = Add (root, @eps)
+        quotient = Div (g, divisor)
+        momentum? old = Mul (momentum, @momentum)
+        momentum? momentum_next = Add (old, quotient)
+        momentum? change = Mul (momentum_next, rate)
+        !momentum? change = Mul (quotient, rate)
+        parameter_next = Sub (parameter, change)
+        """,
+        coupled=True,
+    ),
+    # n is read by two nodes, and both must lead to n', which takes its place: hence the 0 that is added.
+    "ftrl": OptimizerKind(
+        "n' = n + g g; z' = z + g - w (n'^-p - n^-p)/lr, where p is lr_power; w' = (sign(z') l1 - z') / (n'^-p/lr + 2 l2) where |z'| > l1, "
+        "else 0, as TensorFlow's ApplyFtrl (McMahan et al. 2013)",
+        function="Ftrl",
+        options={
+            "lr": Option(positive=True),
+            "lr_power": Option(-0.5, negative=True),
+            "l1": Option(0.0),
+            "l2": Option(0.0),
+            "initial_accumulator": Option(0.1, positive=True),
+            **_DECAY,
+        },
+        slots=("accumulator", "linear"),
+        initial={"accumulator": "initial_accumulator"},
+        scalars=(),
+        switches={"lr_power": Switch("Power", off=-0.5)},
+        body="""
+        square = Mul (g, g)
+        lr_power? old_power = Pow (accumulator, @minus_lr_power)
+        !lr_power? old_power = Sqrt (accumulator)
+        nothing = Mul (old_power, @0)
+        added = Add (square, nothing)
+        accumulator_next = Add (accumulator, added)
+        lr_power? new_power = Pow (accumulator_next, @minus_lr_power)
+        !lr_power? new_power = Sqrt (accumulator_next)
+        growth = Sub (new_power, old_power)
+        sigma = Div (growth, @rate)
+        pulled = Mul (sigma, parameter)
+        pushed = Add (linear, g)
+        linear_next = Sub (pushed, pulled)
+        minus_l1 = Neg (@l1)
+        within = Clip (linear_next, minus_l1, @l1)
+        beyond = Sub (within, linear_next)
+        stiffness = Div (new_power, @rate)
+        twice = Add (@l2, @l2)
+        divisor = Add (stiffness, twice)
+        parameter_next = Div (beyond, divisor)
         """,
         coupled=True,
     ),

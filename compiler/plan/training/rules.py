@@ -335,6 +335,21 @@ class TrainEntry(BaseModel):
             found["drop_last"] = said["last"] == "drop"
         return found
 
+    @model_validator(mode="after")
+    def _one_rate(self) -> TrainEntry:
+        """An optimizer with one rate for all steps has no schedule."""
+        kind, own = self.optimizer.optimizer.type, self.schedule or {}
+        if not self.optimizer.optimizer.is_scheduled and (
+            own.get("type", "constant") != "constant" or own.get("warmup")
+        ):
+            raise Violation(
+                f"the rate of {kind} is the same in all steps",
+                "what it keeps of a parameter is in proportion to 1/lr",
+                f"leave 'schedule' out, or give {kind} to some parameters only, under 'parameters'",
+                "schedule",
+            )
+        return self
+
     def rules(self, where: Callable[..., str]) -> TrainRules:
         """The entry as the compiler sees it; `where` gives the place of a key, `where("train", "loss")`."""
         loop = ("on_nonfinite", "seed", "data", "test", "batch", "shuffle")
