@@ -10,6 +10,11 @@ What the ranks of a list get of what they give follows from four fields of an en
     AllReduce  reduces          ReduceScatter  splits, reduces     Reduce     reduces, root takes
     AllGather  joins            AllToAll       splits, joins       Broadcast  root gives
 
+Two are of another kind: who gives what to whom follows from ids, which only a run tells (`looks_up`):
+
+    Pull       every rank's ids give it rows of a table, of which the owners have a run each
+    Push       every rank's rows go to their owners, by ids
+
 So a new one is an entry, by `register` or in the table below, and a primitive of the transports where none of theirs does it:
 
     register(CollectiveOp("Gather", "The values of all ranks joined along an axis, on one rank.", (ALONG, OF_ROOT),
@@ -35,6 +40,9 @@ from .format import (
     EXCHANGE,
     GROUP,
     MAX,
+    OWNERS,
+    PULL,
+    PUSH,
     RANK,
     RECV_BOXES,
     RECV_PEERS,
@@ -42,6 +50,8 @@ from .format import (
     REDUCE_SCATTER,
     REDUCE_TO,
     ROOT,
+    ROW,
+    ROWS,
     SEND_BOXES,
     SEND_PEERS,
     SPLIT_AXIS,
@@ -51,6 +61,9 @@ from .format import (
 
 Reference: TypeAlias = Callable[[Sequence[Array], int, Mapping[str, Any]], Array]
 """The result of one rank: of the values that ranks give, in the list's order, of its place in the list, and of the attributes."""
+
+RowsReference: TypeAlias = Callable[[Sequence[tuple[Any, Any]], int, Mapping[str, Any]], tuple[Any, ...]]
+"""The results of one rank of a Pull or a Push: of the two operands that each rank gives, None for one that is left out."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,7 @@ class CollectiveOp:
 
     `coalesces`: it takes several values of one type, which travel as one. `dynamic`: it takes a value whose shape is known only when
     the step runs. `boxes`: it is messages between pairs of ranks (Exchange), and none of the other fields says what it does.
+    `looks_up`: nor do they of a Pull or a Push, which have two operands each and the reference `of_rows`.
     """
 
     name: str
@@ -81,7 +95,9 @@ class CollectiveOp:
     coalesces: bool = False
     dynamic: bool = False
     boxes: bool = False
+    looks_up: bool = False
     reference: Reference | None = None
+    of_rows: RowsReference | None = None
 
     @property
     def every_attribute(self) -> tuple[Attribute, ...]:
@@ -91,7 +107,7 @@ class CollectiveOp:
     @property
     def keeps_size(self) -> bool:
         """Whether the result is as large as the input on every rank that has both, and may take its place in memory."""
-        return not (self.splits or self.joins or self.boxes or self.root == "takes")
+        return not (self.splits or self.joins or self.boxes or self.looks_up or self.root == "takes")
 
 
 AMONG = Attribute(GROUP, "string", "The group of the manifest among whose lists of ranks it happens.")
@@ -212,5 +228,59 @@ register(
             ),
         ),
         boxes=True,
+    )
+)
+
+
+def pulled(given: Sequence[tuple[Any, Any]], place: int, a: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The rows that a rank's ids name, of the runs of rows that the owners give."""
+    ids = given[place][1]
+    if ids is None:
+        return (None,)
+    return (np.concatenate([given[owner][0] for owner in a[OWNERS]])[ids],)
+
+
+def pushed(given: Sequence[tuple[Any, Any]], place: int, a: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What an owner gets: of each rank in order the distinct ids of its run, ascending from 0, and the sums of the rows for each."""
+    if place not in a[OWNERS]:
+        return (None, None)
+    each = a[ROWS] // len(a[OWNERS])
+    first = [*a[OWNERS]].index(place) * each
+    numbers, sums = [], []
+    for ids, rows in given:
+        if ids is not None:
+            flat = ids.reshape(-1) % a[ROWS]
+            distinct, inverse = np.unique(flat, return_inverse=True)
+            total = np.zeros((distinct.size, *a[ROW]), rows.dtype)
+            np.add.at(total, inverse, rows.reshape(-1, *a[ROW]))
+            own = (first <= distinct) & (distinct < first + each)
+            numbers.append(distinct[own] - first)
+            sums.append(total[own])
+    return np.concatenate(numbers), np.concatenate(sums)
+
+
+_OF_TABLES = (
+    Attribute(
+        OWNERS, "ints", "The places in the list of the ranks that have equal runs of the table's rows, in their order."
+    ),
+    Attribute(ROWS, "int", "The number of the table's rows in all."),
+    Attribute(ROW, "ints", "The shape of a row; none where it is a number.", False),
+)
+register(
+    CollectiveOp(
+        PULL,
+        "The rows of a table, of which the owners have equal runs, that each rank's ids name.",
+        _OF_TABLES,
+        looks_up=True,
+        of_rows=pulled,
+    )
+)
+register(
+    CollectiveOp(
+        PUSH,
+        "What each rank gives to rows of a table goes to their owners: ids that count from the owner's first row, and a row for each.",
+        _OF_TABLES,
+        looks_up=True,
+        of_rows=pushed,
     )
 )

@@ -19,12 +19,16 @@ from .dtypes import Dtype, dense
 from .format import (
     DOMAIN,
     GROUP,
+    OWNERS,
+    PULL,
     RANK,
     RECV_BOXES,
     RECV_PEERS,
     REDUCE,
     REDUCTIONS,
     ROOT,
+    ROW,
+    ROWS,
     SEND_BOXES,
     SEND_PEERS,
     SUM,
@@ -56,6 +60,9 @@ class Call:
     `axis` is the one axis that an op splits or joins, and of an op that does both (AllToAll) the one that it splits; `gives` and `takes`
     are Exchange's. One of several values has them as `parts`, what goes in and what comes out; `source` and `result` of an AllReduce
     then name the memory where all of them lie, and the others have none.
+
+    Of a Pull or a Push `source` are the ids and `operand` is the other input, the table or the rows; `result` are rows, and `numbers` the
+    ids that come beside them. `owners` are places in the list; `rows` and `row` say how large the table is.
     """
 
     op: str
@@ -71,6 +78,11 @@ class Call:
     gives: tuple[Shard, ...] = ()
     takes: tuple[Shard, ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
+    operand: str | None = None
+    numbers: str | None = None
+    owners: tuple[int, ...] = ()
+    rows: int = 0
+    row: Shape = ()
 
     @property
     def kind(self) -> CollectiveOp:
@@ -85,7 +97,7 @@ class Call:
     @property
     def value(self) -> str:
         """The value that reports name: what comes out, or what goes in where nothing does."""
-        return self.parts[0][1] if self.parts else self.result or self.source or ""
+        return self.parts[0][1] if self.parts else self.result or self.source or self.operand or ""
 
     @property
     def in_one_buffer(self) -> bool:
@@ -95,12 +107,27 @@ class Call:
     @property
     def given(self) -> tuple[str, ...]:
         """The values that the rank gives."""
-        return tuple(source for source, _ in self.parts) or ((self.source,) if self.source else ())
+        return tuple(source for source, _ in self.parts) or tuple(filter(None, (self.source, self.operand)))
 
     @property
     def made(self) -> tuple[str, ...]:
         """The values that the rank gets."""
-        return tuple(result for _, result in self.parts) or ((self.result,) if self.result else ())
+        return tuple(result for _, result in self.parts) or tuple(filter(None, (self.numbers, self.result)))
+
+    @property
+    def typed(self) -> str | None:
+        """The value that goes in whose type is that of what comes out."""
+        return self.operand if self.kind.looks_up else self.source
+
+    @property
+    def leaves(self) -> bool:
+        """Whether bytes may still leave when the rank goes on, as those of a Send do; a Pull or a Push is over by then."""
+        return self.kind.boxes or (not self.made and not self.kind.looks_up)
+
+    @property
+    def rows_of_owner(self) -> int:
+        """How many rows of the table each owner has."""
+        return self.rows // len(self.owners)
 
 
 def read_call(node: NodeProto, where: str) -> Call:
@@ -120,6 +147,8 @@ def read_call(node: NodeProto, where: str) -> Call:
         return found[name].i if name in found else 0
 
     kind = COLLECTIVES[node.op_type]
+    if kind.looks_up:
+        return _lookup(node, found)
     parts = tuple(zip(node.input, node.output, strict=True)) if len(node.input) > 1 else ()
     source, result = next(filter(None, node.input), None), next(filter(None, node.output), None)
     if parts:
@@ -141,12 +170,34 @@ def read_call(node: NodeProto, where: str) -> Call:
     )
 
 
+def _lookup(node: NodeProto, found: Mapping[str, AttributeProto]) -> Call:
+    """The call that a sound Pull or Push states."""
+    one, other = [*(name or None for name in node.input), None, None][:2]
+    first, second = [*(name or None for name in node.output), None, None][:2]
+    pulls = node.op_type == PULL
+    return Call(
+        op=node.op_type,
+        source=other if pulls else one,
+        result=first if pulls else second,
+        group=found[GROUP].s.decode(errors="replace"),
+        tag=found[TAG].i,
+        path=path_of(node),
+        operand=one if pulls else other,
+        numbers=None if pulls else first,
+        owners=tuple(found[OWNERS].ints),
+        rows=found[ROWS].i,
+        row=tuple(found[ROW].ints) if ROW in found else (),
+    )
+
+
 def result_shape(call: Call, shape: Shape, ranks: int) -> Shape:
     """The shape of what a rank gets where each of so many gives `shape`; ValueError says why there is none.
 
-    An Exchange's result has the shape that its rank file states.
+    An Exchange's result has the shape that its rank file states, and how many rows a Push gives only a run tells.
     """
     kind = call.kind
+    if kind.looks_up:
+        return (*shape, *call.row)
     if kind.splits:
         shape = _scaled(shape, place_of(call.axis, shape), 1, ranks)
     if kind.joins:
@@ -171,6 +222,9 @@ def contradictions(call: Call, record: Collective, ranks: Sequence[int], rank: i
         yield f"a {record.type} cannot take part in a collective"
     elif call.reduce and not reducible(dtype, call.reduce):
         yield f"a {record.type} has no {call.reduce}"
+    if call.kind.looks_up:
+        yield from _contradicts_owners(call, dtype, len(ranks), ranks.index(rank))
+        return
     if record.shape is None and not call.kind.dynamic:
         yield f"the shape of its input is not known; only {dynamic_ops()} take such"
     if not 0 <= call.root < len(ranks):
@@ -179,6 +233,24 @@ def contradictions(call: Call, record: Collective, ranks: Sequence[int], rank: i
         yield wrong
     if outside := sorted({one.peer for one in (*call.gives, *call.takes)} - {*ranks}):
         yield f"its peer {outside[0]} is not in its list, ranks {', '.join(map(str, ranks))}"
+
+
+def _contradicts_owners(call: Call, dtype: Dtype | None, ranks: int, place: int) -> Iterator[str]:
+    """Why a rank of so many cannot run a Pull or a Push."""
+    pulls, owns = call.op == PULL, place in call.owners
+    if dtype is not None and dtype.bits < 8:
+        yield f"rows of a {dtype.name} cannot be looked up on other ranks"
+    if wrong := [one for one in call.owners if not 0 <= one < ranks]:
+        yield f"its owner {wrong[0]} is no place in a list of {ranks} ranks"
+    have = call.operand if pulls else call.numbers and call.result
+    if owns and not have:
+        yield f"an owner {'gives no table' if pulls else 'gets no ids and rows'}"
+    elif not owns and (call.operand if pulls else call.numbers or call.result):
+        yield f"a rank that is no owner {'gives a table' if pulls else 'gets ids and rows'}"
+    if not owns and not call.source:
+        yield "a rank takes part that has neither rows nor ids"
+    if bool(call.source) != bool(call.result if pulls else call.operand):
+        yield f"a rank has ids and {'the rows that they name' if pulls else 'rows for them'}, or neither"
 
 
 def place_of(axis: int, shape: Shape) -> int:
@@ -219,6 +291,8 @@ def _problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> list[str]
         for one in kind.every_attribute
         if one.required and one.name not in found
     ]
+    if kind.looks_up:
+        return problems or [*_lookup_problems(node, found)]
     sources, results = [*filter(None, node.input)], [*filter(None, node.output)]
     if kind.coalesces and len(sources) > 1:
         axis = kind.splits or kind.joins
@@ -237,6 +311,19 @@ def _problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> list[str]
         problems += _box_problems(found, bool(sources), SEND_PEERS, SEND_BOXES, "input")
         problems += _box_problems(found, bool(results), RECV_PEERS, RECV_BOXES, "output")
     return problems
+
+
+def _lookup_problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> Iterator[str]:
+    most = 1 if node.op_type == PULL else 2
+    if len(node.input) > 2 or len(node.output) > most:
+        yield f"it has {len(node.input)} inputs and {len(node.output)} outputs, and takes 2 and makes {most}"
+    owners, rows = found[OWNERS].ints, found[ROWS].i
+    if not owners or len({*owners}) < len(owners):
+        yield f"its owners are {list(owners)}: different places are needed"
+    elif rows <= 0 or rows % len(owners):
+        yield f"{rows} rows are no equal runs of {len(owners)} owners"
+    if ROW in found and any(size < 0 for size in found[ROW].ints):
+        yield f"its row has the shape {list(found[ROW].ints)}"
 
 
 def _box_problems(found: Mapping[str, AttributeProto], there: bool, peers: str, boxes: str, kind: str) -> Sequence[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx.defs
-from onnx import TypeProto
+from onnx import TensorProto, TypeProto
 from onnx.defs import OpSchema
 
 from .collectives import AMONG, COLLECTIVES, NUMBER, Attribute, CollectiveOp
@@ -22,9 +22,11 @@ from .format import (
     DTYPE,
     ITEMS,
     PEER,
+    PULL,
     RANK,
     RANK_CONSTANT,
     RECV,
+    ROW,
     SEND,
     SHAPE,
     TARGETS,
@@ -87,11 +89,83 @@ def _copy() -> OpSchema:
 
 
 def _collective(op: CollectiveOp) -> OpSchema:
+    if op.looks_up:
+        return _lookup(op)
     given = _MANY if op.coalesces else _MAYBE if op.boxes or op.root == "gives" else _ONE
     made = _MANY if op.coalesces else _MAYBE if op.boxes or op.root else _ONE
     schema = _schema(op.name, op.doc, op.every_attribute, given, made)
     schema.set_type_and_shape_inference_function(_infer(op))
     return schema
+
+
+def _lookup(op: CollectiveOp) -> OpSchema:
+    """The schema of a Pull or a Push."""
+
+    def formal(name: str, doc: str, type: str = "T") -> OpSchema.FormalParameter:
+        return OpSchema.FormalParameter(name, type, doc, param_option=_MAYBE)
+
+    pulls = op.name == PULL
+    ids, rows = (
+        formal("ids", "Numbers of rows; one below 0 counts from the end.", "I"),
+        formal("Y", "A row for each id."),
+    )
+    given = [formal("table", "The rank's run of the table's rows."), ids]
+    schema = OpSchema(
+        op.name,
+        DOMAIN,
+        DOMAIN_VERSION,
+        doc=op.doc,
+        inputs=given if pulls else [ids, formal("dY", "A row for each id.")],
+        outputs=[rows] if pulls else [formal("own_ids", "Numbers of own rows.", "tensor(int64)"), rows],
+        type_constraints=[
+            ("T", _types(), "Whatever a row can be of."),
+            ("I", ["tensor(int32)", "tensor(int64)"], "Ids."),
+        ],
+        attributes=[_attribute(one) for one in op.every_attribute],
+    )
+    schema.set_type_and_shape_inference_function(_infer_pull if pulls else _infer_push)
+    return schema
+
+
+def _infer_pull(context: Any) -> None:
+    """A row of the table, whose shape the node states, for each id."""
+    table, ids = (context.get_input_type(at) if context.get_num_inputs() > at else None for at in range(2))
+    if table is None or not table.HasField("tensor_type") or not context.get_num_outputs():
+        return
+    found = TypeProto()
+    found.tensor_type.elem_type = table.tensor_type.elem_type
+    if ids is not None and ids.tensor_type.HasField("shape"):
+        found.tensor_type.shape.CopyFrom(ids.tensor_type.shape)
+        for size in _row(context):
+            found.tensor_type.shape.dim.add(dim_value=size)
+    context.set_output_type(0, found)
+
+
+def _infer_push(context: Any) -> None:
+    """As many ids and rows as only a run tells."""
+    rows = context.get_input_type(1) if context.get_num_inputs() > 1 else None
+    if not context.get_num_outputs():
+        return
+    numbers = TypeProto()
+    numbers.tensor_type.elem_type = TensorProto.INT64
+    numbers.tensor_type.shape.dim.add()
+    context.set_output_type(0, numbers)
+    if rows is not None and rows.HasField("tensor_type") and context.get_num_outputs() > 1:
+        found = TypeProto()
+        found.tensor_type.elem_type = rows.tensor_type.elem_type
+        found.tensor_type.shape.dim.add()
+        for size in _row(context):
+            found.tensor_type.shape.dim.add(dim_value=size)
+        context.set_output_type(1, found)
+
+
+def _row(context: Any) -> Sequence[int]:
+    said = context.get_attribute(ROW)
+    return list(said.ints) if said is not None else []
+
+
+def _attribute(one: Attribute) -> OpSchema.Attribute:
+    return OpSchema.Attribute(one.name, _TYPES[one.type], one.doc, required=one.required)
 
 
 def _schema(
@@ -109,9 +183,7 @@ def _schema(
         inputs=[] if given is None else [OpSchema.FormalParameter("X", "T", "The value.", param_option=given)],
         outputs=[] if made is None else [OpSchema.FormalParameter("Y", "T", "The value.", param_option=made)],
         type_constraints=[("T", _types(), "Whatever a value can be.")],
-        attributes=[
-            OpSchema.Attribute(one.name, _TYPES[one.type], one.doc, required=one.required) for one in attributes
-        ],
+        attributes=[_attribute(one) for one in attributes],
     )
 
 

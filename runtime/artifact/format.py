@@ -22,6 +22,13 @@ which do the same share one file. A collective over p ranks of a list:
                             nothing is taken. Peers are ranks of the job; oneself means a copy. A box is `begin, end,
                             denominator` for each of `rank` dims: fractions of the dim of X or Y as this rank has it. The k-th
                             box for a peer is the k-th that it takes from here.
+    Pull(table, ids) -> Y   owners, rows, row
+                            the rows of a table that the ids name. The list's ranks at the places `owners` have it in equal runs of
+                            rows, in this order, `rows` in all, each of the shape `row`; they alone have `table`. Who asks nothing
+                            has no ids and no Y
+    Push(ids, dY) -> ids, Y owners, rows, row
+                            the way back: each owner gets what all ranks give to its rows, in the list's order, the sum of what one
+                            rank gives to a row once; ids count from the owner's first row
 
 A program of several microbatches has a function of the domain `partc.task` for each task of the rank: `F0`, `B0` and `W0` are the forward
 pass, the backward pass and the weights' gradients of stage 0. The main graph is the rank's row of calls, each with the attribute
@@ -67,6 +74,8 @@ ALL_TO_ALL = "AllToAll"
 REDUCE_TO = "Reduce"
 BROADCAST = "Broadcast"
 EXCHANGE = "Exchange"
+PULL = "Pull"
+PUSH = "Push"
 RANK_CONSTANT = "RankConstant"
 COPY = "Copy"
 
@@ -84,6 +93,9 @@ SEND_BOXES = "send_boxes"
 RECV_PEERS = "recv_peers"
 RECV_BOXES = "recv_boxes"
 RANK = "rank"
+OWNERS = "owners"
+ROWS = "rows"
+ROW = "row"
 DTYPE = "dtype"
 SHAPE = "shape"
 ITEMS = "items"

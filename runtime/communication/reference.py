@@ -18,7 +18,7 @@ from onnx.reference.op_run import OpRun
 from ..artifact.boxes import slices, whole_size
 from ..artifact.collectives import COLLECTIVES, CollectiveOp
 from ..artifact.dtypes import Array, by_numpy
-from ..artifact.format import COPY, DOMAIN, RANK_CONSTANT, RECV, ROOT, SEND, SHAPE
+from ..artifact.format import COPY, DOMAIN, RANK_CONSTANT, RECV, ROOT, ROW, SEND, SHAPE
 from ..artifact.rank_constants import constant_of
 from ..artifact.tensor import Tensor, Value, aligned
 from .message import HEADER, decode, encode, payload_size
@@ -93,6 +93,8 @@ class _Collective:
     def __call__(self, *values: Any, group: str, tag: int, **attributes: Any) -> list[Any]:
         if self.op.boxes:
             return [self._exchange(*values, tag=tag, **attributes)]
+        if self.op.looks_up:
+            return self._looked_up(values, list(self.ends.groups[group]), tag, attributes)
         ranks = list(self.ends.groups[group])
         root = ranks[attributes.get(ROOT, 0)]
         givers = [root] if self.op.root == "gives" else ranks
@@ -111,6 +113,23 @@ class _Collective:
         given = [x if giver == rank else ends.receive(giver, tag) for giver in givers]
         assert self.op.reference is not None
         return self.op.reference(given, ranks.index(rank), attributes)
+
+    def _looked_up(
+        self, values: Sequence[Any], ranks: Sequence[int], tag: int, attributes: Mapping[str, Any]
+    ) -> list[Any]:
+        ends, operands = self.ends, [*values, None, None][:2]
+        for peer in ranks:
+            for value in operands if peer != ends.rank else ():
+                ends.send(value, peer, tag)
+        given = [
+            (operands[0], operands[1]) if giver == ends.rank else (ends.receive(giver, tag), ends.receive(giver, tag))
+            for giver in ranks
+        ]
+        assert self.op.of_rows is not None
+        found = self.op.of_rows(given, ranks.index(ends.rank), {ROW: (), **attributes})
+        return [
+            operands[0] if one is None else one for one in found
+        ]  # the evaluator wants results, and gives those no name
 
     def _exchange(
         self,
@@ -153,6 +172,8 @@ def _joined(shards: Sequence[tuple[list[list[int]], Any]]) -> Any:
 
 
 def _as_value(value: Any) -> Value:
+    if value is None:
+        return None
     dtype = by_numpy(value.dtype) if isinstance(value, np.ndarray | np.generic) else None
     array: Array = np.asarray(value)
     return Tensor.of(array, dtype) if dtype else value

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
+from ..artifact.comm_node import result_shape
+from ..artifact.format import PULL
 from ..communication.coalesced import CoalescedCollective
 from ..communication.collective import CollectivePlan
 from ..communication.exchange import Redistribution
@@ -31,6 +33,10 @@ def plan_collectives(
         if not isinstance(step, StartCollective) or step.call.tag not in promises:
             continue
         call, promise = step.call, promises[step.call.tag]
+        if call.kind.looks_up:
+            if call.result and call.op == PULL:
+                shapes[call.result] = result_shape(call, promise, len(step.ranks))
+            continue
         dtype = program.values.dtype(call.source or call.value)
         try:
             if call.kind.boxes:
@@ -57,7 +63,7 @@ def scratch_lifetimes(steps: Sequence[Step], plans: Mapping[int, AnyCollective])
         if isinstance(step, StartCollective) and step.call.tag in plans:
             tag, plan = step.call.tag, plans[step.call.tag]
             end = finishes.get(tag, index)
-            leaves = isinstance(plan, Redistribution) or not step.call.made
+            leaves = step.call.leaves
             sends = (index,) if leaves else ()
             found.append(Lifetime(scratch_name(tag, "out"), plan.packed, index, index if leaves else end, sends))
             found.append(Lifetime(scratch_name(tag, "in"), plan.landing, index, end))

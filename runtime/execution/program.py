@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 import numpy as np
 
+from ..artifact.collectives import COLLECTIVES
 from ..artifact.format import ALL_REDUCE, EXCHANGE, Manifest, Port
 from ..artifact.manifest import Artifact, open_artifact
 from ..artifact.tensor import Value
@@ -26,6 +27,7 @@ from ..communication.leaving import said
 from ..communication.transport import Transport
 from ..errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError
 from ..job.status_board import AGREEING, SLOT, open_board
+from ..lookups.lookup import Moved
 from ..program.sessions import Settings
 from ..program.steps import WaitCollective
 from .agreement import StepAgreement
@@ -35,6 +37,7 @@ from .recover import attempt, failed, settle
 from .state import State
 from .step_plan import StepPlan
 from .symbol_bindings import Bindings, Halted
+from .wire_tags import wire_tags
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -67,7 +70,7 @@ class Program:
         self._settings = settings
         self._program = lower_rank_program(artifact, transport.rank, settings, state)
         artifact.refuse_replaced()
-        self._wire = _wire_tags(artifact.manifest, transport.tags)
+        self._wire = wire_tags(artifact.manifest, transport.tags)
         self._at_once: frozenset[int] = frozenset()
         self._schedules: OrderedDict[tuple[tuple[str, int], ...], StepPlan] = OrderedDict()
         self._board = open_board(transport.rank)
@@ -80,6 +83,11 @@ class Program:
     def state(self) -> State:
         """What this rank keeps from step to step."""
         return self._program.state
+
+    @property
+    def looked_up(self) -> dict[str, Moved]:
+        """By op and path of each lookup in tables of several ranks what this rank has moved so far."""
+        return {f"{one.call.op} {one.call.path}": one.moved for one in self._program.lookups.values()}
 
     def record_times(self) -> Profiler:
         """Measure every task of every step from the next one on."""
@@ -192,6 +200,7 @@ class Program:
         everyone = tuple(range(self._transport.size))
         alone = self._transport.single_host and not self.manifest.transfers and program.promises.keys() >= set(waited)
         alone = alone and all(self.manifest.groups[one.group] == [list(everyone)] for one in collectives)
+        alone = alone and not any(COLLECTIVES[one.op].looks_up for one in collectives)  # over when they have begun
         places = {tag: place for place, tag in enumerate(waited)}
         row = np.array([places.get(one.tag, -1) for one in collectives], np.int64)
         most = self._transport.all_reduce_max(np.concatenate([[not alone], row, -row]))
@@ -374,22 +383,3 @@ def _transport(
 def _launched() -> bool:
     """Whether an MPI launcher started this process as one of several."""
     return any(os.environ.get(name, "1") != "1" for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
-
-
-def _wire_tags(manifest: Manifest, largest: int) -> dict[int, int]:
-    """The tags as the transport sees them: the manifest's, or where those are too large, a count for each pair of ranks.
-
-    An Exchange is a message between every two ranks of its lists; the other collectives need no tag of the transport.
-    """
-    exchanges = [one for one in manifest.collectives if one.op == EXCHANGE]
-    every = [one.tag for one in manifest.transfers] + [one.tag for one in exchanges]
-    if all(tag <= largest for tag in every):
-        return {tag: tag for tag in every}
-    count: dict[tuple[int, int], int] = {}
-    tags: dict[int, int] = {}
-    for one in manifest.transfers:
-        pair = (one.source, one.target)
-        tags[one.tag] = count.get(pair, 0)
-        count[pair] = tags[one.tag] + 1
-    first = max(count.values(), default=0)
-    return tags | {one.tag: first + index for index, one in enumerate(exchanges)}

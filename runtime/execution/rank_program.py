@@ -18,6 +18,7 @@ from ..artifact.format import Shape
 from ..artifact.manifest import Artifact, open_artifact
 from ..artifact.tensor import Tensor, Value, aligned
 from ..errors import ArtifactError
+from ..lookups.lookup import Lookup, Memory
 from ..program.flat_buffers import coalesced_buffers
 from ..program.liveness import in_place_aliases, lifetimes
 from ..program.memory_plan import Lifetime
@@ -66,6 +67,9 @@ class RankProgram:
     """By output of a collective, or sum of gradients, the value whose place in memory it takes."""
     memory: Bytes = field(default_factory=lambda: aligned(0))
     """The arena of the last step plan."""
+    lookups: dict[int, Lookup] = field(default_factory=dict)
+    """By tag each Pull and Push, and what all of them use one after the other."""
+    looked_up: Memory = field(default_factory=Memory)
 
     def evaluated(self, shape: Shape, bindings: Bindings) -> tuple[int, ...]:
         """A known shape with the symbols bound."""
@@ -218,7 +222,7 @@ def _loose_weights(file: RankFile, folder: Path) -> dict[str, tuple[str, Value]]
     """The weights that are sent, reduced, delivered, updated with, or given to tasks under another name, with their types."""
     from onnx import numpy_helper
 
-    loose = {*file.sent, *file.outputs, *(call.source for call in file.calls if call.source)}
+    loose = {*file.sent, *file.outputs, *(name for call in file.calls for name in (call.source, call.operand) if name)}
     loose.update(name for step in file.steps if isinstance(step, Segment | Update) for name in step.inputs)
     loose.difference_update(record.value for record in file.state)
     found: dict[str, tuple[str, Value]] = {}

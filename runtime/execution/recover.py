@@ -20,12 +20,12 @@ import numpy as np
 from ..artifact.dtypes import dense
 from ..artifact.tensor import Tensor, Value
 from ..communication.coalesced import CoalescedCollective
-from ..communication.collective import give_up
 from ..communication.transport import Transport
 from ..errors import RankError, StepError
 from ..job.status_board import IDLE, SLOT, Board
 from ..program.steps import Segment, Send, StartCollective, Step, WaitCollective, WaitRecv
 from ..program.value_table import Storage
+from .at_large import give_up_at_large
 from .step_plan import StepPlan
 
 
@@ -133,7 +133,7 @@ def _stand_in(schedule: StepPlan, at: int, again: bool) -> None:
                 _provide(schedule, begin.call.source, work.gives_shape, again)
         case StartCollective() as begin:
             if not again:
-                give_up(begin.call, begin.ranks, begin.call.tag, schedule.transport, begin.__str__)
+                give_up_at_large(schedule, begin)
             return
     action()
 

@@ -17,7 +17,7 @@ import numpy as np
 from ..artifact.dtypes import Bytes, dense
 from ..artifact.tensor import Tensor, Value, aligned
 from ..communication.coalesced import CoalescedCollective
-from ..communication.collective import BoundCollective, CollectivePlan, dynamic_collective, nothing
+from ..communication.collective import BoundCollective, CollectivePlan, nothing
 from ..communication.exchange import Redistribution
 from ..communication.message import HEADER, decode, encode, payload_size
 from ..communication.transport import Request, Transport
@@ -29,6 +29,7 @@ from ..program.session_values import as_feed, as_tensor, bind_tensor, check_prom
 from ..program.sessions import Runner
 from ..program.steps import PostRecv, Segment, Send, StartCollective, Update, WaitCollective, WaitRecv
 from ..program.value_table import Storage
+from .at_large import begin_at_large
 from .collective_plans import plan_collectives, scratch_lifetimes, scratch_name
 from .rank_program import RankProgram
 from .symbol_bindings import Bindings
@@ -150,7 +151,7 @@ class StepPlan:
                     action = self._receive(step)
                 case StartCollective():
                     action = self._begin(index, step)
-                    if isinstance(self.works.get(step.call.tag), Redistribution) or not step.call.made:
+                    if step.call.leaves:
                         sends[index] = None
                 case WaitCollective():
                     action = self._finish(step)
@@ -293,7 +294,7 @@ class StepPlan:
     def _begin(self, index: int, step: StartCollective) -> Action:
         call, work = step.call, self.works.get(step.call.tag)
         if work is None:
-            return partial(self._begin_at_large, step)
+            return begin_at_large(self, step)
         if isinstance(work, Redistribution):
             return partial(self._begin_redistribution, index, step, work)
         if isinstance(work, CoalescedCollective):
@@ -355,14 +356,6 @@ class StepPlan:
         leaving, coming, after = work.begin(source, result, packed, landing)
         self.requests[index] = leaving
         self.begun[call.tag] = (coming, after)
-
-    def _begin_at_large(self, step: StartCollective) -> None:
-        """A collective on values of unknown shape is one with its wait, at its place in the file."""
-        call, finish = step.call, WaitCollective(step.call, step.ranks)
-        source = self._tensor(call.source or "")
-        self.cells[call.result or ""] = dynamic_collective(
-            call, step.ranks, call.tag, source, self.transport, finish.__str__
-        )
 
     def _finish(self, step: WaitCollective) -> Action:
         if step.call.tag not in self.works:

@@ -25,8 +25,8 @@ def beside_messages(steps: Sequence[Step], at_once: Collection[int]) -> set[int]
                 coming.add(step.tag)
             case WaitRecv():
                 coming.discard(step.tag)
-            case StartCollective() if step.call.tag not in at_once:
-                sent |= not step.call.made or step.call.kind.boxes
+            case StartCollective() if step.call.tag not in at_once and not step.call.kind.looks_up:
+                sent |= step.call.leaves
                 coming.add(step.call.tag)
             case WaitCollective():
                 coming.discard(step.call.tag)

@@ -106,7 +106,9 @@ def lifetimes(
 
 def _keeps_size(step: StartCollective) -> bool:
     """Whether the output of a collective is as large as its input, and may begin as its input was."""
-    return step.call.kind.keeps_size or (len(step.ranks) == 1 and not step.call.kind.boxes)
+    return step.call.kind.keeps_size or (
+        len(step.ranks) == 1 and not step.call.kind.boxes and not step.call.kind.looks_up
+    )
 
 
 def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple[str, int]]:
@@ -130,6 +132,6 @@ def _leaving(step: Step) -> str | None:
     """The value whose bytes a step lets go, and that must stay as it is until they have gone."""
     if isinstance(step, Send):
         return step.value
-    if isinstance(step, StartCollective) and (step.call.kind.boxes or not step.call.made):
+    if isinstance(step, StartCollective) and step.call.leaves:
         return step.call.source
     return None

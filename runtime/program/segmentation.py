@@ -190,7 +190,9 @@ def instantiated(steps: Sequence[Step], task: TaskCall) -> list[Step]:
             if parts and call.in_one_buffer:
                 ends = [f"{parts[0][1]} and {len(parts) - 1} more"] * 2
             path = f"{call.path}, {cell}"
-            calls[call.tag] = replace(call, source=ends[0], result=ends[1], parts=parts, tag=call.tag + k, path=path)
+            one = replace(call, source=ends[0], result=ends[1], parts=parts, tag=call.tag + k, path=path)
+            operand, numbers = (names.get(name, name) if name else None for name in (call.operand, call.numbers))
+            calls[call.tag] = replace(one, operand=operand, numbers=numbers)
         return calls[call.tag]
 
     def renamed(step: Step) -> Step:

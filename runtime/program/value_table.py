@@ -17,7 +17,7 @@ from enum import Enum
 
 from ..artifact import dim_expression as expression
 from ..artifact.dtypes import Dtype, dense
-from ..artifact.format import Collective, Dim, Manifest, Shape, Transfer
+from ..artifact.format import PUSH, Collective, Dim, Manifest, Shape, Transfer
 from ..artifact.tasks import declared
 from ..errors import ArtifactError
 from .flat_buffers import FlatBuffer, flat_places
@@ -111,7 +111,7 @@ def check_results(file: RankFile, shapes: Collection[str], promises: Collection[
     """ArtifactError for each collective the shape of whose result must be known and is not."""
     problems = []
     for call in file.results.values():
-        if call.tag not in promises and not call.kind.dynamic:
+        if call.tag not in promises and not call.kind.dynamic and not call.kind.looks_up:
             fact = "the inputs of a step do not tell the shape of what it moves"
             problems.append(f"{file.where}: {call.op} of '{call.value}': {fact}")
         elif call.kind.boxes and call.result not in shapes:
@@ -126,6 +126,7 @@ def types_from_manifest(file: RankFile) -> dict[str, str]:
     types = {name: one.type for name, one in file.received.items()}
     for call in file.calls:
         types |= dict.fromkeys((*filter(None, [call.result]), *call.made), file.collectives[call.tag].type)
+        types |= {call.numbers: "tensor(int64)"} if call.numbers else {}
     return types | {record.value: record.type for record in file.state}
 
 
@@ -141,7 +142,8 @@ def check_types(file: RankFile, types: Mapping[str, str]) -> None:
     problems = [
         f"{file.where}: the {step}: its input is {found}, the manifest says {file.collectives[step.call.tag].type}"
         for step in file.steps
-        if isinstance(step, StartCollective) and (found := types.get(step.call.source or ""))
+        if isinstance(step, StartCollective)
+        if (found := types.get(step.call.typed or ""))
         if found != file.collectives[step.call.tag].type
     ]
     if problems:
@@ -165,7 +167,8 @@ def storage_of(
 
     return {
         **{name: computed(name, name in shapes) for name in (*file.received, *file.computed)},
-        **{name: computed(name, call.tag in promises) for name, call in file.results.items()},
+        **{name: computed(name, call.tag in promises and call.op != PUSH) for name, call in file.results.items()},
+        **{call.numbers: Storage.TENSOR for call in file.calls if call.numbers},
         **dict.fromkeys(flat, Storage.SLOT),
         **dict.fromkeys((name for call in file.calls if call.parts for name in call.made), Storage.SLOT),
         **dict.fromkeys(file.inputs, Storage.INPUT),

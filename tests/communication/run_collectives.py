@@ -68,6 +68,20 @@ def run_reference(folder: Path, given: list[Array]) -> list[Array]:
         return list(threads.map(rank, range(len(given))))
 
 
+def run_reference_of_all(folder: Path, ranks: int, fed: dict[str, Array]) -> dict[str, Array]:
+    """All outputs of all ranks by the numpy reference."""
+    world, artifact = LocalWorld(ranks), open_artifact(folder)
+
+    def rank(index: int) -> dict[str, Array]:
+        ops = reference_ops(world.transport(index), artifact.manifest.groups_of(index))
+        evaluator = ReferenceEvaluator(artifact.model(index), new_ops=ops)
+        given = {name: fed[name] for name in evaluator.input_names}
+        return dict(zip(evaluator.output_names, evaluator.run(None, given), strict=True))
+
+    with ThreadPoolExecutor(ranks) as threads:
+        return {name: one for found in threads.map(rank, range(ranks)) for name, one in found.items()}
+
+
 def same(found: list[Array], wanted: list[Array]) -> None:
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(one, other)

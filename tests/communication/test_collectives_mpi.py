@@ -16,7 +16,7 @@ if not MPIEXEC.exists():
 
 GRAPH = """rank (float[n, 6] x, int64[i] index, float16[3, 4] half) =>
     (float[a, 3] rows, float[b, 6] columns, float[n, 6] sums, float[n, 6] highest, int64[c, d] loose, float16[3, 4] halves,
-     float[i, 6] ring, float[i, 6] crown, float16[3, 4] widest)
+     float[i, 6] ring, float[i, 6] crown, float16[3, 4] widest, float16[i, 4] looked_up, int64[k] numbers, float16[k, 4] sent_back)
 <float[i, 6] top, float16[3, 4] most, float[n, 6] h, float[n, 12] wide, float[n, 3] part,
  int64[one, count] places, float[n, 6] spare, float[n, 6] again>
 { h = Gather(x, index)
@@ -37,7 +37,9 @@ GRAPH = """rank (float[n, 6] x, int64[i] index, float16[3, 4] half) =>
   HALF partc.comm.Reduce <group = "all", tag = 11, root = 1, reduce = "max"> (half)
   FULL partc.comm.Broadcast <group = "all", tag = 12, root = 1> (WIDEST)
   crown = Neg(top)
-  widest = Neg(most) }"""
+  widest = Neg(most)
+  looked_up = partc.comm.Pull <group = "all", tag = 13, owners = [3, 0, 1, 2], rows = 12, row = [4]> (half, index)
+  numbers, sent_back = partc.comm.Push <group = "all", tag = 14, owners = [3, 0, 1, 2], rows = 12, row = [4]> (index, looked_up) }"""
 GROUPS = {"all": [[0, 1, 2, 3]], "pairs": [[0, 1], [3, 2]], "crossed": [[0, 2], [1, 3]]}
 
 SCRIPT = """
@@ -75,6 +77,11 @@ def check(found, step):
     np.testing.assert_array_equal(found["halves"], halves)
     np.testing.assert_allclose(found["crown"], -sum(x), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(found["widest"], -np.maximum.reduce([one["half"] for one in every]))
+    table = np.concatenate([every[one]["half"] for one in (3, 0, 1, 2)])
+    np.testing.assert_array_equal(found["looked_up"], table[:5])
+    own = {3: [0, 1, 2], 0: [0, 1]}.get(rank, [])
+    np.testing.assert_array_equal(found["numbers"], own * 4)
+    np.testing.assert_array_equal(found["sent_back"], np.tile(table[:5][[one + 3 * (rank == 0) for one in own]], (4, 1)))
     for name, among in (("sums", [0, 1, 2, 3]), ("highest", crossed), ("halves", [0, 1, 2, 3])):
         bits = comm.allgather(found[name].tobytes())
         assert all(bits[one] == bits[rank] for one in among), name

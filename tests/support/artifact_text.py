@@ -25,6 +25,7 @@ from partc.runtime.artifact.format import (
     DOMAIN,
     MANIFEST,
     PATH,
+    PULL,
     SEND,
     Box,
     Collective,
@@ -117,20 +118,26 @@ def _collectives(models: Sequence[ModelProto], shapes: Mapping[str, list[Dim] | 
     made: dict[int, str] = {}
     for node in (node for model in models for node in model.graph.node if node.op_type in COLLECTIVES and node.output):
         tag = next(attribute.i for attribute in node.attribute if attribute.name == "tag")
-        made.setdefault(tag, node.output[0])
+        made.setdefault(tag, node.output[-1])
     for model in models:
         known = {value.name: value for value in _values(model.graph)}
         for node in model.graph.node:
             said = {attribute.name: attribute for attribute in node.attribute}
             if node.op_type in COLLECTIVES and node.domain == DOMAIN and any(node.input):
                 tag, given = said["tag"].i, node.input[0]
-                value = made.get(tag, "")
+                value = typed = made.get(tag, "")
+                if not COLLECTIVES[node.op_type].looks_up:
+                    typed = given
+                elif not (ids := [*node.input, ""][node.op_type == PULL]):
+                    continue  # another rank says how many ids it has
+                else:  # of rows the type, of ids the shape
+                    given, typed = ids, next(name for name in (*node.input, *node.output) if name not in ("", ids))
                 found[tag] = Collective(
                     tag=tag,
                     op=node.op_type,
                     value=value,
                     group=said["group"].s.decode(),
-                    type=type_text(known[given].type),
+                    type=type_text(known[typed].type),
                     shape=shapes.get(given, _shape(known[given])),
                     bytes="unknown",
                     cause="test",

@@ -17,6 +17,7 @@ from partc.runtime.artifact.collectives import COLLECTIVES
 from partc.runtime.artifact.comm_node import Call, Shard, contradictions, read_call, result_shape
 from partc.runtime.artifact.format import DOMAIN, EXCHANGE, MANIFEST, Collective, Manifest, Shape
 from partc.runtime.artifact.onnx_graph import node_title
+from partc.runtime.checker.across.lookups import lookup_types, wrong_operands
 from partc.runtime.checker.graph.declared import ValueType
 from partc.runtime.checker.graph.symbols import Bindings, numbers, same_dims, samples
 from partc.runtime.errors import ArtifactError, Violation
@@ -38,6 +39,12 @@ class CallNode:
     given: ValueType | None
     made: ValueType | None
     parts: tuple[tuple[ValueType | None, ValueType | None], ...] = ()
+    looked_up: tuple[tuple[str, ValueType | None], ...] = ()
+
+    @property
+    def is_even(self) -> bool:
+        """Whether its output follows from its input and the number of ranks."""
+        return not self.call.kind.boxes and not self.call.kind.looks_up
 
     def on(self, rank: int) -> CallNode:
         """The node on another rank of its file."""
@@ -70,7 +77,8 @@ def call_nodes(
             given, made = types.get(call.source or ""), types.get(call.result or "")
             if parts:
                 given, made = _as_one_vector([one for one, _ in parts]), _as_one_vector([one for _, one in parts])
-            found.append(CallNode(call, rank, file, node_title(node), given, made, parts))
+            looked_up = lookup_types(call, types) if call.kind.looks_up else ()
+            found.append(CallNode(call, rank, file, node_title(node), given, made, parts, looked_up))
     return found, problems
 
 
@@ -137,6 +145,9 @@ def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: t
         have, want = (", ".join(f"'{name}'" for name in names) for names in (call.given, record.sources))
         yield node.violation(f"it gives {have}; {MANIFEST} says {want}")
     yield from (node.violation(fact) for fact in contradictions(call, record, ranks, node.rank))
+    if call.kind.looks_up:
+        yield from (node.violation(fact) for fact in wrong_operands(call, record, node.looked_up, manifest))
+        return
     for kind, name, declared in (("input", call.source, node.given), ("output", call.result, node.made)):
         if name and declared is None and not call.parts:
             yield node.violation(f"its file declares no type of its {kind} '{name}'")
@@ -164,7 +175,7 @@ def _made_of(call: Call, given: ValueType, ranks: int) -> ValueType | None:
 
 def _check_law(manifest: Manifest, node: CallNode, record: Collective, ranks: int) -> Iterator[Violation]:
     """The declared output must be what the op makes of the input, at all sample sizes."""
-    for sizes in samples(manifest) if record.shape is not None and node.call.op != EXCHANGE else ():
+    for sizes in samples(manifest) if record.shape is not None and node.is_even else ():
         given = numbers(record.shape or [], manifest, sizes)
         if None in given:
             continue
@@ -195,9 +206,13 @@ def _check_list(
                 yield Violation(MANIFEST, fact, help=_AGAIN)
         for node in there[1:]:
             first, other = there[0].call, node.call
-            facts = [(one.op, one.reduce, one.axis, one.concat_axis, one.root) for one in (first, other)]
+            facts = [
+                (one.op, one.reduce, one.axis, one.concat_axis, one.root, one.owners, one.rows, one.row)
+                for one in (first, other)
+            ]
             if facts[0] != facts[1]:
-                yield node.violation(f"it differs from the node of rank {there[0].rank} in op, reduction, axis or root")
+                what = "op, owners, rows or row" if first.kind.looks_up else "op, reduction, axis or root"
+                yield node.violation(f"it differs from the node of rank {there[0].rank} in {what}")
             elif first.parts or other.parts:
                 yield from _check_parts(there[0], node)
         return

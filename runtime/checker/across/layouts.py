@@ -10,6 +10,7 @@ ranks of a list, in its order, and the same along all other dims:
     Reduce          as AllReduce, and the root gets it
     Broadcast       what the root has is what each of the others gets
     Exchange        each box that one gives lies where the other puts it in the value, and is of the same term
+    Pull, Push      the owners' rows are equal runs in their order, and columns are the same on all (`lookups.py`)
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from partc.runtime.artifact.format import (
     ranks_of,
 )
 from partc.runtime.checker.across.collectives import CallNode
+from partc.runtime.checker.across.lookups import check_owners
 from partc.runtime.errors import Violation
 
 Span = tuple[Fraction, Fraction]
@@ -129,6 +131,9 @@ def _check_list(
                 _check_exchange(nodes[rank].call, rank, nodes, given, made)
         return
     call = nodes[ranks[0]].call
+    if kind.looks_up:
+        check_owners(record, call, ranks, given, made)
+        return
     if kind.root == "gives":
         root = given.held[ranks[call.root]]
         for rank in ranks:

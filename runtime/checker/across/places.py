@@ -30,6 +30,7 @@ from partc.runtime.artifact.format import (
     FOLLOWING,
     OPTIMIZER,
     PIECE,
+    PUSH,
     RECV,
     RULE,
     SEND,
@@ -178,12 +179,17 @@ class _Places:
         call = read_call(node, file.name)
         if call.parts or record.given is None or record.made is None:
             return
-        if call.source and (given := self._begins_of(file, call.source, layout_of(record.given, self.layouts))):
-            there = file.places.get(call.source) or ()
+        source = call.typed
+        if source and (given := self._begins_of(file, source, layout_of(record.given, self.layouts))):
+            there = file.places.get(source) or ()
             for axis, (one, two) in enumerate(zip(there, given, strict=False)):
-                fact = f"its input '{call.source}' does not lie along dim {axis} as the layout says that it is given"
+                fact = f"its input '{source}' does not lie along dim {axis} as the layout says that it is given"
                 self._meet(("given", call.tag, axis), file, node, fact, one, two)
-        if call.result and (made := self._begins_of(file, call.result, layout_of(record.made, self.layouts))):
+        if (
+            call.result
+            and call.op != PUSH
+            and (made := self._begins_of(file, call.result, layout_of(record.made, self.layouts)))
+        ):
             file.places[call.result] = made
 
     def _begins_of(self, file: _File, name: str, layout: Layout) -> Places:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnx import FunctionProto, ModelProto, NodeProto
-from partc.runtime.artifact.format import DOMAIN, EXCHANGE, OPTIMIZER, SEND, Manifest, StateRecord
+from partc.runtime.artifact.format import DOMAIN, EXCHANGE, OPTIMIZER, PULL, PUSH, SEND, Manifest, StateRecord
 from partc.runtime.artifact.onnx_graph import node_title, path_of, reads
 from partc.runtime.artifact.optimizer_function import NEXT, is_elementwise, is_in_place
 from partc.runtime.artifact.rank_constants import is_rank_constant
@@ -179,6 +179,8 @@ class _Rank:
         """Whether communication that begins at one node has ended before another: a node up to there needs a result of it."""
         if node.op_type in (SEND, EXCHANGE):
             return False
+        if node.op_type in (PULL, PUSH):  # over before the next node begins
+            return True
         return any(begun < reader <= at for name in node.output for reader in self.readers.get(name, []))
 
     def _violation(self, at: int, fact: str, help: str = _AGAIN) -> Violation:

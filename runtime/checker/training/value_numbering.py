@@ -18,7 +18,7 @@ Programs that are numbered with one `known` share their numbers: what both compu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -28,6 +28,7 @@ from partc.runtime.artifact.format import (
     ALL_REDUCE,
     DOMAIN,
     EXCHANGE,
+    PULL,
     RECV,
     SEND,
     TAG,
@@ -166,6 +167,8 @@ class Numbering:
         if any((call.tag, other) not in self.given for other in ranks):
             return False
         given = [self.given[call.tag, other][1] for other in ranks]
+        if call.kind.looks_up:
+            return self._visit_lookup(rank, call, ranks)
         for place, name in enumerate(call.made):
             if call.kind.root == "gives":
                 numbers[name] = given[call.root][0]
@@ -174,6 +177,24 @@ class Numbering:
             own = ranks.index(rank) if call.kind.splits else None
             made = ("collective", call.op, call.reduce, call.axis, call.concat_axis, values, own)
             numbers[name] = values[0] if call.op == ALL_REDUCE and len(ranks) == 1 else self._number(*made)
+        return True
+
+    def _visit_lookup(self, rank: int, call: Call, ranks: Sequence[int]) -> bool:
+        """Rows are those that the rank's ids name; what an owner gets is its own part of what all give."""
+        calls = [self.given[call.tag, other][0] for other in ranks]
+        known = [self.numbers[other] for other in ranks]
+        if call.op == PULL:
+            tables = tuple(known[place][calls[place].operand or ""] for place in call.owners)
+            ids = self.numbers[rank].get(call.source or "")
+            made: tuple[Hashable, ...] = ("pull", tables, ids)
+        else:
+            names = [(one.source, one.operand) for one in calls]
+            given = tuple(
+                tuple(there.get(name or "") for name in pair) for there, pair in zip(known, names, strict=True)
+            )
+            made = ("push", call.owners, call.rows, given, ranks.index(rank))
+        for place, name in enumerate(call.made):
+            self.numbers[rank][name] = self._number(*made, place)
         return True
 
     def _visit_exchange(self, rank: int, call: Call) -> bool:

@@ -1,0 +1,26 @@
+"""The tags of messages between pairs of ranks, as a transport sees them."""
+
+from __future__ import annotations
+
+from ..artifact.collectives import COLLECTIVES
+from ..artifact.format import Manifest
+
+
+def wire_tags(manifest: Manifest, largest: int) -> dict[int, int]:
+    """By tag of the manifest the transport's: the same, or where those are too large, a count for each pair of ranks.
+
+    An Exchange, a Pull or a Push is a message between every two ranks of its lists; the other collectives need no tag of the transport.
+    """
+    paired = {op.name for op in COLLECTIVES.values() if op.boxes or op.looks_up}
+    exchanges = [one for one in manifest.collectives if one.op in paired]
+    every = [one.tag for one in manifest.transfers] + [one.tag for one in exchanges]
+    if all(tag <= largest for tag in every):
+        return {tag: tag for tag in every}
+    count: dict[tuple[int, int], int] = {}
+    tags: dict[int, int] = {}
+    for one in manifest.transfers:
+        pair = (one.source, one.target)
+        tags[one.tag] = count.get(pair, 0)
+        count[pair] = tags[one.tag] + 1
+    first = max(count.values(), default=0)
+    return tags | {one.tag: first + index for index, one in enumerate(exchanges)}
