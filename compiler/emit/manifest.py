@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
+from partc.compiler.emit.looked_up import looked_up
 from partc.compiler.ir.program import PART, Group, PackedBox, Program, ProgramKind, Shape, ShardedValue
 from partc.compiler.ir.rank_program import CommOp, Event, LocalTensor, RankOp, StateTensor, TaskCall, made_names
 from partc.compiler.layout.layout import Layout
@@ -195,6 +196,7 @@ def _port(program: Program, value: ir.Value, held: Sequence[tuple[int, LocalTens
         ranks=ranks,
         boxes=boxes,
         labels=program.training.labels.get(value.name or "") if program.training and value.is_graph_input() else None,
+        ids=looked_up(value) if value.is_graph_input() else [],
     )
 
 

@@ -71,7 +71,7 @@ def _law(row: Sequence[Constant], group: str) -> Constant | None:
 
 
 def item_of(column: Sequence[float]) -> str | None:
-    """Whole numbers by place as an expression: a multiple of it and a number, or one number on the first and one on the others."""
+    """Whole numbers by place as an expression: a multiple of it and a number, or one number on all but the first or last."""
     if not all(float(number).is_integer() for number in column):
         return None
     numbers = [int(number) for number in column]
@@ -80,6 +80,8 @@ def item_of(column: Sequence[float]) -> str | None:
         return _sum(step, "place", begin)
     if len({*numbers[1:]}) == 1:
         return _sum(-step, "Max(1 - place, 0)", numbers[1])
+    if len({*numbers[:-1]}) == 1:
+        return _sum(numbers[-1] - begin, f"Max(place - {len(numbers) - 2}, 0)", begin)
     return None
 
 

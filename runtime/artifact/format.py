@@ -208,11 +208,20 @@ class LabelRecord(Record):
     ignored: list[int] = []
 
 
+class IdsRecord(Record):
+    """Of an input that holds ids: those at `places` along `axis`, everywhere if there are none, name one of the `rows` of a `table`."""
+
+    table: str
+    rows: int = Field(ge=1)
+    axis: int = Field(0, ge=0)
+    places: list[int] = []
+
+
 class Port(Record):
     """A model input with the ranks that read it, or a model output with the ranks that it is delivered to.
 
     The shape is the whole value's. `boxes` says what each of the ranks reads or gets of it, in their order; None: all of it. `labels`:
-    the numbers that an input of labels may have.
+    the numbers that an input of labels may have; `ids`: the tables whose rows an input names.
     """
 
     name: str
@@ -221,6 +230,7 @@ class Port(Record):
     ranks: Ranks
     boxes: Boxes = None
     labels: LabelRecord | None = None
+    ids: list[IdsRecord] = []
 
     def box(self, rank: int) -> Box | None:
         """The shard that a rank reads or gets; None where it has the whole value."""

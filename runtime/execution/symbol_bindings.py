@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from ..artifact import dim_expression as expression
 from ..artifact.boxes import divisor, slices, whole_size
 from ..artifact.dtypes import BY_NAME, Array, Dtype, by_numpy, dense
-from ..artifact.format import LabelRecord, Manifest, Port, SymbolRecord
+from ..artifact.format import Manifest, Port, SymbolRecord
 from ..artifact.tensor import Tensor, Value
 from ..communication.transport import Agreements, Transport, Vector
 from ..errors import InputError
+from .input_numbers import check_numbers
 from .inputs import Whole
 
 Bindings: TypeAlias = dict[str, int]
@@ -133,8 +134,7 @@ class Binder:
                 continue
             try:
                 values[port.name] = self._shard(port, _value(port, inputs[port.name]), inputs[port.name])
-                if port.labels is not None:
-                    check_labels(port, port.labels, values[port.name], self.rank)
+                check_numbers(port, values[port.name], self.rank)
             except ValueError as error:
                 problems.append(f"input '{port.name}': {error}")
             except Exception as error:
@@ -277,30 +277,6 @@ def _element(array: Array, dtype: Dtype | None, text: str) -> Array:
     if not fits:
         raise ValueError(f"holds an array of {array.dtype}, the model takes {text}")
     return array if dtype else array.astype(object)
-
-
-def check_labels(port: Port, law: LabelRecord, value: Value, rank: int) -> None:
-    """ValueError for the first label of a rank's shard that is neither a class nor ignored."""
-    if not isinstance(value, Tensor) or not value.array().size:
-        return
-    labels: Any = value.array()
-    if labels.min() >= 0 and (not law.classes or labels.max() < law.classes):
-        return
-    wrong = (labels < 0) | (labels >= law.classes) if law.classes else labels < 0
-    wrong &= ~np.isin(labels, law.ignored)
-    if not wrong.any():
-        return
-    first = tuple(int(one) for one in np.argwhere(wrong)[0])
-    box = port.box(rank)
-    begin, end = box[0][:2] if box else (0, 1)
-    record = first[0] + len(labels) * begin // (end - begin) if first else 0
-    place = f"record {record} of the batch" + (f" at {[*first[1:]]}" if first[1:] else "") if first else "it"
-    classes = f"labels are 0 to {law.classes - 1}" if law.classes else "labels are 0 or more"
-    ignored = f", or {', '.join(map(str, law.ignored))}, which does not count" if law.ignored else ""
-    raise ValueError(
-        f"{place} has the label {labels[first]}\n  {classes}{ignored}\n"
-        "  help: correct the data, or give the loss an `ignore_index`, the label that does not count"
-    )
 
 
 def smallest(symbol: SymbolRecord) -> int:

@@ -1,7 +1,8 @@
 """Indices into a sharded axis: each rank answers for the rows that it has, and the others are masked out.
 
 With V rows in n shards, a rank whose rows begin at `offset` sees index i at `i - offset`, after a negative i has got V added,
-and has it if that is in 0 .. V/n - 1. The program is the same on every rank but for the constant `offset`.
+and has it if that is in 0 .. V/n - 1. The program is the same on every rank but for constants. An index of V or more is taken
+for one of the last shard, where the lookup itself refuses it, as that of the unsharded model does: masked, it would be zeros.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ OLDEST_OPSET = 9
 """The first opset whose Where and Less of int64 a lookup needs."""
 
 
+_NO_BOUND = 1 << 40
+"""More rows than any table has."""
+
+
 @dataclass(frozen=True)
 class Rows:
     """Names of scalars: how many rows there are globally and in this rank's shard, and the first of the shard."""
@@ -24,6 +29,8 @@ class Rows:
     total: str
     here: str
     offset: str
+    end: str
+    """What an index of the shard is below, counted from its begin; on the last shard there is no such bound."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +49,12 @@ def rows_of(local: Local, k: int, axis: int, letter: str) -> Rows:
     total = None if shape is None else shape[axis]
     if isinstance(total, int):
         here = total // shards
+        end = _NO_BOUND if index == shards - 1 else here
         return Rows(
             integer(local, f"{letter}.rows", total),
             integer(local, f"{letter}.here", here),
             integer(local, f"{letter}.offset", index * here),
+            integer(local, f"{letter}.end", end),
         )
     extents = local.emit("Shape", [name], f"{letter}.shape")
     length = local.emit("Gather", [extents, integer(local, f"{letter}.axis", axis)], f"{letter}.here")
@@ -53,6 +62,7 @@ def rows_of(local: Local, k: int, axis: int, letter: str) -> Rows:
         local.emit("Mul", [length, integer(local, f"{letter}.shards", shards)], f"{letter}.rows"),
         length,
         local.emit("Mul", [length, integer(local, f"{letter}.shard", index)], f"{letter}.offset"),
+        length,
     )
 
 
@@ -67,7 +77,7 @@ def look_up(local: Local, indices: str, rows: Rows, letter: str) -> Found:
     counted = made("Where", [from_end, made("Add", [indices, rows.total], "added"), indices], "counted")
     relative = made("Sub", [counted, rows.offset], "relative")
     before = made("Less", [relative, zero], "before")
-    below = made("Less", [relative, rows.here], "below")
+    below = made("Less", [relative, rows.end], "below")
     present = made("And", [made("Not", [before], "begun"), below], "present")
     return Found(relative, present, made("Where", [present, relative, zero], "safe"))
 
