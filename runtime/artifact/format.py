@@ -55,10 +55,11 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Literal, TypeAlias
 
+from partc.runtime.artifact.number_laws import IdsRecord, LabelRecord, Law
 from partc.runtime.artifact.ranks import MOST_RANKS, Box, Boxes, Grid, Programs, Ranks, order_text, ranks_of, ranks_text
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-__all__ = ["MOST_RANKS", "Box", "Grid", "order_text", "ranks_of", "ranks_text"]
+__all__ = ["MOST_RANKS", "Box", "Grid", "IdsRecord", "LabelRecord", "Law", "order_text", "ranks_of", "ranks_text"]
 FORMAT = 2
 DOMAIN = "partc.comm"
 OPTIMIZER = "partc.optimizer"
@@ -201,22 +202,6 @@ class SymbolRecord(Record):
     remainder: int = Field(0, ge=0)
 
 
-class LabelRecord(Record):
-    """The numbers that an input of labels may have: 0 to `classes` - 1 (0: only a run tells how many), and the `ignored` ones."""
-
-    classes: int = Field(0, ge=0)
-    ignored: list[int] = []
-
-
-class IdsRecord(Record):
-    """Of an input that holds ids: those at `places` along `axis`, everywhere if there are none, name one of the `rows` of a `table`."""
-
-    table: str
-    rows: int = Field(ge=1)
-    axis: int = Field(0, ge=0)
-    places: list[int] = []
-
-
 class Port(Record):
     """A model input with the ranks that read it, or a model output with the ranks that it is delivered to.
 
@@ -284,16 +269,6 @@ class Collective(Record):
 
 SCALE = "scale"
 """The kind of state that a step replaces also where it changes nothing else: the scale of the loss, and its count of steps."""
-
-
-class Law(Record):
-    """First values by element: `offset + factor * d`, d by `draw` from the `stream` (`artifact/law.py`); rows in `zero_rows` are zeros."""
-
-    draw: Literal["constant", "uniform", "normal", "truncated_normal"]
-    stream: str = ""
-    offset: float = 0.0
-    factor: float = 1.0
-    zero_rows: tuple[int, ...] = ()
 
 
 class TensorRecord(Record):

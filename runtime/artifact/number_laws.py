@@ -1,0 +1,37 @@
+"""Records of what the numbers of a tensor may be, or are: labels, ids of rows, first values."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Law(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LabelRecord(_Law):
+    """The numbers that an input of labels may have: 0 to `classes` - 1 (0: only a run tells how many), and the `ignored` ones."""
+
+    classes: int = Field(0, ge=0)
+    ignored: list[int] = []
+
+
+class IdsRecord(_Law):
+    """Of an input that holds ids: those at `places` along `axis`, everywhere if there are none, name one of the `rows` of a `table`."""
+
+    table: str
+    rows: int = Field(ge=1)
+    axis: int = Field(0, ge=0)
+    places: list[int] = []
+
+
+class Law(_Law):
+    """First values by element: `offset + factor * d`, d by `draw` from the `stream` (`artifact/law.py`); rows in `zero_rows` are zeros."""
+
+    draw: Literal["constant", "uniform", "normal", "truncated_normal"]
+    stream: str = ""
+    offset: float = 0.0
+    factor: float = 1.0
+    zero_rows: tuple[int, ...] = ()
