@@ -23,7 +23,7 @@ from partc.compiler.autodiff.scope import Scope
 from partc.compiler.autodiff.unbroadcast import unbroadcast
 from partc.compiler.ir.graph import bodies, captured_by
 from partc.compiler.ops.local import Shape, likeness
-from partc.compiler.ops.registry import entry_of, stops_gradient
+from partc.compiler.ops.registry import entry_of, looks_up_rows, stops_gradient
 
 
 @dataclass
@@ -38,6 +38,14 @@ class Bodies:
     forward: ir.Node | None = None
 
 
+@dataclass(frozen=True)
+class RowGradient:
+    """The gradient of a table as rows: `rows[i]` is added to the row `ids[i]`; the same id may stand there several times."""
+
+    ids: str
+    rows: str
+
+
 Cotangents = Sequence[tuple[str, str]]
 """Names of what a node reads, by itself or in its bodies, each with that of a cotangent."""
 
@@ -46,18 +54,22 @@ Cotangents = Sequence[tuple[str, str]]
 class Backward:
     """What differentiation emits.
 
-    `gradients`: by the name of an input, its cotangent. `forward`: the forward nodes, with those outputs added that a rule asked for.
+    `gradients`: by the name of an input, its cotangent; `by_rows` those that are asked for as rows. `forward`: the forward nodes, with
+    those outputs added that a rule asked for.
     `early`: nodes that belong after them. `nodes`: the backward pass, in order. `constants`: of both.
     """
 
     gradients: dict[str, str]
     forward: list[ir.Node]
     scope: Scope = field(repr=False)
+    by_rows: dict[str, RowGradient] = field(default_factory=dict)
 
     def is_like(self, other: Backward) -> bool:
         """Whether both emit the same."""
         mine, theirs = ([likeness(node) for node in (*one.forward, *one.early, *one.nodes)] for one in (self, other))
         if mine != theirs or (self.gradients, self.constants.keys()) != (other.gradients, other.constants.keys()):
+            return False
+        if self.by_rows != other.by_rows:
             return False
         pairs = ((one, other.constants[name]) for name, one in self.constants.items())
         return all(one.dtype == two.dtype and np.array_equal(one, two) for one, two in pairs)
@@ -116,12 +128,14 @@ def differentiate_nodes(
     constants: Mapping[str, np.ndarray] | None = None,
     scope: Scope | None = None,
     around: Mapping[str, str] | None = None,
+    by_rows: Collection[str] = (),
 ) -> Backward:
     """The gradient of a list of nodes in order: of their outputs' `cotangents` those of the `wanted` inputs.
 
     `values` say types and shapes where the nodes' own do not, `shapes` those of shards. `scope` knows the cotangents; without one they
     are taken to have the shapes of their primals. Of a value that several nodes read, the cotangents are added. `around`: the names
-    here of what bodies read from around them, where they are not the bodies' own.
+    here of what bodies read from around them, where they are not the bodies' own. `by_rows`: those of the wanted that nodes look up, whose
+    gradient is given as rows.
     """
     scope = scope or Scope()
     scope.know(values, shapes, constants)
@@ -131,6 +145,7 @@ def differentiate_nodes(
     needed = _needed(nodes, wanted, inner)
     contributions = {primal: [cotangent] for primal, cotangent in cotangents.items()}
     forward: list[ir.Node] = []
+    looked_up: dict[str, list[RowGradient]] = {}
     for node in reversed(nodes):
         flows = [value is not None and value.name in needed for value in node.inputs]
         dys = [_total(scope, str(made.name), contributions) if made.name else None for made in node.outputs]
@@ -138,12 +153,41 @@ def differentiate_nodes(
         if not (any(flows) or inside.wanted) or all(dy is None for dy in dys) or stops_gradient(node):
             forward.append(node)
             continue
+        if looks_up_rows(node) and (table := _name(node.inputs[0])) in by_rows:
+            forward.append(node)
+            looked_up.setdefault(table, []).append(_by_rows(node, dys[0], scope))
+            continue
         found, extended = _reversed(node, dys, flows, inside, scope)
         forward.append(extended)
         for primal, cotangent in found:
             contributions.setdefault(primal, []).append(cotangent)
     totals = {name: _total(scope, name, contributions) for name in wanted}
-    return Backward({name: dx for name, dx in totals.items() if dx is not None}, forward[::-1], scope)
+    gradients = {name: dx for name, dx in totals.items() if dx is not None}
+    found_rows = {name: _appended(found, scope) for name, found in looked_up.items()}
+    return Backward(gradients, forward[::-1], scope, found_rows)
+
+
+def _name(value: ir.Value | None) -> str:
+    return "" if value is None else value.name or ""
+
+
+def _by_rows(node: ir.Node, dy: str | None, scope: Scope) -> RowGradient:
+    """The gradient of the table that a node looks up, as rows."""
+    entry = entry_of(node)
+    assert entry is not None
+    assert entry.row_gradient is not None
+    return RowGradient(*entry.row_gradient(GradientBuilder(scope, node, [True]), dy, *map(_name, node.inputs)))
+
+
+def _appended(found: Sequence[RowGradient], scope: Scope) -> RowGradient:
+    """The rows of several look-ups, one after the other."""
+    if len(found) == 1:
+        return found[0]
+    axis = ir.convenience.convert_attributes({"axis": 0})
+    names = [scope.derived(f"{name}.all") for name in (found[0].ids, found[0].rows)]
+    for name, parts in zip(names, ([one.ids for one in found], [one.rows for one in found]), strict=True):
+        scope.add(scope.node("Concat", parts, [name], axis))
+    return RowGradient(*names)
 
 
 def _infer(

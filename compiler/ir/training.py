@@ -68,6 +68,8 @@ class Training:
     """Into how many pieces a batch is dealt out that have means of their own."""
     shared: tuple[str, ...] = ()
     """Lines for the user about weights that several modules read."""
+    tables: tuple[str, ...] = ()
+    """Lines for the user about parameters that are looked up: which form their gradient has, and why."""
     part: ProgramKind = ProgramKind.STEP
     scale: LossScale | None = None
     """By what the loss is multiplied, and gradients are divided; None: by nothing."""

@@ -34,6 +34,7 @@ FAMILIES = "partc.compiler.ops.families"
 LocalForm = Callable[["Local"], None]
 GradientRule = Callable[..., "str | Sequence[str | None] | None"]
 BodyRule = Callable[..., "Sequence[tuple[str, str]]"]
+RowRule = Callable[..., "tuple[str, str]"]
 Precision: TypeAlias = Literal["low", "high", "widest", "follow"]
 """The type in which an op computes where a plan asks for 16 bits: that one, float32, its widest operand's, its first operand's."""
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -52,7 +53,8 @@ class Entry:
 
     `sharding`: the rule of one node, where `factors` alone do not say it. `local`: the node of one rank, for rules that name none.
     `gradient`: takes the cotangents of the outputs, or of the first `gradient_outputs`, and the inputs; `body_gradient` that of an op
-    with bodies.
+    with bodies. `looks_up`: whether a node reads rows of its first input along its first dim, and nothing else of it;
+    `row_gradient`: the gradient of that input as the ids of rows and what is added to these.
     """
 
     domain: str
@@ -72,6 +74,8 @@ class Entry:
     gradient: GradientRule | None = None
     gradient_outputs: int = 0
     body_gradient: BodyRule | None = None
+    looks_up: Callable[[ir.Node], bool] | None = None
+    row_gradient: RowRule | None = None
 
     @property
     def name(self) -> str:
@@ -157,6 +161,14 @@ class Declared:
     def body_gradient(self, rule: Function) -> Function:
         """The gradient of an op with bodies; see `autodiff.engine.Bodies`."""
         return self._given("body_gradient", rule)
+
+    def looks_up(self, is_lookup: Function) -> Function:
+        """Whether a node reads its first input by rows alone."""
+        return self._given("looks_up", is_lookup)
+
+    def row_gradient(self, rule: Function) -> Function:
+        """The gradient of the first input of a node that looks it up: takes the cotangent and the inputs, gives ids and rows."""
+        return self._given("row_gradient", rule)
 
     def shapes(self, infer: Function) -> Function:
         """The inference of types and shapes, for ops that `onnx_shape_inference` does not know."""
@@ -249,6 +261,14 @@ def is_differentiable(node: ir.Node) -> bool:
     """Whether a gradient flows back through a node."""
     entry = entry_of(node)
     return entry is not None and entry.differentiable
+
+
+def looks_up_rows(node: ir.Node) -> bool:
+    """Whether a node reads rows of its first input, by ids, and its gradient can be given as ids and rows."""
+    entry = entry_of(node)
+    if entry is None or entry.looks_up is None or entry.row_gradient is None:
+        return False
+    return entry.looks_up(node)
 
 
 def stops_gradient(node: ir.Node) -> bool:

@@ -24,6 +24,7 @@ from typing import NoReturn
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import NoGradient
+from partc.compiler.autodiff.engine import RowGradient
 from partc.compiler.autodiff.reach import trained_values
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
@@ -39,8 +40,10 @@ from partc.compiler.sharding.operands import input_layout_of, output_layout_of, 
 from partc.compiler.tasks.cotangent_names import CotangentNames, first_free
 from partc.compiler.tasks.duals import Passing, dual_of_input, takes_extreme, typed, wanted_layout
 from partc.compiler.tasks.local_view import LocalView
-from partc.compiler.tasks.node_gradients import NodeGradients
+from partc.compiler.tasks.node_gradients import NodeGradients, row_keys
 from partc.compiler.tasks.reduce_gradients import GradientReduction
+from partc.compiler.tasks.row_gradients import RowTerm, named_rows
+from partc.compiler.tasks.tables import find_tables
 from partc.compiler.training.loss_scale import STATE, seed_nodes
 from partc.compiler.training.loss_scale import number as scalar
 
@@ -53,10 +56,13 @@ def differentiate(program: Program) -> Program:
     local = program.local.begin(TaskKind.BACKWARD)
     cotangents = _cotangents(program, local.comm.values)
     sums = GradientReduction(program, cotangents, local.comm, program.training)
-    Backward(program, cotangents, local, sums).run()
+    backward = Backward(program, cotangents, local, sums)
+    backward.run()
     sums.flush()
     named = {
-        ShardedValue(cotangents[one.parameter], one.home.group, one.share.layout): one.name for one in sums.gradients
+        ShardedValue(cotangents[one.parameter], one.home.group, one.share.layout): one.name
+        for one in sums.gradients
+        if not one.ids
     }
     found = replace(
         local,
@@ -64,7 +70,8 @@ def differentiate(program: Program) -> Program:
         accumulated=tuple(sums.accumulated),
         totals={**sums.totals, **named},
     )
-    return replace(program, local=found)
+    training = replace(program.training, tables=tuple(map(str, backward.tables)))
+    return replace(program, local=found, training=training)
 
 
 def _cotangents(program: Program, values: ValueTable) -> dict[ir.Value, ir.Value]:
@@ -89,6 +96,9 @@ class Backward:
         assert program.training is not None
         self.needed = trained_values(program.reads, program.training)
         self.node_gradients = NodeGradients(program, local.comm)
+        self.tables = find_tables(program, local, self.needed)
+        self.row_terms: dict[ir.Value, list[RowTerm]] = {one.parameter: [] for one in self.tables if one.by_rows}
+        """By table whose gradient is a list of rows what its look-ups give."""
         self.contributions: dict[ShardedValue, dict[ShardedValue, list[str]]] = {}
         """Cotangent contributions of each version that is read, keyed by their layout, not yet added."""
         self.routes: dict[ShardedValue, list[ShardedValue]] = {}
@@ -186,9 +196,10 @@ class Backward:
         read = {k: input_layout_of(self.program, instance, k) for k, flow in enumerate(flows) if flow}
         names = {k: operand_name(self.comm, instance, k) for k in read}
         wanted = {*names.values(), *(self.names[version] for version in around.values())}
+        tables = {names[k] for k, version in read.items() if version.value in self.row_terms}
         try:
             found = [
-                (form, ranks, self.node_gradients.find(instance, form, dys, wanted))
+                (form, ranks, self.node_gradients.find(instance, form, dys, wanted, tables))
                 for form, ranks in self.forms[instance]
             ]
         except NoGradient as error:
@@ -200,9 +211,15 @@ class Backward:
         for version in around.values():
             given.setdefault(self.names[version], (version, version.layout))
         spellings = {name: self.cotangent_names.spellings(instance, *one) for name, one in given.items()}
+        for name in tables:
+            rows, keys = [named_rows(spelling) for spelling in spellings.pop(name)], row_keys(name)
+            spellings |= {keys.ids: [one.ids for one in rows], keys.rows: [one.rows for one in rows]}
         made = self.node_gradients.write(instance, found, spellings)
         for name, (version, layout) in given.items():
-            if name in made:
+            if name in tables:
+                keys, term = row_keys(name), ShardedValue(version.value, version.group, normal(layout))
+                self.row_terms[version.value].append(RowTerm(term, RowGradient(made[keys.ids], made[keys.rows])))
+            elif name in made:
                 self._give(version, layout, made[name])
 
     def _incoming(self, instance: NodeOnGroup) -> tuple[dict[str, str], Passing | None]:
@@ -254,7 +271,9 @@ class Backward:
         """Reduces the gradient of a parameter, once all of its readers have contributed."""
         defs = self.versions.defs[parameter]
         given = self._merged([need for home in defs for need in self.routes.get(home, ())])
-        if given:
+        if terms := self.row_terms.get(parameter):
+            self.sums.table(parameter, terms, defs)
+        elif given:
             self.sums.parameter(parameter, given, defs)
 
     def _refuse(self, node: ir.Node, why: str, remedy: str = "") -> NoReturn:

@@ -21,12 +21,17 @@ from partc.compiler.tasks.local_form import LocalForm
 
 @dataclass(frozen=True)
 class Gradient:
-    """A parameter's gradient where a version of the parameter lies: its name there, and what each rank updates of that version."""
+    """A parameter's gradient where a version of the parameter lies: its name there, and what each rank updates of that version.
+
+    With `ids` it is a list of rows, of which these say where each belongs; `distinct`: none of them stands there twice.
+    """
 
     parameter: ir.Value
     home: ShardedValue
     name: str
     share: ShardedValue
+    ids: str = ""
+    distinct: bool = False
 
 
 @dataclass(frozen=True)

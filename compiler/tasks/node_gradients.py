@@ -8,13 +8,13 @@ What is made on the way begins with the name of the node's output (`%h.grad.Tran
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import onnx_ir as ir
 from partc.compiler.autodiff.engine import Backward as Found
-from partc.compiler.autodiff.engine import differentiate_nodes
+from partc.compiler.autodiff.engine import RowGradient, differentiate_nodes
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.graph import bodies, captured
@@ -64,8 +64,18 @@ class NodeGradients:
         self.changing = {*program.training.parameters, *program.training.statistics}
         self.unlisted = self.builders.unlisted()
 
-    def find(self, instance: NodeOnGroup, form: LocalForm, dys: Mapping[str, str], wanted: set[str]) -> Found:
-        """The gradient of a node's local form: of the cotangents `dys` of its outputs those of the `wanted` operands."""
+    def find(
+        self,
+        instance: NodeOnGroup,
+        form: LocalForm,
+        dys: Mapping[str, str],
+        wanted: set[str],
+        by_rows: Collection[str] = (),
+    ) -> Found:
+        """The gradient of a node's local form: of the cotangents `dys` of its outputs those of the `wanted` operands.
+
+        Those of the tables `by_rows` are given as rows.
+        """
         node, values = instance.node, [*self._operands(instance), *self._made(instance, form)]
         around = {old: new for op in form.ops for old, new in op.captured.items()}
         forward = [op.node for op in form.ops]
@@ -75,7 +85,7 @@ class NodeGradients:
             whole = [renamed(node, names, made)]
             found = differentiate_nodes(whole, dys, sorted(wanted), values=values, scope=self._scope())
             return replace(found, forward=forward)
-        differentiated = partial(differentiate_nodes, forward, dys, sorted(wanted), around=around)
+        differentiated = partial(differentiate_nodes, forward, dys, sorted(wanted), around=around, by_rows=by_rows)
         if form.ends:
             # Shapes follow from constants, so those of a rank are shown; gradients must not.
             constants = [{**form.fixed, **end} for end in form.ends]
@@ -128,7 +138,7 @@ class NodeGradients:
         named = self._named(instance, found, spellings)
         for (form, ranks, one), names in zip(found, named, strict=True):
             self._write(instance.node, form, ranks, one, names)
-            made |= {name: names.of(dx) for name, dx in one.gradients.items()}
+            made |= {name: names.of(dx) for name, dx in _given(one).items()}
         return made
 
     def _write(self, node: ir.Node, form: LocalForm, ranks: Group, found: Found, names: _Names) -> None:
@@ -165,7 +175,7 @@ class NodeGradients:
         new = {name: self.builders.derived(f"{name}.primal") for name in sorted(early & self.unlisted)}
         cotangents: list[dict[str, str]] = [{} for _ in found]
         for operand, names in spellings.items():
-            own = [(one.gradients.get(operand, ""), some) for (_, _, one), some in zip(found, cotangents, strict=True)]
+            own = [(_given(one).get(operand, ""), some) for (_, _, one), some in zip(found, cotangents, strict=True)]
             nameless = [(dx, some) for dx, some in own if dx in outputs and dx not in some]
             if nameless:
                 name = first_free(self.builders, everywhere, names)
@@ -185,6 +195,20 @@ class NodeGradients:
                     other = f"{other}@{'-'.join(map(str, instance.group))}"
                 found[name] = self.builders.free(ranks, other)
         return found
+
+
+def row_keys(operand: str) -> RowGradient:
+    """What stands for the ids and the rows of a table's gradient, among names of operands."""
+    return RowGradient(f"{operand} ids", f"{operand} rows")
+
+
+def _given(found: Found) -> dict[str, str]:
+    """By operand the name of its cotangent; of a gradient by rows there are two, by its `row_keys`."""
+    given = dict(found.gradients)
+    for operand, one in found.by_rows.items():
+        keys = row_keys(operand)
+        given |= {keys.ids: one.ids, keys.rows: one.rows}
+    return given
 
 
 def _made_whole(program: Program, instance: NodeOnGroup, value: ir.Value) -> bool:

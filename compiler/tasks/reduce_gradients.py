@@ -25,6 +25,7 @@ from partc.compiler.lower.comm import CommLowering
 from partc.compiler.tasks.buckets import Buckets, Fused, can_join
 from partc.compiler.tasks.cotangent_names import brought_spellings, first_free, sum_spellings
 from partc.compiler.tasks.local_view import AccumulatedGradient, Gradient
+from partc.compiler.tasks.row_gradients import RowReduction, RowTerm
 from partc.compiler.tasks.zero import shared_out
 
 
@@ -96,6 +97,10 @@ class GradientReduction:
                 )
                 return
         self._ready(value, self._total(self.update, given, target, wanted), target, defs)
+
+    def table(self, value: ir.Value, terms: Sequence[RowTerm], defs: Sequence[ShardedValue]) -> None:
+        """Brings the rows of a table's gradient to all of its definitions."""
+        self.gradients += RowReduction(self.comm, self.update).reduce(value, terms, self._own_homes(defs))
 
     def _added(self, value: ir.Value, version: ShardedValue, names: Sequence[str], at: int) -> str:
         """Adds a gradient to the sum of those of the batch's earlier parts, before it is reduced over ranks; the sum's name."""

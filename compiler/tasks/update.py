@@ -9,7 +9,7 @@ Each version of a parameter is updated where it lies, from the same gradient, so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias, cast
 
@@ -25,6 +25,7 @@ from partc.compiler.sharding.operands import replicated_on
 from partc.compiler.tasks.buckets import Buckets, Fused, can_join
 from partc.compiler.tasks.duals import typed
 from partc.compiler.tasks.local_view import AccumulatedGradient, Gradient, LocalView
+from partc.compiler.tasks.update_rows import RowUpdates
 from partc.compiler.training.loss_scale import STATE, STEPS, next_nodes, number
 from partc.compiler.training.optimizers import clip_scale, update_nodes
 
@@ -56,6 +57,7 @@ class Updates:
         self.gathers = Buckets(local.comm, self.training.bucket_bytes, "update")
         names = ("gradients.squares", "gradients.square_norm", "gradients.scale")
         self.squares, self.total, self.scale = (self.builders.derived(name) for name in names)
+        self.rows = RowUpdates(self.training, self.builders, self._append)
         self._squares: dict[ir.Value, ShardedValue] = {}
         """Per parameter the sums of squares that LAMB has where it is first updated."""
 
@@ -63,6 +65,7 @@ class Updates:
         """Writes all updates, in the order in which the `gradients` are ready."""
         clipped = (self.training.clip_norm is not None or self.training.guarded) and bool(gradients)
         if clipped:
+            gradients = [self.rows.merged(one) if one.ids else one for one in gradients]
             self._clip(gradients)
         elif self.training.scale is not None and gradients:
             self._divide_by_scale()
@@ -88,7 +91,7 @@ class Updates:
             self._keep(one.version, one.name, "", one.name, "gradient", parameter)
 
     def _update(self, one: Gradient, clipped: bool) -> None:
-        optimizer, learned = self.training.optimizer_of(one.parameter), self.training.parameters[one.parameter]
+        optimizer = self.training.optimizer_of(one.parameter)
         name, group, tensor = self.names[one.home], one.home.group, _tensor(one.parameter)
         shared = one.share != one.home
         shape = ir.Shape(self.values.local_shape(one.share) or ())
@@ -104,15 +107,48 @@ class Updates:
         scalars = {scalar: ir.Value(name=name) for scalar, name in fed.items()}
         if clipped:
             scalars["scale"] = ir.Value(name=self.scale)
+        if one.ids:
+            self.rows.update(one, value(shard), slots, scalars, made)
+        else:
+            self._write_update(one, value(shard), slots, scalars, made)
+        for builder in self.builders.of(group):
+            builder.scalars |= dict.fromkeys(fed.values())
+        self._types(group, [*slots, *made])
+        if shared:
+            self._gather(one, name, str(made[0].name))
+        self._keep(one.home, name, self.builders.derived(f"{name}.next"), tensor, "parameter")
+        for slot, state, following in zip(optimizer.slots, slots, made[1:], strict=True):
+            self._keep(
+                one.share,
+                str(state.name),
+                str(following.name),
+                self.builders.derived(f"{tensor}.{slot}"),
+                "optimizer",
+                tensor,
+                optimizer.initial(slot),
+            )
+
+    def _write_update(
+        self,
+        one: Gradient,
+        shard: ir.Value,
+        slots: Sequence[ir.Value],
+        scalars: Mapping[str, ir.Value],
+        made: Sequence[ir.Value],
+    ) -> None:
+        """Writes the update of a parameter by a dense gradient: one node, or those of LAMB with their sums over ranks."""
+        optimizer, learned = self.training.optimizer_of(one.parameter), self.training.parameters[one.parameter]
+        name, group, tensor = self.names[one.home], one.home.group, _tensor(one.parameter)
         cut = tuple(axis for axes in one.share.layout.cuts for axis in axes)
         first = self._squares.get(one.parameter)
         reduced = None
         if first is not None or (cut and not optimizer.is_elementwise):
-            reduced = ir.Value(name=self.builders.derived(f"{name}.squares.whole"), type=kind, shape=ir.Shape([2]))
+            whole = self.builders.derived(f"{name}.squares.whole")
+            reduced = ir.Value(name=whole, type=shard.type, shape=ir.Shape([2]))
         update = update_nodes(
             optimizer,
-            value(shard),
-            value(one.name),
+            shard,
+            ir.Value(name=one.name, type=shard.type, shape=shard.shape),
             slots,
             scalars,
             made,
@@ -132,22 +168,6 @@ class Updates:
             self._append(group, update.before)
             self._sum_up(one, update.squares, reduced, cut)
         self._append(group, update.after)
-        for builder in self.builders.of(group):
-            builder.scalars |= dict.fromkeys(fed.values())
-        self._types(group, [*slots, *made])
-        if shared:
-            self._gather(one, name, str(made[0].name))
-        self._keep(one.home, name, self.builders.derived(f"{name}.next"), tensor, "parameter")
-        for slot, state, following in zip(optimizer.slots, slots, made[1:], strict=True):
-            self._keep(
-                one.share,
-                str(state.name),
-                str(following.name),
-                self.builders.derived(f"{tensor}.{slot}"),
-                "optimizer",
-                tensor,
-                optimizer.initial(slot),
-            )
 
     def _sum_up(self, one: Gradient, terms: ir.Value | None, reduced: ir.Value | None, cut: tuple[int, ...]) -> None:
         """Adds LAMB's sums of squares over the shards of a parameter."""

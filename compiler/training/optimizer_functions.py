@@ -12,6 +12,11 @@ Suffixes, in this order, name what else a function does, so that nobody pays a p
     Decayed   `weight_decay` is at work
     Double    parameter, gradient and slots are float64; attributes and scalars are float32 all the same
 
+Before them `Rows` says that the gradient comes as ids and rows, and that only these rows of the parameter and the slots are updated, each
+id once (`MergeRows`; `SgdRows` adds, and takes an id several times):
+
+    parameter_next, momentum_next = partc.optimizer.MomentumRows(parameter, momentum, ids, rows, lr) {momentum, lr_multiplier}
+
 The formulas are rows of `plan/training/optimizer_table.py`, which says how a body is written; what is no element-wise update is here.
 """
 
@@ -27,6 +32,7 @@ import onnx.parser
 from partc.compiler.plan.training.optimizer_kind import Form, OptimizerKind
 from partc.compiler.plan.training.optimizer_table import CORRECTED, MEAN, OPTIMIZERS, RATE, SQUARE
 from partc.runtime.artifact.format import OPTIMIZER
+from partc.runtime.artifact.row_function import IDS, MERGE, ROWS, merge_function
 
 DOMAIN = OPTIMIZER
 DOMAIN_VERSION = 1
@@ -39,13 +45,18 @@ _LITERALS = {"0": ("zero", "0.0"), "1": ("one", "1.0"), "small": ("tiny", "1e-6"
 
 @dataclass(frozen=True)
 class Family:
-    """A function in all its variants; `coupled`: weight decay is added to the gradient, and the body need not speak of it."""
+    """A function in all its variants; `coupled`: weight decay is added to the gradient, and the body need not speak of it.
+
+    `tables`: the inputs of which rows are updated, where the gradient comes as rows; `looked_up`: the body is that of these rows.
+    """
 
     doc: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     body: str
     coupled: bool = False
+    tables: tuple[str, ...] = ()
+    looked_up: bool = False
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -128,8 +139,16 @@ def _of(kind: OptimizerKind, form: Form) -> Family:
     return Family(kind.doc, inputs, _next("parameter", *form.slots), form.body, kind.coupled)
 
 
+def _of_rows(kind: OptimizerKind, form: Form) -> Family:
+    """The same over ids and rows."""
+    tables = ("parameter", *form.slots)
+    inputs = (*tables, IDS, ROWS, *kind.scalars)
+    return Family(kind.doc, inputs, _next(*tables), kind.rows or form.body, kind.coupled, tables, not kind.rows)
+
+
 _WHOLE = {form.function: _of(kind, form) for kind in OPTIMIZERS.values() for form in kind.forms if form.body}
-FAMILIES = {**_WHOLE, **_PARTS}
+_BY_ROWS = {f"{form.function}Rows": _of_rows(kind, form) for kind in OPTIMIZERS.values() for form in kind.forms if form.body}
+FAMILIES = {**_WHOLE, **_BY_ROWS, **_PARTS}
 """By name: the function of each optimizer, the parts of LAMB, and the clipping of gradients by their norm."""
 
 
@@ -145,6 +164,8 @@ def variant(
 @functools.cache
 def function(op_type: str, opset: int = OPSET) -> onnx.FunctionProto:
     """The function of this name, in ops of an opset from 18 on: that of the model, which onnx wants to be one. Raises KeyError."""
+    if op_type == MERGE:
+        return merge_function(opset)
     family, asked = op_type, set[str]()
     for suffix in reversed(_VARIANTS):
         if family not in FAMILIES and family.endswith(suffix):
@@ -188,7 +209,8 @@ class _Writer:
                 if name in inputs:
                     self.add(f"{name}_double = Cast <to: int = {onnx.TensorProto.DOUBLE}> ({name})")
                     self.renamed[name] = f"{name}_double"
-        self.renamed["g"] = "gradient"
+        self.renamed["g"] = ROWS if self.row.tables else "gradient"
+        self.look_up()
         folds = scaled and not clipped and not (decayed and self.row.coupled)
         if scaled and not (folds and "~" in self.row.body):
             self.gradient("scaled = Mul (g, scale)")
@@ -208,12 +230,28 @@ class _Writer:
                 self.add(line)
             elif (line[0] == "+") == decayed:
                 self.add(line[2:])
+        self.put_back()
         heading = f'<domain: "{DOMAIN}", opset_import: ["" : {self.opset}]>\n{self.name} <{", ".join(self.attributes)}>'
         body = "\n".join(self.lines)
         text = f"{heading} ({', '.join(inputs)}) => ({', '.join(self.row.outputs)}) {{\n{body}\n}}"
         made = onnx.parser.parse_function(text if self.attributes else text.replace(" <>", "", 1))
         made.doc_string = self.row.doc
         return made
+
+    def look_up(self) -> None:
+        """Lets the body speak of the rows that are updated."""
+        if self.row.tables:
+            self.add("along = Constant <value_ints: ints = [1]> ()")
+            self.add(f"places = Unsqueeze ({IDS}, along)")
+        for name in self.row.tables if self.row.looked_up else ():
+            self.add(f"{name}_rows = Gather ({name}, {IDS})")
+        for name in self.row.tables if self.row.looked_up else ():
+            self.renamed |= {name: f"{name}_rows", name + _NEXT: f"{name}_rows{_NEXT}"}
+
+    def put_back(self) -> None:
+        """Writes the rows that the body has made to where they lie."""
+        for name in self.row.tables if self.row.looked_up else ():
+            self.lines.append(f"{name}{_NEXT} = ScatterND ({name}, places, {name}_rows{_NEXT})")
 
     def gradient(self, line: str) -> None:
         """A line that makes another gradient out of `g`."""
@@ -223,6 +261,7 @@ class _Writer:
     def add(self, line: str) -> None:
         target, _, value = line.partition(" = ")
         value = re.sub(r"\b\w+\b", lambda word: self.renamed.get(word[0], word[0]), self.constants(value))
+        target = self.renamed.get(target, target) if target.endswith(_NEXT) else target
         self.lines.append(f"{target} = {value}")
 
     def constants(self, text: str) -> str:

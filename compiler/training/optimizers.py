@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.training.optimizer import Optimizer
+from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
 from partc.compiler.training.optimizer_functions import DOMAIN, function, variant
+from partc.runtime.artifact.row_function import IDS, MERGE, ROWS, adds_up
 
 
 @dataclass(frozen=True)
@@ -55,24 +57,9 @@ def update_nodes(
     if None; `clip_value` 0 clips nothing. `reduced` stands for LAMB's sums of squares where the parameter is cut. The functions
     that the nodes call are `functions(node.op_type for ...)`. Raises CompileError for a parameter that is not float32 or float64.
     """
-    if parameter.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
-        kind = "unknown" if parameter.dtype is None else parameter.dtype.name.lower()
-        raise CompileError(
-            Problem(
-                f"parameter '{parameter.name}'",
-                f"its type is {kind}, which no optimizer updates",
-                "parameters are trained in float32 or float64",
-                "freeze it, or give the model float32 weights",
-            )
-        )
+    _check_type(parameter)
     decay = optimizer.weight_decay if weight_decay is None else weight_decay
-    numbers = {
-        **_attributes(optimizer),
-        "weight_decay": decay,
-        "lr_multiplier": lr_multiplier,
-        "rate": optimizer.lr * lr_multiplier,
-        "clip_value": clip_value,
-    }
+    numbers = _numbers(optimizer, decay, lr_multiplier, clip_value)
     call = _Call(parameter, numbers, scalars)
     inputs = {"parameter": parameter, "gradient": gradient, **dict(zip(optimizer.slots, slots, strict=True))}
     if optimizer.is_elementwise:
@@ -92,6 +79,63 @@ def update_nodes(
     return Update(before, after, squares)
 
 
+def row_update_node(
+    optimizer: Optimizer,
+    parameter: ir.Value,
+    ids: ir.Value,
+    rows: ir.Value,
+    slots: Sequence[ir.Value],
+    scalars: Mapping[str, ir.Value],
+    outputs: Sequence[ir.Value],
+    *,
+    weight_decay: float | None = None,
+    lr_multiplier: float = 1.0,
+    clip_value: float = 0.0,
+) -> ir.Node:
+    """The node that updates the rows `ids` of a parameter and its slots by the gradient `rows`; as `update_nodes` otherwise."""
+    _check_type(parameter)
+    decay = optimizer.weight_decay if weight_decay is None else weight_decay
+    call = _Call(parameter, _numbers(optimizer, decay, lr_multiplier, clip_value), scalars)
+    tables = {"parameter": parameter, **dict(zip(optimizer.slots, slots, strict=True))}
+    return call.node(f"{optimizer.form.function}Rows", {**tables, IDS: ids, ROWS: rows}, outputs, "update")
+
+
+def takes_rows_again(node: ir.Node) -> bool:
+    """Whether a node over rows takes an id that stands there several times as it does the sum of its rows."""
+    return adds_up(function(node.op_type))
+
+
+def merge_node(ids: ir.Value, rows: ir.Value, outputs: Sequence[ir.Value]) -> ir.Node:
+    """The node that gives each of the ids once, with the sum of its rows."""
+    return ir.Node(DOMAIN, MERGE, [ids, rows], outputs=outputs, name=f"{outputs[1].name}")
+
+
+def whole_table(optimizer: Optimizer, weight_decay: float | None) -> str:
+    """Why an update changes rows without a gradient, too, so that a gradient by rows is none for it; empty where it does not."""
+    kind, decay = OPTIMIZERS[optimizer.type], optimizer.weight_decay if weight_decay is None else weight_decay
+    if not kind.rows:
+        return f"{optimizer.type} changes all rows in every step"
+    return f"the weight decay of {optimizer.type} changes all rows in every step" if decay else ""
+
+
+def _check_type(parameter: ir.Value) -> None:
+    if parameter.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
+        kind = "unknown" if parameter.dtype is None else parameter.dtype.name.lower()
+        raise CompileError(
+            Problem(
+                f"parameter '{parameter.name}'",
+                f"its type is {kind}, which no optimizer updates",
+                "parameters are trained in float32 or float64",
+                "freeze it, or give the model float32 weights",
+            )
+        )
+
+
+def _numbers(optimizer: Optimizer, weight_decay: float, lr_multiplier: float, clip_value: float) -> dict[str, float]:
+    own = {"weight_decay": weight_decay, "lr_multiplier": lr_multiplier, "clip_value": clip_value}
+    return {**_attributes(optimizer), **own, "rate": optimizer.lr * lr_multiplier}
+
+
 def _attributes(optimizer: Optimizer) -> dict[str, float]:
     rest = {f"one_minus_{name}": 1 - value for name, value in optimizer.hyper.items()}
     negated = {f"minus_{name}": -value for name, value in optimizer.hyper.items()}
@@ -107,7 +151,7 @@ class _Call:
     scalars: Mapping[str, ir.Value]
 
     def node(self, family: str, inputs: Mapping[str, ir.Value], outputs: Sequence[ir.Value], part: str) -> ir.Node:
-        reads_gradient = "gradient" in inputs
+        reads_gradient = "gradient" in inputs or ROWS in inputs
         called = function(
             variant(
                 family,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from onnx import FunctionProto
+    from onnx import FunctionProto, NodeProto
 
 ELEMENTWISE = frozenset(("Add", "Cast", "Clip", "Div", "Max", "Min", "Mul", "Neg", "Pow", "Sqrt", "Sub"))
 NEXT = "_next"
@@ -28,7 +28,8 @@ def is_elementwise(function: FunctionProto) -> bool:
 def is_in_place(function: FunctionProto) -> bool:
     """Whether each output `x_next` may be written where the input `x` lies.
 
-    It may if an element-wise node makes it and every other reader of `x` runs before that node in any order, because it leads to it.
+    It may if an element-wise node makes it, or one that writes rows into `x`, and every other reader of `x` runs before that node in
+    any order, because it leads to it.
     """
     makers = {output: node for node in function.node for output in node.output}
     for output in function.output:
@@ -46,6 +47,13 @@ def is_in_place(function: FunctionProto) -> bool:
                 reached += makers[name].input if name in makers else ()
         old = output.removesuffix(NEXT)
         readers = [node for node in function.node if old in node.input and node is not maker]
-        if maker.op_type not in ELEMENTWISE or any(before.isdisjoint(node.output) for node in readers):
+        if not (maker.op_type in ELEMENTWISE or _writes_into(maker, old)) or any(
+            before.isdisjoint(node.output) for node in readers
+        ):
             return False
     return True
+
+
+def _writes_into(node: NodeProto, tensor: str) -> bool:
+    """Whether a node gives a tensor with some elements replaced, and where both are one memory touches no others."""
+    return node.op_type == "ScatterND" and list(node.input[:1]) == [tensor] and tensor not in node.input[1:]

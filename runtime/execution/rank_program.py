@@ -36,7 +36,8 @@ from ..program.value_table import (
     types_from_manifest,
     value_table,
 )
-from ..updates.fusion import plan_updates
+from ..updates.fusion import FusedUpdate, RowUpdate, plan_updates
+from ..updates.row_updater import RowUpdater
 from ..updates.updater import Updater
 from .state import State, check_same, make_state
 from .symbol_bindings import Binder, Bindings
@@ -56,7 +57,7 @@ class RankProgram:
     """By tag the shape of a message that travels bare, or of a collective's input; a message without one has a header."""
     binder: Binder
     state: State
-    updates: dict[int, list[Updater]]
+    updates: dict[int, list[Updater | RowUpdater]]
     guard: str
     """The output that must be finite for a step to replace what is kept; empty where there is none."""
     replaced: list[tuple[str, str]]
@@ -156,14 +157,14 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     weights = _loose_weights(file, artifact.folder)
     types |= {name: type for name, (type, _) in weights.items()}
     check_types(file, types)
-    updates: dict[int, list[Updater]] = {}
+    updates: dict[int, list[Updater | RowUpdater]] = {}
     if state is None:
         plan = plan_updates(file, shapes, types, buffers)
         buffers += plan.gradients
         begun = file.model if file.manifest.is_main else artifact.beside().model(rank)
         state = make_state(file.state, rank, plan.kept, begun, artifact.folder)
         updates = {
-            index: [Updater(group, settings, types[group.operands[0][0]]) for group in groups]
+            index: [_updater(group, settings, types, state) for group in groups]
             for index, groups in plan.groups.items()
         }
     else:
@@ -187,6 +188,15 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     )
     program.in_place()
     return program
+
+
+def _updater(
+    group: FusedUpdate | RowUpdate, settings: Settings, types: Mapping[str, str], state: State
+) -> Updater | RowUpdater:
+    if isinstance(group, FusedUpdate):
+        return Updater(group, settings, types[group.operands[0][0]])
+    ranks = {name: len(one.shape) for name, one in state.tensors.items()}
+    return RowUpdater(group, settings, types[group.node.input[0]], ranks)
 
 
 def _refuse_unsound(file: RankFile, folder: Path) -> None:

@@ -194,8 +194,7 @@ class StepPlan:
                 bind_tensor(binding.bind_input, formal, self._tensor(name))
 
         for updater in self.program.updates[index]:
-            run = updater.session.run_with_iobinding
-            calls += [partial(run, binding) for binding in updater.bind(self._tensor, shared)]
+            calls += updater.calls(self._tensor, shared, self.values.is_loose)
 
         def update() -> None:
             for call in calls:

@@ -22,6 +22,7 @@ from ..artifact.onnx_graph import is_recomputed, moved_statistics, op_and_path, 
 from ..artifact.onnx_graph import path_of as path_of
 from ..artifact.optimizer_function import is_elementwise
 from ..artifact.rank_constants import is_rank_constant, names_of
+from ..artifact.row_function import is_rowwise
 from ..artifact.tasks import Body, bodies_of, calls_of
 from ..artifact.tasks import Call as TaskCall
 from ..errors import ArtifactError
@@ -108,7 +109,8 @@ def segmented(model: ModelProto, where: str, groups: Mapping[str, tuple[int, ...
     calls = calls_of(nodes, bodies_of(model), where)
     inputs, outputs = [value.name for value in graph.input], [value.name for value in graph.output]
     part = _Part(nodes, inputs, outputs, initializers, where, groups or {})
-    updating = {function.name for function in model.functions if function.domain != TASKS and is_elementwise(function)}
+    functions = [function for function in model.functions if function.domain != TASKS]
+    updating = {function.name for function in functions if is_elementwise(function) or is_rowwise(function)}
     cutter = part.cut(updating, calls)
     bodies: dict[str, list[Step]] = {}
     for name, body in {call.node.op_type: call.body for call in calls.values()}.items():

@@ -64,6 +64,10 @@ class ValueTable:
         """Whether two values in slots have one type and shape."""
         return self.types[one] == self.types[two] and self.shapes[one] == self.shapes[two]
 
+    def is_loose(self, name: str) -> bool:
+        """Whether a value has another place and shape in each step."""
+        return self.storage[name] is Storage.TENSOR
+
     @property
     def slots(self) -> set[str]:
         """The values with a slot of their own in the arena."""

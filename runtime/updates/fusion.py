@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ..artifact import format as fmt
 from ..artifact.lr_schedule import SCALARS
+from ..artifact.row_function import is_rowwise
 from ..program.flat_buffers import FlatBuffer, fixed_shape
 from ..program.rank_file import RankFile
 from ..program.steps import Update
@@ -43,11 +44,19 @@ class FusedUpdate:
     elements: int
 
 
+@dataclass(frozen=True)
+class RowUpdate:
+    """A node that updates the looked-up rows of a table and its slots; it runs by itself, on memory of their own."""
+
+    node: NodeProto
+    function: FunctionProto
+
+
 @dataclass
 class UpdatePlan:
     """All groups by the place of their step, the memory of gradients and of the tensors that are kept."""
 
-    groups: dict[int, list[FusedUpdate]] = field(default_factory=dict)
+    groups: dict[int, list[FusedUpdate | RowUpdate]] = field(default_factory=dict)
     gradients: list[FlatBuffer] = field(default_factory=list)
     kept: list[FlatBuffer] = field(default_factory=list)
 
@@ -88,9 +97,11 @@ def plan_groups(
     for index, step in enumerate(steps):
         if not isinstance(step, Update):
             continue
-        found = [_Member(node, functions[node.op_type], types, kept) for node in step.nodes]
+        nodes = [(node, functions[node.op_type]) for node in step.nodes]
+        by_rows = [RowUpdate(node, function) for node, function in nodes if is_rowwise(function)]
+        found = [_Member(node, function, types, kept) for node, function in nodes if not is_rowwise(function)]
         runs = list(_runs(found, buffered))
-        plan.groups[index] = [_group(run, shapes) for run in runs]
+        plan.groups[index] = [*(_group(run, shapes) for run in runs), *by_rows]
         for run in runs:
             for operand in _columns(run):
                 if operand[0] in kept and not laid.intersection(operand):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from onnx import FunctionProto, TensorProto, helper
+from onnx import FunctionProto, TensorProto, ValueInfoProto, helper
 
 from ..artifact.lr_schedule import SCALARS
+from ..artifact.row_function import IDS
 
 IR_VERSION = 10
 _LENGTH = "n"
@@ -29,6 +30,27 @@ def flat_model(function: FunctionProto, attributes: Mapping[str, float], element
         for name in function.input
     ]
     outputs = [helper.make_tensor_value_info(name, element, [_LENGTH]) for name in function.output]
+    return _model(function, attributes, inputs, outputs)
+
+
+def row_model(
+    function: FunctionProto, attributes: Mapping[str, float], element: int, ranks: Mapping[str, int]
+) -> bytes:
+    """The same of a function over ids and rows: its tensors have the `ranks` that are given, and any dims."""
+    kinds = {IDS: TensorProto.INT64, **dict.fromkeys(SCALARS, TensorProto.FLOAT)}
+    inputs, outputs = (
+        [helper.make_tensor_value_info(name, kinds.get(name, element), [None] * ranks.get(name, 0)) for name in names]
+        for names in (function.input, function.output)
+    )
+    return _model(function, attributes, inputs, outputs)
+
+
+def _model(
+    function: FunctionProto,
+    attributes: Mapping[str, float],
+    inputs: list[ValueInfoProto],
+    outputs: list[ValueInfoProto],
+) -> bytes:
     graph = helper.make_graph([], function.name, inputs, outputs)
     for node in function.node:
         copy = graph.node.add()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
 
 from ..artifact.dtypes import dense
 from ..artifact.optimizer_function import is_in_place
@@ -20,12 +22,27 @@ from .update_model import flat_model
 SHARD = 1 << 17
 """Elements that are updated at once."""
 
+TensorOf: TypeAlias = Callable[[str], Tensor]
+IsLoose: TypeAlias = Callable[[str], bool]
+BindShared: TypeAlias = Callable[[str, Binding, str], None]
+Call: TypeAlias = Callable[[], object]
+
 _sessions: weakref.WeakValueDictionary[tuple[bytes, int, tuple[str, ...]], Session] = weakref.WeakValueDictionary()
 """The sessions in use, which end with the last program that has them."""
 
 
+def shared_session(model: bytes, threads: int, settings: Settings) -> Session:
+    """The session of an update's model; the same model has one for all updates of the process."""
+    key = (model, threads, tuple(settings.providers))
+    session = _sessions.get(key)
+    if session is None:
+        spinning = {"session.intra_op.allow_spinning": "1" if settings.spinning else "0"}
+        session = _sessions[key] = new_session(model, threads, settings.providers, spinning)
+    return session
+
+
 class Updater:
-    """A group with its session. The same function with the same attributes has one session for all groups of the process."""
+    """A group with its session."""
 
     def __init__(self, group: FusedUpdate, settings: Settings, type: str) -> None:
         self.group = group
@@ -33,17 +50,14 @@ class Updater:
         dtype = dense(type)
         assert dtype is not None
         assert is_in_place(group.function), group.function.name
-        model = flat_model(group.function, attributes, dtype.code)
-        key = (model, settings.threads, tuple(settings.providers))
-        session = _sessions.get(key)
-        if session is None:
-            spinning = {"session.intra_op.allow_spinning": "1" if settings.spinning else "0"}
-            session = _sessions[key] = new_session(model, settings.threads, settings.providers, spinning)
-        self.session = session
+        self.session = shared_session(flat_model(group.function, attributes, dtype.code), settings.threads, settings)
 
-    def bind(self, tensor: Callable[[str], Tensor], shared: Callable[[str, Binding, str], None]) -> list[Binding]:
-        """The calls that update all members, in order. `tensor` gives a value's memory; `shared` binds a number to an input."""
-        group, found = self.group, []
+    def calls(self, tensor: TensorOf, shared: BindShared, is_loose: IsLoose) -> list[Call]:
+        """The calls that update all members, in order.
+
+        `tensor` gives a value's memory, and `is_loose` says of which it is another one in each step; `shared` binds a number to an input.
+        """
+        group, found = self.group, list[Call]()
         for begin in range(0, group.elements, SHARD):
             count = min(SHARD, group.elements - begin)
             binding = self.session.io_binding()
@@ -54,7 +68,7 @@ class Updater:
                     _bind(binding.bind_input, formal, tensor(names[0]), begin, count)
             for formal, names in zip(group.function.output, group.results, strict=True):
                 _bind(binding.bind_output, formal, tensor(names[0]), begin, count)
-            found.append(binding)
+            found.append(partial(self.session.run_with_iobinding, binding))
         return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.autodiff.builder import GradientBuilder
+from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.shapes import added_along, extents, joined, like, vector
 from partc.compiler.ops.families.concat import but_axes
 from partc.compiler.ops.families.indexing import OLDEST_OPSET, look_up, masked, rows_of, spread, summable
@@ -55,6 +55,23 @@ def _(g: GradientBuilder, dy: str, x: str, indices: str) -> str:
     """dX = zeros to which dY is added where it was taken."""
     axis = axis_of(g.node, g.rank(x), 0)
     return like(g, added_along(g, indices, dy, axis, x), x)
+
+
+@gather.looks_up
+def _(node: ir.Node) -> bool:
+    rank = rank_of(node.inputs[0])
+    return rank is not None and axis_of(node, rank, 0) == 0
+
+
+@gather.row_gradient
+def _(g: GradientBuilder, dy: str, x: str, indices: str) -> tuple[str, str]:
+    """dX has dY at the rows that were taken; a row that was taken twice stands there twice. Ids count from the first row."""
+    shape = g.static(x)
+    if shape is None:
+        raise NoGradient(f"the shape of the table {x!r} is not known")
+    flat = g.reshape(vector(g, indices), [-1])
+    ids = str(g.Where(g.Less(flat, g.constant(0)), g.Add(flat, g.constant(shape[0])), flat))
+    return ids, g.reshape(dy, [-1, *shape[1:]])
 
 
 gather_elements = op(

@@ -96,6 +96,8 @@ class OptimizerKind:
     `scalars`: what the runtime feeds each step, of `lr`, `bias1` and `bias2`. `body`: the formula; empty where an update is several
     functions (LAMB). `coupled`: weight decay is added to the gradient, and the body need not speak of it. Without `lr` among the scalars
     the rate is the attribute `rate`: no schedule moves it.
+
+    `rows`: of a formula that leaves rows with a gradient of 0 as they are, the body over ids and rows, which adds at `places`.
     """
 
     doc: str
@@ -105,6 +107,7 @@ class OptimizerKind:
     scalars: tuple[str, ...] = ("lr",)
     body: str = ""
     coupled: bool = False
+    rows: str = ""
     initial: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, Switch] = field(default_factory=dict)
 

@@ -75,6 +75,12 @@ OPTIMIZERS = {
         step ~ rate
         change = Mul (g, step)
         {APPLY}""",
+        rows=f"""{RATE}
+        step ~ rate
+        down = Neg (step)
+        change = Mul (g, down)
+        parameter_next = ScatterND <reduction: string = "add"> (parameter, places, change)
+        """,
     ),
     "momentum": OptimizerKind(
         "m' = momentum m + g; w' = w - lr m', as torch.optim.SGD with momentum, without dampening",

@@ -9,6 +9,7 @@ A node of the optimizer writes `x.next` where `x` lies. That is right if, for ea
     in flight    a collective that reads `x` has ended: a node between the two, or the update, needs its result; no message carries
                  `x`, and no Exchange, since these may be on their way until the step ends
     element      the node's function is element-wise, and reads what an output overwrites only on the way to that output
+    rows         or it writes rows at ids; these are distinct, as `MergeRows` makes them, or what it adds is linear in the rows
     own place    the output takes the place of that operand which the function makes it of
 
 What other nodes make in place of a tensor, such as running statistics, is copied when the step ends, and needs nothing of this.
@@ -25,6 +26,7 @@ from partc.runtime.artifact.format import DOMAIN, EXCHANGE, OPTIMIZER, PULL, PUS
 from partc.runtime.artifact.onnx_graph import node_title, path_of, reads
 from partc.runtime.artifact.optimizer_function import NEXT, is_elementwise, is_in_place
 from partc.runtime.artifact.rank_constants import is_rank_constant
+from partc.runtime.artifact.row_function import IDS, ROWS, adds_up, is_merge, is_rowwise, merged_by
 from partc.runtime.checker.graph.nodes import check_calls
 from partc.runtime.checker.subject import Subject
 from partc.runtime.checker.training.state import check_kept
@@ -97,6 +99,7 @@ class _Rank:
                 found += self._check_record(record, makers[0])
         for at in dict.fromkeys(in_place.values()):
             found += self._check_function(at)
+            found += self._check_rows(at)
         found += self._check_in_flight(in_place)
         return Replaced(len(in_place), len(self.records) - len(in_place)), found
 
@@ -104,7 +107,9 @@ class _Rank:
         """The function by which a node updates in place; None where it is an ordinary node, whose result is copied."""
         node = self.model.graph.node[at]
         function = self.functions.get((node.domain, node.op_type))
-        return function if node.domain == OPTIMIZER and function is not None and is_elementwise(function) else None
+        if node.domain != OPTIMIZER or function is None:
+            return None
+        return function if is_elementwise(function) or is_rowwise(function) else None
 
     def _check_record(self, record: StateRecord, at: int) -> Iterator[Violation]:
         node, function = self.model.graph.node[at], self._function(at)
@@ -146,6 +151,20 @@ class _Rank:
                 old = name.removesuffix(NEXT)
                 fact = f"{function.name} writes its output '{name}' where '{old}' lies, and reads that by a node that does not lead there"
                 yield self._violation(at, fact, "let every reader of an old value lead to the new one")
+
+    def _check_rows(self, at: int) -> Iterator[Violation]:
+        node, function = self.model.graph.node[at], self._function(at)
+        assert function is not None
+        if not is_rowwise(function) or adds_up(function) or len(node.input) != len(function.input):
+            return
+        operands = dict(zip(function.input, node.input, strict=True))
+        merges = {one.name for one in self.model.functions if is_merge(one)}
+        before = (self.model.graph.node[k] for k in self.makers.get(operands[IDS], []))
+        if not merged_by(before, operands[IDS], operands[ROWS], merges):
+            fact = (
+                f"nothing proves that each row stands once among '{operands[IDS]}', and {function.name} overwrites rows"
+            )
+            yield self._violation(at, fact, "let MergeRows make its ids and rows")
 
     def _check_in_flight(self, in_place: Mapping[str, int]) -> Iterator[Violation]:
         """What the order of nodes cannot say: updates that run as one, and communication that has begun and not ended."""

@@ -1,0 +1,65 @@
+"""The update of a table by the rows of its gradient: rows that stand several times are merged, where the update wants each once.
+
+%t.grad.merged.ids, %t.grad.merged.rows = partc.optimizer::MergeRows(%t.grad.ids, %t.grad.rows)
+%t.next = partc.optimizer::SgdRowsScaled(%t, %t.grad.merged.ids, %t.grad.merged.rows, %lr, %gradients.scale)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+from partc.compiler.ir.program import Group
+from partc.compiler.ir.training import ParameterOptions, Training
+from partc.compiler.lower.builders import ProgramBuilders
+from partc.compiler.tasks.local_view import Gradient
+from partc.compiler.training.optimizers import merge_node, row_update_node, takes_rows_again
+
+Append = Callable[[Group, Sequence[ir.Node]], None]
+_IDS = ir.TensorType(ir.DataType.INT64)
+
+
+@dataclass(frozen=True)
+class RowUpdates:
+    """Writes the updates by rows; `append` writes nodes on the ranks of a group."""
+
+    training: Training
+    builders: ProgramBuilders
+    append: Append
+
+    def merged(self, one: Gradient) -> Gradient:
+        """The gradient with each id once."""
+        base = one.name.removesuffix(".rows")
+        names = [self.builders.free(one.home.group, f"{base}.merged.{word}") for word in ("ids", "rows")]
+        ids, rows = ir.Value(name=names[0], type=_IDS), ir.Value(name=names[1], type=one.parameter.type)
+        self.append(one.home.group, [merge_node(ir.Value(name=one.ids), ir.Value(name=one.name), [ids, rows])])
+        return replace(one, name=names[1], ids=names[0], distinct=True)
+
+    def update(
+        self,
+        one: Gradient,
+        table: ir.Value,
+        slots: Sequence[ir.Value],
+        scalars: dict[str, ir.Value],
+        made: Sequence[ir.Value],
+    ) -> None:
+        """Writes the update of a table and its slots."""
+        learned: ParameterOptions = self.training.parameters[one.parameter]
+
+        def node(of: Gradient) -> ir.Node:
+            return row_update_node(
+                self.training.optimizer_of(one.parameter),
+                table,
+                ir.Value(name=of.ids),
+                ir.Value(name=of.name, type=table.type),
+                slots,
+                scalars,
+                made,
+                weight_decay=learned.weight_decay,
+                lr_multiplier=self.training.lr_multiplier(one.parameter),
+                clip_value=self.training.clip_value or 0.0,
+            )
+
+        first = node(one)
+        self.append(one.home.group, [first if one.distinct or takes_rows_again(first) else node(self.merged(one))])

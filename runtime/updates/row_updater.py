@@ -1,0 +1,68 @@
+"""Runs an update by rows: the optimizer's function on a table where it lies, at the rows that the gradient names.
+
+onnxruntime writes rows into the memory of an output, after a copy of the table where that is another one than the input's. Both are bound
+to the table's own, so a call takes time for its rows alone.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ..artifact.dtypes import dense
+from ..artifact.lr_schedule import SCALARS
+from ..artifact.optimizer_function import is_in_place
+from ..artifact.row_function import IDS, NEXT, ROWS, adds_up
+from ..artifact.tensor import Tensor
+from ..program.ort import Binding
+from ..program.sessions import Settings
+from .fusion import RowUpdate
+from .update_model import row_model
+from .updater import BindShared, Call, IsLoose, TensorOf, shared_session
+
+
+class RowUpdater:
+    """A node that updates rows of a table, with its session."""
+
+    def __init__(self, update: RowUpdate, settings: Settings, type: str, ranks: dict[str, int]) -> None:
+        self.node, self.function = update.node, update.function
+        attributes = {attribute.name: attribute.f for attribute in update.node.attribute}
+        dtype = dense(type)
+        assert dtype is not None
+        assert is_in_place(update.function), update.function.name
+        # Several threads of onnxruntime's ScatterND lose terms of an id that stands there several times.
+        threads = 1 if adds_up(update.function) else settings.threads
+        formals = dict(zip(update.function.input, update.node.input, strict=True))
+        tables = {name.removesuffix(NEXT) for name in update.function.output}
+        rank = ranks[formals[next(iter(tables))]]
+        dims = {name: ranks[formals[name]] for name in tables} | {
+            f"{name}{NEXT}": ranks[formals[name]] for name in tables
+        }
+        model = row_model(update.function, attributes, dtype.code, {**dims, IDS: 1, ROWS: rank})
+        self.session = shared_session(model, threads, settings)
+
+    def calls(self, tensor: TensorOf, shared: BindShared, is_loose: IsLoose) -> list[Call]:
+        """The call that updates the table and its slots."""
+        binding = self.session.io_binding()
+        loose: list[tuple[str, str]] = []
+        for formal, name in zip(self.function.input, self.node.input, strict=True):
+            if formal in SCALARS:
+                shared(name, binding, formal)
+            elif is_loose(name):
+                loose.append((formal, name))
+            else:
+                _bind_input(binding, formal, tensor(name))
+        for formal, name in zip(self.function.output, self.node.output, strict=True):
+            made = tensor(name)
+            binding.bind_output(formal, "cpu", 0, made.dtype.code, made.shape, made.pointer)
+        run = partial(self.session.run_with_iobinding, binding)
+
+        def call() -> None:
+            for formal, name in loose:
+                _bind_input(binding, formal, tensor(name))
+            run()
+
+        return [call if loose else run]
+
+
+def _bind_input(binding: Binding, formal: str, value: Tensor) -> None:
+    binding.bind_input(formal, "cpu", 0, value.dtype.code, value.shape, value.pointer)
