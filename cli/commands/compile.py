@@ -93,7 +93,7 @@ def command(
     console.echo(f"\n{out}: {count(ranks, 'rank')}, {moves}, in {seconds(spent)}")
     if report.program.training is not None:
         console.echo(trained_line(report))
-        for line in shared_lines(report):
+        for line in (*shared_lines(report), *table_lines(report)):
             console.echo(line)
     console.echo(f"dumps: {out / BEGIN_IR}, {out / END_IR}")
     if report.program.training is not None and plan is not None:
@@ -169,6 +169,12 @@ def shared_lines(report: Report) -> list[str]:
     more = [f"and {len(found) - _NAMED} more weights that several modules read"] if len(found) > _NAMED else []
     help_ = "  help: `train: parameters: {name: {shared: true}}` makes it one parameter, `shared: false` one per module"
     return [*found[:_NAMED], *more, *([help_] if found else [])]
+
+
+def table_lines(report: Report) -> list[str]:
+    """Lines about parameters that are looked up, of many the first ones."""
+    found = report.program.training.tables if report.program.training is not None else ()
+    return [*found[:_NAMED], *([f"and {len(found) - _NAMED} more tables"] if len(found) > _NAMED else [])]
 
 
 def _counted(values: Sequence[ir.Value]) -> str:

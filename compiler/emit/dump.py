@@ -66,6 +66,8 @@ def begin_text(program: Program, title: str = "step_parallel_begin") -> str:
             for value in graph.initializers.values()
         ],
     )
+    if program.training is not None and program.training.tables:
+        lines += _listing("Tables", program.training.tables)
     lines.append(f"graph @main({', '.join(f'%{value.name}' for value in graph.inputs)}) {{")
     for node in graph:
         placed = program.placement.get(node)

@@ -119,9 +119,9 @@ class RowReduction:
         for name, given in ((made.ids, [one.ids for one in parts]), (made.rows, [one.rows for one in parts])):
             comm.emit(group, "Concat", given, name, None, axis=0)
             shapes = [self.builders.of(group)[0].types[one] for one in given]
-            kind, shape = shapes[0][0].type, _joined([one for _, one in shapes])
-            value = ir.Value(name=name, type=kind, shape=None if shape is None else ir.Shape(shape))
-            self.builders.declare(group, name, value, shape)
+            shape, kind = _joined([one for _, one in shapes]), shapes[0][0].type
+            assert kind is not None
+            self.builders.declare(group, name, self._value(name, kind, shape), shape)
         return made
 
     def _brought(self, given: _Rows, home: ShardedValue, wanted: str, *, only: bool = True) -> _Rows:

@@ -47,7 +47,7 @@ class RowUpdates:
         """Writes the update of a table and its slots."""
         learned: ParameterOptions = self.training.parameters[one.parameter]
 
-        def node(of: Gradient) -> ir.Node:
+        def node(of: Gradient, outputs: Sequence[ir.Value]) -> ir.Node:
             return row_update_node(
                 self.training.optimizer_of(one.parameter),
                 table,
@@ -55,11 +55,11 @@ class RowUpdates:
                 ir.Value(name=of.name, type=table.type),
                 slots,
                 scalars,
-                made,
+                outputs,
                 weight_decay=learned.weight_decay,
                 lr_multiplier=self.training.lr_multiplier(one.parameter),
                 clip_value=self.training.clip_value or 0.0,
             )
 
-        first = node(one)
-        self.append(one.home.group, [first if one.distinct or takes_rows_again(first) else node(self.merged(one))])
+        again = takes_rows_again(node(one, [ir.Value(name=value.name, type=value.type) for value in made]))
+        self.append(one.home.group, [node(one if one.distinct or again else self.merged(one), made)])

@@ -147,7 +147,9 @@ def _of_rows(kind: OptimizerKind, form: Form) -> Family:
 
 
 _WHOLE = {form.function: _of(kind, form) for kind in OPTIMIZERS.values() for form in kind.forms if form.body}
-_BY_ROWS = {f"{form.function}Rows": _of_rows(kind, form) for kind in OPTIMIZERS.values() for form in kind.forms if form.body}
+_BY_ROWS = {
+    f"{form.function}Rows": _of_rows(kind, form) for kind in OPTIMIZERS.values() for form in kind.forms if form.body
+}
 FAMILIES = {**_WHOLE, **_BY_ROWS, **_PARTS}
 """By name: the function of each optimizer, the parts of LAMB, and the clipping of gradients by their norm."""
 

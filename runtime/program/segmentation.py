@@ -6,6 +6,8 @@ in the file, or before the segment that is open there, and waited for at the fir
 Send and is waited for like a receive. So communication overlaps computation as far as the order allows, and no rank waits for
 what the global order puts later.
 
+What is right in one thread alone is a segment by itself (`one_thread.py`), with the zeros that it adds to.
+
 A segment begins before nodes that are computed again: in one session with those that made the values first, onnxruntime would take
 both for one, and keep the values.
 """
@@ -26,6 +28,7 @@ from ..artifact.row_function import is_rowwise
 from ..artifact.tasks import Body, bodies_of, calls_of
 from ..artifact.tasks import Call as TaskCall
 from ..errors import ArtifactError
+from .one_thread import Key, in_one_thread, wants_one_thread
 from .soundness import refuse_unsound
 from .steps import Collective, Message, PostRecv, Segment, Send, StartCollective, Step, Update, WaitCollective, WaitRecv
 
@@ -46,6 +49,8 @@ class _Segmenter:
     pending: dict[str, WaitRecv | WaitCollective] = field(default_factory=dict)
     again: bool = False
     """Whether the last compute node was one that is computed again."""
+    zeros: str = ""
+    """What the last compute node makes, where that is a constant of a shape."""
 
     def close(self) -> None:
         if self.open:
@@ -61,15 +66,21 @@ class _Segmenter:
         for name in [name for name, step in self.pending.items() if step in found]:
             del self.pending[name]
 
-    def compute(self, index: int, node: NodeProto, operands: Iterable[str]) -> None:
-        """A node of the open segment, or of a new one."""
+    def compute(self, index: int, node: NodeProto, operands: Iterable[str], alone: bool = False) -> None:
+        """A node of the open segment, or of a new one; `alone`: of a segment of its own, but for the zeros to which it adds."""
         self.wait(operands)
+        begun = [self.open.pop()] if alone and self.open and node.input[0] == self.zeros else []
+        if alone:
+            self.close()
         again = is_recomputed(node)
         if again and not self.again:
             self.close()
         self.again = again
-        self.open.append(index)
+        self.open += [*begun, index]
         self.made.update(filter(None, node.output))
+        self.zeros = node.output[0] if node.op_type == "ConstantOfShape" else ""
+        if alone:
+            self.close()
 
     def give(self, names: Sequence[str], step: Message | Collective) -> None:
         """A step that takes values out of the rank."""
@@ -108,14 +119,15 @@ def segmented(model: ModelProto, where: str, groups: Mapping[str, tuple[int, ...
     nodes = [node for node in graph.node if not is_rank_constant(node)]
     calls = calls_of(nodes, bodies_of(model), where)
     inputs, outputs = [value.name for value in graph.input], [value.name for value in graph.output]
-    part = _Part(nodes, inputs, outputs, initializers, where, groups or {})
     functions = [function for function in model.functions if function.domain != TASKS]
+    single = in_one_thread(functions)
+    part = _Part(nodes, inputs, outputs, initializers, where, groups or {}, single)
     updating = {function.name for function in functions if is_elementwise(function) or is_rowwise(function)}
     cutter = part.cut(updating, calls)
     bodies: dict[str, list[Step]] = {}
     for name, body in {call.node.op_type: call.body for call in calls.values()}.items():
         alike = [call for call in calls.values() if call.node.op_type == name]
-        bodies[name] = _body_steps(body, alike, initializers, where, groups or {})
+        bodies[name] = _body_steps(body, alike, initializers, where, groups or {}, single)
     found: list[Step] = []
     for step in _segments(cutter.steps, part, outputs):
         found += instantiated(bodies[step.node.op_type], step) if isinstance(step, TaskCall) else [step]
@@ -128,13 +140,14 @@ def _body_steps(
     initializers: set[str],
     where: str,
     groups: Mapping[str, tuple[int, ...]],
+    single: Collection[Key],
 ) -> list[Step]:
     """The steps of a body by its own names; initializers are what all its calls take under the name that it has there."""
     function = body.function
     given = zip(function.input, *(call.node.input for call in calls), strict=True)
     shared = {name for name, *others in given if name in initializers and {*others} == {name}}
     inputs = [name for name in function.input if name not in shared]
-    part = _Part(list(body.nodes), inputs, list(function.output), shared | {*body.constants}, where, groups)
+    part = _Part(list(body.nodes), inputs, list(function.output), shared | {*body.constants}, where, groups, single)
     return [step for step in _segments(part.cut((), {}).steps, part, function.output) if not isinstance(step, TaskCall)]
 
 
@@ -148,6 +161,8 @@ class _Part:
     initializers: set[str]
     where: str
     groups: Mapping[str, tuple[int, ...]]
+    single: Collection[Key]
+    """The functions whose nodes want one thread."""
 
     def __post_init__(self) -> None:
         self.operands = [list(reads(node)) for node in self.nodes]
@@ -165,7 +180,7 @@ class _Part:
             elif node.domain == OPTIMIZER and node.op_type in updating and not kept.isdisjoint(node.output):
                 cutter.update(node)
             elif node.domain != DOMAIN:
-                cutter.compute(index, node, self.operands[index])
+                cutter.compute(index, node, self.operands[index], wants_one_thread(node, self.single))
             elif node.op_type in (SEND, RECV):
                 _cut_message(cutter, node, self.where)
             else:

@@ -18,6 +18,7 @@ from ..artifact.format import DOMAIN, TASKS
 from ..artifact.onnx_graph import op_and_path
 from ..artifact.tasks import bodies_of, declared
 from ..errors import ArtifactError
+from .one_thread import in_one_thread, wants_one_thread
 from .ort import Session, new_session, version
 from .steps import Segment
 
@@ -79,6 +80,7 @@ class Builder:
         graph = model.graph
         self.model = model
         self.functions = [one for one in model.functions if one.domain != TASKS]
+        self.single = in_one_thread(self.functions)
         self.built: dict[int, tuple[Session, bool, dict[str, str]]] = {}
         self.folder = folder
         self.settings = settings
@@ -123,6 +125,8 @@ class Builder:
 
     def _session(self, model: ModelProto, segment: Segment) -> Session:
         threads, spinning, providers = self.settings.threads, self.settings.spinning, self.settings.providers
+        if any(wants_one_thread(node, self.single) for node in segment.formal.nodes):
+            threads = 1
         entries = {
             "session.intra_op.allow_spinning": "1" if spinning else "0",
             "session.model_external_initializers_file_folder_path": str(self.folder.resolve()),

@@ -36,6 +36,15 @@ def text(step: Step) -> str:
             id="no communication, one segment",
         ),
         pytest.param(
+            """g (int64[n, 1] i, float[n] x) => (float[2] y)
+            {
+                s = Constant <value_ints = [2]> ()
+                a = Neg(x) z = ConstantOfShape(s) b = ScatterND <reduction: string = "add"> (z, i, a) y = Exp(b)
+            }""",
+            ["Constant Neg: x -> s,a", "ConstantOfShape ScatterND: s,i,a -> b", "Exp: b -> y"],
+            id="what adds at indices is alone with its zeros, in one thread",
+        ),
+        pytest.param(
             """g (float[n] x) => (float[n] y) { a = Neg(x) = partc.comm.Send <peer=1, tag=0> (a) b = Abs(a) y = Exp(b) }""",
             ["Neg: x -> a", "Send a 1", "Abs Exp: a -> y"],
             id="a send ends the segment of its value",

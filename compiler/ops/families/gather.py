@@ -59,8 +59,7 @@ def _(g: GradientBuilder, dy: str, x: str, indices: str) -> str:
 
 @gather.looks_up
 def _(node: ir.Node) -> bool:
-    rank = rank_of(node.inputs[0])
-    return rank is not None and axis_of(node, rank, 0) == 0
+    return node.attributes.get_int("axis", 0) == 0
 
 
 @gather.row_gradient

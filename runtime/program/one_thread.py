@@ -1,0 +1,36 @@
+"""Nodes that are right in one thread alone: onnxruntime's ScatterND that reduces.
+
+Its threads share the updates out, and two of them may add to one element at once, so that a term is lost: the gradient of a table that is
+looked up, for instance, where an id stands twice. Such a node has a session of its own, with one thread, and so all others keep theirs.
+With 16,384 rows of 64 onto 100, two threads lose terms in some of 100 runs, and take as long as one (onnxruntime 1.31).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+from ..artifact.onnx_graph import graph_bodies
+
+if TYPE_CHECKING:
+    from onnx import FunctionProto, NodeProto
+
+Key = tuple[str, str]
+
+
+def in_one_thread(functions: Iterable[FunctionProto]) -> set[Key]:
+    """The functions, by domain and name, whose nodes want one thread; a function may call those before it."""
+    found: set[Key] = set()
+    for function in functions:
+        if any(wants_one_thread(node, found) for node in function.node):
+            found.add((function.domain, function.name))
+    return found
+
+
+def wants_one_thread(node: NodeProto, functions: Collection[Key]) -> bool:
+    """Whether a node, one of its bodies or the function that it calls adds where several threads may meet."""
+    if node.op_type == "ScatterND" and node.domain in ("", "ai.onnx"):
+        return any(one.name == "reduction" and one.s not in (b"", b"none") for one in node.attribute)
+    if (node.domain, node.op_type) in functions:
+        return True
+    return any(wants_one_thread(inner, functions) for body in graph_bodies(node) for inner in body.node)

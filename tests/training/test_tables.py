@@ -1,0 +1,151 @@
+"""Tables that are looked up: their gradient by rows gives what the dense one gives, wherever their look-ups run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from partc.compiler.frontend.source import Source
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
+from partc.compiler.training.optimizer_functions import function
+from partc.runtime.artifact.optimizer_function import is_in_place
+from partc.runtime.artifact.row_function import adds_up, is_merge, is_rowwise, merge_function
+from training_equivalence import from_text, run, same_training
+
+HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
+LOOKED_UP = """main (int64[batch, 3] ids, int64[batch] more) => (float[batch, 5] y) {
+    [look] e = Gather(table, ids)
+    [shape] shape = Constant <value_ints = [0, 12]> ()
+    [flat] f = Reshape(e, shape)
+    [again] g = Gather(table, more)
+    [all] h = Concat <axis = 1> (f, g)
+    [head] y = MatMul(h, weight)
+}"""
+WEIGHTS = {"table": (90, 4), "weight": (16, 5)}
+SYMBOLS = "symbols: {batch: {divisor: 6, max: 6}}\n"
+SGD, DENSE = "{type: sgd, lr: 0.3}", "{type: momentum, momentum: 0.0, lr: 0.3}"
+TRAIN = "train: {loss: {type: mean_squared, prediction: y, target: t}, optimizer: OPTIMIZER}\n"
+
+
+def looked_up() -> Source:
+    return from_text(HEAD + LOOKED_UP, WEIGHTS)
+
+
+def batches(count: int = 3, batch: int = 6) -> list[dict[str, np.ndarray]]:
+    """Few distinct ids, so that they stand twice on a rank and on several; some count from the end."""
+    rng = np.random.default_rng(3)
+    return [
+        {
+            "ids": rng.integers(-5, 5, (batch, 3)),
+            "more": rng.integers(-3, 8, batch),
+            "t": rng.standard_normal((batch, 5)).astype(np.float32),
+        }
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "clip"),
+    [
+        ("ranks: 1\n", ""),
+        ("ranks: 1\n", "clip: {norm: 0.1}"),
+        ("ranks: 1\n", "clip: {value: 0.01}"),
+        ("ranks: 2\ndataset: data_parallel\n", ""),
+        ("ranks: 3\ndataset: data_parallel\n", "clip: {norm: 0.1}"),
+        ("ranks: 2\nplacement: {again: 0, head: 1}\n", "on_nonfinite: skip"),
+        ("ranks: 2\nplacement: {look: 0, again: 1, head: 1}\n", "clip: {norm: 0.1}"),
+        ("ranks: 2\nmesh: {tp: 2}\nsharding: {look: {in: [[1, 2], [1, 1]]}, again: {in: [[1, 2], [1]]}}\n", ""),
+        ("ranks: 4\nmesh: {dp: 2, tp: 2}\nsharding: {look: {in: [[1, 2], [2, 1]]}}\n", "clip: {norm: 0.1}"),
+    ],
+)
+def test_rows_give_what_a_dense_gradient_gives(plan: str, clip: str, tmp_path: Path) -> None:
+    train = TRAIN.replace("OPTIMIZER}", "OPTIMIZER" + (f", {clip}}}" if clip else "}"))
+    dense = run(looked_up(), "ranks: 1\n" + SYMBOLS + train.replace("OPTIMIZER", DENSE), tmp_path / "dense", batches())
+    dense.after.pop("table.momentum")
+    dense.after.pop("weight.momentum")
+    whole = plan + SYMBOLS + train.replace("OPTIMIZER", SGD)
+    program = same_training(looked_up, whole, tmp_path, batches(), rtol=1e-6, atol=1e-6, whole=dense)
+    assert program.training is not None
+    (told,) = program.training.tables
+    assert told.startswith("table [90, 4]: gradient by rows: ")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        ("{type: adam, lr: 0.1}", "adam changes all rows in every step"),
+        ("{type: sgd, lr: 0.1, weight_decay: 0.1}", "the weight decay of sgd changes all rows in every step"),
+    ],
+)
+def test_an_update_of_all_rows_takes_a_dense_gradient(optimizer: str, told: str, tmp_path: Path) -> None:
+    plan = parse_plan("ranks: 1\n" + SYMBOLS + TRAIN.replace("OPTIMIZER", optimizer), "plan.yaml")
+    training = compile_source(looked_up(), plan, tmp_path / "build").program.training
+    assert training is not None
+    assert training.tables == (f"table [90, 4]: dense gradient: {told}",)
+
+
+def test_a_table_that_is_read_whole_or_mostly_looked_up_has_a_dense_gradient(tmp_path: Path) -> None:
+    tied = """main (int64[batch, 2] ids, int64[batch, 2] few) => (float[batch, 90] y) {
+        [look] e = Gather(table, ids)
+        [few] s = Gather(small, few)
+        [add] a = Add(e, s)
+        [mean] m = ReduceMean <keepdims = 0> (a, axes)
+        [turned] columns = Transpose(table)
+        [head] y = MatMul(m, columns)
+    }"""
+    source = from_text(
+        HEAD + tied.replace("axes)", "axes)").replace(" {\n", " <int64[1] axes = {1}> {\n", 1),
+        {"table": (90, 4), "small": (20, 4)},
+    )
+    plan = "ranks: 1\n" + SYMBOLS + TRAIN.replace("OPTIMIZER", SGD)
+    training = compile_source(source, parse_plan(plan, "plan.yaml"), tmp_path / "build").program.training
+    assert training is not None
+    assert training.tables == (
+        "table [90, 4]: dense gradient: turned reads it whole",
+        "small [20, 4]: dense gradient: 12 rows are looked up a step, more than half",
+    )
+
+
+def test_ranks_gather_rows_and_not_tables(tmp_path: Path) -> None:
+    plan = "ranks: 2\ndataset: data_parallel\n" + SYMBOLS + TRAIN.replace("OPTIMIZER", SGD)
+    manifest = compile_source(looked_up(), parse_plan(plan, "plan.yaml"), tmp_path / "build").manifest
+    found = {one.value: (one.op, one.bytes) for one in manifest.collectives if one.value.startswith("table")}
+    assert found == {"table.grad.ids": ("AllGather", "16*batch"), "table.grad.rows": ("AllGather", "32*batch")}
+
+
+def test_functions_over_rows_are_proven_by_their_bodies() -> None:
+    for name in ("SgdRows", "SgdRowsScaledDouble", "AdamRowsScaled", "MomentumRowsDecayed", "AdagradRowsScaledClipped"):
+        body = function(name)
+        assert is_rowwise(body), name
+        assert is_in_place(body), name
+        assert adds_up(body) == name.startswith("Sgd"), name
+    assert not adds_up(function("SgdRowsScaledClipped"))
+    assert is_merge(function("MergeRows"))
+    changed = onnx.FunctionProto()
+    changed.CopyFrom(merge_function(21))
+    changed.node[-1].attribute[0].s = b"none"
+    assert not is_merge(changed)
+    reads_more = function("MomentumRows")
+    spoilt = onnx.FunctionProto()
+    spoilt.CopyFrom(reads_more)
+    spoilt.node.insert(0, onnx.helper.make_node("Neg", ["parameter"], ["all"]))
+    assert not is_rowwise(spoilt)
+
+
+def test_merged_rows_are_each_id_once() -> None:
+    calls = """main (int64[n] ids, float[n, 2] rows) => (int64[m] once, float[m, 2] sums) {
+        once, sums = partc.optimizer.MergeRows(ids, rows)
+    }"""
+    model = onnx.parser.parse_model(HEAD.replace("21]", '21, "partc.optimizer" : 1]') + calls)
+    model.functions.append(merge_function(21))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    rows = np.arange(10, dtype=np.float32).reshape(5, 2)
+    ids, sums = session.run([], {"ids": np.array([7, 2, 7, 0, 2]), "rows": rows})
+    assert ids.tolist() == [0, 2, 7]
+    assert sums.tolist() == [[6, 7], [10, 12], [4, 6]]
+    ids, sums = session.run([], {"ids": np.zeros(0, np.int64), "rows": rows[:0]})
+    assert (ids.shape, sums.shape) == ((0,), (0, 2))
