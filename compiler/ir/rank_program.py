@@ -228,7 +228,8 @@ class RankProgram:
     """One rank's program: its steps in order, the inputs that it reads, its weights, the outputs delivered to it.
 
     `constants` belong to no weight of the model, and may differ by rank; `types` has every value by its name there, with local shapes.
-    `kept` and `scalars` are a training program's: what lives from step to step, and the numbers that each step is given.
+    `kept` and `scalars` are a training program's: what lives from step to step, and the numbers that each step is given. `appended` are
+    made by a Concat of what each part of a batch gives, of which the operand stands for all parts.
     """
 
     rank: int
@@ -240,6 +241,7 @@ class RankProgram:
     types: Mapping[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
     kept: tuple[StateTensor, ...] = ()
     scalars: tuple[str, ...] = ()
+    appended: frozenset[str] = frozenset()
 
     @property
     def bodies(self) -> list[TaskBody]:

@@ -37,6 +37,8 @@ class ProgramBuilder:
     scalars: dict[str, None] = field(default_factory=dict)
     outputs: dict[str, LocalTensor] = field(default_factory=dict)
     """What a program gives besides the outputs of the model."""
+    appended: set[str] = field(default_factory=set)
+    """What is made of that of all parts of a batch, one after the other."""
 
     def replace(self, old: Sequence[ComputeOp], new: Sequence[ComputeOp], behind: Sequence[ComputeOp]) -> None:
         """Replaces old ops by new ones, one by one, and puts `behind` after the last, leaving out ops whose outputs exist already."""
@@ -78,6 +80,7 @@ class ProgramBuilder:
             dict(self.kept),
             dict(self.scalars),
             dict(self.outputs),
+            set(self.appended),
             set(self.taken),
         )
 

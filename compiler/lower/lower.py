@@ -81,7 +81,16 @@ def _finished(
     constants = {name: array for name, array in builder.constants.items() if name in used}
     read = tuple(held for held in inputs.values() if held.name in used)
     found = RankProgram(
-        builder.ranks[0], steps, read, weights, (), constants, builder.types, kept, tuple(builder.scalars)
+        builder.ranks[0],
+        steps,
+        read,
+        weights,
+        (),
+        constants,
+        builder.types,
+        kept,
+        tuple(builder.scalars),
+        frozenset(builder.appended),
     )
     if program.plan.precision is None and program.training is None:
         return found

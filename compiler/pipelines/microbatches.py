@@ -218,6 +218,8 @@ class _Rows:
                 self._list(self.listed[step.tag], None)
             if isinstance(step, ComputeOp) and row.unit.adds_up(step):
                 row.add_alike(step, self.names)
+            elif isinstance(step, ComputeOp) and row.unit.appends(step):
+                row.append_all(step)
             else:
                 row.steps.append(self._copied(row, step, k))
 

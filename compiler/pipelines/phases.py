@@ -67,6 +67,10 @@ class Unit:
         """Whether an op adds a microbatch's gradient to the sum of those before it."""
         return isinstance(step, ComputeOp) and not self.sums.isdisjoint(read_names(step))
 
+    def appends(self, step: RankOp) -> bool:
+        """Whether an op takes what every microbatch gives, one after the other."""
+        return isinstance(step, ComputeOp) and not self.program.appended.isdisjoint(made_names(step))
+
 
 @dataclass
 class Labels:

@@ -111,7 +111,7 @@ class Records:
         wanted |= {one.next: False for one in like.kept if one.kind == "statistics" and one.next}
         for step, label in zip(like.steps, labels, strict=True):
             summed = isinstance(step, CommOp) and str(step.value.name) in self.training.summed
-            for name in read_names(step) if label == UPDATE else ():
+            for name in read_names(step) if label == UPDATE and not row.unit.appends(step) else ():
                 if name not in row.sums:
                     wanted.setdefault(name, summed)
         for name, summed in wanted.items():

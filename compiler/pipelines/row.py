@@ -120,6 +120,14 @@ class Row:
         self.steps.append(named(step, {kept: self._zeros(kept, names), made: one}))
         self.emit("Mul", [one, times], [made])
 
+    def append_all(self, step: ComputeOp) -> None:
+        """Writes an op that takes what every microbatch gives, one after the other."""
+        (name,) = read_names(step)
+        parts = [names.get(name, name) for names in self.micro]
+        node = ir.Node("", step.node.op_type, [ir.Value(name=part) for part in parts], [*step.node.attributes.values()])
+        node.outputs[0].name = node.name = made_names(step)[0]
+        self.steps.append(replace(step, node=node))
+
     def _zeros(self, kept: str, names: Names) -> str:
         value, shape = self.types[kept]
         assert value.dtype is not None

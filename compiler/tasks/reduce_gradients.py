@@ -100,7 +100,9 @@ class GradientReduction:
 
     def table(self, value: ir.Value, terms: Sequence[RowTerm], defs: Sequence[ShardedValue]) -> None:
         """Brings the rows of a table's gradient to all of its definitions."""
-        self.gradients += RowReduction(self.comm, self.update).reduce(value, terms, self._own_homes(defs))
+        self.gradients += RowReduction(self.comm, self.update, self.training.accumulate).reduce(
+            value, terms, self._own_homes(defs)
+        )
 
     def _added(self, value: ir.Value, version: ShardedValue, names: Sequence[str], at: int) -> str:
         """Adds a gradient to the sum of those of the batch's earlier parts, before it is reduced over ranks; the sum's name."""

@@ -57,11 +57,11 @@ def named_rows(name: str) -> RowGradient:
 class RowReduction:
     """Brings the rows of a table's gradient to where the table is updated, by `comm`, which writes ops of the update.
 
-    `terms` writes ops of the backward pass.
+    `terms` writes ops of the backward pass. A batch in several `parts` has the rows of all, one after the other.
     """
 
-    def __init__(self, terms: CommLowering, comm: CommLowering) -> None:
-        self.terms, self.comm = terms, comm
+    def __init__(self, terms: CommLowering, comm: CommLowering, parts: int) -> None:
+        self.terms, self.comm, self.parts = terms, comm, parts
         self.builders, self.values, self.names = comm.builders, comm.values, comm.values.names
 
     def reduce(self, value: ir.Value, terms: Sequence[RowTerm], defs: Sequence[ShardedValue]) -> list[Gradient]:
@@ -73,9 +73,9 @@ class RowReduction:
         only = len(alike) == 1
         brought = []
         for version, names in alike.items():
-            given = self._listed(
-                version, self._appended(self.terms, version.group, names, wanted, only and version == main)
-            )
+            final = only and version == main and self.parts == 1
+            own = self._appended(self.terms, version.group, names, wanted, final)
+            given = self._listed(version, self._of_all_parts(version.group, own))
             brought.append(self._brought(given, main, wanted, only=only))
         whole = brought[0]
         if not only:
@@ -86,6 +86,22 @@ class RowReduction:
         return [
             Gradient(value, home, one.names.rows, home, one.names.ids) for home, one in zip(defs, found, strict=True)
         ]
+
+    def _of_all_parts(self, group: Group, one: RowGradient) -> RowGradient:
+        """The rows of all parts of a batch: an op with that of one part as its operand, which stands for those of all."""
+        if self.parts == 1:
+            return one
+        made: list[str] = []
+        for name in (one.ids, one.rows):
+            value, shape = self.builders.of(group)[0].types[name]
+            kind, whole = value.type, None if shape is None else (_times(shape[0], self.parts), *shape[1:])
+            assert kind is not None
+            made.append(self.builders.free(group, f"{name.removesuffix(PARTIAL)}.parts"))
+            self.comm.emit(group, "Concat", [name], made[-1], None, axis=0)
+            self.builders.declare(group, made[-1], self._value(made[-1], kind, whole), whole)
+            for builder in self.builders.of(group):
+                builder.appended.add(made[-1])
+        return RowGradient(*made)
 
     def _listed(self, version: ShardedValue, names: RowGradient) -> _Rows:
         """What a group has under these names, as values: terms of a sum are parts of the list."""

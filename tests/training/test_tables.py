@@ -59,6 +59,9 @@ def batches(count: int = 3, batch: int = 6) -> list[dict[str, np.ndarray]]:
         ("ranks: 2\nplacement: {again: 0, head: 1}\n", "on_nonfinite: skip"),
         ("ranks: 2\nplacement: {look: 0, again: 1, head: 1}\n", "clip: {norm: 0.1}"),
         ("ranks: 2\nmesh: {tp: 2}\nsharding: {look: {in: [[1, 2], [1, 1]]}, again: {in: [[1, 2], [1]]}}\n", ""),
+        ("ranks: 1\n", "accumulate: 3"),
+        ("ranks: 2\ndataset: data_parallel\n", "clip: {norm: 0.1}, accumulate: 3"),
+        ("ranks: 2\nplacement: {look: 0, again: 1, head: 1}\npipeline: {microbatches: 3}\n", ""),
         ("ranks: 4\nmesh: {dp: 2, tp: 2}\nsharding: {look: {in: [[1, 2], [2, 1]]}}\n", "clip: {norm: 0.1}"),
     ],
 )
