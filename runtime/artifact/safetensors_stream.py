@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import mmap
 import os
 import re
 import zlib
@@ -97,8 +98,9 @@ class Written:
     header: str
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Stored], read: Callable[[str], Array]) -> Written:
-    """Writes a new file of the tensors, which `read` gives by name one at a time, and waits until the disk has it.
+def write_tensors(path: Path, tensors: Mapping[str, Stored], read: Callable[[str], Iterable[Array]]) -> Written:
+    """Writes a new file of the tensors, which `read` gives by name one at a time, each in blocks of its elements in order, and waits until
+    the disk has it.
 
     An OSError names the file.
     """
@@ -108,16 +110,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored], read: Callable[[str
     text = header_bytes(rows, sums)
     try:
         with path.open("xb", buffering=0) as out:
-            _write(out, memoryview(text))
+            _write(out, [memoryview(text)])
             for name in names:
-                array = read(name)
-                assert (array.dtype, array.shape) == (tensors[name].dtype.numpy, tensors[name].shape)
-                sums[name] = _write(out, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-                del array
+                sums[name] = _write(out, _bytes(read(name), tensors[name]))
             size = out.tell()
             out.seek(0)
             text = header_bytes(rows, sums)
-            _write(out, memoryview(text))
+            _write(out, [memoryview(text)])
             os.fsync(out.fileno())
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
@@ -145,16 +144,32 @@ def _parts(size: int) -> int:
     return -(-size // PART)
 
 
-def _write(out: FileIO, data: memoryview) -> str:
-    """Writes all of the data; the sums of its parts, one after the other."""
-    sums = []
-    for begin in range(0, len(data), PART):
-        digest, crc, rest = hashlib.sha256(), 0, data[begin : begin + PART]
+def _bytes(blocks: Iterable[Array], stored: Stored) -> Iterator[memoryview]:
+    """The bytes of a tensor that is given in blocks."""
+    count = 0
+    for block in blocks:
+        assert block.dtype == stored.dtype.numpy
+        count += block.size
+        yield np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
+    assert count == math.prod(stored.shape)
+
+
+def _write(out: FileIO, blocks: Iterable[memoryview]) -> str:
+    """Writes all blocks; the sums of their parts, one after the other."""
+    sums, left = [], 0
+    digest, crc = hashlib.sha256(), 0
+    for block in blocks:
+        rest = block
         while rest:
-            written = out.write(rest[:_CHUNK])
+            if not left:
+                digest, crc, left = hashlib.sha256(), 0, PART
+            written = out.write(rest[: min(left, _CHUNK)])
             digest.update(rest[:written])
             crc = zlib.crc32(rest[:written], crc)
-            rest = rest[written:]
+            rest, left = rest[written:], left - written
+            if not left:
+                sums.append(f"{crc:0{_CRC_DIGITS}x}{digest.hexdigest()}")
+    if left:
         sums.append(f"{crc:0{_CRC_DIGITS}x}{digest.hexdigest()}")
     return "".join(sums)
 
@@ -242,9 +257,24 @@ def _sums(text: object, size: int) -> tuple[Sums, ...]:
     return tuple(Sums(part[:_CRC_DIGITS], part[_CRC_DIGITS:]) for part in parts)
 
 
-def mapped(path: Path) -> Bytes:
-    """The bytes of a file as they lie there: read only where they are looked at."""
-    return np.asarray(np.memmap(path, np.uint8, "r"))
+@dataclass(frozen=True)
+class MappedFile:
+    """The bytes of a file as they lie there, read where they are looked at."""
+
+    data: Bytes
+    pages: mmap.mmap
+
+    @staticmethod
+    def of(path: Path) -> MappedFile:
+        """The file; ValueError where it is empty."""
+        with path.open("rb") as file:
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return MappedFile(np.frombuffer(pages, np.uint8), pages)
+
+    def forget(self) -> None:
+        """Gives the memory back that what was looked at takes; it is read anew."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.pages.madvise(mmap.MADV_DONTNEED)
 
 
 def tensor_in(data: Bytes, stored: Stored) -> Array:

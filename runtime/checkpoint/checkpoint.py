@@ -10,7 +10,7 @@ tensor that is read against the index, before any memory is taken for it. Conten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -19,10 +19,18 @@ from partc.runtime.artifact.boxes import Region, intersection, whole
 from partc.runtime.artifact.dtypes import Array, Bytes
 from partc.runtime.artifact.format import StateRecord
 
-from ..artifact.safetensors_stream import STORED, Stored, mapped, read_header, tensor_in
+from ..artifact.safetensors_stream import STORED, MappedFile, Stored, read_header, tensor_in
 from ..errors import CheckpointError, DamagedError
 from .index import FORMAT, CheckpointFile, CheckpointIndex, ShardRecord, TensorRecord, read_index
 from .ownership import held_by
+
+_AT_ONCE = 1 << 26
+"""Bytes that are copied together."""
+
+
+def _rows_at_once(shape: Sequence[int], size: int) -> int:
+    """How many rows of the first dim are copied together, of a tensor of so many bytes."""
+    return max(1, _AT_ONCE * shape[0] // size) if shape and size else 1
 
 
 class Checkpoint:
@@ -31,7 +39,7 @@ class Checkpoint:
     def __init__(self, path: Path, index: CheckpointIndex) -> None:
         self.path = path
         self.index = index
-        self._opened: dict[str, tuple[dict[str, Stored], Bytes]] = {}
+        self._opened: dict[str, tuple[dict[str, Stored], MappedFile]] = {}
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -77,9 +85,18 @@ class Checkpoint:
         box = Region(tuple(begin or (0,) * len(record.shape)), tuple(record.shape if end is None else end))
         found = self._shares(tensor, box)
         array = np.empty(box.shape, STORED[record.dtype].numpy)
-        for place, part in found:
-            array[place] = part
+        self._copy(found, array)
         return array
+
+    def blocks(self, tensor: str) -> Iterator[Array]:
+        """All of a tensor in blocks of its first dim, each no larger than it must be."""
+        record = self._record(tensor)
+        size = STORED[record.dtype].bytes_of(record.shape)
+        step = _rows_at_once(record.shape, size)
+        for at in range(0, record.shape[0] if record.shape else 1, step):
+            begin = (at, *(0 for _ in record.shape[1:])) if record.shape else ()
+            end = (min(at + step, record.shape[0]), *record.shape[1:]) if record.shape else ()
+            yield self.read(tensor, begin, end)
 
     def load_into(self, record: StateRecord, rank: int, array: Array) -> None:
         """Puts the rank's piece of the record's tensor into its array."""
@@ -90,8 +107,21 @@ class Checkpoint:
                 f"{self.path}: '{record.tensor}' is {found.dtype} {list(found.shape)}; rank {rank} has {array.dtype.name} "
                 f"{list(array.shape)} of {record.shape}"
             )
-        for place, part in self._shares(record.tensor, box):
-            array[place] = part
+        self._copy(self._shares(record.tensor, box), array)
+
+    def _copy(self, parts: Sequence[tuple[tuple[slice, ...], Array]], array: Array) -> None:
+        """Copies stored parts to their places, so many rows at a time that what is mapped of a file stays small."""
+        for place, part in parts:
+            there = array[place]
+            if not part.shape:
+                array[place] = part
+                continue
+            step = _rows_at_once(part.shape, part.nbytes)
+            for at in range(0, len(part), step):
+                there[at : at + step] = part[at : at + step]
+                if part.nbytes > _AT_ONCE:
+                    for _, file in self._opened.values():
+                        file.forget()
 
     def missing_files(self) -> list[str]:
         """What is wrong with the files at first sight: each absent, out of the folder, or of another size than the index says."""
@@ -148,14 +178,14 @@ class Checkpoint:
         file, record = self.folder / piece.file, self._record(tensor)
         if piece.file not in self._opened:
             try:
-                self._opened[piece.file] = read_header(file, self.index.files[piece.file].header), mapped(file)
+                self._opened[piece.file] = read_header(file, self.index.files[piece.file].header), MappedFile.of(file)
             except (OSError, ValueError) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise DamagedError([f"{file}: {reason}"]) from None
-        header, data = self._opened[piece.file]
+        header, mapped = self._opened[piece.file]
         stored = header.get(piece.key)
         if stored is None or (stored.dtype.shown, stored.shape) != (record.dtype, piece.region.shape):
             have = "not there" if stored is None else f"{stored.dtype.shown} {list(stored.shape)}"
             wanted = f"{record.dtype} {list(piece.region.shape)}"
             raise DamagedError([f"{file}: '{piece.key}' of '{tensor}' is {have}; the index says {wanted}"])
-        return stored, data
+        return stored, mapped.data

@@ -19,7 +19,7 @@ WEIGHTS: tuple[Kind, ...] = ("parameter", "statistics")
 def export_tensors(checkpoint: Checkpoint, path: Path, kinds: Sequence[Kind] = WEIGHTS) -> list[str]:
     """Writes the whole tensors of some kinds into one file, which is there when it is whole; their names.
 
-    No more than one tensor is in memory at a time. DamagedError, and no file, where the checkpoint turns out not to be as it was written.
+    A part of one tensor is in memory at a time. DamagedError, and no file, where the checkpoint turns out not to be as it was written.
     """
     tensors = {
         name: Stored(STORED[tensor.dtype], tensor.shape)
@@ -29,7 +29,7 @@ def export_tensors(checkpoint: Checkpoint, path: Path, kinds: Sequence[Kind] = W
     if path.resolve().parent.is_relative_to(checkpoint.path.resolve()):
         raise CheckpointError(f"{path}: is inside the checkpoint itself\n  help: give another place with -o")
     with replacing_together(path) as scratch, Verification(checkpoint) as proof:
-        write_tensors(scratch / path.name, tensors, checkpoint.read)
+        write_tensors(scratch / path.name, tensors, checkpoint.blocks)
         if problems := proof.problems():
             raise DamagedError(problems)
     return sorted(tensors)

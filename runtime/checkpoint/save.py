@@ -175,7 +175,7 @@ def _write(
         return None
     types = {key: dense(arrays[one.value][0].type) for key, (one, _) in mine.items()}
     stored = {key: Stored(dtype, mine[key][0].region.shape) for key, dtype in types.items() if dtype is not None}
-    written = write_tensors(path, stored, lambda key: mine[key][1][mine[key][0].region.inside(mine[key][0].held)])
+    written = write_tensors(path, stored, lambda key: [mine[key][1][mine[key][0].region.inside(mine[key][0].held)]])
     return CheckpointFile(bytes=written.bytes, header=written.header)
 
 

@@ -25,6 +25,10 @@ SKIPPED = "skipped"
 """Key of a checkpoint's meta: how many steps were skipped."""
 
 
+_AT_ONCE = 1 << 16
+"""Numbers that are looked at together: what that takes stays in the cache, however large the tensor."""
+
+
 @dataclass(frozen=True)
 class PendingLoss:
     """A step, counted from 1, whose loss is not yet known to be finite on all ranks, with the batch of this rank."""
@@ -63,9 +67,11 @@ def is_same(value: object, other: object) -> bool:
 def is_finite(value: object) -> bool:
     """Whether all numbers of a value are finite; integers, bools and texts are."""
     array = np.asarray(value)
-    if array.dtype.kind not in "fc":
-        return array.dtype.kind != "V" or bool(np.isfinite(array.astype(np.float32)).all())
-    return bool(np.isfinite(array).all())
+    if array.dtype.kind not in "fcV":
+        return True
+    flat = array.reshape(-1)
+    parts = (flat[at : at + _AT_ONCE] for at in range(0, flat.size, _AT_ONCE))
+    return all(bool(np.isfinite(one.astype(np.float32) if one.dtype.kind == "V" else one).all()) for one in parts)
 
 
 def first_in_batch(batch: Mapping[str, object], ports: Iterable[Port], rank: int) -> str:

@@ -20,6 +20,7 @@ from partc.runtime.checkpoint.ownership import owners
 from partc.runtime.checkpoint.verification import _CHUNK, _THREADS, Verification
 from partc.runtime.checkpoint.verify import verify
 from partc.runtime.errors import CheckpointError, DamagedError, UsageError
+from partc.runtime.training.finite import is_finite
 from safetensors.numpy import load_file, save_file
 
 
@@ -140,6 +141,24 @@ def test_neither_save_nor_read_nor_export_holds_more_than_one_tensor(tmp_path: P
     finally:
         tracemalloc.stop()
     assert (load_file(tmp_path / "all.safetensors")["w3"] == 3).all()
+
+
+def test_a_tensor_is_read_written_and_looked_at_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("partc.runtime.checkpoint.checkpoint._AT_ONCE", 200)
+    for module in ("artifact.safetensors_stream", "checkpoint.verification"):
+        monkeypatch.setattr(f"partc.runtime.{module}.PART", 96)
+    monkeypatch.setattr("partc.runtime.training.finite._AT_ONCE", 5)
+    whole = tensors()
+    checkpoint = written(tmp_path, 8)
+    for rank, own in enumerate(load_all(checkpoint, records := layout(whole, 6), 6)):
+        assert all(same(found, wanted) for (_, wanted), found in zip(held(records, rank, whole), own, strict=True))
+    export_tensors(checkpoint, tmp_path / "all.safetensors")
+    exported = load_file(tmp_path / "all.safetensors")
+    assert all(same(exported[name], whole[name]) for name in exported if exported[name].dtype.kind != "V")
+    assert len(list(checkpoint.blocks("embed.weight"))) == 4
+    assert all(map(is_finite, whole.values()))
+    whole["fc.weight"][3, 1] = np.nan
+    assert not is_finite(whole["fc.weight"])
 
 
 def test_files_are_those_of_the_library(tmp_path: Path) -> None:
