@@ -22,6 +22,27 @@ from partc.cli.output import console
 
 _LAUNCHER_OPTIONS = "launcher_options"
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def parse_device(ctx: click.Context, parameter: click.Parameter, given: Sequence[str]) -> dict[str, str]:
+    """The `--device` options as a mapping of targets to devices."""
+    from partc.runtime.devices.devices import parse_devices
+    from partc.runtime.errors import UsageError
+
+    try:
+        return parse_devices(given)
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+device_option = click.option(
+    "--device",
+    "devices",
+    multiple=True,
+    callback=parse_device,
+    metavar="DEVICE|TARGET=DEVICE",
+    help="cuda, or cuda:1 for the second GPU: where ops run that the plan gives no target; cuda=cpu: run the target cuda on the CPU.",
+)
 _PLACE_OPTIONS = (
     click.option(
         "-n", "ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks; must be the artifact's."
@@ -32,6 +53,7 @@ _PLACE_OPTIONS = (
         metavar="N",
         help="Threads per rank; by default the cores are divided among the ranks.",
     ),
+    device_option,
     click.option(
         "--stall", type=float, default=30.0, show_default=True, metavar="SECONDS", help="Report waits longer than this."
     ),
@@ -85,6 +107,7 @@ def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) 
     job = dataclasses.replace(
         job,
         threads=given["threads"],
+        devices=given["devices"],
         stall=given["stall"],
         trust=given["trust"],
         max_bytes=given["max_bytes"],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 from partc.cli.commands.byte_count import max_bytes
-from partc.cli.commands.run import parse_sizes
+from partc.cli.commands.run import device_option, parse_sizes
 from partc.cli.output import console
 from partc.cli.output.table import Table
 from partc.cli.output.units import count
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 )
 @click.option("--set", "sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol.")
 @click.option("--mpi", is_flag=True, help="Run the compiled model over MPI, as `partc run` does.")
+@device_option
 @max_bytes
 @click.option("--rtol", type=click.FloatRange(min=0), help="Relative tolerance, instead of the dtype's.")
 @click.option("--atol", type=click.FloatRange(min=0), help="Absolute tolerance, instead of the dtype's.")
@@ -39,6 +40,7 @@ def command(
     random: int | None,
     sizes: Mapping[str, int],
     mpi: bool,
+    devices: Mapping[str, str],
     max_bytes: int | None,
     rtol: float | None,
     atol: float | None,
@@ -67,7 +69,7 @@ def command(
         seed = random if random is not None or inputs else 0
         asked = of_batch(report.manifest)
         values = open_inputs(asked, inputs, seed, sizes, max_bytes).read(port.name for port in asked.inputs)
-        case = Case(model, plan, report, values, Path(scratch), mpi)
+        case = Case(model, plan, report, values, Path(scratch), mpi, devices)
         if report.program.plan.train is not None:
             return _show(model, report.manifest, verify_training.verdict(case, rtol, atol), mpi, "tensor")
         return _show(model, report.manifest, verify_inference.verdict(case, rtol, atol), mpi, "output")

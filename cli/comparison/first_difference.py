@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from onnx import ModelProto, helper
+from onnx import ModelProto, NodeProto, helper
 from partc.cli.comparison.compare import compare, spread
 from partc.cli.comparison.rounding import perturb
 from partc.cli.comparison.variant import variant
 from partc.runtime.artifact.dtypes import Array
-from partc.runtime.artifact.format import Manifest, Port
+from partc.runtime.artifact.format import TARGET, Manifest, Port
 from partc.runtime.artifact.onnx_graph import path_of
+from partc.runtime.artifact.targets import target_made_on, target_of
 
 if TYPE_CHECKING:
     from partc.compiler.ir.program import Program, ShardedValue
@@ -32,10 +33,11 @@ _SHARE = {"float16": 1e-2, "float64": 1e-9}
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled program and the artifact that was written of it."""
+    """A compiled program and the artifact that was written of it, with the devices that its targets are asked to be."""
 
     program: Program
     folder: Path
+    devices: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def _shown(
         return _show(rank, model, manifest, names.get(rank, {}), look)
 
     variant(compiled.folder, out, change, apart=True)
-    with load_local(out, trust=True) as program:
+    with load_local(out, trust=True, devices=compiled.devices) as program:
         return look, flatten(program({port.name: inputs[port.name] for port in program.inputs if port.name in inputs}))
 
 
@@ -143,6 +145,7 @@ def _show(rank: int, model: ModelProto, manifest: Manifest, names: Mapping[str, 
     kept = {name for record in manifest.state for name in (record.value, record.next)}
     ports = []
     nodes = []
+    targeted = any(target_of(node) for node in graph.node)
     for node in graph.node:
         nodes.append(node)
         for name in node.output:
@@ -152,7 +155,7 @@ def _show(rank: int, model: ModelProto, manifest: Manifest, names: Mapping[str, 
             copy = names[name]
             look.seen.append(_Seen(shown, copy.value.name or name, rank, copy))
             look.makers.setdefault(copy.value.name or name, f"{node.op_type} '{path_of(node) or node.name}'")
-            nodes.append(helper.make_node("Identity", [name], [shown], name=shown))
+            nodes.append(_identity(name, shown, target_made_on(node) if targeted else ""))
             port = helper.make_tensor_value_info(shown, types[name], None)
             graph.output.append(port)
             ports.append(Port(name=shown, type=f"tensor({_word(types[name])})", shape=None, ranks=[rank]))
@@ -162,6 +165,13 @@ def _show(rank: int, model: ModelProto, manifest: Manifest, names: Mapping[str, 
     del graph.node[:]
     graph.node.extend(copies)
     return manifest.model_copy(update={"outputs": [*manifest.outputs, *ports]})
+
+
+def _identity(name: str, shown: str, target: str) -> NodeProto:
+    node = helper.make_node("Identity", [name], [shown], name=shown)
+    if target:
+        node.metadata_props.add(key=TARGET, value=target)
+    return node
 
 
 def _word(kind: int) -> str:

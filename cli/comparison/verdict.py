@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,8 @@ class Case:
     values: Mapping[str, Value]
     scratch: Path
     mpi: bool
+    devices: Mapping[str, str] = field(default_factory=dict)
+    """Those that the targets of the compiled model are asked to be."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +26,13 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     from partc.runtime import load_local
 
     def run(folder: Path) -> dict[str, Array]:
-        with load_local(folder, trust=True) as program:
+        with load_local(folder, trust=True, devices=case.devices) as program:
             return flatten(program(case.values))
 
     report, scratch = case.report, case.scratch
     path = _whole_model(case.model, report, scratch)
     whole = flatten(run_whole(path, report.manifest, case.values))
-    compiled = _run_over_mpi(report, flatten(case.values), scratch) if case.mpi else run(report.out)
+    compiled = _run_over_mpi(case, flatten(case.values)) if case.mpi else run(report.out)
     first = Verdict(compare(whole, compiled, rtol, atol))
     if first.passed:
         return first
@@ -45,20 +46,27 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     second = Verdict(rows, measured(first.rows, rows, alone, noise))
     if second.passed:
         return second
-    inside = first_difference(alone, Compiled(report.program, report.out), case.values, scratch, bool(noise))
+    inside = first_difference(
+        replace(alone, devices=case.devices),
+        Compiled(report.program, report.out, case.devices),
+        case.values,
+        scratch,
+        bool(noise),
+    )
     return Verdict(second.rows, [*second.notes, *filter(None, [inside])])
 
 
-def _run_over_mpi(report: Report, inputs: Mapping[str, Array], scratch: Path) -> dict[str, Array]:
+def _run_over_mpi(case: Case, inputs: Mapping[str, Array]) -> dict[str, Array]:
     """The outputs of the compiled model on MPI ranks, through files as a user would."""
     import numpy as np
     from partc.cli.job.job import Job
     from partc.cli.launch.launch import launch
     from partc.cli.launch.launcher import Hosts
 
+    report, scratch = case.report, case.scratch
     given, made = scratch / "inputs.npz", scratch / "outputs.npz"
     np.savez(given, **inputs)  # type: ignore[arg-type]
-    job = Job(folder=str(report.out), inputs=(str(given),), output=str(made), quiet=True)
+    job = Job(folder=str(report.out), inputs=(str(given),), output=str(made), quiet=True, devices=case.devices)
     code = launch(job, report.manifest, Hosts(None, None), ())
     if code:
         raise click.exceptions.Exit(code)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,10 +53,11 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     if plan.train.per_rank_mean:
         times = batch_shards(report.manifest)
         alone = Compiled(alone.program, scaled_seed(alone.folder, scratch / "summed", times))
-    trained = partial(_trained, case.plan, data=data, batch=batch)
+    alone = replace(alone, devices=case.devices)
+    trained = partial(_trained, case.plan, data=data, batch=batch, devices=case.devices)
     whole = trained(alone.folder, out=scratch / "of_whole", mpi=False)
     compiled = trained(report.out, out=scratch / "of_compiled", mpi=case.mpi)
-    ours = Compiled(report.program, report.out)
+    ours = Compiled(report.program, report.out, case.devices)
     given = _one_step(manifest, records)
     of_whole, of_compiled = gradients(alone, ours, given, scratch)
     steep = compared(of_whole, of_compiled, _zeros(of_whole), rtol, atol)
@@ -68,7 +70,7 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
         for draw in range(DRAWS):
             folder = perturbed(alone.folder, scratch / "perturbed", draw + 1)
             draws.append(trained(folder, out=scratch / f"of_perturbed_{draw}", mpi=False))
-            steps.append(gradients(Compiled(alone.program, folder), ours, given, scratch)[0])
+            steps.append(gradients(replace(alone, folder=folder), ours, given, scratch)[0])
         noise = {**spread(whole, draws), **spread(of_whole, steps)}
     steep = compared(of_whole, of_compiled, _zeros(of_whole), rtol, atol, noise)
     rows = [*compared(whole, compiled, begun, rtol, atol, noise), *steep]
@@ -127,7 +129,9 @@ def _records(manifest: Manifest, values: Mapping[str, Value]) -> dict[str, Any]:
     return {**records, **found}
 
 
-def _trained(plan: Path | None, folder: Path, data: Path, batch: int, out: Path, mpi: bool) -> dict[str, Array]:
+def _trained(
+    plan: Path | None, folder: Path, data: Path, batch: int, devices: Mapping[str, str], out: Path, mpi: bool
+) -> dict[str, Array]:
     """What an artifact, compiled from the user's plan, tells of its steps, and its tensors after the last."""
     import click
     from partc.cli.launch.launch import launch, run_here
@@ -148,7 +152,7 @@ def _trained(plan: Path | None, folder: Path, data: Path, batch: int, out: Path,
         plan=None if plan is None else str(plan.absolute()),
         only_train=True,
     )
-    job = Job(folder=str(folder), training=training, quiet=True, trust=True)
+    job = Job(folder=str(folder), training=training, quiet=True, trust=True, devices=devices)
     manifest = open_artifact(folder, trust=True).manifest
     code = launch(job, manifest, Hosts(None, None), ()) if mpi and manifest.ranks > 1 else run_here(job, manifest)
     if code:

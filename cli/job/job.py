@@ -54,9 +54,10 @@ class TrainingJob:
 class Job:
     """One run of an artifact; paths are absolute.
 
-    `inputs` holds `x.npz` or `name=file.npy`; `sizes` the symbols' values for random inputs. `run_dir` is the launching
-    process's folder with the status board and the process ids, None where the user's own launcher started the ranks. A `quiet`
-    run prints failures only; with `json` rank 0 prints one document. `profile` is the file to which the times of tasks are written.
+    `inputs` holds `x.npz` or `name=file.npy`; `sizes` the symbols' values for random inputs; `devices` by target the device that it is
+    asked to be. `run_dir` is the launching process's folder with the status board and the process ids, None where the user's own launcher
+    started the ranks. A `quiet` run prints failures only; with `json` rank 0 prints one document. `profile` is the file to which the
+    times of tasks are written.
     """
 
     folder: str
@@ -66,6 +67,7 @@ class Job:
     output: str | None = None
     repeat: int = 1
     threads: int | None = None
+    devices: Mapping[str, str] = field(default_factory=dict)
     stall: float = 30.0
     trust: bool = False
     max_bytes: int | None = None

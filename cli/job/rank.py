@@ -160,7 +160,9 @@ def _infer(job: Job, transport: Transport, begin: float) -> int:
 
     inputs = _on_all_ranks(transport, lambda: _open(job, transport))
     on_error: Literal["raise", "abort"] = "abort" if job.run_dir is None else "raise"
-    with load(job.folder, transport, threads=job.threads, trust=job.trust, on_error=on_error) as program:
+    with load(
+        job.folder, transport, threads=job.threads, trust=job.trust, on_error=on_error, devices=job.devices
+    ) as program:
         loaded = time.perf_counter() - begin
         times = []
         profiler = program.record_times() if job.profile else None

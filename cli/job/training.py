@@ -42,6 +42,7 @@ def run_training(job: Job, transport: Transport | None, watch: Watch | None = No
         rate=settings.rate,
         ahead=ahead,
         threads=job.threads,
+        devices=job.devices,
         trust=job.trust,
         stall=job.stall,
         on_error=abort,

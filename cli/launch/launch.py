@@ -71,7 +71,7 @@ def run_here(job: Job, manifest: Manifest) -> int:
     begin = time.perf_counter()
     inputs = open_job_inputs(job, manifest).read(port.name for port in manifest.inputs)
     times = []
-    with load_local(job.folder, threads=job.threads, trust=job.trust, stall=job.stall) as program:
+    with load_local(job.folder, threads=job.threads, trust=job.trust, stall=job.stall, devices=job.devices) as program:
         loaded = time.perf_counter() - begin
         profilers = [one.record_times() for one in program.ranks] if job.profile else []
         with Progress(job.repeat) as progress:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import ArtifactError
-from .format import COPY, DOMAIN, TARGET, TARGETS, TO
+from .format import COPY, CPU, DOMAIN, TARGET, TARGETS, TO
 from .onnx_graph import node_title
 
 if TYPE_CHECKING:
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 def target_of(node: NodeProto) -> str:
     """The target that runs a node; empty where the file names none."""
     return next((item.value for item in node.metadata_props if item.key == TARGET), "")
+
+
+def target_made_on(node: NodeProto) -> str:
+    """The target on which what a node of a file with targets makes lies; communication leaves it on the CPU."""
+    if is_copy(node):
+        return next((one.s.decode(errors="replace") for one in node.attribute if one.name == TO), CPU)
+    return target_of(node) or CPU
 
 
 def is_copy(node: NodeProto) -> bool:

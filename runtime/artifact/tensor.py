@@ -21,6 +21,8 @@ class Tensor:
     """Bytes with a type and a shape. `data` is one-dimensional and contiguous; it keeps its owner alive."""
 
     __slots__ = ("data", "dtype", "pointer", "shape")
+    where = ("cpu", 0)
+    """The device as onnxruntime names it."""
 
     def __init__(self, dtype: Dtype, shape: tuple[int, ...], data: Bytes) -> None:
         self.dtype = dtype

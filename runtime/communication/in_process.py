@@ -58,6 +58,7 @@ class LocalWorld:
         self._waiting: dict[int, tuple[Callable[[], bool], Callable[[], str]]] = {}
         self._finished: set[int] = set()
         self._failure: str | None = None
+        self._interrupted: dict[int, str] = {}
         self._why = ""
         self._round = _Rendezvous()
 
@@ -72,6 +73,7 @@ class LocalWorld:
             self._collectives.clear()
             self._finished.clear()
             self._failure, self._why = None, ""
+            self._interrupted.clear()
             self._round = _Rendezvous()
 
     def finish(self, rank: int, why: str = "") -> None:
@@ -85,6 +87,12 @@ class LocalWorld:
         """End every wait with the message; the first failure is the one that counts."""
         with self._changed:
             self._failure = self._failure or message
+            self._changed.notify_all()
+
+    def interrupt(self, rank: int, message: str) -> None:
+        """End the waits of one rank."""
+        with self._changed:
+            self._interrupted.setdefault(rank, message)
             self._changed.notify_all()
 
     def put(self, key: _Key, data: Bytes) -> None:
@@ -135,6 +143,8 @@ class LocalWorld:
         try:
             while not ready():
                 self._check_progress()
+                if rank in self._interrupted:
+                    raise RankError(self._interrupted[rank])
                 if self._failure is not None:
                     raise RankError(self._failure)
                 if not self._changed.wait(max(begun + report - time.monotonic(), 0.0)) and not ready():
@@ -162,7 +172,7 @@ class LocalTransport:
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self.world = world
-        self.rank = rank
+        self.rank = self.place = rank
         self.size = world.size
         self.stall = world.stall
         self.cores = max(1, len(usable_cores()) // world.size)
@@ -186,6 +196,9 @@ class LocalTransport:
         elif isinstance(request, _Contribution):
             given = self.world.collect(self.rank, request.rendezvous, what)
             _distribute(self.rank, request.args, [np.asarray(given[rank]) for rank in request.args.ranks], what)
+
+    def interrupt(self, message: str) -> None:
+        self.world.interrupt(self.rank, message)
 
     def with_progress(self, action: Callable[[], object]) -> Callable[[], object]:
         return action

@@ -83,6 +83,7 @@ class MpiTransport:
         self._watch = Watch(self.rank, stall, lambda: self._processes)
         self._yields, self._spin = False, _CROWDED_SPIN
         self._failure: str | None = None
+        self._interrupted: str | None = None
         self._left: list[tuple[int, str]] = []
         self._begun = self._done = 0
         """How many agreements and exchanges of all ranks this one has begun, and has taken part in."""
@@ -108,6 +109,7 @@ class MpiTransport:
         everyone = frozenset().union(*(rows[rank][2] for rank in near))
         self.cores = min(len(usable_cores()), max(1, len(everyone) // len(near)))
         self._shares_memory = all(row[3] for row in rows)
+        self.place = near.index(self.rank)
         self.shares_host = len(near) > 1
         self.single_host = len(near) == self.size
         self.has_own_core = len(near) <= len(everyone)
@@ -152,6 +154,9 @@ class MpiTransport:
             raise
         finally:
             self._watch.end()
+
+    def interrupt(self, message: str) -> None:
+        self._interrupted = self._interrupted or message
 
     def with_progress(self, action: Callable[[], object]) -> Callable[[], object]:
         return self._progress.during(action)
@@ -254,8 +259,8 @@ class MpiTransport:
             self._failure = next((text for rounds, text in self._left if rounds < self._begun), None)
         if self._watch.orphaned:
             self._failure = self._failure or f"rank {self.rank}: the launcher of the job has ended"
-        if self._failure is not None:
-            raise RankError(self._failure)
+        if self._interrupted is not None or self._failure is not None:
+            raise RankError(self._interrupted or self._failure or "")
 
 
 def _machine() -> str:

@@ -68,6 +68,8 @@ class Transport(Protocol):
 
     rank: int
     size: int
+    place: int
+    """The place of this rank among those of its machine."""
     cores: int
     """Cores that this rank may keep busy without taking them from its neighbours."""
     shares_host: bool
@@ -91,6 +93,10 @@ class Transport(Protocol):
 
     def wait(self, request: Request, what: Callable[[], str]) -> None:
         """Return when the transfer is complete; `what` names it in reports."""
+        ...
+
+    def interrupt(self, message: str) -> None:
+        """From another thread: what this rank waits for, now or later, ends with a RankError with the message."""
         ...
 
     def with_progress(self, action: Callable[[], object]) -> Callable[[], object]:

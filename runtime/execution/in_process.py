@@ -15,20 +15,24 @@ from ..artifact.format import Manifest, Port
 from ..artifact.manifest import Artifact, open_artifact
 from ..artifact.tensor import Value
 from ..communication.in_process import LocalWorld
+from ..devices.devices import Asked
 from ..program.sessions import Settings
 from .inputs import Whole
-from .program import CPU, OnError, Outputs, Program, refuse_recovery, settings_for
+from .program import OnError, Outputs, Program, refuse_recovery, settings_for
 from .rank_threads import RankThreads, Result
 
 
 class LocalProgram:
     """All ranks of an artifact as threads of this process: called with the whole model's inputs, it gives all outputs."""
 
-    def __init__(self, artifact: Artifact, settings: Settings, stall: float, on_error: OnError = "raise") -> None:
+    def __init__(
+        self, artifact: Artifact, settings: Sequence[Settings], stall: float, on_error: OnError = "raise"
+    ) -> None:
         self.manifest: Manifest = artifact.manifest
         self._world = LocalWorld(artifact.manifest.ranks, stall)
         transports = [self._world.transport(rank) for rank in range(self._world.size)]
-        self._ranks = [Program(artifact, transport, settings, on_error) for transport in transports]
+        pairs = zip(transports, settings, strict=True)
+        self._ranks = [Program(artifact, transport, own, on_error) for transport, own in pairs]
         self._threads = RankThreads(self._world)
         self._all([partial(self._connect, program) for program in self._ranks])
 
@@ -109,13 +113,14 @@ def load_local(
     trust: bool = False,
     stall: float = 30.0,
     on_error: Literal["raise", "recover"] = "raise",
-    providers: Sequence[str] = CPU,
+    devices: Asked | None = None,
 ) -> LocalProgram:
-    """All ranks of the artifact in `folder` as threads of this process, without MPI; `program` and `on_error` as for `load`.
+    """All ranks of the artifact in `folder` as threads of this process, without MPI; `program`, `devices` and `on_error` as for `load`.
 
     In one process a program can be called again after any failure; with "recover" it fails as it does over MPI.
     """
     artifact = open_artifact(folder, trust=trust, program=program)
-    settings = settings_for(LocalWorld(artifact.manifest.ranks).transport(0), threads, providers)
+    world = LocalWorld(artifact.manifest.ranks)
+    settings = [settings_for(world.transport(rank), threads, devices) for rank in range(world.size)]
     refuse_recovery(artifact, on_error)
     return LocalProgram(artifact, settings, stall, on_error)

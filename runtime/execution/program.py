@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias
@@ -25,6 +25,7 @@ from ..artifact.tensor import Value
 from ..communication.in_process import LocalWorld
 from ..communication.leaving import said
 from ..communication.transport import Transport
+from ..devices.devices import Asked, devices_from
 from ..errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError
 from ..job.status_board import AGREEING, SLOT, open_board
 from ..lookups.lookup import Moved
@@ -37,6 +38,7 @@ from .recover import attempt, failed, settle
 from .state import State
 from .step_plan import StepPlan
 from .symbol_bindings import Bindings, Halted
+from .target_counts import TargetCounts
 from .wire_tags import wire_tags
 
 if TYPE_CHECKING:
@@ -47,8 +49,6 @@ OnError: TypeAlias = Literal["raise", "abort", "recover"]
 
 RECOVER = "recover"
 _STEP_PLANS = 8
-CPU = ("CPUExecutionProvider",)
-"""The execution providers by default."""
 
 
 class Program:
@@ -69,6 +69,7 @@ class Program:
         self._on_error = on_error
         self._settings = settings
         self._program = lower_rank_program(artifact, transport.rank, settings, state)
+        self.counts: TargetCounts = self._program.counts
         artifact.refuse_replaced()
         self._wire = wire_tags(artifact.manifest, transport.tags)
         self._at_once: frozenset[int] = frozenset()
@@ -291,7 +292,7 @@ def load(
     trust: bool = False,
     stall: float = 30.0,
     on_error: OnError = "raise",
-    providers: Sequence[str] = CPU,
+    devices: Asked | None = None,
     first: Callable[[], object] | None = None,
 ) -> Program:
     """This rank's end of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
@@ -299,7 +300,8 @@ def load(
     `program`: its name, by default the main one. `threads`: of each operator, by default the cores that belong to this rank. `trust`:
     do not hash the files. `stall`: seconds after which a wait is reported on stderr. `on_error`: what a failure inside a step does to
     the job: "raise" a RankError on every rank, "abort" it by MPI, or "recover": every rank raises a StepError and the next step runs,
-    of a program that keeps no state. `first`: what each rank does before it opens anything, for all. One rank needs no MPI.
+    of a program that keeps no state. `devices`: by target its device, as `--device` says it: {"device": "cuda"}, {"cuda": "cpu"}.
+    `first`: what each rank does before it opens anything, for all. One rank needs no MPI.
     """
     artifact: Artifact | None = None
     loaded: Program | None = None
@@ -316,7 +318,7 @@ def load(
     problem = "" if failure is None else _problem(transport.rank, failure)
     if artifact is not None:
         try:
-            loaded = Program(artifact, transport, settings_for(transport, threads, providers), on_error)
+            loaded = Program(artifact, transport, settings_for(transport, threads, devices), on_error)
         except Exception as error:
             problem = _problem(transport.rank, error)
     said = [
@@ -353,9 +355,9 @@ def refuse_recovery(artifact: Artifact, on_error: OnError) -> None:
         )
 
 
-def settings_for(transport: Transport, threads: int | None, providers: Sequence[str]) -> Settings:
-    """How the sessions of a rank run, by default on the cores that are its own."""
-    return Settings(threads or transport.cores, not transport.shares_host, providers)
+def settings_for(transport: Transport, threads: int | None, devices: Asked | None) -> Settings:
+    """How the sessions of a rank run, by default on the cores that are its own, and on the CPU."""
+    return Settings(threads or transport.cores, not transport.shares_host, devices_from(devices, transport.place))
 
 
 def _transport(

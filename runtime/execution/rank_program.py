@@ -17,15 +17,18 @@ from ..artifact.dtypes import BY_CODE, Array, Bytes, element
 from ..artifact.format import Shape
 from ..artifact.manifest import Artifact, open_artifact
 from ..artifact.tensor import Tensor, Value, aligned
+from ..devices.device_memory import Block, Cell, DeviceMemory, memory_of
+from ..devices.devices import Devices, refuse_missing
 from ..errors import ArtifactError
 from ..lookups.lookup import Lookup, Memory
 from ..program.flat_buffers import coalesced_buffers
 from ..program.liveness import in_place_aliases, lifetimes
+from ..program.locations import locations, used_targets
 from ..program.memory_plan import Lifetime
 from ..program.rank_file import RankFile, check_ports, read_rank_file
 from ..program.segmentation import segmented
 from ..program.sessions import Builder, Runner, Settings
-from ..program.steps import Segment, StartCollective, Step, Update, WaitCollective
+from ..program.steps import Copy, Segment, StartCollective, Step, Update, WaitCollective
 from ..program.value_table import (
     Storage,
     ValueTable,
@@ -41,6 +44,7 @@ from ..updates.row_updater import RowUpdater
 from ..updates.updater import Updater
 from .state import State, check_same, make_state
 from .symbol_bindings import Binder, Bindings
+from .target_counts import TargetCounts
 
 
 @dataclass
@@ -51,7 +55,7 @@ class RankProgram:
     steps: list[Step]
     runners: dict[int, Runner]
     values: ValueTable
-    constants: dict[str, Value]
+    constants: dict[str, Cell]
     outputs: list[str]
     promises: dict[int, Shape]
     """By tag the shape of a message that travels bare, or of a collective's input; a message without one has a header."""
@@ -71,6 +75,13 @@ class RankProgram:
     lookups: dict[int, Lookup] = field(default_factory=dict)
     """By tag each Pull and Push, and what all of them use one after the other."""
     looked_up: Memory = field(default_factory=Memory)
+    step_targets: dict[int, str] = field(default_factory=dict)
+    """By step that computes or copies its target; empty where the rank has one."""
+    counts: TargetCounts = field(default_factory=TargetCounts)
+    memories: dict[str, DeviceMemory] = field(default_factory=dict)
+    """By target beside the host its memory."""
+    blocks: dict[str, Block] = field(default_factory=dict)
+    """The arenas there, likewise."""
 
     def evaluated(self, shape: Shape, bindings: Bindings) -> tuple[int, ...]:
         """A known shape with the symbols bound."""
@@ -82,6 +93,13 @@ class RankProgram:
         if self.memory.size < size:
             self.memory = aligned(size)
         return self.memory
+
+    def block_of(self, target: str, size: int) -> Block:
+        """The same in the memory of a target beside the host."""
+        block = self.blocks.get(target)
+        if block is None or block.size < size:
+            block = self.blocks[target] = self.memories[target].block(size)
+        return block
 
     def lifetimes(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Lifetime]:
         """Size and lifetime of every place in the arena."""
@@ -153,16 +171,21 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     buffers = coalesced_buffers(file, shapes)
     check_results(file, shapes, promises)
     settings = _settings(file, settings)
+    used = used_targets(file.steps, settings.devices)
+    refuse_missing(settings.devices, used, str(artifact.folder))
+    targets = locations(file, settings.devices, state.targets if state is not None else None)
+    memories = {target: memory_of(settings.devices.of(target)) for target in sorted(set(targets.values()))}
     runners, types = _sessions(file, artifact.folder, settings)
     weights = _loose_weights(file, artifact.folder)
     types |= {name: type for name, (type, _) in weights.items()}
     check_types(file, types)
     updates: dict[int, list[Updater | RowUpdater]] = {}
     if state is None:
-        plan = plan_updates(file, shapes, types, buffers)
+        plan = plan_updates(file, shapes, types, buffers, targets)
         buffers += plan.gradients
         begun = file.model if file.manifest.is_main else artifact.beside().model(rank)
-        state = make_state(file.state, rank, plan.kept, begun, artifact.folder)
+        there = {name: memories[target] for name, target in targets.items()}
+        state = make_state(file.state, rank, plan.kept, begun, artifact.folder, there)
         updates = {
             index: [_updater(group, settings, types, state) for group in groups]
             for index, groups in plan.groups.items()
@@ -175,7 +198,7 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
         rank=rank,
         steps=file.steps,
         runners=runners,
-        values=value_table(file, types, shapes, promises, buffers, weights),
+        values=value_table(file, types, shapes, promises, buffers, weights, targets),
         constants={**{name: value for name, (_, value) in weights.items()}, **state.tensors, **in_place},
         outputs=file.outputs,
         promises=promises,
@@ -185,6 +208,8 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
         guard=training.guard if training is not None else "",
         replaced=[pair for pair in file.replaced_by_copy if pair not in file.replaced_always],
         replaced_always=file.replaced_always,
+        step_targets=_targets(file.steps, settings.devices) if len(used) > 1 or file.copies else {},
+        memories=memories,
     )
     program.in_place()
     return program
@@ -197,6 +222,16 @@ def _updater(
         return Updater(group, settings, types[group.operands[0][0]])
     ranks = {name: len(one.shape) for name, one in state.tensors.items()}
     return RowUpdater(group, settings, types[group.node.input[0]], ranks)
+
+
+def _targets(steps: Sequence[Step], devices: Devices) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for index, step in enumerate(steps):
+        if isinstance(step, Segment | Update):
+            found[index] = devices.target(step.target)
+        elif isinstance(step, Copy):
+            found[index] = devices.target(step.to)
+    return found
 
 
 def _refuse_unsound(file: RankFile, folder: Path) -> None:
@@ -224,7 +259,12 @@ def _settings(file: RankFile, settings: Settings) -> Settings:
 def _sessions(file: RankFile, folder: Path, settings: Settings) -> tuple[dict[int, Runner], dict[str, str]]:
     """By step its session, and the types of all values."""
     builder = Builder(file.model, folder, types_from_manifest(file), settings, file.where)
-    runners = {index: builder.build(step) for index, step in enumerate(file.steps) if isinstance(step, Segment)}
+    runners: dict[int, Runner] = {}
+    for index, step in enumerate(file.steps):
+        if isinstance(step, Segment):
+            runners[index] = builder.build(step)
+        elif isinstance(step, Copy):
+            builder.copy(step.source, step.result)
     return runners, builder.types
 
 

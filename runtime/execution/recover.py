@@ -21,9 +21,10 @@ from ..artifact.dtypes import dense
 from ..artifact.tensor import Tensor, Value
 from ..communication.coalesced import CoalescedCollective
 from ..communication.transport import Transport
+from ..devices.device_memory import Cell, Remote, move
 from ..errors import RankError, StepError
 from ..job.status_board import IDLE, SLOT, Board
-from ..program.steps import Segment, Send, StartCollective, Step, WaitCollective, WaitRecv
+from ..program.steps import Copy, Segment, Send, StartCollective, Step, WaitCollective, WaitRecv
 from ..program.value_table import Storage
 from .at_large import give_up_at_large
 from .step_plan import StepPlan
@@ -118,10 +119,16 @@ def _stand_in(schedule: StepPlan, at: int, again: bool) -> None:
     """An action of a step that is given up; `again` is the one that failed, of which nothing has been sent."""
     program, (index, action) = schedule.program, schedule.actions[at]
     match program.steps[index] if at in schedule.main else None:
+        case Copy() as copy:
+            if isinstance(schedule.cells.get(copy.source), Tensor | Remote):
+                action()
+            else:
+                schedule.cells.pop(copy.result, None)
+            return
         case Segment() as segment:
             for name in segment.outputs:
                 if program.values.storage[name] is Storage.SLOT:
-                    _fill(schedule.cells[name])
+                    _refill(schedule.cells[name])
                 else:
                     schedule.cells.pop(name, None)
             return
@@ -149,6 +156,16 @@ def _provide(schedule: StepPlan, name: str, shape: tuple[int, ...] | None, again
             schedule.cells[name] = _fill(Tensor.empty(dtype, shape))
     elif again or name not in schedule.cells:
         schedule.cells[name] = Tensor.empty(dtype, (0,)) if dtype else _empty(schedule.program.values.types[name])
+
+
+def _refill(cell: Cell) -> None:
+    """Stand-ins in the place of a value."""
+    if isinstance(cell, Remote):
+        copy = cell.to_host()
+        _fill(copy)
+        move(copy, cell)
+    else:
+        _fill(cell)
 
 
 def _fill(value: Value) -> Value:

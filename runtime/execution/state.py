@@ -5,7 +5,7 @@ Tensors that one update runs over follow each other in memory. A training progra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +14,10 @@ import numpy as np
 
 from ..artifact.boxes import region
 from ..artifact.dtypes import Array, dense
-from ..artifact.format import Law, StateRecord
+from ..artifact.format import CUDA, Law, StateRecord
 from ..artifact.law import fill
 from ..artifact.tensor import Tensor
+from ..devices.device_memory import DeviceMemory, Placed, Remote, move, new_place, part
 from ..errors import ArtifactError
 from ..program.flat_buffers import FlatBuffer
 
@@ -29,38 +30,64 @@ class State:
     """A rank's tensors by their names in its program, and the records of what they are."""
 
     rank: int
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Placed]
     records: Sequence[StateRecord]
 
     def arrays(self) -> list[tuple[StateRecord, Array]]:
-        """Every tensor that lives from step to step with its memory: what is written there is there in the next step."""
-        return [(record, self.tensors[record.value].array()) for record in self.records]
+        """Every tensor that lives from step to step: its memory, or where that is another target's a copy of it."""
+        return [(record, self._array(record)) for record in self.records]
+
+    def fill(self, write: Callable[[StateRecord, Array], None], names: Collection[str]) -> None:
+        """Lets `write` change every tensor of a global name, in turn: what it writes is there in the next step."""
+        for record in self.records:
+            if record.tensor not in names:
+                continue
+            array, tensor = self._array(record), self.tensors[record.value]
+            write(record, array)
+            if isinstance(tensor, Remote):
+                move(Tensor.of(array, tensor.dtype), tensor)
+
+    @property
+    def targets(self) -> dict[str, str]:
+        """The targets of the tensors that do not lie on the host."""
+        return {name: CUDA for name, tensor in self.tensors.items() if isinstance(tensor, Remote)}
+
+    def _array(self, record: StateRecord) -> Array:
+        tensor = self.tensors[record.value]
+        return (tensor.to_host() if isinstance(tensor, Remote) else tensor).array()
 
 
 def make_state(
-    records: Iterable[StateRecord], rank: int, laid: Sequence[FlatBuffer], model: ModelProto, folder: Path
+    records: Iterable[StateRecord],
+    rank: int,
+    laid: Sequence[FlatBuffer],
+    model: ModelProto,
+    folder: Path,
+    memories: Mapping[str, DeviceMemory],
 ) -> State:
-    """The state as it is before the first step: weights as the artifact has them, the rest as the records say."""
+    """The state as it is before the first step: weights as the artifact has them, the rest as the records say.
+
+    `memories`: by tensor that does not lie on the host the memory where it does.
+    """
     mine = [record for record in records if rank in record.ranks]
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Placed] = {}
     by_name = {record.value: record for record in mine}
     for buffer in laid:
         dtype = dense(buffer.type)
         if dtype is None:
             raise ArtifactError(f"'{buffer.members[0]}' is a {buffer.type}, which no optimizer updates")
-        memory = Tensor.empty(dtype, (buffer.size,))
+        memory = new_place(memories.get(buffer.members[0]), dtype, (buffer.size,))
         for name, at in buffer.places.items():
-            shape = by_name[name].local_shape(rank)
-            begin, size = dtype.bytes_of((at,)), dtype.bytes_of(shape)
-            tensors[name] = Tensor(dtype, shape, memory.data[begin : begin + size])
+            tensors[name] = part(memory, dtype.bytes_of((at,)), dtype, by_name[name].local_shape(rank))
     for record in mine:
         if record.value not in tensors:
             dtype = dense(record.type)
             if dtype is None:
                 raise ArtifactError(f"'{record.value}' is a {record.type}, which cannot be kept from step to step")
-            tensors[record.value] = Tensor.empty(dtype, record.local_shape(rank))
-    _fill(mine, rank, tensors, model, folder)
-    return State(rank, tensors, mine)
+            tensors[record.value] = new_place(memories.get(record.value), dtype, record.local_shape(rank))
+    state = State(rank, tensors, mine)
+    _fill(state, model, folder)
+    return state
 
 
 def check_same(state: State, records: Iterable[StateRecord], where: str) -> None:
@@ -85,15 +112,15 @@ def fill_first(record: StateRecord, rank: int, array: Array) -> None:
         array.fill(record.initial)
 
 
-def _fill(
-    records: Sequence[StateRecord], rank: int, tensors: Mapping[str, Tensor], model: ModelProto, folder: Path
-) -> None:
+def _fill(state: State, model: ModelProto, folder: Path) -> None:
     from onnx import numpy_helper
 
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
-    for record in records:
-        array = tensors[record.value].array()
+
+    def write(record: StateRecord, array: Array) -> None:
         if record.value in weights:
             np.copyto(array, numpy_helper.to_array(weights[record.value], base_dir=str(folder)))
         else:
-            fill_first(record, rank, array)
+            fill_first(record, state.rank, array)
+
+    state.fill(write, {record.tensor for record in state.records})

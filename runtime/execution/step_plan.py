@@ -1,42 +1,43 @@
 """Running a step: the actions of a rank for given bindings, with every buffer bound once.
 
 A step plan holds one callable per action, made when the bindings are new: run a bound session, post a receive, begin a send or
-a collective, wait. Values lie in cells: fixed (the arena, a constant) or set in each step (an input, a value of unknown shape, a
-string). A session with fixed operands alone just runs; tensors of unknown shape are bound anew; objects are passed in a call.
+a collective, wait. Values lie in cells: fixed (an arena, a constant) or set in each step (an input, a value of unknown shape, a
+string). Each of the rank's targets has an arena.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 
-from ..artifact.dtypes import Bytes, dense
+from ..artifact.dtypes import BY_NAME, Bytes
 from ..artifact.tensor import Tensor, Value, aligned
 from ..communication.coalesced import CoalescedCollective
 from ..communication.collective import BoundCollective, CollectivePlan, nothing
 from ..communication.exchange import Redistribution
 from ..communication.message import HEADER, decode, encode, payload_size
 from ..communication.transport import Request, Transport
+from ..devices.device_memory import Cell, Placed, Remote, move, on_host, part
 from ..errors import RankError
 from ..job.status_board import IDLE, SLOT, Board
 from ..program.memory_plan import assign
-from ..program.ort import Binding
-from ..program.session_values import as_feed, as_tensor, bind_tensor, check_promise, from_ort
-from ..program.sessions import Runner
-from ..program.steps import PostRecv, Segment, Send, StartCollective, Update, WaitCollective, WaitRecv
+from ..program.session_values import check_promise
+from ..program.steps import Copy, PostRecv, Segment, Send, StartCollective, Update, WaitCollective, WaitRecv
 from ..program.value_table import Storage
 from .at_large import begin_at_large
 from .collective_plans import plan_collectives, scratch_lifetimes, scratch_name
 from .rank_program import RankProgram
+from .session_calls import SessionCalls
 from .symbol_bindings import Bindings
+from .target_counts import switches
 from .under_way import beside_messages
 
 Action: TypeAlias = Callable[[], object]
 Shape: TypeAlias = tuple[int, ...]
+BYTE = BY_NAME["uint8"]
 
 
 class StepPlan:
@@ -57,19 +58,19 @@ class StepPlan:
         self.shapes = {name: program.evaluated(shape, bindings) for name, shape in program.values.shapes.items()}
         self.promises = {tag: program.evaluated(shape, bindings) for tag, shape in program.promises.items()}
         self.works = plan_collectives(program, self.promises, self.shapes, transport, wire)
-        self.cells: dict[str, Value] = dict(program.constants)
+        self.cells: dict[str, Cell] = dict(program.constants)
+        self.sessions = SessionCalls(program, self.cells)
         self.transient = [name for name, kind in program.values.storage.items() if self._passes(name, kind)]
         self.requests: list[Request] = [None] * len(program.steps)
         self.scratch: dict[tuple[int, str], Bytes] = {}
         self.begun: dict[int, tuple[list[Request], Action | None]] = {}
         self.posts = {step.tag: index for index, step in enumerate(program.steps) if isinstance(step, PostRecv)}
         self.headers = {tag: aligned(HEADER) for tag in self.posts if tag not in self.promises}
-        self.readers: dict[str, list[tuple[Binding, int, str]]] = defaultdict(list)
-        """By input the bindings that read it, its type, and the name by which each does."""
         self.last: dict[str, tuple[int, Shape]] = {}
         self.actions: list[tuple[int, Action]] = []
         self.main: set[int] = set()  # indices of actions that are steps, not waits for sends or ends of values
         self._plan(self._lay_out())
+        self.switches = switches(program.step_targets, program.steps)
 
     def take(self, inputs: Mapping[str, Value]) -> None:
         """Bind the inputs of a step."""
@@ -77,7 +78,7 @@ class StepPlan:
         for name, value in inputs.items():
             if isinstance(value, Tensor) and self.last.get(name) != (value.pointer, value.shape):
                 self.last[name] = (value.pointer, value.shape)
-                for binding, code, formal in self.readers[name]:
+                for binding, code, formal in self.sessions.readers.get(name, ()):
                     binding.bind_input(formal, "cpu", 0, code, value.shape, value.pointer)
 
     def run(self, inputs: Mapping[str, Value], board: Board, step: int) -> dict[str, Value]:
@@ -99,7 +100,8 @@ class StepPlan:
         """The outputs of a step that has run, with what it makes in place of what is kept."""
         replaced = self.program.replaced if self._may_replace() else []
         for kept, made in (*replaced, *self.program.replaced_always):
-            np.copyto(self._tensor(kept).data, self._tensor(made).data)
+            move(self.sessions.place(made), self.sessions.place(kept))
+        self.program.counts.add_step(self.switches)
         outputs = {name: self._delivered(name) for name in self.program.outputs}
         for name in self.transient:
             del self.cells[name]
@@ -107,7 +109,7 @@ class StepPlan:
 
     def _delivered(self, name: str) -> Value:
         """An output as the caller sees it; memory that the next step overwrites is copied."""
-        value = self.cells[name]
+        value = on_host(self.cells[name])
         if not isinstance(value, Tensor):
             return value
         fresh = self.values.storage[name] is Storage.TENSOR or value.dtype.bits < 8
@@ -120,16 +122,25 @@ class StepPlan:
     def _lay_out(self) -> dict[int, list[int]]:
         """Give every value of known shape its place in the arena; by step, the sends to wait for before it."""
         lives = [*self.program.lifetimes(self.shapes), *scratch_lifetimes(self.program.steps, self.works)]
-        arena = assign(lives)
+        targets = self.values.targets
+        arena = assign([life for life in lives if life.name not in targets])
         memory = self.program.block(arena.bytes)
-        places = {life.name: memory[arena.offsets[life.name] :] for life in lives}
+        offsets = arena.offsets
+        blocks: dict[str, Placed] = {}
+        for target in self.program.memories:
+            there = assign([life for life in lives if targets.get(life.name) == target])
+            block = self.program.block_of(target, there.bytes)
+            blocks[target] = Remote(BYTE, (block.size,), block.pointer, self.program.memories[target], block)
+            offsets |= there.offsets
+        host = Tensor(BYTE, (memory.size,), memory)
         for name, shape in self.shapes.items():
             dtype = self.values.dtype(name)
             buffer, at = self.values.flat_places.get(name, (name, 0))
-            begin = dtype.bytes_of((at,))
-            place = places[self.program.in_place_aliases.get(buffer, buffer)][begin : begin + dtype.bytes_of(shape)]
-            self.cells[name] = Tensor(dtype, shape, place)
-        self.scratch = {key: places[scratch_name(*key)] for tag in self.works for key in ((tag, "in"), (tag, "out"))}
+            place = self.program.in_place_aliases.get(buffer, buffer)
+            whole = blocks[targets[place]] if place in targets else host
+            self.cells[name] = part(whole, offsets[place] + dtype.bytes_of((at,)), dtype, shape)
+        keys = [(tag, side) for tag in self.works for side in ("in", "out")]
+        self.scratch = {key: memory[offsets[scratch_name(*key)] :] for key in keys}
         return arena.waits
 
     def _plan(self, waits: Mapping[int, Sequence[int]]) -> None:
@@ -141,7 +152,9 @@ class StepPlan:
                 del sends[earlier]
             match step:
                 case Segment():
-                    action = self._segment(self.program.runners[index])
+                    action = self.sessions.segment(self.program.runners[index])
+                case Copy():
+                    action = self.sessions.copy(index, step)
                 case Send():
                     action = self._send(index, step)
                     sends[index] = None
@@ -163,42 +176,9 @@ class StepPlan:
             self.actions += [(index, partial(self.cells.pop, name, None)) for name in unused.get(index, ())]
         self.actions += [(index, self._complete(index)) for index in sends]
 
-    def _segment(self, runner: Runner) -> Action:
-        if runner.objects or any(self._is_object(name) for name in runner.segment.inputs):
-            return partial(self._run_objects, runner)
-        binding = runner.session.io_binding()
-        inputs, outputs = runner.segment.operands, runner.segment.results
-        loose = {name for _, name in (*inputs, *outputs) if self.values.storage[name] is Storage.TENSOR}
-        for one, name in inputs:
-            if self.values.storage[name] is Storage.INPUT:
-                self.readers[name].append((binding, self.values.dtype(name).code, one))
-            elif name not in loose:
-                bind_tensor(binding.bind_input, one, self._tensor(name))
-        for one, name in outputs:
-            if name in loose:
-                binding.bind_output(one)
-            else:
-                bind_tensor(binding.bind_output, one, self._tensor(name))
-        if loose:
-            return partial(self._run_loose, runner, binding, frozenset(loose))
-        return partial(runner.session.run_with_iobinding, binding)
-
     def _update(self, index: int) -> Action:
         """The updates of a step, each of many parameters at once."""
-        calls: list[Action] = []
-
-        def shared(name: str, binding: Binding, formal: str) -> None:
-            if self.values.storage[name] is Storage.INPUT:
-                self.readers[name].append((binding, self.values.dtype(name).code, formal))
-            else:
-                bind_tensor(binding.bind_input, formal, self._tensor(name))
-
-        for updater in self.program.updates[index]:
-            calls += updater.calls(self._tensor, shared, self.values.is_loose)
-
-        def update() -> None:
-            for call in calls:
-                call()
+        update = self.sessions.updates(self.program.updates[index])
 
         def guarded() -> None:
             if self._may_replace():
@@ -209,35 +189,6 @@ class StepPlan:
     def _may_replace(self) -> bool:
         """Whether a step may change what is kept."""
         return not self.program.guard or bool(np.isfinite(self._tensor(self.program.guard).array()).all())
-
-    def _run_loose(self, runner: Runner, binding: Binding, loose: frozenset[str]) -> None:
-        """Run a session of which some tensors have another place and shape each time."""
-        for one, name in runner.segment.operands:
-            if name in loose:
-                bind_tensor(binding.bind_input, one, self._tensor(name))
-        for one, name in runner.segment.results:
-            if name in loose:
-                # Bound anew, or the session would write into what it gave last time.
-                binding.bind_output(one)
-        runner.session.run_with_iobinding(binding)
-        for name, value in zip(runner.segment.outputs, binding.get_outputs(), strict=True):
-            if name in loose:
-                self.cells[name] = from_ort(value)
-
-    def _run_objects(self, runner: Runner) -> None:
-        """Run a session with Python objects."""
-        feeds = {one: as_feed(self.cells[name]) for one, name in runner.segment.operands}
-        names = [runner.widened.get(name, name) for name, _ in runner.segment.results]
-        for name, value in zip(runner.segment.outputs, runner.session.run(names, feeds), strict=True):
-            match self.values.storage[name]:
-                case Storage.OBJECT:
-                    self.cells[name] = value
-                case Storage.TENSOR:
-                    self.cells[name] = as_tensor(value, self.values.dtype(name))
-                case _:
-                    slot, made = self._tensor(name), as_tensor(value, self.values.dtype(name))
-                    check_promise(name, made.shape, slot.shape)
-                    slot.data[:] = made.data
 
     def _send(self, index: int, step: Send) -> Action:
         tag, peer, isend = self.wire[step.tag], step.peer, self.transport.isend
@@ -264,7 +215,9 @@ class StepPlan:
 
     def _send_encoded(self, index: int, step: Send) -> None:
         tag = self.wire[step.tag]
-        self.requests[index] = [self.transport.isend(part, step.peer, tag) for part in encode(self.cells[step.value])]
+        self.requests[index] = [
+            self.transport.isend(part, step.peer, tag) for part in encode(on_host(self.cells[step.value]))
+        ]
 
     def _post(self, index: int, step: PostRecv) -> Action:
         tag, peer, irecv, requests = self.wire[step.tag], step.peer, self.transport.irecv, self.requests
@@ -382,9 +335,6 @@ class StepPlan:
             requests[index] = None
 
         return complete
-
-    def _is_object(self, name: str) -> bool:
-        return dense(self.values.types[name]) is None
 
     def _tensor(self, name: str) -> Tensor:
         value = self.cells[name]

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from onnx import TensorProto, helper
 
 from ..artifact.dtypes import BY_CODE, Array
+from ..devices.devices import HOST
 from ..program.ort import Session, new_session
 
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -95,4 +96,4 @@ def _session(code: int) -> Session:
     graph = helper.make_graph([node], "sums", [zeros, places, rows], [total])
     model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
     # One thread: rows are then added in their order.
-    return new_session(model.SerializeToString(), 1, ["CPUExecutionProvider"], {})
+    return new_session(model.SerializeToString(), 1, HOST, {})

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 
 from .memory_plan import Lifetime
-from .steps import PostRecv, Segment, Send, StartCollective, Step, Update, WaitCollective, WaitRecv
+from .steps import Copy, PostRecv, Segment, Send, StartCollective, Step, Update, WaitCollective, WaitRecv
 
 
 @dataclass
@@ -116,6 +116,8 @@ def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple
     match step:
         case Segment():
             yield from ((name, index) for name in (*step.inputs, *step.outputs))
+        case Copy():
+            yield from ((name, index) for name in (step.source, step.result))
         case Send() | PostRecv() | WaitRecv():
             yield step.value, index
         case StartCollective():

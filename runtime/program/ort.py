@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
+from ..devices.devices import Device
+
 Bind: TypeAlias = Callable[[str, str, int, int, tuple[int, ...], int], None]
 """Name, device, device number, element type by its ONNX number, shape, address."""
 
@@ -42,6 +44,8 @@ class Session(Protocol):
     def run_with_iobinding(self, binding: Binding) -> None: ...
     def run(self, names: Sequence[str], feeds: Mapping[str, Any]) -> list[Any]: ...
     def get_outputs(self) -> list[Described]: ...
+    def get_providers(self) -> list[str]: ...
+    def get_provider_graph_assignment_info(self) -> list[Any]: ...
 
 
 _ROUNDS_OTHERWISE = ("DivMulFusion",)
@@ -63,10 +67,32 @@ def _one_arena() -> bool:
     return True
 
 
+@functools.cache
+def _one_arena_of(device: Device) -> bool:
+    """Whether onnxruntime has an arena for all sessions of this process on a GPU; else each session keeps memory of its own there."""
+    import onnxruntime
+
+    ((provider, options),) = device.providers
+    kinds, devices = onnxruntime.OrtAllocatorType, onnxruntime.OrtMemType
+    try:
+        memory = onnxruntime.OrtMemoryInfo("Cuda", kinds.ORT_ARENA_ALLOCATOR, device.number, devices.DEFAULT)
+        grown_as_asked = onnxruntime.OrtArenaCfg(0, 1, -1, -1)
+        onnxruntime.create_and_register_allocator_v2(
+            provider, memory, {"device_id": options["device_id"]}, grown_as_asked
+        )
+    except Exception:
+        return False
+    return True
+
+
+NO_FALLBACK = "session.disable_cpu_ep_fallback"
+_ASSIGNED = "session.record_ep_graph_assignment_info"
+
+
 def new_session(
     model: bytes,
     threads: int,
-    providers: Sequence[str],
+    device: Device,
     entries: Mapping[str, str],
     arena: bool = False,
     exact: bool = False,
@@ -79,6 +105,8 @@ def new_session(
     With `exact` nodes round as they would alone: ranks that make a copy of one value each, one beside a constant where another has an
     input, make the same bits.
 
+    On a GPU nothing runs on the CPU with `NO_FALLBACK` among the entries; without it `left_on_host` says what does.
+
     Its threads are its own: onnxruntime's pool for all sessions is for all of the process, and the user's sessions there would have
     to be told of it.
     """
@@ -87,17 +115,44 @@ def new_session(
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.enable_cpu_mem_arena = arena and _one_arena()
-    if options.enable_cpu_mem_arena:
+    options.enable_cpu_mem_arena = arena and device.is_host and _one_arena()
+    if options.enable_cpu_mem_arena or (not device.is_host and _one_arena_of(device)):
         options.enable_mem_pattern = False
         options.add_session_config_entry("session.use_env_allocators", "1")
+    if not device.is_host:
+        options.add_session_config_entry(_ASSIGNED, "1")
     # Every failure is raised with its text; onnxruntime's own print of it would be a second one.
     options.log_severity_level = 4
     for name, value in entries.items():
         options.add_session_config_entry(name, value)
     left_out = list(_ROUNDS_OTHERWISE) if exact else None
-    session = onnxruntime.InferenceSession(model, options, providers=list(providers), disabled_optimizers=left_out)
+    session = onnxruntime.InferenceSession(
+        model, options, providers=device.providers, disabled_optimizers=left_out, enable_fallback=0
+    )
+    ((provider, _),) = device.providers
+    if provider not in session.get_providers():
+        # onnxruntime only logs that it has not found the device, and takes the CPU.
+        raise RuntimeError(f"onnxruntime cannot use {device}: its {provider} was not made")
     return cast(Session, session)
+
+
+def left_on_host(session: Session) -> list[tuple[str, str]]:
+    """Op and name of each node of a session on a GPU that onnxruntime runs on the CPU."""
+    parts = session.get_provider_graph_assignment_info()
+    return [(node.op_type, node.name) for part in parts if part.ep_name.startswith("CPU") for node in part.get_nodes()]
+
+
+def without_kernel(model: bytes, device: Device, entries: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Op and name of each node of a model, as it is written, for which there is no kernel on a GPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    for name, value in {**entries, NO_FALLBACK: "0", _ASSIGNED: "1"}.items():
+        options.add_session_config_entry(name, value)
+    session = onnxruntime.InferenceSession(model, options, providers=device.providers, enable_fallback=0)
+    return left_on_host(cast(Session, session))
 
 
 def can_load(model: bytes, folder: str, *, optimized: bool) -> str:

@@ -16,7 +16,7 @@ from ..artifact.format import EXCHANGE, SCALE, Collective, Manifest, StateRecord
 from ..artifact.manifest import Artifact
 from ..errors import ArtifactError
 from .segmentation import segmented
-from .steps import PostRecv, Segment, Send, StartCollective, Step, Update
+from .steps import Copy, PostRecv, Segment, Send, StartCollective, Step, Update
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -72,9 +72,14 @@ class RankFile:
 
     @cached_property
     def computed(self) -> list[str]:
-        """The values that segments and updates make."""
+        """The values that segments, copies and updates make."""
         made = [name for step in self.steps if isinstance(step, Segment) for name in step.outputs]
-        return made + self._updated
+        return [*made, *(step.result for step in self.copies), *self._updated]
+
+    @cached_property
+    def copies(self) -> list[Copy]:
+        """The copies between targets."""
+        return [step for step in self.steps if isinstance(step, Copy)]
 
     @cached_property
     def updated_in_place(self) -> list[StateRecord]:

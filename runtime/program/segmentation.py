@@ -9,7 +9,7 @@ what the global order puts later.
 What is right in one thread alone is a segment by itself (`one_thread.py`), with the zeros that it adds to.
 
 A segment begins before nodes that are computed again: in one session with those that made the values first, onnxruntime would take
-both for one, and keep the values.
+both for one, and keep the values. It has the nodes of one target, and a Copy is a step.
 """
 
 from __future__ import annotations
@@ -25,18 +25,31 @@ from ..artifact.onnx_graph import path_of as path_of
 from ..artifact.optimizer_function import is_elementwise
 from ..artifact.rank_constants import is_rank_constant, names_of
 from ..artifact.row_function import is_rowwise
+from ..artifact.targets import copied_to, is_copy, refuse_unknown_target, target_of
 from ..artifact.tasks import Body, bodies_of, calls_of
 from ..artifact.tasks import Call as TaskCall
 from ..errors import ArtifactError
 from .one_thread import Key, in_one_thread, wants_one_thread
 from .soundness import refuse_unsound
-from .steps import Collective, Message, PostRecv, Segment, Send, StartCollective, Step, Update, WaitCollective, WaitRecv
+from .steps import (
+    Collective,
+    Copy,
+    Message,
+    PostRecv,
+    Segment,
+    Send,
+    StartCollective,
+    Step,
+    Update,
+    WaitCollective,
+    WaitRecv,
+)
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
 
-_Cut: TypeAlias = Message | Collective | Update | TaskCall | list[int]
+_Cut: TypeAlias = Message | Collective | Copy | Update | TaskCall | list[int]
 
 
 @dataclass
@@ -51,6 +64,8 @@ class _Segmenter:
     """Whether the last compute node was one that is computed again."""
     zeros: str = ""
     """What the last compute node makes, where that is a constant of a shape."""
+    target: str = ""
+    """That of the last compute node."""
 
     def close(self) -> None:
         if self.open:
@@ -69,21 +84,20 @@ class _Segmenter:
     def compute(self, index: int, node: NodeProto, operands: Iterable[str], alone: bool = False) -> None:
         """A node of the open segment, or of a new one; `alone`: of a segment of its own, but for the zeros to which it adds."""
         self.wait(operands)
-        begun = [self.open.pop()] if alone and self.open and node.input[0] == self.zeros else []
-        if alone:
+        again, target = is_recomputed(node), target_of(node)
+        onto_zeros = alone and self.open and node.input[0] == self.zeros and target == self.target
+        begun = [self.open.pop()] if onto_zeros else []
+        if alone or (again and not self.again) or target != self.target:
             self.close()
-        again = is_recomputed(node)
-        if again and not self.again:
-            self.close()
-        self.again = again
+        self.again, self.target = again, target
         self.open += [*begun, index]
         self.made.update(filter(None, node.output))
         self.zeros = node.output[0] if node.op_type == "ConstantOfShape" else ""
         if alone:
             self.close()
 
-    def give(self, names: Sequence[str], step: Message | Collective) -> None:
-        """A step that takes values out of the rank."""
+    def give(self, names: Sequence[str], step: Message | Collective | Copy) -> None:
+        """A step that takes values out of the rank, or to another target."""
         self.wait(names)
         if any(name in self.made for name in names):
             self.close()
@@ -99,10 +113,11 @@ class _Segmenter:
         """A step that overwrites what was read so far."""
         self.wait(node.input)
         self.close()
-        if self.steps and isinstance(self.steps[-1], Update):
-            self.steps[-1] = Update([*self.steps[-1].nodes, node])
+        last, target = self.steps[-1] if self.steps else None, target_of(node)
+        if isinstance(last, Update) and last.target == target:
+            self.steps[-1] = Update([*last.nodes, node], target)
         else:
-            self.steps.append(Update([node]))
+            self.steps.append(Update([node], target))
 
 
 def segmented(model: ModelProto, where: str, groups: Mapping[str, tuple[int, ...]] | None = None) -> list[Step]:
@@ -175,6 +190,7 @@ class _Part:
         kept = {*self.outputs}
         cutter = _Segmenter()
         for index, node in enumerate(self.nodes):
+            refuse_unknown_target(node, self.where)
             if index in calls:
                 cutter.call(calls[index])
             elif node.domain == OPTIMIZER and node.op_type in updating and not kept.isdisjoint(node.output):
@@ -183,6 +199,9 @@ class _Part:
                 cutter.compute(index, node, self.operands[index], wants_one_thread(node, self.single))
             elif node.op_type in (SEND, RECV):
                 _cut_message(cutter, node, self.where)
+            elif is_copy(node):
+                to = copied_to(node, self.where)
+                cutter.give(node.input, Copy(node.input[0], node.output[0], to, path_of(node)))
             else:
                 call = read_call(node, self.where)
                 ranks = self.groups.get(call.group, ())
@@ -216,7 +235,10 @@ def instantiated(steps: Sequence[Step], task: TaskCall) -> list[Step]:
         match step:
             case Segment():
                 inputs, outputs = (tuple(names[name] for name in some) for some in (step.inputs, step.outputs))
-                return Segment(step.nodes, inputs, outputs, step.initializers, cell, step)
+                return Segment(step.nodes, inputs, outputs, step.initializers, cell, step, step.target)
+            case Copy():
+                path = f"{step.path}, {cell}"
+                return replace(step, source=names[step.source], result=names[step.result], path=path, task=cell)
             case StartCollective() | WaitCollective():
                 return replace(step, call=called(step.call), task=cell)
             case Send() | PostRecv() | WaitRecv():
@@ -255,6 +277,8 @@ def _segments(steps: Sequence[_Cut], part: _Part, outputs: Iterable[str]) -> lis
                 wanted.update(name for index in step for name in moved_statistics(nodes[index]))
             case Message():
                 wanted.add(step.value)
+            case Copy():
+                wanted.update((step.source, step.result))
             case Collective():
                 wanted.update((*step.call.given, *step.call.made))
             case TaskCall():
@@ -268,8 +292,9 @@ def _segments(steps: Sequence[_Cut], part: _Part, outputs: Iterable[str]) -> lis
             given = tuple(name for node in chosen for name in node.output if name in wanted)
             inputs = tuple(name for name in read if name not in initializers)
             if given:
-                result.append(Segment(chosen, inputs, given, tuple(name for name in read if name in initializers)))
-        elif isinstance(step, Send | PostRecv | WaitRecv | StartCollective | WaitCollective | Update | TaskCall):
+                fixed = tuple(name for name in read if name in initializers)
+                result.append(Segment(chosen, inputs, given, fixed, target=target_of(chosen[0])))
+        elif isinstance(step, Copy | Send | PostRecv | WaitRecv | StartCollective | WaitCollective | Update | TaskCall):
             result.append(step)
     return result
 

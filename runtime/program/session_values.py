@@ -9,14 +9,16 @@ import numpy as np
 
 from ..artifact.dtypes import BY_CODE, Array, Dtype
 from ..artifact.tensor import Tensor, Value
+from ..devices.device_memory import Cell, DeviceMemory, Placed, Remote, on_host
 from ..errors import StepError
 from .ort import Bind, OrtValue, new_value
 
 Shape: TypeAlias = tuple[int, ...]
 
 
-def as_feed(value: Value) -> Value | OrtValue:
+def as_feed(cell: Cell) -> Value | OrtValue:
     """A value as onnxruntime takes it from Python; what numpy cannot show goes in as onnxruntime's own tensor, by one copy."""
+    value = on_host(cell)
     if not isinstance(value, Tensor):
         return value
     if not value.dtype.wide:
@@ -31,15 +33,17 @@ def as_tensor(value: Array, dtype: Dtype) -> Tensor:
     return Tensor.of(np.asarray(value).astype(dtype.numpy, copy=False), dtype)
 
 
-def from_ort(value: OrtValue) -> Tensor:
-    """onnxruntime's tensor, its bytes shared; it lives as long as they do."""
+def from_ort(value: OrtValue, memory: DeviceMemory | None = None) -> Placed:
+    """onnxruntime's tensor, its bytes shared, on the host or in a target's memory; it lives as long as they do."""
     dtype, shape = BY_CODE[value.element_type()], tuple(value.shape())
+    if memory is not None:
+        return Remote(dtype, shape, value.data_ptr(), memory, value)
     size = dtype.bytes_of(shape)
     if not size:
         return Tensor.empty(dtype, shape)
-    memory = (ctypes.c_uint8 * size).from_address(value.data_ptr())
-    memory.owner = value  # type: ignore[attr-defined]
-    return Tensor(dtype, shape, np.ctypeslib.as_array(memory))
+    bytes = (ctypes.c_uint8 * size).from_address(value.data_ptr())
+    bytes.owner = value  # type: ignore[attr-defined]
+    return Tensor(dtype, shape, np.ctypeslib.as_array(bytes))
 
 
 def check_promise(name: str, found: Shape, promised: Shape) -> None:
@@ -48,6 +52,6 @@ def check_promise(name: str, found: Shape, promised: Shape) -> None:
         raise StepError(f"the value '{name}' was promised with shape {list(promised)} and has {list(found)}")
 
 
-def bind_tensor(bind: Bind, name: str, tensor: Tensor) -> None:
+def bind_tensor(bind: Bind, name: str, tensor: Placed) -> None:
     """Binds all of a tensor to an input or an output of a session."""
-    bind(name, "cpu", 0, tensor.dtype.code, tensor.shape, tensor.pointer)
+    bind(name, *tensor.where, tensor.dtype.code, tensor.shape, tensor.pointer)

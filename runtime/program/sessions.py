@@ -8,8 +8,8 @@ the source name that people know.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,11 @@ from ..artifact.dtypes import BY_CODE, dense, element, type_proto, type_text
 from ..artifact.format import DOMAIN, TASKS
 from ..artifact.onnx_graph import op_and_path
 from ..artifact.tasks import bodies_of, declared
+from ..devices.devices import HOST, Device, Devices
 from ..errors import ArtifactError
+from .kernels import refuse_moved_to_host, refuse_without_kernel
 from .one_thread import in_one_thread, wants_one_thread
-from .ort import Session, new_session, version
+from .ort import NO_FALLBACK, Session, new_session, version
 from .steps import Segment
 
 if TYPE_CHECKING:
@@ -33,26 +35,27 @@ _OUTPUT = re.compile(
 
 @dataclass(frozen=True)
 class Settings:
-    """How sessions run: threads of one operator, whether idle threads may spin, the execution providers in order, and whether the rank
+    """How sessions run: threads of one operator, whether idle threads may spin, the devices of the rank's targets, and whether the rank
     keeps tensors from step to step: then memory stays in an arena, and copies are made bit by bit alike.
     """
 
     threads: int
     spinning: bool
-    providers: Sequence[str] = ("CPUExecutionProvider",)
+    devices: Devices = field(default_factory=Devices)
     keeps: bool = False
 
 
 @dataclass(frozen=True)
 class Runner:
-    """A segment with its session. `objects`: strings, sequences, optionals or maps go in or out, so that it is called with Python
-    objects; then `widened` gives the outputs whose element type numpy lacks a wide twin that shows them.
+    """A segment with its session on a `device`. `objects`: strings, sequences, optionals or maps go in or out, so that it is called with
+    Python objects; then `widened` gives the outputs whose element type numpy lacks a wide twin that shows them.
     """
 
     segment: Segment
     session: Session
     objects: bool
     widened: Mapping[str, str]
+    device: Device = HOST
 
     def explain(self, error: Exception) -> str:
         """What failed, in the user's words, then onnxruntime's."""
@@ -107,7 +110,12 @@ class Builder:
         kinds = {output.name: output.type for output in session.get_outputs()}
         for formal, name in segment.results:
             self.types.setdefault(name, kinds[formal])
-        return Runner(segment, session, objects, widened)
+        return Runner(segment, session, objects, widened, self.settings.devices.of(segment.target))
+
+    def copy(self, source: str, result: str) -> None:
+        """The type of a copy is that of what is copied."""
+        if source in self.types:
+            self.types.setdefault(result, self.types[source])
 
     def _build(self, segment: Segment) -> tuple[Session, bool, dict[str, str]]:
         model = self._model(segment)
@@ -124,23 +132,30 @@ class Builder:
         return session, objects, widened
 
     def _session(self, model: ModelProto, segment: Segment) -> Session:
-        threads, spinning, providers = self.settings.threads, self.settings.spinning, self.settings.providers
+        settings, device = self.settings, self.settings.devices.of(segment.target)
+        threads = settings.threads
         if any(wants_one_thread(node, self.single) for node in segment.formal.nodes):
             threads = 1
         entries = {
-            "session.intra_op.allow_spinning": "1" if spinning else "0",
+            "session.intra_op.allow_spinning": "1" if settings.spinning else "0",
             "session.model_external_initializers_file_folder_path": str(self.folder.resolve()),
         }
+        if segment.target and not device.is_host:
+            entries[NO_FALLBACK] = "1"
+        data = model.SerializeToString()
         try:
-            return new_session(
-                model.SerializeToString(), threads, providers, entries, self.settings.keeps, self.settings.keeps
-            )
+            session = new_session(data, threads, device, entries, settings.keeps, settings.keeps)
         except Exception as error:
+            if not device.is_host:
+                refuse_without_kernel(self.where, device, data, entries, segment.nodes)
             text = _plain(str(error))
             raise ArtifactError(
                 f"{self.where}: onnxruntime {version()} does not load {self._refused(segment, text)}: {text}\n"
                 "  help: install the onnxruntime that the artifact was compiled for, or compile again"
             ) from None
+        if not device.is_host and not segment.target:
+            refuse_moved_to_host(self.where, device, session, model)
+        return session
 
     def _model(self, segment: Segment) -> ModelProto:
         from onnx import ModelProto

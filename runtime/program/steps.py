@@ -1,4 +1,4 @@
-"""The steps of a rank's program: segments of compute nodes, updates, and the ends of messages and collectives."""
+"""The steps of a rank's program: segments of compute nodes, updates, copies, and the ends of messages and collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Segment:
     """Compute nodes that run in one session: values in, values out that others need, and the initializers among its operands.
 
     One of the body of a task has the names of a microbatch as operands; `formal` has the body's own, and is one for all calls. `task` is
-    the task as a schedule writes it.
+    the task as a schedule writes it, `target` the target of all nodes, as the file names it.
     """
 
     nodes: Sequence[NodeProto]
@@ -29,6 +29,7 @@ class Segment:
     initializers: tuple[str, ...]
     task: str = ""
     body: Segment | None = None
+    target: str = ""
 
     @property
     def sums(self) -> Iterator[tuple[str, str]]:
@@ -77,6 +78,7 @@ class Update:
     """Nodes of the optimizer, which overwrite parameters and slots: every reader of the old values comes before this step."""
 
     nodes: Sequence[NodeProto]
+    target: str = ""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -88,6 +90,20 @@ class Update:
         first = self.nodes[0]
         more = f" and {len(self.nodes) - 1} more" if len(self.nodes) > 1 else ""
         return f"update of '{first.input[0]}'{more} ({first.op_type})"
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A value is copied to another of the rank's targets, `to`; `task` is the task inside of which it is."""
+
+    source: str
+    result: str
+    to: str
+    path: str
+    task: str = ""
+
+    def __str__(self) -> str:
+        return f"copy of '{self.source}' to {self.to}{_source(self.path)}"
 
 
 @dataclass(frozen=True)
@@ -156,7 +172,7 @@ class WaitCollective(Collective):
         return self._text()
 
 
-Step: TypeAlias = Segment | Send | PostRecv | WaitRecv | StartCollective | WaitCollective | Update
+Step: TypeAlias = Segment | Copy | Send | PostRecv | WaitRecv | StartCollective | WaitCollective | Update
 
 
 def _source(path: str) -> str:

@@ -5,14 +5,14 @@ Each column of the table follows from the rank's file and the columns before it:
     promises      by message or collective, the shape that its ranks hold each other to: the manifest's, where inputs bind its names
     shapes        the stated shapes of values, where inputs bind their names
     types         declared by the file, by the manifest, or by an earlier session (`program/sessions.py`)
-    storage       where a value lies while a step runs
+    storage       where a value lies while a step runs; `targets`: on which of the rank's targets
     live ranges   from the step that makes a value to its last reader
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from ..artifact import dim_expression as expression
@@ -53,6 +53,8 @@ class ValueTable:
     """Of a value in a flat buffer the buffer, and the element at which the value begins."""
     live_ranges: Mapping[str, LiveRange]
     """Of values in a flat buffer that of the buffer."""
+    targets: Mapping[str, str] = field(default_factory=dict)
+    """Of values that do not lie on the host (`locations.py`)."""
 
     def dtype(self, name: str) -> Dtype:
         """The element type of a dense value."""
@@ -61,8 +63,9 @@ class ValueTable:
         return found
 
     def are_alike(self, one: str, two: str) -> bool:
-        """Whether two values in slots have one type and shape."""
-        return self.types[one] == self.types[two] and self.shapes[one] == self.shapes[two]
+        """Whether two values in slots have one type and shape, and lie on one target."""
+        there = self.targets.get(one) == self.targets.get(two)
+        return there and self.types[one] == self.types[two] and self.shapes[one] == self.shapes[two]
 
     def is_loose(self, name: str) -> bool:
         """Whether a value has another place and shape in each step."""
@@ -82,8 +85,10 @@ def value_table(
     promises: Collection[int],
     buffers: Sequence[FlatBuffer],
     constants: Collection[str],
+    targets: Mapping[str, str],
 ) -> ValueTable:
     """The table of a rank's values; `types` and `shapes` are complete but for the buffers, `constants` are weights by themselves."""
+    targets = {**targets, **{one.name: targets[one.members[0]] for one in buffers if one.members[0] in targets}}
     types = {**types, **{buffer.name: buffer.type for buffer in buffers}}
     shapes = {**shapes, **{buffer.name: [buffer.size] for buffer in buffers}}
     places = flat_places(file, buffers)
@@ -91,7 +96,7 @@ def value_table(
     last = [*file.outputs, *(made for _, made in file.replaced_by_copy)]
     used = merged_ranges(live_ranges(file.steps, last), {name: buffer for name, (buffer, _) in places.items()})
     in_slots = {name: shape for name, shape in shapes.items() if storage.get(name) is Storage.SLOT}
-    return ValueTable(types, in_slots, storage, places, used)
+    return ValueTable(types, in_slots, storage, places, used, targets)
 
 
 def promised_shapes(file: RankFile, bound: frozenset[str]) -> dict[int, Shape]:
@@ -108,7 +113,11 @@ def known_shapes(file: RankFile, bound: frozenset[str], promises: Collection[int
         for name, shape in stated.items()
         if name not in file.received and _known(shape, file.manifest, bound)
     }
-    return shapes | {name: one.shape for name, one in file.received.items() if one.tag in promises}
+    shapes |= {name: one.shape for name, one in file.received.items() if one.tag in promises}
+    for copy in file.copies:
+        if copy.source in shapes:
+            shapes.setdefault(copy.result, shapes[copy.source])
+    return shapes
 
 
 def check_results(file: RankFile, shapes: Collection[str], promises: Collection[int]) -> None:

@@ -114,9 +114,7 @@ class Checkpoints:
                     raise DamagedError(problems)
 
         def fill() -> None:
-            for record, array in self._program.state.arrays():
-                if record.tensor in wanted:
-                    checkpoint.load_into(record, rank, array)
+            self._program.state.fill(lambda record, array: checkpoint.load_into(record, rank, array), wanted)
 
         self._together(prove)
         self._together(fill)

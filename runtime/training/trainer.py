@@ -9,7 +9,7 @@ with load_trainer("build") as trainer:                    # on every rank
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ from ..artifact.manifest import Artifact, open_artifact
 from ..artifact.named import SCHEDULE, base_folder, outside, refusal
 from ..checkpoint.early_verification import EarlyVerification
 from ..checkpoint.index import NONFINITE
+from ..devices.devices import Asked
 from ..errors import NonFiniteError, UsageError
 from ..execution.program import OnError, Outputs, Program, load
 from ..execution.symbol_bindings import Halted
@@ -261,13 +262,13 @@ def load_trainer(
     trust: bool = False,
     stall: float = 30.0,
     on_error: OnError = "raise",
-    providers: Sequence[str] = ("CPUExecutionProvider",),
+    devices: Asked | None = None,
 ) -> Trainer:
     """This rank's trainer of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
 
     `rate` gives the learning rate of a step, counted from 0, in place of the plan's schedule. `ahead` is the checkpoint, or the folder,
     that is about to be loaded: hashing it begins now. `trust_code`: a schedule that is Python, a file that the artifact names, may run.
-    UsageError for an artifact that does not train, or has such a schedule without either.
+    `devices` as for `load`. UsageError for an artifact that does not train, or has such a schedule without either.
     """
     place = Path(folder)
     try:
@@ -280,7 +281,7 @@ def load_trainer(
         begun = EarlyVerification(Path(ahead), comm.rank if comm is not None else 0, artifact.manifest.ranks)
     program: Program | None = None
     try:
-        program = load(place, comm, threads=threads, trust=trust, stall=stall, on_error=on_error, providers=providers)
+        program = load(place, comm, threads=threads, trust=trust, stall=stall, on_error=on_error, devices=devices)
         evaluation = program.beside(EVALUATE) if EVALUATE in artifact.programs else None
         artifact.refuse_replaced()
         return Trainer(program, evaluation, rate, begun)

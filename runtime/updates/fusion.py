@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..artifact import format as fmt
@@ -42,6 +43,7 @@ class FusedUpdate:
     shared: tuple[bool, ...]
     """By operand whether it is one number."""
     elements: int
+    target: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class RowUpdate:
 
     node: NodeProto
     function: FunctionProto
+    target: str = ""
 
 
 @dataclass
@@ -62,9 +65,16 @@ class UpdatePlan:
 
 
 def plan_updates(
-    file: RankFile, shapes: Mapping[str, fmt.Shape], types: Mapping[str, str], coalesced: Sequence[FlatBuffer]
+    file: RankFile,
+    shapes: Mapping[str, fmt.Shape],
+    types: Mapping[str, str],
+    coalesced: Sequence[FlatBuffer],
+    targets: Mapping[str, str],
 ) -> UpdatePlan:
-    """How the updates of a rank run, and the memory that they want; gradients that are `coalesced` lie in a buffer already."""
+    """How the updates of a rank run, and the memory that they want; gradients that are `coalesced` lie in a buffer already.
+
+    `targets`: of values that do not lie on the host.
+    """
     kept = {record.value: record.local_shape(file.rank) for record in file.state}
     nexts = {record.next: kept[record.value] for record in file.state if record.next}
     inputs = {value.name for value in file.model.graph.input} - kept.keys()
@@ -76,6 +86,7 @@ def plan_updates(
         {**types, **{record.value: record.type for record in file.state}},
         kept.keys(),
         {name: buffer.name for buffer in coalesced for name in buffer.members},
+        targets,
     )
 
 
@@ -86,6 +97,7 @@ def plan_groups(
     types: Mapping[str, str],
     kept: Collection[str],
     buffered: Mapping[str, str],
+    targets: Mapping[str, str] = MappingProxyType({}),
 ) -> UpdatePlan:
     """Groups the updates among `steps`.
 
@@ -98,10 +110,10 @@ def plan_groups(
         if not isinstance(step, Update):
             continue
         nodes = [(node, functions[node.op_type]) for node in step.nodes]
-        by_rows = [RowUpdate(node, function) for node, function in nodes if is_rowwise(function)]
-        found = [_Member(node, function, types, kept) for node, function in nodes if not is_rowwise(function)]
+        by_rows = [RowUpdate(node, function, step.target) for node, function in nodes if is_rowwise(function)]
+        found = [_Member(node, function, types, kept, targets) for node, function in nodes if not is_rowwise(function)]
         runs = list(_runs(found, buffered))
-        plan.groups[index] = [*(_group(run, shapes) for run in runs), *by_rows]
+        plan.groups[index] = [*(_group(run, shapes, step.target) for run in runs), *by_rows]
         for run in runs:
             for operand in _columns(run):
                 if operand[0] in kept and not laid.intersection(operand):
@@ -109,7 +121,8 @@ def plan_groups(
                     plan.kept.append(_buffer(f"{operand[0]} and on", operand, shapes, types))
             gradients = [one.gradient for one in run]
             if all(name and name not in buffered for name in gradients):
-                loose.setdefault(f"{types[gradients[0]]} {index}", []).extend(dict.fromkeys(gradients))
+                key = f"{types[gradients[0]]} {index} {targets.get(gradients[0], '')}".rstrip()
+                loose.setdefault(key, []).extend(dict.fromkeys(gradients))
     for key, names in loose.items():
         plan.gradients.append(_buffer(f"gradients of {names[0]} {key}", tuple(names), shapes, types))
     return plan
@@ -123,6 +136,7 @@ class _Member:
     function: FunctionProto
     types: Mapping[str, str]
     kept: Collection[str]
+    targets: Mapping[str, str]
 
     @property
     def shared(self) -> tuple[bool, ...]:
@@ -147,7 +161,7 @@ class _Member:
     def key(self) -> tuple[object, ...]:
         """Equal for nodes that do the same."""
         attributes = tuple(sorted(one.SerializeToString(deterministic=True) for one in self.node.attribute))
-        return self.node.op_type, attributes, self.numbers, self.types[self.tensors[0]]
+        return self.node.op_type, attributes, self.numbers, self.types[self.tensors[0]], self.targets.get(self.gradient)
 
 
 def _runs(members: Sequence[_Member], buffered: Mapping[str, str]) -> Iterator[list[_Member]]:
@@ -170,7 +184,7 @@ def _columns(run: Sequence[_Member]) -> list[tuple[str, ...]]:
     return [tuple(names) for names in zip(*(one.tensors for one in run), strict=True)]
 
 
-def _group(run: Sequence[_Member], shapes: Mapping[str, Shape]) -> FusedUpdate:
+def _group(run: Sequence[_Member], shapes: Mapping[str, Shape], target: str) -> FusedUpdate:
     first = run[0]
     shared = first.shared
     operands = tuple(
@@ -179,7 +193,7 @@ def _group(run: Sequence[_Member], shapes: Mapping[str, Shape]) -> FusedUpdate:
     )
     results = tuple(tuple(names) for names in zip(*(member.node.output for member in run), strict=True))
     elements = sum(prod(shapes[member.tensors[0]]) for member in run)
-    return FusedUpdate(first.node, first.function, operands, results, shared, elements)
+    return FusedUpdate(first.node, first.function, operands, results, shared, elements, target)
 
 
 def _buffer(name: str, members: tuple[str, ...], shapes: Mapping[str, Shape], types: Mapping[str, str]) -> FlatBuffer:

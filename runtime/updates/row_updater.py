@@ -13,11 +13,11 @@ from ..artifact.lr_schedule import SCALARS
 from ..artifact.optimizer_function import is_in_place
 from ..artifact.row_function import IDS, NEXT, ROWS, adds_up
 from ..artifact.tensor import Tensor
-from ..program.ort import Binding
+from ..program.session_values import bind_tensor
 from ..program.sessions import Settings
 from .fusion import RowUpdate
 from .update_model import row_model
-from .updater import BindShared, Call, IsLoose, TensorOf, shared_session
+from .updater import BindShared, Call, IsLoose, PlaceOf, shared_session
 
 
 class RowUpdater:
@@ -38,31 +38,27 @@ class RowUpdater:
             f"{name}{NEXT}": ranks[formals[name]] for name in tables
         }
         model = row_model(update.function, attributes, dtype.code, {**dims, IDS: 1, ROWS: rank})
-        self.session = shared_session(model, threads, settings)
+        self.device = settings.devices.of(update.target)
+        self.session = shared_session(model, threads, settings, update)
 
-    def calls(self, tensor: TensorOf, shared: BindShared, is_loose: IsLoose) -> list[Call]:
+    def calls(self, place: PlaceOf, shared: BindShared, is_loose: IsLoose) -> list[Call]:
         """The call that updates the table and its slots."""
         binding = self.session.io_binding()
         loose: list[tuple[str, str]] = []
         for formal, name in zip(self.function.input, self.node.input, strict=True):
             if formal in SCALARS:
                 shared(name, binding, formal)
-            elif is_loose(name):
+            elif is_loose(name) or (not self.device.is_host and isinstance(place(name), Tensor)):
                 loose.append((formal, name))
             else:
-                _bind_input(binding, formal, tensor(name))
+                bind_tensor(binding.bind_input, formal, place(name))
         for formal, name in zip(self.function.output, self.node.output, strict=True):
-            made = tensor(name)
-            binding.bind_output(formal, "cpu", 0, made.dtype.code, made.shape, made.pointer)
+            bind_tensor(binding.bind_output, formal, place(name))
         run = partial(self.session.run_with_iobinding, binding)
 
         def call() -> None:
             for formal, name in loose:
-                _bind_input(binding, formal, tensor(name))
+                bind_tensor(binding.bind_input, formal, place(name))
             run()
 
         return [call if loose else run]
-
-
-def _bind_input(binding: Binding, formal: str, value: Tensor) -> None:
-    binding.bind_input(formal, "cpu", 0, value.dtype.code, value.shape, value.pointer)

@@ -14,35 +14,46 @@ from typing import TypeAlias
 from ..artifact.dtypes import dense
 from ..artifact.optimizer_function import is_in_place
 from ..artifact.tensor import Tensor
-from ..program.ort import Binding, Session, new_session
+from ..devices.device_memory import Placed
+from ..devices.devices import Device
+from ..program.kernels import refuse_without_kernel
+from ..program.ort import NO_FALLBACK, Binding, Session, new_session
 from ..program.sessions import Settings
-from .fusion import FusedUpdate
+from .fusion import FusedUpdate, RowUpdate
 from .update_model import flat_model
 
 SHARD = 1 << 17
 """Elements that are updated at once."""
 
-TensorOf: TypeAlias = Callable[[str], Tensor]
+PlaceOf: TypeAlias = Callable[[str], Placed]
 IsLoose: TypeAlias = Callable[[str], bool]
 BindShared: TypeAlias = Callable[[str, Binding, str], None]
 Call: TypeAlias = Callable[[], object]
 
-_sessions: weakref.WeakValueDictionary[tuple[bytes, int, tuple[str, ...]], Session] = weakref.WeakValueDictionary()
+_sessions: weakref.WeakValueDictionary[tuple[bytes, int, Device], Session] = weakref.WeakValueDictionary()
 """The sessions in use, which end with the last program that has them."""
 
 
-def shared_session(model: bytes, threads: int, settings: Settings) -> Session:
-    """The session of an update's model; the same model has one for all updates of the process."""
-    key = (model, threads, tuple(settings.providers))
+def shared_session(model: bytes, threads: int, settings: Settings, update: FusedUpdate | RowUpdate) -> Session:
+    """The session of an update's model; the same model has one for all updates of the process on a device."""
+    device = settings.devices.of(update.target)
+    key = (model, threads, device)
     session = _sessions.get(key)
     if session is None:
-        spinning = {"session.intra_op.allow_spinning": "1" if settings.spinning else "0"}
-        session = _sessions[key] = new_session(model, threads, settings.providers, spinning)
+        entries = {"session.intra_op.allow_spinning": "1" if settings.spinning else "0"}
+        entries |= {} if device.is_host else {NO_FALLBACK: "1"}
+        try:
+            session = _sessions[key] = new_session(model, threads, device, entries)
+        except Exception:
+            if not device.is_host:
+                function = update.function
+                refuse_without_kernel(f"the update {function.name}", device, model, entries, list(function.node))
+            raise
     return session
 
 
 class Updater:
-    """A group with its session."""
+    """A group with its session on a device."""
 
     def __init__(self, group: FusedUpdate, settings: Settings, type: str) -> None:
         self.group = group
@@ -50,29 +61,36 @@ class Updater:
         dtype = dense(type)
         assert dtype is not None
         assert is_in_place(group.function), group.function.name
-        self.session = shared_session(flat_model(group.function, attributes, dtype.code), settings.threads, settings)
+        model = flat_model(group.function, attributes, dtype.code)
+        self.device = settings.devices.of(group.target)
+        self.session = shared_session(model, settings.threads, settings, group)
 
-    def calls(self, tensor: TensorOf, shared: BindShared, is_loose: IsLoose) -> list[Call]:
+    def calls(self, place: PlaceOf, shared: BindShared, is_loose: IsLoose) -> list[Call]:
         """The calls that update all members, in order.
 
-        `tensor` gives a value's memory, and `is_loose` says of which it is another one in each step; `shared` binds a number to an input.
+        `place` gives a value's memory, and `is_loose` says of which it is another one in each step; `shared` binds a number to an input.
+        A GPU has no cache that shards would have to fit into; operands of the host are copied there when they are bound.
         """
         group, found = self.group, list[Call]()
-        for begin in range(0, group.elements, SHARD):
-            count = min(SHARD, group.elements - begin)
+        shard = SHARD if self.device.is_host else max(group.elements, 1)
+        for begin in range(0, group.elements, shard):
+            count = min(shard, group.elements - begin)
             binding = self.session.io_binding()
             for formal, names, one in zip(group.function.input, group.operands, group.shared, strict=True):
                 if one:
                     shared(names[0], binding, formal)
-                else:
-                    _bind(binding.bind_input, formal, tensor(names[0]), begin, count)
+                    continue
+                first = place(names[0])
+                _bind(binding.bind_input, formal, first, begin, count)
+                if not self.device.is_host and isinstance(first, Tensor):
+                    found.append(partial(_bind, binding.bind_input, formal, first, begin, count))
             for formal, names in zip(group.function.output, group.results, strict=True):
-                _bind(binding.bind_output, formal, tensor(names[0]), begin, count)
+                _bind(binding.bind_output, formal, place(names[0]), begin, count)
             found.append(partial(self.session.run_with_iobinding, binding))
         return found
 
 
-def _bind(bind: Callable[..., None], formal: str, first: Tensor, begin: int, count: int) -> None:
+def _bind(bind: Callable[..., None], formal: str, first: Placed, begin: int, count: int) -> None:
     """Binds the elements from `begin` on, counted from the first member's."""
     dtype = first.dtype
-    bind(formal, "cpu", 0, dtype.code, (count,), first.pointer + dtype.bytes_of((begin,)))
+    bind(formal, *first.where, dtype.code, (count,), first.pointer + dtype.bytes_of((begin,)))

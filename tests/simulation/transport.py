@@ -29,6 +29,7 @@ class SimulatedTransport:
 
     def __init__(self, world: SimulatedWorld, rank: int, native: bool, own_cores: bool, tags: int) -> None:
         self.world, self.rank, self.size, self.stall, self.tags = world, rank, world.size, world.stall, tags
+        self.place = rank
         self.cores, self.shares_host, self.single_host, self.has_own_core = 1, True, True, own_cores
         self.native = native
         self.everyone = tuple(range(world.size))
@@ -90,6 +91,9 @@ class SimulatedTransport:
                 self.world.misuse(f"rank {self.rank}: memory was written before its receive was complete: {what()}")
             request.buffer[:] = request.data
             request.data = None
+
+    def interrupt(self, message: str) -> None:
+        raise NotImplementedError("simulated ranks have one target")
 
     def with_progress(self, action: Callable[[], object]) -> Callable[[], object]:
         return action

@@ -23,6 +23,7 @@ from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
 from partc.runtime.artifact.boxes import slices
+from partc.runtime.artifact.format import StateRecord
 from partc.runtime.artifact.lr_schedule import numbers, scalars, schedule
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.execution.in_process import LocalProgram
@@ -133,11 +134,13 @@ def tensors(ranks: LocalProgram) -> Tensors:
 def put(ranks: LocalProgram, start: Mapping[str, np.ndarray]) -> None:
     """Gives every rank its shards of some tensors."""
     for rank in ranks.ranks:
-        for record, array in rank.state.arrays():
-            if record.tensor in start:
-                box = record.box(rank.rank)
-                whole = start[record.tensor]
-                np.copyto(array, whole if box is None else whole[slices(box, whole.shape)])
+
+        def write(record: StateRecord, array: Any, rank: int = rank.rank) -> None:
+            box = record.box(rank)
+            whole = start[record.tensor]
+            np.copyto(array, whole if box is None else whole[slices(box, whole.shape)])
+
+        rank.state.fill(write, start)
 
 
 def same_training(

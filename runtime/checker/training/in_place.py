@@ -27,6 +27,7 @@ from partc.runtime.artifact.onnx_graph import node_title, path_of, reads
 from partc.runtime.artifact.optimizer_function import NEXT, is_elementwise, is_in_place
 from partc.runtime.artifact.rank_constants import is_rank_constant
 from partc.runtime.artifact.row_function import IDS, ROWS, adds_up, is_merge, is_rowwise, merged_by
+from partc.runtime.artifact.targets import is_copy
 from partc.runtime.checker.graph.nodes import check_calls
 from partc.runtime.checker.subject import Subject
 from partc.runtime.checker.training.state import check_kept
@@ -198,7 +199,7 @@ class _Rank:
         """Whether communication that begins at one node has ended before another: a node up to there needs a result of it."""
         if node.op_type in (SEND, EXCHANGE):
             return False
-        if node.op_type in (PULL, PUSH):  # over before the next node begins
+        if is_copy(node) or node.op_type in (PULL, PUSH):  # over before the next node begins
             return True
         return any(begun < reader <= at for name in node.output for reader in self.readers.get(name, []))
 

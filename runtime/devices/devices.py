@@ -1,0 +1,147 @@
+"""Which device each target of a rank is: what `--device` says, by default the CPU.
+
+    devices_from({"device": "cuda"}, 1)     nodes of no named target run on cuda, the second one of the machine
+    devices_from({"cuda": "cpu"}, 0)        the target cuda is the CPU: the same program, copies included
+
+A program has two targets at most, `cpu` and `cuda`: `device` stands for one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from ..artifact.format import CPU, CUDA, DEVICE
+from ..errors import UsageError
+
+Asked: TypeAlias = Mapping[str, str]
+"""By target the device that it is asked to be; of `device` the target for which it stands."""
+
+_CUDA_PROVIDER, _CPU_PROVIDER = "CUDAExecutionProvider", "CPUExecutionProvider"
+_NUMBERED = re.compile(r"cuda:(\d{1,4})")
+_HELP = (
+    "--device cuda for a GPU, --device cuda:1 for the second one, --device cuda=cpu to run the target cuda on the CPU"
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device as onnxruntime names it, by its kind and number."""
+
+    kind: str = CPU
+    number: int = 0
+
+    @property
+    def is_host(self) -> bool:
+        """Whether its kernels work on the memory of the process."""
+        return self.kind == CPU
+
+    @property
+    def providers(self) -> list[tuple[str, dict[str, str]]]:
+        """The execution provider with its options; onnxruntime's arena there grows by as much as is asked for."""
+        if self.is_host:
+            return [(_CPU_PROVIDER, {})]
+        options = {"device_id": str(self.number), "arena_extend_strategy": "kSameAsRequested"}
+        return [(_CUDA_PROVIDER, options)]
+
+    def __str__(self) -> str:
+        return CPU if self.is_host else f"{self.kind}:{self.number}"
+
+
+HOST = Device()
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of one rank: that of the target `cuda`, and the target that nodes have which no pattern of the plan names."""
+
+    cuda: Device = HOST
+    default: str = CPU
+
+    def target(self, name: str) -> str:
+        """`cpu` or `cuda`, for the target of a node as its file names it."""
+        return self.default if name in ("", DEVICE) else name
+
+    def of(self, name: str) -> Device:
+        """The device of a target."""
+        return self.cuda if self.target(name) == CUDA else HOST
+
+
+def parse_devices(texts: Sequence[str]) -> dict[str, str]:
+    """What options `--device` ask for; UsageError for what is none."""
+    asked: dict[str, str] = {}
+    for text in texts:
+        target, equals, device = text.partition("=")
+        if equals:
+            asked[target] = device
+        else:
+            asked[DEVICE] = text.partition(":")[0]
+            asked |= {CUDA: text} if ":" in text else {}
+    check_devices(asked)
+    return asked
+
+
+def check_devices(asked: Asked) -> None:
+    """UsageError for targets or devices that there are not."""
+    problems = []
+    for target, device in asked.items():
+        if target == DEVICE:
+            if device not in (CPU, CUDA):
+                problems.append(f"there is no device '{device}'; it is {CPU} or {CUDA}")
+        elif target == CUDA:
+            if device not in (CPU, CUDA) and not _NUMBERED.fullmatch(device):
+                problems.append(f"the target {CUDA} cannot be '{device}'; it is {CPU}, {CUDA} or cuda:N")
+        else:
+            which = "is always the CPU" if target == CPU else f"is none; a target is {CPU} or {CUDA}"
+            problems.append(f"the target '{target}' {which}")
+    if problems:
+        raise UsageError("\n".join([*problems, f"  help: {_HELP}"]))
+
+
+def devices_from(asked: Asked | None, place: int = 0) -> Devices:
+    """The devices of a rank that is the `place`-th of its machine; ranks take the machine's GPUs in turn."""
+    asked = asked or {}
+    check_devices(asked)
+    wanted = asked.get(CUDA, CUDA)
+    if wanted == CPU:
+        cuda = HOST
+    else:
+        numbered = _NUMBERED.fullmatch(wanted)
+        cuda = Device(CUDA, int(numbered[1]) if numbered else place % (gpus() or 1))
+    return Devices(cuda, asked.get(DEVICE, CPU))
+
+
+def gpus() -> int:
+    """How many GPUs this process sees; 0 where the system does not tell."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if seen is not None:
+        return sum(bool(one.strip()) for one in seen.split(","))
+    return sum(one.name[6:].isdecimal() for one in Path("/dev").glob("nvidia*"))
+
+
+def refuse_missing(devices: Devices, used: Sequence[str], where: str) -> None:
+    """UsageError where a program has targets whose device this machine has not, or onnxruntime cannot use."""
+    for target in used:
+        device = devices.of(target)
+        if device.is_host or not (why := _missing(device)):
+            continue
+        raise UsageError(
+            f"{where}: there is no device for the target {CUDA}: {device}: {why}\n"
+            f"  help: --device cuda=cpu runs the same program on the CPU; a GPU needs onnxruntime-gpu, CUDA and cuDNN"
+        )
+
+
+def _missing(device: Device) -> str:
+    """Why memory cannot be had on a device; empty where it can."""
+    from .device_memory import allocate
+
+    try:
+        allocate(device, 1)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return text.rpartition("GetProviderInfo_CUDA() ")[2] or type(error).__name__
+    return ""

@@ -1,0 +1,161 @@
+"""Sessions as actions of a step: bound once where their operands have fixed places, bound anew or called with objects where not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ..artifact.dtypes import dense
+from ..artifact.tensor import Tensor
+from ..devices.device_memory import Cell, Placed, Remote, move, new_place
+from ..devices.devices import Device
+from ..program.ort import Binding
+from ..program.session_values import as_feed, as_tensor, bind_tensor, check_promise, from_ort
+from ..program.sessions import Runner
+from ..program.steps import Copy
+from ..program.value_table import Storage
+from ..updates.row_updater import RowUpdater
+from ..updates.updater import Updater
+from .rank_program import RankProgram
+from .target_counts import Copies
+
+
+class SessionCalls:
+    """The sessions of a program over the cells of one step plan.
+
+    `readers`: by input the bindings that read it, its type, and the name by which each does.
+    """
+
+    def __init__(self, program: RankProgram, cells: dict[str, Cell]) -> None:
+        self.program, self.values, self.cells = program, program.values, cells
+        self.readers: dict[str, list[tuple[Binding, int, str]]] = {}
+
+    def place(self, name: str) -> Placed:
+        """A dense value, wherever it lies."""
+        value = self.cells[name]
+        assert isinstance(value, Tensor | Remote), name
+        return value
+
+    def read_input(self, name: str, binding: Binding, formal: str) -> None:
+        """An input of a step is an input of a session: bound when it is known."""
+        self.readers.setdefault(name, []).append((binding, self.values.dtype(name).code, formal))
+
+    def segment(self, runner: Runner) -> Callable[[], object]:
+        """What runs a segment."""
+        if runner.objects or any(dense(self.values.types[name]) is None for name in runner.segment.inputs):
+            return partial(self._run_objects, runner)
+        binding = runner.session.io_binding()
+        inputs, outputs = runner.segment.operands, runner.segment.results
+        loose = {name for _, name in (*inputs, *outputs) if self.values.storage[name] is Storage.TENSOR}
+        # A GPU's session copies an operand from the host when it is bound, and not when it runs.
+        anew = {name for _, name in inputs if name in loose or not self._is_fixed(name, runner)}
+        for one, name in inputs:
+            if name in anew:
+                continue
+            if self.values.storage[name] is Storage.INPUT:
+                self.read_input(name, binding, one)
+            else:
+                bind_tensor(binding.bind_input, one, self.place(name))
+        for one, name in outputs:
+            if name in loose:
+                self._bind_loose(binding, one, name)
+            else:
+                bind_tensor(binding.bind_output, one, self.place(name))
+        if anew or loose:
+            return partial(self._run_loose, runner, binding, frozenset(anew), frozenset(loose))
+        return partial(runner.session.run_with_iobinding, binding)
+
+    def updates(self, updaters: Sequence[Updater | RowUpdater]) -> Callable[[], None]:
+        """What runs the updates of a step, each of many parameters at once."""
+        calls: list[Callable[[], object]] = []
+
+        def shared(name: str, binding: Binding, formal: str, there: Device) -> None:
+            if not there.is_host and name not in self.values.targets:
+                calls.append(partial(self._bind_now, binding, formal, name))
+            elif self.values.storage[name] is Storage.INPUT:
+                self.read_input(name, binding, formal)
+            else:
+                bind_tensor(binding.bind_input, formal, self.place(name))
+
+        for updater in updaters:
+            # What is bound anew for each run is added before the runs.
+            runs = updater.calls(self.place, partial(shared, there=updater.device), self.values.is_loose)
+            calls += runs
+
+        def update() -> None:
+            for call in calls:
+                call()
+
+        return update
+
+    def _bind_now(self, binding: Binding, formal: str, name: str) -> None:
+        bind_tensor(binding.bind_input, formal, self.place(name))
+
+    def _is_fixed(self, name: str, runner: Runner) -> bool:
+        """Whether an operand may be bound once: it lies where the session runs, or does not change."""
+        kind = self.values.storage[name]
+        constant = kind is Storage.CONSTANT and name not in self.program.state.tensors
+        return runner.device.is_host or name in self.values.targets or constant
+
+    def _bind_loose(self, binding: Binding, formal: str, name: str) -> None:
+        """Binds an output of unknown shape, anew for each run, or the session would write into what it gave last time."""
+        target = self.values.targets.get(name)
+        if target is None:
+            binding.bind_output(formal)
+        else:
+            device = self.program.memories[target].device
+            binding.bind_output(formal, device.kind, device.number)
+
+    def _run_loose(self, runner: Runner, binding: Binding, anew: frozenset[str], loose: frozenset[str]) -> None:
+        """Run a session of which some tensors have another place and shape each time."""
+        for one, name in runner.segment.operands:
+            if name in anew:
+                bind_tensor(binding.bind_input, one, self.place(name))
+        for one, name in runner.segment.results:
+            if name in loose:
+                self._bind_loose(binding, one, name)
+        runner.session.run_with_iobinding(binding)
+        for name, value in zip(runner.segment.outputs, binding.get_outputs(), strict=True):
+            if name in loose:
+                self.cells[name] = from_ort(value, self.program.memories.get(self.values.targets.get(name, "")))
+
+    def _run_objects(self, runner: Runner) -> None:
+        """Run a session with Python objects, which lie on the host."""
+        feeds = {one: as_feed(self.cells[name]) for one, name in runner.segment.operands}
+        names = [runner.widened.get(name, name) for name, _ in runner.segment.results]
+        for name, value in zip(runner.segment.outputs, runner.session.run(names, feeds), strict=True):
+            if self.values.storage[name] is Storage.OBJECT:
+                self.cells[name] = value
+                continue
+            made = as_tensor(value, self.values.dtype(name))
+            if self.values.storage[name] is Storage.TENSOR:
+                self.cells[name] = made if name not in self.values.targets else self._placed(name, made)
+            else:
+                slot = self.place(name)
+                check_promise(name, made.shape, slot.shape)
+                move(made, slot)
+
+    def _placed(self, name: str, value: Placed) -> Placed:
+        """A copy of a value, in new memory where another one by its name would lie."""
+        memory = self.program.memories.get(self.values.targets.get(name, ""))
+        place = new_place(memory, value.dtype, value.shape)
+        move(value, place)
+        return place
+
+    def copy(self, index: int, step: Copy) -> Callable[[], object]:
+        """What runs a copy; it counts to its target."""
+        return partial(self._copy, step, self.program.counts.copies_to(self.program.step_targets[index]))
+
+    def _copy(self, step: Copy, count: Copies) -> None:
+        value = self.cells[step.source]
+        if not isinstance(value, Tensor | Remote):
+            self.cells[step.result] = value
+            return
+        if self.values.storage[step.result] is Storage.TENSOR:
+            self.cells[step.result] = self._placed(step.result, value)
+        else:
+            slot = self.place(step.result)
+            check_promise(step.result, value.shape, slot.shape)
+            move(value, slot)
+        count.number += 1
+        count.bytes += value.dtype.bytes_of(value.shape)

@@ -1,0 +1,47 @@
+"""What the targets of a rank have done: copies and their bytes, by the target to which they lead, and switches between targets.
+
+    counts = program.target_counts
+    counts.copies["cuda"].bytes / counts.steps       copied to the device in a step
+
+Counted while steps run; a program without targets counts nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..program.steps import Copy, Step
+
+
+@dataclass
+class Copies:
+    """Copies that have been made to a target, and their bytes."""
+
+    number: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class TargetCounts:
+    """Of one rank since it was loaded. A switch is a segment or an update whose target is not that of the one before it in the file."""
+
+    steps: int = 0
+    switches: int = 0
+    copies: dict[str, Copies] = field(default_factory=dict)
+
+    def add_step(self, switches: int) -> None:
+        """A step has ended."""
+        self.steps += 1
+        self.switches += switches
+
+    def copies_to(self, target: str) -> Copies:
+        """The copies to a target."""
+        return self.copies.setdefault(target, Copies())
+
+
+def switches(targets: Mapping[int, str], steps: Sequence[Step]) -> int:
+    """How often the target of what computes changes in a program."""
+    order = [target for index, target in sorted(targets.items()) if not isinstance(steps[index], Copy)]
+    return sum(one != two for one, two in itertools.pairwise(order))

@@ -1,0 +1,62 @@
+"""Ops for which a device has no kernel: refused when a program is loaded, by the path of the node and with the remedy.
+
+onnxruntime would run them on the CPU and copy their operands back and forth, which no plan says and no dump shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..artifact.onnx_graph import op_and_path, path_of
+from ..devices.devices import Device
+from ..errors import ArtifactError
+from .ort import Session, left_on_host, without_kernel
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
+
+_SHOWN = 10
+_FLOATS = (1, 10, 11, 16)
+"""The element types of numbers that no shape is computed with."""
+
+
+def refuse_without_kernel(
+    where: str, device: Device, model: bytes, entries: Mapping[str, str], nodes: Sequence[NodeProto]
+) -> None:
+    """ArtifactError where a session on a GPU was not made since ops of its model have no kernel there."""
+    try:
+        found = without_kernel(model, device, entries)
+    except Exception:
+        return  # the model is refused for another reason, which the caller knows
+    _refuse(where, device, found, nodes)
+
+
+def refuse_moved_to_host(where: str, device: Device, session: Session, model: ModelProto) -> None:
+    """The same for a session that may run shape arithmetic on the CPU, as onnxruntime likes to; integers are shapes."""
+    found = left_on_host(session)
+    if not found:
+        return
+    from onnx import shape_inference
+
+    inferred = shape_inference.infer_shapes(model).graph
+    kinds = {one.name: one.type.tensor_type.elem_type for one in (*inferred.value_info, *inferred.output)}
+    computing = {node.name for node in model.graph.node if any(kinds.get(name) in _FLOATS for name in node.output)}
+    _refuse(where, device, [(op, name) for op, name in found if name in computing], list(model.graph.node))
+
+
+def _refuse(where: str, device: Device, found: Iterable[tuple[str, str]], nodes: Sequence[NodeProto]) -> None:
+    by_name = {node.name: node for node in nodes if node.name}
+    ops = {op: node for node in reversed(nodes) for op in [node.op_type]}
+    lines = dict[str, str]()
+    for op, name in found:
+        node = by_name.get(name) or ops.get(op)
+        lines[op_and_path(node) if node is not None else op] = (path_of(node) if node is not None else "") or op
+    if not lines:
+        return
+    shown = ", ".join(list(lines)[:_SHOWN]) + (f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
+    places = ", ".join(f'"{path.partition(", ")[0]}": cpu' for path in list(dict.fromkeys(lines.values()))[:_SHOWN])
+    raise ArtifactError(
+        f"{where}: onnxruntime has no kernel on {device.kind} for {shown}\n"
+        f"  help: target: {{{places}}} in the plan runs it on the CPU, with copies that the dump shows"
+    )

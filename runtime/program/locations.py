@@ -1,0 +1,93 @@
+"""Which of a rank's values lie in the memory of a target beside the host's, by the law of targets.
+
+A value lies on the target of the node that makes it; what a Copy makes, on the target to which it leads. On the host are graph inputs and
+outputs, all that is communicated, and the sizes that Shape and Size give. A tensor that the rank keeps lies on the target of the node that
+makes its next value, or else where it is read. In a file without targets every value is on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ..artifact.format import CPU
+from ..devices.devices import Devices
+from ..errors import ArtifactError
+from .rank_file import RankFile
+from .steps import Copy, PostRecv, Segment, Send, StartCollective, Step, Update
+
+_SIZES = ("Shape", "Size")
+"""Ops whose results lie on the host, whichever target runs them."""
+
+
+def locations(file: RankFile, devices: Devices, state: Mapping[str, str] | None = None) -> dict[str, str]:
+    """By value that does not lie on the host its target; ArtifactError where a step reads what lies elsewhere.
+
+    `state`: the targets of tensors that another program of the same rank has laid out.
+    """
+    found: dict[str, str] = {}
+    for step in file.steps:
+        if isinstance(step, Copy):
+            found[step.result] = devices.target(step.to)
+        elif isinstance(step, Segment) and step.target:
+            sizes = {name for node in step.nodes if node.op_type in _SIZES and not node.domain for name in node.output}
+            names = dict(step.results)
+            sizes = {names[name] for name in sizes if name in names}
+            found |= {name: devices.target(step.target) for name in step.outputs if name not in sizes}
+        elif isinstance(step, Update) and step.target:
+            found |= {name: devices.target(step.target) for node in step.nodes for name in node.output}
+    homes = _homes(file, devices) if state is None else state
+    for record in file.state:
+        found[record.value] = found[record.next] if record.next in found else homes.get(record.value, CPU)
+    found = {name: target for name, target in found.items() if target != CPU}
+    if found:
+        _refuse_unreachable(file, devices, found)
+    return found
+
+
+def _homes(file: RankFile, devices: Devices) -> dict[str, str]:
+    """By kept tensor the target of those that read it."""
+    kept = {record.value for record in file.state}
+    homes: dict[str, str] = {}
+    for step in file.steps:
+        if isinstance(step, Segment | Update) and step.target:
+            for name in step.inputs:
+                if name in kept:
+                    homes.setdefault(name, devices.target(step.target))
+    return homes
+
+
+def _refuse_unreachable(file: RankFile, devices: Devices, found: Mapping[str, str]) -> None:
+    problems = []
+    for step in file.steps:
+        target, read = _reader(step, devices)
+        problems += [
+            f"{file.where}: the {step} reads '{name}', which lies on {found[name]}, and no Copy brings it to {target}"
+            for name in read
+            if found.get(name, target) != target
+        ]
+    if problems:
+        raise ArtifactError("\n".join([*problems, "  help: the file was changed; compile again"]))
+
+
+def _reader(step: Step, devices: Devices) -> tuple[str, tuple[str, ...]]:
+    """The target where a step reads values, and these; a Copy reads anywhere."""
+    match step:
+        case Segment() | Update():
+            return devices.target(step.target), tuple(step.inputs)
+        case Send() | PostRecv():
+            return CPU, (step.value,)
+        case StartCollective():
+            return CPU, (*step.call.given, *step.call.made)
+    return CPU, ()
+
+
+def used_targets(steps: list[Step], devices: Devices) -> list[str]:
+    """The targets that a program uses, in order."""
+    return sorted({target for step in steps for target in _targets(step, devices)})
+
+
+def _targets(step: Step, devices: Devices) -> Iterator[str]:
+    if isinstance(step, Segment | Update):
+        yield devices.target(step.target)
+    elif isinstance(step, Copy):
+        yield devices.target(step.to)
