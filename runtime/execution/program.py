@@ -38,7 +38,7 @@ from .recover import attempt, failed, settle
 from .state import State
 from .step_plan import StepPlan
 from .symbol_bindings import Bindings, Halted
-from .target_counts import TargetCounts
+from .targets.counts import TargetCounts
 from .wire_tags import wire_tags
 
 if TYPE_CHECKING:

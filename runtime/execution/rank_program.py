@@ -44,7 +44,7 @@ from ..updates.row_updater import RowUpdater
 from ..updates.updater import Updater
 from .state import State, check_same, make_state
 from .symbol_bindings import Binder, Bindings
-from .target_counts import TargetCounts
+from .targets.counts import TargetCounts
 
 
 @dataclass

@@ -30,9 +30,9 @@ from ..program.value_table import Storage
 from .at_large import begin_at_large
 from .collective_plans import plan_collectives, scratch_lifetimes, scratch_name
 from .rank_program import RankProgram
-from .session_calls import SessionCalls
 from .symbol_bindings import Bindings
-from .target_counts import switches
+from .targets.counts import switches
+from .targets.session_calls import SessionCalls
 from .under_way import beside_messages
 
 Action: TypeAlias = Callable[[], object]

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..program.steps import Copy, Step
+from ...program.steps import Copy, Step
 
 
 @dataclass

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..artifact.dtypes import dense
-from ..artifact.tensor import Tensor
-from ..devices.device_memory import Cell, Placed, Remote, move, new_place
-from ..devices.devices import Device
-from ..program.ort import Binding
-from ..program.session_values import as_feed, as_tensor, bind_tensor, check_promise, from_ort
-from ..program.sessions import Runner
-from ..program.steps import Copy
-from ..program.value_table import Storage
-from ..updates.row_updater import RowUpdater
-from ..updates.updater import Updater
-from .rank_program import RankProgram
-from .target_counts import Copies
+from ...artifact.dtypes import dense
+from ...artifact.tensor import Tensor
+from ...devices.device_memory import Cell, Placed, Remote, move, new_place
+from ...devices.devices import Device
+from ...program.ort import Binding
+from ...program.session_values import as_feed, as_tensor, bind_tensor, check_promise, from_ort
+from ...program.sessions import Runner
+from ...program.steps import Copy
+from ...program.value_table import Storage
+from ...updates.row_updater import RowUpdater
+from ...updates.updater import Updater
+from ..rank_program import RankProgram
+from .counts import Copies
 
 
 class SessionCalls:
