@@ -40,6 +40,8 @@ from partc.compiler.rewrite.straighten import straighten
 from partc.compiler.sharding.budget import check_budget
 from partc.compiler.sharding.sharding import shard
 from partc.compiler.sharding.sums import pass_sums
+from partc.compiler.targets.choose_targets import choose_targets
+from partc.compiler.targets.copies import copy_between_targets
 from partc.compiler.tasks.differentiate import differentiate
 from partc.compiler.tasks.localize import localize
 from partc.compiler.tasks.update import update
@@ -68,6 +70,7 @@ PASSES: tuple[Pass, ...] = (
     in_parts,
     in_microbatches,
     place,
+    choose_targets,
     only_totals,
     shard,
     pass_sums,
@@ -76,6 +79,7 @@ PASSES: tuple[Pass, ...] = (
     update,
     lower,
     pipeline,
+    copy_between_targets,
     check_budget,
 )
 """What comes before is `load` and `start`. What comes behind, for all programs of a plan at once, is `emit` and `prove` (`_written`)."""

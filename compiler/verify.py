@@ -28,6 +28,7 @@ from partc.compiler.ir.graph import read_by
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import (
     CommOp,
+    CopyOp,
     Event,
     RankOp,
     RankProgram,
@@ -218,7 +219,8 @@ def _parts(program: Program) -> Iterator[str]:
     if [part.rank for part in program.parts] != list(range(program.plan.ranks)):
         yield f"there are {len(program.parts)} programs for {program.plan.ranks} ranks"
     for part, ranks in program.alike:
-        yield from (f"rank {ranks[0]}: {fault}" for fault in _part(part, program.schedule is None))
+        in_order = program.schedule is None and not program.targets
+        yield from (f"rank {ranks[0]}: {fault}" for fault in _part(part, in_order))
     yield from _events(program.events, {part.rank: _tags(part.steps) for part in program.parts})
 
 
@@ -265,6 +267,8 @@ def _title(step: RankOp) -> str:
         return f"the task {step.cell}"
     if isinstance(step, CommOp):
         return f"{step.op_type} of '{step.value.name}'"
+    if isinstance(step, CopyOp):
+        return f"the Copy of '{step.source}'"
     return f"{step.node.op_type} '{step.node.name}'"
 
 

@@ -10,15 +10,14 @@ is described in `compiler/README.md`, section "The dumps".
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.emit.helper_types import helper_types
+from partc.compiler.emit.node_text import node_text
 from partc.compiler.emit.shard_text import part_of
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.drawn import law_of
@@ -27,6 +26,7 @@ from partc.compiler.ir.rank_program import (
     CommOp,
     ComputeOp,
     Constant,
+    CopyOp,
     Event,
     LocalTensor,
     RankConstant,
@@ -40,7 +40,6 @@ from partc.runtime.artifact.format import SEND, order_text
 from partc.runtime.artifact.law import law_text
 
 GRAMMAR = 4
-_LONG = 16
 _NAMED = 8
 """So many lists of a group, or ranks of one, are listed."""
 
@@ -72,8 +71,9 @@ def begin_text(program: Program, title: str = "step_parallel_begin") -> str:
     for node in graph:
         placed = program.placement.get(node)
         suffix = f" {{{'rank' if len(placed.ranks) == 1 else 'ranks'}: {_ranks(placed.ranks)}}}" if placed else ""
+        suffix += f" {{target: {program.targets[node]}}}" if node in program.targets else ""
         suffix += "".join(_strategies(program, node))
-        lines.append(f"  {_call(node, '  ')}{suffix}")
+        lines.append(f"  {node_text(node, '  ')}{suffix}")
         lines.append(f"      : {_signature(program, node.inputs)} -> {_signature(program, node.outputs)}")
         lines.append(f"      # Scope: {program.paths[node]}" + (f"   Rule: {placed.rule}" if placed else ""))
         lines += [f"      # Sharded: {text}" for text in cut_text(program, node)]
@@ -190,7 +190,8 @@ def _part_lines(program: Program, part: RankProgram, ranks: Sequence[int]) -> It
     for one in part.kept:
         after = f"   next: %{one.next}" if one.next else ""
         kind = _type_text(program, *part.types[one.name])
-        yield f"  # State: %{one.name} : {kind}{part_of(program, one.version, ranks)}{after}"
+        on = f"   on: {one.target}" if one.target else ""
+        yield f"  # State: %{one.name} : {kind}{part_of(program, one.version, ranks)}{after}{on}"
     if part.scalars:
         yield f"  # Scalars: {', '.join(f'%{name}' for name in part.scalars)}"
     for step in part.steps:
@@ -224,6 +225,10 @@ def _step_lines(
             yield from _op_lines(program, part, step, kinds)
         case CommOp():
             yield from _comm_lines(program, step, kinds)
+        case CopyOp():
+            yield f"  %{step.made} = Copy(%{step.source}) {{to: {step.target}}}"
+            yield f"      : {kinds([step.source])} -> {kinds([step.made])}"
+            yield f"      # Scope: {step.path}   Bytes: {step.bytes}   Cause: {step.cause}"
         case TaskCall():
             outs, ins = (", ".join(f"%{name}" for name in names) for names in (step.outputs, step.inputs))
             yield f"  {outs + ' = ' if outs else ''}{step.body.name}({ins}) {{microbatch: {step.microbatch}}}"
@@ -259,7 +264,8 @@ def _op_lines(
     outs, ins = [v.name or "" for v in node.outputs], [v.name or "" if v else "" for v in node.inputs]
     made = {part.types[name][0] for name in outs if name in part.types}
     itself = not made.isdisjoint(source.outputs)
-    yield f"  {_call(node, '  ')}" + "".join(_strategies(program, source, part.rank) if itself else ())
+    target = f" {{target: {step.target}}}" if step.target else ""
+    yield f"  {node_text(node, '  ')}" + "".join(_strategies(program, source, part.rank) if itself else ()) + target
     yield f"      : {kinds(ins)} -> {kinds(outs)}"
     placed = program.placement.get(source)
     path = program.paths.get(source, node.name or "")
@@ -320,62 +326,3 @@ def _type_text(program: Program, value: ir.Value, shape: Shape | None) -> str:
         return f"<{info.type}, ?>"
     dims = ", ".join(str(d) if isinstance(d, int) else "?" for d in value.shape.dims)
     return f"<{info.type}, ({dims})>"
-
-
-def _call(node: ir.Node, indent: str) -> str:
-    op = f"{node.domain}::{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
-    outs = ", ".join(f"%{value.name}" if value.name else "_" for value in node.outputs)
-    ins = ", ".join("_" if value is None else f"%{value.name}" for value in node.inputs)
-    attributes = ", ".join(f"{name}: {_attribute(attr, indent)}" for name, attr in sorted(node.attributes.items()))
-    return f"{outs} = {op}({ins})" + (f" {{{attributes}}}" if attributes else "")
-
-
-def _attribute(attr: ir.Attr, indent: str) -> str:
-    match attr.type:
-        case ir.AttributeType.GRAPH:
-            return _body(attr.as_graph(), indent)
-        case ir.AttributeType.GRAPHS:
-            return f"[{', '.join(_body(graph, indent) for graph in attr.as_graphs())}]"
-        case ir.AttributeType.TENSOR:
-            return _tensor(attr.as_tensor())
-        case ir.AttributeType.TENSORS:
-            return f"[{', '.join(_tensor(tensor) for tensor in attr.as_tensors())}]"
-        case ir.AttributeType.TYPE_PROTO:
-            return type_text(attr.value.type)
-        case ir.AttributeType.STRING:
-            return repr(attr.value)
-        case ir.AttributeType.FLOAT:
-            return _float(attr.value)
-        case ir.AttributeType.FLOATS:
-            return f"[{', '.join(map(_float, attr.value))}]"
-        case ir.AttributeType.INTS | ir.AttributeType.STRINGS:
-            return f"[{', '.join(map(repr, attr.value))}]"
-        case _:
-            return repr(attr.value)
-
-
-def _float(value: float) -> str:
-    """The shortest text of the float32 that ONNX keeps of an attribute."""
-    return str(np.float32(value))
-
-
-def _tensor(tensor: ir.TensorProtocol) -> str:
-    """A short tensor by its items, a long one by its hash."""
-    kind = type_text(ir.TensorType(tensor.dtype))
-    shape = ", ".join(map(str, tensor.shape.numpy()))
-    if tensor.size <= _LONG:
-        return f"<{kind}, ({shape})> {tensor.numpy().tolist()}"
-    return f"<{kind}, ({shape})> sha256:{hashlib.sha256(tensor.tobytes()).hexdigest()[:16]}"
-
-
-def _body(graph: ir.Graph, indent: str) -> str:
-    inner = indent + "    "
-    lines = [f"graph({', '.join(f'%{value.name}' for value in graph.inputs)}) {{"]
-    lines += [
-        f"{inner}%{name} = {_tensor(value.const_value)}"
-        for name, value in graph.initializers.items()
-        if value.const_value is not None
-    ]
-    lines += [f"{inner}{_call(node, inner)}" for node in graph]
-    lines.append(f"{inner}Return({', '.join(f'%{value.name}' for value in graph.outputs)})")
-    return "\n".join([*lines, f"{indent}}}"])

@@ -16,6 +16,7 @@ from partc.compiler.ir.program import Program, Shape
 from partc.compiler.ir.rank_program import (
     CommOp,
     ComputeOp,
+    CopyOp,
     LocalTensor,
     RankConstant,
     RankProgram,
@@ -43,7 +44,9 @@ def rank_model(
     imports = dict(program.model.opset_imports)
     imports.setdefault("", imports.pop("ai.onnx", 21))
     bodies = part.bodies
-    if any(isinstance(step, CommOp) for steps in (part.steps, *(body.steps for body in bodies)) for step in steps):
+    if any(
+        isinstance(step, CommOp | CopyOp) for steps in (part.steps, *(body.steps for body in bodies)) for step in steps
+    ):
         imports[fmt.DOMAIN] = fmt.DOMAIN_VERSION
     imports |= {fmt.DOMAIN: fmt.DOMAIN_VERSION} if any(node.domain == fmt.DOMAIN for node in graph.node) else {}
     nodes = (step.node for step in part.steps if isinstance(step, ComputeOp))
@@ -75,6 +78,8 @@ def _add_nodes(
             graph.node.append(_task_call(step))
         elif isinstance(step, CommOp):
             graph.node.append(_comm_node(program, step))
+        elif isinstance(step, CopyOp):
+            graph.node.append(_copy_node(step))
         else:
             if step not in cache:
                 cache[step] = _node(program, step)
@@ -111,7 +116,13 @@ def _function(program: Program, part: RankProgram, body: TaskBody, imports: Mapp
             function.node.append(onnx.helper.make_node("Constant", [], [name], name, value=value))
     named = {node.name for node in function.node}
     for step in body.steps:
-        function.node.append(_comm_node(program, step) if isinstance(step, CommOp) else _node(program, step))
+        match step:
+            case CommOp():
+                function.node.append(_comm_node(program, step))
+            case CopyOp():
+                function.node.append(_copy_node(step))
+            case _:
+                function.node.append(_node(program, step))
         _name_apart(function.node[-1], named)
     known = frozenset(program.symbols)
     typed = (name for name, (value, _) in body.types.items() if value.type)
@@ -124,6 +135,9 @@ def _add_ports(graph: onnx.GraphProto, part: RankProgram, known: frozenset[str])
     inputs = [*(held.name for held in part.inputs), *(one.name for one in part.kept)]
     outputs = [*(held.name for held in part.outputs), *(one.next for one in part.kept if one.next)]
     graph.input.extend(_value_info(part.types, name, known) for name in inputs)
+    for port, target in zip(graph.input[len(part.inputs) :], (one.target for one in part.kept), strict=True):
+        if target:
+            port.metadata_props.add(key=fmt.TARGET, value=target)
     graph.input.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, []) for name in part.scalars)
     graph.output.extend(_value_info(part.types, name, known) for name in outputs)
     listed = {*inputs, *outputs, *(held.name for held in part.weights)}
@@ -178,6 +192,8 @@ def _node(program: Program, step: ComputeOp) -> onnx.NodeProto:
     )
     if step.again:
         _add_metadata(proto, {fmt.RECOMPUTED: step.again})
+    if step.target:
+        _add_metadata(proto, {fmt.TARGET: step.target})
     return proto
 
 
@@ -222,6 +238,14 @@ def _comm_node(program: Program, step: CommOp) -> onnx.NodeProto:
     path = program.paths[producer] if producer is not None else step.value.name or ""
     cell = {fmt.TASK: step.cell} if step.cell else {}
     _add_metadata(proto, {fmt.PATH: path, fmt.CAUSE: step.cause, fmt.BYTES: step.bytes, **cell})
+    return proto
+
+
+def _copy_node(step: CopyOp) -> onnx.NodeProto:
+    proto = onnx.NodeProto(op_type=fmt.COPY, domain=fmt.DOMAIN, name=f"{step.made}.copy", input=[step.source])
+    proto.output.append(step.made)
+    proto.attribute.append(_attribute(fmt.TO, step.target))
+    _add_metadata(proto, {fmt.PATH: step.path, fmt.CAUSE: step.cause, fmt.BYTES: step.bytes})
     return proto
 
 

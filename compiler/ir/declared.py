@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from partc.compiler.annotations.read import Annotations
     from partc.compiler.dims.symbol import Symbol
     from partc.compiler.plan.rules import Dataset, ShardingRule
+    from partc.compiler.plan.target import TargetRule
 
 On: TypeAlias = int | tuple[int, ...] | Mapping[str, int]
 """Where a model places: a rank, a group, or coordinates along axes of the plan's mesh."""
@@ -29,7 +30,7 @@ class Declared:
     """All declarations of one model.
 
     `placements` and `sharding` are in the order of the calls in a `model.py`, `symbols` are the constraints of its dims by name,
-    `annotations` the standard's that the model carries, `dataset` how its inputs arrive.
+    `annotations` the standard's that the model carries, `dataset` how its inputs arrive, `targets` the devices of its nodes.
     """
 
     placements: tuple[Placement, ...] = ()
@@ -37,3 +38,4 @@ class Declared:
     sharding: tuple[ShardingRule, ...] = ()
     annotations: Annotations | None = None
     dataset: Dataset | None = None
+    targets: tuple[TargetRule, ...] = ()

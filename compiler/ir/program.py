@@ -168,6 +168,10 @@ class Program:
     placement: Mapping[ir.Node, Placed] = field(default_factory=dict)
     stages: Mapping[ir.Node, int] = field(default_factory=dict)
     """The stage of every node that is on one group, where the plan names stages."""
+    targets: Mapping[ir.Node, str] = field(default_factory=dict)
+    """The kind of device that runs a node within its rank; of constants and shapes none, and of nothing where the plan names no target."""
+    update_targets: Mapping[ir.Value, str] = field(default_factory=dict)
+    """By parameter the kind of device that updates it, and keeps it."""
     choices: Mapping[NodeOnGroup, NodeSharding] = field(default_factory=dict)
     given: Pinned | None = None
     training: Training | None = None

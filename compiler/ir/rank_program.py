@@ -2,6 +2,7 @@
 
 ComputeOp   %h = Relu(%x)                          a node in local shapes
 CommOp      %h = AllReduce(%h.partial) group=0-3   a message or a collective; `tag` is that of its `Event`
+CopyOp      %h = Copy(%h.cuda) to=cpu              a value from one of the rank's targets to another
 TaskCall    %h.3 = F0(%x.3, %w)                    a task of one microbatch: its body, with the names that the values have there
 """
 
@@ -37,7 +38,8 @@ class ComputeOp:
     """In a rank's program: a node with the names that its operands have there; `source` is the model's node that it stands for.
 
     `captured` renames what bodies read from outside of themselves. An op is its own identity: ranks that do the same have one object.
-    `again`: the line of the plan for which a forward op is repeated in the backward task.
+    `again`: the line of the plan for which a forward op is repeated in the backward task. `target`: the kind of device that runs it, empty
+    where that is not decided, or there is one only.
     """
 
     node: ir.Node
@@ -45,6 +47,7 @@ class ComputeOp:
     captured: Mapping[str, str] = field(default_factory=dict)
     task: TaskKind = TaskKind.FORWARD
     again: str = ""
+    target: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +71,23 @@ class CommOp:
 
 
 @dataclass(frozen=True, eq=False)
+class CopyOp:
+    """In a rank's program: the value `source` under the name `made` on another target. `path` is that of what makes the value.
+
+    `bytes` is an expression in the symbols, `unknown` where only a run tells.
+    """
+
+    source: str
+    made: str
+    origin: str
+    target: str
+    path: str
+    cause: str
+    bytes: str
+    task: TaskKind = TaskKind.FORWARD
+
+
+@dataclass(frozen=True, eq=False)
 class TaskBody:
     """The ops of a task for any of its microbatches; `stage` and `kind` (F, B, W) are those of the schedule.
 
@@ -79,7 +99,7 @@ class TaskBody:
     kind: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    steps: tuple[ComputeOp | CommOp, ...]
+    steps: tuple[ComputeOp | CommOp | CopyOp, ...]
     types: Mapping[str, tuple[ir.Value, Shape | None]]
 
     @property
@@ -112,11 +132,13 @@ class TaskCall:
         return {**inside, **dict(ends)}
 
 
-RankOp = ComputeOp | CommOp | TaskCall
+RankOp = ComputeOp | CommOp | CopyOp | TaskCall
 
 
 def read_names(step: RankOp) -> list[str]:
     """The names that an op reads, those captured by bodies included."""
+    if isinstance(step, CopyOp):
+        return [step.source]
     if isinstance(step, CommOp | TaskCall):
         return list(step.inputs)
     return [*(value.name or "" for value in step.node.inputs if value is not None), *captured_names(step)]
@@ -124,6 +146,8 @@ def read_names(step: RankOp) -> list[str]:
 
 def made_names(step: RankOp) -> list[str]:
     """The names that an op makes."""
+    if isinstance(step, CopyOp):
+        return [step.made]
     if isinstance(step, CommOp | TaskCall):
         return list(step.outputs)
     return [value.name or "" for value in step.node.outputs]
@@ -198,6 +222,8 @@ class StateTensor:
     kind: Literal["parameter", "optimizer", "statistics", "gradient", "scale"]
     parameter: str = ""
     initial: float | Law = 0.0
+    target: str = ""
+    """The kind of device on which it lies, where ranks have several."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from partc.compiler.ir.graph import bodies
 from partc.compiler.ir.program import Shape, ValueInfo
 from partc.compiler.ir.rank_program import ComputeOp, RankOp, RankProgram, with_names
 from partc.compiler.ir.values import derived
+from partc.runtime.artifact.format import CUDA
 
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _MOVING = (
@@ -37,9 +38,14 @@ _KERNELS = {
 """What onnxruntime 1.31 has CPU kernels for; sums of scattered elements excepted."""
 
 
-def fit_kernels(program: RankProgram, opset: int, values: dict[ir.Value, ValueInfo]) -> RankProgram:
-    """The program with Casts around nodes that have no kernel; what they make is listed in `values`."""
-    work = _Fitting(program, opset, values)
+def fit_kernels(
+    program: RankProgram, opset: int, values: dict[ir.Value, ValueInfo], targets: Mapping[ir.Node, str]
+) -> RankProgram:
+    """The program with Casts around nodes that have no kernel; what they make is listed in `values`.
+
+    `targets` are those of the model's nodes: a node on cuda has kernels; one on the device of the job may run on a CPU.
+    """
+    work = _Fitting(program, opset, values, targets)
     steps = [one for step in program.steps for one in work.step(step)]
     if not work.changed:
         return program
@@ -51,6 +57,7 @@ class _Fitting:
     program: RankProgram
     opset: int
     values: dict[ir.Value, ValueInfo]
+    targets: Mapping[ir.Node, str]
 
     def __post_init__(self) -> None:
         program = self.program
@@ -73,6 +80,8 @@ class _Fitting:
         made = [out.name or "" for out in node.outputs if out.name]
         halves = [name for name in (*sorted(read), *made) if self.known.get(name) in _HALVES]
         if not halves or bodies(node) or all(self._has_kernel(node, self.known[name]) for name in halves):
+            return [step]
+        if CUDA in (step.target, self.targets.get(step.source)):
             return [step]
         self.changed = True
         before: list[RankOp] = []

@@ -94,7 +94,7 @@ def _finished(
     )
     if program.plan.precision is None and program.training is None:
         return found
-    return fit_kernels(found, program.model.graph.opset_imports.get("", 1), values)
+    return fit_kernels(found, program.model.graph.opset_imports.get("", 1), values, program.targets)
 
 
 def _of_rank(

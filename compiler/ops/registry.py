@@ -49,7 +49,8 @@ class Entry:
     as in `Rule`. `why`: the reason why nothing is sharded. `remarks`: what attributes change. `draws`: whether a node may give
     other numbers each time it runs. `stops_gradient`: the outputs do not follow small changes of the inputs, as in a comparison.
 
-    `precision`: in which type it computes where a plan asks for 16 bits.
+    `precision`: in which type it computes where a plan asks for 16 bits. `host`: the inputs that kernels read on the host, whichever
+    device computes: a shape, axes, a condition.
 
     `sharding`: the rule of one node, where `factors` alone do not say it. `local`: the node of one rank, for rules that name none.
     `gradient`: takes the cotangents of the outputs, or of the first `gradient_outputs`, and the inputs; `body_gradient` that of an op
@@ -69,6 +70,7 @@ class Entry:
     draws: bool = False
     stops_gradient: bool = False
     precision: Precision = "high"
+    host: tuple[int, ...] = ()
     sharding: RuleOf | None = None
     local: LocalForm | None = None
     gradient: GradientRule | None = None
@@ -119,6 +121,7 @@ class Entry:
             *([f"replicated: {self.replicated}"] if self.replicated else []),
             *([f"linear {self.linearity}"] if self.linear else []),
             *([f"16 bits: {self.precision}"] if self.precision != "high" else []),
+            *([f"on the host: {', '.join(map(str, self.host))}"] if self.host else []),
             *([self.why or self.remarks] if self.why or self.remarks else []),
         ]
         return f"{self.name}: {'; '.join(words)}"
@@ -202,6 +205,7 @@ def op(
     stops_gradient: bool = False,
     gradient_outputs: int = 0,
     precision: Precision = "high",
+    host: Sequence[int] = (),
 ) -> Declared:
     """Declares ops that share an entry's fields (see `Entry`); `contracted` as letters means a sum over each."""
     if bool(factors) == bool(why):
@@ -225,6 +229,7 @@ def op(
             stops_gradient=stops_gradient,
             gradient_outputs=gradient_outputs,
             precision=precision,
+            host=tuple(host),
         )
     return Declared(keys)
 
@@ -275,6 +280,12 @@ def stops_gradient(node: ir.Node) -> bool:
     """Whether the outputs of a node are known not to follow small changes of its inputs."""
     entry = entry_of(node)
     return entry is not None and entry.stops_gradient
+
+
+def host_inputs(node: ir.Node) -> tuple[int, ...]:
+    """The inputs of a node that its kernel reads on the host, whichever device computes."""
+    entry = entry_of(node)
+    return entry.host if entry is not None else ()
 
 
 def draws(node: ir.Node) -> bool:

@@ -159,7 +159,7 @@ class _Rows:
                 inputs, outputs = (tuple(names.get(n, n) for n in some) for some in (step.inputs, step.outputs))
                 amount, tag = self.dims.text(step.bytes), self.tags[step.tag]
                 steps.append(replace(step, inputs=inputs, outputs=outputs, tag=tag, bytes=amount))
-            else:
+            elif isinstance(step, ComputeOp):
                 steps.append(named(step, names))
         return replace(
             body,
@@ -288,6 +288,7 @@ class _Rows:
             groups={**(more.groups if more else {}), **own.groups},
             paths={**(more.paths if more else {}), **own.paths},
             placement={**(more.placement if more else {}), **own.placement},
+            targets={**(more.targets if more else {}), **own.targets},
             choices={**(more.choices if more else {}), **own.choices},
             values={**(more.values if more else {}), **values},
             symbols=self.dims.symbols,

@@ -61,15 +61,8 @@ def placement_rules(program: Program) -> tuple[dict[ir.Node, Rule], list[Problem
             continue
         hit = matched_nodes(program, rule.pattern)
         decided.update(dict.fromkeys(hit, rule))
-        if not hit and not _of_the_whole(program, rule.pattern):
-            problems.append(
-                _nothing(
-                    rule.pattern,
-                    rule.where,
-                    [*modules_of(program.paths.values()), *program.paths.values()],
-                    "module or node",
-                )
-            )
+        if not hit and not of_the_whole(program, rule.pattern):
+            problems.append(nothing_matched(program, rule.pattern, rule.where))
     return decided, problems
 
 
@@ -82,9 +75,8 @@ def stage_rules(program: Program) -> tuple[dict[ir.Node, int], dict[ir.Node, Rul
     for k, stage in enumerate(stages):
         for pattern, where in stage.patterns:
             hit = matched_nodes(program, pattern)
-            if not hit and not _of_the_whole(program, pattern):
-                names = [*modules_of(program.paths.values()), *program.paths.values()]
-                problems.append(_nothing(pattern, where, names, "module or node"))
+            if not hit and not of_the_whole(program, pattern):
+                problems.append(nothing_matched(program, pattern, where))
             if twice := [node for node in hit if decided.get(node, k) != k]:
                 first = twice[0]
                 also = f" and {len(twice) - 1:,} more nodes" if len(twice) > 1 else ""
@@ -132,7 +124,7 @@ def own_name(node: ir.Node) -> str:
     return str(node.meta.get(OWN_NAME) or node.name or "")
 
 
-def _of_the_whole(program: Program, pattern: str) -> bool:
+def of_the_whole(program: Program, pattern: str) -> bool:
     """Whether a pattern names what the model has and training does not need, such as a second head."""
     return any(map(compile_pattern(pattern).matches, program.whole))
 
@@ -197,9 +189,8 @@ def sharding_rules(program: Program) -> tuple[dict[ir.Node, ShardingRule], list[
     for rule in (*program.declared.sharding, *program.plan.sharding):
         hit = matched_nodes(program, rule.pattern) or (_readers(program, rule.pattern) if rule.style else [])
         decided.update(dict.fromkeys(hit, rule))
-        if not hit and not _of_the_whole(program, rule.pattern):
-            names = [*modules_of(program.paths.values()), *program.paths.values()]
-            problems.append(_nothing(rule.pattern, rule.where, names, "module or node"))
+        if not hit and not of_the_whole(program, rule.pattern):
+            problems.append(nothing_matched(program, rule.pattern, rule.where))
     return decided, problems
 
 
@@ -223,9 +214,8 @@ def recomputed(program: Program) -> tuple[dict[ir.Node, tuple[Region, RecomputeR
         for pattern in rule.patterns:
             hit = matched_nodes(program, pattern)
             decided.update({node: (_region(program.paths[node], pattern, rule), rule) for node in hit})
-            if not hit and not _of_the_whole(program, pattern):
-                names = [*modules_of(program.paths.values()), *program.paths.values()]
-                problems.append(_nothing(pattern, rule.where, names, "module or node"))
+            if not hit and not of_the_whole(program, pattern):
+                problems.append(nothing_matched(program, pattern, rule.where))
     return decided, problems
 
 
@@ -249,6 +239,11 @@ def output_ranks(program: Program) -> tuple[dict[ir.Value, tuple[tuple[int, ...]
         if not hit:
             problems.append(_nothing(rule.pattern, rule.where, [value.name or "" for value in outputs], "output"))
     return decided, problems
+
+
+def nothing_matched(program: Program, pattern: str, where: str) -> Problem:
+    """The problem of a pattern that matches no module and no node of the model."""
+    return _nothing(pattern, where, [*modules_of(program.paths.values()), *program.paths.values()], "module or node")
 
 
 def _nothing(pattern: str, where: str, names: list[str], kind: str) -> Problem:

@@ -25,9 +25,10 @@ from partc.compiler.plan.rules import (
     ShardingRule,
     SymbolRule,
 )
-from partc.compiler.plan.schema import LATER, PlanEntries, SymbolEntry
+from partc.compiler.plan.schema import PlanEntries, SymbolEntry
 from partc.compiler.plan.sharding import ShardingEntry
 from partc.compiler.plan.stages import sizes_of_groups
+from partc.compiler.plan.target import TargetRule
 from partc.compiler.plan.training.rules import CheckpointEntry, ClipEntry, ParameterEntry, TrainEntry
 from partc.compiler.plan.violation import Violation, shown
 from pydantic import BaseModel, ValidationError
@@ -126,6 +127,9 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
         train=train,
         pipeline=pipeline,
         precision=entries.precision.rules(where) if entries.precision else None,
+        target=tuple(
+            TargetRule(pattern, target, where("target", pattern)) for pattern, target in entries.target.items()
+        ),
     )
 
 
@@ -172,8 +176,6 @@ def _problem(detail: ErrorDetails, document: Document) -> Problem:
 
 def _unknown(where: str, steps: tuple[str | int, ...]) -> Problem:
     key = str(steps[-1])
-    if len(steps) == 1 and key in LATER:
-        return Problem(where, f"'{key}' is not supported yet", help="remove it")
     model: type[BaseModel] = PlanEntries
     if steps[0] == "train":
         model = _TRAINING.get(str(steps[1]), TrainEntry) if len(steps) > 2 else TrainEntry
@@ -209,6 +211,8 @@ def _subject(steps: tuple[str | int, ...]) -> str:
             return f"dataset of '{name}', dim {index}"
         case ("placement", pattern):
             return f"placement of '{pattern}'"
+        case ("target", pattern):
+            return f"target of '{pattern}'"
         case ("sharding", pattern, *inside):
             return f"sharding of '{pattern}'{_operand(inside)}"
         case ("outputs", pattern):

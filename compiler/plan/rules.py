@@ -18,6 +18,7 @@ from partc.compiler.plan.shard_spec import ShardSpec
 if TYPE_CHECKING:
     from partc.compiler.plan.pipeline import PipelineRules
     from partc.compiler.plan.precision import PrecisionRules
+    from partc.compiler.plan.target import TargetRule
     from partc.compiler.plan.training.rules import TrainRules
 
 FULL_BATCH, DATA_PARALLEL = "full_batch", "data_parallel"
@@ -136,6 +137,7 @@ class Plan:
     train: TrainRules | None = None
     pipeline: PipelineRules | None = None
     precision: PrecisionRules | None = None
+    target: tuple[TargetRule, ...] = ()
 
     @staticmethod
     def whole() -> Plan:

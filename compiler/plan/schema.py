@@ -19,6 +19,7 @@ from partc.compiler.plan.pipeline import PipelineEntry
 from partc.compiler.plan.precision import PrecisionEntry
 from partc.compiler.plan.rules import FULL_BATCH
 from partc.compiler.plan.sharding import ByteCount, ShardingForm
+from partc.compiler.plan.target import TargetName
 from partc.compiler.plan.training.rules import TrainEntry
 from partc.compiler.plan.violation import Violation, is_integer, shown
 from partc.runtime.artifact.format import MOST_RANKS
@@ -36,7 +37,6 @@ from pydantic import (
 PRODUCER: Literal["producer"] = "producer"
 CUT = ("cut", "sharded")
 """The words for an output that stays sharded."""
-LATER = ("target",)
 
 _DIM_NAME = re.compile(r"[^\W\d][\w.]*")
 
@@ -154,6 +154,7 @@ MeshEntries: TypeAlias = dict[Annotated[str, AfterValidator(_mesh_name)], Annota
 PlacementEntries: TypeAlias = dict[PatternText, Placed]
 ShardingEntries: TypeAlias = dict[PatternText, ShardingForm]
 OutputEntries: TypeAlias = dict[PatternText, Delivered]
+TargetEntries: TypeAlias = dict[PatternText, TargetName]
 
 
 class PlanEntries(BaseModel):
@@ -219,9 +220,18 @@ class PlanEntries(BaseModel):
         "or 'producer' for the ranks that make them; 'sharded' (or 'cut'): they stay there, a shard on each rank. One value instead of a "
         "mapping holds for all outputs.",
     )
+    target: Annotated[
+        TargetEntries,
+        BeforeValidator(_everywhere, json_schema_input_type=TargetEntries | Literal["cpu", "cuda"] | None),
+    ] = Field(
+        {},
+        description="The kind of device, within its rank, of the operators that a pattern matches: cpu or cuda. The others run on the "
+        "device of the job (--device). One value instead of a mapping holds for all operators.",
+    )
     max_reshard_bytes: ByteCount = Field(
         None,
-        description="Limit of the bytes that reshards send per step, 64MB or a number; null: no limit.",
+        description="Limit of the bytes that reshards send per step, and copies between a rank's devices move, 64MB or a number; "
+        "null: no limit.",
     )
     train: TrainEntry | None = Field(None, description="Training: the plan then compiles to training programs.")
     precision: PrecisionEntry | None = Field(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 from partc.compiler.ir.program import Shape
-from partc.compiler.ir.rank_program import ComputeOp, RankOp, captured_names
+from partc.compiler.ir.rank_program import ComputeOp, RankOp, captured_names, read_names
 from partc.compiler.rewrite.simplify import simplify
 
 
@@ -17,7 +17,7 @@ def simplify_steps(
     """The steps, of which some fall away and others read what these read; `kept` is what is read after the last."""
     read = set(kept)
     for step in steps:
-        read.update(captured_names(step) if isinstance(step, ComputeOp) else step.inputs)
+        read.update(captured_names(step) if isinstance(step, ComputeOp) else read_names(step))
 
     def dims(name: str) -> Shape | None:
         return types[name][1] if name in types else None

@@ -58,6 +58,8 @@ class Updates:
         names = ("gradients.squares", "gradients.square_norm", "gradients.scale")
         self.squares, self.total, self.scale = (self.builders.derived(name) for name in names)
         self.rows = RowUpdates(self.training, self.builders, self._append)
+        self.target = ""
+        """The target of what is written, of one parameter."""
         self._squares: dict[ir.Value, ShardedValue] = {}
         """Per parameter the sums of squares that LAMB has where it is first updated."""
 
@@ -92,6 +94,7 @@ class Updates:
 
     def _update(self, one: Gradient, clipped: bool) -> None:
         optimizer = self.training.optimizer_of(one.parameter)
+        self.target = self.program.update_targets.get(one.parameter, "")
         name, group, tensor = self.names[one.home], one.home.group, _tensor(one.parameter)
         shared = one.share != one.home
         shape = ir.Shape(self.values.local_shape(one.share) or ())
@@ -243,7 +246,9 @@ class Updates:
                 continue
             seen.add(one.parameter)
             name, group = self.builders.derived(f"{one.name}.squares"), one.home.group
+            self.target = self.program.update_targets.get(one.parameter, "")
             self._add_squares(group, one, name)
+            self.target = ""
             terms.setdefault(group, {}).setdefault(self._holding(one.share), []).append(name)
         counted: dict[int, list[str]] = {}
         for group, by_holders in terms.items():
@@ -374,7 +379,7 @@ class Updates:
     def _append(self, ranks: Group, nodes: Sequence[ir.Node]) -> None:
         for node in nodes:
             self._types(ranks, [value for value in node.outputs if value.type is not None])
-        self.comm.append(ranks, *(ComputeOp(node, node) for node in nodes))
+        self.comm.append(ranks, *(ComputeOp(node, node, target=self.target) for node in nodes))
 
     def _types(self, ranks: Group, values: Sequence[ir.Value]) -> None:
         for value in values:

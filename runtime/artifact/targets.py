@@ -15,7 +15,7 @@ from .format import COPY, CPU, DOMAIN, TARGET, TARGETS, TO
 from .onnx_graph import node_title
 
 if TYPE_CHECKING:
-    from onnx import NodeProto
+    from onnx import ModelProto, NodeProto
 
 
 def target_of(node: NodeProto) -> str:
@@ -33,6 +33,22 @@ def target_made_on(node: NodeProto) -> str:
 def is_copy(node: NodeProto) -> bool:
     """Whether a node copies a value from one of the rank's targets to another."""
     return node.domain == DOMAIN and node.op_type == COPY
+
+
+def as_identity(node: NodeProto) -> NodeProto:
+    """A Copy as the op that it is where there is one target; any other node as it is."""
+    from onnx import NodeProto
+
+    return (
+        NodeProto(op_type="Identity", name=node.name, input=node.input, output=node.output) if is_copy(node) else node
+    )
+
+
+def forget_copies(model: ModelProto) -> None:
+    """Makes each Copy the Identity that it is for other ranks, to whom a value is the same on all targets."""
+    for node in model.graph.node:
+        if is_copy(node):
+            node.CopyFrom(as_identity(node))
 
 
 def copied_to(node: NodeProto, where: str) -> str:

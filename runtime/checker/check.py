@@ -14,6 +14,7 @@ from partc.runtime.artifact.format import MANIFEST, ranks_text
 from partc.runtime.artifact.manifest import Artifact, stamp
 from partc.runtime.artifact.named import Named, outside
 from partc.runtime.artifact.saved import saved
+from partc.runtime.artifact.targets import forget_copies
 from partc.runtime.checker.checks import ACROSS, CHECKS, FILES, GRAPH, NO_CODE, SOUND, TRAINING, Check, Run
 from partc.runtime.checker.files import read_artifact
 from partc.runtime.checker.graph.declared import declared_types
@@ -130,6 +131,7 @@ class _Run:
                     and self._finds(f"{check.proves} of {file}", check.run, one)
                 ):
                     failed.add(check.proves)
+            forget_copies(one.model)
             self.failed |= failed
 
     def _finds(self, proves: str, run: Run, subject: Subject) -> bool:

@@ -17,6 +17,7 @@ import onnx
 from onnx import ModelProto, NodeProto, ValueInfoProto
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, Manifest
 from partc.runtime.artifact.onnx_graph import all_nodes, reads
+from partc.runtime.artifact.targets import as_identity, is_copy
 from partc.runtime.artifact.tasks import unrolled
 from partc.runtime.checker.files import read_artifact
 from partc.runtime.checker.graph.nodes import check_graph
@@ -121,7 +122,7 @@ def _kind(port: ValueInfoProto) -> str:
 def _alone(model: ModelProto, nodes: Iterable[NodeProto]) -> bytes:
     """Some nodes of the program without its communication: what others make is fed, what others read is an output."""
     types, graph = _declared(model), model.graph
-    compute = [node for node in nodes if node.domain != DOMAIN]
+    compute = [as_identity(node) for node in nodes if node.domain != DOMAIN or is_copy(node)]
     if not compute:
         return b""
     alone = ModelProto(ir_version=model.ir_version)

@@ -187,7 +187,11 @@ def _data(net: Network, loss: str, inside: str) -> str:
 
 def work(chance: random.Random, folder: Path) -> str:
     """Runs a case in both ways; gives why it is refused, or ''."""
-    case = drawn(chance)
+    return worked(drawn(chance), folder)
+
+
+def worked(case: Case, folder: Path) -> str:
+    """Runs a case in both ways; gives why it is refused, or ''."""
     shown = f"{case.net.text}\n{case.plan()}"
     if "--case" in sys.argv:
         print(shown)

@@ -38,7 +38,13 @@ def _(g: GradientBuilder, dy: str, *parts: str) -> list[str]:
 
 
 split = op(
-    "Split", factors="a.,_->a.,a.", linear="joint", partial=(0,), remarks="the axis is replicated", precision="follow"
+    "Split",
+    factors="a.,_->a.,a.",
+    linear="joint",
+    partial=(0,),
+    remarks="the axis is replicated",
+    precision="follow",
+    host=(1,),
 )
 
 

@@ -31,9 +31,9 @@ BACKWARDS = 1
 """A direction of Scan: from the last turn to the first."""
 
 
-branch = op("If", why=_WHY)
+branch = op("If", why=_WHY, host=(0,))
 scan = op("Scan", why=_WHY)
-loop = op("Loop", why=_WHY)
+loop = op("Loop", why=_WHY, host=(0, 1))
 
 
 @branch.body_gradient

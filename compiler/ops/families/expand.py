@@ -13,7 +13,7 @@ from partc.compiler.ops.node import LETTERS, Dim, constant_ints, dims, opset_of,
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
 
-expand = op("Expand", factors=".b,_->ab", linear="joint", partial=(0,), precision="follow")
+expand = op("Expand", factors=".b,_->ab", linear="joint", partial=(0,), precision="follow", host=(1,))
 
 
 @expand.sharding
@@ -40,6 +40,7 @@ tile = op(
     partial=(0,),
     remarks="dims above 1 that are repeated are replicated",
     precision="follow",
+    host=(1,),
 )
 
 
@@ -61,7 +62,7 @@ def _(g: GradientBuilder, dy: str, x: str, repeats: str) -> str:
     return like(g, g.sum(made, range(0, 2 * rank, 2)), x)
 
 
-constant_of_shape = op("ConstantOfShape", factors="_->ab", stops_gradient=True)
+constant_of_shape = op("ConstantOfShape", factors="_->ab", stops_gradient=True, host=(0,))
 
 
 @constant_of_shape.sharding

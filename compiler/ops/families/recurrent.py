@@ -8,7 +8,12 @@ from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import Rule
 
 gated = op(
-    "RNN", "GRU", factors=".b.,_,_,_,b,.b.->..b.,.b.", remarks="with layout 1 the batch comes first", precision="low"
+    "RNN",
+    "GRU",
+    factors=".b.,_,_,_,b,.b.->..b.,.b.",
+    remarks="with layout 1 the batch comes first",
+    precision="low",
+    host=(4,),
 )
 
 
@@ -24,6 +29,7 @@ lstm = op(
     factors=".b.,_,_,_,b,.b.,.b.,_->..b.,.b.,.b.",
     remarks="with layout 1 the batch comes first",
     precision="low",
+    host=(4,),
 )
 
 

@@ -22,7 +22,7 @@ from partc.compiler.ops.rule import WHOLE, Rule
 Reduction = Callable[[GradientBuilder, str, str, str | None], str]
 """A gradient that takes the cotangent with a dim of 1 in the place of every reduced one, the operand, and the axes where an operand."""
 
-reduce_sum = op("ReduceSum", factors="ax->a", contracted="x", linear="joint", partial=(0,))
+reduce_sum = op("ReduceSum", factors="ax->a", contracted="x", linear="joint", partial=(0,), host=(1,))
 reduce_mean = op(
     "ReduceMean",
     factors="ax->a",
@@ -30,19 +30,30 @@ reduce_mean = op(
     linear="joint",
     partial=(0,),
     remarks="of integers x is replicated, and nothing linear",
+    host=(1,),
 )
-reduce_l1 = op("ReduceL1", factors="ax->a", contracted="x")
-reduce_sum_square = op("ReduceSumSquare", factors="ax->a", contracted="x")
+reduce_l1 = op("ReduceL1", factors="ax->a", contracted="x", host=(1,))
+reduce_sum_square = op("ReduceSumSquare", factors="ax->a", contracted="x", host=(1,))
 reduce_max = op(
-    "ReduceMax", factors="ax->a", contracted={"x": "max"}, remarks="of booleans x is replicated", precision="follow"
+    "ReduceMax",
+    factors="ax->a",
+    contracted={"x": "max"},
+    remarks="of booleans x is replicated",
+    precision="follow",
+    host=(1,),
 )
 reduce_min = op(
-    "ReduceMin", factors="ax->a", contracted={"x": "min"}, remarks="of booleans x is replicated", precision="follow"
+    "ReduceMin",
+    factors="ax->a",
+    contracted={"x": "min"},
+    remarks="of booleans x is replicated",
+    precision="follow",
+    host=(1,),
 )
-reduce_l2 = op("ReduceL2", factors="ax->a", replicated="x")
-reduce_log_sum = op("ReduceLogSum", factors="ax->a", replicated="x")
-reduce_log_sum_exp = op("ReduceLogSumExp", factors="ax->a", replicated="x")
-reduce_product = op("ReduceProd", factors="ax->a", replicated="x")
+reduce_l2 = op("ReduceL2", factors="ax->a", replicated="x", host=(1,))
+reduce_log_sum = op("ReduceLogSum", factors="ax->a", replicated="x", host=(1,))
+reduce_log_sum_exp = op("ReduceLogSumExp", factors="ax->a", replicated="x", host=(1,))
+reduce_product = op("ReduceProd", factors="ax->a", replicated="x", host=(1,))
 position = op("ArgMax", "ArgMin", factors="ax->a", replicated="x", stops_gradient=True, precision="follow")
 
 

@@ -33,6 +33,7 @@ reshape = op(
     partial=(0,),
     remarks="dims are matched in groups of equal products, of which the major-most may be sharded",
     precision="follow",
+    host=(1,),
 )
 
 
@@ -67,7 +68,7 @@ def _(node: ir.Node) -> Rule | None:
     return Rule((first + second,), (made,))
 
 
-squeeze = op("Squeeze", factors="a.b->ab", linear="joint", partial=(0,), precision="follow")
+squeeze = op("Squeeze", factors="a.b->ab", linear="joint", partial=(0,), precision="follow", host=(1,))
 
 
 @squeeze.sharding
@@ -85,7 +86,7 @@ def _(node: ir.Node) -> Rule | None:
     return Rule((letters, *_axes_operand(node)), (letters.replace(WHOLE, ""),), local=local)
 
 
-unsqueeze = op("Unsqueeze", factors="ab->a.b", linear="joint", partial=(0,), precision="follow")
+unsqueeze = op("Unsqueeze", factors="ab->a.b", linear="joint", partial=(0,), precision="follow", host=(1,))
 
 
 @unsqueeze.sharding

@@ -11,7 +11,7 @@ from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import Rule
 
-trilu = op("Trilu", factors="*rc,_->*rc", linear="joint", partial=(0,), precision="follow")
+trilu = op("Trilu", factors="*rc,_->*rc", linear="joint", partial=(0,), precision="follow", host=(1,))
 
 
 @trilu.sharding

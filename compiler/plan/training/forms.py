@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
+from partc.compiler.plan.target import KINDS
 from partc.compiler.plan.training import loss, metric
 from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
 from partc.compiler.plan.training.usual_names import TOP_K, known_type, usual_names
@@ -41,10 +42,13 @@ def metrics_form() -> Json:
 
 
 def optimizer_form() -> Json:
-    """An optimizer: one of the types with its options, and whether ranks share its state."""
+    """An optimizer: one of the types with its options, whether ranks share its state, and on which device it is."""
     kinds = {name: kind.options for name, kind in OPTIMIZERS.items()}
-    shard = {"shard": {"anyOf": [TEXT, {"type": "boolean"}, NULL]}}
-    return {"anyOf": _types(kinds, _without_default, shard)}
+    more: dict[str, Json] = {
+        "shard": {"anyOf": [TEXT, {"type": "boolean"}, NULL]},
+        "target": {"anyOf": [{"enum": list(KINDS)}, NULL]},
+    }
+    return {"anyOf": _types(kinds, _without_default, more)}
 
 
 def own_optimizer_form() -> Json:

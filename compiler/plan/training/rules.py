@@ -22,6 +22,7 @@ from partc.compiler.errors import CompileError
 from partc.compiler.plan.groups import Frame
 from partc.compiler.plan.pattern import checked_pattern
 from partc.compiler.plan.pipeline import MOST_MICROBATCHES
+from partc.compiler.plan.target import checked_target
 from partc.compiler.plan.training.forms import (
     loss_form,
     metrics_form,
@@ -91,6 +92,8 @@ class TrainRules:
     guarded: bool = False
     """Whether a step whose gradients are not finite changes nothing."""
     settings: Mapping[str, JsonValue] = field(default_factory=dict)
+    target: str = ""
+    """The kind of device that updates parameters, and where their state lies; empty: that of what reads a parameter."""
 
 
 def _said(check: Any, *options: Any) -> Any:
@@ -136,6 +139,7 @@ class OptimizerChoice:
 
     optimizer: Optimizer
     shard: str | Literal[True] | None = None
+    target: str = ""
 
 
 def _optimizer(value: object) -> OptimizerChoice:
@@ -145,12 +149,22 @@ def _optimizer(value: object) -> OptimizerChoice:
         raise Violation(
             "an optimizer is a mapping with its type", help="write {type: momentum, lr: 0.01, momentum: 0.9}"
         )
-    options = {key: one for key, one in value.items() if key not in ("type", "shard")}
+    options = {key: one for key, one in value.items() if key not in ("type", "shard", "target")}
     shard = value.get("shard")
     if shard not in (None, False, True) and not isinstance(shard, str):
         raise Violation(f"expected the name of a mesh axis as 'shard', but got {shown(shard)}", key="shard")
     found: Optimizer = _said(optimizer, value["type"], options, lambda key: f"{_KEY}{key}" if key in options else "")
-    return OptimizerChoice(found, shard or None)
+    return OptimizerChoice(found, shard or None, _target(value.get("target")))
+
+
+def _target(value: object) -> str:
+    """The device of the updates, empty where nothing is said."""
+    if value is None:
+        return ""
+    try:
+        return checked_target(value)
+    except Violation as violation:
+        raise Violation(violation.fact, violation.law, violation.help, "target") from None
 
 
 @dataclass(frozen=True)
@@ -365,6 +379,7 @@ class TrainEntry(BaseModel):
             loss=self.loss.loss,
             optimizer=self.optimizer.optimizer,
             shard=self.optimizer.shard,
+            target=self.optimizer.target,
             per_rank_mean=self.loss.per_rank_mean,
             schedule=self.schedule or {},
             parameters=tuple(

@@ -1,0 +1,74 @@
+"""The text of a node in the dumps: what it makes, its op, what it reads, and its attributes, sorted by name.
+
+%conv1.Conv = Conv(%x, %conv1.weight) {kernel_shape: [5, 5]}
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.analysis.infer_shapes import type_text
+
+_LONG = 16
+
+
+def node_text(node: ir.Node, indent: str) -> str:
+    """A node with its attributes on one line; bodies follow on lines of their own, deeper than `indent`."""
+    op = f"{node.domain}::{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
+    outs = ", ".join(f"%{value.name}" if value.name else "_" for value in node.outputs)
+    ins = ", ".join("_" if value is None else f"%{value.name}" for value in node.inputs)
+    attributes = ", ".join(f"{name}: {_attribute(attr, indent)}" for name, attr in sorted(node.attributes.items()))
+    return f"{outs} = {op}({ins})" + (f" {{{attributes}}}" if attributes else "")
+
+
+def _attribute(attr: ir.Attr, indent: str) -> str:
+    match attr.type:
+        case ir.AttributeType.GRAPH:
+            return _body(attr.as_graph(), indent)
+        case ir.AttributeType.GRAPHS:
+            return f"[{', '.join(_body(graph, indent) for graph in attr.as_graphs())}]"
+        case ir.AttributeType.TENSOR:
+            return _tensor(attr.as_tensor())
+        case ir.AttributeType.TENSORS:
+            return f"[{', '.join(_tensor(tensor) for tensor in attr.as_tensors())}]"
+        case ir.AttributeType.TYPE_PROTO:
+            return type_text(attr.value.type)
+        case ir.AttributeType.STRING:
+            return repr(attr.value)
+        case ir.AttributeType.FLOAT:
+            return _float(attr.value)
+        case ir.AttributeType.FLOATS:
+            return f"[{', '.join(map(_float, attr.value))}]"
+        case ir.AttributeType.INTS | ir.AttributeType.STRINGS:
+            return f"[{', '.join(map(repr, attr.value))}]"
+        case _:
+            return repr(attr.value)
+
+
+def _float(value: float) -> str:
+    """The shortest text of the float32 that ONNX keeps of an attribute."""
+    return str(np.float32(value))
+
+
+def _tensor(tensor: ir.TensorProtocol) -> str:
+    """A short tensor by its items, a long one by its hash."""
+    kind = type_text(ir.TensorType(tensor.dtype))
+    shape = ", ".join(map(str, tensor.shape.numpy()))
+    if tensor.size <= _LONG:
+        return f"<{kind}, ({shape})> {tensor.numpy().tolist()}"
+    return f"<{kind}, ({shape})> sha256:{hashlib.sha256(tensor.tobytes()).hexdigest()[:16]}"
+
+
+def _body(graph: ir.Graph, indent: str) -> str:
+    inner = indent + "    "
+    lines = [f"graph({', '.join(f'%{value.name}' for value in graph.inputs)}) {{"]
+    lines += [
+        f"{inner}%{name} = {_tensor(value.const_value)}"
+        for name, value in graph.initializers.items()
+        if value.const_value is not None
+    ]
+    lines += [f"{inner}{node_text(node, inner)}" for node in graph]
+    lines.append(f"{inner}Return({', '.join(f'%{value.name}' for value in graph.outputs)})")
+    return "\n".join([*lines, f"{indent}}}"])

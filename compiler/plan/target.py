@@ -1,0 +1,49 @@
+"""`target` of a plan: the kind of device that runs what a pattern matches, within its rank.
+
+target: {"**": cuda, "embedding": cpu}
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeAlias
+
+from partc.compiler.plan.violation import Violation, shown
+from partc.runtime.artifact.format import CPU, CUDA
+from pydantic import PlainValidator
+
+KINDS = (CPU, CUDA)
+_OTHERS = {"gpu": CUDA, "nvidia": CUDA, "host": CPU, "default": ""}
+_NUMBERED = re.compile(r"(cpu|cuda|gpu):\d+")
+_LAW = f"a target is a kind of device: {' or '.join(KINDS)}"
+
+
+@dataclass(frozen=True)
+class TargetRule:
+    """What matches the pattern runs on this kind of device."""
+
+    pattern: str
+    target: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.where.replace(chr(92), '/').rpartition('/')[2]} '{self.pattern}'"
+
+
+def checked_target(value: object) -> str:
+    """A kind of device; Violation for anything else."""
+    if not isinstance(value, str):
+        raise Violation(f"expected a target, but got {shown(value)}", _LAW)
+    if value in KINDS:
+        return value
+    word = value.lower()
+    if _NUMBERED.fullmatch(word):
+        kind = word.partition(":")[0]
+        remedy = f"write {_OTHERS.get(kind, kind)}; the number of a device follows the rank"
+        raise Violation(f"'{value}' names one device", _LAW, remedy)
+    meant = word if word in KINDS else _OTHERS.get(word, "")
+    raise Violation(f"'{value}' is no target", _LAW, f"write {meant}" if meant else "")
+
+
+TargetName: TypeAlias = Annotated[str, PlainValidator(checked_target, json_schema_input_type=Literal["cpu", "cuda"])]

@@ -1,0 +1,118 @@
+"""Pass: the target of every node of the single-device model, the kind of device that runs it within its rank.
+
+The law, in order; the first that decides holds:
+
+1. A constant has none: it stands where it is read.
+2. The Cast of a trained parameter to 16 bits stands where the parameter is updated, so that 16 bits are copied, in both directions.
+3. The plan's last matching rule, else the model's own last one.
+4. What partc adds for a loss or a metric stands where its first operand is made.
+5. The others have `device`, the device of the job.
+
+A parameter is updated on the optimizer's target, else on that of the first node that computes with it. What ranks' programs have beside
+these nodes follows its operands (`of_ops.py`); so do shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.program import Program, ProgramKind
+from partc.compiler.plan.matching import matched_nodes, nothing_matched, of_the_whole
+from partc.compiler.plan.target import TargetRule
+from partc.runtime.artifact.format import CONSTANT, CPU, DEVICE, SHAPE_ARITHMETIC
+
+_LOSS = "loss"
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_FLOATING = (CONSTANT, SHAPE_ARITHMETIC)
+
+
+def choose_targets(program: Program) -> Program:
+    """Fills `targets` and `update_targets` where the plan or the model names a target; CompileError for a rule that matches nothing."""
+    rules, training = (*program.declared.targets, *program.plan.target), program.plan.train
+    if not rules and not (training is not None and training.target):
+        return program
+    targets = _of_nodes(program, _ruled(program, rules))
+    updates = _of_updates(program, targets, training.target if training is not None else "")
+    targets |= {node: updates[value] for node, value in _low_copies(program) if value in updates}
+    return replace(program, targets=targets, update_targets=updates)
+
+
+def _ruled(program: Program, rules: tuple[TargetRule, ...]) -> dict[ir.Node, str]:
+    """Per node that a rule names the target."""
+    decided: dict[ir.Node, str] = {}
+    problems: list[Problem] = []
+    for rule in rules:
+        hit = matched_nodes(program, rule.pattern)
+        decided.update(dict.fromkeys(hit, rule.target))
+        if not hit and program.kind is ProgramKind.STEP and not of_the_whole(program, rule.pattern):
+            problems.append(nothing_matched(program, rule.pattern, rule.where))
+    if problems:
+        raise CompileError(problems)
+    return decided
+
+
+def _of_nodes(program: Program, ruled: Mapping[ir.Node, str]) -> dict[ir.Node, str]:
+    found: dict[ir.Node, str] = {}
+    made: dict[ir.Value, str] = {}
+    for node in program.model.graph:
+        placed = program.placement.get(node)
+        if placed is not None and placed.rule in _FLOATING:
+            continue
+        target = ruled.get(node, DEVICE)
+        if node not in ruled and _is_added(program, node):
+            target = next((made[value] for value in node.inputs if value in made), DEVICE)
+        if not all(_is_tensor(value) for value in (*program.reads[node], *node.outputs)):
+            target = CPU
+        found[node] = target
+        made |= dict.fromkeys(node.outputs, target)
+    return found
+
+
+def _is_added(program: Program, node: ir.Node) -> bool:
+    """Whether a node is of the loss or a metric that the plan adds."""
+    if program.training is None:
+        return False
+    return program.paths[node].partition(".")[0] in (_LOSS, *program.training.metrics)
+
+
+def _is_tensor(value: ir.Value) -> bool:
+    """Whether devices may have a value: a dense tensor of numbers, or one of which nothing is known."""
+    return value.type is None or (isinstance(value.type, ir.TensorType) and value.dtype is not ir.DataType.STRING)
+
+
+def _of_updates(program: Program, targets: Mapping[ir.Node, str], said: str) -> dict[ir.Value, str]:
+    """Per parameter, frozen ones too, and tensor of statistics the target on which its state lies."""
+    if program.training is None:
+        return {}
+    found = {}
+    readers = {value: _first_reader(value, targets) for value in program.training.parameters}
+    for value, options in program.training.parameters.items():
+        found[value] = readers[value] if options.frozen or not said else said
+    return found
+
+
+def _first_reader(value: ir.Value, targets: Mapping[ir.Node, str]) -> str:
+    """The target of the first node that computes with a weight, as it is or transposed, cast and the like."""
+    for node in value.consumers():
+        if node in targets:
+            return targets[node]
+        for out in node.outputs:
+            if (found := _first_reader(out, targets)) != DEVICE:
+                return found
+    return DEVICE
+
+
+def _low_copies(program: Program) -> list[tuple[ir.Node, ir.Value]]:
+    """The Casts of trained parameters to 16 bits, each with the parameter."""
+    if program.training is None:
+        return []
+    trained = {value for value, one in program.training.parameters.items() if not one.frozen}
+    return [
+        (node, value)
+        for node in program.model.graph
+        if node.op_type == "Cast" and (value := node.inputs[0]) in trained and node.outputs[0].dtype in _HALVES
+        if value is not None and value.dtype == ir.DataType.FLOAT
+    ]

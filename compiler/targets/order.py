@@ -1,0 +1,113 @@
+"""The order of a rank's ops with the fewest changes of target, among those in which they can run.
+
+Between two events or tasks ops move; the events themselves, and calls of tasks, keep their places, and so does the global order. All ready
+ops of the current target come first, in the order that they had; then the copies that are ready, then the ops of another target. Of the
+targets with which to begin the one with the fewest runs is taken. An update stays behind what reads the tensor that it replaces, and
+updates keep their order.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable, Sequence
+
+from partc.compiler.ir.rank_program import ComputeOp, CopyOp, RankOp, made_names, read_names
+from partc.runtime.artifact.format import OPTIMIZER
+
+
+def in_runs(steps: Iterable[RankOp], updated: Collection[str]) -> list[RankOp]:
+    """The ops in order; `updated` are the tensors of the state that updates replace in their place."""
+    found: list[RankOp] = []
+    window: list[ComputeOp | CopyOp] = []
+    current = ""
+    for step in steps:
+        if isinstance(step, ComputeOp | CopyOp):
+            window.append(step)
+            continue
+        some, current = _ordered(window, updated, current)
+        found += [*some, step]
+        window = []
+    return [*found, *_ordered(window, updated, current)[0]]
+
+
+def _ordered(
+    window: Sequence[ComputeOp | CopyOp], updated: Collection[str], current: str
+) -> tuple[list[ComputeOp | CopyOp], str]:
+    """The ops of a window, and the target of the last."""
+    targets = list(dict.fromkeys(step.target for step in window if isinstance(step, ComputeOp)))
+    if not targets:
+        return list(window), current
+    if len(targets) == 1 and not any(isinstance(step, CopyOp) for step in window):
+        return list(window), targets[0]
+    before, after = _graph(window, updated)
+    begins = dict.fromkeys((*([current] if current in targets else ()), *targets))
+    tried = [_listed(window, before, after, begin) for begin in begins]
+    _, order, last = min(tried, key=lambda one: one[0])
+    return [window[at] for at in order], last
+
+
+def _graph(window: Sequence[ComputeOp | CopyOp], updated: Collection[str]) -> tuple[list[int], list[list[int]]]:
+    """By op how many others must come before it, and those that come after it."""
+    makers: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    after: list[set[int]] = [set() for _ in window]
+    last = None
+    for at, step in enumerate(window):
+        names = list(filter(None, read_names(step)))
+        for name in names:
+            if name in makers:
+                after[makers[name]].add(at)
+        if isinstance(step, ComputeOp) and step.node.domain == OPTIMIZER:
+            for name in names:
+                if name in updated:
+                    for reader in readers.get(name, ()):
+                        after[reader].add(at)
+            if last is not None:
+                after[last].add(at)
+            last = at
+        for name in names:
+            readers.setdefault(name, []).append(at)
+        makers |= dict.fromkeys(filter(None, made_names(step)), at)
+    before = [0] * len(window)
+    for some in after:
+        for at in some:
+            before[at] += 1
+    return before, [sorted(some) for some in after]
+
+
+def _listed(
+    window: Sequence[ComputeOp | CopyOp], before: Sequence[int], after: Sequence[Sequence[int]], begin: str
+) -> tuple[int, list[int], str]:
+    """The number of runs, the order, and the last target, of all orders that begin with a target."""
+    waiting = list(before)
+    copies: list[int] = []
+    ready: dict[str, list[int]] = {}
+    order: list[int] = []
+
+    def done(at: int) -> None:
+        order.append(at)
+        for other in after[at]:
+            waiting[other] -= 1
+            if not waiting[other]:
+                put(other)
+
+    def put(at: int) -> None:
+        step = window[at]
+        heapq.heappush(copies if isinstance(step, CopyOp) else ready.setdefault(step.target, []), at)
+
+    for at, count in enumerate(before):
+        if not count:
+            put(at)
+    runs, current = 0, begin
+    while len(order) < len(window):
+        while copies:
+            done(heapq.heappop(copies))
+        if len(order) == len(window):
+            break
+        if not ready.get(current):
+            current = min((some[0], target) for target, some in ready.items() if some)[1]
+        runs += 1
+        some = ready[current]
+        while some:
+            done(heapq.heappop(some))
+    return runs, order, current

@@ -1,0 +1,95 @@
+"""Targets within a rank: the law of each op's target, the copies between them, and that ranks compute what they compute without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from partc.compiler.errors import CompileError
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.rank_program import ComputeOp, CopyOp, RankOp, TaskCall
+from partc.compiler.plan.read import parse_plan
+from test_parts_of_a_batch import LOSSES, NET, WEIGHTS, numbers, train
+from training_equivalence import Run, from_text, run, same_training
+
+ADAM = "{type: adam, lr: 0.01, eps: 0.01}"
+ON_CPU = "{type: adam, lr: 0.01, eps: 0.01, target: cpu}"
+MEAN = LOSSES["mean"]
+PLANS = {
+    "one rank": "ranks: 1\ntarget: {'**': cuda, bend: cpu}\n",
+    "placed": "ranks: 2\nplacement: {up: 0, bend: 0, down: 1, add: 1}\ntarget: {up: cuda, down: cuda}\n",
+    "cut": "ranks: 2\nmesh: {tp: 2}\nsharding: {up: colwise, down: rowwise}\ntarget: cuda\n",
+    "data": "ranks: 2\ndataset: data_parallel\nsymbols: {batch: {divisor: 2}}\ntarget: {bend: cpu, '{up,down}': cuda}\n",
+}
+PIPED = (
+    "ranks: 2\nsymbols: {batch: {divisor: 16}}\nplacement: {up: 0, bend: 0, down: 1, add: 1}\n"
+    "target: {up: cuda, down: cuda}\n"
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """What one rank without targets makes of two steps."""
+    text = "ranks: 1\n" + train(MEAN, 1, ADAM)
+    return run(from_text(NET, WEIGHTS), text, tmp_path_factory.mktemp("whole"), [numbers(MEAN)] * 2)
+
+
+def ops(program: Program, rank: int = 0) -> Iterator[RankOp]:
+    """The ops of a rank, those of each body once, in its first call's place."""
+    seen = set()
+    for step in program.parts[rank].steps:
+        if not isinstance(step, TaskCall):
+            yield step
+        elif step.body not in seen:
+            seen.add(step.body)
+            yield from step.body.steps
+
+
+def copies(program: Program, rank: int = 0) -> list[str]:
+    return [f"{one.source} -> {one.target}" for one in ops(program, rank) if isinstance(one, CopyOp)]
+
+
+@pytest.mark.parametrize("optimizer", [ADAM, ON_CPU])
+@pytest.mark.parametrize("name", PLANS)
+def test_targets_change_no_number(name: str, optimizer: str, whole: Run, tmp_path: Path) -> None:
+    plan = PLANS[name] + train(MEAN, 1, optimizer)
+    steps = [numbers(MEAN)] * 2
+    program = same_training(lambda: from_text(NET, WEIGHTS), plan, tmp_path, steps, rtol=2e-6, atol=2e-5, whole=whole)
+    assert copies(program)
+    if "target: cpu" in optimizer:
+        states = {one.target for part in program.parts for one in part.kept}
+        assert states == {"cpu"}
+
+
+@pytest.mark.parametrize("more", ["", ", recompute: ['**']"])
+def test_tasks_have_copies(more: str, whole: Run, tmp_path: Path) -> None:
+    plan = PIPED + train(MEAN, 1, ON_CPU) + f"pipeline: {{microbatches: 4{more}}}\n"
+    steps = [numbers(MEAN)] * 2
+    program = same_training(lambda: from_text(NET, WEIGHTS), plan, tmp_path, steps, rtol=2e-6, atol=2e-5, whole=whole)
+    weights = [one for one in program.parts[0].steps if isinstance(one, CopyOp) and one.source in WEIGHTS]
+    assert weights
+    assert len(weights) == len({one.source for one in weights}), "a weight is copied once a step"
+    bodies = [one for body in program.parts[0].bodies for one in body.steps]
+    assert {one.target for one in bodies if isinstance(one, ComputeOp)} == {"cuda", "device"}
+
+
+MISTAKES = {
+    "{up: gpu}": "plan.yaml:2: target of 'up': 'gpu' is no target\n  a target is a kind of device: cpu or cuda\n  help: write cuda",
+    "{up: cuda:1}": "plan.yaml:2: target of 'up': 'cuda:1' names one device",
+    "{up: 3}": "plan.yaml:2: target of 'up': expected a target, but got the number 3",
+    "{upp: cuda}": "plan.yaml:2: 'upp' matches no module or node of the model\n  help: the nearest names are 'up'",
+}
+
+
+@pytest.mark.parametrize("said", MISTAKES)
+def test_mistakes(said: str, tmp_path: Path) -> None:
+    with pytest.raises(CompileError) as caught:
+        run(from_text(NET, WEIGHTS), f"ranks: 1\ntarget: {said}\n{train(MEAN, 1, ADAM)}", tmp_path / "build", [])
+    assert str(caught.value).startswith(MISTAKES[said])
+
+
+def test_the_optimizers_target_is_a_device() -> None:
+    plan = "ranks: 1\n" + train(MEAN, 1, ADAM.replace("}", ", target: tpu}"))
+    with pytest.raises(CompileError, match="'tpu' is no target\n  a target is a kind of device: cpu or cuda"):
+        parse_plan(plan, "plan.yaml")
