@@ -68,16 +68,24 @@ class _Names:
     needs: dict[str, dict[str, RankOp | None]] = field(default_factory=dict)
     """By value the other targets on which it is read, each with the first op that does."""
     known: dict[tuple[str, str], str] = field(default_factory=dict)
+    leaving: set[str] = field(default_factory=set)
+    """Values of a row of which a body calls its copy on cpu so."""
 
     def need(self, name: str, target: str, reader: RankOp | None) -> None:
         """Notes that a value is read on a target."""
         if self.scope.lying.get(name, ANYWHERE) not in (ANYWHERE, target):
             self.needs.setdefault(name, {}).setdefault(target, reader)
 
+    def leaves(self, name: str) -> bool:
+        """Whether the name of a value is that of its copy on cpu."""
+        if name in self.leaving:
+            return True
+        lies_there = self.scope.lying.get(name, ANYWHERE) == CPU
+        return not lies_there and CPU in self.needs.get(name, ()) and name not in self.fixed
+
     def at(self, name: str, target: str) -> str:
         """The name of a value on a target."""
-        lying = self.scope.lying.get(name, ANYWHERE)
-        leaves = lying != CPU and CPU in self.needs.get(name, ()) and name not in self.fixed
+        lying, leaves = self.scope.lying.get(name, ANYWHERE), self.leaves(name)
         if lying == ANYWHERE or (target == CPU and leaves) or (target == lying and not leaves):
             return name
         if (name, target) not in self.known:
@@ -183,6 +191,7 @@ class _Copying:
             if any(target not in made for target in anywhere) and lying not in made:
                 made.append(lying)  # a copy in the row reads it
             self.given[body][own] = made or [lying]
+            self.row.leaving.update(call.outputs[at] for call in calls if names.leaves(own))
 
     def _body(self, body: TaskBody) -> TaskBody:
         names, wanted = self.bodies[body], self.wanted[body]
