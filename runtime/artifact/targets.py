@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ..errors import ArtifactError
 from .format import COPY, CPU, DOMAIN, TARGET, TARGETS, TO
 from .onnx_graph import node_title
+from .tasks import rename_values
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -45,10 +46,34 @@ def as_identity(node: NodeProto) -> NodeProto:
 
 
 def forget_copies(model: ModelProto) -> None:
-    """Makes each Copy the Identity that it is for other ranks, to whom a value is the same on all targets."""
-    for node in model.graph.node:
+    """Takes the copies out of a program of plain nodes: a value has one name, the shortest that it has on any target.
+
+    So it is called alike in the files of all ranks, whichever targets they have.
+    """
+    graph = model.graph
+    alike: dict[str, list[str]] = {}
+    for node in graph.node:
         if is_copy(node):
-            node.CopyFrom(as_identity(node))
+            alike.setdefault(node.input[0], [node.input[0]]).append(node.output[0])
+    if not alike:
+        return
+    names = {name: min(some, key=len) for some in alike.values() for name in some}
+    names = {name: short for name, short in names.items() if name != short}
+    kept = [node for node in graph.node if not is_copy(node)]
+    for node in kept:
+        rename_values(node, names)
+    nodes, typed = [*kept], [value for value in graph.value_info if value.name not in names]
+    declared = {value.name for value in (*typed, *graph.input, *graph.output)}
+    for value in graph.value_info:
+        if names.get(value.name, value.name) not in declared:
+            value.name = names[value.name]
+            declared.add(value.name)
+            typed.append(value)
+    copied = [type(node).FromString(node.SerializeToString()) for node in nodes]
+    types = [type(value).FromString(value.SerializeToString()) for value in typed]
+    del graph.node[:], graph.value_info[:]
+    graph.node.extend(copied)
+    graph.value_info.extend(types)
 
 
 def copied_to(node: NodeProto, where: str) -> str:

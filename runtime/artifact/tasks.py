@@ -166,7 +166,7 @@ def unrolled(model: ModelProto, where: str = "", once: bool = False) -> ModelPro
             copy = graph.node.add()
             copy.CopyFrom(node)
             if instead:
-                _rename(copy, instead)
+                rename_values(copy, instead)
             continue
         first = firsts.setdefault(node.op_type, call)
         if once and first is not call:
@@ -198,7 +198,7 @@ def _inline(graph: GraphProto, call: Call, known: set[str], instead: Mapping[str
         copy = graph.node.add()
         copy.CopyFrom(node)
         copy.name = f"{node.name}.{call.microbatch}"
-        _rename(copy, names)
+        rename_values(copy, names)
         copy.metadata_props.add(key=TASK, value=call.cell)
         if node.domain == DOMAIN:
             for attribute in copy.attribute:
@@ -211,7 +211,8 @@ def _inline(graph: GraphProto, call: Call, known: set[str], instead: Mapping[str
             copied.name = names[value.name]
 
 
-def _rename(node: NodeProto, names: Mapping[str, str]) -> None:
+def rename_values(node: NodeProto, names: Mapping[str, str]) -> None:
+    """Gives values that a node reads or makes other names."""
     for k, name in enumerate(node.input):
         if name in names:
             node.input[k] = names[name]
