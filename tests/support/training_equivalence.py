@@ -81,7 +81,7 @@ def run(
 ) -> Run:
     """Compiles and takes the steps on in-process ranks; `start` are weights to begin with."""
     program = compile_source(source, parse_plan(plan, "plan.yaml"), out).program
-    with load_local(out) as ranks:
+    with load_local(out, devices={"cuda": "cpu"}) as ranks:
         if start is not None:
             put(ranks, start)
         before = tensors(ranks)
