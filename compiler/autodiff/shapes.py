@@ -103,11 +103,23 @@ def added_along(g: GradientBuilder, indices: str, updates: str, axis: int, x: st
     first = moved(g, updates, order)
     shape = joined(g, extents(g, x, [axis]), extents(g, first, range(count, rank)))
     places = g.unsqueeze(vector(g, indices), -1)
-    made = str(g.ScatterND(filled(g, shape, updates), places, first, reduction="add"))
+    # Onnxruntime adds in one thread, and writes in several.
+    reduction = None if _are_distinct(g, indices, x, axis) else "add"
+    made = str(g.ScatterND(filled(g, shape, updates), places, first, reduction=reduction))
     rows, rest = g.shape(x), g.shape(first)
     if rows is not None and rest is not None:
         g.scope.value(made).shape = ir.Shape([rows[axis], *rest[count:]])
     return moved(g, made, [*range(1, axis + 1), 0, *range(axis + 1, rank - count + 1)])
+
+
+def _are_distinct(g: GradientBuilder, indices: str, x: str, axis: int) -> bool:
+    """Whether indices are constants of which no two mean the same place along an axis of `x`."""
+    known, shape = g.known(indices), g.shape(x)
+    if known is None or shape is None:
+        return False
+    flat, size = known.ravel(), shape[axis]
+    counted = flat % size if isinstance(size, int) and size else flat
+    return len(np.unique(counted)) == flat.size and (isinstance(size, int) or bool((flat >= 0).all()))
 
 
 def like(g: GradientBuilder, dx: str, x: str) -> str:

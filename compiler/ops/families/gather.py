@@ -68,9 +68,11 @@ def _(g: GradientBuilder, dy: str, x: str, indices: str) -> tuple[str, str]:
     shape = g.static(x)
     if shape is None:
         raise NoGradient(f"the shape of the table {x!r} is not known")
-    flat = g.reshape(vector(g, indices), [-1])
-    ids = str(g.Where(g.Less(flat, g.constant(0)), g.Add(flat, g.constant(shape[0])), flat))
-    return ids, g.reshape(dy, [-1, *shape[1:]])
+    if g.rank(indices) == 1:
+        flat, rows = vector(g, indices), dy
+    else:
+        flat, rows = g.reshape(vector(g, indices), [-1]), g.reshape(dy, [-1, *shape[1:]])
+    return str(g.Where(g.Less(flat, g.constant(0)), g.Add(flat, g.constant(shape[0])), flat)), rows
 
 
 gather_elements = op(
