@@ -144,6 +144,10 @@ def _choices(program: Program) -> Iterator[str]:
         if math.prod(choice.mesh) != len(instance.group):
             yield f"{where}: its mesh {choice.mesh} is of {math.prod(choice.mesh)} ranks, its group of {len(instance.group)}"
         axes = [axis for one in (*choice.axes.values(), choice.passing) for axis in one]
+        if choice.pulled:  # rows may have the axes of ids, but not those of columns
+            ids = {axis for letter in choice.rule.ids for axis in choice.axes.get(letter, ())}
+            others = [axis for letter, one in choice.axes.items() if letter != choice.pulled for axis in one]
+            axes = [*others, *(axis for axis in choice.axes[choice.pulled] if axis not in ids), *choice.passing]
         if len(axes) != len(set(axes)) or not all(0 <= axis < len(choice.mesh) for axis in axes):
             yield f"{where}: its axes {choice.axes} and {choice.passing} are not axes of {choice.mesh}, each once"
             continue

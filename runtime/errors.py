@@ -86,8 +86,8 @@ class Violation:
 def no_such_row(lookup: str, record: int, id: int, rows: int, rank: int | None = None) -> str:
     """The text of the refusal of an id that is no row of a table; `rank`: the one on which it is the id of a record."""
     there = "" if rank is None else f" on rank {rank}"
-    fact = f"{lookup}: record {record}{there} asks for row {id} of a table of {rows} rows"
-    return f"{fact}\n  help: ids are {-rows} to {rows - 1}; look at the data, or give the table more rows"
+    law = f"the table has {rows} rows: ids are {-rows} to {rows - 1}"
+    return f"{lookup}: record {record}{there} has the id {id}\n  {law}\n  help: look at the data, or give the table more rows"
 
 
 def printable(text: str) -> str:

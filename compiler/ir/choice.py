@@ -2,6 +2,7 @@
 
 MatMul `mk,kn->mn` on mesh (2, 4), {m: (0,), k: (1,)}:   inputs [2, 4] and [4, 1], output [2, 1] to be summed over 4
 Add `ab,ab->ab` on mesh (2, 4), {a: (0,)}, passing (1,):   inputs [2, 1] to be summed over 4, and so the output
+Gather `vb,i->ib` on mesh (2, 4), {v: (0, 1), i: (0,)}:    table [8, 1], ids [2], output [2, 1]: rows are pulled, for an axis cuts both
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class NodeSharding:
 
     `passing`: axes over which the node is given terms of a sum, and gives such: those of inputs `partial` are there, inputs `kept` are
     whole and are the term of the first rank along the axes, zeros being those of the others. Of its other inputs every rank has all.
+
+    `pulls`: rows that are looked up are pulled also where no axis cuts both them and ids.
     """
 
     rule: Rule
@@ -50,6 +53,23 @@ class NodeSharding:
     passing: Axes = ()
     partial: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
+    pulls: bool = False
+
+    @property
+    def pulled(self) -> str:
+        """The factor whose rows are pulled from other ranks, "" where none is: its axes cut ids, too, or the plan says so."""
+        letter = self.rule.looked_up
+        axes = {*self.axes.get(letter, ())}
+        others = {axis for other, own in self.axes.items() if other != letter for axis in own}
+        return letter if axes and (self.pulls or axes & others) else ""
+
+    def shared_with(self, letter: str) -> set[int]:
+        """The axes of other factors that a factor may have as well: those of rows that are looked up, or of the ids that look them up."""
+        row, own = self.rule.looked_up, self.rule.ids
+        ids = {axis for one in own for axis in self.axes.get(one, ())}
+        if letter == row:
+            return ids
+        return {*self.axes.get(row, ())} - ids if letter in own else set()
 
     def input(self, k: int) -> Layout | None:
         """The layout that input `k` must have; None for one that is absent or no tensor of known rank."""
@@ -70,7 +90,7 @@ class NodeSharding:
         pending = [
             (axis, self.rule.reduce[letter])
             for letter, axes in self.axes.items()
-            if letter not in letters and self.rule.reduce.get(letter)
+            if letter not in letters and self.rule.reduce.get(letter) and letter != self.pulled
             for axis in axes
         ]
         return self._laid_out(letters, tuple(sorted((*pending, *self._passed))))
@@ -80,6 +100,8 @@ class NodeSharding:
 
         What is left is to say which inputs are `partial`, and which are `kept`.
         """
+        if self.pulled:
+            return None
         here = Layout(self.mesh, tuple(self.axes.values()))
         common = on_common_mesh(here, Layout(terms.mesh, (), terms.partial))
         if common is None:

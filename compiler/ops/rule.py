@@ -32,6 +32,8 @@ class Rule:
     are replicated (a product), "joint" all of them together (a sum); None: as the op's entry says. `partial`: the inputs of which
     `linear` speaks, by index; None: all tensors.
     `units`: per factor a number that its shards must divide besides the dims themselves: heads, groups, blocks.
+    `looked_up`: the factor of a table's rows, which the ids in another operand name. It may have the axes of factors that no operand has
+    beside it: rows are then pulled from the ranks that have them, and the output is no sum.
     `apart`: inputs of which every rank has one of its own, and so of their cotangents.
     `local`: rewrites the node for a rank where the plain node on local shards would be wrong; None: as the op's entry says.
     """
@@ -45,6 +47,7 @@ class Rule:
     local: Callable[[Local], None] | None = None
     units: Mapping[str, int] = field(default_factory=dict)
     apart: frozenset[int] = frozenset()
+    looked_up: str = ""
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -56,6 +59,13 @@ class Rule:
             for letter in seen
             if letter != WHOLE and letter not in self.replicated and (letter in made or letter in self.reduce)
         )
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The factors that may have the axes of rows that are looked up: those of operands without the rows."""
+        row = self.looked_up
+        beside = {letter for operand in self.inputs if operand and row in operand for letter in operand}
+        return tuple(letter for letter in self.factors if letter not in beside) if row else ()
 
     @property
     def partial_inputs(self) -> tuple[tuple[int, ...], ...]:

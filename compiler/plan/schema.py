@@ -207,7 +207,7 @@ class PlanEntries(BaseModel):
     sharding: Annotated[ShardingEntries, BeforeValidator(_or_empty, json_schema_input_type=ShardingEntries | None)] = (
         Field(
             {},
-            description="The sharding of the operators that a pattern matches over their group: colwise, rowwise, replicate, or a "
+            description="The sharding of the operators that a pattern matches over their group: colwise, rowwise, replicate, pull, or a "
             "strategy, {in: [[2, 4], [4, 1]]}. What is not said is derived.",
         )
     )

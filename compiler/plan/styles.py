@@ -3,6 +3,7 @@
     colwise      the factor that a parameter brings to the output; a packed weight's parts each
     rowwise      the factor that it sums over
     replicate    nothing inside is cut
+    pull         the rows of a table that is looked up, over all ranks; each asks the others for the rows that its ids name
     derive       nothing is said: the inside is cut as its neighbours are
 
 What partc derives needs no word: what enters a rowwise layer is cut where it is not, what leaves one is summed up where it is read.
@@ -17,6 +18,7 @@ Style: TypeAlias = Literal[
     "colwise",
     "rowwise",
     "replicate",
+    "pull",
     "colwise_gather_output",
     "colwise_rep",
     "embedding_colwise",
@@ -33,13 +35,13 @@ Style: TypeAlias = Literal[
     "rowwise_split_input",
 ]
 STYLES: tuple[str, ...] = get_args(Style)
-PLAIN: tuple[str, ...] = STYLES[:3]
+PLAIN: tuple[str, ...] = STYLES[:4]
 """The words that a message names; the others are Hugging Face's."""
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """`style`: colwise, rowwise, replicate or derive. `gathers`: the output is whole on every rank."""
+    """`style`: colwise, rowwise, replicate, pull or derive. `gathers`: the output is whole on every rank."""
 
     style: str
     gathers: bool = False

@@ -4,7 +4,8 @@ A node first hears what is given of its own operands and results. Then it takes 
 reader wants cut, wherever its rule allows it: the factor of that dim gets those axes. What the plan gave is never changed; what was
 derived first stays; where two neighbours ask for different cuts, the one with more bytes is heard first, at a tie the earlier
 operand. Inputs are heard before outputs in every round. A cut that the dims are not proven to be divisible by is not derived: the
-value is resharded there instead.
+value is resharded there instead. An axis cuts one factor of a node; only rows that are looked up may have those of ids that arrive cut: to
+pull n ids' rows moves (P-1)/P n (8 + row) bytes a rank at most, and to gather ids and reduce terms P times as many.
 
 A value that goes to another group of as many ranks is asked for, and offered, as on its own: data parallel stages stay so.
 
@@ -33,6 +34,8 @@ class Vote:
     axes: Axes
     weight: float
     why: str
+    arrives: bool = False
+    """Whether the operand arrives so, or is given so: then rows that are looked up may be pulled, if the same axes cut both."""
 
 
 @dataclass
@@ -111,7 +114,8 @@ class Propagation:
                 return False
             choice.mesh = vote.mesh
         shards = NodeSharding(choice.rule, choice.mesh, {vote.letter: vote.axes}).num_shards(vote.letter)
-        if not set(vote.axes) <= choice.free or not self.divides(instance, vote.letter, shards):
+        allowed = choice.free | (choice.shared_with(vote.letter) if vote.arrives else set())
+        if not set(vote.axes) <= allowed or not self.divides(instance, vote.letter, shards):
             return False
         choice.axes[vote.letter] = vote.axes
         choice.why[vote.letter] = vote.why
@@ -122,14 +126,14 @@ class Propagation:
         for letters, given in ((rule.inputs, self.given.inputs), (rule.outputs, self.given.outputs)):
             for k, operand in enumerate(letters):
                 if found := given.get((instance, k)):
-                    yield from self._votes(operand, found, float("inf"))
+                    yield from self._votes(operand, found, float("inf"), arrives=True)
 
     def _from_inputs(self, instance: NodeOnGroup) -> Iterator[Vote]:
         for k, value in enumerate(instance.node.inputs):
             if value is None:
                 continue
             if (instance, k) not in self.given.inputs and (found := self.layout_of(value, instance.group)):
-                yield from self._votes(self.choices[instance].rule.inputs[k], found, self.weigh(value))
+                yield from self._votes(self.choices[instance].rule.inputs[k], found, self.weigh(value), arrives=True)
 
     def _from_outputs(self, instance: NodeOnGroup) -> Iterator[Vote]:
         rule = self.choices[instance].rule
@@ -141,10 +145,12 @@ class Propagation:
                     yield from self._votes(rule.outputs[k], (layout, self.paths[reader.node]), self.weigh(value))
 
     @staticmethod
-    def _votes(letters: str | None, found: tuple[Layout, str], weight: float) -> Iterator[Vote]:
+    def _votes(
+        letters: str | None, found: tuple[Layout, str], weight: float, *, arrives: bool = False
+    ) -> Iterator[Vote]:
         layout, why = found
         if letters is None or len(letters) != len(layout.cuts):
             return
         for letter, axes in zip(letters, layout.cuts, strict=True):
             if axes and letter != WHOLE:
-                yield Vote(letter, layout.mesh, axes, weight, why)
+                yield Vote(letter, layout.mesh, axes, weight, why, arrives)

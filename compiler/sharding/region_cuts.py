@@ -20,7 +20,7 @@ from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.plan.shard_spec import ShardSpec, is_named
 from partc.compiler.sharding.joint import Joint, corresponding, cut_layout, names_of, numbers_of
-from partc.compiler.sharding.strategy import WrongStrategy, assign_integers, from_names, refined, to_axes
+from partc.compiler.sharding.strategy import WrongStrategy, assign_integers, from_names, refined, shared_axes
 from partc.runtime.artifact import format as fmt
 
 
@@ -217,7 +217,7 @@ class RegionCuts:
             else:
                 numbers = [None if c is None else numbers_of(c) for c in cuts]
                 shards = assign_integers(choice.rule, numbers, len(instance.group))
-                choice.mesh, given = to_axes(shards, choice.rule.factors, len(instance.group))
+                choice.mesh, given = shared_axes(choice.rule, shards, len(instance.group))
         except WrongStrategy as error:
             subject = f"sharding of '{region.path}' ({instance.node.op_type})"
             self.problems += error.problems(region.rule.where, subject)

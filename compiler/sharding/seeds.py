@@ -3,7 +3,7 @@
 A sharding rule speaks of regions: a node, or a module with all that is inside. Its `in` are cuts of the node's operands, or of what the
 module is given; what is inside is derived. Styles cut the parameters of a region's nodes: colwise the factor that the
 parameter brings to the output, rowwise the factor that it sums over; along the axis `tp` where the mesh has names, else along
-all of the group.
+all of the group. Pull cuts the rows that are looked up, along all of the group in any case.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ class _Seeds:
                     self.choices[instance].open = False
             case "colwise" | "rowwise":
                 self._style(region, region.rule.style)
+            case "pull":
+                self._pull(region)
         if region.rule.gathers:
             self._gather(region)
         self.cuts.cut(region)
@@ -113,6 +115,18 @@ class _Seeds:
                 f"{style}, but no parameter inside {what}",
                 help="name the linear, convolution or embedding itself",
             )
+
+    def _pull(self, region: Region) -> None:
+        """Cuts the rows that a region's nodes look up over all ranks of their groups."""
+        found = [one for one in self.instances(region.nodes) if self.choices[one].rule.looked_up]
+        for instance in found:
+            choice = self.choices[instance]
+            choice.pulls = True
+            choice.axes[choice.rule.looked_up] = tuple(range(len(choice.mesh)))
+            choice.why[choice.rule.looked_up] = f"{line_of(region.rule)} pull"
+        if not found:
+            fact = "pull, but nothing inside looks up rows of a table by ids"
+            self.problem(region, fact, help="name the embedding, or the Gather along axis 0, itself")
 
     def _gather(self, region: Region) -> None:
         """Pins the outputs of a region as replicated on its group."""

@@ -10,6 +10,11 @@ into its prime factors, rising, so that strategies with different device matrice
     mk,kn->mn   [[dp, tp], [tp, null]]    dp: 2, tp: 4         mesh (2, 2, 2)   m (0,), k (1, 2), n ()
 
 A factor that only derived inputs (null) have is left open: it is in no result.
+
+Rows that are looked up may have the axes of the ids: by names always, by integers where both are cut into as many and the group has no room
+for more. Then they are pulled.
+
+    vb,i->ib    [[4, 1], [4]] on 4        v: 4, i: 4           mesh (2, 2)      v (0, 1), i (0, 1)
 """
 
 from __future__ import annotations
@@ -48,6 +53,8 @@ def assign_integers(rule: Rule, cuts: Sequence[Sequence[int] | None], group_size
     """
     shards, violations = _by_factor(rule, cuts, 1)
     product = math.prod(shards.values())
+    if group_size % product and shares_rows(rule, shards):
+        product //= shards[rule.looked_up]
     if not violations and group_size % product:
         fact = f"the strategy has {product} shards, but the group has {group_size} ranks"
         law = f"the product of the cuts, {_product(shards)}, divides the number of ranks"
@@ -55,6 +62,21 @@ def assign_integers(rule: Rule, cuts: Sequence[Sequence[int] | None], group_size
     if violations:
         raise WrongStrategy(violations)
     return shards
+
+
+def shares_rows(rule: Rule, shards: Mapping[str, int]) -> bool:
+    """Whether rows that are looked up are cut into as many shards as ids."""
+    rows = shards.get(rule.looked_up, 1)
+    return rows > 1 and rows == math.prod(shards.get(letter, 1) for letter in rule.ids)
+
+
+def shared_axes(rule: Rule, shards: Mapping[str, int], group_size: int) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
+    """As `to_axes`, of what `assign_integers` gives: where the group has no room for more, rows have the axes of ids."""
+    if group_size % math.prod(shards.values()):
+        rest = {letter: count for letter, count in shards.items() if letter != rule.looked_up}
+        mesh, axes = to_axes(rest, rule.factors, group_size)
+        return mesh, axes | {rule.looked_up: tuple(axis for letter in rule.ids for axis in axes.get(letter, ()))}
+    return to_axes(shards, rule.factors, group_size)
 
 
 def to_axes(
@@ -84,6 +106,8 @@ def from_names(rule: Rule, cuts: Sequence[Sequence[tuple[str, ...]] | None], mes
             Violation(f"{listed} {'is not an axis' if len(unknown) == 1 else 'are not axes'} of it", there)
         )
     for one, other in itertools.combinations(names, 2):
+        if rule.looked_up in (one, other) and {one, other} & {*rule.ids}:
+            continue
         if shared := [name for name in names[one] if name in names[other]]:
             fact = f"the axis '{shared[0]}' cuts {_dims_of(rule, one)} and {_dims_of(rule, other)}, which differ"
             violations.append(Violation(fact, "an axis cuts one factor of an op: dims that correspond"))

@@ -34,6 +34,7 @@ from partc.compiler.ir.values import ValueTable, derived
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.lower.kept import operand_name
+from partc.compiler.lower.pulls import is_pulled, write_dense, write_push
 from partc.compiler.lower.written import is_written, write_backward
 from partc.compiler.ops.registry import stops_gradient
 from partc.compiler.sharding.operands import input_layout_of, output_layout_of, replicated_on
@@ -192,6 +193,9 @@ class Backward:
         if is_written(node):
             self._written(instance, dys)
             return
+        if is_pulled(self.program, instance):
+            self._pushed(instance, dys)
+            return
         around = {value: replicated_on(value, instance.group) for value in inner}
         read = {k: input_layout_of(self.program, instance, k) for k, flow in enumerate(flows) if flow}
         names = {k: operand_name(self.comm, instance, k) for k in read}
@@ -257,6 +261,27 @@ class Backward:
         names, values = (dys[self.names[made]], dx), (self.cotangents[made.value], cotangent)
         write_backward(self.comm, instance, names, values)
         given = ShardedValue(cotangent, read.group, read.layout)
+        self.contributions.setdefault(read, {}).setdefault(given, []).append(dx)
+
+    def _pushed(self, instance: NodeOnGroup, dys: Mapping[str, str]) -> None:
+        """Writes the Push of what a node has pulled: the table's gradient as rows, or added up."""
+        read, made = input_layout_of(self.program, instance, 0), output_layout_of(self.program, instance, 0)
+        layout = dual_of_input(self.program, instance, 0)
+        spellings = self.cotangent_names.spellings(instance, read, layout)
+        rows = [named_rows(spelling) for spelling in spellings]
+        names = (
+            first_free(self.builders, instance.group, [one.ids for one in rows]),
+            first_free(self.builders, instance.group, [one.rows for one in rows]),
+        )
+        write_push(self.comm, instance, dys[self.names[made]], layout, names)
+        if read.value in self.row_terms:
+            term = ShardedValue(read.value, read.group, normal(layout))
+            self.row_terms[read.value].append(RowTerm(term, RowGradient(*names)))
+            return
+        dx = first_free(self.builders, instance.group, spellings)
+        write_dense(self.comm, instance, names, dx)
+        given = ShardedValue(self.cotangents[read.value], read.group, normal(layout))
+        self.builders.declare(read.group, dx, given.value, self.values.local_shape(given))
         self.contributions.setdefault(read, {}).setdefault(given, []).append(dx)
 
     def _merged(self, uses: Sequence[ShardedValue]) -> dict[ShardedValue, list[str]]:

@@ -22,6 +22,7 @@ from partc.compiler.ir.values import ValueTable
 from partc.compiler.lower.builders import ProgramBuilders
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.kept import keep_operands
+from partc.compiler.lower.pulls import is_pulled, write_pull
 from partc.compiler.lower.written import is_written, write_forward
 from partc.compiler.plan.matching import output_ranks
 from partc.compiler.sharding.versions import ValueVersions, can_share, find_versions, replicated_outputs
@@ -61,6 +62,9 @@ def localize(program: Program) -> Program:
 
 def _write(comm: CommLowering, instance: NodeOnGroup) -> tuple[tuple[LocalForm, Group], ...]:
     """Writes a node on a group; its local forms there, each with the ranks that run it."""
+    if is_pulled(comm.program, instance):
+        write_pull(comm, instance)
+        return ()
     if is_written(instance.node):
         write_forward(comm, instance)
         return ()

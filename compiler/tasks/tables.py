@@ -18,6 +18,7 @@ import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.training import Training
+from partc.compiler.lower.pulls import is_pulled
 from partc.compiler.ops.registry import looks_up_rows, stops_gradient
 from partc.compiler.placement.middling import Middling
 from partc.compiler.sharding.operands import input_layout_of
@@ -81,6 +82,8 @@ def _whole(
         return f"{program.paths[others[0]]} reads it whole"
     if why := whole_table(training.optimizer_of(value), training.parameters[value].weight_decay):
         return why
+    if all(is_pulled(program, one) for one in _instances(program, lookups)):
+        return ""  # each rank is given those of its own rows
     layouts = [home.layout for home in local.versions.defs.get(value, ())]
     layouts += [input_layout_of(program, one, 0).layout for one in _instances(program, lookups)]
     return "its rows are cut" if any(layout.cuts and layout.cuts[0] for layout in layouts) else ""
@@ -101,5 +104,8 @@ def _rows(program: Program, local: LocalView, lookups: list[ir.Node]) -> int | N
             return None
         layout = dual_of_input(program, one, 0)
         terms = math.prod(layout.mesh[axis] for axis, _ in layout.partial)
+        if is_pulled(program, one):
+            asked = input_layout_of(program, one, 1).layout
+            terms = math.prod(asked.num_shards(dim) for dim in range(len(asked.cuts)))
         total += math.prod(map(sizes.dim, shape)) * terms
     return total * program.training.accumulate

@@ -107,7 +107,8 @@ class Call:
     @property
     def given(self) -> tuple[str, ...]:
         """The values that the rank gives."""
-        return tuple(source for source, _ in self.parts) or tuple(filter(None, (self.source, self.operand)))
+        ends = (self.operand, self.source) if self.op == PULL else (self.source, self.operand)
+        return tuple(source for source, _ in self.parts) or tuple(filter(None, ends))
 
     @property
     def made(self) -> tuple[str, ...]:

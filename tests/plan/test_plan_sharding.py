@@ -213,7 +213,7 @@ outputs: {y: cutt}
         "null: not at all"
     )
     nothing = (
-        "the rule is empty\n  a rule is colwise, rowwise or replicate, or has 'in', 'out' or 'parameters'\n"
+        "the rule is empty\n  a rule is colwise, rowwise, replicate or pull, or has 'in', 'out' or 'parameters'\n"
         "  help: write {in: [[2, 4], null]}, or remove the line"
     )
     mixed = (

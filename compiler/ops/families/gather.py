@@ -1,7 +1,7 @@
 """Ops that look elements up: dims of the indices and of the data may be sharded, and the axis that is looked up into as well.
 
 A table whose rows are sharded is looked up on every rank with the rows of the others masked out; the sum over the ranks is
-the result.
+the result. Where ids are sharded by the same axes, or the plan says `pull`, each rank asks the others for its rows (`lower/pulls.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,14 @@ def _(node: ir.Node) -> Rule | None:
         (before + row + after, indices),
         (before + indices + after,),
         reduce={ROW: "sum"} if row == ROW else {},
+        looked_up=row if row == ROW and _is_table(node) else "",
     )
+
+
+def _is_table(node: ir.Node) -> bool:
+    """Whether rows of known shape are looked up along the first axis."""
+    data = dims(node.inputs[0])
+    return data is not None and axis_of(node, len(data), 0) == 0 and all(isinstance(dim, int) and dim for dim in data)
 
 
 @gather.gradient
