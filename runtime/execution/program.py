@@ -223,6 +223,9 @@ class Program:
         self._broken = self._broken or "it was closed"
         self._schedules.clear()
         self._program.runners.clear()
+        if self._program.workers is not None:
+            self._program.workers.close()
+            self._program.workers = None
         self._program.updates.clear()
 
     def any_rank(self, flag: bool) -> bool:
@@ -261,7 +264,9 @@ class Program:
         schedule = self._schedules.get(key)
         if schedule is None:
             self._program.binder.check_promises(bindings)
-            schedule = StepPlan(self._program, bindings, self._transport, self._wire, self._at_once)
+            schedule = StepPlan(
+                self._program, bindings, self._transport, self._wire, self._at_once, self._on_error != RECOVER
+            )
             self._schedules[key] = schedule
             if self._profiler is not None:
                 self._profiler.watch(schedule)

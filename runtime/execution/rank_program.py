@@ -45,6 +45,7 @@ from ..updates.updater import Updater
 from .state import State, check_same, make_state
 from .symbol_bindings import Binder, Bindings
 from .targets.counts import TargetCounts
+from .targets.workers import Workers
 
 
 @dataclass
@@ -78,6 +79,8 @@ class RankProgram:
     step_targets: dict[int, str] = field(default_factory=dict)
     """By step that computes or copies its target; empty where the rank has one."""
     counts: TargetCounts = field(default_factory=TargetCounts)
+    workers: Workers | None = None
+    """The threads of its targets, once it has run a step."""
     memories: dict[str, DeviceMemory] = field(default_factory=dict)
     """By target beside the host its memory."""
     blocks: dict[str, Block] = field(default_factory=dict)

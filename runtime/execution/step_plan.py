@@ -2,7 +2,7 @@
 
 A step plan holds one callable per action, made when the bindings are new: run a bound session, post a receive, begin a send or
 a collective, wait. Values lie in cells: fixed (an arena, a constant) or set in each step (an input, a value of unknown shape, a
-string). Each of the rank's targets has an arena.
+string). Each of the rank's targets has an arena, and where several compute a lane: lanes run at the same time (`targets/`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..communication.transport import Request, Transport
 from ..devices.device_memory import Cell, Placed, Remote, move, on_host, part
 from ..errors import RankError
 from ..job.status_board import IDLE, SLOT, Board
-from ..program.memory_plan import assign
+from ..program.memory_plan import Lifetime, assign
 from ..program.session_values import check_promise
 from ..program.steps import Copy, PostRecv, Segment, Send, StartCollective, Update, WaitCollective, WaitRecv
 from ..program.value_table import Storage
@@ -32,6 +32,8 @@ from .collective_plans import plan_collectives, scratch_lifetimes, scratch_name
 from .rank_program import RankProgram
 from .symbol_bindings import Bindings
 from .targets.counts import switches
+from .targets.dependencies import Access
+from .targets.lanes import Accesses, Lanes, lanes_of
 from .targets.session_calls import SessionCalls
 from .under_way import beside_messages
 
@@ -50,6 +52,7 @@ class StepPlan:
         transport: Transport,
         wire: Mapping[int, int],
         at_once: frozenset[int] = frozenset(),
+        together: bool = True,
     ) -> None:
         self.program, self.values = program, program.values
         self.transport = transport
@@ -69,8 +72,15 @@ class StepPlan:
         self.last: dict[str, tuple[int, Shape]] = {}
         self.actions: list[tuple[int, Action]] = []
         self.main: set[int] = set()  # indices of actions that are steps, not waits for sends or ends of values
-        self._plan(self._lay_out())
         self.switches = switches(program.step_targets, program.steps)
+        self.accesses: list[Access] = []
+        self.lanes: Lanes | None = None
+        lanes = lanes_of(program) if together else {}
+        lives = [*program.lifetimes(self.shapes), *scratch_lifetimes(program.steps, self.works)]
+        waits = self._lay_out(lives)
+        self._plan(waits, Accesses(program, lanes, self.cells, lives, self.scratch) if lanes else None)
+        if lanes:
+            self.lanes = Lanes(self, len(lanes))
 
     def take(self, inputs: Mapping[str, Value]) -> None:
         """Bind the inputs of a step."""
@@ -84,6 +94,9 @@ class StepPlan:
     def run(self, inputs: Mapping[str, Value], board: Board, step: int) -> dict[str, Value]:
         """Execute the step; what comes back are the outputs delivered to this rank, in memory of their own."""
         self.take(inputs)
+        if self.lanes is not None:
+            self.lanes.run(board, step)
+            return self.give()
         write, buffer, offset, index = SLOT.pack_into, board.buffer, board.offset, IDLE
         try:
             for index, action in self.actions:
@@ -119,9 +132,8 @@ class StepPlan:
         """Whether a cell is of no use after the step, and holds memory that is not the schedule's."""
         return kind is Storage.INPUT or (kind in (Storage.TENSOR, Storage.OBJECT) and name in self.program.outputs)
 
-    def _lay_out(self) -> dict[int, list[int]]:
+    def _lay_out(self, lives: Sequence[Lifetime]) -> dict[int, list[int]]:
         """Give every value of known shape its place in the arena; by step, the sends to wait for before it."""
-        lives = [*self.program.lifetimes(self.shapes), *scratch_lifetimes(self.program.steps, self.works)]
         targets = self.values.targets
         arena = assign([life for life in lives if life.name not in targets])
         memory = self.program.block(arena.bytes)
@@ -143,12 +155,12 @@ class StepPlan:
         self.scratch = {key: memory[offsets[scratch_name(*key)] :] for key in keys}
         return arena.waits
 
-    def _plan(self, waits: Mapping[int, Sequence[int]]) -> None:
+    def _plan(self, waits: Mapping[int, Sequence[int]], accesses: Accesses | None) -> None:
         unused, beside = self.program.last_uses(), beside_messages(self.program.steps, self.at_once)
         sends: dict[int, None] = {}
         for index, step in enumerate(self.program.steps):
             for earlier in waits.get(index, ()):
-                self.actions.append((earlier, self._complete(earlier)))
+                self._add(earlier, self._complete(earlier), accesses.of_end(earlier) if accesses else None)
                 del sends[earlier]
             match step:
                 case Segment():
@@ -170,11 +182,22 @@ class StepPlan:
                     action = self._finish(step)
                 case Update():
                     action = self._update(index)
-            action = self.transport.with_progress(action) if index in beside else action
+            access = accesses.of_step(index) if accesses else None
+            # MPI is called in the first lane alone.
+            beside_it = index in beside and (access is None or access.lane == 0)
             self.main.add(len(self.actions))
-            self.actions.append((index, action))
-            self.actions += [(index, partial(self.cells.pop, name, None)) for name in unused.get(index, ())]
-        self.actions += [(index, self._complete(index)) for index in sends]
+            self._add(index, self.transport.with_progress(action) if beside_it else action, access)
+            for name in unused.get(index, ()):
+                self._add(
+                    index, partial(self.cells.pop, name, None), accesses.of_drop(index, name) if accesses else None
+                )
+        for index in sends:
+            self._add(index, self._complete(index), accesses.of_end(index) if accesses else None)
+
+    def _add(self, index: int, action: Action, access: Access | None) -> None:
+        self.actions.append((index, action))
+        if access is not None:
+            self.accesses.append(access)
 
     def _update(self, index: int) -> Action:
         """The updates of a step, each of many parameters at once."""

@@ -1,0 +1,97 @@
+"""What an action of one target must wait for on another: the law by which targets run at the same time.
+
+Each target has a lane of actions, in the order of the file. Two actions of different lanes keep that order if they meet: if one writes
+bytes that the other reads or writes. Bytes are those of a value, so that an action waits for what makes its operands; and those of whatever
+lay, or will lie, at their place in an arena. A value of no fixed place counts by its name.
+
+    lane 0:   a writes 0:64      c reads 64:96
+    lane 1:   b reads 0:64, writes 64:96          ->      b waits for a, c waits for b
+
+An action waits for a lane by the number of actions that must be done there. It need not wait where what its lane has waited for before
+implies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+Range: TypeAlias = tuple[int, int] | str
+"""Bytes, at least one, from one address up to another, or the name of a value of no fixed place."""
+Waits: TypeAlias = tuple[tuple[int, int], ...]
+"""Lanes, each with the number of its actions that must be done."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """An action: its lane, and what it reads and writes."""
+
+    lane: int
+    reads: tuple[Range, ...] = ()
+    writes: tuple[Range, ...] = ()
+
+
+def meet(one: Access, two: Access) -> bool:
+    """Whether two actions keep the order of the file."""
+    pairs = [(one.writes, (*two.reads, *two.writes)), (two.writes, one.reads)]
+    return any(_overlap(a, b) for left, right in pairs for a in left for b in right)
+
+
+def _overlap(one: Range, two: Range) -> bool:
+    if isinstance(one, str) or isinstance(two, str):
+        return one == two
+    return one[0] < two[1] and two[0] < one[1]
+
+
+def waits_of(accesses: Sequence[Access], lanes: int) -> list[Waits]:
+    """What each action waits for. Memory is divided at every end of a range; of each part the last accesses by lane are known."""
+    cells = _Cells(accesses)
+    written = np.zeros((lanes, cells.count), np.int64)
+    touched = np.zeros((lanes, cells.count), np.int64)
+    known = np.zeros((lanes, lanes), np.int64)
+    """By lane how much of each is certain to be done when its next action begins."""
+    after: list[list[np.ndarray[tuple[int], np.dtype[np.int64]]]] = [[] for _ in range(lanes)]
+    found: list[Waits] = []
+    for access in accesses:
+        lane = access.lane
+        reads, writes = ([cells.of(one) for one in some] for some in (access.reads, access.writes))
+        need = np.zeros(lanes, np.int64)
+        for ranges, last in ((reads, written), (writes, touched)):
+            for begin, end in ranges:
+                if begin < end:
+                    np.maximum(need, last[:, begin:end].max(axis=1), out=need)
+        need[lane] = 0
+        waits = []
+        for other in np.argsort(-need, kind="stable").tolist():
+            if need[other] > known[lane, other]:
+                waits.append((other, int(need[other])))
+                known[lane] = np.maximum(known[lane], after[other][need[other] - 1])
+        found.append(tuple(sorted(waits)))
+        known[lane, lane] += 1
+        after[lane].append(known[lane].copy())
+        for begin, end in (*reads, *writes):
+            touched[lane, begin:end] = known[lane, lane]
+        for begin, end in writes:
+            written[lane, begin:end] = known[lane, lane]
+    return found
+
+
+class _Cells:
+    """The parts into which the ends of all ranges divide memory, and one for each name."""
+
+    def __init__(self, accesses: Sequence[Access]) -> None:
+        every = {one for access in accesses for one in (*access.reads, *access.writes)}
+        ends = sorted({end for one in every if not isinstance(one, str) for end in one})
+        self._places = {end: place for place, end in enumerate(ends)}
+        names = sorted(one for one in every if isinstance(one, str))
+        self._names = {name: len(ends) + place for place, name in enumerate(names)}
+        self.count = len(ends) + len(names)
+
+    def of(self, one: Range) -> tuple[int, int]:
+        """The parts of a range, from one up to another."""
+        if isinstance(one, str):
+            return self._names[one], self._names[one] + 1
+        return self._places[one[0]], self._places[one[1]]

@@ -1,0 +1,185 @@
+"""The lanes of a step: which target's lane each action is in, and what it reads and writes.
+
+The first lane is that of the CPU and of all communication; each other target has one, with the copies from there and to there. A program
+with one target has no lanes, and runs in the order of its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ...artifact.dtypes import Bytes
+from ...artifact.format import CPU
+from ...artifact.tensor import Tensor
+from ...devices.device_memory import Cell, Remote
+from ...errors import RankError
+from ...job.status_board import IDLE, SLOT, Board
+from ...program.memory_plan import Lifetime
+from ...program.steps import Collective, Copy, PostRecv, Segment, Send, Step, Update, WaitRecv
+from ...program.value_table import Storage
+from ..collective_plans import scratch_name
+from ..rank_program import RankProgram
+from .dependencies import Access, Range, waits_of
+from .workers import LaneFailed, LanePlan, Workers
+
+if TYPE_CHECKING:
+    from ..step_plan import Action, StepPlan
+
+_FIXED = (Storage.SLOT, Storage.CONSTANT)
+
+
+def lanes_of(program: RankProgram) -> dict[str, int]:
+    """By target its lane; empty where one target computes."""
+    computing = {target for index, target in program.step_targets.items() if not _is_copy(program.steps[index])}
+    others = sorted({*program.step_targets.values()} - {CPU})
+    return {target: lane for lane, target in enumerate([CPU, *others])} if len(computing) > 1 else {}
+
+
+def _is_copy(step: Step) -> bool:
+    return isinstance(step, Copy)
+
+
+class Accesses:
+    """What the actions of a step plan access; `scratch` are the places in the arena where collectives pack."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        lanes: Mapping[str, int],
+        cells: Mapping[str, Cell],
+        lives: Iterable[Lifetime],
+        scratch: Mapping[tuple[int, str], Bytes],
+    ) -> None:
+        self.program, self.values, self.lanes, self.cells = program, program.values, lanes, cells
+        sizes = {life.name: life.bytes for life in lives}
+        self.scratch: dict[str, Range] = {}
+        for key, place in scratch.items():
+            if size := sizes[scratch_name(*key)]:
+                self.scratch[scratch_name(*key)] = place.ctypes.data, place.ctypes.data + size
+
+    def of_step(self, index: int) -> Access:
+        """Those of a step."""
+        step = self.program.steps[index]
+        lane = self.lane(index)
+        match step:
+            case Segment():
+                return Access(lane, self._ranges(step.inputs), self._ranges(step.outputs))
+            case Copy():
+                return Access(lane, self._ranges([step.source]), self._ranges([step.result]))
+            case Update():
+                guard = [self.program.guard] if self.program.guard else []
+                made = [name for node in step.nodes for name in node.output]
+                return Access(lane, self._ranges([*step.inputs, *guard]), self._ranges(made))
+            case Send():
+                return Access(lane, self._ranges([step.value]))
+            case PostRecv() | WaitRecv():
+                return Access(lane, (), self._ranges([step.value]))
+            case _:
+                return self._of_collective(lane, step)
+
+    def of_end(self, index: int) -> Access:
+        """Those of the wait for what a step has sent: until then it is read."""
+        step = self.program.steps[index]
+        if isinstance(step, Send):
+            return Access(0, self._ranges([step.value]))
+        assert isinstance(step, Collective)
+        return self._of_collective(0, step)
+
+    def of_drop(self, index: int, name: str) -> Access:
+        """Those of the end of a value that has memory of its own."""
+        return Access(self.lane(index), (), self._ranges([name]))
+
+    def lane(self, index: int) -> int:
+        """The lane of a step; a copy is in that of the target that is not the CPU."""
+        step = self.program.steps[index]
+        target = self.program.step_targets.get(index, CPU)
+        if isinstance(step, Copy) and target == CPU:
+            target = self.values.targets.get(step.source, CPU)
+        return self.lanes[target]
+
+    def _of_collective(self, lane: int, step: Collective) -> Access:
+        call = step.call
+        names = (call.source, call.operand, call.result, call.numbers)
+        known = dict.fromkeys(name for name in (*call.given, *call.made, *names) if name in self.values.storage)
+        made = {*call.made, call.result, call.numbers}
+        reads = self._ranges(name for name in known if name not in made)
+        keys = [key for side in ("in", "out") if (key := scratch_name(call.tag, side)) in self.scratch]
+        packed = [self.scratch[key] for key in keys]
+        return Access(lane, reads, (*self._ranges(name for name in known if name in made), *packed))
+
+    def _ranges(self, names: Iterable[str | None]) -> tuple[Range, ...]:
+        return tuple(one for name in names if name for one in self._range(name))
+
+    def _range(self, name: str) -> Iterator[Range]:
+        kind = self.values.storage.get(name)
+        if kind in _FIXED and isinstance(value := self.cells[name], Tensor | Remote):
+            size = value.dtype.bytes_of(value.shape)
+            if size:
+                yield value.pointer, value.pointer + size
+        elif kind is not None and kind is not Storage.INPUT:
+            yield name
+
+
+class Lanes:
+    """The lanes of a step plan, which run at the same time."""
+
+    def __init__(self, plan: StepPlan, count: int) -> None:
+        self.plan = plan
+        lanes: list[list[int]] = [[] for _ in range(count)]
+        for place, access in enumerate(plan.accesses):
+            lanes[access.lane].append(place)
+        waits = waits_of(plan.accesses, count)
+        # The last action of the first lane waits for all others.
+        lanes[0].append(len(plan.actions))
+        waits.append(tuple((lane, len(places)) for lane, places in enumerate(lanes) if lane and places))
+        plan.actions.append((len(plan.program.steps) - 1, _nothing))
+        self.order = LanePlan(lanes, waits)
+        self._wait: Action = _nothing
+        steps = plan.program.steps
+        communicates = any(isinstance(step, Send | PostRecv | Collective) for step in steps)
+        self._waiting = plan.transport.with_progress(self._run_wait) if communicates else self._run_wait
+
+    def run(self, board: Board, step: int) -> None:
+        """The actions of a step; RankError where one has failed."""
+        plan, program = self.plan, self.plan.program
+        write, buffer, offset = SLOT.pack_into, board.buffer, board.offset
+        at = IDLE
+
+        def tell(index: int) -> None:
+            nonlocal at
+            at = index
+            write(buffer, offset, step, index)
+
+        if program.workers is None:
+            program.workers = Workers(len(self.order.lanes), str(program.rank))
+        try:
+            program.workers.run(self.order, plan.actions, tell, self._while_waiting, self._interrupt)
+        except LaneFailed as failed:
+            raise self._error(failed.index, failed.cause) from failed.cause
+        except RankError:
+            raise
+        except Exception as error:
+            raise self._error(at, error) from error
+        write(buffer, offset, step, IDLE)
+
+    def _error(self, index: int, error: Exception) -> RankError:
+        if isinstance(error, RankError):
+            return error
+        plan = self.plan
+        return RankError(f"rank {plan.transport.rank} failed in {plan.program.explain(index, error)}")
+
+    def _interrupt(self, index: int, error: Exception) -> None:
+        self.plan.transport.interrupt(str(self._error(index, error)))
+
+    def _while_waiting(self, wait: Action) -> None:
+        """Waits for another lane, while messages go on."""
+        self._wait = wait
+        self._waiting()
+
+    def _run_wait(self) -> None:
+        self._wait()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,174 @@
+"""Runs the lanes of a step at the same time: the first one here, each other one in a thread of its own.
+
+    workers = Workers(2)
+    workers.run(lanes, actions, waits, ...)     returns, or raises, when every lane has stopped
+
+Each lane counts the actions that it has done. An action that must wait for another lane looks at its count, and sleeps on one condition for
+all lanes if that is not far enough. An action that fails stops all lanes: each ends the action that it is in, and begins none. The error of
+another lane is raised here; what this one waits for in communication meanwhile is interrupted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TypeAlias
+
+from .dependencies import Waits
+
+Action: TypeAlias = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class LanePlan:
+    """The lanes of a step by the places of their actions in the order of the file, and by place what an action waits for."""
+
+    lanes: Sequence[Sequence[int]]
+    waits: Sequence[Waits]
+    watched: frozenset[int] = field(init=False)
+    """The places of actions that another lane waits for."""
+
+    def __post_init__(self) -> None:
+        watched = {self.lanes[lane][count - 1] for waits in self.waits for lane, count in waits}
+        object.__setattr__(self, "watched", frozenset(watched))
+
+
+class LaneFailed(Exception):
+    """An action of another lane has failed; `index` is its step, `cause` what it raised."""
+
+    def __init__(self, index: int, cause: Exception) -> None:
+        super().__init__(f"step {index} has failed: {cause}")
+        self.index, self.cause = index, cause
+
+
+class _Stopped(Exception):
+    """Another lane has failed."""
+
+
+class Workers:
+    """A thread for each lane but the first, which live until they are closed."""
+
+    def __init__(self, lanes: int, name: str = "") -> None:
+        self._queues: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in range(lanes - 1)]
+        for queue in self._queues:
+            threading.Thread(target=_work, args=(queue,), name=f"partc target {name}".rstrip(), daemon=True).start()
+
+    def run(
+        self,
+        plan: LanePlan,
+        actions: Sequence[tuple[int, Action]],
+        tell: Callable[[int], None],
+        waiting: Callable[[Action], None],
+        interrupt: Callable[[int, Exception], None],
+    ) -> None:
+        """Runs all lanes; LaneFailed where another one than the first has failed.
+
+        `actions` are those of all lanes, each with its step; `tell` is called with the step before each action of the first lane, and
+        with the one that it waits for; `waiting` runs a wait of the first lane; `interrupt` is called once, in the thread of a lane
+        that fails, with its step and error.
+        """
+        one = _Run(plan, actions)
+        for lane, queue in enumerate(self._queues, 1):
+            queue.put(one.in_thread(lane, interrupt))
+        try:
+            one.follow(0, tell, waiting)
+        except BaseException as error:
+            one.stop()
+            one.settle()
+            if one.failure is not None and not isinstance(error, KeyboardInterrupt):
+                raise LaneFailed(*one.failure) from error
+            raise
+
+    def close(self) -> None:
+        """Ends the threads."""
+        for queue in self._queues:
+            queue.put(None)
+
+
+class _Run:
+    """One step."""
+
+    def __init__(self, plan: LanePlan, actions: Sequence[tuple[int, Action]]) -> None:
+        self.plan, self.actions = plan, actions
+        self.done = [0] * len(plan.lanes)
+        self.running = len(plan.lanes) - 1
+        self.stopped = False
+        self.failure: tuple[int, Exception] | None = None
+        self.changed = threading.Condition()
+
+    def follow(self, lane: int, tell: Callable[[int], None] | None, waiting: Callable[[Action], None] | None) -> None:
+        """Does the actions of a lane."""
+        actions, waits, watched, done = self.actions, self.plan.waits, self.plan.watched, self.done
+        for count, place in enumerate(self.plan.lanes[lane], 1):
+            for other, needed in waits[place]:
+                if done[other] < needed:
+                    if tell is not None:
+                        tell(actions[self.plan.lanes[other][needed - 1]][0])
+                    self._await(other, needed, waiting)
+            if self.stopped:
+                raise _Stopped
+            index, action = actions[place]
+            if tell is not None:
+                tell(index)
+            action()
+            done[lane] = count
+            if place in watched:
+                with self.changed:
+                    self.changed.notify_all()
+
+    def _await(self, other: int, needed: int, waiting: Callable[[Action], None] | None) -> None:
+        def wait() -> None:
+            with self.changed:
+                while self.done[other] < needed and not self.stopped:
+                    self.changed.wait()
+
+        if waiting is None:
+            wait()
+        else:
+            waiting(wait)
+        if self.stopped:
+            raise _Stopped
+
+    def in_thread(self, lane: int, interrupt: Callable[[int, Exception], None]) -> Callable[[], None]:
+        """What a thread does of the step."""
+
+        def follow() -> None:
+            try:
+                self.follow(lane, None, None)
+            except _Stopped:
+                pass
+            except Exception as error:
+                place = self.plan.lanes[lane][self.done[lane]]
+                with self.changed:
+                    first = self.failure is None and not self.stopped
+                    if first:
+                        self.failure = self.actions[place][0], error
+                self.stop()
+                if first:
+                    interrupt(self.actions[place][0], error)
+            finally:
+                with self.changed:
+                    self.running -= 1
+                    self.changed.notify_all()
+
+        return follow
+
+    def stop(self) -> None:
+        """Lets no lane begin another action."""
+        with self.changed:
+            self.stopped = True
+            self.changed.notify_all()
+
+    def settle(self) -> None:
+        """Returns when the threads have ended what they were doing."""
+        with self.changed:
+            while self.running:
+                self.changed.wait()
+
+
+def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (follow := queue.get()) is not None:
+        follow()
+        del follow
