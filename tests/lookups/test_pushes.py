@@ -1,0 +1,115 @@
+"""Training of tables whose rows are pulled: what a step gives to rows goes to their owners, and every rank updates its own rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.program import Program
+from training_equivalence import Run, from_text, run, same_training, train_whole
+
+HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
+LOOKED_UP = """main (int64[batch, 3] ids, int64[batch] more) => (float[batch, 5] y) {
+    [look] e = Gather(table, ids)
+    [shape] shape = Constant <value_ints = [0, 12]> ()
+    [flat] f = Reshape(e, shape)
+    [again] g = Gather(table, more)
+    [all] h = Concat <axis = 1> (f, g)
+    [head] y = MatMul(h, weight)
+}"""
+WEIGHTS = {"table": (288, 4), "weight": (16, 5)}
+SYMBOLS = "symbols: {batch: {divisor: 12, max: 24}}\n"
+TRAIN = "train: {loss: {type: mean_squared, prediction: y, target: t}, optimizer: OPTIMIZER}\n"
+SGD, ADAM = "{type: sgd, lr: 0.3}", "{type: adam, lr: 0.01, eps: 1.0e-3}"
+PULL = "dataset: data_parallel\nsharding: {look: pull, again: pull}\n"
+
+
+def looked_up() -> Source:
+    return from_text(HEAD + LOOKED_UP, WEIGHTS)
+
+
+def batches(count: int = 3) -> list[dict[str, np.ndarray]]:
+    """Few distinct ids, so that they stand twice on a rank and on several; some count from the end; batches of two sizes."""
+    rng = np.random.default_rng(3)
+    found = []
+    for k in range(count):
+        batch = 12 * (1 + k % 2)
+        ids, more = rng.integers(-5, 5, (batch, 3)), rng.integers(-3, 8, batch)
+        found.append({"ids": ids, "more": more, "t": rng.standard_normal((batch, 5)).astype(np.float32)})
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """The runs on one rank, by what the plan says of the training."""
+    return {}
+
+
+def trained(plan: str, optimizer: str, more: str, folder: Path, whole: dict[str, Run]) -> Program:
+    """Trains whole and cut; the program."""
+    said = plan + SYMBOLS + TRAIN.replace("OPTIMIZER}", f"OPTIMIZER{more}}}").replace("OPTIMIZER", optimizer)
+    train = train_whole(said)
+    key = train[train.index("train:") :]
+    if key not in whole:
+        whole[key] = run(looked_up(), "ranks: 1\n" + SYMBOLS + key, folder / "one", batches())
+    return same_training(looked_up, said, folder, batches(), rtol=1e-6, atol=2e-6, whole=whole[key])
+
+
+def kinds(program: Program) -> Counter[str]:
+    return Counter(event.op_type for event in program.events)
+
+
+NAMED = "mesh: {dp: 2, tp: 2}\n"
+CUT = (
+    "dataset: data_parallel\nsharding: {look: {in: [[ROW, COLUMN], [dp, null]]}, again: {in: [[ROW, COLUMN], [dp]]}}\n"
+)
+ROWS_ALONG_TP = CUT.replace("ROW", "tp").replace("COLUMN", "null")
+STAGES = "placement: {look: [0, 1], again: [0, 1], head: 1}\npipeline: {microbatches: 3}\n"
+COLUMNS_ALONG_TP = CUT.replace("ROW", "dp").replace("COLUMN", "tp")
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["rows", "dense"])
+@pytest.mark.parametrize(
+    ("plan", "more", "moved"),
+    [
+        (f"ranks: 2\n{PULL}", "", "Pull 2, Push 2, AllReduce 2"),
+        (f"ranks: 3\n{PULL}", ", clip: {norm: 0.1}", "Pull 2, Push 2, AllReduce 3"),
+        (f"ranks: 4\n{PULL}", ", accumulate: 3", "Pull 6, Push 6, AllReduce 4"),
+        (f"ranks: 6\n{PULL}", ", on_nonfinite: skip", "Pull 2, Push 2, AllReduce 3"),
+        (f"ranks: 4\n{NAMED}{PULL}", "", "Pull 2, Push 2, AllReduce 2"),
+        (f"ranks: 4\n{NAMED}{COLUMNS_ALONG_TP}", ", clip: {norm: 0.1}", "Pull 2, Push 2, AllReduce 3, AllGather 2"),
+        ("ranks: 2\nsharding: {look: pull, again: pull}\n", "", "Pull 2, Push 2"),
+        (
+            f"ranks: 2\n{STAGES}sharding: {{look: pull, again: pull}}\n",
+            "",
+            "",
+        ),
+    ],
+)
+def test_a_pulled_table_trains_as_one_rank_does(
+    plan: str, more: str, moved: str, optimizer: str, tmp_path: Path, whole: dict[str, Run]
+) -> None:
+    """Duplicates within a rank, over ranks, over two look-ups of one table and over parts of a batch."""
+    program = trained(plan, optimizer, more, tmp_path, whole)
+    assert program.training is not None
+    (table,) = program.training.tables
+    assert table.startswith(f"table [288, 4]: {'gradient by rows' if optimizer is SGD else 'dense gradient'}: ")
+    if moved:
+        wanted = {one.split()[0]: int(one.split()[1]) for one in moved.split(", ")}
+        assert kinds(program) == wanted
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [f"ranks: 4\n{NAMED}{ROWS_ALONG_TP}", "ranks: 2\ndataset: data_parallel\nsharding: {look: pull}\n"],
+    ids=["masked", "one of two look-ups"],
+)
+def test_a_table_of_which_rows_are_also_masked_has_a_dense_gradient(
+    plan: str, tmp_path: Path, whole: dict[str, Run]
+) -> None:
+    program = trained(plan, SGD, "", tmp_path, whole)
+    assert program.training is not None
+    assert program.training.tables == ("table [288, 4]: dense gradient: its rows are cut",)
