@@ -17,8 +17,7 @@ from partc.runtime.execution.step_plan import StepPlan
 from partc.runtime.execution.targets.dependencies import Access, Range, meet, waits_of
 from partc.runtime.execution.targets.workers import LanePlan, Workers
 from small_training import DATA_PARALLEL, MOMENTUM, PERCEPTRON, compiled
-from targeted import targeted
-from test_targets import ON_CPU, scattered, steps
+from targeted import ON_CPU, perceptron_steps, scattered, targeted
 
 
 def chance_accesses(chance: random.Random) -> list[Access]:
@@ -64,7 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_legal_order_gives_the_same_bits(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Actions one by one, the lane by chance: what a fast or a slow device may do."""
     with load_local(trained, trust=True, devices=ON_CPU, on_error="raise") as ranks:
-        expected = steps(ranks)
+        expected = perceptron_steps(ranks)
     orders = set()
     for seed in range(6):
         chance = random.Random(seed)
@@ -86,7 +85,7 @@ def test_every_legal_order_gives_the_same_bits(trained: Path, monkeypatch: pytes
 
         monkeypatch.setattr(Workers, "run", run)
         with load_local(trained, trust=True, devices=ON_CPU) as ranks:
-            found = steps(ranks)
+            found = perceptron_steps(ranks)
         assert found[0] == expected[0]
         assert all(array.tobytes() == expected[1][name].tobytes() for name, array in found[1].items())
     assert len(orders) > 6

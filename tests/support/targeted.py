@@ -8,18 +8,38 @@ Tasks stand there as their nodes. What the compiler makes of `target:` has fewer
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 from onnx import ModelProto, NodeProto, helper
 from partc.cli.comparison.variant import variant
 from partc.runtime.artifact.format import CAUSE, COPY, CPU, DOMAIN, DOMAIN_VERSION, PATH, TARGET, Manifest
 from partc.runtime.artifact.onnx_graph import path_of, reads
 from partc.runtime.artifact.rank_constants import is_rank_constant
-from partc.runtime.artifact.tasks import _rename
+from partc.runtime.artifact.tasks import rename_values
+from partc.runtime.execution.in_process import LocalProgram
+from training_equivalence import fed, tensors
 
 Choose = Callable[[NodeProto], str]
 _SIZES = ("Shape", "Size")
+ON_CPU = {"cuda": "cpu"}
+
+
+def scattered(node: NodeProto) -> str:
+    """A target by the name of what a node makes: neighbours often differ."""
+    return "cuda" if hashlib.sha256(node.output[0].encode()).digest()[0] % 2 else "cpu"
+
+
+def perceptron_steps(ranks: LocalProgram, count: int = 3) -> tuple[list[bytes], dict[str, np.ndarray]]:
+    """What some steps of the perceptron give, and the state after them."""
+    random = np.random.default_rng(5)
+    losses = []
+    for step in range(count):
+        x, t = (random.normal(size=(8, size)).astype(np.float32) for size in (6, 3))
+        losses.append(np.asarray(ranks({**fed(ranks, step), "x": x, "t": t})["loss"]).tobytes())
+    return losses, tensors(ranks)
 
 
 def targeted(folder: Path, out: Path, choose: Choose) -> Path:
@@ -62,7 +82,7 @@ def give_targets(model: ModelProto, choose: Choose, kept: Mapping[str, str]) -> 
             where[name] = CPU if node.op_type in _SIZES else target
         given = [name for name in node.output if name in outputs and where[name] != CPU]
         instead |= {name: f"{name}.{target}" for name in given}
-        _rename(node, instead)
+        rename_values(node, instead)
         where |= {f"{name}.{target}": target for name in given}
         graph.node.append(node)
         for name in given:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -15,19 +14,10 @@ from partc.runtime.artifact.format import OPTIMIZER, TARGET, Manifest
 from partc.runtime.devices.device_memory import Remote
 from partc.runtime.devices.devices import Device, Devices, devices_from, parse_devices
 from partc.runtime.errors import ArtifactError, UsageError
-from partc.runtime.execution.in_process import LocalProgram
 from partc.runtime.program import kernels, sessions
 from small_training import DATA_PARALLEL, MOMENTUM, PERCEPTRON, compiled
 from stub_gpu import stub_gpu as stub_gpu
-from targeted import targeted
-from training_equivalence import fed, tensors
-
-ON_CPU = {"cuda": "cpu"}
-
-
-def scattered(node: NodeProto) -> str:
-    """A target by the name of what a node makes: neighbours often differ."""
-    return "cuda" if hashlib.sha256(node.output[0].encode()).digest()[0] % 2 else "cpu"
+from targeted import ON_CPU, perceptron_steps, scattered, targeted
 
 
 def updates_on_cpu(node: NodeProto) -> str:
@@ -36,16 +26,6 @@ def updates_on_cpu(node: NodeProto) -> str:
 
 def updates_on_cuda(node: NodeProto) -> str:
     return "cuda" if node.domain == OPTIMIZER else "cpu"
-
-
-def steps(ranks: LocalProgram, count: int = 3) -> tuple[list[bytes], dict[str, np.ndarray]]:
-    """What some steps of the perceptron give, and the state after them."""
-    random = np.random.default_rng(5)
-    losses = []
-    for step in range(count):
-        x, t = (random.normal(size=(8, size)).astype(np.float32) for size in (6, 3))
-        losses.append(np.asarray(ranks({**fed(ranks, step), "x": x, "t": t})["loss"]).tobytes())
-    return losses, tensors(ranks)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(trained: Path) -> tuple[list[bytes], dict[str, np.ndarray]]:
     with load_local(trained) as ranks:
-        return steps(ranks)
+        return perceptron_steps(ranks)
 
 
 @pytest.mark.parametrize("choose", [scattered, updates_on_cpu, updates_on_cuda])
@@ -66,7 +46,7 @@ def test_a_step_is_the_same_wherever_its_nodes_run(
 ) -> None:
     folder = targeted(trained, tmp_path / "targeted", choose)  # type: ignore[arg-type]
     with load_local(folder, trust=True, devices=ON_CPU) as ranks:
-        losses, after = steps(ranks)
+        losses, after = perceptron_steps(ranks)
         remote = {
             name for one in ranks.ranks for name, tensor in one.state.tensors.items() if isinstance(tensor, Remote)
         }
@@ -95,7 +75,7 @@ def test_a_gpu_of_stubs_gives_the_same(
     """Also of an artifact without targets: its values lie on the host between sessions."""
     folder = trained if choose is None else targeted(trained, tmp_path / "targeted", choose)  # type: ignore[arg-type]
     with load_local(folder, trust=True, devices={"device": "cuda"}) as ranks:
-        losses, after = steps(ranks)
+        losses, after = perceptron_steps(ranks)
     assert losses == expected[0]
     assert all(array.tobytes() == expected[1][name].tobytes() for name, array in after.items())
     assert {str(one) for one in stub_gpu} == {"cuda:0"}
