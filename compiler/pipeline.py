@@ -47,6 +47,7 @@ from partc.compiler.tasks.localize import localize
 from partc.compiler.tasks.update import update
 from partc.compiler.training.add_training import add_training
 from partc.compiler.training.in_parts import in_parts, only_totals
+from partc.compiler.training.serve import serve
 from partc.compiler.training.trainable import trainable_names
 from partc.compiler.unsound import blamed
 from partc.compiler.verify import is_asked_for, verify
@@ -65,6 +66,7 @@ PASSES: tuple[Pass, ...] = (
     repeat_tables,
     straighten,
     unpack,
+    serve,
     precision,
     follow_annotations,  # the global view
     in_parts,

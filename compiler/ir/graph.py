@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+PINNED = "partc.pinned"
+"""Key of `ir.Node.meta`: a node of weights alone that runs where a rule puts it, and not wherever it is read."""
 OWN_NAME = "partc.own_name"
 """Key of `ir.Node.meta`: the name that the node has in its file, or in the function that it comes from."""
 INSIDE = "partc.local"

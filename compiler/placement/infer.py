@@ -78,6 +78,14 @@ class _Settler:
             for value in program.reads[node]:
                 self.readers.setdefault(value, []).append(node)
 
+    def works(self, group: Group) -> bool:
+        """Whether nodes that nothing places may run on a group: not on one that only serves."""
+        return not self.serving.issuperset(group)
+
+    @cached_property
+    def serving(self) -> frozenset[int]:
+        return frozenset(range(self.program.plan.ranks)) - {*self.program.plan.workers}
+
     @cached_property
     def free(self) -> list[ir.Node]:
         return [node for node in self.nodes if node not in self.fixed and node not in self.floating]
@@ -97,8 +105,7 @@ class _Settler:
             weight: dict[Group, int] = {}
             first: dict[Group, ir.Node] = {}
             for value, producer in self.producers(node):
-                if producer in self.home:
-                    group = self.home[producer]
+                if producer in self.home and self.works(group := self.home[producer]):
                     weight[group] = weight.get(group, 0) + sizes.bytes_of(value)
                     first.setdefault(group, producer)
             if weight:
@@ -176,7 +183,7 @@ class _Settler:
             for node in reversed(self.free):
                 here = self.home[node]
                 away = {group for out in node.outputs for group in self.needed_on(out)} - {here}
-                for to in sorted(group for group in away if len(group) >= len(here)):
+                for to in sorted(group for group in away if len(group) >= len(here) and self.works(group)):
                     moved = self._worth_moving(node, here, to, free)
                     if moved:
                         for each in moved:

@@ -12,6 +12,7 @@ The law, in order; the first that decides holds:
 4. A node follows the producer that has most bytes of its inputs; at a tie, the earliest input's.
 5. Without a placed producer it follows its first consumer, else the rank its output goes to, else rank 0. In a plan that cuts
    operators, the group of all ranks stands for rank 0.
+   Ranks that only serve draw nothing to them by (4) and (6), and "all ranks" are the others.
 6. Nodes that (4) or (5) placed move to their consumers, alone or with the producers that serve them only, where that saves a
    transfer, never to a smaller group.
 
@@ -24,6 +25,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.graph import PINNED
 from partc.compiler.ir.program import Group, Placed, Program, ProgramKind
 from partc.compiler.ops.registry import draws
 from partc.compiler.placement.infer import REPEATED, Delivered, Inferred, infer_placement
@@ -114,7 +116,7 @@ def _floating(program: Program, rules: dict[ir.Node, Rule]) -> dict[ir.Node, str
     of_shape: set[ir.Value] = set()
     floating: dict[ir.Node, str] = {}
     for node in program.model.graph:
-        if draws(node) or node.domain not in ("", "ai.onnx", "com.microsoft"):
+        if draws(node) or PINNED in node.meta or node.domain not in ("", "ai.onnx", "com.microsoft"):
             continue
         values = program.reads[node]
         if all(value in constant for value in values):

@@ -7,6 +7,9 @@ the mesh, and there are no slices.
 
 The mesh's axes within a group: all of them in one of as many ranks, in the mesh's order, as the mesh; those that vary in a list
 that equals a slice, order included; none in any other list.
+
+Ranks with a role, `roles: {ps: [4, 5]}`, have parameters and only serve: "all ranks" are then the others, the workers, and a mesh of the
+workers' number is their grid.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -38,6 +41,8 @@ class Group:
 
     ranks: tuple[int, ...]
     axes: Axes = ()
+    role: str = ""
+    """The role whose ranks these are, where it names them."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,23 @@ class Frame:
     mesh: Axes | None = None
     groups: tuple[int, ...] = ()
     folder: Path = Path()
+    roles: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def spans(self) -> bool:
-        """Whether the mesh is the grid of all ranks."""
-        return self.mesh is not None and _size(self.mesh) == self.ranks
+        """Whether the mesh is the grid of all ranks, or of all workers."""
+        return self.mesh is not None and _size(self.mesh) in (self.ranks, self.workers)
+
+    @property
+    def workers(self) -> int | None:
+        """How many ranks have no role."""
+        return None if self.ranks is None else len(workers_of(self.ranks, self.roles.values()))
+
+
+def workers_of(ranks: int, serving: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """The ranks that run what nothing places: those that do not serve, or all where each of them serves."""
+    servers = {rank for some in serving for rank in some}
+    return tuple(rank for rank in range(ranks) if rank not in servers) or tuple(range(ranks))
 
 
 def frame_of(data: Mapping[str, object], folder: Path = Path(), stages: tuple[int, ...] = ()) -> Frame:
@@ -73,7 +90,16 @@ def frame_of(data: Mapping[str, object], folder: Path = Path(), stages: tuple[in
         axes,
         (*(len(value) for value in lists if len(value) > 1), *stages),
         folder,
+        dict(_roles(data.get("roles"))),
     )
+
+
+def _roles(data: object) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The roles of a plan's bare data, as far as they are lists of ranks."""
+    for name, value in data.items() if isinstance(data, dict) else ():
+        ranks = value if isinstance(value, list) else [value]
+        if all(is_integer(rank) and rank >= 0 for rank in ranks):
+            yield str(name), tuple(ranks)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -83,6 +109,8 @@ def axes_of(mesh: Axes, ranks: int, group: tuple[int, ...]) -> Axes:
         return ()
     if _size(mesh) != ranks:
         return mesh if len(group) == _size(mesh) else ()
+    if any(rank >= ranks for rank in group):
+        return ()
     grid = _grid(mesh)
     at = [grid[rank] for rank in group]
     varying = [k for k, (_, size) in enumerate(mesh) if size == 1 or len({place[k] for place in at}) > 1]
@@ -95,7 +123,10 @@ def checked_mesh(mesh: dict[str, int], info: ValidationInfo) -> dict[str, int]:
     frame, size = _frame(info), math.prod(mesh.values())
     if not mesh or frame.ranks is None or size == frame.ranks or size in frame.groups:
         return mesh
+    if size == frame.workers:
+        return mesh
     there = f"there are {frame.ranks} ranks" if frame.ranks != 1 else "there is 1 rank"
+    there += f", of which {frame.workers} work" if frame.workers != frame.ranks else ""
     groups = ", ".join(str(group) for group in dict.fromkeys(frame.groups))
     more = f" and groups of {groups}" if groups else ""
     fact = f"the mesh {shown_mesh(tuple(mesh.items()))} has {size} ranks, but {there}{more}"
@@ -112,6 +143,8 @@ def group_of(value: object, frame: Frame) -> Group:
     match value:
         case list() | tuple():
             return _listed(value, frame)
+        case {"role": name, **rest} if "role" not in dict(frame.mesh or ()):
+            return _of_role(name, rest, frame)
         case dict():
             return _sliced(value, frame)
         case _:
@@ -171,7 +204,49 @@ def _listed(value: Sequence[object], frame: Frame) -> Group:
         fact = f"a group of {len(ranks)} ranks, but the mesh {shown_mesh(mesh)} has {_size(mesh)}"
         help = f"name {_size(mesh)} ranks, or give a mesh of all {frame.ranks} ranks and slices of it"
         raise Violation(fact, _LAW, help)
-    return Group(ranks, axes_of(mesh, frame.ranks, ranks) if frame.ranks is not None else ())
+    return Group(
+        ranks, axes_of(mesh, spanned(mesh, frame.ranks, frame.workers), ranks) if frame.ranks is not None else ()
+    )
+
+
+def _of_role(name: object, rest: Mapping[object, object], frame: Frame) -> Group:
+    if rest:
+        raise Violation(f"a role and '{next(iter(rest))}'", help="write {role: ps}, and the ranks in 'roles'")
+    if name not in frame.roles:
+        known = f"the roles are {', '.join(frame.roles)}" if frame.roles else "there are no roles"
+        last = (frame.ranks or 4) - 1
+        raise Violation(f"{shown(name)} is no role", known, f"declare it: 'roles: {{{name}: [{last - 1}, {last}]}}'")
+    return Group(frame.roles[str(name)], role=str(name))
+
+
+def spanned(mesh: Axes, ranks: int, workers: int | None) -> int:
+    """How many ranks a mesh is the grid of, where it is one of ranks and not of each group: all, or the workers."""
+    return workers if workers is not None and _size(mesh) == workers else ranks
+
+
+def checked_role(value: object, info: ValidationInfo) -> Group:
+    """The ranks of a role: one, or a list."""
+    frame = _frame(info)
+    listed = value if isinstance(value, list) else [value]
+    return Group(_ranks(listed, frame, "name at least one rank"))
+
+
+def checked_roles(roles: dict[str, Group], info: ValidationInfo) -> dict[str, Group]:
+    """The roles, if no rank has two, and the workers are the first ranks where the mesh is theirs."""
+    frame, taken = _frame(info), dict[int, str]()
+    for name, group in roles.items():
+        for rank in group.ranks:
+            if rank in taken:
+                law = "a rank has one role, or works"
+                raise Violation(f"rank {rank} is of the role '{taken[rank]}', too", law, "name it once", name)
+            taken[rank] = name
+    if frame.ranks is not None and frame.mesh and _size(frame.mesh) == frame.workers != frame.ranks:
+        workers = workers_of(frame.ranks, [group.ranks for group in roles.values()])
+        if workers != tuple(range(len(workers))):
+            law = "the first ranks are the workers' grid"
+            fact = f"{ranks_text(workers)} work, and the mesh {shown_mesh(frame.mesh)} is theirs"
+            raise Violation(fact, law, f"give the roles the ranks from {len(workers)} on")
+    return roles
 
 
 def _sliced(value: dict[str, object], frame: Frame) -> Group:

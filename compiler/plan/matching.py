@@ -46,7 +46,7 @@ def placement_rules(program: Program) -> tuple[dict[ir.Node, Rule], list[Problem
     problems: list[Problem] = []
     decided = _annotated(program)
     rules = _declared(program, problems)
-    rules += [Rule(p.pattern, p.ranks, p.where) for p in program.plan.placement]
+    rules += [Rule(p.pattern, p.ranks, p.where) for p in program.plan.placement if not p.serves]
     for rule in rules:
         ranks = program.plan.ranks
         if outside := [rank for rank in rule.ranks if not 0 <= rank < ranks]:
@@ -140,7 +140,7 @@ def _declared(program: Program, problems: list[Problem]) -> list[Rule]:
             found.append(Rule(placed.pattern, (placed.on,), placed.where))
             continue
         try:
-            group = group_of(placed.on, Frame(plan.ranks, plan.mesh, sizes))
+            group = group_of(placed.on, Frame(plan.ranks, plan.mesh, sizes, roles=plan.roles))
             found.append(Rule(placed.pattern, group.ranks, placed.where))
         except Violation as violation:
             problems.append(violation.at(placed.where, f"place of '{placed.pattern}'"))
@@ -177,9 +177,9 @@ def _annotated(program: Program) -> dict[ir.Node, Rule]:
 def default_group(plan: Plan, declared: Declared) -> Group:
     """Where operators run that nothing places: rank 0, or all ranks in a plan that cuts operators."""
     if declared.annotations is not None and declared.annotations.several:
-        return tuple(range(plan.ranks))
+        return plan.workers
     asked = plan.sharding or declared.sharding or plan.mesh or plan.dataset.style != FULL_BATCH or plan.dataset.specs
-    return tuple(range(plan.ranks)) if asked else (0,)
+    return plan.workers if asked else plan.workers[:1]
 
 
 def sharding_rules(program: Program) -> tuple[dict[ir.Node, ShardingRule], list[Problem]]:

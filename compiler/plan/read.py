@@ -113,7 +113,7 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
         },
         inputs={value: InputRule(tuple(dims), where("inputs", value)) for value, dims in entries.inputs.items()},
         placement=tuple(
-            PlacementRule(pattern, group.ranks, where("placement", pattern), group.axes)
+            PlacementRule(pattern, group.ranks, where("placement", pattern), group.axes, bool(group.role))
             for pattern, group in entries.placement.items()
         ),
         outputs=tuple(
@@ -121,6 +121,7 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
             for pattern, delivery in entries.outputs.items()
         ),
         mesh=tuple(entries.mesh.items()),
+        roles={name: group.ranks for name, group in entries.roles.items()},
         dataset=_dataset(entries, document),
         sharding=tuple(entry.rule(pattern, where("sharding", pattern)) for pattern, entry in entries.sharding.items()),
         max_reshard_bytes=entries.max_reshard_bytes,
@@ -203,6 +204,8 @@ def _subject(steps: tuple[str | int, ...]) -> str:
             return f"input '{name}'"
         case ("inputs", name, index):
             return f"input '{name}', dim {index}"
+        case ("roles", name):
+            return f"role '{name}'"
         case ("mesh", name):
             return f"mesh axis '{name}'"
         case ("dataset" | "dataset_strategy", name):

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from partc.compiler.dims.symbol import Symbol
-from partc.compiler.plan.groups import Axes, axes_of
+from partc.compiler.plan.groups import Axes, axes_of, spanned, workers_of
 from partc.compiler.plan.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class PlacementRule:
     ranks: tuple[int, ...]
     where: str
     axes: Axes = ()
+    serves: bool = False
+    """Whether the ranks have the parameters of what matches, and do not run it."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,7 @@ class Plan:
     pipeline: PipelineRules | None = None
     precision: PrecisionRules | None = None
     target: tuple[TargetRule, ...] = ()
+    roles: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @staticmethod
     def whole() -> Plan:
@@ -146,7 +150,12 @@ class Plan:
 
     def axes_of(self, group: tuple[int, ...]) -> Axes:
         """The mesh axes within a group of ranks, in order; none where the mesh says nothing of the group."""
-        return axes_of(self.mesh, self.ranks, group)
+        return axes_of(self.mesh, spanned(self.mesh, self.ranks, len(self.workers)), group)
+
+    @cached_property
+    def workers(self) -> tuple[int, ...]:
+        """The ranks that run what nothing places: all but those that serve."""
+        return workers_of(self.ranks, self.roles.values())
 
 
 def batch_shards(plan: Plan, name: str) -> int:
@@ -158,4 +167,4 @@ def batch_shards(plan: Plan, name: str) -> int:
         return first if isinstance(first, int) else math.prod(sizes[axis] for axis in first)
     if plan.dataset.style != DATA_PARALLEL:
         return 1
-    return sizes.get(DATA_AXIS, plan.ranks) if plan.mesh else plan.ranks
+    return sizes.get(DATA_AXIS, len(plan.workers)) if plan.mesh else len(plan.workers)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from partc.compiler.dims.symbol import LARGEST, Symbol
 from partc.compiler.plan.dataset import DatasetEntry, DatasetForm
-from partc.compiler.plan.groups import Group, checked_mesh, placed, rank_of, ranks_of
+from partc.compiler.plan.groups import Group, checked_mesh, checked_role, checked_roles, placed, rank_of, ranks_of
 from partc.compiler.plan.pattern import checked_pattern
 from partc.compiler.plan.pipeline import PipelineEntry
 from partc.compiler.plan.precision import PrecisionEntry
@@ -114,7 +114,10 @@ SymbolName: TypeAlias = Annotated[str, AfterValidator(_symbol_name)]
 RankNumber: TypeAlias = Annotated[int, Field(ge=0)]
 RankList: TypeAlias = Annotated[list[RankNumber], Field(min_length=1)]
 Slice: TypeAlias = Annotated[dict[str, RankNumber], Field(min_length=1)]
-Placed: TypeAlias = Annotated[Group, PlainValidator(placed, json_schema_input_type=RankNumber | RankList | Slice)]
+RoleName: TypeAlias = Annotated[dict[Literal["role"], str], Field(min_length=1)]
+Placed: TypeAlias = Annotated[
+    Group, PlainValidator(placed, json_schema_input_type=RankNumber | RankList | Slice | RoleName)
+]
 DeliveredTo: TypeAlias = RankNumber | RankList | Literal["producer", "sharded", "cut"]
 Delivered: TypeAlias = Annotated[Delivery, PlainValidator(_delivered, json_schema_input_type=DeliveredTo)]
 DimText: TypeAlias = Annotated[int, Field(ge=0)] | str | None
@@ -151,6 +154,9 @@ SymbolEntries: TypeAlias = dict[
 ]
 InputEntries: TypeAlias = dict[str, Dims]
 MeshEntries: TypeAlias = dict[Annotated[str, AfterValidator(_mesh_name)], Annotated[int, Field(ge=1)]]
+RoleEntries: TypeAlias = dict[
+    SymbolName, Annotated[Group, PlainValidator(checked_role, json_schema_input_type=RankNumber | RankList)]
+]
 PlacementEntries: TypeAlias = dict[PatternText, Placed]
 ShardingEntries: TypeAlias = dict[PatternText, ShardingForm]
 OutputEntries: TypeAlias = dict[PatternText, Delivered]
@@ -173,6 +179,15 @@ class PlanEntries(BaseModel):
         {},
         description="Names of the mesh axes, with their sizes, row-major, the last axis fastest: "
         "{dp: 2, tp: 4}. The sizes multiply to 'ranks', or else to the size of every group in 'placement'.",
+    )
+    roles: Annotated[
+        RoleEntries,
+        AfterValidator(checked_roles),
+        BeforeValidator(_or_empty, json_schema_input_type=RoleEntries | None),
+    ] = Field(
+        {},
+        description="Ranks that only serve, by the name of their role: {ps: [4, 5]}. 'placement' gives them parameters; all else runs on "
+        "the other ranks, the workers, whose grid the mesh may be.",
     )
     symbols: Annotated[SymbolEntries, BeforeValidator(_or_empty, json_schema_input_type=SymbolEntries | None)] = Field(
         {}, description="Dynamic dims by name, with their legal sizes."
@@ -200,7 +215,8 @@ class PlanEntries(BaseModel):
     ] = Field(
         {},
         description="The ranks of the operators that a pattern matches: a rank, a list of ranks (a group), or a slice of "
-        "the mesh, {pp: 1}, the group of all ranks with this coordinate. A pattern names modules or nodes by "
+        "the mesh, {pp: 1}, the group of all ranks with this coordinate; {role: ps}: those ranks have the parameters. "
+        "A pattern names modules or nodes by "
         "their dotted path: '*' within one part, '**' across parts, [0-5] a range of numbers; a module takes all that is "
         "inside.",
     )

@@ -113,7 +113,7 @@ def groups_of(stages: Sequence[StageEntry], schedule: object, frame: Frame) -> t
 
 
 def _spread(count: int, schedule: object, frame: Frame) -> tuple[tuple[int, ...], ...]:
-    ranks = frame.ranks
+    ranks = frame.workers
     if ranks is None or frame.mesh is None:
         return ((0,),) * count
     if frame.mesh and frame.spans:

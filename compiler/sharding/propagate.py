@@ -7,7 +7,8 @@ operand. Inputs are heard before outputs in every round. A cut that the dims are
 value is resharded there instead. An axis cuts one factor of a node; only rows that are looked up may have those of ids that arrive cut: to
 pull n ids' rows moves (P-1)/P n (8 + row) bytes a rank at most, and to gather ids and reduce terms P times as many.
 
-A value that goes to another group of as many ranks is asked for, and offered, as on its own: data parallel stages stay so.
+A value that goes to another group of as many ranks is asked for, and offered, as on its own: data parallel stages stay so. But for a
+parameter that other ranks serve: how it is cut there says nothing of how they compute.
 
 The result depends on the graph and on the given cuts alone, not on the order in which rules are listed.
 """
@@ -20,6 +21,7 @@ from pathlib import PurePath
 
 import onnx_ir as ir
 from partc.compiler.ir.choice import Axes, NodeOnGroup, NodeSharding, Operand, Pinned
+from partc.compiler.ir.graph import PINNED
 from partc.compiler.ir.program import Group
 from partc.compiler.layout.layout import Layout, Mesh
 from partc.compiler.ops.rule import WHOLE
@@ -87,6 +89,8 @@ class Propagation:
         if producer is None:
             return None
         groups = self.groups.get(producer, [])
+        if PINNED in producer.meta and group not in groups:
+            return None
         like = group if group in groups else next((other for other in groups if len(other) == len(group)), group)
         instance = NodeOnGroup(producer, like)
         choice = self.choices.get(instance)

@@ -1,0 +1,132 @@
+"""Pass: parameters that the plan gives to serving ranks: `placement: {"embedding": {role: ps}}`.
+
+Of a table, a parameter whose rows are looked up and nothing else, the lookup runs on the servers, each of which has a run of
+rows: rows leave, gradients of rows come back. Any other parameter is read by one node on its servers, an Identity, whose output
+its readers take:
+
+    y = MatMul(x, fc.weight)    ->    fc.weight.pulled = Identity(fc.weight)     on the servers, once a step
+                                      y = MatMul(x, fc.weight.pulled)            on the workers
+
+So it lies on the servers alone and is updated there; its value and its gradient move as any value and its cotangent do, in
+whatever layouts the workers have. Of several servers each has a run of the first dim, where it divides; else the one with the
+least bytes has all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.graph import PINNED
+from partc.compiler.ir.program import Program
+from partc.compiler.ops.registry import looks_up_rows
+from partc.compiler.plan.matching import matched_nodes, modules_of
+from partc.compiler.plan.pattern import compile_pattern, nearest
+from partc.compiler.plan.rules import PlacementRule, ShardingRule
+from partc.compiler.rewrite.rewriting import Rewriting
+from partc.compiler.training.trainable import trainable_names
+
+
+def serve(program: Program) -> Program:
+    """Gives parameters to the ranks that serve them; the program itself where none are. CompileError for patterns that match nothing."""
+    served = _served(program)
+    if not served:
+        return program
+    rewriting = _Serving(program)
+    for value, rule in served.items():
+        rewriting.serve(value, rule)
+    plan = replace(
+        program.plan,
+        placement=(*program.plan.placement, *rewriting.placement),
+        sharding=(*rewriting.sharding, *program.plan.sharding),
+    )
+    return rewriting.done(plan=plan)
+
+
+def _served(program: Program) -> dict[ir.Value, PlacementRule]:
+    """By parameter, in the model's order, the rule that gives it to servers: of those that match its readers the last one."""
+    if not any(rule.serves for rule in program.plan.placement):
+        return {}
+    graph, training = program.model.graph, program.training
+    names = [] if training is not None else trainable_names(program.model)
+    owned = {*training.parameters} if training is not None else {graph.initializers[name] for name in names}
+    decided: dict[ir.Node, PlacementRule] = {}
+    problems = []
+    for rule in program.plan.placement:
+        hit = matched_nodes(program, rule.pattern)
+        decided.update(dict.fromkeys(hit, rule))
+        if rule.serves and not any(value in owned for node in hit for value in node.inputs):
+            matches = compile_pattern(rule.pattern).matches
+            if not hit and any(map(matches, program.whole)):
+                continue
+            paths = [*modules_of(program.paths.values()), *program.paths.values()]
+            fact = f"'{rule.pattern}' matches no module or node that has parameters"
+            close = ", ".join(f"'{name}'" for name in nearest(rule.pattern, paths))
+            problems.append(Problem(rule.where, fact, help=f"the nearest are {close}" if close else ""))
+    if problems:
+        raise CompileError(problems)
+    order = [value for value in graph.initializers.values() if value in owned and value.uses()]
+    found = {}
+    for value in order:
+        rules = [decided[use.node] for use in value.uses() if use.node in decided]
+        if rules and rules[0].serves:
+            found[value] = rules[0]
+    return found
+
+
+@dataclass(frozen=True)
+class _Home:
+    ranks: tuple[int, ...]
+    shards: int
+
+
+class _Serving(Rewriting):
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.placement: list[PlacementRule] = []
+        self.sharding: list[ShardingRule] = []
+        self.bytes: dict[int, int] = {}
+        self.names = {*program.own_names}
+
+    def serve(self, value: ir.Value, rule: PlacementRule) -> None:
+        """Gives a parameter to the servers of a rule."""
+        readers = list(dict.fromkeys(use.node for use in value.uses()))
+        lookups = all(looks_up_rows(node) and value not in node.inputs[1:] for node in readers)
+        if lookups and all(node in self.paths for node in readers):
+            for node in readers:
+                self._put_on(node, _Home(rule.ranks, len(rule.ranks)), rule, value)
+            return
+        home = self._home(value, rule.ranks)
+        name = f"{value.name}.pulled"
+        while name in self.names:
+            name += "'"
+        self.names.add(name)
+        pulled = self.like(value, name)
+        value.replace_all_uses_with(pulled)
+        node = ir.Node("", "Identity", [value], outputs=[pulled], name=name)
+        node.meta[PINNED] = True
+        self.paths[node] = name
+        first = next(iter(self.graph))
+        self.graph.insert_before(first, node)
+        self._put_on(node, home, rule, value)
+
+    def _home(self, value: ir.Value, servers: Sequence[int]) -> _Home:
+        """The servers of a parameter that is read whole, and into how many runs of its first dim it is cut."""
+        shape = value.shape.numpy() if value.shape is not None and value.shape.is_static() else ()
+        size = value.const_value.nbytes if value.const_value is not None else 0
+        cut = len(servers) > 1 and bool(shape) and shape[0] >= len(servers) and shape[0] % len(servers) == 0
+        ranks = tuple(servers) if cut else (min(servers, key=lambda rank: (self.bytes.get(rank, 0), rank)),)
+        for rank in ranks:
+            self.bytes[rank] = self.bytes.get(rank, 0) + size // len(ranks)
+        return _Home(ranks, len(ranks))
+
+    def _put_on(self, node: ir.Node, home: _Home, rule: PlacementRule, value: ir.Value) -> None:
+        pattern = self.paths[node]
+        self.placement.append(PlacementRule(pattern, home.ranks, rule.where))
+        if home.shards > 1:
+            rank = len(value.shape) if value.shape is not None else 1
+            cut = (home.shards, *[1] * (rank - 1))
+            inputs = (cut, *[None] * (len(node.inputs) - 1))
+            self.sharding.append(ShardingRule(pattern, None, inputs, None, {}, rule.where))

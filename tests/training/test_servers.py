@@ -1,0 +1,126 @@
+"""Parameters on ranks that only serve: tables, whose lookups run there, and weights, which workers pull and whose gradients they push."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from partc.compiler import nn
+from partc.compiler.errors import CompileError
+from partc.compiler.frontend.inputs import Spec
+from partc.compiler.frontend.source import Source
+from partc.compiler.frontend.trace import trace
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
+from partc.runtime import load_local
+from training_equivalence import run, same_training
+from training_models import INT64
+
+TRAIN = """
+symbols: {batch: {divisor: 12, max: 48}}
+train:
+  loss: {type: softmax_cross_entropy, logits: y, labels: label}
+  optimizer: {type: momentum, lr: 0.3, momentum: 0.9}
+"""
+CLIPPED = TRAIN + "  clip: {norm: 0.3}\n  parameters: {'*.bias': {lr: 0.5}}\n"
+DP = "dataset: data_parallel\n"
+PLANS = {
+    "one server": ("ranks: 3\nroles: {ps: 2}\nplacement: {'*': {role: ps}}\n" + DP, TRAIN),
+    "servers in front": ("ranks: 4\nroles: {ps: [0, 1]}\nplacement: {'*': {role: ps}}\n" + DP, CLIPPED),
+    "three servers": ("ranks: 5\nroles: {ps: [1, 2, 4]}\nplacement: {up: {role: ps}, table: {role: ps}}\n" + DP, TRAIN),
+    "two roles": (
+        "ranks: 4\nroles: {tables: 3, weights: 2}\nplacement: {table: {role: tables}, 'up.*': {role: weights}}\n" + DP,
+        CLIPPED,
+    ),
+    "everyone serves": ("ranks: 2\nroles: {ps: [0, 1]}\nplacement: {'*': {role: ps}}\n" + DP, TRAIN),
+    "tensor parallel": (
+        "ranks: 6\nmesh: {dp: 2, tp: 2}\nroles: {ps: [4, 5]}\nplacement: {'*': {role: ps}}\n"
+        "sharding: {up: colwise, down: rowwise}\n" + DP,
+        TRAIN,
+    ),
+    "stages": (
+        "ranks: 4\nroles: {ps: [2, 3]}\nplacement: {up: 0, down: 1, table: {role: ps}}\npipeline: {microbatches: 3}\n",
+        TRAIN,
+    ),
+    "accumulated": ("ranks: 3\nroles: {ps: 2}\nplacement: {'*': {role: ps}}\n" + DP, TRAIN + "  accumulate: 2\n"),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(30, 6, init=nn.init.normal(0.5))
+        self.up, self.act, self.down = nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4)
+
+    def forward(self, op, ids):  # type: ignore[no-untyped-def]
+        rows = op.Reshape(self.table(op, ids), op.Constant(value_ints=[0, -1]))
+        return self.down(op, self.act(op, self.up(op, rows)))
+
+
+def net() -> Source:
+    return Source(trace(Net(), [Spec("ids", ("batch", 2), INT64)], ["y"], "net"))
+
+
+def batches(count: int) -> list[dict[str, np.ndarray]]:
+    random = np.random.default_rng(5)
+    return [{"ids": random.integers(0, 30, (12, 2)), "label": random.integers(0, 4, 12)} for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_workers_train_what_servers_have(tmp_path: Path, name: str) -> None:
+    plan, train = PLANS[name]
+    whole = run(net(), "ranks: 1\n" + train, tmp_path / "whole", batches(3))
+    program = same_training(net, plan + train, tmp_path, batches(3), rtol=3e-6, atol=3e-6, whole=whole)
+    serving = {*range(program.plan.ranks)} - {*program.plan.workers}
+    homes = {
+        one.tensor: {part.rank for part in program.parts for kept in part.kept if kept.tensor == one.tensor}
+        for part in program.parts
+        for one in part.kept
+    }
+    assert not serving or homes["table.weight"] <= serving
+    for rank in serving:
+        nodes = {step.node.op_type for step in program.parts[rank].steps if hasattr(step, "node")}
+        assert not nodes & {"MatMul", "Gemm", "Relu"}, nodes
+
+
+def test_servers_of_a_model_that_is_not_trained(tmp_path: Path) -> None:
+    plan = PLANS["three servers"][0] + "symbols: {batch: {divisor: 12}}"
+    compile_source(net(), parse_plan(plan, "plan.yaml"), tmp_path / "cut")
+    compile_source(net(), parse_plan("ranks: 1", "plan.yaml"), tmp_path / "whole")
+    ids = batches(1)[0]["ids"]
+    with load_local(tmp_path / "cut") as cut, load_local(tmp_path / "whole") as whole:
+        np.testing.assert_allclose(cut({"ids": ids})["y"], whole({"ids": ids})["y"], rtol=1e-6, atol=1e-6)
+
+
+WRONG = {
+    "placement: {table: {role: pz}}": """\
+plan.yaml:3: placement of 'table': the string 'pz' is no role
+  the roles are ps
+  help: declare it: 'roles: {pz: [2, 3]}'""",
+    "placement: {tabel: {role: ps}}": """\
+plan.yaml:3: 'tabel' matches no module or node that has parameters
+  help: the nearest are 'table'""",
+    "placement: {act: {role: ps}}": "plan.yaml:3: 'act' matches no module or node that has parameters",
+    "mesh: {dp: 3}": "the mesh dp=3 has 3 ranks, but there are 4 ranks, of which 2 work",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_what_no_role_can_be(tmp_path: Path, line: str) -> None:
+    plan = f"ranks: 4\nroles: {{ps: [2, 3]}}\n{line}\n{TRAIN}"
+    with pytest.raises(CompileError) as error:
+        compile_source(net(), parse_plan(plan, "plan.yaml"), tmp_path / "build")
+    assert WRONG[line] in str(error.value)
+
+
+def test_a_rank_has_one_role() -> None:
+    for roles, fact in (
+        ("{ps: [2, 3], tables: [3]}", "rank 3 is of the role 'ps', too"),
+        ("{ps: [2, 4]}", "rank 4, but there are 4 ranks"),
+        ("{ps: []}", "the list of ranks is empty"),
+    ):
+        with pytest.raises(CompileError, match=fact):
+            parse_plan(f"ranks: 4\nroles: {roles}\n", "plan.yaml")
+    with pytest.raises(CompileError, match="give the roles the ranks from 2 on"):
+        parse_plan("ranks: 4\nmesh: {dp: 2}\nroles: {ps: [0, 1]}\n", "plan.yaml")
