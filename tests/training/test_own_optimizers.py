@@ -161,7 +161,7 @@ train:
     )
     program = run(source, sgd.replace("FACTOR", "0.5"), tmp_path / "build", []).program
     rates = {node.attributes["rate"].as_float() for node in updates(program) if node.op_type == "Ftrl"}
-    assert rates == {np.float32(0.1)}
+    assert rates == {0.1}
 
 
 def updates(program: Program) -> list[ir.Node]:
