@@ -19,15 +19,17 @@ from partc.compiler.ir.program import PART, Group, PackedBox, Program, ShardedVa
 from partc.compiler.ir.rank_program import ComputeOp, LocalTensor, RankConstant, StateTensor, TaskKind
 from partc.compiler.ir.training import Training
 from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import AllReduce
 from partc.compiler.layout.reshard import lower
 from partc.compiler.sharding.operands import replicated_on
 from partc.compiler.tasks.buckets import Buckets, Fused, can_join
 from partc.compiler.tasks.duals import typed
 from partc.compiler.tasks.local_view import AccumulatedGradient, Gradient, LocalView
+from partc.compiler.tasks.shard_sums import ShardSums, without_dims
 from partc.compiler.tasks.update_rows import RowUpdates
 from partc.compiler.training.loss_scale import STATE, STEPS, next_nodes, number
-from partc.compiler.training.optimizers import clip_scale, update_nodes
+from partc.compiler.training.optimizers import clip_scale, update_steps
 
 Kind: TypeAlias = Literal["parameter", "optimizer", "statistics", "gradient", "scale"]
 _NO_BOUND = float(np.finfo(np.float32).max)
@@ -60,8 +62,7 @@ class Updates:
         self.rows = RowUpdates(self.training, self.builders, self._append)
         self.target = ""
         """The target of what is written, of one parameter."""
-        self._squares: dict[ir.Value, ShardedValue] = {}
-        """Per parameter the sums of squares that LAMB has where it is first updated."""
+        self.sums = ShardSums(program, local.comm, self._append)
 
     def write(self, gradients: Sequence[Gradient]) -> None:
         """Writes all updates, in the order in which the `gradients` are ready."""
@@ -97,15 +98,18 @@ class Updates:
         self.target = self.program.update_targets.get(one.parameter, "")
         name, group, tensor = self.names[one.home], one.home.group, _tensor(one.parameter)
         shared = one.share != one.home
-        shape = ir.Shape(self.values.local_shape(one.share) or ())
+        shape = self.values.local_shape(one.share) or ()
         shard = self._share(one, name) if shared else name
         kind = one.parameter.type
 
-        def value(name: str) -> ir.Value:
-            return ir.Value(name=name, type=kind, shape=shape)
+        def value(name: str, ones: Sequence[int] = ()) -> ir.Value:
+            dims = [1 if dim - len(shape) in ones else size for dim, size in enumerate(shape)]
+            return ir.Value(name=name, type=kind, shape=ir.Shape(dims))
 
-        slots = [value(self.builders.derived(f"{name}.{slot}")) for slot in optimizer.slots]
-        made = [value(self.builders.derived(f"{of}.next")) for of in (shard, *(slot.name for slot in slots))]
+        kept = optimizer.slots_of(len(shape))
+        slots = [value(self.builders.derived(f"{name}.{slot}"), ones) for slot, ones in kept.items()]
+        nexts = [(shard, ()), *zip([str(slot.name) for slot in slots], kept.values(), strict=True)]
+        made = [value(self.builders.derived(f"{of}.next"), ones) for of, ones in nexts]
         fed = self.training.scalars_of(optimizer)
         scalars = {scalar: ir.Value(name=name) for scalar, name in fed.items()}
         if clipped:
@@ -120,12 +124,13 @@ class Updates:
         if shared:
             self._gather(one, name, str(made[0].name))
         self._keep(one.home, name, self.builders.derived(f"{name}.next"), tensor, "parameter")
-        for slot, state, following in zip(optimizer.slots, slots, made[1:], strict=True):
+        for (slot, ones), state, following in zip(kept.items(), slots, made[1:], strict=True):
+            listed = self.builders.derived(f"{tensor}.{slot}")
             self._keep(
-                one.share,
+                self._home_of_slot(one, listed, ones),
                 str(state.name),
                 str(following.name),
-                self.builders.derived(f"{tensor}.{slot}"),
+                listed,
                 "optimizer",
                 tensor,
                 optimizer.initial(slot),
@@ -139,57 +144,35 @@ class Updates:
         scalars: Mapping[str, ir.Value],
         made: Sequence[ir.Value],
     ) -> None:
-        """Writes the update of a parameter by a dense gradient: one node, or those of LAMB with their sums over ranks."""
-        optimizer, learned = self.training.optimizer_of(one.parameter), self.training.parameters[one.parameter]
-        name, group, tensor = self.names[one.home], one.home.group, _tensor(one.parameter)
-        cut = tuple(axis for axes in one.share.layout.cuts for axis in axes)
-        first = self._squares.get(one.parameter)
-        reduced = None
-        if first is not None or (cut and not optimizer.is_elementwise):
-            whole = self.builders.derived(f"{name}.squares.whole")
-            reduced = ir.Value(name=whole, type=shard.type, shape=ir.Shape([2]))
-        update = update_nodes(
-            optimizer,
+        """Writes the update of a parameter by a dense gradient: one node, or several with sums over shards between them."""
+        steps = update_steps(
+            self.training.optimizer_of(one.parameter),
             shard,
             ir.Value(name=one.name, type=shard.type, shape=shard.shape),
             slots,
             scalars,
             made,
-            weight_decay=learned.weight_decay,
+            weight_decay=self.training.parameters[one.parameter].weight_decay,
             lr_multiplier=self.training.lr_multiplier(one.parameter),
             clip_value=self.training.clip_value or 0.0,
-            reduced=reduced,
+            shape=self._shape(one.parameter),
+            cut=self.sums.cut(one),
         )
-        for out in (out for node in (*update.before, *update.after) for out in node.outputs):
-            if out not in made and out is not reduced:
-                out.name = self.builders.derived(str(out.name))
-        if reduced is not None and first is not None:
-            # Another order of a sum would be another number, and versions must stay equal bit by bit.
-            self._append(group, update.before[:1])
-            reduced.name = self._brought(first, group, str(reduced.name), tensor)
-        else:
-            self._append(group, update.before)
-            self._sum_up(one, update.squares, reduced, cut)
-        self._append(group, update.after)
+        self.sums.write(one, steps, made)
 
-    def _sum_up(self, one: Gradient, terms: ir.Value | None, reduced: ir.Value | None, cut: tuple[int, ...]) -> None:
-        """Adds LAMB's sums of squares over the shards of a parameter."""
-        if terms is None:
-            return
-        group, made = one.home.group, typed(self.values, self.program.symbols, reduced or terms)[0]
-        if reduced is not None:
-            self._types(group, [reduced])
-            move = AllReduce(group, Layout(one.share.layout.mesh, ((),)), cut, "sum")
-            cause = f"norms of '{one.parameter.name}'"
-            self.comm.fused(move, [made], [str(terms.name)], [str(reduced.name)], 2, cause)
-        self._squares[one.parameter] = replicated_on(made, group)
+    def _shape(self, parameter: ir.Value) -> tuple[int, ...]:
+        """The shape of a whole parameter, which is known."""
+        return tuple(size for size in self.values[parameter].shape or () if isinstance(size, int))
 
-    def _brought(self, first: ShardedValue, group: Group, wanted: str, tensor: str) -> str:
-        """Sends the sums of squares to another group; their name there."""
-        target = replicated_on(first.value, group)
-        if target == first:
-            return str(first.value.name)
-        return self.comm.reshard(first, str(first.value.name), target, wanted, f"norms of '{tensor}'")
+    def _home_of_slot(self, one: Gradient, name: str, ones: Sequence[int]) -> ShardedValue:
+        """How a slot lies: as the parameter's share does, but for dims that it has one element of."""
+        if not ones:
+            return one.share
+        shape = self._shape(one.parameter)
+        dims = {dim % len(shape) for dim in ones}
+        whole = ir.Shape([1 if dim in dims else size for dim, size in enumerate(shape)])
+        listed = typed(self.values, self.program.symbols, ir.Value(name=name, type=one.parameter.type, shape=whole))[0]
+        return ShardedValue(listed, one.share.group, normal(without_dims(one.share.layout, dims)))
 
     def _share(self, one: Gradient, name: str) -> str:
         """Slices each rank's share of a parameter out of the version that it holds; the share's name."""

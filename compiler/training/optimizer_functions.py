@@ -17,7 +17,7 @@ id once (`MergeRows`; `SgdRows` adds, and takes an id several times):
 
     parameter_next, momentum_next = partc.optimizer.MomentumRows(parameter, momentum, ids, rows, lr) {momentum, lr_multiplier}
 
-The formulas are rows of `plan/training/optimizer_table.py`, which says how a body is written; what is no element-wise update is here.
+The formulas are rows of `plan/training/optimizer_table.py`, which says how a body is written, and of `whole_functions.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from dataclasses import dataclass, field
 import onnx
 import onnx.parser
 from partc.compiler.plan.training.optimizer_kind import Form, OptimizerKind
-from partc.compiler.plan.training.optimizer_table import CORRECTED, MEAN, OPTIMIZERS, RATE, SQUARE
+from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
+from partc.compiler.training.whole_functions import PARTS
 from partc.runtime.artifact.format import OPTIMIZER
 from partc.runtime.artifact.row_function import IDS, MERGE, ROWS, merge_function
 
@@ -38,7 +39,7 @@ DOMAIN = OPTIMIZER
 DOMAIN_VERSION = 1
 OPSET = 21
 _VARIANTS = ("Scaled", "Clipped", "Decayed", "Double")
-_FED = ("lr", "scale", "bias1", "bias2")
+_FED = ("lr", "scale", "bias1", "bias2", "forget", "bound")
 _NEXT = "_next"
 _LITERALS = {"0": ("zero", "0.0"), "1": ("one", "1.0"), "small": ("tiny", "1e-6")}
 
@@ -58,79 +59,17 @@ class Family:
     tables: tuple[str, ...] = ()
     looked_up: bool = False
 
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay makes it another function."""
+        return self.coupled or any(line.lstrip().startswith("+ ") for line in self.body.splitlines())
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_BIAS = ("bias1", "bias2")
+
 _PAIR = ("parameter", "gradient")
 
 
 def _next(*names: str) -> tuple[str, ...]:
     return tuple(name + _NEXT for name in names)
-
-
-_PARTS = {
-    "LambDirection": Family(
-        "d = m'/bias1 / (sqrt(v'/bias2) + eps) + weight_decay w, the direction of LAMB (You et al. 2020, algorithm 2)",
-        (*_PAIR, *_MOMENTS, *_BIAS),
-        ("direction", *_next(*_MOMENTS)),
-        f"""{MEAN}{SQUARE}{CORRECTED}
-        - direction = Mul (quotient, correction)
-        + corrected = Mul (quotient, correction)
-        + decay = Mul (parameter, @weight_decay)
-        + direction = Add (corrected, decay)
-        """,
-    ),
-    "LambSquares": Family(
-        "the sums of the squares of the parameter and of the direction, as one vector of 2; of a cut parameter they are terms of a sum",
-        ("parameter", "direction"),
-        ("squares",),
-        """
-        parameter_square = ReduceSumSquare <keepdims: int = 0> (parameter)
-        direction_square = ReduceSumSquare <keepdims: int = 0> (direction)
-        axes = Constant <value_ints: ints = [0]> ()
-        parameter_entry = Unsqueeze (parameter_square, axes)
-        direction_entry = Unsqueeze (direction_square, axes)
-        squares = Concat <axis: int = 0> (parameter_entry, direction_entry)
-        """,
-    ),
-    "LambRatio": Family(
-        "|w| / |d|, 1 where either is 0, at most max_ratio",
-        ("squares",),
-        ("ratio",),
-        """
-        norms = Sqrt (squares)
-        parameter_norm, direction_norm = Split <axis: int = 0, num_outputs: int = 2> (norms)
-        quotient = Div (parameter_norm, direction_norm)
-        bounded = Min (quotient, @max_ratio)
-        lesser = Min (parameter_norm, direction_norm)
-        both = Greater (lesser, @0)
-        chosen = Where (both, bounded, @1)
-        ratio = Squeeze (chosen)
-        """,
-    ),
-    "LambApply": Family(
-        "w' = w - lr ratio d",
-        ("parameter", "direction", "ratio", "lr"),
-        _next("parameter"),
-        f"""{RATE}
-        step = Mul (rate, ratio)
-        change = Mul (direction, step)
-        parameter_next = Sub (parameter, change)
-        """,
-    ),
-    "ClipScale": Family(
-        "what gradients are multiplied with so that their norm, of which `total` is the square, is at most max_norm, "
-        "as torch.nn.utils.clip_grad_norm_",
-        ("total",),
-        ("scale",),
-        """
-        norm = Sqrt (total)
-        divisor = Add (norm, @small)
-        quotient = Div (@max_norm, divisor)
-        scale = Min (quotient, @1)
-        """,
-    ),
-}
 
 
 def _of(kind: OptimizerKind, form: Form) -> Family:
@@ -150,8 +89,8 @@ _WHOLE = {form.function: _of(kind, form) for kind in OPTIMIZERS.values() for for
 _BY_ROWS = {
     f"{form.function}Rows": _of_rows(kind, form) for kind in OPTIMIZERS.values() for form in kind.forms if form.body
 }
-FAMILIES = {**_WHOLE, **_BY_ROWS, **_PARTS}
-"""By name: the function of each optimizer, the parts of LAMB, and the clipping of gradients by their norm."""
+FAMILIES = {**_WHOLE, **_BY_ROWS, **{name: Family(*part) for name, part in PARTS.items()}}
+"""By name: the function of each optimizer, the parts of those that are several, and the clipping of gradients by their norm."""
 
 
 def variant(

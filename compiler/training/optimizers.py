@@ -1,44 +1,27 @@
 """The nodes that make one parameter's update by an optimizer.
 
-    update_nodes(optimizer("momentum", {"lr": 0.01}), weight, gradient, slots, scalars, outputs).nodes
+    update_steps(optimizer("momentum", {"lr": 0.01}), weight, gradient, slots, scalars, outputs, shape=(64, 32))
 
-All but LAMB are one node a parameter, element by element, so that a shard of a parameter, or of a flat buffer of many, is updated as the
-whole is. LAMB is four, with two norms in the middle, which need all shards:
-`update_nodes(..., reduced=value)` reads a sum over ranks there.
+Most are one node a parameter, element by element, so that a shard of a parameter, or of a flat buffer of many, is updated as the
+whole is. Some are several, with sums in the middle that need all shards (`whole_updates.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
-from partc.compiler.training.optimizer_functions import DOMAIN, function, variant
+from partc.compiler.training.optimizer_functions import DOMAIN, FAMILIES, function, variant
+from partc.compiler.training.whole_updates import WHOLE_UPDATES, Step, WholeUpdate
 from partc.runtime.artifact.row_function import IDS, MERGE, ROWS, adds_up
 
 
-@dataclass(frozen=True)
-class Update:
-    """The nodes of one parameter's update, in order. `squares`: LAMB's two sums of squares, which the last of `before` makes.
-
-    Of a cut parameter they are terms: the sum over its pieces, as a value, is given to `update_nodes` as `reduced`, and made
-    between `before` and `after`.
-    """
-
-    before: tuple[ir.Node, ...]
-    after: tuple[ir.Node, ...] = ()
-    squares: ir.Value | None = None
-
-    @property
-    def nodes(self) -> tuple[ir.Node, ...]:
-        """All nodes, in order."""
-        return self.before + self.after
-
-
-def update_nodes(
+def update_steps(
     optimizer: Optimizer,
     parameter: ir.Value,
     gradient: ir.Value,
@@ -49,34 +32,30 @@ def update_nodes(
     weight_decay: float | None = None,
     lr_multiplier: float = 1.0,
     clip_value: float = 0.0,
-    reduced: ir.Value | None = None,
-) -> Update:
-    """The nodes that make `outputs`, the next parameter and slots.
+    shape: Sequence[int] = (),
+    cut: Collection[int] = (),
+) -> list[Step]:
+    """The nodes that make `outputs`, the next parameter and slots, and the sums over shards between them, in order.
 
     `scalars` are by name; with `scale` among them the gradient is first multiplied with it. `weight_decay` is the optimizer's own
-    if None; `clip_value` 0 clips nothing. `reduced` stands for LAMB's sums of squares where the parameter is cut. The functions
-    that the nodes call are `functions(node.op_type for ...)`. Raises CompileError for a parameter that is not float32 or float64.
+    if None; `clip_value` 0 clips nothing. `shape` is that of the whole parameter, of which ranks have shards along the dims `cut`. The
+    functions that the nodes call are `functions(node.op_type for ...)`. Raises CompileError for a parameter that is not float32 or float64.
     """
     _check_type(parameter)
     decay = optimizer.weight_decay if weight_decay is None else weight_decay
     numbers = _numbers(optimizer, decay, lr_multiplier, clip_value)
-    call = _Call(parameter, numbers, scalars)
-    inputs = {"parameter": parameter, "gradient": gradient, **dict(zip(optimizer.slots, slots, strict=True))}
+    call = _Call(parameter, {**numbers, **_sizes(shape)}, scalars)
+    names = optimizer.slots_of(len(shape))
+    inputs = {"parameter": parameter, "gradient": gradient, **dict(zip(names, slots, strict=True))}
     if optimizer.is_elementwise:
-        return Update((call.node(optimizer.form.function, inputs, outputs, "update"),))
-    direction = call.value("direction", parameter.shape)
-    squares = call.value("squares", ir.Shape([2]))
-    ratio = call.value("ratio", ir.Shape([]))
-    both = {"parameter": parameter, "direction": direction}
-    before = (
-        call.node("LambDirection", inputs, [direction, *outputs[1:]], "direction"),
-        call.node("LambSquares", both, [squares], "squares"),
-    )
-    after = (
-        call.node("LambRatio", {"squares": reduced or squares}, [ratio], "ratio"),
-        call.node("LambApply", {**both, "ratio": ratio}, outputs[:1], "update"),
-    )
-    return Update(before, after, squares)
+        return [call.node(optimizer.form.function, inputs, outputs, "update")]
+    return WHOLE_UPDATES[optimizer.type](WholeUpdate(call, inputs, outputs, tuple(shape), cut))
+
+
+def _sizes(shape: Sequence[int]) -> dict[str, float]:
+    """The sizes of a parameter that functions have as attributes."""
+    rows, columns = (1, 1, *shape)[-2:]
+    return {"elements": float(math.prod(shape)), "rows": float(rows), "columns": float(columns)}
 
 
 def row_update_node(
@@ -92,7 +71,7 @@ def row_update_node(
     lr_multiplier: float = 1.0,
     clip_value: float = 0.0,
 ) -> ir.Node:
-    """The node that updates the rows `ids` of a parameter and its slots by the gradient `rows`; as `update_nodes` otherwise."""
+    """The node that updates the rows `ids` of a parameter and its slots by the gradient `rows`; as `update_steps` otherwise."""
     _check_type(parameter)
     decay = optimizer.weight_decay if weight_decay is None else weight_decay
     call = _Call(parameter, _numbers(optimizer, decay, lr_multiplier, clip_value), scalars)
@@ -142,6 +121,10 @@ def _attributes(optimizer: Optimizer) -> dict[str, float]:
     return {**optimizer.hyper, **rest, **negated}
 
 
+_PLAIN = frozenset(("LambSquares", "AdafactorSquares", "AdafactorTotal"))
+"""Functions without any number of a type."""
+
+
 @dataclass(frozen=True)
 class _Call:
     """Makes the nodes of one parameter's update: the variant of a function that is needed, with the attributes that it has."""
@@ -151,14 +134,15 @@ class _Call:
     scalars: Mapping[str, ir.Value]
 
     def node(self, family: str, inputs: Mapping[str, ir.Value], outputs: Sequence[ir.Value], part: str) -> ir.Node:
-        reads_gradient = "gradient" in inputs or ROWS in inputs
+        row = FAMILIES[family]
+        reads_gradient = not {"gradient", ROWS}.isdisjoint(row.inputs)
         called = function(
             variant(
                 family,
                 scaled=reads_gradient and "scale" in self.scalars,
                 clipped=reads_gradient and self.numbers["clip_value"] > 0,
-                decayed=reads_gradient and self.numbers["weight_decay"] > 0,
-                double=family != "LambSquares" and self.parameter.dtype == ir.DataType.DOUBLE,
+                decayed=row.decays and self.numbers["weight_decay"] > 0,
+                double=self.parameter.dtype == ir.DataType.DOUBLE and (reads_gradient or family not in _PLAIN),
             )
         )
         given = {**self.scalars, **inputs}

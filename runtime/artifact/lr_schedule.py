@@ -44,6 +44,8 @@ SCALARS: Mapping[str, Callable[[int, Mapping[str, float]], float]] = {
     "scale": lambda step, hyper: hyper.get("scale", 1.0),
     "bias1": lambda step, hyper: 1 - hyper["beta1"] ** (step + 1),
     "bias2": lambda step, hyper: 1 - hyper["beta2"] ** (step + 1),
+    "forget": lambda step, hyper: (step + 1) ** hyper["beta2_decay"],
+    "bound": lambda step, hyper: (step + 1) ** -0.5,
 }
 """By name what an optimizer's function reads beside tensors; `hyper` are the optimizer's numbers and `lr`, the rate of the step."""
 

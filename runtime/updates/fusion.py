@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ..artifact import format as fmt
 from ..artifact.lr_schedule import SCALARS
+from ..artifact.optimizer_function import NEXT
 from ..artifact.row_function import is_rowwise
 from ..program.flat_buffers import FlatBuffer, fixed_shape
 from ..program.rank_file import RankFile
@@ -163,12 +164,17 @@ class _Member:
         attributes = tuple(sorted(one.SerializeToString(deterministic=True) for one in self.node.attribute))
         return self.node.op_type, attributes, self.numbers, self.types[self.tensors[0]], self.targets.get(self.gradient)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it runs by itself: memory is laid out for one gradient, and for what is kept; not for other results."""
+        return not self.gradient or not all(formal.endswith(NEXT) for formal in self.function.output)
+
 
 def _runs(members: Sequence[_Member], buffered: Mapping[str, str]) -> Iterator[list[_Member]]:
     """Neighbours that can run as one."""
     run: list[_Member] = []
     for one in members:
-        fits = bool(run) and bool(one.gradient) and run[-1].key == one.key and bool(run[-1].gradient)
+        fits = bool(run) and run[-1].key == one.key and not one.is_alone and not run[-1].is_alone
         if fits and buffered.get(one.gradient) == buffered.get(run[-1].gradient):
             run.append(one)
             continue

@@ -295,6 +295,7 @@ def _box(*boxes: list[list[int]]) -> dict[str, object]:
             _state("shift", kind="statistics"),
             "state 'shift.momentum': it is of the parameter 'shift', which no rank keeps",
         ),
+        (_state("shift.momentum", shape=[2]), "its shape is [2], and that of its parameter 'shift' [5]"),
         (
             _state("shift.momentum", ranks=[0]),
             "rank_0001.onnx: graph input 'shift.momentum': manifest.json lists no input",

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import onnxruntime
 from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.training.optimizer_functions import functions
-from partc.compiler.training.optimizers import update_nodes
+from partc.compiler.training.optimizers import update_steps
 from partc.runtime.artifact.lr_schedule import scalars
 
 Array = npt.NDArray[Any]
@@ -20,7 +20,7 @@ Options = Mapping[str, object]
 Tensors = dict[str, Array]
 
 STEPS = 20
-UNCOUPLED = ("adamw", "adam_weight_decay", "lamb")
+UNCOUPLED = ("adamw", "adam_weight_decay", "lamb", "lars", "adafactor")
 """Types whose weight decay is no part of the gradient."""
 
 CASES: list[tuple[str, Options]] = [
@@ -51,6 +51,10 @@ CASES: list[tuple[str, Options]] = [
     ("lamb", {"lr": 0.01}),
     ("lamb", {"lr": 0.02, "betas": [0.8, 0.98], "eps": 1e-4, "weight_decay": 0.3}),
     ("lamb", {"lr": 0.02, "weight_decay": 0.1, "max_ratio": 0.2}),
+    ("lars", {"lr": 2.0}),
+    ("lars", {"lr": 0.5, "momentum": 0.5, "trust_coefficient": 0.02, "eps": 1e-3, "weight_decay": 0.3}),
+    ("adafactor", {"lr": 0.01}),
+    ("adafactor", {"lr": 0.05, "beta2_decay": -0.5, "eps": [1e-3, 0.1], "d": 1.5, "weight_decay": 0.1}),
 ]
 
 
@@ -92,25 +96,28 @@ def operands(
 ) -> tuple[ir.Value, ir.Value, list[ir.Value], dict[str, ir.Value], list[ir.Value]]:
     """What `Optimizer.update` takes for a parameter `w`."""
 
-    def tensor(name: str) -> ir.Value:
-        return ir.Value(name=name, shape=None if shape is None else ir.Shape(shape), type=ir.TensorType(dtype))
+    def tensor(name: str, ones: tuple[int, ...] = ()) -> ir.Value:
+        dims = None if shape is None else ir.Shape(slot_shape(shape, ones))
+        return ir.Value(name=name, shape=dims, type=ir.TensorType(dtype))
 
+    slots = chosen.slots_of(len(shape or ()))
     names = (*chosen.scalars, *(["scale"] if scaled else []))
     single = ir.TensorType(ir.DataType.FLOAT)
     return (
         tensor("w"),
         tensor("w.grad"),
-        [tensor(f"w.{slot}") for slot in chosen.slots],
+        [tensor(f"w.{slot}", ones) for slot, ones in slots.items()],
         {name: ir.Value(name=name, shape=ir.Shape([]), type=single) for name in names},
-        [tensor(f"{name}.next") for name in ("w", *(f"w.{slot}" for slot in chosen.slots))],
+        [tensor("w.next"), *(tensor(f"w.{slot}.next", ones) for slot, ones in slots.items())],
     )
 
 
 def model_of(chosen: Optimizer, shape: tuple[int, ...], opset: int = 21, **more: Any) -> onnx.ModelProto:
-    """A checked model whose outputs are one parameter's update; `more` goes to `operands` and to `update_nodes`."""
+    """A checked model whose outputs are one parameter's update; `more` goes to `operands` and to `update_steps`."""
     given = operands(chosen, shape, **{key: more.pop(key) for key in ("scaled", "dtype") if key in more})
     parameter, gradient, slots, singles, outputs = given
-    nodes = update_nodes(chosen, *given, **more).nodes
+    steps = update_steps(chosen, *given, shape=shape, **more)
+    nodes = [step for step in steps if isinstance(step, ir.Node)]
     graph = ir.Graph(
         [parameter, gradient, *slots, *singles.values()],
         outputs,
@@ -136,7 +143,7 @@ def trained(
     element = dtype.numpy()
     session = session_of(model_of(chosen, shape, scaled=scale is not None, dtype=dtype, **more).SerializeToString())
     state: Tensors = {"w": drawn(shape, 1).astype(element)}
-    state |= {f"w.{slot}": np.full(shape, chosen.initial(slot), element) for slot in chosen.slots}
+    state |= {f"w.{slot}": value.astype(element) for slot, value in begun(chosen, shape).items()}
     names = (*chosen.scalars, *([] if scale is None else ["scale"]))
     hyper = {**chosen.hyper, "lr": chosen.lr, **({} if scale is None else {"scale": scale})}
     for step, g in enumerate(gradients(shape)):
@@ -145,11 +152,22 @@ def trained(
     return state
 
 
+def slot_shape(shape: tuple[int, ...], ones: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a slot that has one element along some dims."""
+    return tuple(1 if dim - len(shape) in ones else size for dim, size in enumerate(shape))
+
+
+def begun(chosen: Optimizer, shape: tuple[int, ...]) -> Tensors:
+    """The slots of a parameter before the first step."""
+    slots = chosen.slots_of(len(shape)).items()
+    return {slot: np.full(slot_shape(shape, ones), chosen.initial(slot)) for slot, ones in slots}
+
+
 def formula(chosen: Optimizer, shape: tuple[int, ...], change: Callable[[Array], Array] = lambda g: g) -> Tensors:
     """The same in float64; `change` is applied to gradients first."""
     h, lr, wd = chosen.hyper, chosen.lr, chosen.weight_decay
     w = drawn(shape, 1).astype(np.float64)
-    kept = {slot: np.full(shape, chosen.initial(slot)) for slot in chosen.slots}
+    kept = begun(chosen, shape)
     coupled = chosen.type not in UNCOUPLED
     for t, gradient in enumerate(gradients(shape), 1):
         g = change(gradient.astype(np.float64)) + (wd * w if coupled else 0)
@@ -174,6 +192,25 @@ def formula(chosen: Optimizer, shape: tuple[int, ...], change: Callable[[Array],
                 z = kept["linear"] = z + g - (more**-p - n**-p) / lr * w
                 quadratic = 1 / (more**p * lr) + 2 * h["l2"]
                 w = np.where(np.abs(z) > h["l1"], (np.sign(z) * h["l1"] - z) / quadratic, 0)
+            case "lars":
+                norms = np.linalg.norm(np.ravel(w)), np.linalg.norm(np.ravel(g))
+                ratio = (
+                    h["trust_coefficient"] * norms[0] / (norms[1] + wd * norms[0] + h["eps"]) if min(norms) > 0 else 1.0
+                )
+                m = kept["momentum"] = h["momentum"] * kept["momentum"] + lr * ratio * (g + wd * w)
+                w = w - m
+            case "adafactor":
+                forget, size = t ** h["beta2_decay"], max(h["eps2"], np.sqrt(np.mean(w**2)))
+                for name, axis in (("row_var", -1), ("col_var", -2)) if w.ndim > 1 else ():
+                    kept[name] = kept[name] + forget * (np.mean(g**2, axis=axis, keepdims=True) - kept[name])
+                if w.ndim > 1:
+                    v = kept["row_var"] @ kept["col_var"]
+                    v = v / np.maximum(np.mean(kept["row_var"], axis=-2, keepdims=True), h["eps1"])
+                else:
+                    v = kept["variance"] = kept["variance"] + forget * (g**2 - kept["variance"])
+                d = g / np.sqrt(np.maximum(v, h["eps1"] ** 2))
+                step = min(lr, t**-0.5) * size / max(1.0, np.sqrt(np.mean(d**2)) / h["d"])
+                w = w * (1 - lr * wd) - step * d
             case "adagrad":
                 kept["sum"] = kept["sum"] + g**2
                 w = w - lr * g / (np.sqrt(kept["sum"]) + h["eps"])

@@ -10,23 +10,28 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
-from optimizer_case import drawn, fed, model_of, operands, session_of
+from optimizer_case import Tensors, begun, drawn, fed, model_of, operands, session_of, slot_shape
 from partc.compiler.plan.training.optimizer import optimizer
 from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
 from partc.compiler.training.optimizer_functions import FAMILIES, function, functions, variant
-from partc.compiler.training.optimizers import update_nodes
+from partc.compiler.training.optimizers import update_steps
+from partc.compiler.training.whole_functions import PARTS
+from partc.compiler.training.whole_updates import ShardSum
 from partc.runtime.artifact.lr_schedule import SCALARS
 from partc.runtime.artifact.optimizer_function import is_elementwise, is_in_place
 from partc.runtime.artifact.row_function import is_rowwise
+from partc.runtime.program.steps import Update
+from partc.runtime.updates.fusion import plan_groups
 from partc.runtime.updates.update_model import flat_model
 
 NUMBERS = {"momentum": 0.9, "beta1": 0.9, "one_minus_beta1": 0.1, "beta2": 0.999, "one_minus_beta2": 0.001, "eps": 1e-8}
 NUMBERS |= {"alpha": 0.9, "one_minus_alpha": 0.1, "minus_lr_power": 0.75, "l1": 0.01, "l2": 0.1, "rate": 0.1}
+NUMBERS |= {"trust_coefficient": 0.01, "eps1": 1e-7, "beta2_decay": -0.8}
 NUMBERS |= {"lr_multiplier": 0.5, "weight_decay": 0.1, "clip_value": 0.7, "max_ratio": 10}
 
 OPTIONS = {key for kind in OPTIMIZERS.values() for key in kind.options} | {"beta1", "beta2"}
 KNOWN = {*OPTIONS, *(f"{word}{key}" for key in OPTIONS for word in ("one_minus_", "minus_"))}
-KNOWN |= {"lr_multiplier", "rate", "clip_value", "max_norm"}
+KNOWN |= {"eps1", "eps2", "elements", "rows", "columns", "lr_multiplier", "rate", "clip_value", "max_norm"}
 
 # Nodes over tensors, each a pass over memory.
 PASSES = {
@@ -74,7 +79,9 @@ def test_a_function_reads_as_its_formula() -> None:
 @pytest.mark.parametrize("type", OPTIMIZERS)
 def test_functions_are_of_the_models_opset(type: str, opset: int) -> None:
     chosen = optimizer(type, {"lr": 0.1, "weight_decay": 0.2})
-    feeds = {each: np.abs(drawn((3, 5), 1)) for each in ("w", "w.grad", *(f"w.{slot}" for slot in chosen.slots))}
+    shapes = {"w": (3, 5), "w.grad": (3, 5)}
+    shapes |= {f"w.{slot}": slot_shape((3, 5), ones) for slot, ones in chosen.slots_of(2).items()}
+    feeds = {each: np.abs(drawn(shape, 1)) for each, shape in shapes.items()}
     feeds |= fed(chosen.scalars, 2, {**chosen.hyper, "lr": 0.1})
     found, wanted = (
         session_of(model_of(chosen, (3, 5), opset=version).SerializeToString()).run(None, feeds)
@@ -102,16 +109,17 @@ def test_passes_over_memory(name: str, passes: int) -> None:
     assert count == passes
 
 
+SUMS = {name for name in PARTS if name.endswith(("Squares", "Ratio", "Means", "Total"))} | {"AdafactorDirection"}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_update_is_elementwise_and_in_place(family: str) -> None:
     has_gradient, by_rows = not {"gradient", "rows"}.isdisjoint(FAMILIES[family].inputs), bool(FAMILIES[family].tables)
-    for flags in itertools.product((False, True), repeat=4) if has_gradient else [(False,) * 4, (False,) * 3 + (True,)]:
-        scaled, clipped, decayed, double = flags
-        if decayed and family == "SgdRows":
-            continue  # a decay changes all rows
+    some, decays = (False, True) if has_gradient else (False,), (False, True) if FAMILIES[family].decays else (False,)
+    for scaled, clipped, decayed, double in itertools.product(some, some, decays, (False, True)):
         made = function(variant(family, scaled=scaled, clipped=clipped, decayed=decayed, double=double))
         onnx.checker.check_function(made)
-        assert is_elementwise(made) is (family not in ("LambSquares", "LambRatio") and not by_rows)
+        assert is_elementwise(made) is (family not in SUMS and not by_rows)
         assert is_rowwise(made) is by_rows
         assert is_in_place(made)
         assert set(made.attribute) <= KNOWN
@@ -139,7 +147,7 @@ IN_SHARDS = (
 )
 
 
-@pytest.mark.parametrize("name", [*IN_SHARDS, "AdamWeightDecay", "LambDirectionDecayed"])
+@pytest.mark.parametrize("name", [*IN_SHARDS, "AdamWeightDecay", "LambDirectionDecayed", "AdafactorVectorScaled"])
 def test_shards_of_flat_buffers_in_place_are_the_whole_bit_by_bit(name: str) -> None:
     called = function(name)
     count, chunk = 10_007, 1_024
@@ -165,7 +173,8 @@ def test_shards_of_flat_buffers_in_place_are_the_whole_bit_by_bit(name: str) -> 
 @pytest.mark.parametrize("type", ["sgd", "momentum", "adam", "lamb"])
 def test_a_scale_of_zero_stops_a_gradient_whose_square_overflows(type: str) -> None:
     chosen = optimizer(type, {"lr": 0.1})
-    node = update_nodes(chosen, *operands(chosen, scaled=True)).nodes[0]
+    node = update_steps(chosen, *operands(chosen, scaled=True))[0]
+    assert isinstance(node, ir.Node)
     called = function(node.op_type)
     names = tuple(name for name in called.input if name in SCALARS)
     state = {name: np.ones(3, np.float32) for name in called.input if name not in names}
@@ -188,32 +197,59 @@ def flat(node: ir.Node) -> bytes:
     """A node's function as a model; what LAMB keeps of norms has shapes of its own."""
     numbers = {name: attribute.as_float() for name, attribute in node.attributes.items()}
     model = onnx.load_from_string(flat_model(function(node.op_type), numbers))
-    if node.op_type in ("LambSquares", "LambRatio"):
+    if node.op_type in SUMS:
         model.graph.output[0].type.tensor_type.ClearField("shape")
     return model.SerializeToString()
 
 
-def test_lamb_on_shards_with_a_sum_between_is_lamb_on_the_whole() -> None:
-    chosen = optimizer("lamb", {"lr": 0.1, "weight_decay": 0.2})
-    names = ("parameter", "gradient", "exp_avg", "exp_avg_sq")
-    state = [drawn((6, 5), 1), drawn((6, 5), 2), drawn((6, 5), 3), np.abs(drawn((6, 5), 4))]
-    step = fed(chosen.scalars, 2, {**chosen.hyper, "lr": 0.1})
-    feeds = dict(zip(("w", "w.grad", "w.exp_avg", "w.exp_avg_sq"), state, strict=True))
-    whole = session_of(model_of(chosen, (6, 5)).SerializeToString()).run(None, feeds | step)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("type", ["lamb", "lars", "adafactor"])
+def test_shards_with_sums_between_are_the_whole(type: str, dim: int) -> None:
+    """Every node runs by itself on two shards; a `ShardSum` is the sum of what both have."""
+    chosen = optimizer(type, {"lr": 0.1, "weight_decay": 0.2})
+    shape, numbers = (6, 4), fed((*chosen.scalars, "scale"), 2, {**chosen.hyper, "lr": 0.1, "scale": 0.5})
+    slots = {f"w.{slot}": np.abs(drawn(value.shape, 4)) for slot, value in begun(chosen, shape).items()}
+    state = {"w": drawn(shape, 1), "w.grad": drawn(shape, 2), **slots}
+    whole = session_of(model_of(chosen, shape, scaled=True).SerializeToString()).run(None, {**state, **numbers})
+    given = operands(chosen, shape, scaled=True)
+    halves = [{name: half(value, dim, k) for name, value in state.items()} | numbers for k in range(2)]
+    for step in update_steps(chosen, *given, shape=shape, cut=[dim]):
+        if isinstance(step, ShardSum):
+            if step.total is not step.terms:
+                assert dim in step.dims
+                total = sum(each[str(step.terms.name)] for each in halves)
+                halves = [{**each, str(step.total.name): np.asarray(total)} for each in halves]
+            continue
+        halves = [each | results(step, each) for each in halves]
+    for value, wanted in zip(given[-1], whole, strict=True):
+        one, other = (each[str(value.name)] for each in halves)
+        found = one if one.shape == wanted.shape else np.concatenate([one, other], dim)
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7, err_msg=str(value.name))
 
-    reduced = ir.Value(name="squares.sum", type=ir.TensorType(ir.DataType.FLOAT))
-    update = update_nodes(chosen, *operands(chosen), reduced=reduced)
-    assert update.squares is update.before[-1].outputs[0]
-    assert list(update.after[0].inputs) == [reduced]
-    direction, squares, ratio, apply = (session_of(flat(node)) for node in update.nodes)
-    both = []
-    for shard in ([part[:4] for part in state], [part[4:] for part in state]):
-        given = {name: part.ravel() for name, part in zip(names, shard, strict=True)}
-        made = direction.run(None, given | {name: step[name] for name in ("bias1", "bias2")})
-        both.append({"parameter": given["parameter"], "direction": made[0]})
-    (share,) = ratio.run(None, {"squares": sum(squares.run(None, each)[0] for each in both)})
-    parts = [apply.run(None, {**each, "ratio": share, "lr": step["lr"]})[0] for each in both]
-    np.testing.assert_allclose(np.concatenate(parts).reshape(6, 5), whole[0], rtol=1e-6, atol=1e-7)
+
+def half(value: np.ndarray, dim: int, k: int) -> np.ndarray:
+    """One of two shards; a slot of one element along the dim is the same for both."""
+    return value if value.shape[dim] == 1 else np.split(value, 2, dim)[k]
+
+
+def results(node: ir.Node, given: Tensors) -> Tensors:
+    """What a node makes of arrays by name."""
+    inputs = [
+        ir.Value(name=value.name, type=ir.TensorType(ir.DataType.FLOAT)) for value in node.inputs if value is not None
+    ]
+    outputs = [ir.Value(name=value.name, type=ir.TensorType(ir.DataType.FLOAT)) for value in node.outputs]
+    copy = ir.Node(node.domain, node.op_type, inputs, list(node.attributes.values()), outputs=outputs)
+    graph = ir.Graph(inputs, outputs, nodes=[copy], opset_imports={"": 21, node.domain: 1}, name="one")
+    proto = ir.serde.serialize_model(ir.Model(graph, ir_version=10))
+    proto.functions.append(function(node.op_type))
+    names = [str(value.name) for value in outputs]
+    return dict(
+        zip(
+            names,
+            session_of(proto.SerializeToString()).run(None, {str(v.name): given[str(v.name)] for v in inputs}),
+            strict=True,
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,8 +258,31 @@ def test_lamb_on_shards_with_a_sum_between_is_lamb_on_the_whole() -> None:
 )
 def test_lamb_does_not_adapt_to_zeros(squares: tuple[float, float], ratio: float) -> None:
     chosen = optimizer("lamb", {"lr": 1})
-    (found,) = session_of(flat(update_nodes(chosen, *operands(chosen)).after[0])).run(
-        None, {"squares": np.asarray(squares, np.float32)}
+    (node,) = (
+        one
+        for one in update_steps(chosen, *operands(chosen))
+        if isinstance(one, ir.Node) and one.op_type == "LambRatio"
     )
+    (found,) = session_of(flat(node)).run(None, {"squares": np.asarray(squares, np.float32)})
     assert found.shape == ()
     assert found == pytest.approx(ratio, rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "groups"), [("Sgd", 1), ("AdafactorMoment", 2)])
+def test_neighbours_with_results_of_their_own_run_by_themselves(name: str, groups: int) -> None:
+    """Memory is laid out for gradients and for what is kept, so several that make something else are not one over flat memory."""
+    called = function(name)
+    kept, other = (called.input[0], called.input[1])
+    numbers = [each for each in called.input if each in SCALARS]
+    nodes = [
+        onnx.helper.make_node(
+            name, [f"{k}.{kept}", f"{k}.{other}", *numbers], [f"{k}.{each}" for each in called.output]
+        )
+        for k in "ab"
+    ]
+    names = [f"{k}.{each}" for k in "ab" for each in (kept, other, *called.output)]
+    states = {f"{k}.{kept}" for k in "ab"}
+    plan = plan_groups(
+        [Update(nodes)], {name: called}, dict.fromkeys(names, (3,)), dict.fromkeys(names, "tensor(float)"), states, {}
+    )
+    assert [len(found) for found in plan.groups.values()] == [groups]

@@ -87,6 +87,8 @@ MIXED = f"""train:
   parameters:
     "tokens*": {{optimizer: {{type: adagrad, lr: 0.02, initial_accumulator: 0.01}}}}
     "**.project*": {{optimizer: {{type: lamb, eps: 0.01, betas: [0.8, 0.9]}}, weight_decay: 0.1}}
+    "**.out*": {{optimizer: {{type: lars, lr: 2.0}}}}
+    "**.mlp.project*": {{optimizer: {{type: adafactor, d: 2.0}}}}
     "head*": {{optimizer: momentum}}
     "positions*": {{optimizer: {{type: ftrl, lr: 0.05, l1: 0.001}}}}
     "norm*": {{optimizer: {{type: rmsprop, eps: 0.01, centered: true, momentum: 0.5}}}}
@@ -113,7 +115,7 @@ def test_every_plan_learns_as_the_whole(plan: str, shard: str, more: str, tmp_pa
     train = MIXED.replace("SHARD", shard)
     program = learns(name, PLANS[plan], sizes_of(name, 4, 8), tmp_path, train + more, atol=5e-4)
     assert program.training is not None
-    assert list(program.training.others) == ["adagrad", "ftrl", "lamb", "rmsprop", "momentum"]
+    assert list(program.training.others) == ["adagrad", "ftrl", "lamb", "lars", "adafactor", "rmsprop", "momentum"]
 
 
 REFUSED = {

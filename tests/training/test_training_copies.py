@@ -43,7 +43,10 @@ def test_a_tied_weight_is_one_parameter(plan: str, tmp_path: Path) -> None:
     same_training(lambda: source, plan + SGD, tmp_path, steps, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("optimizer", ["type: lamb, lr: 0.02, eps: 0.01", "type: adam, lr: 0.02, eps: 0.01"])
+ADAFACTOR = "type: adafactor, lr: 0.02, d: 2.0"
+
+
+@pytest.mark.parametrize("optimizer", ["type: lamb, lr: 0.02, eps: 0.01", "type: adam, lr: 0.02, eps: 0.01", ADAFACTOR])
 @pytest.mark.parametrize(
     "plan",
     [

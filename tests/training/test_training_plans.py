@@ -259,11 +259,13 @@ OPTIMIZERS = [
     "type: adamw, lr: 0.05, eps: 0.01, weight_decay: 0.1",
     "type: adam_weight_decay, lr: 0.05, eps: 0.01, weight_decay: 0.1",
     "type: lamb, lr: 0.05, eps: 0.01, weight_decay: 0.1",
+    "type: lars, lr: 5.0, trust_coefficient: 0.01, weight_decay: 0.1",
+    "type: adafactor, lr: 0.05, weight_decay: 0.1, shard: true",
 ]
 
 
-SOME = [one for one in OPTIMIZERS if one.startswith(("type: momentum", "type: adam,", "type: lamb"))]
-"""A slot, two of them, and norms of whole parameters; the formulas of the others are of this kind."""
+SOME = [one for one in OPTIMIZERS if one.startswith(("type: momentum", "type: adam,", "type: lamb", "type: adafactor"))]
+"""A slot, two of them, norms of whole parameters, and slots of rows and columns; the formulas of the others are of this kind."""
 
 
 @pytest.mark.parametrize(

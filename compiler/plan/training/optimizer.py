@@ -36,6 +36,11 @@ class Optimizer:
         """The tensors that are kept of each parameter, each of its shape and type."""
         return self.form.slots
 
+    def slots_of(self, rank: int) -> Mapping[str, tuple[int, ...]]:
+        """The tensors that are kept of a parameter of `rank` dims, by name, with the dims along which they have one element."""
+        matrix = OPTIMIZERS[self.type].matrix_slots
+        return matrix if matrix and rank > 1 else dict.fromkeys(self.slots, ())
+
     @property
     def scalars(self) -> tuple[str, ...]:
         """The rank-0 float32 values that a step reads; where gradients are scaled `scale` is one more."""
@@ -52,7 +57,7 @@ class Optimizer:
 
     def initial(self, slot: str) -> float:
         """What every element of a slot begins with."""
-        if slot not in self.slots:
+        if slot not in {*self.slots, *self.slots_of(2)}:
             raise KeyError(f"{self.type} has no slot '{slot}'")
         option = OPTIMIZERS[self.type].initial.get(slot)
         return self.hyper[option] if option else 0.0
@@ -92,12 +97,17 @@ def optimizer(
                 got = value if isinstance(value, list | tuple) else shown(value)
                 problems.append(Problem(where(key), f"{type}: expected {option.law} as '{key}', but got {got}"))
             case (first, second):
-                numbers.update(beta1=first, beta2=second)
+                name = _PAIRS.get(key, key)
+                numbers |= {f"{name}1": first, f"{name}2": second}
             case float(number):
                 numbers[key] = number
     if problems:
         raise CompileError(problems)
     return Optimizer(type, numbers.pop("lr"), numbers.pop("weight_decay"), numbers)
+
+
+_PAIRS = {"betas": "beta"}
+"""What each of the numbers of a pair is called, without its place."""
 
 
 def _remedy(type: str, key: str) -> str:

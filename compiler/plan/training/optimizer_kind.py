@@ -108,6 +108,8 @@ class OptimizerKind:
     body: str = ""
     coupled: bool = False
     rows: str = ""
+    matrix_slots: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Slots in place of `slots` for parameters of two dims or more, by name; they have one element along these dims."""
     initial: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, Switch] = field(default_factory=dict)
 

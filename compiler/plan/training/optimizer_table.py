@@ -240,5 +240,31 @@ OPTIMIZERS = {
         slots=_MOMENTS,
         scalars=("lr", "bias1", "bias2"),
     ),
+    "lars": OptimizerKind(
+        "m' = momentum m + lr r (g + weight_decay w); w' = w - m'; r = trust_coefficient |w| / (|g| + weight_decay |w| + eps), 1 where "
+        "|w| or |g| is 0, as LARS (You et al. 2017)",
+        function="Lars",
+        options={
+            **_MOMENTUM,
+            "trust_coefficient": Option(0.001, positive=True),
+            "eps": Option(1e-8, positive=True),
+        },
+        slots=("momentum",),
+    ),
+    "adafactor": OptimizerKind(
+        "d = g / sqrt(v'), where of a matrix v' is the product of the means of rows and columns of g g, kept with 1 - t^beta2_decay; "
+        "w' = w (1 - lr weight_decay) - min(lr, 1/sqrt(t)) max(eps2, rms w) / max(1, rms d / d) d, as torch.optim.Adafactor",
+        function="Adafactor",
+        options={
+            **_LR,
+            "beta2_decay": Option(-0.8, negative=True),
+            "eps": Option((2**-23, 1e-3), positive=True),
+            "d": Option(1.0, positive=True),
+            **_DECAY,
+        },
+        slots=("variance",),
+        matrix_slots={"row_var": (-1,), "col_var": (-2,)},
+        scalars=("lr", "forget", "bound"),
+    ),
 }
 """By the name in a plan."""

@@ -117,19 +117,31 @@ def _check_slots(manifest: Manifest) -> Iterator[Violation]:
             continue
         if record.parameter not in shapes:
             yield _violation(record, f"it is of the parameter '{record.parameter}', which no rank keeps")
-        elif shapes[record.parameter] != record.shape:
+        elif not _is_of(record.shape, shapes[record.parameter]):
             fact = f"its shape is {record.shape}, and that of its parameter '{record.parameter}' {shapes[record.parameter]}"
             yield _violation(record, fact)
-        elif lost := [rank for rank in record.ranks if not _is_inside(record, rank, held)]:
+        elif lost := [rank for rank in record.ranks if not _is_inside(record, rank, shapes[record.parameter], held)]:
             yield _violation(
                 record, f"rank {lost[0]} holds it without that shard of its parameter '{record.parameter}'"
             )
 
 
-def _is_inside(record: StateRecord, rank: int, held: Mapping[tuple[str, int], Sequence[Region]]) -> bool:
-    """Whether a slot lies within one of the shards that its rank has of its parameter."""
+def _is_of(slot: Sequence[int], parameter: Sequence[int]) -> bool:
+    """Whether a slot has a parameter's shape, but for dims that it has one element of: what is kept of a row or a column."""
+    return len(slot) == len(parameter) and all(one in (1, size) for one, size in zip(slot, parameter, strict=True))
+
+
+def _is_inside(
+    record: StateRecord, rank: int, parameter: Sequence[int], held: Mapping[tuple[str, int], Sequence[Region]]
+) -> bool:
+    """Whether a slot lies within one of the shards that its rank has of its parameter, in the dims that both have."""
     own = region(record.shard(rank), record.shape)
-    return any(one.contains(own) for one in held.get((record.parameter, rank), ()))
+    dims = [dim for dim, (one, size) in enumerate(zip(record.shape, parameter, strict=True)) if one == size]
+    return any(_along(one, dims).contains(_along(own, dims)) for one in held.get((record.parameter, rank), ()))
+
+
+def _along(one: Region, dims: Sequence[int]) -> Region:
+    return Region(tuple(one.begin[dim] for dim in dims), tuple(one.end[dim] for dim in dims))
 
 
 def _check_file(

@@ -1,0 +1,99 @@
+"""Sums over the shards of a parameter, in the middle of its update: norms, means of rows and of columns.
+
+%w.squares.whole = partc.comm::AllReduce(%w.squares)      # norms of 'w'
+
+A parameter that lies in several ways has its sums from where it is updated first: another order of a sum would be another number, and
+versions must stay equal bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+from partc.compiler.ir.program import Group, Program, Shape, ShardedValue
+from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.mesh import normal
+from partc.compiler.layout.moves import AllReduce
+from partc.compiler.lower.comm import CommLowering
+from partc.compiler.tasks.duals import typed
+from partc.compiler.tasks.local_view import Gradient
+from partc.compiler.training.whole_updates import ShardSum, Step, without_terms
+
+Append = Callable[[Group, Sequence[ir.Node]], None]
+
+
+@dataclass
+class ShardSums:
+    """Writes updates with sums over shards; `append` writes nodes on the ranks of a group."""
+
+    program: Program
+    comm: CommLowering
+    append: Append
+    known: dict[ir.Value, list[tuple[ShardedValue, str]]] = field(default_factory=dict)
+    """By parameter its sums where it is updated first, in order, with their names there."""
+
+    def cut(self, one: Gradient) -> Collection[int]:
+        """The dims along which sums are made by others, too: those that are cut, or all where the sums are there already."""
+        cuts = one.share.layout.cuts
+        return [dim for dim in range(len(cuts)) if cuts[dim] or one.parameter in self.known]
+
+    def write(self, one: Gradient, steps: Sequence[Step], made: Sequence[ir.Value]) -> None:
+        """Writes the steps that make a parameter's next value and slots; what they make besides gets names of its own."""
+        before, group, builders = self.known.get(one.parameter), one.home.group, self.comm.builders
+        sums = [step for step in steps if isinstance(step, ShardSum)]
+        for value in [
+            *(sum.total for sum in sums),
+            *(out for step in steps if isinstance(step, ir.Node) for out in step.outputs),
+        ]:
+            if value not in made:
+                value.name = builders.derived(str(value.name))
+        for step in steps if before is None else without_terms(steps, made):
+            if isinstance(step, ir.Node):
+                self.append(group, [step])
+            elif before is None:
+                self.known.setdefault(one.parameter, []).append(self._summed(one, step))
+            elif step.total is not step.terms:
+                step.total.name = self._brought(one, step, *before[sums.index(step)])
+
+    def _summed(self, one: Gradient, step: ShardSum) -> tuple[ShardedValue, str]:
+        """Adds terms up over the shards along the dims of a sum; the sum, and its name."""
+        group, layout, name = one.home.group, self._layout(one, step), str(step.total.name)
+        local = tuple(step.terms.shape or ())
+        shape = ir.Shape([size * layout.num_shards(dim) for dim, size in enumerate(local) if isinstance(size, int)])
+        value = typed(self.comm.values, self.program.symbols, ir.Value(name=name, type=step.terms.type, shape=shape))[0]
+        if step.total is not step.terms:
+            axes = tuple(axis for dim in step.dims for axis in one.share.layout.cuts[dim])
+            elements = math.prod(size for size in local if isinstance(size, int))
+            self.comm.builders.declare(group, name, value, _local(local))
+            move = AllReduce(group, layout, axes, "sum")
+            self.comm.fused(move, [value], [str(step.terms.name)], [name], elements, _cause(one, step))
+        return ShardedValue(value, group, normal(layout)), name
+
+    def _brought(self, one: Gradient, step: ShardSum, first: ShardedValue, name: str) -> str:
+        """Brings a sum to another group; its name there."""
+        target = ShardedValue(first.value, one.home.group, normal(self._layout(one, step)))
+        if target == first:
+            return name
+        brought: str = self.comm.reshard(first, name, target, str(step.total.name), _cause(one, step))
+        return brought
+
+    def _layout(self, one: Gradient, step: ShardSum) -> Layout:
+        """How a sum lies where the parameter is updated: as that, but for the dims that it has one element of."""
+        layout = one.share.layout
+        return without_dims(layout, step.ones) if step.ones else Layout(layout.mesh, ((),))
+
+
+def without_dims(layout: Layout, dims: Collection[int]) -> Layout:
+    """A layout with some dims whole."""
+    return Layout(layout.mesh, tuple(() if dim in dims else axes for dim, axes in enumerate(layout.cuts)))
+
+
+def _cause(one: Gradient, step: ShardSum) -> str:
+    return f"{'means' if step.ones else 'norms'} of '{one.parameter.name}'"
+
+
+def _local(sizes: Sequence[object]) -> Shape:
+    return tuple(size for size in sizes if isinstance(size, int))

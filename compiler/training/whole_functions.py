@@ -1,0 +1,208 @@
+"""The functions of updates that need sums over all of a parameter, one row a part: what comes before a sum, between sums, and behind.
+
+Bodies are written as in `plan/training/optimizer_table.py`. What is made of shards and numbers alone is element-wise; sums are not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from partc.compiler.plan.training.optimizer_table import APPLY, CORRECTED, MEAN, RATE, SQUARE
+
+
+class Part(NamedTuple):
+    """A function: its formula, inputs, outputs and body; `coupled`: weight decay is added to the gradient."""
+
+    doc: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    body: str
+    coupled: bool = False
+
+
+_SQUARES = "the sums of the squares of both, as one vector of 2; of a cut parameter they are terms of a sum"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _squares(other: str) -> str:
+    return f"""
+        parameter_square = ReduceSumSquare <keepdims: int = 0> (parameter)
+        other_square = ReduceSumSquare <keepdims: int = 0> ({other})
+        axes = Constant <value_ints: ints = [0]> ()
+        parameter_entry = Unsqueeze (parameter_square, axes)
+        other_entry = Unsqueeze (other_square, axes)
+        squares = Concat <axis: int = 0> (parameter_entry, other_entry)
+        """
+
+
+_NORMS = """
+        norms = Sqrt (squares)
+        parameter_norm, other_norm = Split <axis: int = 0, num_outputs: int = 2> (norms)
+"""
+_IF_BOTH = """
+        lesser = Min (parameter_norm, other_norm)
+        both = Greater (lesser, @0)
+        chosen = Where (both, quotient, @1)
+        ratio = Squeeze (chosen)
+"""
+_DIRECTION = """
+        eps_square = Mul (@eps1, @eps1)
+        floored = Max (estimate, eps_square)
+        root = Sqrt (floored)
+        direction = Div (g, root)
+"""
+
+PARTS = {
+    "ClipScale": Part(
+        "what gradients are multiplied with so that their norm, of which `total` is the square, is at most max_norm, "
+        "as torch.nn.utils.clip_grad_norm_",
+        ("total",),
+        ("scale",),
+        """
+        norm = Sqrt (total)
+        divisor = Add (norm, @small)
+        quotient = Div (@max_norm, divisor)
+        scale = Min (quotient, @1)
+        """,
+    ),
+    "LambDirection": Part(
+        "d = m'/bias1 / (sqrt(v'/bias2) + eps) + weight_decay w, the direction of LAMB (You et al. 2020, algorithm 2)",
+        ("parameter", "gradient", *_MOMENTS, "bias1", "bias2"),
+        ("direction", "exp_avg_next", "exp_avg_sq_next"),
+        f"""{MEAN}{SQUARE}{CORRECTED}
+        - direction = Mul (quotient, correction)
+        + corrected = Mul (quotient, correction)
+        + decay = Mul (parameter, @weight_decay)
+        + direction = Add (corrected, decay)
+        """,
+    ),
+    "LambSquares": Part(_SQUARES, ("parameter", "direction"), ("squares",), _squares("direction")),
+    "LambRatio": Part(
+        "|w| / |d|, 1 where either is 0, at most max_ratio",
+        ("squares",),
+        ("ratio",),
+        f"""{_NORMS}
+        unbounded = Div (parameter_norm, other_norm)
+        quotient = Min (unbounded, @max_ratio)
+        {_IF_BOTH}""",
+    ),
+    "LambApply": Part(
+        "w' = w - lr ratio d",
+        ("parameter", "direction", "ratio", "lr"),
+        ("parameter_next",),
+        f"""{RATE}
+        step = Mul (rate, ratio)
+        change = Mul (direction, step)
+        parameter_next = Sub (parameter, change)
+        """,
+    ),
+    "LarsSquares": Part(_SQUARES, ("parameter", "gradient"), ("squares",), _squares("g")),
+    "LarsRatio": Part(
+        "trust_coefficient |w| / (|g| + weight_decay |w| + eps), 1 where |w| or |g| is 0 (You et al. 2017)",
+        ("squares",),
+        ("ratio",),
+        f"""{_NORMS}
+        - divisor = Add (other_norm, @eps)
+        + pulled = Mul (parameter_norm, @weight_decay)
+        + both_norms = Add (other_norm, pulled)
+        + divisor = Add (both_norms, @eps)
+        trusted = Mul (parameter_norm, @trust_coefficient)
+        quotient = Div (trusted, divisor)
+        {_IF_BOTH}""",
+    ),
+    "LarsApply": Part(
+        "m' = momentum m + lr ratio (g + weight_decay w); w' = w - m'",
+        ("parameter", "gradient", "momentum", "ratio", "lr"),
+        ("parameter_next", "momentum_next"),
+        f"""{RATE}
+        step = Mul (rate, ratio)
+        weight ~ step
+        change = Mul (g, weight)
+        old = Mul (momentum, @momentum)
+        momentum_next = Add (old, change)
+        parameter_next = Sub (parameter, momentum_next)
+        """,
+        coupled=True,
+    ),
+    "AdafactorMeans": Part(
+        "the means of the squares of each row and of each column, the last two dims; of a cut parameter they are terms of these",
+        ("gradient",),
+        ("row_means", "column_means"),
+        """
+        last = Constant <value_ints: ints = [-1]> ()
+        last_but_one = Constant <value_ints: ints = [-2]> ()
+        row_sums = ReduceSumSquare <keepdims: int = 1> (g, last)
+        row_means = Div (row_sums, @columns)
+        column_sums = ReduceSumSquare <keepdims: int = 1> (g, last_but_one)
+        column_means = Div (column_sums, @rows)
+        """,
+    ),
+    "AdafactorMoment": Part(
+        "v' = v + forget (means - v), which is at least 0; `current` is the same for those that read it in this step",
+        ("moment", "means", "forget"),
+        ("current", "moment_next"),
+        """
+        gap = Sub (means, moment)
+        moved = Mul (gap, forget)
+        current = Add (moment, moved)
+        moment_next = Max (current, @0)
+        """,
+    ),
+    "AdafactorTotal": Part(
+        "the sum over rows; of a cut parameter a term of it",
+        ("row_var",),
+        ("total",),
+        """
+        last_but_one = Constant <value_ints: ints = [-2]> ()
+        total = ReduceSum <keepdims: int = 1> (row_var, last_but_one)
+        """,
+    ),
+    "AdafactorDirection": Part(
+        "d = g / sqrt(max(r c / max(mean of r, eps1), eps1 eps1)), as torch.optim.Adafactor",
+        ("gradient", "row_var", "col_var", "total"),
+        ("direction",),
+        f"""
+        mean = Div (total, @rows)
+        bounded = Max (mean, @eps1)
+        share = Div (row_var, bounded)
+        estimate = MatMul (share, col_var)
+        {_DIRECTION}""",
+    ),
+    "AdafactorVector": Part(
+        "v' = v + forget (g g - v); d = g / sqrt(max(v', eps1 eps1)), as torch.optim.Adafactor for what is no matrix",
+        ("gradient", "variance", "forget"),
+        ("direction", "variance_next"),
+        f"""
+        square = Mul (g, g)
+        gap = Sub (square, variance)
+        moved = Mul (gap, forget)
+        variance_next = Add (variance, moved)
+        {_DIRECTION.replace("estimate", "variance_next")}""",
+    ),
+    "AdafactorSquares": Part(_SQUARES, ("parameter", "direction"), ("squares",), _squares("direction")),
+    "AdafactorRatio": Part(
+        "max(eps2, rms of w) / max(1, rms of d / d), as torch.optim.Adafactor",
+        ("squares",),
+        ("ratio",),
+        """
+        means = Div (squares, @elements)
+        norms = Sqrt (means)
+        parameter_norm, other_norm = Split <axis: int = 0, num_outputs: int = 2> (norms)
+        size = Max (parameter_norm, @eps2)
+        excess = Div (other_norm, @d)
+        divisor = Max (excess, @1)
+        quotient = Div (size, divisor)
+        ratio = Squeeze (quotient)
+        """,
+    ),
+    "AdafactorApply": Part(
+        "w' = w (1 - lr weight_decay) - min(lr, bound) ratio d",
+        ("parameter", "direction", "ratio", "lr", "bound"),
+        ("parameter_next",),
+        f"""{RATE}
+        bounded = Min (rate, bound)
+        step = Mul (bounded, ratio)
+        change = Mul (direction, step)
+        {APPLY}""",
+    ),
+}

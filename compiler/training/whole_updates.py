@@ -1,0 +1,149 @@
+"""Updates that need sums over all of a parameter: norms, or the means of rows and columns of a matrix.
+
+Of a cut parameter a shard has terms of such a sum, which other nodes add up over ranks; a `ShardSum` stands where they do:
+
+    %w.squares = partc.optimizer::LambSquares(%w, %w.direction)
+    ShardSum(%w.squares -> %w.squares.whole, dims 0 and 1)
+    %w.ratio = partc.optimizer::LambRatio(%w.squares.whole)
+
+Each function is told which dims other ranks have shards of (`cut`): a sum over others alone is whole where it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import onnx_ir as ir
+
+
+class Call(Protocol):
+    """Makes the nodes of one parameter's update, and values that they share."""
+
+    def node(self, family: str, inputs: Mapping[str, ir.Value], outputs: Sequence[ir.Value], part: str) -> ir.Node:
+        """A call of the variant of a function that is needed; `part` ends its name."""
+        ...
+
+    def value(self, part: str, shape: ir.Shape | None) -> ir.Value:
+        """A value of the parameter's type, named after it and `part`."""
+        ...
+
+
+@dataclass(frozen=True)
+class ShardSum:
+    """A sum over dims of the parameter: `terms` are what a rank has of its shard; `total` is the sum, or the terms where these are it.
+
+    Along `ones` the terms have one element; without any they are a vector of sums over all dims.
+    """
+
+    terms: ir.Value
+    total: ir.Value
+    dims: tuple[int, ...]
+    ones: tuple[int, ...] = ()
+
+
+Step: TypeAlias = ir.Node | ShardSum
+
+
+@dataclass(frozen=True)
+class WholeUpdate:
+    """One parameter's update: `tensors` are the parameter, its gradient and slots by name; `outputs` the next parameter and slots.
+
+    `shape` is that of the whole parameter.
+    """
+
+    call: Call
+    tensors: Mapping[str, ir.Value]
+    outputs: Sequence[ir.Value]
+    shape: tuple[int, ...]
+    cut: Collection[int]
+
+    def summed(self, terms: ir.Value, dims: Sequence[int], ones: Sequence[int] = ()) -> ShardSum:
+        """The sum of terms, which have one element along `ones`, over the shards along some dims."""
+        dims, ones = (tuple(dim % len(self.shape) for dim in some) for some in (dims, ones))
+        total = terms
+        if not {*dims}.isdisjoint(self.cut):
+            total = ir.Value(name=f"{terms.name}.whole", type=terms.type, shape=terms.shape)
+        return ShardSum(terms, total, dims, ones)
+
+    def value(self, part: str, ones: Sequence[int] = ()) -> ir.Value:
+        """A value of the parameter's shape here, but for dims of one element."""
+        shape = self.tensors["parameter"].shape
+        if shape is None:
+            return self.call.value(part, None)
+        return self.call.value(part, ir.Shape([1 if k - len(shape) in ones else dim for k, dim in enumerate(shape)]))
+
+
+def lamb(one: WholeUpdate) -> list[Step]:
+    """You et al. 2020, algorithm 2: the direction of AdamW, scaled by the norm of the parameter over its own."""
+    call, direction = one.call, one.value("direction")
+    both = {"parameter": one.tensors["parameter"], "direction": direction}
+    first = call.node("LambDirection", one.tensors, [direction, *one.outputs[1:]], "direction")
+    return [first, *_scaled(one, both, "LambSquares", "LambRatio", "LambApply", one.outputs[:1])]
+
+
+def lars(one: WholeUpdate) -> list[Step]:
+    """You et al. 2017, algorithm 1: momentum, whose rate is scaled by the norm of the parameter over that of its gradient."""
+    return _scaled(one, one.tensors, "LarsSquares", "LarsRatio", "LarsApply", one.outputs)
+
+
+def adafactor(one: WholeUpdate) -> list[Step]:
+    """Shazeer and Stern 2018: the squares of a matrix's gradients are kept by row and by column."""
+    call, tensors, direction = one.call, one.tensors, one.value("direction")
+    both = {"parameter": tensors["parameter"], "direction": direction}
+    apply = _scaled(one, both, "AdafactorSquares", "AdafactorRatio", "AdafactorApply", one.outputs[:1])
+    if len(one.shape) < 2:
+        return [call.node("AdafactorVector", tensors, [direction, *one.outputs[1:]], "direction"), *apply]
+    axes = {"row_var": (-1,), "col_var": (-2,)}
+    terms = [one.value(name, dims) for name, dims in zip(("row_means", "column_means"), axes.values(), strict=True)]
+    means = [one.summed(value, dims, dims) for value, dims in zip(terms, axes.values(), strict=True)]
+    now = {slot: one.value(f"{slot}.current", dims) for slot, dims in axes.items()}
+    moments = [
+        call.node(
+            "AdafactorMoment", {"moment": tensors[slot], "means": mean.total}, [now[slot], following], f"{slot}.update"
+        )
+        for slot, mean, following in zip(axes, means, one.outputs[1:], strict=True)
+    ]
+    total = one.summed(one.value("total", (-1, -2)), (-2,), (-1, -2))
+    given = {"gradient": tensors["gradient"], **now, "total": total.total}
+    return [
+        call.node("AdafactorMeans", tensors, terms, "means"),
+        *means,
+        *moments,
+        call.node("AdafactorTotal", now, [total.terms], "total"),
+        total,
+        call.node("AdafactorDirection", given, [direction], "direction"),
+        *apply,
+    ]
+
+
+def _scaled(
+    one: WholeUpdate, given: Mapping[str, ir.Value], squares: str, ratio: str, apply: str, outputs: Sequence[ir.Value]
+) -> list[Step]:
+    """The update of a parameter with a rate of its own, which two sums of squares over all of it make."""
+    made, factor = one.call.value("squares", ir.Shape([2])), one.call.value("ratio", ir.Shape([]))
+    total = one.summed(made, range(len(one.shape)))
+    return [
+        one.call.node(squares, given, [made], "squares"),
+        total,
+        one.call.node(ratio, {"squares": total.total}, [factor], "ratio"),
+        one.call.node(apply, {**given, "ratio": factor}, outputs, "update"),
+    ]
+
+
+WHOLE_UPDATES: Mapping[str, Callable[[WholeUpdate], list[Step]]] = {"lamb": lamb, "lars": lars, "adafactor": adafactor}
+"""By the type in a plan."""
+
+
+def without_terms(steps: Sequence[Step], wanted: Collection[ir.Value]) -> list[Step]:
+    """The steps that make the wanted values where the sums are given."""
+    needed, found = {*wanted}, list[Step]()
+    for step in reversed(steps):
+        if isinstance(step, ShardSum):
+            if step.total in needed:
+                found.append(step)
+        elif not needed.isdisjoint(step.outputs):
+            needed.update(value for value in step.inputs if value is not None)
+            found.append(step)
+    return found[::-1]
