@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from partc.cli.job.faults import write_faults
 from partc.cli.job.job import BOARD, Job
@@ -22,6 +22,7 @@ from partc.cli.job.processes import end_with_parent
 from partc.cli.job.profile import refuse_profile, write_profile
 from partc.cli.output import console
 from partc.cli.output.failures import INTERRUPTED, described
+from partc.cli.output.targets import counted, line
 from partc.cli.output.units import count, size, timing
 from partc.runtime.communication.leaving import said
 from partc.runtime.errors import ArtifactError, CheckpointError, InputError, NonFiniteError, UsageError, printable
@@ -177,8 +178,9 @@ def _infer(job: Job, transport: Transport, begin: float) -> int:
             ranks = transport.all_gather_text(profiler.text())
             if transport.rank == 0:
                 write_profile(job.profile, ranks, job.quiet)
+        counts = counted(transport.all_gather_text(program.counts.text()))
         if transport.rank == 0:
-            finish(job, arrays, loaded, times)
+            finish(job, arrays, loaded, times, counts)
         transport.all_gather_text("")
     return 0
 
@@ -227,16 +229,19 @@ def wrong_ranks(folder: str, right: int, given: int) -> str:
     return f"{folder}: compiled for {count(right, 'rank')}, not {given}; run it with -n {right}"
 
 
-def finish(job: Job, arrays: dict[str, Array], loaded: float, times: list[float]) -> None:
-    """Writes or prints the outputs, then prints the timing."""
+def finish(
+    job: Job, arrays: dict[str, Array], loaded: float, times: list[float], counts: dict[str, Any] | None = None
+) -> None:
+    """Writes or prints the outputs, then prints the timing, and what the targets of ranks have done."""
     from partc.cli.job.outputs import OUTPUT_KEYS, hand_over, statistics, summary, write
 
     if job.output is not None:
         path = Path(job.output)
         write(path, arrays)
     if job.json:
+        told = {"targets": counts} if counts else {}
         rows = [dict(zip(OUTPUT_KEYS, row, strict=True)) for row in statistics(arrays)]
-        hand_over(job, {"outputs": rows, "file": job.output, "loaded": loaded, "steps": times})
+        hand_over(job, {"outputs": rows, "file": job.output, "loaded": loaded, "steps": times, **told})
     if job.quiet:
         return
     if job.output is None:
@@ -244,7 +249,18 @@ def finish(job: Job, arrays: dict[str, Array], loaded: float, times: list[float]
     else:
         console.echo(f"wrote {path}: {count(len(arrays), 'array')}, {size(path.stat().st_size)}")
     console.echo(timing(loaded, times))
+    if counts:
+        console.echo(line(counts, mpi_memory()))
     sys.stdout.flush()
+
+
+def mpi_memory() -> str:
+    """The kinds of memory of which MPI, where it has begun, says that it takes operands from there."""
+    if "mpi4py.MPI" not in sys.modules:
+        return ""
+    from partc.runtime.communication.mpi_calls import memory_kinds
+
+    return memory_kinds()
 
 
 def _report(job: Job, rank: int, error: Exception) -> None:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Literal
 from partc.cli.job.job import PROGRESS, Job
 from partc.cli.job.outputs import hand_over
 from partc.cli.job.profile import write_profile
+from partc.cli.job.rank import mpi_memory
 from partc.cli.job.settings import Settings
 from partc.cli.output.progress import TrainingBar
+from partc.cli.output.targets import counted, line
 from partc.cli.output.training_log import TrainingLog, Watch, watch_through_file
 from partc.runtime.artifact.format import Manifest
 
@@ -76,6 +78,9 @@ def run_training(job: Job, transport: Transport | None, watch: Watch | None = No
                 ranks = trainer.program.all_gather_text(profiler.text())
                 if trainer.rank == 0:
                     write_profile(job.profile, ranks, job.quiet)
+            counts = counted(trainer.program.all_gather_text(trainer.program.counts.text()))
+            if log and counts:
+                log.targets(line(counts, mpi_memory()))
         if log:
             log.close()
     return 0

@@ -17,6 +17,7 @@ from partc.cli.launch.signals import Signals
 from partc.cli.launch.supervise import supervise
 from partc.cli.output import console
 from partc.cli.output.progress import Progress, TrainingBar
+from partc.cli.output.targets import counted
 from partc.cli.output.training_log import read_progress
 from partc.runtime.artifact.format import Manifest
 from partc.runtime.files.replace import remove_left, remove_made
@@ -82,5 +83,6 @@ def run_here(job: Job, manifest: Manifest) -> int:
                 progress.reached(step + 1)
     if job.profile:
         write_profile(job.profile, [one.text() for one in profilers], job.quiet)
-    finish(job, flatten(outputs), loaded, times)
+    counts = counted([one.counts.text() for one in program.ranks])
+    finish(job, flatten(outputs), loaded, times, counts)
     return 0

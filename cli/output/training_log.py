@@ -126,6 +126,10 @@ class TrainingLog:
         shown = path.relative_to(here) if path.is_relative_to(here) else path
         self._print(f"wrote {shown}: {size(total)}")
 
+    def targets(self, line: str) -> None:
+        """Prints what the targets of ranks have done."""
+        self._print(line)
+
     def close(self) -> None:
         """Closes the file of numbers."""
         if self._file is not None:

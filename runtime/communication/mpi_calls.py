@@ -205,3 +205,10 @@ def _spec(data: Bytes, kind: MPI.Datatype) -> Spec:
     if count > _COUNTS:
         raise RankError(f"a collective reduces {count} elements, and MPI counts to {_COUNTS}")
     return data, count, kind
+
+
+def memory_kinds() -> str:
+    """The kinds of memory of which MPI says that it takes operands from there (`mpi_memory_alloc_kinds`); empty where it says nothing."""
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        return ""
+    return MPI.COMM_WORLD.Get_info().get("mpi_memory_alloc_kinds") or ""

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..artifact import dim_expression as expression
 from ..artifact.dtypes import BY_CODE, Array, Bytes, element
-from ..artifact.format import Shape
+from ..artifact.format import CUDA, Shape
 from ..artifact.manifest import Artifact, open_artifact
 from ..artifact.tensor import Tensor, Value, aligned
 from ..devices.device_memory import Block, Cell, DeviceMemory, memory_of
@@ -213,6 +213,7 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
         replaced_always=file.replaced_always,
         step_targets=_targets(file.steps, settings.devices) if len(used) > 1 or file.copies else {},
         memories=memories,
+        counts=TargetCounts(device=str(settings.devices.cuda) if CUDA in used else ""),
     )
     program.in_place()
     return program

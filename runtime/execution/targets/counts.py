@@ -9,6 +9,7 @@ Counted while steps run; a program without targets counts nothing.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,12 +30,20 @@ class TargetCounts:
 
     steps: int = 0
     switches: int = 0
+    device: str = ""
+    """That of the target cuda, where the rank has it."""
     copies: dict[str, Copies] = field(default_factory=dict)
 
     def add_step(self, switches: int) -> None:
         """A step has ended."""
         self.steps += 1
         self.switches += switches
+
+    def text(self) -> str:
+        """The counts as JSON; `device`: that of the target cuda."""
+        copies = {target: [one.number, one.bytes] for target, one in sorted(self.copies.items())}
+        told = {"steps": self.steps, "switches": self.switches, "copies": copies, "device": self.device}
+        return json.dumps(told)
 
     def copies_to(self, target: str) -> Copies:
         """The copies to a target."""

@@ -1,0 +1,42 @@
+"""What the targets of a job's ranks have done in a step, as ranks have counted it: copies, their bytes, switches.
+
+targets: in a step 6 copies to cpu (1.2 KB), 4 to cuda (400 B), 2 switches on 2 ranks
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from partc.cli.output.units import count, size
+
+
+def counted(ranks: Sequence[str]) -> dict[str, Any]:
+    """The sums over the ranks, for one step; empty where no rank has copied anything. `ranks`: what each has counted, as JSON."""
+    told = [one for one in map(json.loads, ranks) if one["steps"]]
+    if not any(one["copies"] for one in told):
+        return {}
+    copies: dict[str, dict[str, float]] = {}
+    for one in told:
+        for target, (number, total) in one["copies"].items():
+            sums = copies.setdefault(target, {"copies": 0.0, "bytes": 0.0})
+            sums["copies"] += number / one["steps"]
+            sums["bytes"] += total / one["steps"]
+    devices = sorted({one["device"] for one in told if one["device"]})
+    switches = sum(one["switches"] / one["steps"] for one in told)
+    return {"ranks": len(told), "devices": devices, "switches": switches, "to": dict(sorted(copies.items()))}
+
+
+def line(counts: dict[str, Any], memory: str = "") -> str:
+    """The same as a line; `memory`: the kinds of memory of which MPI says that it takes operands from there."""
+    to = [
+        f"{count(round(one['copies']), 'copy', 'copies') if not k else round(one['copies'])} to {target} ({size(round(one['bytes']))})"
+        for k, (target, one) in enumerate(counts["to"].items())
+    ]
+    switches = count(round(counts["switches"]), "switch", "switches")
+    text = f"targets: in a step {', '.join(to)}, {switches} on {count(counts['ranks'], 'rank')}"
+    if any(device != "cpu" for device in counts["devices"]):
+        said = f"MPI speaks of {memory}" if memory else "MPI says nothing of other memory"
+        text += f"; cuda is {', '.join(counts['devices'])}; operands of MPI lie on the host ({said})"
+    return text
