@@ -276,7 +276,7 @@ def _op_lines(
 
 
 def _comm_lines(program: Program, step: CommOp, kinds: Callable[[Sequence[str]], str]) -> Iterator[str]:
-    outs, ins = ", ".join(f"%{name}" for name in step.outputs), ", ".join(f"%{name}" for name in step.inputs)
+    outs, ins = (", ".join(f"%{name}" if name else "_" for name in names) for names in (step.outputs, step.inputs))
     attributes = ", ".join(f"{key}: {_plain(value)}" for key, value in {**step.attributes, "tag": step.tag}.items())
     yield f"  {outs + ' = ' if outs else ''}{step.op_type}({ins}) {{{attributes}}}"
     yield f"      : {kinds(step.inputs)} -> {kinds(step.outputs)}"

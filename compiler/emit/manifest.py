@@ -227,7 +227,7 @@ def _inputs_of_events(steps: Sequence[RankOp]) -> Iterator[tuple[int, tuple[str,
     """Tag and inputs of each event that a rank gives something, in a body those of every call."""
     for step in steps:
         if isinstance(step, CommOp) and step.inputs:
-            yield step.tag, step.inputs
+            yield step.tag, tuple(filter(None, step.inputs))
         elif isinstance(step, TaskCall):
             names = step.names
             for tag, inputs in _inputs_of_events(step.body.steps):

@@ -228,7 +228,7 @@ def _rename_captured(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
 
 
 def _comm_node(program: Program, step: CommOp) -> onnx.NodeProto:
-    name = (step.inputs or step.outputs)[0]
+    name = next(filter(None, (*step.inputs, *step.outputs)))
     proto = onnx.NodeProto(op_type=step.op_type, domain=fmt.DOMAIN, name=f"{name}.{step.op_type.lower()}.{step.tag}")
     proto.input.extend(step.inputs)
     proto.output.extend(step.outputs)

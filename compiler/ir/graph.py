@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+SERVED = "partc.served"
+"""Key of `ir.Node.meta`: the ranks that have the rows which a lookup reads, an equal run each; others pull them."""
 PINNED = "partc.pinned"
 """Key of `ir.Node.meta`: a node of weights alone that runs where a rule puts it, and not wherever it is read."""
 OWN_NAME = "partc.own_name"

@@ -140,7 +140,7 @@ def read_names(step: RankOp) -> list[str]:
     if isinstance(step, CopyOp):
         return [step.source]
     if isinstance(step, CommOp | TaskCall):
-        return list(step.inputs)
+        return list(filter(None, step.inputs))
     return [*(value.name or "" for value in step.node.inputs if value is not None), *captured_names(step)]
 
 

@@ -1,24 +1,29 @@
-"""Lookups in a table whose rows are cut over the ranks that ask: Pull in the forward pass, and Push of what a gradient gives to rows.
+"""Lookups in a table whose rows are cut over ranks: Pull in the forward pass, and Push of what a gradient gives to rows.
 
     Gather `vb,i->ib` on 0-3, v (0, 1), i (0, 1)     every rank    %h = Pull(%table, %ids)
                                                      backward      %ids.own, %rows = Push(%ids, %h.grad)
+    Gather on 0-3, its rows served by 4-5            0-3           %h = Pull(, %ids)          4-5    Pull(%table, )
+                                                     backward      Push(%ids, %h.grad)        4-5    %ids.own, %rows = Push()
 
-A list of the group has the ranks that differ along the axes of the rows alone, in the order of their rows: all of them are owners. Along an
-axis that cuts rows and not ids, ranks ask the same: all of them get the rows, and the first of them gives their cotangents.
+A list of the group has the ranks that differ along the axes of the rows alone, in the order of their rows: all of them are owners. Of a
+served table it has the servers, which are the owners, and then all that ask. Along an axis that does not cut ids ranks ask the same: all of
+them get the rows, and the first of them gives their cotangents.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import onnx_ir as ir
 import sympy
 from partc.compiler.dims.normal import as_dim, normal
 from partc.compiler.dims.reading import read
-from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
-from partc.compiler.ir.program import Group, Program, Shape, ValueInfo
-from partc.compiler.ir.rank_program import CommOp, Event
+from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.graph import SERVED
+from partc.compiler.ir.program import Group, Program, Shape, ShardedValue, ValueInfo
+from partc.compiler.ir.rank_program import CommOp, Event, Way
 from partc.compiler.layout.layout import Layout
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.kept import operand_name
@@ -32,55 +37,52 @@ _ID_BYTES = 8
 def is_pulled(program: Program, instance: NodeOnGroup) -> bool:
     """Whether a node on a group pulls the rows that it looks up."""
     choice = program.choices.get(instance)
-    return choice is not None and bool(choice.pulled)
+    return SERVED in instance.node.meta or (choice is not None and bool(choice.pulled))
 
 
 def write_pull(comm: CommLowering, instance: NodeOnGroup) -> None:
-    """The Pull of a node, in the programs of its group."""
+    """The Pull of a node, in the programs of the ranks that have the rows, and of those that ask."""
     one = _Lookup.of(comm, instance)
-    made = output_layout_of(comm.program, instance, 0)
-    name, table = comm.values.names[made], input_layout_of(comm.program, instance, 0)
-    choice = comm.program.choices[instance]
-    cause = f"rows that '{comm.program.paths[instance.node]}' looks up ({choice.why.get(choice.pulled, '')})"
-    way = (table.group, table.layout), (made.group, made.layout)
-    event = one.event(fmt.PULL, made.value, name, cause, way)
-    names = tuple(operand_name(comm, instance, k) for k in range(2))
-    said = {fmt.GROUP: one.name, **one.said}
-    comm.append(instance.group, CommOp(fmt.PULL, names, (name,), said, event.tag, made.value, cause, event.bytes))
+    made, choice = one.made, comm.program.choices.get(instance)
+    why = f"served by ranks {', '.join(map(str, instance.node.meta.get(SERVED, ())))}"
+    if choice is not None and choice.pulled:
+        why = choice.why.get(choice.pulled, "")
+    cause = f"rows that '{comm.program.paths[instance.node]}' looks up ({why})"
+    name, table, ids = comm.values.names[made], operand_name(comm, instance, 0), operand_name(comm, instance, 1)
+    event = one.event(fmt.PULL, made.value, name, cause, (one.lies(one.table), one.lies(made)))
+    for ranks, given in one.parts(made.group):
+        inputs = (table if given[0] else "", ids if given[1] else "")
+        outputs = (name,) if given[1] else ()
+        comm.append(ranks, one.op(fmt.PULL, inputs, outputs, event))
     comm.declare(made, name)
 
 
 def write_push(comm: CommLowering, instance: NodeOnGroup, dy: str, dual: Layout, names: tuple[str, str]) -> None:
-    """The Push of the cotangent `dy` of a node's output: ids and rows of the own shard, under these names, on each of its ranks.
+    """The Push of the cotangent `dy` of a node's output: ids and rows of the own shard, under these names, on each owner.
 
     `dual`: the layout of the table's cotangent.
     """
-    one = _Lookup.of(comm, instance)
-    table, made = input_layout_of(comm.program, instance, 0), output_layout_of(comm.program, instance, 0)
+    one = _Lookup.of(comm, instance).back()
     cause = f"gradient of '{comm.program.paths[instance.node]}'"
-    kind = table.value.type
+    kind, info = one.table.value.type, comm.values[one.table.value]
     assert kind is not None
     values = [ir.Value(name=name, type=type) for name, type in zip(names, (_IDS, kind), strict=True)]
-    item = comm.values[table.value].item_bytes
-    for value, type, size in zip(
-        values, ("tensor(int64)", comm.values[table.value].type), (_ID_BYTES, item), strict=True
-    ):
-        comm.values.add(value, ValueInfo(type, None, size))
-    way = (made.group, Layout(made.layout.mesh, made.layout.cuts)), (table.group, Layout(dual.mesh, dual.cuts))
-    event = one.event(fmt.PUSH, values[1], names[1], cause, way)
+    comm.values.add(values[0], ValueInfo("tensor(int64)", None, _ID_BYTES))
+    comm.values.add(values[1], ValueInfo(info.type, None, info.item_bytes))
+    owned = ShardedValue(one.table.value, one.table.group, Layout(dual.mesh, dual.cuts))
+    event = one.event(fmt.PUSH, values[1], names[1], cause, (one.lies(one.made), one.lies(owned)))
     ids = operand_name(comm, instance, 1)
-    said = {fmt.GROUP: one.name, **one.said}
-    for ranks, given in ((one.givers, (ids, dy)), (one.others, ())):
-        if ranks:
-            comm.append(ranks, CommOp(fmt.PUSH, given, names, said, event.tag, values[1], cause, event.bytes))
+    for ranks, given in one.parts(one.givers):
+        inputs, outputs = (ids, dy) if given[1] else (), names if given[0] else ()
+        comm.append(ranks, one.op(fmt.PUSH, inputs, outputs, event))
     for name, value in zip(names, values, strict=True):
-        comm.builders.declare(instance.group, name, value, None)
+        comm.builders.declare(one.table.group, name, value, None)
 
 
 def write_dense(comm: CommLowering, instance: NodeOnGroup, names: tuple[str, str], dx: str) -> None:
     """Zeros of the own shard of the table, to which rows are added."""
-    group, kind = instance.group, input_layout_of(comm.program, instance, 0).value.dtype
-    shape = comm.values.local_shape(input_layout_of(comm.program, instance, 0))
+    table = input_layout_of(comm.program, instance, 0)
+    group, kind, shape = table.group, table.value.dtype, comm.values.local_shape(table)
     assert kind is not None
     sizes = comm.constant(group, dx, "shape", [int(dim) for dim in shape or ()])
     zero = ir.tensor([0.0], dtype=kind)
@@ -92,61 +94,103 @@ def write_dense(comm: CommLowering, instance: NodeOnGroup, names: tuple[str, str
 
 @dataclass(frozen=True)
 class _Lookup:
-    """A lookup: the sets of ranks that differ in their rows, and what its nodes say; `givers` have ids that no other rank gives."""
+    """A lookup: the sets of ranks that take part, the owners in each, and how the table and what is looked up lie.
+
+    `givers`: of ranks that ask the same the first ones.
+    """
 
     comm: CommLowering
+    table: ShardedValue
+    made: ShardedValue
     sets: tuple[Group, ...]
-    name: str
-    said: dict[str, int | str | tuple[int, ...]]
-    ids: Shape | None
-    row_bytes: int
+    group: str
+    owners: int
     givers: Group
-    others: Group
 
     @staticmethod
     def of(comm: CommLowering, instance: NodeOnGroup) -> _Lookup:
-        choice = comm.program.choices[instance]
-        table = input_layout_of(comm.program, instance, 0)
-        axes = choice.axes[choice.pulled]
-        sets, name = comm.subgroups(choice.mesh, axes, instance.group)
-        shape = comm.values.local_shape(table)
-        rows = comm.values[table.value].shape
-        assert shape is not None
-        assert rows is not None
-        row = tuple(int(dim) for dim in shape[1:])
-        said: dict[str, int | str | tuple[int, ...]] = {
-            fmt.OWNERS: tuple(range(len(sets[0]))),
-            fmt.ROWS: int(rows[0]),
-            fmt.ROW: row,
-        }
-        item = comm.values[table.value].item_bytes or 1
-        givers = _givers(choice, instance.group)
-        others = tuple(rank for rank in instance.group if rank not in givers)
-        ids = comm.values.local_shape(input_layout_of(comm.program, instance, 1))
-        return _Lookup(comm, sets, name, said, ids, int(sympy.prod(row)) * item, givers, others)
+        """The lookup of a node on a group."""
+        table, home = input_layout_of(comm.program, instance, 0), output_layout_of(comm.program, instance, 0)
+        made = ShardedValue(home.value, home.group, Layout(home.layout.mesh, home.layout.cuts))
+        ids = input_layout_of(comm.program, instance, 1)
+        if SERVED in instance.node.meta:
+            sets: tuple[Group, ...] = (tuple(dict.fromkeys((*table.group, *instance.group))),)
+            axes: tuple[int, ...] = tuple(range(len(ids.layout.mesh)))
+            group, owners, layout = comm.group(sets), len(table.group), ids.layout
+        else:
+            choice = comm.program.choices[instance]
+            axes = choice.axes[choice.pulled]
+            sets, group = comm.subgroups(choice.mesh, axes, instance.group)
+            owned = choice.input(1)
+            assert owned is not None
+            owners, layout = len(sets[0]), owned
+        alike = tuple(axis for axis in axes if not any(axis in cut for cut in layout.cuts))
+        first = Layout(layout.mesh, (alike,))
+        givers = tuple(rank for index, rank in enumerate(instance.group) if first.shard(index) == (0,))
+        return _Lookup(comm, table, made, sets, group, owners, givers)
 
-    def event(self, op_type: str, value: ir.Value, name: str, cause: str, way: object) -> Event:
+    def back(self) -> _Lookup:
+        """The way back, in which servers and those that give take part."""
+        (first, *others) = self.sets
+        owners = first[: self.owners]
+        if others or {*owners} >= {*first}:
+            return self
+        sets = (tuple(dict.fromkeys((*owners, *self.givers))),)
+        return replace(self, sets=sets, group=self.comm.group(sets))
+
+    def parts(self, asking: Group) -> list[tuple[Group, tuple[bool, bool]]]:
+        """The ranks that take part, apart by whether they have rows, and whether they ask."""
+        found: dict[tuple[bool, bool], list[int]] = {}
+        owning = {rank for ranks in self.sets for rank in ranks[: self.owners]}
+        for rank in dict.fromkeys(rank for ranks in self.sets for rank in ranks):
+            found.setdefault((rank in owning, rank in asking), []).append(rank)
+        return [(tuple(ranks), key) for key, ranks in found.items()]
+
+    def lies(self, version: ShardedValue) -> tuple[Group, Layout]:
+        """A version as an event lists it."""
+        return version.group, version.layout
+
+    def op(self, op_type: str, inputs: tuple[str, ...], outputs: tuple[str, ...], event: Event) -> CommOp:
+        """The node of some ranks."""
+        rows = self.comm.values[self.table.value].shape
+        assert rows is not None
+        said: dict[str, int | str | tuple[int, ...]] = {
+            fmt.GROUP: self.group,
+            fmt.OWNERS: tuple(range(self.owners)),
+            fmt.ROWS: int(rows[0]),
+            fmt.ROW: self._row(),
+        }
+        return CommOp(op_type, inputs, outputs, said, event.tag, event.value, event.cause, event.bytes)
+
+    def event(self, op_type: str, value: ir.Value, name: str, cause: str, way: Way) -> Event:
         """Lists the event of a Pull or a Push."""
-        tag, amount = len(self.comm.events), self._bytes()
-        event = Event(tag, op_type, value, name, self.sets, self.name, self.ids, amount, cause, way=way)  # type: ignore[arg-type]
+        tag, amount, shape = len(self.comm.events), self._bytes(), self._ids()
+        event = Event(tag, op_type, value, name, self.sets, self.group, shape, amount, cause, way=way)
         self.comm.events.append(event)
         return event
 
+    def _row(self) -> tuple[int, ...]:
+        shape = self.comm.values.local_shape(self.table)
+        assert shape is not None
+        return tuple(int(dim) for dim in shape[1:])
+
+    def _ids(self) -> Shape | None:
+        """The shape of a rank's ids: that of its rows without a row's own dims."""
+        shape = self.comm.values.local_shape(self.made)
+        return None if shape is None else shape[: len(shape) - len(self._row())]
+
     def _bytes(self) -> str:
-        """What a rank receives where ids are even over the owners: of at most min(n, rows) distinct ids, (P-1)/P."""
-        counts = [read(str(dim)) for dim in self.ids or ()]
-        if self.ids is None or any(one is None for one in counts):
+        """What a rank that asks receives, and an owner is sent, where ids are even over the owners.
+
+        Of at most min(n, rows) distinct ids those of the other ranks: (P-1)/P of them, where the P owners ask, too.
+        """
+        ids, table = self._ids(), self.comm.values[self.table.value]
+        counts = [read(str(dim)) for dim in ids or ()]
+        if ids is None or table.shape is None or any(one is None for one in counts):
             return "unknown"
-        owners, rows = len(self.sets[0]), self.said[fmt.ROWS]
-        distinct = sympy.Min(sympy.Mul(1, *counts), rows)
-        share = sympy.Rational(Fraction(owners - 1, owners)) * (_ID_BYTES + self.row_bytes)
-        found = as_dim(normal(sympy.Mul(share, distinct), {}))
+        distinct = sympy.Min(sympy.Mul(1, *counts), int(table.shape[0]))
+        apart = not {*self.sets[0][: self.owners]} & {*self.made.group}
+        share = Fraction(1) if apart else Fraction(self.owners - 1, self.owners)
+        each = _ID_BYTES * (not apart) + math.prod(self._row()) * (table.item_bytes or 1)
+        found = as_dim(normal(sympy.Mul(sympy.Rational(share) * each, distinct), {}))
         return str(found) if isinstance(found, int) else str(found.value)
-
-
-def _givers(choice: NodeSharding, group: Group) -> Group:
-    """The ranks that are first along the axes that cut rows and not ids."""
-    ids = {axis for letter, axes in choice.axes.items() if letter != choice.pulled for axis in axes}
-    alike = tuple(axis for axis in choice.axes[choice.pulled] if axis not in ids)
-    layout = Layout(choice.mesh, (alike,))
-    return tuple(rank for index, rank in enumerate(group) if layout.shard(index) == (0,))

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from partc.compiler.analysis.lost import dim_of
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.graph import SERVED
 from partc.compiler.ir.program import Group, Program, ShardedValue
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
@@ -33,9 +34,17 @@ def input_layout_of(program: Program, instance: NodeOnGroup, k: int) -> ShardedV
     """The version of operand `k` that a node on a group reads."""
     value = instance.node.inputs[k]
     assert value is not None
+    if k == 0 and SERVED in instance.node.meta:
+        return _served(value, instance.node.meta[SERVED])
     choice = program.choices.get(instance)
     layout = choice.input(k) if choice else None
     return laid_out(value, instance.group, layout)
+
+
+def _served(value: ir.Value, servers: Group) -> ShardedValue:
+    """The version of a table of which each server has an equal run of rows."""
+    rank = len(value.shape or ())
+    return laid_out(value, servers, Layout((len(servers),), ((0,), *[()] * (rank - 1))))
 
 
 def output_layout_of(program: Program, instance: NodeOnGroup, k: int) -> ShardedValue:

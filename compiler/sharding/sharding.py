@@ -15,6 +15,7 @@ from partc.compiler.analysis.lost import dim_of, how_lost
 from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
+from partc.compiler.ir.graph import SERVED
 from partc.compiler.ir.program import Program
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import Rule
@@ -75,6 +76,8 @@ def _rule(node: ir.Node) -> Rule:
     """The rule of a node, without the factors of dims that strings have: no collective takes them."""
     rule = rule_of(node)
     operands = [*zip(rule.inputs, node.inputs, strict=False), *zip(rule.outputs, node.outputs, strict=False)]
+    if SERVED in node.meta:  # its rows lie on other ranks, which are asked for them
+        rule = replace(rule, replicated=rule.replicated | {*(rule.inputs[0] or "")}, looked_up="")
     text = {letter for letters, value in operands if letters and is_text(value) for letter in letters}
     return replace(rule, replicated=rule.replicated | text) if text else rule
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.graph import SERVED
 from partc.compiler.ir.program import Program, Shape, ShardedValue, ValueInfo
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import on_common_mesh
-from partc.compiler.sharding.operands import replicated_on
+from partc.compiler.sharding.operands import input_layout_of, replicated_on
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ def _dual_of_output(program: Program, instance: NodeOnGroup, k: int) -> Layout:
 
 def dual_of_input(program: Program, instance: NodeOnGroup, k: int) -> Layout:
     """The layout in which a node gives the cotangent of input `k`."""
+    if k == 0 and SERVED in instance.node.meta:
+        return input_layout_of(program, instance, k).layout
     choice = program.choices.get(instance)
     layout = choice.input(k) if choice else None
     if choice is None or layout is None:

@@ -1,8 +1,8 @@
 """Pass: parameters that the plan gives to serving ranks: `placement: {"embedding": {role: ps}}`.
 
-Of a table, a parameter whose rows are looked up and nothing else, the lookup runs on the servers, each of which has a run of
-rows: rows leave, gradients of rows come back. Any other parameter is read by one node on its servers, an Identity, whose output
-its readers take:
+Of a table, a parameter whose rows are looked up and nothing else, each server has a run of rows: the lookup runs on the workers,
+which pull the rows that their ids name and push gradients of rows (`lower/pulls.py`). Any other parameter is read by one node on its
+servers, an Identity, whose output its readers take:
 
     y = MatMul(x, fc.weight)    ->    fc.weight.pulled = Identity(fc.weight)     on the servers, once a step
                                       y = MatMul(x, fc.weight.pulled)            on the workers
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.graph import PINNED
+from partc.compiler.ir.graph import PINNED, SERVED
 from partc.compiler.ir.program import Program
 from partc.compiler.ops.registry import looks_up_rows
 from partc.compiler.plan.matching import matched_nodes, modules_of
@@ -95,8 +95,7 @@ class _Serving(Rewriting):
         readers = list(dict.fromkeys(use.node for use in value.uses()))
         lookups = all(looks_up_rows(node) and value not in node.inputs[1:] for node in readers)
         if lookups and all(node in self.paths for node in readers):
-            for node in readers:
-                self._put_on(node, _Home(rule.ranks, len(rule.ranks)), rule, value)
+            self._look_up(value, readers, rule)
             return
         home = self._home(value, rule.ranks)
         name = f"{value.name}.pulled"
@@ -111,6 +110,15 @@ class _Serving(Rewriting):
         first = next(iter(self.graph))
         self.graph.insert_before(first, node)
         self._put_on(node, home, rule, value)
+
+    def _look_up(self, value: ir.Value, readers: Sequence[ir.Node], rule: PlacementRule) -> None:
+        """Has the readers of a table ask the servers for its rows."""
+        sizes = value.shape.numpy() if value.shape is not None and value.shape.is_static() else ()
+        if sizes and sizes[0] % len(rule.ranks):
+            fact = f"'{value.name}' has {sizes[0]} rows, which {len(rule.ranks)} servers cannot share equally"
+            raise CompileError(Problem(rule.where, fact, help="take fewer servers, or give the table more rows"))
+        for node in readers:
+            node.meta[SERVED] = rule.ranks
 
     def _home(self, value: ir.Value, servers: Sequence[int]) -> _Home:
         """The servers of a parameter that is read whole, and into how many runs of its first dim it is cut."""

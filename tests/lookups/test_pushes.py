@@ -7,8 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from partc.compiler.errors import CompileError
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
 from training_equivalence import Run, from_text, run, same_training, train_whole
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
@@ -113,3 +116,35 @@ def test_a_table_of_which_rows_are_also_masked_has_a_dense_gradient(
     program = trained(plan, SGD, "", tmp_path, whole)
     assert program.training is not None
     assert program.training.tables == ("table [288, 4]: dense gradient: its rows are cut",)
+
+
+SERVED = "roles: {ps: SERVERS}\nplacement: {'{look,again}': {role: ps}}\ndataset: data_parallel\n"
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["rows", "dense"])
+@pytest.mark.parametrize(
+    ("plan", "more", "moved"),
+    [
+        ("ranks: 3\n" + SERVED.replace("SERVERS", "2"), ", clip: {norm: 0.1}", {"AllReduce": 3}),
+        ("ranks: 5\n" + SERVED.replace("SERVERS", "[3, 1]"), "", {"AllReduce": 2}),
+        ("ranks: 2\n" + SERVED.replace("SERVERS", "[0, 1]"), "", {"AllReduce": 2}),
+        (f"ranks: 6\n{NAMED}" + SERVED.replace("SERVERS", "[4, 5]"), ", clip: {norm: 0.1}", {"AllReduce": 3}),
+    ],
+    ids=["one server", "two servers, the last one first", "workers serve", "workers in a grid"],
+)
+def test_a_served_table_trains_as_one_rank_does(
+    plan: str, more: str, moved: dict[str, int], optimizer: str, tmp_path: Path, whole: dict[str, Run]
+) -> None:
+    """Servers have the table, its update and the optimizer's tensors of it, and nothing else."""
+    program = trained(plan, optimizer, more, tmp_path, whole)
+    assert kinds(program) == {"Pull": 2, "Push": 2, **moved}
+    serving = {*range(program.plan.ranks)} - {*program.plan.workers}
+    for part in program.parts if serving else ():
+        kept = {one.tensor.split(".")[0] for one in part.kept}
+        assert kept == ({"table"} if part.rank in serving else {"weight"})
+
+
+def test_servers_that_cannot_share_rows_are_refused(tmp_path: Path) -> None:
+    plan = "ranks: 7\n" + SERVED.replace("SERVERS", "[2, 3, 4, 5, 6]") + SYMBOLS
+    with pytest.raises(CompileError, match="'table' has 288 rows, which 5 servers cannot share equally"):
+        compile_source(looked_up(), parse_plan(plan, "plan.yaml"), tmp_path / "build")
