@@ -297,7 +297,8 @@ class Backward:
         defs = self.versions.defs[parameter]
         given = self._merged([need for home in defs for need in self.routes.get(home, ())])
         if terms := self.row_terms.get(parameter):
-            self.sums.table(parameter, terms, defs)
+            dense = any(one.parameter is parameter and one.dense_update for one in self.tables)
+            self.sums.table(parameter, terms, defs, dense=dense)
         elif given:
             self.sums.parameter(parameter, given, defs)
 

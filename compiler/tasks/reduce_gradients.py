@@ -98,11 +98,13 @@ class GradientReduction:
                 return
         self._ready(value, self._total(self.update, given, target, wanted), target, defs)
 
-    def table(self, value: ir.Value, terms: Sequence[RowTerm], defs: Sequence[ShardedValue]) -> None:
-        """Brings the rows of a table's gradient to all of its definitions."""
-        self.gradients += RowReduction(self.comm, self.update, self.training.accumulate).reduce(
-            value, terms, self._own_homes(defs)
-        )
+    def table(
+        self, value: ir.Value, terms: Sequence[RowTerm], defs: Sequence[ShardedValue], *, dense: bool = False
+    ) -> None:
+        """Brings the rows of a table's gradient to all of its definitions, and makes them `dense` there."""
+        rows = RowReduction(self.comm, self.update, self.training.accumulate, low=self.training.messages)
+        found = rows.reduce(value, terms, self._own_homes(defs))
+        self.gradients += [rows.made_dense(one, self.cotangents[value]) for one in found] if dense else found
 
     def _added(self, value: ir.Value, version: ShardedValue, names: Sequence[str], at: int) -> str:
         """Adds a gradient to the sum of those of the batch's earlier parts, before it is reduced over ranks; the sum's name."""

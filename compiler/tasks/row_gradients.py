@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 import sympy
 from partc.compiler.analysis.infer_shapes import type_text
@@ -58,10 +59,11 @@ class RowReduction:
     """Brings the rows of a table's gradient to where the table is updated, by `comm`, which writes ops of the update.
 
     `terms` writes ops of the backward pass. A batch in several `parts` has the rows of all, one after the other.
+    `low`: rows travel in bfloat16.
     """
 
-    def __init__(self, terms: CommLowering, comm: CommLowering, parts: int) -> None:
-        self.terms, self.comm, self.parts = terms, comm, parts
+    def __init__(self, terms: CommLowering, comm: CommLowering, parts: int, *, low: bool = False) -> None:
+        self.terms, self.comm, self.parts, self.low = terms, comm, parts, low
         self.builders, self.values, self.names = comm.builders, comm.values, comm.values.names
 
     def reduce(self, value: ir.Value, terms: Sequence[RowTerm], defs: Sequence[ShardedValue]) -> list[Gradient]:
@@ -86,6 +88,23 @@ class RowReduction:
         return [
             Gradient(value, home, one.names.rows, home, one.names.ids) for home, one in zip(defs, found, strict=True)
         ]
+
+    def made_dense(self, one: Gradient, cotangent: ir.Value) -> Gradient:
+        """The gradient as large as the table: zeros, to which the rows are added."""
+        group, version = one.home.group, ShardedValue(cotangent, one.home.group, one.home.layout)
+        shape = self.values.local_shape(version)
+        assert shape is not None
+        assert cotangent.dtype is not None
+        name = self.builders.free(group, one.name.removesuffix(".rows"))
+        sizes = self.comm.constant(group, name, "shape", [int(dim) for dim in shape])
+        axis = self.comm.constant(group, name, "axis", [1])
+        places = self.comm.beside(group, "Unsqueeze", [one.ids, axis], f"{name}.places")
+        zero = ir.tensor(np.zeros(1, cotangent.dtype.numpy()))
+        zeros = self.builders.free(group, f"{name}.zeros")
+        self.comm.emit(group, "ConstantOfShape", [sizes], zeros, None, value=zero)
+        self.comm.emit(group, "ScatterND", [zeros, places, one.name], name, None, reduction="add")
+        self.comm.declare(version, name)
+        return Gradient(one.parameter, one.home, name, one.share)
 
     def _of_all_parts(self, group: Group, one: RowGradient) -> RowGradient:
         """The rows of all parts of a batch: an op with that of one part as its operand, which stands for those of all."""
@@ -158,8 +177,26 @@ class RowReduction:
                 made.append(name)
                 continue
             ranks = tuple(dict.fromkeys((*source.group, *target.group)))
-            made.append(self.comm.reshard(source, name, target, self.builders.free(ranks, out), cause))
+            if self.low and source.value.dtype == ir.DataType.FLOAT:
+                made.append(self._sent_low(source, name, target, out, cause))
+            else:
+                made.append(self.comm.reshard(source, name, target, self.builders.free(ranks, out), cause))
         return _Rows(ids, rows, RowGradient(*made))
+
+    def _sent_low(self, source: ShardedValue, name: str, target: ShardedValue, out: str, cause: str) -> str:
+        """Brings rows in bfloat16; their name in their own type."""
+        kind = ir.TensorType(ir.DataType.BFLOAT16)
+        value = self._value(f"{out}.bfloat16", kind, self.values[source.value].shape)
+        one, other = (ShardedValue(value, version.group, version.layout) for version in (source, target))
+        ranks = tuple(dict.fromkeys((*source.group, *target.group)))
+        given = self.builders.free(ranks, f"{name}.bfloat16")
+        self.comm.emit(source.group, "Cast", [name], given, None, to=int(ir.DataType.BFLOAT16))
+        self.comm.declare(one, given)
+        there = self.comm.reshard(one, given, other, self.builders.free(ranks, f"{out}.bfloat16"), cause)
+        made = self.builders.free(target.group, out)
+        self.comm.emit(target.group, "Cast", [there], made, None, to=int(ir.DataType.FLOAT))
+        self.comm.declare(target, made)
+        return made
 
 
 def _times(dim: Dim, shards: int) -> Dim:

@@ -1,22 +1,26 @@
 """Tables: parameters whose rows are looked up; which of them get their gradient as ids and rows, and why.
 
 A gradient by rows says all that a dense one does where every read of a parameter, through which a gradient flows, takes rows of it. The
-update must leave all other rows as they are: of a formula that does, such as plain SGD, the result is that of the dense gradient up to
-rounding, so it is taken where rows are fewer than half of the table.
+update must leave all other rows as they are. Of a formula that does so by itself, such as plain SGD, the result is that of the dense
+gradient up to rounding, so rows are taken where they are fewer than half of the table; a lazy formula is made for them. Where an update
+changes all rows (Adam), the gradient travels as rows if these are certainly fewer bytes than the table, and is made dense behind that.
 
     table.weight [100000, 16]: gradient by rows: 32 of its rows are looked up a step
+    items.weight [100000, 16]: gradient by rows between ranks, dense in the update: adam changes all rows in every step
     wte.weight [50257, 768]: dense gradient: head.MatMul reads it whole
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
+from partc.compiler.dims.facts import facts_of
+from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Program, ShardedValue
 from partc.compiler.ir.training import Training
 from partc.compiler.lower.pulls import is_pulled
 from partc.compiler.ops.registry import looks_up_rows, stops_gradient
@@ -29,20 +33,24 @@ from partc.compiler.training.optimizers import whole_table
 
 @dataclass(frozen=True)
 class Table:
-    """A parameter of which nodes look rows up; `by_rows`: whether its gradient is ids and rows; `why` in words."""
+    """A parameter of which nodes look rows up. `by_rows`: whether its gradient is ids and rows; `dense_update`: these are made a dense one
+    where the parameter is updated; `why` in words.
+    """
 
     parameter: ir.Value
     by_rows: bool
+    dense_update: bool
     why: str
 
     def __str__(self) -> str:
         shape = list(self.parameter.shape.dims) if self.parameter.shape is not None else "?"
         form = "gradient by rows" if self.by_rows else "dense gradient"
+        form += " between ranks, dense in the update" if self.by_rows and self.dense_update else ""
         return f"{self.parameter.name} {shape}: {form}: {self.why}"
 
 
 def find_tables(program: Program, local: LocalView, needed: Collection[ir.Value]) -> list[Table]:
-    """The tables among the parameters that need a gradient, in the order of the model."""
+    """The tables among the parameters that need a gradient, in the order of the model; CompileError where a lazy formula has no rows."""
     training = program.training
     assert training is not None
     readers: dict[ir.Value, list[ir.Node]] = {value: [] for value in training.parameters if value in needed}
@@ -50,17 +58,24 @@ def find_tables(program: Program, local: LocalView, needed: Collection[ir.Value]
         for value in values if not stops_gradient(node) else ():
             if value in readers:
                 readers[value].append(node)
-    found = []
+    found, problems = list[Table](), list[Problem]()
     for value, nodes in readers.items():
         lookups = [node for node in nodes if _looks_up(program, node, value)]
         if lookups:
-            why = _whole(program, training, local, value, [node for node in nodes if node not in lookups], lookups)
-            rows = _rows(program, local, lookups)
-            size = value.shape[0] if value.shape is not None else None
-            if not why and rows is not None and isinstance(size, int) and 2 * rows > size:
-                why = f"{rows} rows are looked up a step, more than half"
-            counted = "rows" if rows is None else f"{rows} of its rows"
-            found.append(Table(value, not why, why or f"{counted} are looked up a step"))
+            others = [node for node in nodes if node not in lookups]
+            found.append(_Lookups(program, training, local, value, lookups, others).table())
+            if found[-1].why == _CUT and training.optimizer_of(value).is_lazy:
+                law = f"{training.optimizer_of(value).type} wants the rows that were looked up, and ranks with a part of them know no ids"
+                problems.append(
+                    Problem(
+                        f"parameter '{value.name}'",
+                        _CUT,
+                        law,
+                        "let ranks pull its rows, cut its columns, or give it another optimizer",
+                    )
+                )
+    if problems:
+        raise CompileError(problems)
     return found
 
 
@@ -69,43 +84,85 @@ def _looks_up(program: Program, node: ir.Node, value: ir.Value) -> bool:
     return node.inputs[0] is value and not others and value not in program.around[node] and looks_up_rows(node)
 
 
-def _whole(
-    program: Program,
-    training: Training,
-    local: LocalView,
-    value: ir.Value,
-    others: list[ir.Node],
-    lookups: list[ir.Node],
-) -> str:
-    """Why a table needs a dense gradient; empty where it does not."""
-    if others:
-        return f"{program.paths[others[0]]} reads it whole"
-    if why := whole_table(training.optimizer_of(value), training.parameters[value].weight_decay):
-        return why
-    if all(is_pulled(program, one) for one in _instances(program, lookups)):
-        return ""  # each rank is given those of its own rows
-    layouts = [home.layout for home in local.versions.defs.get(value, ())]
-    layouts += [input_layout_of(program, one, 0).layout for one in _instances(program, lookups)]
-    return "its rows are cut" if any(layout.cuts and layout.cuts[0] for layout in layouts) else ""
+_CUT = "its rows are cut"
 
 
-def _instances(program: Program, nodes: list[ir.Node]) -> Iterator[NodeOnGroup]:
-    return (NodeOnGroup(node, group) for node in nodes for group in program.placement[node].groups)
+@dataclass(frozen=True)
+class _Lookups:
+    """The nodes that look a table up, and the others that read it."""
 
+    program: Program
+    training: Training
+    local: LocalView
+    value: ir.Value
+    lookups: list[ir.Node]
+    others: list[ir.Node]
 
-def _rows(program: Program, local: LocalView, lookups: list[ir.Node]) -> int | None:
-    """How many rows are looked up a step by all ranks, at middling sizes; None where some number is not known."""
-    assert program.training is not None
-    sizes, total = Middling(program), 0
-    for one in _instances(program, lookups):
-        ids = one.node.inputs[1]
-        shape = local.comm.values.local_shape(input_layout_of(program, one, 1)) if ids is not None else None
-        if shape is None:
-            return None
-        layout = dual_of_input(program, one, 0)
-        terms = math.prod(layout.mesh[axis] for axis, _ in layout.partial)
-        if is_pulled(program, one):
-            asked = input_layout_of(program, one, 1).layout
-            terms = math.prod(asked.num_shards(dim) for dim in range(len(asked.cuts)))
-        total += math.prod(map(sizes.dim, shape)) * terms
-    return total * program.training.accumulate
+    def table(self) -> Table:
+        """The form of the gradient."""
+        optimizer, decay = self.training.optimizer_of(self.value), self.training.parameters[self.value].weight_decay
+        if self.others:
+            return Table(self.value, False, True, f"{self.program.paths[self.others[0]]} reads it whole")
+        layouts = [home.layout for home in self._homes]
+        layouts += [input_layout_of(self.program, one, 0).layout for one in self._instances]
+        pulled = all(
+            is_pulled(self.program, one) for one in self._instances
+        )  # each rank is given those of its own rows
+        if not pulled and any(layout.cuts and layout.cuts[0] for layout in layouts):
+            return Table(self.value, False, True, _CUT)
+        rows, size = (
+            self._rows(Middling(self.program).dim),
+            self.value.shape[0] if self.value.shape is not None else None,
+        )
+        counted = f"{'rows' if rows is None else f'{rows} of its rows'} are looked up a step"
+        if whole := whole_table(optimizer, decay):
+            return Table(self.value, self._sends_fewer(), True, whole)
+        if not optimizer.is_lazy and rows is not None and isinstance(size, int) and 2 * rows > size:
+            return Table(self.value, self._sends_fewer(), True, f"{counted}, more than half")
+        return Table(self.value, True, False, counted)
+
+    @property
+    def _homes(self) -> Sequence[ShardedValue]:
+        return self.local.versions.defs.get(self.value, ())
+
+    @property
+    def _instances(self) -> list[NodeOnGroup]:
+        return [NodeOnGroup(node, group) for node in self.lookups for group in self.program.placement[node].groups]
+
+    def _rows(self, sized: Callable[[int | str], int | None]) -> int | None:
+        """How many rows are looked up a step by all ranks, of dims of these sizes; None where one is not known."""
+        total = 0
+        for one in self._instances:
+            shape = self.local.comm.values.local_shape(input_layout_of(self.program, one, 1))
+            dims = [None] if shape is None else [sized(dim) for dim in shape]
+            known = [dim for dim in dims if dim is not None]
+            if len(known) < len(dims):
+                return None
+            layout = dual_of_input(self.program, one, 0)
+            terms = math.prod(layout.mesh[axis] for axis, _ in layout.partial)
+            if is_pulled(self.program, one):
+                asked = input_layout_of(self.program, one, 1).layout
+                terms = math.prod(asked.num_shards(dim) for dim in range(len(asked.cuts)))
+            total += math.prod(known) * terms
+        return total * self.training.accumulate
+
+    def _sends_fewer(self) -> bool:
+        """Whether rows, as many as there may be, are fewer bytes than the sum of tables over the ranks of a group."""
+        symbols = {name: info.facts for name, info in self.program.symbols.items()}
+        most = self._rows(lambda dim: facts_of(dim, symbols).max)
+        terms = [
+            dual_of_input(self.program, one, 0).partial and not is_pulled(self.program, one) for one in self._instances
+        ]
+        shape = self.value.shape
+        if (
+            most is None
+            or shape is None
+            or not shape.is_static()
+            or len(self._homes) != 1
+            or self.training.shard
+            or not all(terms)
+        ):
+            return False
+        size, *width = shape.numpy()
+        row = math.prod(width) * (2 if self.training.messages else 4)
+        return most * (8 + row) < 2 * size * row

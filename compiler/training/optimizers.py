@@ -92,6 +92,8 @@ def merge_node(ids: ir.Value, rows: ir.Value, outputs: Sequence[ir.Value]) -> ir
 def whole_table(optimizer: Optimizer, weight_decay: float | None) -> str:
     """Why an update changes rows without a gradient, too, so that a gradient by rows is none for it; empty where it does not."""
     kind, decay = OPTIMIZERS[optimizer.type], optimizer.weight_decay if weight_decay is None else weight_decay
+    if kind.lazy:
+        return ""
     if not kind.rows:
         return f"{optimizer.type} changes all rows in every step"
     return f"the weight decay of {optimizer.type} changes all rows in every step" if decay else ""

@@ -91,6 +91,15 @@ def test_an_update_of_all_rows_takes_a_dense_gradient(optimizer: str, told: str,
     assert training.tables == (f"table [90, 4]: dense gradient: {told}",)
 
 
+def test_rows_travel_for_an_update_of_all_rows_too(tmp_path: Path) -> None:
+    plan = "ranks: 3\ndataset: data_parallel\n" + SYMBOLS + TRAIN.replace("OPTIMIZER", "{type: adam, lr: 0.01}")
+    program = same_training(looked_up, plan, tmp_path, batches(), rtol=1e-6, atol=1e-4)
+    assert program.training is not None
+    told = "adam changes all rows in every step"
+    assert program.training.tables == (f"table [90, 4]: gradient by rows between ranks, dense in the update: {told}",)
+    assert {event.op_type for event in program.events if event.name.startswith("table")} == {"AllGather"}
+
+
 def test_a_table_that_is_read_whole_or_mostly_looked_up_has_a_dense_gradient(tmp_path: Path) -> None:
     tied = """main (int64[batch, 2] ids, int64[batch, 2] few) => (float[batch, 90] y) {
         [look] e = Gather(table, ids)
@@ -109,7 +118,7 @@ def test_a_table_that_is_read_whole_or_mostly_looked_up_has_a_dense_gradient(tmp
     assert training is not None
     assert training.tables == (
         "table [90, 4]: dense gradient: turned reads it whole",
-        "small [20, 4]: dense gradient: 12 rows are looked up a step, more than half",
+        "small [20, 4]: dense gradient: 12 of its rows are looked up a step, more than half",
     )
 
 

@@ -51,6 +51,11 @@ class Optimizer:
         """Whether an update needs nothing of a parameter but the same elements of its gradient and slots."""
         return bool(self.form.body)
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether a looked-up table is updated where it was looked up alone."""
+        return OPTIMIZERS[self.type].lazy
+
     def is_like(self, other: Optimizer) -> bool:
         """Whether both are one but for rate and weight decay, which are numbers of each parameter."""
         return (self.type, self.hyper) == (other.type, other.hyper)

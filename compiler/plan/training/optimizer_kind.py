@@ -97,7 +97,8 @@ class OptimizerKind:
     functions (LAMB). `coupled`: weight decay is added to the gradient, and the body need not speak of it. Without `lr` among the scalars
     the rate is the attribute `rate`: no schedule moves it.
 
-    `rows`: of a formula that leaves rows with a gradient of 0 as they are, the body over ids and rows, which adds at `places`.
+    `rows`: of a formula that leaves rows with a gradient of 0 as they are, the body over ids and rows, which adds at `places`. `lazy`: a
+    looked-up table is updated where it was looked up alone, by the same formula; all other parameters are updated whole.
     """
 
     doc: str
@@ -108,6 +109,7 @@ class OptimizerKind:
     body: str = ""
     coupled: bool = False
     rows: str = ""
+    lazy: bool = False
     matrix_slots: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Slots in place of `slots` for parameters of two dims or more, by name; they have one element along these dims."""
     initial: Mapping[str, str] = field(default_factory=dict)
