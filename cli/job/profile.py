@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from partc.cli.output import console
-from partc.cli.output.units import count
+from partc.cli.output.units import count, seconds
 from partc.runtime.errors import UsageError
 from partc.runtime.files.replace import refuse_other, write_text
 
@@ -24,4 +26,14 @@ def write_profile(path: str, ranks: Sequence[str], quiet: bool) -> None:
     """Writes what all ranks measured, each as JSON."""
     write_text(Path(path), '{"profile": 1, "ranks": [\n' + ",\n".join(ranks) + "\n]}\n")
     if not quiet:
-        console.echo(f"wrote {path}: times of {count(len(ranks), 'rank')}")
+        console.echo(f"wrote {path}: times of {count(len(ranks), 'rank')}{_targets(ranks)}")
+
+
+def _targets(ranks: Sequence[str]) -> str:
+    """The medians of what targets took in a step, and of what they did at the same time, of the rank that took longest."""
+    told = [one for one in map(json.loads, ranks) if one.get("targets")]
+    if not told:
+        return ""
+    slowest = max(told, key=lambda one: median(one["step"]))
+    each = ", ".join(f"{target} {seconds(median(times))}" for target, times in slowest["targets"].items())
+    return f"; targets of rank {slowest['rank']}: {each}, at the same time {seconds(median(slowest['overlap']))}"

@@ -29,6 +29,7 @@ class RankTimes(_Record):
     """Of one rank the seconds of each step: `step` from its first action to its last, `tasks` by cell, `waits` inside of a task.
 
     `kinds`: of `compute`, `update`, `begin` (of communication) and `wait`. `arena`: the bytes planned for values between segments.
+    Where several targets compute, `targets`: the seconds in which each computed or copied; `overlap`: those in which more than one did.
     """
 
     rank: int = Field(ge=0)
@@ -37,6 +38,8 @@ class RankTimes(_Record):
     waits: dict[str, Seconds]
     kinds: dict[str, Seconds]
     arena: int = Field(ge=0)
+    targets: dict[str, Seconds] = Field(default_factory=dict)
+    overlap: Seconds = Field(default_factory=list)
 
 
 class Profile(_Record):
@@ -89,7 +92,8 @@ def read_profile(path: Path) -> Profile:
             f"{path}: it is no profile: {place}: {first['msg']}\n  help: use a file that --profile has written"
         ) from None
     for one in found.ranks:
-        columns = [one.step, *one.tasks.values(), *one.waits.values(), *one.kinds.values()]
+        columns = [one.step, *one.tasks.values(), *one.waits.values(), *one.kinds.values(), *one.targets.values()]
+        columns += [one.overlap] if one.targets else []
         if not one.step or len({len(column) for column in columns}) > 1:
             raise UsageError(
                 f"{path}: the times of rank {one.rank} are of different numbers of steps\n  help: measure again"

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ..program.steps import Collective, Segment, Step, Update, WaitCollective, WaitRecv
+from ..program.steps import Collective, Copy, Segment, Step, Update, WaitCollective, WaitRecv
 from .step_plan import Action, StepPlan
+from .targets.lanes import lanes_of
 
 _KEPT = 100
 """The times of so many steps are kept."""
@@ -42,6 +43,8 @@ class _Steps:
     said: list[_Said]
     seconds: list[float]
     whole: float
+    targets: dict[str, float]
+    overlap: float
 
 
 class Profiler:
@@ -58,8 +61,11 @@ class Profiler:
     def watch(self, plan: StepPlan) -> None:
         """Measures the actions of a step plan."""
         said = _said([(plan.program.steps[index], at in plan.main) for at, (index, _) in enumerate(plan.actions)])
-        seconds = [0.0] * len(said)
-        plan.actions[:] = [(index, _timed(action, seconds, at)) for at, (index, action) in enumerate(plan.actions)]
+        seconds, starts = [0.0] * len(said), [0.0] * len(said)
+        plan.actions[:] = [
+            (index, _timed(action, seconds, starts, at)) for at, (index, action) in enumerate(plan.actions)
+        ]
+        busy = _busy(plan)
         if not said:
             return
         begun = [0.0]
@@ -74,7 +80,12 @@ class Profiler:
             (begin if len(said) == 1 else ending)()
             self._count += 1
             self._arena = int(plan.program.memory.size)
-            self._steps.append(_Steps(self._count, said, [*seconds], time.perf_counter() - begun[0]))
+            whole = time.perf_counter() - begun[0]
+            spans = {
+                target: [(starts[at], starts[at] + seconds[at]) for at in places] for target, places in busy.items()
+            }
+            targets = {target: sum(end - begin for begin, end in some) for target, some in spans.items()}
+            self._steps.append(_Steps(self._count, said, [*seconds], whole, targets, overlap(spans.values())))
 
         plan.actions[0] = first, begin
         plan.actions[-1] = last, end
@@ -92,32 +103,57 @@ class Profiler:
                     column = (waits if one.inside else tasks).setdefault(one.task, [0.0] * len(steps))
                     column[k] += seconds
         whole = [step.whole for step in steps]
-        return json.dumps(
-            {"rank": self.rank, "step": whole, "tasks": tasks, "waits": waits, "kinds": kinds, "arena": self._arena}
-        )
+        told = {"rank": self.rank, "step": whole, "tasks": tasks, "waits": waits, "kinds": kinds, "arena": self._arena}
+        if targets := {target for step in steps for target in step.targets}:
+            told["targets"] = {target: [step.targets.get(target, 0.0) for step in steps] for target in sorted(targets)}
+            told["overlap"] = [step.overlap for step in steps]
+        return json.dumps(told)
 
 
 def _said(steps: list[tuple[Step, bool]]) -> list[_Said]:
     """What actions are: those of a step, and what is done beside it, a wait for a send or the end of a value."""
-    cells = [step.task if isinstance(step, Segment | Collective) else "" for step, _ in steps]
+    cells = [step.task if isinstance(step, Segment | Copy | Collective) else "" for step, _ in steps]
     at = next(filter(None, cells), "")
     found = []
     for (step, is_step), cell in zip(steps, cells, strict=True):
         at = cell if cell and is_step else at
         if not is_step or isinstance(step, WaitRecv | WaitCollective):
             found.append(_Said(WAIT, at, inside=is_step and bool(cell)))
-        elif isinstance(step, Segment):
+        elif isinstance(step, Segment | Copy):
             found.append(_Said(COMPUTE, at))
         else:
             found.append(_Said(UPDATE if isinstance(step, Update) else BEGIN, at))
     return found
 
 
-def _timed(action: Action, seconds: list[float], at: int) -> Callable[[], None]:
+def _busy(plan: StepPlan) -> dict[str, list[int]]:
+    """By target the places of the actions that compute or copy there; empty where one target computes."""
+    if plan.lanes is None:
+        return {}
+    found: dict[str, list[int]] = {}
+    for target, lane in lanes_of(plan.program).items():
+        places = [at for at, access in enumerate(plan.accesses) if access.lane == lane and at in plan.main]
+        computes = (Segment, Update, Copy)
+        found[target] = [at for at in places if isinstance(plan.program.steps[plan.actions[at][0]], computes)]
+    return found
+
+
+def overlap(spans: Iterable[Iterable[tuple[float, float]]]) -> float:
+    """The seconds in which more than one of several things went on; of each the begins and ends, which do not overlap among themselves."""
+    turns = sorted((at, turn) for some in spans for begin, end in some for at, turn in ((begin, 1), (end, -1)))
+    total, running, before = 0.0, 0, 0.0
+    for at, turn in turns:
+        total += at - before if running > 1 else 0.0
+        running += turn
+        before = at
+    return total
+
+
+def _timed(action: Action, seconds: list[float], starts: list[float], at: int) -> Callable[[], None]:
     clock = time.perf_counter
 
     def timed() -> None:
-        start = clock()
+        start = starts[at] = clock()
         action()
         seconds[at] = clock() - start
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from artifact_text import write
+from partc.cli.output.targets import counted, line
 from partc.runtime import load_local
 from partc.runtime.errors import RankError
+from partc.runtime.execution.profiler import overlap
 from partc.runtime.execution.step_plan import StepPlan
 from partc.runtime.execution.targets.dependencies import Access, Range, meet, waits_of
 from partc.runtime.execution.targets.workers import LanePlan, Workers
@@ -125,6 +128,25 @@ def test_independent_branches_run_at_the_same_time(tmp_path: Path, monkeypatch: 
             found = program(x=x)
     np.testing.assert_array_equal(found["y"], -np.maximum(x, 0))
     np.testing.assert_allclose(found["z"], -np.tanh(x), rtol=1e-6)
+
+
+def test_the_time_of_both_is_measured() -> None:
+    assert overlap([[(0.0, 2.0), (3.0, 5.0)], [(1.0, 4.0)]]) == 2.0
+    assert overlap([[(0.0, 1.0)], [(1.0, 2.0)]]) == 0.0
+
+
+def test_a_profile_and_a_run_tell_of_targets(tmp_path: Path) -> None:
+    x = np.zeros((4, 3), np.float32)
+    with load_local(branches(tmp_path), trust=True, devices=ON_CPU) as program:
+        profiler = program.ranks[0].record_times()
+        for _ in range(5):
+            program(x=x)
+        told = json.loads(profiler.text())
+        counts = counted([program.ranks[0].counts.text()])
+    assert set(told["targets"]) == {"cpu", "cuda"}
+    assert len(told["overlap"]) == len(told["step"]) == 2
+    assert counts["to"] == {"cpu": {"copies": 1.0, "bytes": 48.0}, "cuda": {"copies": 1.0, "bytes": 48.0}}
+    assert line(counts) == "targets: in a step 1 copy to cpu (48 B), 1 to cuda (48 B), 1 switch on 1 rank"
 
 
 def test_one_target_has_no_lanes(tmp_path: Path) -> None:
