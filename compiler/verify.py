@@ -8,6 +8,7 @@
     localize    a rank reads what it has, and makes a name once; forward ops stand before all others; every event has the same place in
                 the order of all its ranks; and so after differentiate and update
     lower       the same of the finished programs, which are of all ranks and give back what they list
+    copy_between_targets  every op has a target, what it reads lies there, and every copy is read (`targets/laws.py`)
 
 Laws hold from the pass on that fills the fields of which they speak. What breaks one is a fault of the pass, never of the user: the
 error names the pass, and all that is wrong.
@@ -41,6 +42,7 @@ from partc.compiler.ir.rank_program import (
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.ops.families.local_map import ALONG
+from partc.compiler.targets.laws import target_faults
 
 VARIABLE = "PARTC_VERIFY_PASSES"
 """The environment variable that has every compile verify after every pass; tests set it."""
@@ -306,4 +308,13 @@ def _events(events: Sequence[Event], rows: Mapping[int, list[int]]) -> Iterator[
             yield f"rank {rank}: its events {distinct} are not in the order of all"
 
 
-LAWS: tuple[Callable[[Program], Iterator[str]], ...] = (_graph, _shapes, _placement, _choices, _sums, _local, _parts)
+LAWS: tuple[Callable[[Program], Iterator[str]], ...] = (
+    _graph,
+    _shapes,
+    _placement,
+    _choices,
+    _sums,
+    _local,
+    _parts,
+    target_faults,
+)

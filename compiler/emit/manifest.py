@@ -11,7 +11,7 @@ import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
 from partc.compiler.emit.looked_up import looked_up
 from partc.compiler.ir.program import PART, Group, PackedBox, Program, ProgramKind, Shape, ShardedValue
-from partc.compiler.ir.rank_program import CommOp, Event, LocalTensor, RankOp, StateTensor, TaskCall, made_names
+from partc.compiler.ir.rank_program import CommOp, CopyOp, Event, LocalTensor, RankOp, StateTensor, TaskCall, made_names
 from partc.compiler.layout.layout import Layout
 from partc.runtime.artifact import format as fmt
 
@@ -224,10 +224,11 @@ def _given(program: Program) -> dict[int, list[str]]:
 
 
 def _inputs_of_events(steps: Sequence[RankOp]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Tag and inputs of each event that a rank gives something, in a body those of every call."""
+    """Tag and inputs of each event that a rank gives something, in a body those of every call; a copy by the value's own name."""
+    own = {step.made: step.source for step in steps if isinstance(step, CopyOp) and len(step.source) < len(step.made)}
     for step in steps:
         if isinstance(step, CommOp) and step.inputs:
-            yield step.tag, tuple(filter(None, step.inputs))
+            yield step.tag, tuple(own.get(name, name) for name in step.inputs if name)
         elif isinstance(step, TaskCall):
             names = step.names
             for tag, inputs in _inputs_of_events(step.body.steps):

@@ -172,6 +172,8 @@ class Program:
     """The kind of device that runs a node within its rank; of constants and shapes none, and of nothing where the plan names no target."""
     update_targets: Mapping[ir.Value, str] = field(default_factory=dict)
     """By parameter the kind of device that updates it, and keeps it."""
+    has_copies: bool = False
+    """Whether ranks' programs have their targets, and the copies between them."""
     choices: Mapping[NodeOnGroup, NodeSharding] = field(default_factory=dict)
     given: Pinned | None = None
     training: Training | None = None

@@ -29,6 +29,7 @@ from partc.compiler.ir.rank_program import (
     read_names,
 )
 from partc.compiler.ir.value_bytes import bytes_text
+from partc.compiler.targets.constants import with_constants
 from partc.compiler.targets.of_ops import ANYWHERE, Placed, Scope, placed
 from partc.compiler.targets.order import in_runs
 from partc.compiler.targets.renamed import renamed_op
@@ -45,11 +46,12 @@ def copy_between_targets(program: Program) -> Program:
     program = replace(program, values={**program.values, number: ValueInfo("tensor(float)", (), 4)})
     for part in program.parts:
         if part.likeness not in made:
-            part = replace(part, types={**part.types, **dict.fromkeys(part.scalars, (number, ()))})
-            made[part.likeness] = _Copying(program, part, placed(program, part, _states(program, part.rank))).done()
+            own = with_constants(part)
+            own = replace(own, types={**own.types, **dict.fromkeys(own.scalars, (number, ()))})
+            made[part.likeness] = _Copying(program, own, placed(program, own, _states(program, part.rank))).done()
         like = made[part.likeness]
-        parts.append(replace(part, steps=like.steps, types=like.types, kept=like.kept))
-    return replace(program, parts=tuple(parts))
+        parts.append(replace(part, steps=like.steps, types=like.types, kept=like.kept, constants=like.constants))
+    return replace(program, parts=tuple(parts), has_copies=True)
 
 
 def _states(program: Program, rank: int) -> dict[str, str]:

@@ -23,6 +23,7 @@ from partc.runtime.checker.across.rows import check_rows
 from partc.runtime.checker.files import check_folder
 from partc.runtime.checker.graph.nodes import check_graph
 from partc.runtime.checker.graph.rank_file import check_onnx
+from partc.runtime.checker.graph.targets import check_targets
 from partc.runtime.checker.graph.types import check_types
 from partc.runtime.checker.graph.weights import check_weights
 from partc.runtime.checker.subject import Subject
@@ -52,6 +53,7 @@ CHECKS = (
     Check("the files", FILES, lambda one: check_folder(one.folder, one.manifest)),
     Check("the nodes", GRAPH, lambda one: check_graph(one.file, one.model)),
     Check("the weights", GRAPH, lambda one: check_weights(one.folder, one.file, one.model, one.manifest, one.wrong)),
+    Check("the targets", GRAPH, lambda one: check_targets(one.file, one.model, one.manifest)),
     Check("ONNX", GRAPH, lambda one: check_onnx(one.file, one.model), SOUND),
     Check("the types", GRAPH, lambda one: check_types(one.file, one.model, one.manifest), SOUND),
     Check(NO_CODE, TRAINING, lambda one: carried_code(one.folder, one.manifest)),

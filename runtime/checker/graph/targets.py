@@ -1,0 +1,114 @@
+"""Checks the targets of a rank file: every op reads what lies on its target, and no copy is made for nobody.
+
+A value lies on the target of the node that makes it, what a Copy makes on that to which it leads; on the CPU lie inputs, outputs, all that
+is communicated, sizes, and operands that kernels read on the host. A file without targets has no copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from onnx import ModelProto, NodeProto, ValueInfoProto
+from partc.runtime.artifact.format import CPU, DOMAIN, OPTIMIZER, RANK_CONSTANT, TARGET, TARGETS, Manifest
+from partc.runtime.artifact.onnx_graph import node_title, path_of, reads
+from partc.runtime.artifact.targets import copied_to, is_copy, target_of
+from partc.runtime.errors import ArtifactError, Violation
+
+_AGAIN = "compile the model again"
+_SIZES = ("Shape", "Size")
+# The check proves the compiler's work by what it knows itself: this table is not the compiler's.
+_ON_HOST: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(
+        ("Expand", "Tile", "AffineGrid", "CenterCropPad", "Reshape", "Squeeze", "Unsqueeze", "Split"), (1,)
+    ),
+    **dict.fromkeys(("Upsample", "Trilu", "TopK", "CumSum", "CumProd", "OneHot"), (1,)),
+    **dict.fromkeys(("ConstantOfShape", "If", "HannWindow", "HammingWindow", "BlackmanWindow"), (0,)),
+    **{
+        f"Reduce{kind}": (1,)
+        for kind in ("Sum", "Mean", "L1", "L2", "SumSquare", "Max", "Min", "LogSum", "LogSumExp", "Prod")
+    },
+    **dict.fromkeys(("RNN", "GRU", "LSTM"), (4,)),
+    "Range": (0, 1, 2),
+    "Loop": (0, 1),
+    "Col2Im": (1, 2),
+    "NonMaxSuppression": (2, 3, 4),
+    "Pad": (1, 2, 3),
+    "Resize": (1, 2, 3),
+    "Slice": (1, 2, 3, 4),
+    "Dropout": (1, 2),
+    "GroupQueryAttention": (6,),
+}
+
+
+def check_targets(file: str, model: ModelProto, manifest: Manifest) -> Iterator[Violation]:
+    """Nodes without a target or with an unknown one, operands that lie elsewhere, copies that nothing reads or that lead nowhere."""
+    graph = model.graph
+    if not any(map(target_of, graph.node)):
+        for node in graph.node:
+            if is_copy(node):
+                yield Violation(file, "no node of the file has a target", node_title(node), path_of(node), _AGAIN)
+        return
+    lying = {port.name: _said(port) or CPU for port in graph.input}
+    read = {name for node in graph.node for name in reads(node)} | {port.name for port in graph.output}
+    for node in graph.node:
+        for fact in _faults(file, node, lying, read):
+            yield Violation(file, fact, node_title(node), path_of(node), _AGAIN)
+        if not _is_constant(node):
+            lying |= dict.fromkeys(filter(None, node.output), _made_on(file, node))
+    following = {one.next: lying.get(one.value, CPU) for one in manifest.state if one.next}
+    for port in graph.output:
+        wanted = following.get(port.name, CPU)
+        if lying.get(port.name, wanted) != wanted:
+            fact = f"its output '{port.name}' lies on {lying[port.name]}, and is wanted on {wanted}"
+            yield Violation(file, fact, f"graph '{graph.name}'", help=_AGAIN)
+
+
+def _faults(file: str, node: NodeProto, lying: Mapping[str, str], read: set[str]) -> Iterator[str]:
+    if is_copy(node):
+        try:
+            to = copied_to(node, file)
+        except ArtifactError as error:
+            yield str(error).splitlines()[0].removeprefix(f"{file}: {node_title(node)}: ")
+            return
+        if lying.get(node.input[0], to) == to:
+            yield f"it copies '{node.input[0]}' to {to}, where it lies"
+        if node.output[0] not in read:
+            yield f"nothing reads '{node.output[0]}'"
+        return
+    if node.domain == DOMAIN:
+        wrong = [name for name in node.input if name and lying.get(name, CPU) != CPU]
+        yield from (f"it takes '{name}', which lies on {lying[name]}" for name in wrong)
+        return
+    target = target_of(node)
+    if target not in TARGETS:
+        yield f"its target is '{target}'" if target else "it has no target"
+        return
+    if node.op_type in _SIZES and not node.domain:
+        return
+    host = _ON_HOST.get(node.op_type, ()) if node.domain != OPTIMIZER else ()
+    operands = [(name, CPU if k in host else target) for k, name in enumerate(node.input) if name]
+    inner = [(name, target) for name in list(reads(node))[len(operands) :]]
+    for name, wanted in dict.fromkeys((*operands, *inner)):
+        if lying.get(name, wanted) != wanted:
+            yield f"it reads '{name}' on {wanted}, and that lies on {lying[name]}"
+
+
+def _made_on(file: str, node: NodeProto) -> str:
+    """The target on which lies what a node makes."""
+    if is_copy(node):
+        try:
+            return copied_to(node, file)
+        except ArtifactError:
+            return CPU
+    if node.domain == DOMAIN or (node.op_type in _SIZES and not node.domain):
+        return CPU
+    return target_of(node) or CPU
+
+
+def _is_constant(node: NodeProto) -> bool:
+    return node.domain == DOMAIN and node.op_type == RANK_CONSTANT
+
+
+def _said(port: ValueInfoProto) -> str:
+    """The target of a tensor of the state."""
+    return next((one.value for one in port.metadata_props if one.key == TARGET), "")
