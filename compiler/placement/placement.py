@@ -29,6 +29,7 @@ from partc.compiler.ir.graph import PINNED
 from partc.compiler.ir.program import Group, Placed, Program, ProgramKind
 from partc.compiler.ops.registry import draws
 from partc.compiler.placement.infer import REPEATED, Delivered, Inferred, infer_placement
+from partc.compiler.placement.overruled import overruled
 from partc.compiler.placement.repeated import repeatable, worth_repeating
 from partc.compiler.placement.staged import backward_edges
 from partc.compiler.plan.matching import (
@@ -45,7 +46,7 @@ from partc.runtime.artifact import format as fmt
 
 
 def place(program: Program) -> Program:
-    """Fills `placement`. Raises CompileError for patterns that match nothing; warns of ranks with nothing to do."""
+    """Fills `placement`. Raises CompileError for patterns that match nothing; warns of lines that decide nothing."""
     graph = program.model.graph
     default = default_group(program.plan, program.declared)
     rules, problems = placement_rules(program)
@@ -68,7 +69,8 @@ def place(program: Program) -> Program:
     placement = {node: _placed(node, rules, inferred, floating, program) for node in graph}
     if problems := list(against_stages(program, said, inferred.stages)) if staged else []:
         raise CompileError(problems)
-    return replace(program, placement=placement, stages=inferred.stages)
+    warnings = (*program.warnings, *overruled(program))
+    return replace(program, placement=placement, stages=inferred.stages, warnings=warnings)
 
 
 def _check_order(program: Program, named: dict[ir.Node, int]) -> None:
