@@ -117,6 +117,9 @@ class _Lookups:
         counted = f"{'rows' if rows is None else f'{rows} of its rows'} are looked up a step"
         if whole := whole_table(optimizer, decay):
             return Table(self.value, self._sends_fewer(), True, whole)
+        rank = len(self.value.shape or ())
+        if any(optimizer.slots_of(rank).values()) and (rank != 2 or any(any(layout.cuts[1:]) for layout in layouts)):
+            return Table(self.value, self._sends_fewer(), True, f"{optimizer.type} needs whole rows of a matrix")
         if not optimizer.is_lazy and rows is not None and isinstance(size, int) and 2 * rows > size:
             return Table(self.value, self._sends_fewer(), True, f"{counted}, more than half")
         return Table(self.value, True, False, counted)

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 import onnx
 import onnx.parser
-from partc.compiler.plan.training.optimizer_kind import Form, OptimizerKind
+from partc.compiler.plan.training.optimizer_kind import ByRows, Form, OptimizerKind
 from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
 from partc.compiler.training.whole_functions import PARTS
 from partc.runtime.artifact.format import OPTIMIZER
@@ -85,10 +85,9 @@ def _of_rows(kind: OptimizerKind, form: Form) -> Family:
     return Family(kind.doc, inputs, _next(*tables), kind.rows or form.body, kind.coupled, tables, not kind.rows)
 
 
-_WHOLE = {form.function: _of(kind, form) for kind in OPTIMIZERS.values() for form in kind.forms if form.body}
-_BY_ROWS = {
-    f"{form.function}Rows": _of_rows(kind, form) for kind in OPTIMIZERS.values() for form in kind.forms if form.body
-}
+_FORMS = [(kind, form) for kind in OPTIMIZERS.values() if kind.by_rows is not ByRows.LAZY for form in kind.forms]
+_WHOLE = {form.function: _of(kind, form) for kind, form in _FORMS if form.body}
+_BY_ROWS = {f"{form.function}Rows": _of_rows(kind, form) for kind, form in _FORMS if form.body or kind.rows}
 FAMILIES = {**_WHOLE, **_BY_ROWS, **{name: Family(*part) for name, part in PARTS.items()}}
 """By name: the function of each optimizer, the parts of those that are several, and the clipping of gradients by their norm."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.training.optimizer import Optimizer
-from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
+from partc.compiler.plan.training.optimizer_kind import ByRows
 from partc.compiler.training.optimizer_functions import DOMAIN, FAMILIES, function, variant
 from partc.compiler.training.whole_updates import WHOLE_UPDATES, Step, WholeUpdate
 from partc.runtime.artifact.row_function import IDS, MERGE, ROWS, adds_up
@@ -55,7 +55,8 @@ def update_steps(
 def _sizes(shape: Sequence[int]) -> dict[str, float]:
     """The sizes of a parameter that functions have as attributes."""
     rows, columns = (1, 1, *shape)[-2:]
-    return {"elements": float(math.prod(shape)), "rows": float(rows), "columns": float(columns)}
+    sizes = {"elements": math.prod(shape), "rows": rows, "columns": columns, "row": math.prod(shape[1:])}
+    return {name: float(size) for name, size in sizes.items()}
 
 
 def row_update_node(
@@ -91,12 +92,12 @@ def merge_node(ids: ir.Value, rows: ir.Value, outputs: Sequence[ir.Value]) -> ir
 
 def whole_table(optimizer: Optimizer, weight_decay: float | None) -> str:
     """Why an update changes rows without a gradient, too, so that a gradient by rows is none for it; empty where it does not."""
-    kind, decay = OPTIMIZERS[optimizer.type], optimizer.weight_decay if weight_decay is None else weight_decay
-    if kind.lazy:
-        return ""
-    if not kind.rows:
+    decay = optimizer.weight_decay if weight_decay is None else weight_decay
+    if optimizer.by_rows is ByRows.NEVER:
         return f"{optimizer.type} changes all rows in every step"
-    return f"the weight decay of {optimizer.type} changes all rows in every step" if decay else ""
+    if optimizer.by_rows is ByRows.ALIKE and decay:
+        return f"the weight decay of {optimizer.type} changes all rows in every step"
+    return ""
 
 
 def _check_type(parameter: ir.Value) -> None:

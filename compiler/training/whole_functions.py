@@ -124,6 +124,51 @@ PARTS = {
         """,
         coupled=True,
     ),
+    "RowAdagradMeans": Part(
+        "the mean of the squares of each row; of a cut row they are terms of it",
+        ("parameter", "gradient"),
+        ("row_means",),
+        """
+        shape = Shape (g)
+        rank = Size (shape)
+        first = Constant <value_int: int = 1> ()
+        but_first = Range (first, rank, first)
+        row_sums = ReduceSumSquare <keepdims: int = 1> (g, but_first)
+        row_means = Div (row_sums, @row)
+        """,
+        coupled=True,
+    ),
+    "RowAdagradSum": Part(
+        "s' = s + means, which is at least 0; `current` is the same for those that read it in this step",
+        ("sum", "means"),
+        ("current", "sum_next"),
+        """
+        current = Add (sum, means)
+        sum_next = Max (current, @0)
+        """,
+    ),
+    "RowAdagradDirection": Part(
+        "d = g / (sqrt(s') + eps), s' being one number a row",
+        ("parameter", "gradient", "current"),
+        ("direction",),
+        """
+        root = Sqrt (current)
+        divisor = Add (root, @eps)
+        shape = Shape (g)
+        spread = Expand (divisor, shape)
+        direction = Div (g, spread)
+        """,
+        coupled=True,
+    ),
+    "RowAdagradApply": Part(
+        "w' = w - lr d",
+        ("parameter", "direction", "lr"),
+        ("parameter_next",),
+        f"""{RATE}
+        change = Mul (direction, rate)
+        parameter_next = Sub (parameter, change)
+        """,
+    ),
     "AdafactorMeans": Part(
         "the means of the squares of each row and of each column, the last two dims; of a cut parameter they are terms of these",
         ("gradient",),

@@ -118,6 +118,23 @@ def adafactor(one: WholeUpdate) -> list[Step]:
     ]
 
 
+def row_adagrad(one: WholeUpdate) -> list[Step]:
+    """Adagrad with one number a row: the mean of the squares of the row's gradient."""
+    call, tensors, direction = one.call, one.tensors, one.value("direction")
+    if len(one.shape) < 2:
+        return [call.node("Adagrad", tensors, one.outputs, "update")]
+    dims = tuple(range(1 - len(one.shape), 0))
+    mean = one.summed(one.value("row_means", dims), dims, dims)
+    now = one.value("sum.current", dims)
+    return [
+        call.node("RowAdagradMeans", tensors, [mean.terms], "means"),
+        mean,
+        call.node("RowAdagradSum", {"sum": tensors["sum"], "means": mean.total}, [now, one.outputs[1]], "sum.update"),
+        call.node("RowAdagradDirection", {**tensors, "current": now}, [direction], "direction"),
+        call.node("RowAdagradApply", {**tensors, "direction": direction}, one.outputs[:1], "update"),
+    ]
+
+
 def _scaled(
     one: WholeUpdate, given: Mapping[str, ir.Value], squares: str, ratio: str, apply: str, outputs: Sequence[ir.Value]
 ) -> list[Step]:
@@ -132,7 +149,12 @@ def _scaled(
     ]
 
 
-WHOLE_UPDATES: Mapping[str, Callable[[WholeUpdate], list[Step]]] = {"lamb": lamb, "lars": lars, "adafactor": adafactor}
+WHOLE_UPDATES: Mapping[str, Callable[[WholeUpdate], list[Step]]] = {
+    "lamb": lamb,
+    "lars": lars,
+    "adafactor": adafactor,
+    "row_adagrad": row_adagrad,
+}
 """By the type in a plan."""
 
 

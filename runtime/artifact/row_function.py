@@ -29,7 +29,7 @@ IDS, ROWS = "ids", "rows"
 """The inputs of a function over rows, beside the tensors that it updates and the scalars."""
 NEXT = "_next"
 SCATTER = "ScatterND"
-_PLACED = frozenset(("Constant", "Unsqueeze"))
+_PLACED = frozenset(("Constant", "ReduceMean", "Unsqueeze"))
 _MERGE = """
     count = Shape (ids)
     sorted, order = TopK <axis: int = 0, largest: int = 0, sorted: int = 1> (ids, count)

@@ -33,6 +33,8 @@ CASES: list[tuple[str, Options]] = [
     ("nesterov", {"lr": 0.02, "momentum": 0.7, "weight_decay": 0.1}),
     ("adagrad", {"lr": 0.1}),
     ("adagrad", {"lr": 0.05, "initial_accumulator": 0.3, "eps": 1e-3, "weight_decay": 0.1}),
+    ("row_adagrad", {"lr": 0.1}),
+    ("row_adagrad", {"lr": 0.05, "initial_accumulator": 0.3, "eps": 1e-3, "weight_decay": 0.1}),
     ("rmsprop", {"lr": 0.01}),
     ("rmsprop", {"lr": 0.003, "alpha": 0.8, "eps": 1e-3, "centered": True, "weight_decay": 0.3}),
     ("rmsprop", {"lr": 0.01, "alpha": 0.9, "eps": 1e-4, "momentum": 0.5}),
@@ -171,7 +173,7 @@ def formula(chosen: Optimizer, shape: tuple[int, ...], change: Callable[[Array],
     coupled = chosen.type not in UNCOUPLED
     for t, gradient in enumerate(gradients(shape), 1):
         g = change(gradient.astype(np.float64)) + (wd * w if coupled else 0)
-        match chosen.type:
+        match chosen.type.removeprefix("lazy_"):
             case "sgd":
                 w = w - lr * g
             case "momentum" | "nesterov":
@@ -211,6 +213,10 @@ def formula(chosen: Optimizer, shape: tuple[int, ...], change: Callable[[Array],
                 d = g / np.sqrt(np.maximum(v, h["eps1"] ** 2))
                 step = min(lr, t**-0.5) * size / max(1.0, np.sqrt(np.mean(d**2)) / h["d"])
                 w = w * (1 - lr * wd) - step * d
+            case "row_adagrad":
+                axes = tuple(range(1, g.ndim)) or ()
+                kept["sum"] = kept["sum"] + (np.mean(g**2, axis=axes, keepdims=True) if axes else g**2)
+                w = w - lr * g / (np.sqrt(kept["sum"]) + h["eps"])
             case "adagrad":
                 kept["sum"] = kept["sum"] + g**2
                 w = w - lr * g / (np.sqrt(kept["sum"]) + h["eps"])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.pattern import nearest
-from partc.compiler.plan.training.optimizer_kind import Form
+from partc.compiler.plan.training.optimizer_kind import ByRows, Form
 from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
 from partc.compiler.plan.violation import shown
 
@@ -38,13 +38,21 @@ class Optimizer:
 
     def slots_of(self, rank: int) -> Mapping[str, tuple[int, ...]]:
         """The tensors that are kept of a parameter of `rank` dims, by name, with the dims along which they have one element."""
-        matrix = OPTIMIZERS[self.type].matrix_slots
-        return matrix if matrix and rank > 1 else dict.fromkeys(self.slots, ())
+        matrix = OPTIMIZERS[self.type].matrix_slots if rank > 1 else {}
+        but_first = tuple(range(1 - rank, 0))
+        return {slot: but_first if ones is None else ones for slot, ones in matrix.items()} or dict.fromkeys(
+            self.slots, ()
+        )
 
     @property
     def scalars(self) -> tuple[str, ...]:
         """The rank-0 float32 values that a step reads; where gradients are scaled `scale` is one more."""
         return OPTIMIZERS[self.type].scalars
+
+    @property
+    def by_rows(self) -> ByRows:
+        """What a gradient is for it that names the rows of a table."""
+        return OPTIMIZERS[self.type].by_rows
 
     @property
     def is_elementwise(self) -> bool:
@@ -54,7 +62,7 @@ class Optimizer:
     @property
     def is_lazy(self) -> bool:
         """Whether a looked-up table is updated where it was looked up alone."""
-        return OPTIMIZERS[self.type].lazy
+        return self.by_rows is ByRows.LAZY
 
     def is_like(self, other: Optimizer) -> bool:
         """Whether both are one but for rate and weight decay, which are numbers of each parameter."""

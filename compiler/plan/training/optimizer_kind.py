@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, TypeAlias
 
 Number: TypeAlias = "float | tuple[float, float]"
@@ -78,6 +79,17 @@ class Switch:
     off: float = 0.0
 
 
+class ByRows(Enum):
+    """What a gradient that names rows of a table is for an optimizer."""
+
+    NEVER = "never"
+    """No gradient: other rows change, too."""
+    ALIKE = "alike"
+    """The same as the dense one, if no decay is at work: other rows stay as they are."""
+    LAZY = "lazy"
+    """Its own law: other rows stay as they are, which by a dense gradient they would not."""
+
+
 @dataclass(frozen=True)
 class Form:
     """A type of optimizer with its switches on or off: the name of its function, its slots, and its formula."""
@@ -97,8 +109,8 @@ class OptimizerKind:
     functions (LAMB). `coupled`: weight decay is added to the gradient, and the body need not speak of it. Without `lr` among the scalars
     the rate is the attribute `rate`: no schedule moves it.
 
-    `rows`: of a formula that leaves rows with a gradient of 0 as they are, the body over ids and rows, which adds at `places`. `lazy`: a
-    looked-up table is updated where it was looked up alone, by the same formula; all other parameters are updated whole.
+    `by_rows`: what a gradient by rows is for it, which names the rows of a table that a step looks up. `rows`: its body over ids and rows,
+    which adds at `places`; without it rows are taken out, updated by `body`, and put back.
     """
 
     doc: str
@@ -109,9 +121,10 @@ class OptimizerKind:
     body: str = ""
     coupled: bool = False
     rows: str = ""
-    lazy: bool = False
-    matrix_slots: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Slots in place of `slots` for parameters of two dims or more, by name; they have one element along these dims."""
+    by_rows: ByRows = ByRows.NEVER
+    matrix_slots: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
+    """Slots in place of `slots` for parameters of two dims or more, by name; they have one element along these dims, or with None along
+    all but the first."""
     initial: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, Switch] = field(default_factory=dict)
 

@@ -20,7 +20,9 @@ checkpoints follow from it. A body is text, a line a node, element by element:
 
 from __future__ import annotations
 
-from partc.compiler.plan.training.optimizer_kind import OptimizerKind, Option, Switch
+from dataclasses import replace
+
+from partc.compiler.plan.training.optimizer_kind import ByRows, OptimizerKind, Option, Switch
 
 MEAN = """
     weight1 ~ @one_minus_beta1
@@ -81,6 +83,7 @@ OPTIMIZERS = {
         change = Mul (g, down)
         parameter_next = ScatterND <reduction: string = "add"> (parameter, places, change)
         """,
+        by_rows=ByRows.ALIKE,
     ),
     "momentum": OptimizerKind(
         "m' = momentum m + g; w' = w - lr m', as torch.optim.SGD with momentum, without dampening",
@@ -126,6 +129,30 @@ OPTIMIZERS = {
         parameter_next = Sub (parameter, change)
         """,
         coupled=True,
+        by_rows=ByRows.ALIKE,
+    ),
+    "row_adagrad": OptimizerKind(
+        "s' = s + mean of g g over a row; w' = w - lr g / (sqrt(s') + eps): Adagrad with one number a row",
+        function="RowAdagrad",
+        options={**_LR, "initial_accumulator": Option(0.0), "eps": Option(1e-10, positive=True), **_DECAY},
+        slots=("sum",),
+        matrix_slots={"sum": None},
+        initial={"sum": "initial_accumulator"},
+        coupled=True,
+        rows=f"""{RATE}
+        sum_rows = Gather (sum, ids)
+        square = Mul (g, g)
+        mean = ReduceMean <keepdims: int = 1> (square, along)
+        sum_rows_next = Add (sum_rows, mean)
+        sum_next = ScatterND (sum, places, sum_rows_next)
+        root = Sqrt (sum_rows_next)
+        divisor = Add (root, @eps)
+        share = Div (rate, divisor)
+        down = Neg (share)
+        change = Mul (g, down)
+        parameter_next = ScatterND <reduction: string = "add"> (parameter, places, change)
+        """,
+        by_rows=ByRows.ALIKE,
     ),
     "rmsprop": OptimizerKind(
         "v' = alpha v + (1-alpha) g g; d = g / (sqrt(v') + eps); w' = w - lr d; centered: v' - a' a' in place of v', "
@@ -268,3 +295,12 @@ OPTIMIZERS = {
     ),
 }
 """By the name in a plan."""
+
+OPTIMIZERS |= {
+    f"lazy_{name}": replace(
+        OPTIMIZERS[name],
+        doc=f"{name} of the rows that a step looks up; the others, and what is kept of them, stay as they are",
+        by_rows=ByRows.LAZY,
+    )
+    for name in ("momentum", "adam", "ftrl")
+}
