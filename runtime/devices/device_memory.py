@@ -171,8 +171,11 @@ def allocate(device: Device, size: int) -> Any:
 def _load_libraries() -> None:
     """Loads CUDA's libraries where they were installed as Python packages; what onnxruntime prints of it is left out."""
     import onnxruntime
+    from onnxruntime.capi import onnxruntime_pybind11_state as native
 
     onnxruntime.set_default_logger_severity(4)  # what fails is raised, with its text
+    with contextlib.suppress(Exception):
+        native.set_arena_extend_strategy(native.ArenaExtendStrategy.kSameAsRequested)
     if hasattr(onnxruntime, "preload_dlls"):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):
             onnxruntime.preload_dlls()

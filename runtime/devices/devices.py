@@ -42,10 +42,10 @@ class Device:
 
     @property
     def providers(self) -> list[tuple[str, dict[str, str]]]:
-        """The execution provider with its options; onnxruntime's arena there grows by as much as is asked for."""
+        """The execution provider with its options: an arena that grows by as much as is asked for, and float32 that is float32."""
         if self.is_host:
             return [(_CPU_PROVIDER, {})]
-        options = {"device_id": str(self.number), "arena_extend_strategy": "kSameAsRequested"}
+        options = {"device_id": str(self.number), "arena_extend_strategy": "kSameAsRequested", "use_tf32": "0"}
         return [(_CUDA_PROVIDER, options)]
 
     def __str__(self) -> str:

@@ -120,6 +120,7 @@ def new_session(
         options.enable_mem_pattern = False
         options.add_session_config_entry("session.use_env_allocators", "1")
     if not device.is_host:
+        options.use_deterministic_compute = exact
         options.add_session_config_entry(_ASSIGNED, "1")
     # Every failure is raised with its text; onnxruntime's own print of it would be a second one.
     options.log_severity_level = 4

@@ -1,6 +1,6 @@
 """Two independent branches on two targets: the time of a step over the sum of both branches alone.
 
-    python tests/benchmarks/target_overlap.py [--steps 30] [--size 900] [--layers 6]
+    python tests/benchmarks/target_overlap.py [--steps 600] [--size 300] [--layers 4]
 
 Both targets are the CPU, one thread each, so the share can be 0.5 at best where two cores are free; the goal is 0.65. Each branch alone is
 the same artifact with the other branch cut down to one small layer. The shortest step counts, and beside it stands how many cores the
@@ -66,9 +66,9 @@ def measured(folder: Path, size: int, steps: int) -> tuple[float, float, float]:
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--size", type=int, default=900)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--size", type=int, default=300)
+    parser.add_argument("--layers", type=int, default=4)
     given = parser.parse_args()
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
