@@ -114,7 +114,11 @@ class _Lookups:
             self._rows(Middling(self.program).dim),
             self.value.shape[0] if self.value.shape is not None else None,
         )
-        counted = f"{'rows' if rows is None else f'{rows} of its rows'} are looked up a step"
+        counted = (
+            f"{rows} of its rows are looked up a step"
+            if rows is not None
+            else "only a step tells how many rows are looked up"
+        )
         if whole := whole_table(optimizer, decay):
             return Table(self.value, self._sends_fewer(), True, whole)
         rank = len(self.value.shape or ())

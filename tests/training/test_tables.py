@@ -12,8 +12,10 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.training.optimizer_functions import function
+from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.optimizer_function import is_in_place
 from partc.runtime.artifact.row_function import adds_up, is_merge, is_rowwise, merge_function
+from partc.runtime.checker.training.in_place import unsafe_state
 from training_equivalence import from_text, run, same_training
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
@@ -146,6 +148,24 @@ def test_functions_over_rows_are_proven_by_their_bodies() -> None:
     spoilt.CopyFrom(reads_more)
     spoilt.node.insert(0, onnx.helper.make_node("Neg", ["parameter"], ["all"]))
     assert not is_rowwise(spoilt)
+
+
+def test_rows_that_may_stand_twice_are_refused_where_an_update_wants_each_once(tmp_path: Path) -> None:
+    train = TRAIN.replace("OPTIMIZER}", "OPTIMIZER, clip: {value: 0.1}}").replace("OPTIMIZER", SGD)
+    compile_source(looked_up(), parse_plan("ranks: 1\n" + SYMBOLS + train, "plan.yaml"), tmp_path / "build")
+    artifact = open_artifact(tmp_path / "build")
+    model = artifact.model(0)
+    assert unsafe_state(artifact.manifest, 0, model) == []
+    (update,) = [node for node in model.graph.node if node.op_type == "SgdRowsClipped"]
+    merged = update.input[1:3]
+    update.input[1:3] = ["table.grad.ids", "table.grad.rows"]
+    (found,) = unsafe_state(artifact.manifest, 0, model)
+    assert "nothing proves that each row stands once among 'table.grad.ids'" in str(found)
+    update.input[1:3] = merged
+    (merge,) = [one for one in model.functions if one.name == "MergeRows"]
+    merge.node[-1].attribute[0].s = b"max"
+    (found,) = unsafe_state(artifact.manifest, 0, model)
+    assert "SgdRowsClipped overwrites rows" in str(found)
 
 
 def test_merged_rows_are_each_id_once() -> None:
