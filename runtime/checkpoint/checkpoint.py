@@ -40,6 +40,8 @@ class Checkpoint:
         self.path = path
         self.index = index
         self._opened: dict[str, tuple[dict[str, Stored], MappedFile]] = {}
+        self._looked_at = 0
+        """Bytes of mapped files that were copied since memory was given back."""
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -119,7 +121,9 @@ class Checkpoint:
             step = _rows_at_once(part.shape, part.nbytes)
             for at in range(0, len(part), step):
                 there[at : at + step] = part[at : at + step]
-                if part.nbytes > _AT_ONCE:
+                self._looked_at += part[at : at + step].nbytes
+                if self._looked_at >= _AT_ONCE:
+                    self._looked_at = 0
                     for _, file in self._opened.values():
                         file.forget()
 
