@@ -255,6 +255,15 @@ def test_ffn_dynamic(samples: Path, tmp_path: Path) -> None:
     assert have.losses[-1] < have.losses[0] - 0.02
 
 
+def test_tables_whole_cut_and_on_servers_learn_the_same(samples: Path, tmp_path: Path) -> None:
+    steps = ("--steps", "3", "--log", "1")
+    plans = ("train.yaml", "train_rows.yaml", "train_servers.yaml")
+    want, *others = (train(samples / "wide_deep", plan, tmp_path / plan, *steps) for plan in plans)
+    for have in others:
+        same(have, want, rtol=1e-4, atol=1e-5)
+    assert want.losses[-1] < want.losses[0]
+
+
 def test_gpt(samples: Path, tmp_path: Path) -> None:
     steps = ("--steps", "2", "--log", "1")
     want = whole(samples / "gpt", tmp_path / "one", *steps)
