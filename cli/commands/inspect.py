@@ -58,6 +58,7 @@ def command(
     from partc.cli.job.inputs import choose_sizes
     from partc.cli.output.pipeline import pipeline_of, rows_text
     from partc.cli.output.stats import rank_stats, typical_sizes
+    from partc.cli.output.target_stats import target_stats, targets_table
     from partc.cli.output.training_stats import training_stats
     from partc.runtime.artifact.manifest import open_artifact
     from partc.runtime.artifact.tasks import unrolled
@@ -77,6 +78,9 @@ def command(
         raise UsageError("\n".join(problems))
     sizes = {**typical_sizes(manifest), **given}
     stats = [rank_stats(artifact, one, sizes) for one in range(manifest.ranks)]
+    targets = [
+        one for k in range(manifest.ranks) for one in target_stats(manifest, unrolled(artifact.model(k)), k, sizes)
+    ]
     trains = any(record.next for record in manifest.state)
     trained = [
         training_stats(manifest, unrolled(artifact.model(one)), one, sizes) for one in range(manifest.ranks) if trains
@@ -88,6 +92,7 @@ def command(
         found: dict[str, object] = {"sizes": sizes, "ranks": ranks_json, "transfers": transfers}
         found |= {"groups": manifest.groups, "collectives": collectives} if collectives else {}
         found |= _pipeline_json(artifact)
+        found |= {"targets": [dataclasses.asdict(one) for one in targets]} if targets else {}
         found |= {"training": [dataclasses.asdict(one) for one in trained]} if trained else {}
         console.echo(json.dumps(found, indent=1))
         return 0
@@ -110,7 +115,8 @@ def command(
         table.add(*cells)
     pipeline = pipeline_of(artifact)
     largest = [*_largest_transfers(artifact, sizes), *_largest_collectives(artifact, sizes)]
-    show_tables([table, *_pipeline(pipeline, stats, sizes), *_training(trained, artifact), *largest])
+    tables = [*_pipeline(pipeline, stats, sizes), *_training(trained, artifact), *targets_table(targets)]
+    show_tables([table, *tables, *largest])
     console.echo()
     for line in rows_text(pipeline) if pipeline is not None else ():
         console.echo(line)
@@ -237,6 +243,7 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int, trains: b
 def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
     from partc.runtime.artifact.collectives import COLLECTIVES
     from partc.runtime.artifact.format import CAUSE, CUT, DOMAIN, GROUP, PATH, PEER, RULE, SEND
+    from partc.runtime.artifact.targets import is_copy, target_made_on, target_of
     from partc.runtime.artifact.tasks import unrolled
     from partc.runtime.checker.graph.declared import ValueType, declared_types
 
@@ -250,6 +257,10 @@ def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
             group = next((attribute.s.decode() for attribute in node.attribute if attribute.name == GROUP), "")
             ranks = artifact.manifest.groups_of(rank).get(group, ())
             op += f" with {','.join(str(other) for other in ranks if other != rank)}"
+        elif is_copy(node):
+            op += f" to {target_made_on(node)}"
+        elif target := target_of(node):
+            op += f" on {target}"
         elif node.domain == DOMAIN:
             peer = next((attribute.i for attribute in node.attribute if attribute.name == PEER), -1)
             op += f" to {peer}" if op == SEND else f" from {peer}"

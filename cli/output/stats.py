@@ -13,12 +13,12 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from partc.cli.output.training_stats import kept_bytes
 from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.dtypes import BY_CODE
-from partc.runtime.artifact.format import ALL_REDUCE, BYTES, DOMAIN, TAG, Collective, Manifest, Transfer
+from partc.runtime.artifact.format import ALL_REDUCE, BYTES, DOMAIN, TAG, Collective, Manifest
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.onnx_graph import reads
 from partc.runtime.artifact.tasks import unrolled
@@ -74,7 +74,7 @@ def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankS
     steps = segmented(file, manifest.program(rank))
     state = {record.value for record in manifest.state if rank in record.ranks}
     kept = kept_bytes(manifest, rank)
-    weights = sum(_tensor_bytes(tensor) for tensor in model.graph.initializer if tensor.name not in state)
+    weights = sum(tensor_bytes(tensor) for tensor in model.graph.initializer if tensor.name not in state)
     weights += kept["parameter"] + kept["statistics"]
     in_place = {name for step in steps if isinstance(step, Update) for node in step.nodes for name in node.output}
     live, unknown = _largest_live_set(model, sizes, state | in_place)
@@ -101,8 +101,17 @@ def _collectives(model: ModelProto, manifest: Manifest) -> Iterator[Collective]:
             yield records[tag].model_copy(update={"bytes": stated})
 
 
-def moved(transfers: Iterable[Transfer | Collective], sizes: Mapping[str, int]) -> Moved:
-    """The bytes of these messages and collectives together."""
+class HasBytes(Protocol):
+    """What moves bytes, an expression in the symbols."""
+
+    @property
+    def bytes(self) -> str:
+        """How many."""
+        ...
+
+
+def moved(transfers: Iterable[HasBytes], sizes: Mapping[str, int]) -> Moved:
+    """The bytes of these messages, collectives or copies together."""
     terms: Counter[str] = Counter()
     unknown = 0
     for transfer in transfers:
@@ -149,7 +158,8 @@ def _factors(term: ast.expr) -> tuple[int, list[str]]:
             return 1, [ast.unparse(term)]
 
 
-def _tensor_bytes(tensor: TensorProto) -> int:
+def tensor_bytes(tensor: TensorProto) -> int:
+    """The bytes of a weight."""
     dtype = BY_CODE.get(tensor.data_type)
     if dtype is None:
         return sum(len(text) for text in tensor.string_data)

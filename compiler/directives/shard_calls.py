@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast
 
 from partc.compiler.directives.recorder import calling_line, recorder
-from partc.compiler.directives.traced import Region, TracedCall, is_module, traced
+from partc.compiler.directives.traced import Region, TracedCall, is_module, traced, wrong_device
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.shard_spec import DimSpec, ShardSpec, dim_spec, one_spelling, shown_spec
+from partc.compiler.plan.target import named_target
 from partc.compiler.plan.violation import Violation
 
-DEVICES = ("CPU",)
 Target = TypeVar("Target")
 _STRATEGY = "a strategy is a tuple with a tuple for each tensor, or None to derive it: ((4, 2), None)"
 
@@ -73,14 +73,15 @@ def shard(
     """Shards a module, a function or an op over its group. Returns the module, or the function to call instead.
 
     `parameter_plan` cuts parameters of a module, named from there (`dense2.weight`) or as the caller sees them
-    (`self.block1.dense2.weight`). `device` is one that there is, and changes nothing. `level` says what to prefer where the
-    strategies leave a choice: 0 fewest bytes, 1 less memory, 2 less time. The plan wins over the model. Raises CompileError
-    with all that is wrong.
+    (`self.block1.dense2.weight`). `device`, `cpu` or `cuda`, is the kind of device that runs it within its ranks. `level` says what to
+    prefer where the strategies leave a choice: 0 fewest bytes, 1 less memory, 2 less time. The plan wins over the model. Raises
+    CompileError with all that is wrong.
     """
     where = calling_line(sys._getframe(1))
     problems = [
         *_wrong_target(fn_or_module, parameter_plan, where),
-        *_wrong_options(device, level, where),
+        *wrong_device(device, where),
+        *_wrong_options(level, where),
     ]
     read = _Reading(where, problems)
     inputs = None if in_strategy is None else read.strategy("in_strategy", "input", in_strategy)
@@ -100,6 +101,7 @@ def shard(
         {name: spec for name, spec in zip(plan, specs, strict=True) if spec is not None},
         level,
     )
+    call.device = named_target(device)
     if record := recorder():
         record.shards.append(call)
     if is_module(fn_or_module):
@@ -171,9 +173,6 @@ def _wrong_target(target: object, parameter_plan: object, where: str) -> Iterato
             )
 
 
-def _wrong_options(device: object, level: object, where: str) -> Iterator[Problem]:
-    if device is not None and (not isinstance(device, str) or device.upper() not in DEVICES):
-        law = f"supported devices: {', '.join(DEVICES)}"
-        yield Problem(where, f"device is {device!r}", law, f"write '{DEVICES[0]}', or leave it out")
+def _wrong_options(level: object, where: str) -> Iterator[Problem]:
     if isinstance(level, bool) or level not in (0, 1, 2):
         yield Problem(where, f"level is {level!r}", "a level is 0, 1 or 2")

@@ -19,6 +19,7 @@ import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder
 from partc.compiler.directives.recorder import Recorder, recorder
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.plan.target import named_target
 
 
 @dataclass
@@ -39,6 +40,8 @@ class TracedCall:
     target: object
     where: str
     regions: list[Region] = field(default_factory=list, init=False)
+    device: str = field(default="", init=False)
+    """The kind of device of the region; empty where the call says nothing of it."""
 
     @property
     def name(self) -> str:
@@ -52,6 +55,12 @@ class TracedCall:
 
     def check(self, region: Region) -> None:
         """Raises CompileError where the call cannot mean this region."""
+
+
+def wrong_device(device: object, where: str) -> Iterator[Problem]:
+    """A problem for what is no kind of device."""
+    if device is not None and not named_target(device):
+        yield Problem(where, f"device is {device!r}", "a device is 'cpu' or 'cuda'", "write 'cpu', or leave it out")
 
 
 def is_module(target: object) -> bool:

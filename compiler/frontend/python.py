@@ -39,7 +39,7 @@ from partc.compiler.directives.recorder import Recorder, recording
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.inputs import DimNames, all_inputs, as_mapping, specs
 from partc.compiler.frontend.onnx_file import NEWEST_OPSET, OLDEST_OPSET, checked, from_proto
-from partc.compiler.frontend.region_calls import placements, shardings
+from partc.compiler.frontend.region_calls import placements, shardings, targets
 from partc.compiler.frontend.source import Source
 from partc.compiler.frontend.trace import module_paths, trace
 from partc.compiler.frontend.user_code import MODEL_MODULE, UserFile, importable, told_by_line
@@ -77,7 +77,8 @@ def load_python(path: Path) -> Source:
         _use_named_symbols(model, names, file)
         placed = placements(recorder, _modules(built), model)
         sharding = shardings(recorder, _modules(built), model)
-        return Source(model, Declared(placed, names.symbols, sharding, dataset=_dataset(file)))
+        devices = targets(recorder, _modules(built), model)
+        return Source(model, Declared(placed, names.symbols, sharding, dataset=_dataset(file), targets=devices))
 
 
 def _defined(file: UserFile) -> tuple[object, object]:

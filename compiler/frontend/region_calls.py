@@ -1,4 +1,4 @@
-"""The `place` and `shard` calls of a loaded `model.py` as rules: their regions by path, their parameters by the path below.
+"""The `place` and `shard` calls of a loaded `model.py` as rules: their regions and devices by path, their parameters by the path below.
 
 Paths are known only when the whole model stands; so are the names of the tensors that a call was given.
 """
@@ -6,7 +6,7 @@ Paths are known only when the whole model stands; so are the names of the tensor
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import onnx_ir as ir
 from partc.compiler.directives.recorder import Recorder
@@ -18,6 +18,9 @@ from partc.compiler.ir.declared import Placement
 from partc.compiler.plan.pattern import literal_pattern, nearest
 from partc.compiler.plan.rules import RegionCall, ShardingRule
 from partc.compiler.plan.shard_spec import ShardSpec, shown_spec
+from partc.compiler.plan.target import TargetRule
+
+Call = TypeVar("Call", bound=TracedCall)
 
 
 def shardings(recorder: Recorder, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[ShardingRule, ...]:
@@ -54,28 +57,40 @@ def placements(recorder: Recorder, modules: Iterable[tuple[str, object]], model:
 
     Raises CompileError for modules that the model does not have and functions that nobody calls.
     """
-    if not recorder.calls:
-        return ()
+    found = _regions(recorder.calls, modules, model)
+    return tuple(Placement(pattern, call.on, call.where) for call, pattern in found if call.on is not None)
+
+
+def targets(recorder: Recorder, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[TargetRule, ...]:
+    """The kinds of devices that calls of `shard` and `place` name, those of `place` last."""
+    calls = [call for call in (*recorder.shards, *recorder.calls) if call.device]
+    return tuple(TargetRule(pattern, call.device, call.where) for call, pattern in _regions(calls, modules, model))
+
+
+def _regions(calls: Sequence[Call], modules: Iterable[tuple[str, object]], model: ir.Model) -> list[tuple[Call, str]]:
+    """The patterns of the regions that calls name; CompileError for modules that the model does not have, and what nobody calls."""
+    if not calls:
+        return []
     nodes = node_paths(model)
     paths: dict[int, str] = {}
     for first, module in modules:
         paths.setdefault(id(module), first)
     problems: list[Problem] = []
-    found: list[Placement] = []
-    for call in recorder.calls:
+    found: list[tuple[Call, str]] = []
+    for call in calls:
         if isinstance(call.target, str):
-            found.append(Placement(call.target, call.on, call.where))
+            found.append((call, call.target))
         elif not is_module(call.target):
             regions = [path for path, _ in regions_of(call, nodes, problems)]
             problems += [double(call, path) for path in regions if path in paths.values()]
-            found += [Placement(literal_pattern(path), call.on, call.where) for path in regions]
+            found += [(call, literal_pattern(path)) for path in regions]
         elif (path := paths.get(id(call.target))) is not None:
-            found.append(Placement(literal_pattern(path) or "**", call.on, call.where))
+            found.append((call, literal_pattern(path) or "**"))
         else:
             problems.append(stranger(call))
     if problems:
         raise CompileError(problems)
-    return tuple(found)
+    return found
 
 
 def regions_of(call: TracedCall, nodes: Mapping[ir.Node, str], problems: list[Problem]) -> list[tuple[str, Region]]:

@@ -62,9 +62,10 @@ class Switch(Base):
         role: str | None = None,
         rank: Ranks | None = None,
         rank_id: int | None = None,
+        device: str | None = None,
     ) -> Self:
         """Runs this module where it is said, as `partc.compiler.place` does, and hands it back: `place("MS_WORKER", 0)`."""
-        return place(self, *where, role=role, rank=rank, rank_id=rank_id)
+        return place(self, *where, role=role, rank=rank, rank_id=rank_id, device=device)
 
     def __call__(self, op: OpBuilder, *args: Any, **kwargs: Any) -> Any:
         result = super().__call__(op, *args, **kwargs)

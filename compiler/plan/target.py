@@ -14,7 +14,7 @@ from partc.runtime.artifact.format import CPU, CUDA
 from pydantic import PlainValidator
 
 KINDS = (CPU, CUDA)
-_OTHERS = {"gpu": CUDA, "nvidia": CUDA, "host": CPU, "default": ""}
+_OTHERS = {"gpu": CUDA, "host": CPU}
 _NUMBERED = re.compile(r"(cpu|cuda|gpu):\d+")
 _LAW = f"a target is a kind of device: {' or '.join(KINDS)}"
 
@@ -31,6 +31,12 @@ class TargetRule:
         return f"{self.where.replace(chr(92), '/').rpartition('/')[2]} '{self.pattern}'"
 
 
+def named_target(value: object) -> str:
+    """The kind of device that a call in a model names, in any case, `GPU` included; empty for anything else."""
+    word = value.lower() if isinstance(value, str) else ""
+    return word if word in KINDS else _OTHERS.get(word, "")
+
+
 def checked_target(value: object) -> str:
     """A kind of device; Violation for anything else."""
     if not isinstance(value, str):
@@ -42,7 +48,7 @@ def checked_target(value: object) -> str:
         kind = word.partition(":")[0]
         remedy = f"write {_OTHERS.get(kind, kind)}; the number of a device follows the rank"
         raise Violation(f"'{value}' names one device", _LAW, remedy)
-    meant = word if word in KINDS else _OTHERS.get(word, "")
+    meant = named_target(value)
     raise Violation(f"'{value}' is no target", _LAW, f"write {meant}" if meant else "")
 
 

@@ -1,18 +1,19 @@
 """Pass: what communication may cost: `--strict` refuses changes of layout that nobody asked for, `max_reshard_bytes` bounds their bytes.
 
 A change of layout is asked for where the plan or the model gave its reader's cut, or placed it; reducing the terms that a given cut
-leaves is no change of layout. Bytes are what a rank receives, at the largest sizes that the symbols may have, the smallest where
-there is no bound.
+leaves is no change of layout. Copies between a rank's targets count, too. Bytes are what a rank receives, at the largest sizes that the
+symbols may have, the smallest where there is no bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Program, ProgramKind
-from partc.compiler.ir.rank_program import Event
+from partc.compiler.ir.rank_program import CopyOp, Event, RankProgram, TaskCall
 from partc.runtime.artifact.format import ALL_GATHER, ALL_TO_ALL, EXCHANGE, SEND
 
 _RESHARDS = (ALL_GATHER, ALL_TO_ALL, EXCHANGE)
@@ -26,11 +27,14 @@ def check_budget(program: Program) -> Program:
     budget = program.plan.max_reshard_bytes
     if budget is not None:
         costs = [(bytes_at(program, event), event) for event in program.events if event.op_type != SEND]
-        total = sum(cost for cost, _ in costs)
+        named = [(cost, f"{event.op_type} of '{event.name}'") for cost, event in costs]
+        copies = max((copied(program, part) for part, _ in program.alike), key=_sum, default=[])
+        total = _sum(named) + _sum(copies)
         if total > budget:
-            largest = sorted(costs, key=lambda pair: -pair[0])[:5]
-            listed = "; ".join(f"{event.op_type} of '{event.name}' {cost}" for cost, event in largest)
-            fact = f"reshards send {total} bytes to a rank per step, the plan allows {budget}"
+            largest = sorted((*named, *copies), key=lambda pair: -pair[0])[:5]
+            listed = "; ".join(f"{what} {cost}" for cost, what in largest)
+            more = f", copies between its targets {_sum(copies)}" if copies else ""
+            fact = f"reshards send {total - _sum(copies)} bytes to a rank per step{more}, the plan allows {budget}"
             problems.append(
                 Problem(
                     program.plan.file,
@@ -44,8 +48,24 @@ def check_budget(program: Program) -> Program:
     return program
 
 
-def bytes_at(program: Program, event: Event) -> int:
-    """An event's bytes at the largest, or else smallest, sizes of the symbols; 0 where they are unknown."""
+def copied(program: Program, part: RankProgram) -> list[tuple[int, str]]:
+    """The copies between targets of a step of a rank, with their bytes."""
+    calls = Counter(step.body for step in part.steps if isinstance(step, TaskCall))
+    steps = [(step, 1) for step in part.steps]
+    steps += [(step, count) for body, count in calls.items() for step in body.steps]
+    return [
+        (bytes_at(program, step) * count, f"Copy of '{step.source}'")
+        for step, count in steps
+        if isinstance(step, CopyOp)
+    ]
+
+
+def _sum(costs: Iterable[tuple[int, str]]) -> int:
+    return sum(cost for cost, _ in costs)
+
+
+def bytes_at(program: Program, event: Event | CopyOp) -> int:
+    """The bytes of an event or a copy at the largest, or else smallest, sizes of the symbols; 0 where they are unknown."""
     if event.bytes == "unknown":
         return 0
     known = {name: info.facts for name, info in program.symbols.items()}

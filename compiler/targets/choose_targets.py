@@ -4,7 +4,7 @@ The law, in order; the first that decides holds:
 
 1. A constant has none: it stands where it is read.
 2. The Cast of a trained parameter to 16 bits stands where the parameter is updated, so that 16 bits are copied, in both directions.
-3. The plan's last matching rule, else the model's own last one.
+3. The plan's last matching rule, else the model's own last one, else the node's own metadata (`partc.target`).
 4. What partc adds for a loss or a metric stands where its first operand is made.
 5. The others have `device`, the device of the job.
 
@@ -21,8 +21,8 @@ import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.plan.matching import matched_nodes, nothing_matched, of_the_whole
-from partc.compiler.plan.target import TargetRule
-from partc.runtime.artifact.format import CONSTANT, CPU, DEVICE, SHAPE_ARITHMETIC
+from partc.compiler.plan.target import KINDS, TargetRule, named_target
+from partc.runtime.artifact.format import CONSTANT, CPU, DEVICE, SHAPE_ARITHMETIC, TARGET
 
 _LOSS = "loss"
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -32,7 +32,8 @@ _FLOATING = (CONSTANT, SHAPE_ARITHMETIC)
 def choose_targets(program: Program) -> Program:
     """Fills `targets` and `update_targets` where the plan or the model names a target; CompileError for a rule that matches nothing."""
     rules, training = (*program.declared.targets, *program.plan.target), program.plan.train
-    if not rules and not (training is not None and training.target):
+    said = rules or (training is not None and training.target)
+    if not said and not any(TARGET in node.metadata_props for node in program.model.graph):
         return program
     targets = _of_nodes(program, _ruled(program, rules))
     updates = _of_updates(program, targets, training.target if training is not None else "")
@@ -44,6 +45,12 @@ def _ruled(program: Program, rules: tuple[TargetRule, ...]) -> dict[ir.Node, str
     """Per node that a rule names the target."""
     decided: dict[ir.Node, str] = {}
     problems: list[Problem] = []
+    for node, path in program.paths.items():
+        if (own := node.metadata_props.get(TARGET)) is not None:
+            decided[node] = named_target(own)
+            if not decided[node]:
+                law = f"a target is a kind of device: {' or '.join(KINDS)}"
+                problems.append(Problem(path, f"its metadata '{TARGET}' is '{own}'", law))
     for rule in rules:
         hit = matched_nodes(program, rule.pattern)
         decided.update(dict.fromkeys(hit, rule.target))

@@ -1,9 +1,9 @@
 """The order of a rank's ops with the fewest changes of target, among those in which they can run.
 
 Between two events or tasks ops move; the events themselves, and calls of tasks, keep their places, and so does the global order. All ready
-ops of the current target come first, in the order that they had; then the copies that are ready, then the ops of another target. Of the
-targets with which to begin the one with the fewest runs is taken. An update stays behind what reads the tensor that it replaces, and
-updates keep their order.
+ops of the current target come first, in their order; then the copies that are ready, then the ops of another target, and updates
+when nothing else is ready: nobody waits for them. Of the targets with which to begin the one with the fewest runs is taken. An update stays
+behind what reads the tensor that it replaces, and updates keep their order.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _graph(window: Sequence[ComputeOp | CopyOp], updated: Collection[str]) -> tu
         for name in names:
             if name in makers:
                 after[makers[name]].add(at)
-        if isinstance(step, ComputeOp) and step.node.domain == OPTIMIZER:
+        if _is_update(step):
             for name in names:
                 if name in updated:
                     for reader in readers.get(name, ()):
@@ -75,12 +75,17 @@ def _graph(window: Sequence[ComputeOp | CopyOp], updated: Collection[str]) -> tu
     return before, [sorted(some) for some in after]
 
 
+def _is_update(step: ComputeOp | CopyOp) -> bool:
+    return isinstance(step, ComputeOp) and step.node.domain == OPTIMIZER
+
+
 def _listed(
     window: Sequence[ComputeOp | CopyOp], before: Sequence[int], after: Sequence[Sequence[int]], begin: str
 ) -> tuple[int, list[int], str]:
     """The number of runs, the order, and the last target, of all orders that begin with a target."""
     waiting = list(before)
     copies: list[int] = []
+    updates: list[int] = []
     ready: dict[str, list[int]] = {}
     order: list[int] = []
 
@@ -93,7 +98,10 @@ def _listed(
 
     def put(at: int) -> None:
         step = window[at]
-        heapq.heappush(copies if isinstance(step, CopyOp) else ready.setdefault(step.target, []), at)
+        if isinstance(step, CopyOp):
+            heapq.heappush(copies, at)
+        else:
+            heapq.heappush(updates if _is_update(step) else ready.setdefault(step.target, []), at)
 
     for at, count in enumerate(before):
         if not count:
@@ -104,9 +112,14 @@ def _listed(
             done(heapq.heappop(copies))
         if len(order) == len(window):
             break
+        runs += 1
+        if not any(ready.values()):
+            current = window[updates[0]].target
+            while updates and window[updates[0]].target == current:
+                done(heapq.heappop(updates))
+            continue
         if not ready.get(current):
             current = min((some[0], target) for target, some in ready.items() if some)[1]
-        runs += 1
         some = ready[current]
         while some:
             done(heapq.heappop(some))

@@ -205,3 +205,21 @@ def test_a_region_with_what_nobody_reads_is_no_fault(tmp_path: Path) -> None:
     assert said.startswith(f"model.py:{line(tmp_path, both)}: sharding of 'function': runs on rank 1 alone (constant)")
     text = net("pass", f"op.MatMul(x, {both})")
     same_on_all_ranks(tmp_path, text, "ranks: 2\n", {"x": X}, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "call", ["self.fc2.place(device='cuda')", "place(self.fc2, 0, device='GPU')", "place('fc2', device='cuda')"]
+)
+def test_a_call_may_name_a_device(tmp_path: Path, call: str) -> None:
+    program = same_on_all_ranks(tmp_path, net(call), "ranks: 1\n", {"x": X}, rtol=1e-5, atol=1e-6)
+    found = {program.paths[node]: target for node, target in program.targets.items()}
+    assert found == {"fc1.Gemm": "device", "fc2.Gemm": "cuda", "Relu": "device", "MatMul": "device"}
+
+
+def test_a_device_is_held_against_the_kinds(tmp_path: Path) -> None:
+    call = "self.fc1.place(0, device='tpu')"
+    said = said_by_compile(tmp_path, net(call), "ranks: 1\n")
+    assert (
+        said
+        == f"model.py:{line(tmp_path, call)}: device is 'tpu'\n  a device is 'cpu' or 'cuda'\n  help: write 'cpu', or leave it out"
+    )

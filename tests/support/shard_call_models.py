@@ -96,7 +96,7 @@ def same_on_all_ranks(
     """Compiles the model.py and compares every step's outputs, on in-process ranks, with those of the whole model."""
     report = compiled(folder, text, plan)
     proto = ir.to_proto(load(folder, text).model)
-    with load_local(report.out) as ranks:
+    with load_local(report.out, devices={"cuda": "cpu"}) as ranks:
         for inputs in steps:
             want, have = whole_outputs(proto, inputs), ranks(inputs)
             assert set(have) == set(want)

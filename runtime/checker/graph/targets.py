@@ -48,7 +48,13 @@ def check_targets(file: str, model: ModelProto, manifest: Manifest) -> Iterator[
             if is_copy(node):
                 yield Violation(file, "no node of the file has a target", node_title(node), path_of(node), _AGAIN)
         return
+    makers = {name: node for node in graph.node for name in node.output}
     lying = {port.name: _said(port) or CPU for port in graph.input}
+    lying |= {
+        record.value: _made_on(file, makers[record.next])
+        for record in manifest.state
+        if record.value in lying and record.next in makers
+    }
     read = {name for node in graph.node for name in reads(node)} | {port.name for port in graph.output}
     for node in graph.node:
         for fact in _faults(file, node, lying, read):

@@ -1,0 +1,192 @@
+"""Copies between the targets of a rank: no more than there must be, their bytes, what shows them, and forged files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from equivalence import compiled, model, same_as_whole
+from onnx import ModelProto, helper
+from partc.cli.main import invoke
+from partc.compiler.errors import CompileError
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.rank_program import ComputeOp, CopyOp
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
+from partc.runtime.artifact.format import TARGET
+from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.checker.check import check_artifact
+from partc.runtime.checker.graph.targets import check_targets
+from training_equivalence import from_text, same_training, source_of
+from training_models import dlrm, gpt
+
+TRAIN = "train:\n  loss: LOSS\n  optimizer: {type: adam, lr: 0.01, eps: 0.01MORE}\n"
+ENTROPY = "{type: softmax_cross_entropy, logits: y, labels: labels}"
+
+
+def trained(loss: str, more: str = "") -> str:
+    return TRAIN.replace("LOSS", loss).replace("MORE", more)
+
+
+def copies(program: Program) -> list[tuple[str, str]]:
+    """What is copied, but for numbers and inputs."""
+    found = (step for step in program.parts[0].steps if isinstance(step, CopyOp))
+    return [(one.made, one.target) for one in found if not one.bytes.isdecimal() and "." in one.path + one.source]
+
+
+def test_an_embedding_on_the_cpu_is_one_copy_each_way(tmp_path: Path) -> None:
+    one = gpt(16, 1, 2, 30, 8)
+    steps = [one.feeds(np.random.default_rng(0), batch=4, seq=6)]
+    plan = "ranks: 1\ntarget: {'**': cuda, tokens: cpu}\n" + trained(ENTROPY)
+    program = same_training(lambda: source_of(gpt(16, 1, 2, 30, 8)), plan, tmp_path, steps, rtol=1e-5, atol=2e-4)
+    moved = [one for one in copies(program) if "labels" not in one[0]]
+    assert moved == [("tokens.Gather.cuda", "cuda"), ("Add.grad", "cpu")]
+
+
+def test_tables_on_the_cpu(tmp_path: Path) -> None:
+    """The rows of every table go up, their gradients come down, and the tables stay."""
+    steps = [dlrm(2, 20, 4, 3, 8).feeds(np.random.default_rng(1), batch=4)]
+    plan = "ranks: 1\ntarget: {'**': cuda, 'tables.*': cpu}\n" + trained("loss")
+    program = same_training(lambda: source_of(dlrm(2, 20, 4, 3, 8)), plan, tmp_path, steps, rtol=1e-5, atol=2e-4)
+    states = {one.tensor: one.target for one in program.parts[0].kept}
+    assert {target for tensor, target in states.items() if tensor.startswith("tables")} == {"cpu"}
+    assert {target for tensor, target in states.items() if not tensor.startswith("tables")} == {"cuda"}
+    rows = [one for one in copies(program) if one[0].startswith("tables")]
+    assert len([one for one in rows if one[1] == "cuda"]) == 2
+    assert not any(one.source.endswith(".weight") for one in program.parts[0].steps if isinstance(one, CopyOp))
+
+
+LAYERS = """<ir_version: 10, opset_import: ["" : 21]>
+m (float[batch, 6] x) => (float[batch, 4] y)
+{ [one] a = MatMul(x, w)
+  [plus] b = Add(a, s)
+  [turn] c = Tanh(b)
+  [two] y = MatMul(c, v) }"""
+SHAPES = {"w": (6, 8), "s": (8,), "v": (8, 4)}
+ELEMENTS = 6 * 8 + 8 + 8 * 4
+
+
+@pytest.mark.parametrize("more", ["", "symbols: {batch: {divisor: 2}}\ndataset: data_parallel\n"])
+def test_an_offloaded_optimizer_moves_four_bytes_an_element(more: str, tmp_path: Path) -> None:
+    ranks = "ranks: 2\n" if more else "ranks: 1\n"
+    plan = ranks + more + "target: cuda\nprecision: {compute: float16, loss_scale: 1024}\n"
+    plan += trained("{type: mean_squared, prediction: y, target: t}", ", target: cpu")
+    program = compile_source(from_text(LAYERS, SHAPES), parse_plan(plan, "plan.yaml"), tmp_path / "build").program
+    assert check_artifact(tmp_path / "build") == []
+    moved = [one for one in program.parts[0].steps if isinstance(one, CopyOp)]
+    weights = {f"{name}.float16" for name in SHAPES} | {f"{name}.float16.cuda" for name in SHAPES}
+    of_weights = [one for one in moved if one.source in weights or ".float16.grad" in one.made]
+    assert {one.target for one in of_weights} == {"cpu", "cuda"}
+    assert sum(int(one.bytes) for one in of_weights) == 4 * ELEMENTS
+    assert {one.target for one in program.parts[0].kept} == {"cpu"}
+
+
+def test_ops_stand_in_the_fewest_runs() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    m (float[4, 6] x) => (float[4, 6] y) {
+    [a0] a0 = Relu(x)  [b0] b0 = Neg(x)  [a1] a1 = Tanh(a0)  [b1] b1 = Abs(b0)  [a2] a2 = Sin(a1)  [b2] b2 = Cos(b1)
+    [end] y = Add(a2, b2) }"""
+    x = {"x": np.random.default_rng(2).standard_normal((4, 6)).astype(np.float32)}
+    program = same_as_whole(
+        model(text), "ranks: 1\ntarget: {'a*': cuda, 'b*': cpu, end: cuda}\n", x, rtol=1e-6, atol=1e-6
+    )
+    ops = [step for step in program.parts[0].steps if isinstance(step, ComputeOp)]
+    assert [op.target for op in ops] == ["cpu"] * 3 + ["cuda"] * 4
+
+
+def test_shapes_stay_on_the_cpu() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    m (float[n, 6] x) => (float[k, 3] y) <int64[1] two = {3}, int64[1] all = {-1}> {
+    [up] a = Tanh(x)  [size] s = Shape <start = 0, end = 1> (a)  [double] d = Add(s, s)
+    [join] t = Concat <axis = 0> (d, two)  [fold] y = Reshape(a, t) }"""
+    x = {"x": np.random.default_rng(3).standard_normal((5, 6)).astype(np.float32)}
+    program = same_as_whole(model(text), "ranks: 1\ntarget: cuda\n", x, rtol=1e-6, atol=1e-6)
+    targets = {op.node.op_type: op.target for op in program.parts[0].steps if isinstance(op, ComputeOp)}
+    assert targets == {"Tanh": "cuda", "Shape": "cuda", "Add": "cpu", "Concat": "cpu", "Reshape": "cuda"}
+    assert [one.made for one in program.parts[0].steps if isinstance(one, CopyOp)] == ["x.cuda", "y"]
+
+
+CHAIN = """<ir_version: 10, opset_import: ["" : 21]>
+m (float[batch, 6] x) => (float[batch, 6] y) { [one] a = Tanh(x)  [two] b = Neg(a)  [three] y = Abs(b) }"""
+BETWEEN = "ranks: 1\nsymbols: {batch: {max: 10}}\ntarget: {one: cuda, two: cpu, three: cuda}\n"
+
+
+def test_what_shows_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled(model(CHAIN), BETWEEN, tmp_path / "build")
+    text = (tmp_path / "build" / "ir" / "step_parallel_end.ir").read_text()
+    assert "%a = Copy(%a.cuda) {to: cpu}" in text
+    assert "Bytes: 24*batch   Cause: read by two on cpu" in text
+    assert "%a.cuda = Tanh(%x.cuda) {target: cuda}" in text
+    assert invoke(["inspect", str(tmp_path / "build")]) == 0
+    shown = capsys.readouterr().out
+    assert "switches from it" in shown
+    assert [line.split()[1:3] for line in shown.splitlines() if " cuda " in line or " cpu " in line] == [
+        ["cpu", "1"],
+        ["cuda", "2"],
+    ]
+    with pytest.raises(
+        CompileError, match="0 bytes to a rank per step, copies between its targets 960, the plan allows"
+    ):
+        compiled(model(CHAIN), f"{BETWEEN}max_reshard_bytes: 959\n", tmp_path / "other")
+    compiled(model(CHAIN), f"{BETWEEN}max_reshard_bytes: 960\n", tmp_path / "other")
+
+
+def _without_target(file: ModelProto) -> None:
+    node = next(one for one in file.graph.node if one.op_type == "Neg")
+    del node.metadata_props[:]
+
+
+def _on_the_other(file: ModelProto) -> None:
+    node = next(one for one in file.graph.node if one.op_type == "Neg")
+    next(one for one in node.metadata_props if one.key == TARGET).value = "cuda"
+
+
+def _past_the_copy(file: ModelProto) -> None:
+    next(one for one in file.graph.node if one.op_type == "Neg").input[0] = "a.cuda"
+
+
+def _one_more(file: ModelProto) -> None:
+    file.graph.node.append(helper.make_node("Copy", ["x"], ["more"], domain="partc.comm", to="cuda"))
+
+
+def _to_where_it_is(file: ModelProto) -> None:
+    next(one for one in file.graph.node if one.op_type == "Copy").attribute[0].s = b"cpu"
+
+
+FORGED: dict[str, tuple[Callable[[ModelProto], None], str]] = {
+    "no target": (_without_target, "it has no target"),
+    "another target": (_on_the_other, "it reads 'a' on cuda, and that lies on cpu"),
+    "past the copy": (_past_the_copy, "it reads 'a.cuda' on cpu, and that lies on cuda"),
+    "one copy more": (_one_more, "nothing reads 'more'"),
+    "no way": (_to_where_it_is, "it copies 'x' to cpu, where it lies"),
+}
+
+
+@pytest.fixture(scope="module")
+def between(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("between") / "build"
+    compiled(model(CHAIN), BETWEEN, folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_files_are_refused(name: str, between: Path) -> None:
+    change, fact = FORGED[name]
+    artifact = open_artifact(between)
+    file = artifact.model(0)
+    assert [*check_targets("rank_0000.onnx", file, artifact.manifest)] == []
+    change(file)
+    assert fact in [one.fact for one in check_targets("rank_0000.onnx", file, artifact.manifest)]
+
+
+def test_a_node_may_say_its_target() -> None:
+    proto = model(CHAIN)
+    proto.graph.node[1].metadata_props.add(key=TARGET, value="cuda")
+    x = {"x": np.ones((2, 6), np.float32)}
+    program = same_as_whole(proto, "ranks: 1\n", x, rtol=1e-6, atol=1e-6)
+    assert [program.targets[node] for node in program.model.graph] == ["device", "cuda", "device"]
+    proto.graph.node[1].metadata_props[0].value = "tpu"
+    with pytest.raises(CompileError, match=r"two: its metadata 'partc.target' is 'tpu'"):
+        same_as_whole(proto, "ranks: 1\n", x, rtol=1e-6, atol=1e-6)
