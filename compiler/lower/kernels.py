@@ -19,23 +19,9 @@ from partc.compiler.ir.program import Shape, ValueInfo
 from partc.compiler.ir.rank_program import ComputeOp, RankOp, RankProgram, with_names
 from partc.compiler.ir.values import derived
 from partc.runtime.artifact.format import CUDA
+from partc.runtime.artifact.half_kernels import has_kernel
 
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-_MOVING = (
-    *("Cast", "Concat", "Constant", "ConstantOfShape", "Flatten", "Gather", "GatherElements", "GatherND", "Identity"),
-    *("IsNaN", "Reshape", "ScatterElements", "Shape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"),
-)
-_KERNELS = {
-    ir.DataType.BFLOAT16: frozenset(_MOVING),
-    ir.DataType.FLOAT16: frozenset(
-        (
-            *_MOVING,
-            *("Attention", "Clip", "Compress", "Expand", "IsInf", "LayerNormalization", "Max", "Min", "Mod"),
-            *("ReverseSequence", "RMSNormalization", "Round", "ScatterND", "Shrink", "Sign"),
-        )
-    ),
-}
-"""What onnxruntime 1.31 has CPU kernels for; sums of scattered elements excepted."""
 
 
 def fit_kernels(
@@ -102,8 +88,8 @@ class _Fitting:
         return [*before, replace(step, node=with_names(node, names)), *after]
 
     def _has_kernel(self, node: ir.Node, kind: ir.DataType | None) -> bool:
-        known = kind is not None and node.op_type in _KERNELS[kind]
-        return known and node.attributes.get_string("reduction", "none") == "none"
+        reduction = str(node.attributes.get_string("reduction", "none"))
+        return kind is not None and has_kernel(node.op_type, reduction, kind)
 
     def _new(self, name: str, word: str) -> str:
         found = derived(f"{name}.{word}", self.names)

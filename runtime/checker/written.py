@@ -16,6 +16,7 @@ from typing import Protocol
 import onnx
 from onnx import ModelProto, NodeProto, ValueInfoProto
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, Manifest
+from partc.runtime.artifact.half_kernels import compute_in_float32
 from partc.runtime.artifact.onnx_graph import all_nodes, reads
 from partc.runtime.artifact.targets import as_identity, is_copy
 from partc.runtime.artifact.tasks import unrolled
@@ -120,7 +121,7 @@ def _kind(port: ValueInfoProto) -> str:
 
 
 def _alone(model: ModelProto, nodes: Iterable[NodeProto]) -> bytes:
-    """Some nodes of the program without its communication: what others make is fed, what others read is an output."""
+    """Some nodes of the program without its communication, as a CPU runs them: what others make is fed, what others read is an output."""
     types, graph = _declared(model), model.graph
     compute = [as_identity(node) for node in nodes if node.domain != DOMAIN or is_copy(node)]
     if not compute:
@@ -141,6 +142,7 @@ def _alone(model: ModelProto, nodes: Iterable[NodeProto]) -> bytes:
         types.get(name) or ValueInfoProto(name=name) for name in last or sorted(filter(None, made))[:1]
     )
     alone.graph.value_info.extend(types[name] for name in made if name in types and name in read)
+    compute_in_float32(alone)
     data: bytes = alone.SerializeToString()
     return data
 

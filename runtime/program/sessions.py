@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..artifact.dtypes import BY_CODE, dense, element, type_proto, type_text
 from ..artifact.format import DOMAIN, TASKS
+from ..artifact.half_kernels import compute_in_float32
 from ..artifact.onnx_graph import op_and_path
 from ..artifact.tasks import bodies_of, declared
 from ..devices.devices import HOST, Device, Devices
@@ -174,6 +175,8 @@ class Builder:
             graph.input.add(name=one, type=self.protos.get(name) or type_proto(self.types[name]))
         for one, name in segment.results:
             graph.output.add(name=one, type=self.protos.get(name))
+        if self.settings.devices.of(segment.target).is_host:
+            compute_in_float32(model)
         return model
 
     def _refused(self, segment: Segment, text: str) -> str:

@@ -11,7 +11,7 @@ from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import ComputeOp, CopyOp, RankOp, TaskCall
 from partc.compiler.plan.read import parse_plan
 from test_parts_of_a_batch import LOSSES, NET, WEIGHTS, numbers, train
-from training_equivalence import Run, from_text, run, same_training
+from training_equivalence import Run, from_text, run, same_tensors, same_training
 
 ADAM = "{type: adam, lr: 0.01, eps: 0.01}"
 ON_CPU = "{type: adam, lr: 0.01, eps: 0.01, target: cpu}"
@@ -72,6 +72,19 @@ def test_tasks_have_copies(more: str, whole: Run, tmp_path: Path) -> None:
     assert len(weights) == len({one.source for one in weights}), "a weight is copied once a step"
     bodies = [one for body in program.parts[0].bodies for one in body.steps]
     assert {one.target for one in bodies if isinstance(one, ComputeOp)} == {"cuda", "device"}
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_a_gpus_16_bits_run_on_a_cpu(kind: str, tmp_path: Path) -> None:
+    """Nodes on cuda have no Casts to float32 around them in the file; on a CPU they compute as they do there without targets."""
+    plan = train(MEAN, 1, ADAM) + f"precision: {{compute: {kind}}}\n"
+    steps = [numbers(MEAN)] * 2
+    want = run(from_text(NET, WEIGHTS), "ranks: 1\n" + plan, tmp_path / "plain", steps)
+    have = run(from_text(NET, WEIGHTS), "ranks: 1\ntarget: {'**': cuda, bend: cpu}\n" + plan, tmp_path / "cuda", steps)
+    products = [one.node for one in ops(have.program) if isinstance(one, ComputeOp) and one.node.op_type == "MatMul"]
+    assert products
+    assert not any((value.name or "").endswith(".read") for node in products for value in node.inputs if value)
+    same_tensors(have.after, want.after, want.before, 2e-3)
 
 
 MISTAKES = {
