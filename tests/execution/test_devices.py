@@ -15,6 +15,7 @@ from partc.runtime.devices.device_memory import Remote
 from partc.runtime.devices.devices import Device, Devices, devices_from, parse_devices
 from partc.runtime.errors import ArtifactError, UsageError
 from partc.runtime.program import kernels, sessions
+from partc.runtime.training.trainer import Trainer, load_trainer
 from small_training import DATA_PARALLEL, MOMENTUM, PERCEPTRON, compiled
 from stub_gpu import stub_gpu as stub_gpu
 from targeted import ON_CPU, perceptron_steps, scattered, targeted
@@ -172,3 +173,36 @@ def test_a_file_with_an_unknown_target_or_without_a_copy_is_refused(trained: Pat
     folder = variant(folder, tmp_path / "without", lose)
     with pytest.raises(ArtifactError, match=r"reads 'hs.cuda', which lies on cuda, and no Copy brings it to cpu"):
         load_local(folder, trust=True, devices=ON_CPU)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_checkpoints_and_evaluation_work_with_state_on_a_device(
+    gpu: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """A run goes on bit by bit from a checkpoint, also without targets."""
+    devices = {} if gpu else ON_CPU
+    if gpu:
+        request.getfixturevalue("stub_gpu")
+    build = compiled(tmp_path / "cuda", PERCEPTRON, "ranks: 1\ntarget: cuda\n")
+    plain = compiled(tmp_path / "cpu", PERCEPTRON, "ranks: 1\n")
+    random = np.random.default_rng(5)
+    batches = [{"x": random.normal(size=(4, 6)), "t": random.normal(size=(4, 3))} for _ in range(4)]
+    batches = [{name: array.astype(np.float32) for name, array in batch.items()} for batch in batches]
+
+    def finished(trainer: Trainer) -> tuple[dict[str, bytes], dict[str, float]]:
+        for batch in batches[2:]:
+            trainer.train(batch)
+        return {record.tensor: array.tobytes() for record, array in trainer.program.state.arrays()}, trainer.evaluate(
+            [(batches[0], 4)]
+        )
+
+    with load_trainer(build, devices=devices) as trainer:
+        assert all(isinstance(tensor, Remote) for tensor in trainer.program.state.tensors.values())
+        for batch in batches[:2]:
+            trainer.train(batch)
+        trainer.save(tmp_path / "kept")
+        expected = finished(trainer)
+    for folder, asked in ((build, devices), (plain, {})):
+        with load_trainer(folder, devices=asked) as trainer:
+            trainer.load(tmp_path / "kept")
+            assert finished(trainer) == expected
