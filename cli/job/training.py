@@ -12,6 +12,7 @@ from partc.cli.job.outputs import hand_over
 from partc.cli.job.profile import write_profile
 from partc.cli.job.rank import mpi_memory
 from partc.cli.job.settings import Settings
+from partc.cli.output import lookups
 from partc.cli.output.progress import TrainingBar
 from partc.cli.output.targets import counted, line
 from partc.cli.output.training_log import TrainingLog, Watch, watch_through_file
@@ -81,6 +82,9 @@ def run_training(job: Job, transport: Transport | None, watch: Watch | None = No
             counts = counted(trainer.program.all_gather_text(trainer.program.counts.text()))
             if log and counts:
                 log.targets(line(counts, mpi_memory()))
+            tables = lookups.looked_up(trainer.program.all_gather_text(lookups.told(trainer.program.looked_up)))
+            if log and tables:
+                log.looked_up(trainer.step, tables)
         if log:
             log.close()
     return 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from partc.cli.output import console
+from partc.cli.output import console, lookups
 from partc.cli.output.units import count, size
 from partc.runtime.checkpoint.index import steps
 from partc.runtime.files.replace import write_text
@@ -129,6 +129,11 @@ class TrainingLog:
     def targets(self, line: str) -> None:
         """Prints what the targets of ranks have done."""
         self._print(line)
+
+    def looked_up(self, step: int, counts: Mapping[str, Any]) -> None:
+        """Logs what ranks have looked up in tables of several ranks."""
+        self._print(lookups.line(counts))
+        self._write({"kind": "lookups", "step": step, **counts})
 
     def close(self) -> None:
         """Closes the file of numbers."""

@@ -262,6 +262,12 @@ def test_tables_whole_cut_and_on_servers_learn_the_same(samples: Path, tmp_path:
     for have in others:
         same(have, want, rtol=1e-4, atol=1e-5)
     assert want.losses[-1] < want.losses[0]
+    told = [json.loads(line) for line in (tmp_path / plans[2] / "metrics.jsonl").read_text().splitlines()]
+    (lookups,) = (line for line in told if line["kind"] == "lookups")
+    assert lookups["pull"]["ids"] == 128 * (26 + 26)
+    assert 1000 < lookups["pull"]["rows"] < 128 * 52
+    assert lookups["pull"]["bytes"] > 0
+    assert lookups["push"]["rows"] == lookups["pull"]["rows"]
 
 
 def test_gpt(samples: Path, tmp_path: Path) -> None:

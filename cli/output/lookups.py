@@ -1,0 +1,50 @@
+"""What the ranks of a job have looked up in a step in tables of several ranks, as they have counted it.
+
+lookups: in a step and on a rank up to 3,328 ids, 1,012 rows pulled (66.4 KB received), 1,012 rows pushed (32.1 KB received)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from partc.cli.output.units import size
+
+if TYPE_CHECKING:
+    from partc.runtime.lookups.lookup import Moved
+
+_PULL, _PUSH = "pull", "push"
+
+
+def told(lookups: Mapping[str, Moved]) -> str:
+    """A rank's counts as JSON; `lookups` are by op and path."""
+    found: dict[str, list[int]] = {}
+    for name, one in lookups.items():
+        sums = found.setdefault(name.partition(" ")[0].lower(), [0, 0, 0, 0])
+        for k, number in enumerate((one.ids, one.distinct, one.received)):
+            sums[k] += number
+        sums[3] = max(sums[3], one.steps)
+    return json.dumps(found)
+
+
+def looked_up(ranks: Sequence[str]) -> dict[str, Any]:
+    """By op the most that a rank has looked up in a step: ids, rows (each once), bytes that came; empty where there are no such tables."""
+    found: dict[str, dict[str, float]] = {}
+    for counts in map(json.loads, ranks):
+        for op, (ids, rows, received, steps) in counts.items():
+            most = found.setdefault(op, {"ids": 0.0, "rows": 0.0, "bytes": 0.0})
+            for name, number in (("ids", ids), ("rows", rows), ("bytes", received)):
+                most[name] = max(most[name], round(number / max(steps, 1), 1))
+    return dict(sorted(found.items()))
+
+
+def line(counts: Mapping[str, Any]) -> str:
+    """The same as a line."""
+    words = {_PULL: "pulled", _PUSH: "pushed"}
+    some = [
+        f"{one['rows']:,.0f} rows {words.get(op, op)} ({size(round(one['bytes']))} received)"
+        for op, one in counts.items()
+    ]
+    ids = max(one["ids"] for one in counts.values())
+    return f"lookups: in a step and on a rank up to {ids:,.0f} ids, {', '.join(some)}"
