@@ -22,6 +22,7 @@ from partc.runtime.artifact.format import (
     SCALE,
     Manifest,
 )
+from partc.runtime.artifact.row_function import IDS, ROWS
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -80,8 +81,8 @@ def _gradients(model: ModelProto) -> set[str]:
     makers = {name: node for node in model.graph.node for name in node.output}
     found: set[str] = set()
     for node in model.graph.node:
-        if node.domain == OPTIMIZER and _GRADIENT in (names := formals.get(node.op_type, [])):
-            found.add(node.input[names.index(_GRADIENT)])
+        given = zip(formals.get(node.op_type, []), node.input, strict=False) if node.domain == OPTIMIZER else ()
+        found.update(name for formal, name in given if formal in (_GRADIENT, IDS, ROWS))
     for name in list(found):
         while name in makers and makers[name].op_type in ("Cast", "Identity"):
             name = makers[name].input[0]

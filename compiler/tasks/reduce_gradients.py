@@ -48,6 +48,7 @@ class GradientReduction:
         """By name the ranks on which it is a parameter's gradient."""
         self._sent: dict[str, set[int]] = {}
         self.buckets = Buckets(self.update, training.bucket_bytes, "gradient")
+        self.rows = RowReduction(self.comm, self.update, training.accumulate, low=training.messages)
         if training.accumulate > 1:  # a node called `sum` contributes under another name
             for value, end in itertools.product(training.parameters, ("", ".next")):
                 comm.builders.free(tuple(range(program.plan.ranks)), f"{value.name}.grad.sum{end}")
@@ -102,9 +103,11 @@ class GradientReduction:
         self, value: ir.Value, terms: Sequence[RowTerm], defs: Sequence[ShardedValue], *, dense: bool = False
     ) -> None:
         """Brings the rows of a table's gradient to all of its definitions, and makes them `dense` there."""
-        rows = RowReduction(self.comm, self.update, self.training.accumulate, low=self.training.messages)
-        found = rows.reduce(value, terms, self._own_homes(defs))
-        self.gradients += [rows.made_dense(one, self.cotangents[value]) for one in found] if dense else found
+
+        def ready(found: list[Gradient]) -> None:
+            self.gradients += [self.rows.made_dense(one, self.cotangents[value]) for one in found] if dense else found
+
+        self.rows.begin(value, terms, self._own_homes(defs), ready)
 
     def _added(self, value: ir.Value, version: ShardedValue, names: Sequence[str], at: int) -> str:
         """Adds a gradient to the sum of those of the batch's earlier parts, before it is reduced over ranks; the sum's name."""
@@ -124,7 +127,8 @@ class GradientReduction:
         return sorted(found, key=defs.index)
 
     def flush(self) -> None:
-        """Reduces the gradients of buckets that are not full."""
+        """Reduces the gradients of buckets that are not full, and gathers rows."""
+        self.rows.flush()
         self.buckets.flush()
 
     def _bucketed(

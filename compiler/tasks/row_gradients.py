@@ -6,13 +6,15 @@ axes, and an AllGather takes the place of the AllReduce:
     table.grad          [100000, 16], a term on each of dp=2      AllReduce: 6.4 MB
     table.grad.rows     [32, 16], 16 on each of dp=2              AllGather: 1 KB, and 128 bytes for the ids
 
+Tables of which equally many rows are looked up share two messages: ids as columns of one value, and rows side by side.
+
 The order is that of the ranks and of the look-ups, so sums of rows that stand several times are the same on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -22,8 +24,11 @@ from partc.compiler.autodiff.engine import RowGradient
 from partc.compiler.dims.normal import normal as normal_expression
 from partc.compiler.dims.reading import read
 from partc.compiler.ir.program import Dim, Group, Shape, ShardedValue, ValueInfo
+from partc.compiler.ir.rank_program import ComputeOp
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
+from partc.compiler.layout.moves import AllGather
+from partc.compiler.layout.reshard import lower
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.tasks.cotangent_names import PARTIAL
 from partc.compiler.tasks.local_view import Gradient
@@ -48,6 +53,17 @@ class _Rows:
     names: RowGradient
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A gradient on its way: its lists as their ranks have them, the parameter's definitions, and the name that is wanted."""
+
+    value: ir.Value
+    lists: Sequence[_Rows]
+    defs: Sequence[ShardedValue]
+    wanted: str
+    then: Callable[[list[Gradient]], None]
+
+
 def named_rows(name: str) -> RowGradient:
     """The names of the ids and the rows that stand for a cotangent of this name."""
     end = PARTIAL if name.endswith(PARTIAL) else ""
@@ -65,29 +81,131 @@ class RowReduction:
     def __init__(self, terms: CommLowering, comm: CommLowering, parts: int, *, low: bool = False) -> None:
         self.terms, self.comm, self.parts, self.low = terms, comm, parts, low
         self.builders, self.values, self.names = comm.builders, comm.values, comm.values.names
+        self._waiting: dict[Hashable, list[_Begun]] = {}
 
-    def reduce(self, value: ir.Value, terms: Sequence[RowTerm], defs: Sequence[ShardedValue]) -> list[Gradient]:
-        """The gradient of a parameter on each of its definitions."""
+    def begin(
+        self,
+        value: ir.Value,
+        terms: Sequence[RowTerm],
+        defs: Sequence[ShardedValue],
+        then: Callable[[list[Gradient]], None],
+    ) -> None:
+        """Takes the gradient of a parameter; `then` is told what it is on each of its definitions, at the latest by `flush`."""
         main, wanted = defs[0], f"{self.names[defs[0]]}.grad"
         alike: dict[ShardedValue, list[RowGradient]] = {}
         for term in terms:
             alike.setdefault(term.version, []).append(term.names)
-        only = len(alike) == 1
-        brought = []
+        lists = []
         for version, names in alike.items():
-            final = only and version == main and self.parts == 1
+            final = len(alike) == 1 and version == main and self.parts == 1
             own = self._appended(self.terms, version.group, names, wanted, final)
-            given = self._listed(version, self._of_all_parts(version.group, own))
-            brought.append(self._brought(given, main, wanted, only=only))
-        whole = brought[0]
-        if not only:
-            whole = self._listed(
-                main, self._appended(self.comm, main.group, [one.names for one in brought], wanted, True)
-            )
-        found = [whole, *(self._brought(whole, home, f"{self.names[home]}.grad") for home in defs[1:])]
-        return [
-            Gradient(value, home, one.names.rows, home, one.names.ids) for home, one in zip(defs, found, strict=True)
+            lists.append(self._listed(version, self._of_all_parts(version.group, own)))
+        one = _Begun(value, lists, defs, wanted, then)
+        key = self._joinable(one)
+        if key is None:
+            self._finish(one, self._gathered(one))
+        else:
+            self._waiting.setdefault(key, []).append(one)
+
+    def flush(self) -> None:
+        """Gathers what waits for others: those of one count of rows as one message for the ids, and one for the rows."""
+        waiting, self._waiting = self._waiting, {}
+        for some in waiting.values():
+            found = [self._gathered(some[0])] if len(some) == 1 else self._joined(some)
+            for one, rows in zip(some, found, strict=True):
+                self._finish(one, rows)
+
+    def _finish(self, one: _Begun, whole: _Rows) -> None:
+        found = [whole, *(self._brought(whole, home, f"{self.names[home]}.grad") for home in one.defs[1:])]
+        made = zip(one.defs, found, strict=True)
+        one.then([Gradient(one.value, home, each.names.rows, home, each.names.ids) for home, each in made])
+
+    def _gathered(self, one: _Begun) -> _Rows:
+        """The rows of all lists of a parameter where its first definition lies."""
+        main, wanted, only = one.defs[0], one.wanted, len(one.lists) == 1
+        brought = [self._brought(given, main, wanted, only=only) for given in one.lists]
+        if only:
+            return brought[0]
+        return self._listed(main, self._appended(self.comm, main.group, [each.names for each in brought], wanted, True))
+
+    def _joinable(self, one: _Begun) -> Hashable | None:
+        """Equal for rows that can stand beside each other in one AllGather along their first dim; None for others."""
+        given, main = one.lists[0], one.defs[0]
+        shape = self.builders.of(given.rows.group)[0].types[given.names.rows][1]
+        if (
+            len(one.lists) > 1
+            or given.rows.group != main.group
+            or shape is None
+            or len(shape) != 2
+            or any(main.layout.cuts)
+        ):
+            return None
+        moves = lower(given.rows.layout, main.layout, main.group, main.group)
+        if len(moves) != 1 or not isinstance(moves[0], AllGather):
+            return None
+        return main.group, given.rows.layout, shape[0], given.rows.value.dtype
+
+    def _joined(self, some: Sequence[_Begun]) -> list[_Rows]:
+        """Gathers the ids of several parameters as columns of one value, and their rows side by side."""
+        first, group = some[0].lists[0], some[0].defs[0].group
+        whole = ShardedValue(first.rows.value, group, Layout.whole(first.rows.layout.mesh, 2))
+        axis = self.comm.constant(group, some[0].wanted, "axis", [1])
+        columns = [
+            self.comm.beside(group, "Unsqueeze", [one.lists[0].names.ids, axis], f"{one.lists[0].names.ids}.column")
+            for one in some
         ]
+        widths = [int(one.lists[0].rows.value.shape[1]) for one in some]  # type: ignore[index, arg-type]
+        said = f"gradients of {len(some)} tables"
+        names = [named_rows(one.wanted) for one in some]
+        made = [RowGradient(*(self.builders.free(group, name) for name in (each.ids, each.rows))) for each in names]
+        parts = [self.builders.free(group, f"{each.ids}.columns") for each in made]
+        self._side_by_side(first, columns, [1] * len(some), _INT64, parts, f"{names[0].ids}.joined", said)
+        flat = self.comm.constant(group, some[0].wanted, "flat", [-1])
+        found = []
+        for one, name, part in zip(some, made, parts, strict=True):
+            given = one.lists[0]
+            ids, rows = (ShardedValue(each.value, group, each.layout) for each in (given.ids, given.rows))
+            ids, rows = replace(ids, layout=Layout.whole((len(group),), 1)), replace(rows, layout=whole.layout)
+            self.comm.emit(group, "Reshape", [part, flat], name.ids, None)
+            self.comm.declare(ids, name.ids)
+            self.comm.declare(rows, name.rows)
+            found.append(_Rows(ids, rows, name))
+        kind = first.rows.value.type
+        assert kind is not None
+        terms = [one.lists[0].names.rows for one in some]
+        self._side_by_side(first, terms, widths, kind, [name.rows for name in made], f"{names[0].rows}.joined", said)
+        return found
+
+    def _side_by_side(
+        self,
+        like: _Rows,
+        terms: list[str],
+        widths: list[int],
+        kind: ir.TypeProtocol,
+        made: list[str],
+        wanted: str,
+        said: str,
+    ) -> None:
+        """Gathers values of so many columns as one, cut as the rows of `like`, and takes them apart again as `made`."""
+        group, layout = like.rows.group, like.rows.layout
+        count = self.values[like.rows.value].shape
+        value = self._value(wanted, kind, None if count is None else (count[0], sum(widths)))
+        source = ShardedValue(value, group, layout)
+        target = ShardedValue(value, group, Layout.whole(layout.mesh, 2))
+        joined = self.builders.free(group, f"{wanted}{PARTIAL}")
+        self.comm.emit(group, "Concat", terms, joined, None, axis=1)
+        self.comm.declare(source, joined)
+        there = self._moved(source, joined, target, wanted, said)
+        sizes = self.comm.constant(group, there, "widths", widths)
+        node = ir.Node(
+            "",
+            "Split",
+            [ir.Value(name=there), ir.Value(name=sizes)],
+            [ir.AttrInt64("axis", 1)],
+            outputs=[ir.Value(name=name) for name in made],
+            name=f"{there}.split",
+        )
+        self.comm.append(group, ComputeOp(node, node))
 
     def made_dense(self, one: Gradient, cotangent: ir.Value) -> Gradient:
         """The gradient as large as the table: zeros, to which the rows are added."""
@@ -176,12 +294,15 @@ class RowReduction:
             if source == target:
                 made.append(name)
                 continue
-            ranks = tuple(dict.fromkeys((*source.group, *target.group)))
-            if self.low and source.value.dtype == ir.DataType.FLOAT:
-                made.append(self._sent_low(source, name, target, out, cause))
-            else:
-                made.append(self.comm.reshard(source, name, target, self.builders.free(ranks, out), cause))
+            made.append(self._moved(source, name, target, out, cause))
         return _Rows(ids, rows, RowGradient(*made))
+
+    def _moved(self, source: ShardedValue, name: str, target: ShardedValue, out: str, cause: str) -> str:
+        """Brings ids or rows to another layout or group; their name there."""
+        if self.low and source.value.dtype == ir.DataType.FLOAT:
+            return self._sent_low(source, name, target, out, cause)
+        ranks = tuple(dict.fromkeys((*source.group, *target.group)))
+        return self.comm.reshard(source, name, target, self.builders.free(ranks, out), cause)
 
     def _sent_low(self, source: ShardedValue, name: str, target: ShardedValue, out: str, cause: str) -> str:
         """Brings rows in bfloat16; their name in their own type."""

@@ -131,6 +131,23 @@ def test_ranks_gather_rows_and_not_tables(tmp_path: Path) -> None:
     assert found == {"table.grad.ids": ("AllGather", "16*batch"), "table.grad.rows": ("AllGather", "32*batch")}
 
 
+def test_tables_of_equally_many_rows_share_two_messages(tmp_path: Path) -> None:
+    text = """main (int64[batch, 2] ids, int64[batch, 2] more) => (float[batch, 5] y) {
+        [one] a = Gather(first, ids)
+        [two] b = Gather(second, more)
+        [three] c = Gather(third, ids)
+        [all] d = Concat <axis = 2> (a, b, c)
+        [mean] e = ReduceMean <keepdims = 0> (d, axes)
+        [head] y = MatMul(e, weight)
+    }""".replace(" {\n", " <int64[1] axes = {1}> {\n", 1)
+    weights = {"first": (90, 4), "second": (60, 3), "third": (70, 2), "weight": (9, 5)}
+    plan = "ranks: 3\ndataset: data_parallel\n" + SYMBOLS + TRAIN.replace("OPTIMIZER", SGD)
+    steps = [{**step, "ids": step["ids"][:, :2], "more": step["ids"][:, 1:]} for step in batches()]
+    program = same_training(lambda: from_text(HEAD + text, weights), plan, tmp_path, steps, rtol=1e-6, atol=1e-5)
+    gathered = [event.name for event in program.events if event.op_type == "AllGather"]
+    assert gathered == ["third.grad.ids.joined", "third.grad.rows.joined"]
+
+
 def test_functions_over_rows_are_proven_by_their_bodies() -> None:
     for name in ("SgdRows", "SgdRowsScaledDouble", "AdamRowsScaled", "MomentumRowsDecayed", "AdagradRowsScaledClipped"):
         body = function(name)
