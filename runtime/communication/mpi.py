@@ -186,21 +186,26 @@ class MpiTransport:
     def _begin(self, comm: MPI.Intracomm, vector: Vector) -> Callable[[], Vector]:
         result = np.empty_like(vector)
         request = comm.Iallreduce(vector, result, MPI.MAX)
+        told = [vector]  # MPI reads it until the wait is over, and nobody else keeps it
 
         def finish() -> Vector:
             # Counted when it is waited for: a step that others are in still completes without who has left after it.
             self._begun += 1
             self.wait(request, lambda: AGREEMENT)
             self._done += 1
+            told.clear()
             return result
 
         return finish
 
     def all_gather_text(self, text: str) -> list[str]:
         mine = np.frombuffer(text.encode(), np.uint8)
-        sizes = np.empty(self.size, np.int64)
+        own, sizes = (
+            np.array([mine.size], np.int64),
+            np.empty(self.size, np.int64),
+        )  # which MPI reads until the wait is over
         self._begun += 1
-        self.wait(self.comm.Iallgather(np.array([mine.size], np.int64), sizes), lambda: "the exchange of messages")
+        self.wait(self.comm.Iallgather(own, sizes), lambda: "the exchange of messages")
         longest = int(sizes.max())
         rows = np.zeros((self.size, longest), np.uint8)
         row = np.pad(mine, (0, longest - mine.size))

@@ -88,7 +88,7 @@ def _wait_for_moment(running: Running, start: float) -> bool:
     if case.moment == "saving":
         reached = _until(lambda: over() or any(running.folder.glob("kept/.step_*")) or running.steps() > 40, 60.0)
     else:
-        near = SHORT - 20 if case.moment == "ending" and case.mode in ("run", "train", "pipeline") else 2
+        near = SHORT - 20 if case.moment == "ending" and case.mode in ("run", "train", "pipeline", "lookup") else 2
         reached = _until(lambda: over() or running.steps() > near, 60.0)
     time.sleep(case.delay * (0.3 if case.moment == "ending" else 1.0) * (case.moment != "saving"))
     return reached

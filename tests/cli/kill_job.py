@@ -24,8 +24,17 @@ from partc.compiler.plan.read import parse_plan
 from partc.runtime.job.status_board import read_board, read_pids, states
 from small_training import PERCEPTRON, compiled
 
-MODES = ("run", "train", "pipeline", "eval", "script")
-"""Commands, a training whose batches run through stages as microbatches, and a script of one's own."""
+MODES = ("run", "train", "pipeline", "lookup", "eval", "script")
+"""Commands, trainings whose batches run through stages, or that look rows up on other ranks, and a script of one's own."""
+SERVERS = {
+    2: "sharding: {look: pull}",
+    3: "roles: {ps: 2}\nplacement: {look: {role: ps}}",
+    4: "roles: {ps: [0, 3]}\nplacement: {look: {role: ps}}",
+}
+LOOKUP = """<ir_version: 10, opset_import: ["" : 21]>
+lookup (float[batch, 6] x) => (float[batch, 3] y)
+<float[24, 3] table, int64[6] places = {0, 5, 23, 11, 12, 6}, int64[1] axes = {1}>
+{ ones = Cast <to = 7> (x) ids = Mul(ones, places) [look] rows = Gather(table, ids) y = ReduceMean <keepdims = 0> (rows, axes) }"""
 STAGES = {
     2: "{one: 0, plus: 0, turn: 0, two: 1}",
     3: "{one: 0, plus: 1, turn: 1, two: 2}",
@@ -112,7 +121,7 @@ class Case:
 def make(folder: Path, wanted: Collection[tuple[str, int]]) -> dict[tuple[str, int], Path]:
     """The artifacts for modes and numbers of ranks."""
     works: dict[tuple[str, int], Path] = {}
-    made = ("run", "pipeline")
+    made = ("run", "pipeline", "lookup")
     for mode, ranks in sorted({(mode if mode in made else "train", ranks) for mode, ranks in wanted}):
         place = folder / f"{mode}{ranks}"
         if mode == "train":
@@ -122,6 +131,9 @@ def make(folder: Path, wanted: Collection[tuple[str, int]]) -> dict[tuple[str, i
         elif mode == "pipeline":
             text = f"ranks: {ranks}\nsymbols: {{batch: {{divisor: 4}}}}\nplacement: {STAGES[ranks]}\npipeline: {{microbatches: 4}}\n"
             works[mode, ranks] = compiled(place, PERCEPTRON, text)
+        elif mode == "lookup":
+            text = f"ranks: {ranks}\nsymbols: {{batch: {{divisor: 2}}}}\ndataset: data_parallel\n{SERVERS[ranks]}\n"
+            works[mode, ranks] = compiled(place, LOOKUP, text)
         else:
             works[mode, ranks] = chain(place) if ranks == 3 else _cut(place)
     return works
@@ -166,7 +178,7 @@ class Running:
         case, steps = self.case, SHORT if self.case.moment == "ending" else _LONG
         self._write_records()
         options = ["--stall", str(stall), "--threads", "1"]
-        command = "train" if case.mode == "pipeline" else case.mode
+        command = "train" if case.mode in ("pipeline", "lookup") else case.mode
         partc = [sys.executable, "-m", "partc.cli", command, str(self.work), *options]
         data = ["--data", "records.py", "--batch", "8" if case.mode == "pipeline" else str(2 * case.ranks)]
         match case.mode:
@@ -175,7 +187,7 @@ class Running:
                 three = {"x": np.ones((6, 5), np.float32), "index": np.array([0, 5])}
                 np.savez(self.folder / "in.npz", **(two if case.ranks == 2 else three))
                 return [*partc, "--input", "in.npz", "--repeat", str(steps)]
-            case "train" | "pipeline":
+            case "train" | "pipeline" | "lookup":
                 every = "1" if case.moment == "saving" else "7"
                 return [*partc, *data, "--steps", str(steps), "--checkpoint", "kept", "--save", every, "--keep", "2"]
             case "eval":

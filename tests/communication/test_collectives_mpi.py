@@ -43,7 +43,7 @@ GRAPH = """rank (float[n, 6] x, int64[i] index, float16[3, 4] half) =>
 GROUPS = {"all": [[0, 1, 2, 3]], "pairs": [[0, 1], [3, 2]], "crossed": [[0, 2], [1, 3]]}
 
 SCRIPT = """
-import faulthandler, sys, time
+import faulthandler, sys, time, weakref
 import numpy as np
 from mpi4py import MPI
 import partc.runtime as runtime
@@ -85,6 +85,14 @@ def check(found, step):
     for name, among in (("sums", [0, 1, 2, 3]), ("highest", crossed), ("halves", [0, 1, 2, 3])):
         bits = comm.allgather(found[name].tobytes())
         assert all(bits[one] == bits[rank] for one in among), name
+
+transport = MpiTransport(comm)
+vector = np.full(9, rank)
+kept, agreed = weakref.ref(vector), transport.agreements().begin(vector)
+del vector
+if kept() is not None and agreed().tolist() == [3] * 9:
+    print("what is told stays", flush=True)
+transport.close()
 
 for spins in (False, True):
     transport = MpiTransport(comm)
@@ -159,6 +167,11 @@ def test_values_and_equal_bits(one_job: subprocess.CompletedProcess[str]) -> Non
     """Waited for as soon as they begin, where each rank has a core: those whose output is the next thing needed."""
     lines = [line for line in one_job.stdout.splitlines() if line.startswith("at once")]
     assert lines == ["at once []", "at once [1, 7]"]
+
+
+def test_what_a_rank_tells_stays_until_all_have_it(one_job: subprocess.CompletedProcess[str]) -> None:
+    """Nobody but the agreement holds it, and other threads of the rank would be given its memory."""
+    assert one_job.stdout.splitlines().count("what is told stays") == 4
 
 
 def test_a_late_rank_is_reported_by_the_collective(one_job: subprocess.CompletedProcess[str]) -> None:

@@ -2,6 +2,7 @@
 
     python tests/fuzz/kills.py --cases 200 --seed 1
     python tests/fuzz/kills.py --cases 20 --only pipeline --plain       kill -9 of a rank in mid-pipe
+    python tests/fuzz/kills.py --cases 50 --only lookup --plain         of one that looks rows up, or that has them
 
 Prints every case that is not as it must be, and a table. The cases are those of the seed, and the seconds those of the machine.
 """
@@ -30,19 +31,28 @@ WHAT = {
     "launcher": ("SIGKILL", "SIGTERM", "SIGSTOP"),
     "partc": ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGSTOP"),
 }
-RANKS = {"run": (2, 3), "train": (2, 3, 4), "pipeline": (2, 3, 4), "eval": (2, 3, 4), "script": (2, 3, 4)}
+RANKS = {
+    "run": (2, 3),
+    "train": (2, 3, 4),
+    "pipeline": (2, 3, 4),
+    "lookup": (2, 3, 4),
+    "eval": (2, 3, 4),
+    "script": (2, 3, 4),
+}
 
 
 def drawn(random: Random, modes: Sequence[str] = MODES, plain: bool = False) -> Case:
     """A case at random; a `plain` one kills a rank outright while it trains or runs."""
     mode = random.choice(modes)
     ranks = random.choice(RANKS[mode])
-    moment = random.choice([one for one in MOMENTS if one != "saving" or mode in ("train", "pipeline", "script")])
+    moment = random.choice(
+        [one for one in MOMENTS if one != "saving" or mode in ("train", "pipeline", "lookup", "script")]
+    )
     delay = random.random()
     rank = random.randrange(ranks)
     if plain:
         return Case(mode, ranks, "stepping", Act("SIGKILL", "rank", rank), delay)
-    if mode in ("train", "pipeline", "eval") and random.random() < 0.2:
+    if mode in ("train", "pipeline", "lookup", "eval") and random.random() < 0.2:
         act = Act(random.choice(sorted(USER)), random.choice(("user", "users")), rank)
         return Case(mode, ranks, "stepping", act, delay)
     target = random.choice(("rank", "rank", "all", "launcher", "launcher" if mode == "script" else "partc"))
