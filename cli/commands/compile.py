@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from partc.compiler.pipeline import Report
 
+_READABLE = 64
+"""The length of an expression that still is."""
 _LARGEST = 10
 _NAMED = 4
 
@@ -186,14 +188,21 @@ def _elements(value: ir.Value) -> int:
 
 
 def ranks_table(folder: Path) -> Table:
-    """A row per rank: nodes, weights, bytes in and out as expressions in the symbols."""
-    from partc.cli.output.stats import rank_stats, typical_sizes
+    """A row per rank: nodes, weights, bytes in and out as expressions, where one is too long at the sizes that the title names."""
+    from partc.cli.output.stats import Moved, rank_stats, typical_sizes
     from partc.runtime.artifact.manifest import open_artifact
 
     artifact = open_artifact(folder, trust=True)
     sizes = typical_sizes(artifact.manifest)
-    table = Table([">rank", ">nodes", ">weights", ">bytes received", ">bytes sent"])
-    for rank in range(artifact.manifest.ranks):
-        one = rank_stats(artifact, rank, sizes)
-        table.add(rank, one.nodes, size(one.weights), one.received.text, one.sent.text)
+    stats = [rank_stats(artifact, rank, sizes) for rank in range(artifact.manifest.ranks)]
+    readable = all(len(some.text) <= _READABLE for one in stats for some in (one.received, one.sent))
+
+    def text(some: Moved) -> str:
+        return some.text if readable else size(some.bytes) + ("+?" if some.unknown else "")
+
+    chosen = ", ".join(f"{name}={value}" for name, value in sizes.items())
+    title = "" if readable else f"bytes are for {chosen}; those of each message are in step_parallel_end.ir"
+    table = Table([">rank", ">nodes", ">weights", ">bytes received", ">bytes sent"], title=title)
+    for one in stats:
+        table.add(one.rank, one.nodes, size(one.weights), text(one.received), text(one.sent))
     return table

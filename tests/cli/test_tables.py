@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from artifact_text import write
+from partc.cli.commands import compile as compile_command
+from partc.cli.commands.compile import ranks_table
 from partc.cli.comparison.compare import compare
 from partc.cli.output.stats import moved
 from partc.cli.output.table import Table
@@ -89,3 +94,17 @@ def test_numbers_for_people() -> None:
     assert timing(0.4, [0.012]) == "loaded in 400 ms, first step 12 ms"
     expected = "then 4 steps: median 2.5 ms, min 1 ms, p90 4 ms; 400 steps/s"
     assert timing(0.4, [0.012, 0.001, 0.004, 0.003, 0.002]).endswith(expected)
+
+
+GRAPH = """rank (float[n, 2] x) => (float[2] total) <float[2] part, int64[1] axis = {0}>
+{ part = ReduceSum <keepdims = 0> (x, axis)
+  total = partc.comm.AllReduce <group = "all", tag = 0, reduce = "sum"> (part) }"""
+
+
+def test_long_expressions_are_told_as_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = write(tmp_path / "build", [GRAPH] * 2, groups={"all": [[0, 1]]})
+    assert ranks_table(folder).plain().splitlines()[0].split()[:4] == ["rank", "nodes", "weights", "bytes"]
+    monkeypatch.setattr(compile_command, "_READABLE", 0)
+    title, _, first, _ = ranks_table(folder).plain().splitlines()
+    assert title.startswith("bytes are for n=1;")
+    assert first.split()[-2:] == ["0", "B+?"]  # this manifest says no bytes
