@@ -161,6 +161,7 @@ def _trained(
     found: dict[str, Array] = {}
     names = [manifest.training.loss, *manifest.training.metrics]
     for row in map(json.loads, told.read_text(encoding="utf-8").splitlines()):
-        found |= {f"{name}, step {row['step']}": np.array(row[name], np.float32) for name in names}
+        if row["kind"] == "train":
+            found |= {f"{name}, step {row['step']}": np.array(row[name], np.float32) for name in names}
     checkpoint = Checkpoint.open(out / "kept")
     return found | {name: checkpoint.read(name) for name in sorted(checkpoint.index.tensors)}

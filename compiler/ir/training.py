@@ -28,6 +28,8 @@ class ParameterOptions:
     """What the learning rate is multiplied with."""
     optimizer: Optimizer | None = None
     """By which it is updated; None: by that of the training."""
+    staleness: int = 0
+    """By how many steps its updates are late."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from partc.compiler.plan.schema import PlanEntries, SymbolEntry
 from partc.compiler.plan.sharding import ShardingEntry
 from partc.compiler.plan.stages import sizes_of_groups
 from partc.compiler.plan.target import TargetRule
-from partc.compiler.plan.training.rules import CheckpointEntry, ClipEntry, ParameterEntry, TrainEntry
+from partc.compiler.plan.training.loop_entries import CheckpointEntry, ClipEntry
+from partc.compiler.plan.training.rules import ParameterEntry, TrainEntry
 from partc.compiler.plan.violation import Violation, shown
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails

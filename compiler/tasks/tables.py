@@ -64,6 +64,12 @@ def find_tables(program: Program, local: LocalView, needed: Collection[ir.Value]
         if lookups:
             others = [node for node in nodes if node not in lookups]
             found.append(_Lookups(program, training, local, value, lookups, others).table())
+            if training.parameters[value].staleness and training.optimizer_of(value).is_lazy:
+                fact = f"'{value.name}' is updated late, by {training.optimizer_of(value).type}"
+                law = "gradients wait as whole tables, and this optimizer wants the rows that were looked up"
+                problems.append(
+                    Problem("train.parameters", fact, law, "leave out 'staleness', or take another optimizer")
+                )
             if found[-1].why == _CUT and training.optimizer_of(value).is_lazy:
                 law = f"{training.optimizer_of(value).type} wants the rows that were looked up, and ranks with a part of them know no ids"
                 problems.append(
@@ -119,6 +125,8 @@ class _Lookups:
             if rows is not None
             else "only a step tells how many rows are looked up"
         )
+        if late := self.training.parameters[self.value].staleness:
+            return Table(self.value, self._sends_fewer(), True, f"the gradients of {late} steps wait for their update")
         if whole := whole_table(optimizer, decay):
             return Table(self.value, self._sends_fewer(), True, whole)
         rank = len(self.value.shape or ())

@@ -25,6 +25,7 @@ from partc.compiler.layout.reshard import lower
 from partc.compiler.sharding.operands import replicated_on
 from partc.compiler.tasks.buckets import Buckets, Fused, can_join
 from partc.compiler.tasks.duals import typed
+from partc.compiler.tasks.late import Pending, Queues
 from partc.compiler.tasks.local_view import AccumulatedGradient, Gradient, LocalView
 from partc.compiler.tasks.shard_sums import ShardSums, without_dims
 from partc.compiler.tasks.update_rows import RowUpdates
@@ -66,6 +67,7 @@ class Updates:
 
     def write(self, gradients: Sequence[Gradient]) -> None:
         """Writes all updates, in the order in which the `gradients` are ready."""
+        gradients = Queues(self.training, self.builders, self._append, self._keep_pending).late(gradients, self._sizes)
         clipped = (self.training.clip_norm is not None or self.training.guarded) and bool(gradients)
         if clipped:
             gradients = [self.rows.merged(one) if one.ids else one for one in gradients]
@@ -86,6 +88,17 @@ class Updates:
             for home in self.versions.defs.get(value, ()):
                 made = "" if following is None else self._replacing(home, following)
                 self._keep(home, self.names[home], made, value.name or "", "statistics")
+
+    def _sizes(self, one: Gradient) -> tuple[int, ...]:
+        """The shape of what a rank updates of a parameter, which is known."""
+        return tuple(size for size in self.values.local_shape(one.share) or () if isinstance(size, int))
+
+    def _keep_pending(self, one: Gradient, pending: Pending, number: int) -> None:
+        """Lists a gradient that waits for its update."""
+        tensor, shape = _tensor(one.parameter), ir.Shape(self._sizes(one))
+        self._types(one.home.group, [ir.Value(name=pending.name, type=one.parameter.type, shape=shape)])
+        listed = self.builders.derived(f"{tensor}.pending.{number}")
+        self._keep(one.share, pending.name, pending.next, listed, "optimizer", tensor)
 
     def keep_sums(self, sums: Sequence[AccumulatedGradient]) -> None:
         """Lists the sums of gradients over the parts of a batch."""

@@ -150,14 +150,15 @@ def _parameter_options(rules: TrainRules, names: list[str], others: list[str]) -
     """
     freed = {rule.pattern for rule in rules.parameters if rule.frozen is False}
     found: dict[str, dict[str, Any]] = {
-        name: {"frozen": False, "weight_decay": None, "lr": 1.0, "optimizer": None}
+        name: {"frozen": False, "weight_decay": None, "lr": 1.0, "optimizer": None, "staleness": 0}
         for name in (*names, *(name for name in others if name in freed))
     }
     problems = [*_rates_without_base(rules)]
     for rule in rules.parameters:
         matches = compile_pattern(rule.pattern).matches
         hit = [name for name in found if matches(name)]
-        said = {"frozen": rule.frozen, "weight_decay": rule.weight_decay, "lr": rule.lr, "optimizer": rule.optimizer}
+        keys = ("frozen", "weight_decay", "lr", "optimizer", "staleness")
+        said = {key: getattr(rule, key) for key in keys}
         for name in hit:
             found[name] |= {key: value for key, value in said.items() if value is not None}
         kept = [name for name in others if matches(name)]

@@ -284,6 +284,7 @@ def test_the_schema_is_one_for_editors() -> None:
     assert list(schema["properties"]) == [
         "ranks",
         "mesh",
+        "roles",
         "symbols",
         "inputs",
         "dataset",
@@ -292,6 +293,7 @@ def test_the_schema_is_one_for_editors() -> None:
         "placement",
         "sharding",
         "outputs",
+        "target",
         "max_reshard_bytes",
         "train",
         "precision",
@@ -325,7 +327,7 @@ def test_the_schema_knows_the_options_of_every_loss_optimizer_schedule_and_metri
         found = types(key)
         assert tables.keys() <= found.keys()
         for name, options in tables.items():
-            assert found[name]["properties"].keys() - {"type", "shard"} == options.keys()
+            assert found[name]["properties"].keys() - {"type", "shard", "target"} == options.keys()
             assert found[name]["additionalProperties"] is False
     assert types("loss")["cross_entropy"]["required"] == ["type", "logits", "labels"]
     assert types("optimizer")["adam"]["required"] == ["type", "lr"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from partc.cli.main import invoke
 from partc.compiler import nn
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.inputs import Spec
@@ -91,6 +92,26 @@ def test_servers_of_a_model_that_is_not_trained(tmp_path: Path) -> None:
     ids = batches(1)[0]["ids"]
     with load_local(tmp_path / "cut") as cut, load_local(tmp_path / "whole") as whole:
         np.testing.assert_allclose(cut({"ids": ids})["y"], whole({"ids": ids})["y"], rtol=1e-6, atol=1e-6)
+
+
+MODEL = """
+from partc.compiler import Input, nn
+table = nn.Embedding(12, 4, init=nn.init.normal(0.5))
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = table
+    def forward(self, op, ids):
+        return {"y": self.table(op, ids)}
+model, inputs = Net(), {"ids": Input(["batch"], "int64")}
+"""
+
+
+def test_a_training_with_lookups_is_verified(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    plan = "ranks: 3\nroles: {ps: 2}\nplacement: {table: {role: ps}}\n" + DP + TRAIN
+    (tmp_path / "plan.yaml").write_text(plan + "  batch: 12\n")
+    assert invoke(["verify", str(tmp_path / "model.py"), "--plan", str(tmp_path / "plan.yaml")]) == 0
 
 
 WRONG = {

@@ -31,6 +31,7 @@ from partc.compiler.plan.training.forms import (
     schedule_form,
 )
 from partc.compiler.plan.training.initial import InitialEntry
+from partc.compiler.plan.training.loop_entries import CheckpointEntry, ClipEntry
 from partc.compiler.plan.training.loss import Loss, loss
 from partc.compiler.plan.training.metric import Metric, metric
 from partc.compiler.plan.training.optimizer import Optimizer, optimizer
@@ -65,6 +66,7 @@ class ParameterRule:
     shared: bool | None = None
     optimizer: Optimizer | None = None
     initial: InitialEntry | None = None
+    staleness: int | None = None
 
 
 @dataclass(frozen=True)
@@ -249,32 +251,18 @@ class ParameterEntry(BaseModel):
         None,
         description="First values in place of the model's: {normal: 0.01, seed: 7}. Each rank draws its own shard.",
     )
+    staleness: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="By how many steps updates are late: a step reads those of this many steps before.",
+    )
 
     def rule(self, pattern: str, where: str, main: Optimizer) -> ParameterRule:
         """The rule of a pattern, in a training by this optimizer."""
         own = self.optimizer.at(main.lr) if self.optimizer is not None else None
-        return ParameterRule(pattern, where, self.frozen, self.weight_decay, self.lr, self.shared, own, self.initial)
-
-
-class ClipEntry(BaseModel):
-    """Gradients are scaled down to a global norm, or each number is kept within a bound."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    norm: float | None = Field(None, gt=0, description="Maximum of the global norm of all gradients, over all ranks.")
-    value: float | None = Field(None, gt=0, description="Maximum absolute value of a gradient's elements.")
-
-
-class CheckpointEntry(BaseModel):
-    """Where and when training is saved."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    folder: str = Field("checkpoints", description="Folder for checkpoints.")
-    every: int | Literal["epoch"] = Field(
-        "epoch", description="Interval of checkpoints: a number of steps, or each epoch."
-    )
-    keep: int = Field(3, ge=1, description="Number of checkpoints to keep.")
+        said = (self.frozen, self.weight_decay, self.lr, self.shared)
+        return ParameterRule(pattern, where, *said, own, self.initial, self.staleness)
 
 
 class TrainEntry(BaseModel):
