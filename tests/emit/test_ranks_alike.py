@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from partc.compiler.layout.layout import Layout
-from partc.compiler.tasks.by_place import item_of
+from partc.compiler.lower.by_place import item_of
 from partc.runtime.artifact.boxes import divisor
 from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, RANK_CONSTANT, Grid, Manifest, Port, order_text, ranks_of
