@@ -9,6 +9,7 @@ updates, which for a bucket is the order in which it is reduced, and parameters 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -105,6 +106,8 @@ def plan_groups(
     `shapes` and `types` are those of tensors that an update reads. `buffered`: by value the flat buffer in which it lies already.
     """
     plan = UpdatePlan()
+    reads = Counter(name for step in steps if isinstance(step, Update) for node in step.nodes for name in {*node.input})
+    again = {name for name, count in reads.items() if count > 1}
     laid: set[str] = set()
     loose: dict[str, list[str]] = {}
     for index, step in enumerate(steps):
@@ -112,7 +115,8 @@ def plan_groups(
             continue
         nodes = [(node, functions[node.op_type]) for node in step.nodes]
         by_rows = [RowUpdate(node, function, step.target) for node, function in nodes if is_rowwise(function)]
-        found = [_Member(node, function, types, kept, targets) for node, function in nodes if not is_rowwise(function)]
+        dense = [(node, function) for node, function in nodes if not is_rowwise(function)]
+        found = [_Member(node, function, types, kept, targets, again) for node, function in dense]
         runs = list(_runs(found, buffered))
         plan.groups[index] = [*(_group(run, shapes, step.target) for run in runs), *by_rows]
         for run in runs:
@@ -138,6 +142,8 @@ class _Member:
     types: Mapping[str, str]
     kept: Collection[str]
     targets: Mapping[str, str]
+    again: Collection[str]
+    """Values that several updates read: each would lie with the gradients of its own."""
 
     @property
     def shared(self) -> tuple[bool, ...]:
@@ -154,9 +160,10 @@ class _Member:
 
     @property
     def gradient(self) -> str:
-        """The one tensor that is not kept; empty where there are several."""
+        """The one tensor that is not kept, and that no other update reads; empty where there are several."""
         others = [name for name in self.tensors if name not in self.kept]
-        return others[0] if len(others) == 1 and set(self.node.output).isdisjoint(others) else ""
+        own = len(others) == 1 and set(self.node.output).isdisjoint(others) and others[0] not in self.again
+        return others[0] if own else ""
 
     @property
     def key(self) -> tuple[object, ...]:

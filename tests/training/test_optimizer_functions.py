@@ -289,3 +289,15 @@ def test_neighbours_with_results_of_their_own_run_by_themselves(name: str, group
         [Update(nodes)], {name: called}, dict.fromkeys(names, (3,)), dict.fromkeys(names, "tensor(float)"), states, {}
     )
     assert [len(found) for found in plan.groups.values()] == [groups]
+
+
+def test_a_gradient_of_several_updates_lies_in_no_buffer_of_gradients() -> None:
+    """Two versions of a parameter may be updated by one value, in steps of their own."""
+    called = function("Sgd")
+    names = ["a", "b", "g", "h", "lr", "a.next", "b.next"]
+    types, shapes = dict.fromkeys(names, "tensor(float)"), dict.fromkeys(names, (3,))
+    one, two = (onnx.helper.make_node("Sgd", [k, "g", "lr"], [f"{k}.next"]) for k in "ab")
+    other = onnx.helper.make_node("Sgd", ["b", "h", "lr"], ["b.next"])
+    for steps, laid in (([one], [two]), []), (([one, two],), []), (([one], [other]), ["g", "h"]):
+        plan = plan_groups([Update(nodes) for nodes in steps], {"Sgd": called}, shapes, types, {"a", "b"}, {})
+        assert [name for buffer in plan.gradients for name in buffer.members] == laid

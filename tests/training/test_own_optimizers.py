@@ -125,6 +125,8 @@ REFUSED = {
     "  help: write {type: momentum, lr: 0.01, momentum: 0.9}",
     "optimizer: {type: adam, shard: dp}": "'shard' is no option of some parameters alone\n"
     "  help: write it in train.optimizer, for all",
+    "optimizer: {type: adam, target: cpu}": "'target' is no option of some parameters alone\n"
+    "  help: write it in train.optimizer, for all",
 }
 
 

@@ -185,10 +185,10 @@ def _own_optimizer(value: object) -> OwnOptimizer | None:
     if value is None:
         return None
     given = {"type": value} if isinstance(value, str) else value
-    if isinstance(given, dict) and "shard" in given:
-        raise Violation(
-            "'shard' is no option of some parameters alone", help="write it in train.optimizer, for all", key="shard"
-        )
+    for key in ("shard", "target"):
+        if isinstance(given, dict) and key in given:
+            fact = f"'{key}' is no option of some parameters alone"
+            raise Violation(fact, help="write it in train.optimizer, for all", key=key)
     rated = isinstance(given, dict) and "lr" in given
     return OwnOptimizer(_optimizer({"lr": 0.0, **given} if isinstance(given, dict) else given).optimizer, rated)
 
