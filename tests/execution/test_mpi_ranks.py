@@ -14,6 +14,7 @@ from artifact_text import write
 from partc.runtime import UsageError, describe_action, load
 from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.job.status_board import VARIABLE, create_board, read_board
+from targeted import targeted
 
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 if not MPIEXEC.exists():
@@ -205,3 +206,41 @@ def test_a_wrong_number_of_ranks_says_the_right_one(folder: Path) -> None:
         f"{folder}: was compiled for 3 ranks, this job has 1\n"
         f"  help: start it with `partc run -n 3 {folder}` or `mpiexec -n 3 ...`"
     )
+
+
+OF_TARGETS = [
+    """rank0 (float[n, 3] x, int64[1] at) => (float[n, 3] y) <float[n, 3] h, float[n, 3] k, float[n, 3] s>
+    { h = Relu(x)
+      g = Gather(x, at)
+      s = Add(g, h)
+      = partc.comm.Send <peer = 1, tag = 0> (s)
+      k = partc.comm.Recv <peer = 1, tag = 1> ()
+      y = Add(k, h) }""",
+    """rank1 () => () <float[n, 3] s, float[n, 3] k>
+    { s = partc.comm.Recv <peer = 0, tag = 0> ()
+      k = Neg(s)
+      = partc.comm.Send <peer = 0, tag = 1> (k) }""",
+]
+
+
+def test_targets_run_beside_messages_and_their_failures_end_the_job(tmp_path: Path) -> None:
+    """What is picked on the second target is sent by the first one; a failure there is told on both ranks."""
+    built = write(tmp_path / "build", OF_TARGETS)
+    folder = targeted(built, tmp_path / "targeted", lambda node: "cuda" if node.output[0] == "g" else "cpu")
+    script = """
+with runtime.load(folder, devices={"cuda": "cpu"}, trust=True, threads=1) as program:
+    for k in range(30):
+        found = program(x=x + k, at=np.array([2]))
+    print(rank, program.counts.copies, found["y"][0].tolist() if found else "", flush=True)
+    try:
+        program(x=x, at=np.array([77]))
+    except runtime.RankError as error:
+        print(rank, str(error).split(":")[0], flush=True)
+"""
+    done = job(folder, script, ranks=2)
+    assert sorted(done.stdout.splitlines()) == [
+        "0 rank 0 failed in Gather (net.g)",
+        "0 {'cuda': Copies(number=60, bytes=2760), 'cpu': Copies(number=30, bytes=360)} [-35.0, -36.0, -37.0]",
+        "1 rank 0 failed in Gather (net.g)",
+        "1 {} ",
+    ], done.stderr
