@@ -21,6 +21,7 @@ from ..devices.device_memory import Block, Cell, DeviceMemory, memory_of
 from ..devices.devices import Devices, refuse_missing
 from ..errors import ArtifactError
 from ..lookups.lookup import Lookup, Memory
+from ..program.copy_runs import copied_buffers
 from ..program.flat_buffers import coalesced_buffers
 from ..program.liveness import in_place_aliases, lifetimes
 from ..program.locations import locations, used_targets
@@ -186,6 +187,7 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     if state is None:
         plan = plan_updates(file, shapes, types, buffers, targets)
         buffers += plan.gradients
+        buffers += copied_buffers(file, [*buffers, *plan.kept], shapes, types) if targets else []
         begun = file.model if file.manifest.is_main else artifact.beside().model(rank)
         there = {name: memories[target] for name, target in targets.items()}
         state = make_state(file.state, rank, plan.kept, begun, artifact.folder, there)

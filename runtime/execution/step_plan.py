@@ -23,6 +23,7 @@ from ..communication.transport import Request, Transport
 from ..devices.device_memory import Cell, Placed, Remote, move, on_host, part
 from ..errors import RankError
 from ..job.status_board import IDLE, SLOT, Board
+from ..program.copy_runs import copy_runs
 from ..program.memory_plan import Lifetime, assign
 from ..program.session_values import check_promise
 from ..program.steps import Copy, PostRecv, Segment, Send, StartCollective, Update, WaitCollective, WaitRecv
@@ -158,6 +159,7 @@ class StepPlan:
     def _plan(self, waits: Mapping[int, Sequence[int]], accesses: Accesses | None) -> None:
         unused, beside = self.program.last_uses(), beside_messages(self.program.steps, self.at_once)
         sends: dict[int, None] = {}
+        runs = {run[-1]: run for run in copy_runs(self.program.steps)}
         for index, step in enumerate(self.program.steps):
             for earlier in waits.get(index, ()):
                 self._add(earlier, self._complete(earlier), accesses.of_end(earlier) if accesses else None)
@@ -166,7 +168,9 @@ class StepPlan:
                 case Segment():
                     action = self.sessions.segment(self.program.runners[index])
                 case Copy():
-                    action = self.sessions.copy(index, step)
+                    if index not in runs:
+                        continue  # one action with the copies after it
+                    action = self.sessions.copies(runs[index])
                 case Send():
                     action = self._send(index, step)
                     sends[index] = None
@@ -182,12 +186,12 @@ class StepPlan:
                     action = self._finish(step)
                 case Update():
                     action = self._update(index)
-            access = accesses.of_step(index) if accesses else None
+            access = accesses.of_steps(runs.get(index, [index])) if accesses else None
             # MPI is called in the first lane alone.
             beside_it = index in beside and (access is None or access.lane == 0)
             self.main.add(len(self.actions))
             self._add(index, self.transport.with_progress(action) if beside_it else action, access)
-            for name in unused.get(index, ()):
+            for name in (name for one in runs.get(index, [index]) for name in unused.get(one, ())):
                 self._add(
                     index, partial(self.cells.pop, name, None), accesses.of_drop(index, name) if accesses else None
                 )

@@ -14,6 +14,7 @@ from partc.runtime.artifact.format import OPTIMIZER, TARGET, Manifest
 from partc.runtime.devices.device_memory import Remote
 from partc.runtime.devices.devices import Device, Devices, devices_from, parse_devices
 from partc.runtime.errors import ArtifactError, UsageError
+from partc.runtime.execution.targets.counts import Copies
 from partc.runtime.program import kernels, sessions
 from partc.runtime.training.trainer import Trainer, load_trainer
 from small_training import DATA_PARALLEL, MOMENTUM, PERCEPTRON, compiled
@@ -206,3 +207,36 @@ def test_checkpoints_and_evaluation_work_with_state_on_a_device(
         with load_trainer(folder, devices=asked) as trainer:
             trainer.load(tmp_path / "kept")
             assert finished(trainer) == expected
+
+
+def test_gradients_and_parameters_are_copied_as_one(tmp_path: Path, stub_gpu: list[Device]) -> None:
+    """Of an update on the CPU: all gradients come in one move, and all parameters go in another one."""
+    whole = compiled(tmp_path / "whole", PERCEPTRON, "ranks: 1\n")
+    offloaded = MOMENTUM.replace("{", "{target: cpu, ")
+    folder = compiled(tmp_path / "build", PERCEPTRON, "ranks: 1\ntarget: cuda\n", offloaded)
+    found = []
+    for built in (whole, folder):
+        with load_local(built) as ranks:
+            found.append(perceptron_steps(ranks))
+            copies = ranks.ranks[0].counts.copies
+    assert found[0][0] == found[1][0]
+    assert all(array.tobytes() == found[1][1][name].tobytes() for name, array in found[0][1].items())
+    elements = 6 * 5 + 5 + 5 * 3
+    assert copies["cpu"] == Copies(number=3 * 2, bytes=3 * 4 * (elements + 1))  # with the loss
+    assert copies["cuda"].number == 3 * 4  # with both inputs and the clip's factor
+    assert copies["cuda"].bytes - 3 * 4 * (elements + 8 * (6 + 3)) == 3 * 8
+
+
+def test_copies_in_one_memory_keep_their_order(tmp_path: Path) -> None:
+    """Where `device` is the CPU: the copy of the input may lie where the value was that is copied before it."""
+    graph = """rank0 (float[n, 3] x) => (float[n, 3] y) <float[n, 3] h>
+    { h = Relu(x)
+      y = Add(h, x) }"""
+    folder = targeted(
+        write(tmp_path / "build", [graph]),
+        tmp_path / "targeted",
+        lambda node: "device" if node.op_type == "Add" else "cpu",
+    )
+    x = np.array([[-1, 2, 3]], np.float32)
+    with load_local(folder, trust=True) as program:
+        np.testing.assert_array_equal(program(x=x)["y"], np.maximum(x, 0) + x)

@@ -6,7 +6,7 @@ with one target has no lanes, and runs in the order of its file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...artifact.dtypes import Bytes
@@ -58,8 +58,13 @@ class Accesses:
             if size := sizes[scratch_name(*key)]:
                 self.scratch[scratch_name(*key)] = place.ctypes.data, place.ctypes.data + size
 
-    def of_step(self, index: int) -> Access:
-        """Those of a step."""
+    def of_steps(self, indices: Sequence[int]) -> Access:
+        """Those of steps of one lane that are one action."""
+        found = [self._of_step(index) for index in indices]
+        reads, writes = ([one for access in found for one in some(access)] for some in (_reads, _writes))
+        return Access(found[0].lane, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)))
+
+    def _of_step(self, index: int) -> Access:
         step = self.program.steps[index]
         lane = self.lane(index)
         match step:
@@ -119,6 +124,14 @@ class Accesses:
                 yield value.pointer, value.pointer + size
         elif kind is not None and kind is not Storage.INPUT:
             yield name
+
+
+def _reads(access: Access) -> tuple[Range, ...]:
+    return access.reads
+
+
+def _writes(access: Access) -> tuple[Range, ...]:
+    return access.writes
 
 
 class Lanes:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ...artifact.dtypes import dense
+import numpy as np
+
+from ...artifact.dtypes import BY_NAME, dense
 from ...artifact.tensor import Tensor
 from ...devices.device_memory import Cell, Placed, Remote, move, new_place
 from ...devices.devices import Device
+from ...program.copy_runs import merged
 from ...program.ort import Binding
 from ...program.session_values import as_feed, as_tensor, bind_tensor, check_promise, from_ort
 from ...program.sessions import Runner
@@ -18,6 +22,9 @@ from ...updates.row_updater import RowUpdater
 from ...updates.updater import Updater
 from ..rank_program import RankProgram
 from .counts import Copies
+
+BYTE = BY_NAME["uint8"]
+_FIXED = (Storage.SLOT, Storage.CONSTANT)
 
 
 class SessionCalls:
@@ -142,9 +149,30 @@ class SessionCalls:
         move(value, place)
         return place
 
-    def copy(self, index: int, step: Copy) -> Callable[[], object]:
-        """What runs a copy; it counts to its target."""
-        return partial(self._copy, step, self.program.counts.copies_to(self.program.step_targets[index]))
+    def copies(self, run: Sequence[int]) -> Callable[[], object]:
+        """What runs copies that follow each other to one target, to which they count: neighbours in memory go as one."""
+        count = self.program.counts.copies_to(self.program.step_targets[run[0]])
+        steps = [step for index in run if isinstance(step := self.program.steps[index], Copy)]
+        targets = self.values.targets
+        if any(targets.get(step.source) == targets.get(step.result) for step in steps):
+            # In one memory what a copy makes may lie where an earlier one has read.
+            return _in_order([partial(self._copy, step, count) for step in steps])
+        calls: list[Callable[[], object]] = []
+        fixed: dict[str | None, dict[tuple[int, int, int], tuple[Placed, Placed]]] = {}
+        for step in steps:
+            if not all(self.values.storage[name] in _FIXED for name in (step.source, step.result)):
+                calls.append(partial(self._copy, step, count))
+                continue
+            source, result = self.place(step.source), self.place(step.result)
+            check_promise(step.result, source.shape, result.shape)
+            if size := source.dtype.bytes_of(source.shape):
+                fixed.setdefault(targets.get(step.source), {})[source.pointer, result.pointer, size] = source, result
+        for places in fixed.values():
+            firsts = {(begin, there): pair for (begin, there, _), pair in places.items()}
+            for begin, there, size in merged(places):
+                one, two = firsts[begin, there]
+                calls.append(partial(_move, _bytes(one, size), _bytes(two, size), count))
+        return _in_order(calls)
 
     def _copy(self, step: Copy, count: Copies) -> None:
         value = self.cells[step.source]
@@ -159,3 +187,29 @@ class SessionCalls:
             move(value, slot)
         count.number += 1
         count.bytes += value.dtype.bytes_of(value.shape)
+
+
+def _in_order(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    if len(calls) == 1:
+        return calls[0]
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def _move(source: Placed, target: Placed, count: Copies) -> None:
+    move(source, target)
+    count.number += 1
+    count.bytes += source.dtype.bytes_of(source.shape)
+
+
+def _bytes(first: Placed, size: int) -> Placed:
+    """Bytes from the first one of a value on, beyond its end."""
+    if isinstance(first, Remote):
+        return Remote(BYTE, (size,), first.pointer, first.memory, first.owner)
+    memory = (ctypes.c_uint8 * size).from_address(first.pointer)
+    memory.owner = first.data  # type: ignore[attr-defined]
+    return Tensor(BYTE, (size,), np.ctypeslib.as_array(memory))

@@ -1,0 +1,74 @@
+"""Copies that follow each other go as few: the values on one side lie side by side where those on the other side do.
+
+The gradients of an update lie side by side, and so do the parameters that it replaces. Where gradients are copied to the update, or
+parameters to their readers, one after the other, their other side is laid out alike, and a run of copies is one move of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+
+from ..artifact.format import Shape
+from .flat_buffers import FlatBuffer, fixed_shape
+from .rank_file import RankFile
+from .steps import Copy, Segment, Step
+
+
+def copy_runs(steps: Sequence[Step]) -> list[list[int]]:
+    """The steps that are copies, those that follow each other to one target together."""
+    runs: list[list[int]] = []
+    for index, step in enumerate(steps):
+        if not isinstance(step, Copy):
+            continue
+        last = steps[index - 1] if index else None
+        if isinstance(last, Copy) and (last.to, last.task) == (step.to, step.task):
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return runs
+
+
+def copied_buffers(
+    file: RankFile, laid: Sequence[FlatBuffer], shapes: Mapping[str, Shape], types: Mapping[str, str]
+) -> list[FlatBuffer]:
+    """The memory of values that are the other side of runs of copies whose one side is `laid`; none of them is laid already.
+
+    A sum to which tasks add stays in its own place, where each adds to it.
+    """
+    places = {name: (buffer.name, at) for buffer in laid for name, at in buffer.places.items()}
+    made = {name for step in file.steps if isinstance(step, Segment) for name in step.outputs}
+    made -= {name for step in file.steps if isinstance(step, Segment) and step.task for _, name in step.sums}
+    results = {step.result for step in file.copies} - {*file.outputs}
+    taken = set(places)
+    found: list[FlatBuffer] = []
+    for run in copy_runs(file.steps):
+        copies = [step for index in run if isinstance(step := file.steps[index], Copy)]
+        pairs = [(one.result, one.source) for one in copies] + [(one.source, one.result) for one in copies]
+        groups: dict[tuple[str, str], list[tuple[int, str]]] = {}
+        for flat, other in pairs:
+            fits = other in (results if flat in {one.source for one in copies} else made) and other not in taken
+            if flat in places and fits and fixed_shape(shapes.get(other)) is not None and other in types:
+                buffer, at = places[flat]
+                groups.setdefault((buffer, types[other]), []).append((at, other))
+        for (buffer, type), members in groups.items():
+            names = tuple(dict.fromkeys(name for _, name in sorted(members) if name not in taken))
+            if len(names) > 1:
+                taken.update(names)
+                found.append(_buffer(f"copies of {buffer} {run[0]}", type, names, shapes))
+    return found
+
+
+def _buffer(name: str, type: str, members: tuple[str, ...], shapes: Mapping[str, Shape]) -> FlatBuffer:
+    return FlatBuffer(name, type, members, tuple(prod(fixed_shape(shapes[one]) or ()) for one in members))
+
+
+def merged(spans: Collection[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Moves of memory, each from an address to another one and of so many bytes, as few as there are when neighbours go together."""
+    found: list[tuple[int, int, int]] = []
+    for source, target, size in sorted(spans):
+        if found and (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]) == (source, target):
+            found[-1] = (found[-1][0], found[-1][1], found[-1][2] + size)
+        else:
+            found.append((source, target, size))
+    return found
