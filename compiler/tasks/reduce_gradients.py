@@ -128,8 +128,9 @@ class GradientReduction:
 
     def flush(self) -> None:
         """Reduces the gradients of buckets that are not full, and gathers rows."""
-        self.rows.flush()
+        take_apart = self.rows.flush()
         self.buckets.flush()
+        take_apart()
 
     def _bucketed(
         self,

@@ -14,7 +14,7 @@ The order is that of the ranks and of the look-ups, so sums of rows that stand s
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -107,13 +107,26 @@ class RowReduction:
         else:
             self._waiting.setdefault(key, []).append(one)
 
-    def flush(self) -> None:
-        """Gathers what waits for others: those of one count of rows as one message for the ids, and one for the rows."""
+    def flush(self) -> Callable[[], None]:
+        """Gathers what waits for others: those of one count of rows as one message for the ids, and one for the rows.
+
+        What comes back takes them apart again: it is called when all else is on its way.
+        """
         waiting, self._waiting = self._waiting, {}
-        for some in waiting.values():
-            found = [self._gathered(some[0])] if len(some) == 1 else self._joined(some)
-            for one, rows in zip(some, found, strict=True):
-                self._finish(one, rows)
+        apart = [(some, self._gathered_together(some)) for some in waiting.values()]
+
+        def finish() -> None:
+            for some, found in apart:
+                for one, rows in zip(some, found(), strict=True):
+                    self._finish(one, rows)
+
+        return finish
+
+    def _gathered_together(self, some: Sequence[_Begun]) -> Callable[[], list[_Rows]]:
+        if len(some) > 1:
+            return self._joined(some)
+        rows = self._gathered(some[0])
+        return lambda: [rows]
 
     def _finish(self, one: _Begun, whole: _Rows) -> None:
         found = [whole, *(self._brought(whole, home, f"{self.names[home]}.grad") for home in one.defs[1:])]
@@ -145,66 +158,63 @@ class RowReduction:
             return None
         return main.group, given.rows.layout, shape[0], given.rows.value.dtype
 
-    def _joined(self, some: Sequence[_Begun]) -> list[_Rows]:
-        """Gathers the ids of several parameters as columns of one value, and their rows side by side."""
-        first, group = some[0].lists[0], some[0].defs[0].group
-        whole = ShardedValue(first.rows.value, group, Layout.whole(first.rows.layout.mesh, 2))
+    def _joined(self, some: Sequence[_Begun]) -> Callable[[], list[_Rows]]:
+        """Gathers the ids of several parameters as columns of one value, and their rows side by side; what comes back takes them apart."""
+        lists, group, names = [one.lists[0] for one in some], some[0].defs[0].group, named_rows(some[0].wanted)
         axis = self.comm.constant(group, some[0].wanted, "axis", [1])
         columns = [
-            self.comm.beside(group, "Unsqueeze", [one.lists[0].names.ids, axis], f"{one.lists[0].names.ids}.column")
-            for one in some
+            self.comm.beside(group, "Unsqueeze", [one.names.ids, axis], f"{one.names.ids}.column") for one in lists
         ]
-        widths = [int(one.lists[0].rows.value.shape[1]) for one in some]  # type: ignore[index, arg-type]
-        said = f"gradients of {len(some)} tables"
-        names = [named_rows(one.wanted) for one in some]
-        made = [RowGradient(*(self.builders.free(group, name) for name in (each.ids, each.rows))) for each in names]
-        parts = [self.builders.free(group, f"{each.ids}.columns") for each in made]
-        self._side_by_side(first, columns, [1] * len(some), _INT64, parts, f"{names[0].ids}.joined", said)
-        flat = self.comm.constant(group, some[0].wanted, "flat", [-1])
-        found = []
-        for one, name, part in zip(some, made, parts, strict=True):
-            given = one.lists[0]
-            ids, rows = (ShardedValue(each.value, group, each.layout) for each in (given.ids, given.rows))
-            ids, rows = replace(ids, layout=Layout.whole((len(group),), 1)), replace(rows, layout=whole.layout)
-            self.comm.emit(group, "Reshape", [part, flat], name.ids, None)
-            self.comm.declare(ids, name.ids)
-            self.comm.declare(rows, name.rows)
-            found.append(_Rows(ids, rows, name))
-        kind = first.rows.value.type
+        widths = [self._width(group, one.names.rows) for one in lists]
+        kind, said = lists[0].rows.value.type, f"gradients of {len(some)} tables"
         assert kind is not None
-        terms = [one.lists[0].names.rows for one in some]
-        self._side_by_side(first, terms, widths, kind, [name.rows for name in made], f"{names[0].rows}.joined", said)
-        return found
+        ids = self._side_by_side(lists[0], columns, len(some), _INT64, f"{names.ids}.joined", said)
+        rows = self._side_by_side(
+            lists[0], [one.names.rows for one in lists], sum(widths), kind, f"{names.rows}.joined", said
+        )
+
+        def apart() -> list[_Rows]:
+            wanted = [named_rows(one.wanted) for one in some]
+            made = [RowGradient(*(self.builders.free(group, name) for name in (one.ids, one.rows))) for one in wanted]
+            parts = [self.builders.free(group, f"{one.ids}.column") for one in made]
+            self._split(group, ids, [1] * len(some), parts)
+            self._split(group, rows, widths, [one.rows for one in made])
+            flat = self.comm.constant(group, some[0].wanted, "flat", [-1])
+            found = []
+            for given, name, part in zip(lists, made, parts, strict=True):
+                self.comm.emit(group, "Reshape", [part, flat], name.ids, None)
+                mesh, values = given.rows.layout.mesh, (given.ids.value, given.rows.value)
+                here = [ShardedValue(one, group, Layout.whole(mesh, k + 1)) for k, one in enumerate(values)]
+                self.comm.declare(here[0], name.ids)
+                self.comm.declare(here[1], name.rows)
+                found.append(_Rows(here[0], here[1], name))
+            return found
+
+        return apart
+
+    def _width(self, group: Group, name: str) -> int:
+        shape = self.builders.of(group)[0].types[name][1]
+        assert shape is not None
+        return int(shape[1])
 
     def _side_by_side(
-        self,
-        like: _Rows,
-        terms: list[str],
-        widths: list[int],
-        kind: ir.TypeProtocol,
-        made: list[str],
-        wanted: str,
-        said: str,
-    ) -> None:
-        """Gathers values of so many columns as one, cut as the rows of `like`, and takes them apart again as `made`."""
+        self, like: _Rows, terms: list[str], width: int, kind: ir.TypeProtocol, wanted: str, said: str
+    ) -> str:
+        """Gathers values of so many columns in all as one, cut as the rows of `like`; its name."""
         group, layout = like.rows.group, like.rows.layout
         count = self.values[like.rows.value].shape
-        value = self._value(wanted, kind, None if count is None else (count[0], sum(widths)))
-        source = ShardedValue(value, group, layout)
-        target = ShardedValue(value, group, Layout.whole(layout.mesh, 2))
+        value = self._value(wanted, kind, None if count is None else (count[0], width))
+        source, target = ShardedValue(value, group, layout), ShardedValue(value, group, Layout.whole(layout.mesh, 2))
         joined = self.builders.free(group, f"{wanted}{PARTIAL}")
         self.comm.emit(group, "Concat", terms, joined, None, axis=1)
         self.comm.declare(source, joined)
-        there = self._moved(source, joined, target, wanted, said)
-        sizes = self.comm.constant(group, there, "widths", widths)
-        node = ir.Node(
-            "",
-            "Split",
-            [ir.Value(name=there), ir.Value(name=sizes)],
-            [ir.AttrInt64("axis", 1)],
-            outputs=[ir.Value(name=name) for name in made],
-            name=f"{there}.split",
-        )
+        return self._moved(source, joined, target, wanted, said)
+
+    def _split(self, group: Group, name: str, widths: list[int], made: list[str]) -> None:
+        """Takes columns apart."""
+        sizes = self.comm.constant(group, name, "widths", widths)
+        given, outputs = [ir.Value(name=name), ir.Value(name=sizes)], [ir.Value(name=one) for one in made]
+        node = ir.Node("", "Split", given, [ir.AttrInt64("axis", 1)], outputs=outputs, name=f"{name}.split")
         self.comm.append(group, ComputeOp(node, node))
 
     def made_dense(self, one: Gradient, cotangent: ir.Value) -> Gradient:
