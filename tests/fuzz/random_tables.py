@@ -178,7 +178,8 @@ def outcome(case: Case, folder: Path) -> str:
         np.testing.assert_allclose(one["loss"], other["loss"], rtol=max(case.tolerance, 1e-5), atol=1e-6)
     same_tensors(have.after, after, want.before, case.tolerance)
     if "precision" not in dense:
-        same_tensors(sent.after, want.after, want.before, case.tolerance)
+        kept = {name: sent.after[name] for name in after}  # a slot is the last gradient, in which terms cancel
+        same_tensors(kept, after, want.before, case.tolerance)
     assert have.program.training is not None
     return f"equal, {sum('by rows' in line for line in have.program.training.tables)} tables by rows"
 
