@@ -147,6 +147,8 @@ def test_a_profile_and_a_run_tell_of_targets(tmp_path: Path) -> None:
     assert len(told["overlap"]) == len(told["step"]) == 2
     assert counts["to"] == {"cpu": {"copies": 1.0, "bytes": 48.0}, "cuda": {"copies": 1.0, "bytes": 48.0}}
     assert line(counts) == "targets: in a step 1 copy to cpu (48 B), 1 to cuda (48 B), 1 switch on 1 rank"
+    on_gpu = line({**counts, "devices": ["cuda:0"]}, "system,mpi,cuda")
+    assert on_gpu.endswith("; cuda is cuda:0; operands of MPI lie on the host (MPI speaks of system,mpi,cuda)")
 
 
 def test_one_target_has_no_lanes(tmp_path: Path) -> None:
@@ -214,4 +216,9 @@ def test_a_lane_that_waits_for_messages_is_interrupted() -> None:
             workers.close()
         return ""
 
+    def leave() -> None:
+        raise SystemExit(3)
+
     assert run([(3, first), (4, fail), (5, fail)]) == "step 4 has failed: no kernel"
+    interrupted.clear()
+    assert run([(3, first), (4, leave), (5, fail)]) == "step 4 has failed: SystemExit: 3"

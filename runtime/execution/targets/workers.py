@@ -139,7 +139,9 @@ class _Run:
                 self.follow(lane, None, None)
             except _Stopped:
                 pass
-            except Exception as error:
+            except BaseException as thrown:
+                # In a thread sys.exit ends nothing: it is a failure like any other.
+                error = thrown if isinstance(thrown, Exception) else RuntimeError(f"{type(thrown).__name__}: {thrown}")
                 place = self.plan.lanes[lane][self.done[lane]]
                 with self.changed:
                     first = self.failure is None and not self.stopped
