@@ -15,6 +15,7 @@ from partc.compiler.frontend.trace import trace
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
+from partc.runtime.checkpoint.checkpoint import Checkpoint
 from training_equivalence import run, same_training
 from training_models import INT64
 
@@ -112,6 +113,40 @@ def test_a_training_with_lookups_is_verified(tmp_path: Path) -> None:
     plan = "ranks: 3\nroles: {ps: 2}\nplacement: {table: {role: ps}}\n" + DP + TRAIN
     (tmp_path / "plan.yaml").write_text(plan + "  batch: 12\n")
     assert invoke(["verify", str(tmp_path / "model.py"), "--plan", str(tmp_path / "plan.yaml")]) == 0
+
+
+def test_a_table_goes_on_under_other_ranks(tmp_path: Path) -> None:
+    """Rows that were drawn, and slots of rows, from servers to ranks that pull from each other, by a checkpoint."""
+    (tmp_path / "model.py").write_text(MODEL)
+    random = np.random.default_rng(2)
+    np.savez(tmp_path / "data.npz", ids=random.integers(0, 12, 48), label=random.integers(0, 4, 48))
+    train = TRAIN[: TRAIN.index("  optimizer")] + (
+        "  optimizer: {type: lazy_adam, lr: 0.1}\n  parameters: {'*': {initial: {uniform: 0.5, seed: 3}}}\n"
+        "  data: data.npz\n  batch: 12\n  steps: 4\n  shuffle: false\n"
+    )
+    plans = {
+        "whole": "ranks: 1\n",
+        "served": "ranks: 4\nroles: {ps: [1, 3]}\nplacement: {table: {role: ps}}\n" + DP,
+        "pulled": "ranks: 3\nsharding: {table: pull}\n" + DP,
+    }
+    for name, plan in plans.items():
+        (tmp_path / f"{name}.yaml").write_text(plan + train)
+        compiled = ["compile", str(tmp_path / "model.py"), "--plan", str(tmp_path / f"{name}.yaml")]
+        assert invoke([*compiled, "-o", str(tmp_path / name)]) == 0
+
+    def steps(name: str, *more: str) -> None:
+        plan, kept = str(tmp_path / f"{name}.yaml"), "one" if name == "whole" else "kept"
+        command = ["train", str(tmp_path / name), "--plan", plan, "--checkpoint", str(tmp_path / kept), "--in-process"]
+        assert invoke([*command, *more]) == 0
+
+    steps("whole")
+    steps("served", "--steps", "2")
+    steps("pulled", "--resume")
+    want, have = (Checkpoint.open(tmp_path / kept) for kept in ("one", "kept"))
+    assert (have.index.step, have.index.ranks) == (4, 3)
+    assert want.index.tensors.keys() == have.index.tensors.keys() > {"table.weight", "table.weight.exp_avg"}
+    for name in want.index.tensors:
+        np.testing.assert_allclose(have.read(name), want.read(name), rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 WRONG = {
