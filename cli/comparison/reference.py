@@ -40,9 +40,10 @@ def compile_alone(model: Path, plan: Plan, out: Path) -> Compiled:
         dataset=Dataset(),
         outputs=(),
         pipeline=None if plan.pipeline is None else replace(plan.pipeline, schedule="gpipe", memory=None, rows=()),
-        train=None if plan.train is None else replace(plan.train, shard=None),
+        train=None if plan.train is None else replace(plan.train, shard=None, target=""),
+        target=(),
     )
-    declared = replace(source.declared, placements=(), sharding=(), annotations=None, dataset=None)
+    declared = replace(source.declared, placements=(), sharding=(), annotations=None, dataset=None, targets=())
     report = compile_source(Source(unrolled(source.model, dict(plan.mesh)), declared), alone, out)
     return Compiled(report.program, out)
 

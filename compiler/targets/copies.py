@@ -33,6 +33,7 @@ from partc.compiler.targets.constants import with_constants
 from partc.compiler.targets.of_ops import ANYWHERE, Placed, Scope, placed
 from partc.compiler.targets.order import in_runs
 from partc.compiler.targets.renamed import renamed_op
+from partc.compiler.targets.shapes import with_shapes_of_inputs
 from partc.runtime.artifact.format import CPU
 
 
@@ -46,7 +47,7 @@ def copy_between_targets(program: Program) -> Program:
     program = replace(program, values={**program.values, number: ValueInfo("tensor(float)", (), 4)})
     for part in program.parts:
         if part.likeness not in made:
-            own = with_constants(part)
+            own = with_shapes_of_inputs(program, with_constants(part))
             own = replace(own, types={**own.types, **dict.fromkeys(own.scalars, (number, ()))})
             made[part.likeness] = _Copying(program, own, placed(program, own, _states(program, part.rank))).done()
         like = made[part.likeness]

@@ -38,7 +38,7 @@ from partc.runtime.artifact.format import CONSTANT, CPU
 ANYWHERE = ""
 """Where constants lie, and what is made of them alone until it has a reader."""
 _OF_SHAPE = ("Shape", "Size")
-_GROWING = ("ConstantOfShape", "Expand", "EyeLike", "OneHot", "Pad", "Range", "Resize", "Tile")
+GROWING = ("ConstantOfShape", "Expand", "EyeLike", "OneHot", "Pad", "Range", "Resize", "Tile")
 """Ops whose result may be large however small their operands are."""
 
 
@@ -177,7 +177,7 @@ class _Placing:
     def _is_number(self, scope: Scope, step: ComputeOp) -> bool:
         """Whether an op computes with shapes: with integers that are made of those alone."""
         node = step.node
-        if node.domain not in ("", "ai.onnx") or node.op_type in (*_OF_SHAPE, *_GROWING) or captured_names(step):
+        if node.domain not in ("", "ai.onnx") or node.op_type in (*_OF_SHAPE, *GROWING) or captured_names(step):
             return False
         if node.op_type == "Cast" and ir.DataType(node.attributes.get_int("to")).is_floating_point():
             return False

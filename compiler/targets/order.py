@@ -3,7 +3,7 @@
 Between two events or tasks ops move; the events themselves, and calls of tasks, keep their places, and so does the global order. All ready
 ops of the current target come first, in their order; then the copies that are ready, then the ops of another target, and updates
 when nothing else is ready: nobody waits for them. Of the targets with which to begin the one with the fewest runs is taken. An update stays
-behind what reads the tensor that it replaces, and updates keep their order.
+behind what reads the tensor that it replaces, and updates of one target keep their order.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _graph(window: Sequence[ComputeOp | CopyOp], updated: Collection[str]) -> tu
     makers: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
     after: list[set[int]] = [set() for _ in window]
-    last = None
+    last: dict[str, int] = {}
     for at, step in enumerate(window):
         names = list(filter(None, read_names(step)))
         for name in names:
@@ -62,9 +62,9 @@ def _graph(window: Sequence[ComputeOp | CopyOp], updated: Collection[str]) -> tu
                 if name in updated:
                     for reader in readers.get(name, ()):
                         after[reader].add(at)
-            if last is not None:
-                after[last].add(at)
-            last = at
+            if step.target in last:
+                after[last[step.target]].add(at)
+            last[step.target] = at
         for name in names:
             readers.setdefault(name, []).append(at)
         makers |= dict.fromkeys(filter(None, made_names(step)), at)
@@ -100,8 +100,10 @@ def _listed(
         step = window[at]
         if isinstance(step, CopyOp):
             heapq.heappush(copies, at)
+        elif _is_update(step):
+            updates.append(at)
         else:
-            heapq.heappush(updates if _is_update(step) else ready.setdefault(step.target, []), at)
+            heapq.heappush(ready.setdefault(step.target, []), at)
 
     for at, count in enumerate(before):
         if not count:
@@ -114,9 +116,11 @@ def _listed(
             break
         runs += 1
         if not any(ready.values()):
-            current = window[updates[0]].target
-            while updates and window[updates[0]].target == current:
-                done(heapq.heappop(updates))
+            own = [at for at in updates if window[at].target == current] or updates
+            current = window[min(own)].target
+            while own := [at for at in updates if window[at].target == current]:
+                updates.remove(min(own))
+                done(min(own))
             continue
         if not ready.get(current):
             current = min((some[0], target) for target, some in ready.items() if some)[1]
