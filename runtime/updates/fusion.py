@@ -87,7 +87,7 @@ def plan_updates(
         {**{name: shape for name, shape in known.items() if name not in inputs}, **kept, **nexts},
         {**types, **{record.value: record.type for record in file.state}},
         kept.keys(),
-        {name: buffer.name for buffer in coalesced for name in buffer.members},
+        {name: (buffer.name, place) for buffer in coalesced for place, name in enumerate(buffer.members)},
         targets,
     )
 
@@ -98,12 +98,13 @@ def plan_groups(
     shapes: Mapping[str, Shape],
     types: Mapping[str, str],
     kept: Collection[str],
-    buffered: Mapping[str, str],
+    buffered: Mapping[str, tuple[str, int]],
     targets: Mapping[str, str] = MappingProxyType({}),
 ) -> UpdatePlan:
     """Groups the updates among `steps`.
 
-    `shapes` and `types` are those of tensors that an update reads. `buffered`: by value the flat buffer in which it lies already.
+    `shapes` and `types` are those of tensors that an update reads. `buffered`: by value the flat buffer in which it lies already, and its
+    place there.
     """
     plan = UpdatePlan()
     reads = Counter(name for step in steps if isinstance(step, Update) for node in step.nodes for name in {*node.input})
@@ -177,12 +178,12 @@ class _Member:
         return not self.gradient or not all(formal.endswith(NEXT) for formal in self.function.output)
 
 
-def _runs(members: Sequence[_Member], buffered: Mapping[str, str]) -> Iterator[list[_Member]]:
+def _runs(members: Sequence[_Member], buffered: Mapping[str, tuple[str, int]]) -> Iterator[list[_Member]]:
     """Neighbours that can run as one."""
     run: list[_Member] = []
     for one in members:
         fits = bool(run) and run[-1].key == one.key and not one.is_alone and not run[-1].is_alone
-        if fits and buffered.get(one.gradient) == buffered.get(run[-1].gradient):
+        if fits and _follows(buffered.get(run[-1].gradient), buffered.get(one.gradient)):
             run.append(one)
             continue
         if run:
@@ -190,6 +191,13 @@ def _runs(members: Sequence[_Member], buffered: Mapping[str, str]) -> Iterator[l
         run = [one]
     if run:
         yield run
+
+
+def _follows(before: tuple[str, int] | None, after: tuple[str, int] | None) -> bool:
+    """Whether a gradient lies right behind another one; those that lie in no buffer yet will."""
+    if before is None or after is None:
+        return before is after
+    return after == (before[0], before[1] + 1)
 
 
 def _columns(run: Sequence[_Member]) -> list[tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,8 @@ def test_tables_on_the_cpu(tmp_path: Path) -> None:
     states = {one.tensor: one.target for one in program.parts[0].kept}
     assert {target for tensor, target in states.items() if tensor.startswith("tables")} == {"cpu"}
     assert {target for tensor, target in states.items() if not tensor.startswith("tables")} == {"cuda"}
+    ops = (step.target for step in program.parts[0].steps if isinstance(step, ComputeOp))
+    assert [target for target, _ in groupby(ops)] == ["cuda", "cpu", "cuda", "cpu", "cuda"], "the last are updates"
     rows = [one for one in copies(program) if one[0].startswith("tables")]
     assert len([one for one in rows if one[1] == "cuda"]) == 2
     assert not any(one.source.endswith(".weight") for one in program.parts[0].steps if isinstance(one, CopyOp))
@@ -104,7 +107,7 @@ def test_shapes_stay_on_the_cpu() -> None:
     x = {"x": np.random.default_rng(3).standard_normal((5, 6)).astype(np.float32)}
     program = same_as_whole(model(text), "ranks: 1\ntarget: cuda\n", x, rtol=1e-6, atol=1e-6)
     targets = {op.node.op_type: op.target for op in program.parts[0].steps if isinstance(op, ComputeOp)}
-    assert targets == {"Tanh": "cuda", "Shape": "cuda", "Add": "cpu", "Concat": "cpu", "Reshape": "cuda"}
+    assert targets == {"Shape": "cpu", "Concat": "cpu", "Add": "cpu", "Tanh": "cuda", "Reshape": "cuda"}
     assert [one.made for one in program.parts[0].steps if isinstance(one, CopyOp)] == ["x.cuda", "y"]
 
 

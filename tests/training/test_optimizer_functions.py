@@ -291,6 +291,18 @@ def test_neighbours_with_results_of_their_own_run_by_themselves(name: str, group
     assert [len(found) for found in plan.groups.values()] == [groups]
 
 
+def test_gradients_apart_in_their_buffer_are_no_run() -> None:
+    """Another one may lie between two neighbours: that of a parameter which another device updates."""
+    called = function("Sgd")
+    names = [f"{k}{word}" for k in "abc" for word in ("", ".grad", ".next")]
+    types, shapes = dict.fromkeys([*names, "lr"], "tensor(float)"), dict.fromkeys(names, (3,))
+    one, two, three = (onnx.helper.make_node("Sgd", [k, f"{k}.grad", "lr"], [f"{k}.next"]) for k in "abc")
+    laid = {"a.grad": ("bucket", 0), "b.grad": ("bucket", 1), "c.grad": ("bucket", 2)}
+    for nodes, count in (([one, two, three], 1), ([one, three], 2), ([two, one], 2)):
+        plan = plan_groups([Update(nodes)], {"Sgd": called}, shapes, types, set("abc"), laid)
+        assert [len(found) for found in plan.groups.values()] == [count]
+
+
 def test_a_gradient_of_several_updates_lies_in_no_buffer_of_gradients() -> None:
     """Two versions of a parameter may be updated by one value, in steps of their own."""
     called = function("Sgd")
