@@ -19,6 +19,7 @@ from partc.runtime.execution import step_plan as execute
 from partc.runtime.execution.agreement import StepAgreement
 from partc.runtime.execution.step_plan import StepPlan
 from partc.runtime.execution.symbol_bindings import Binder
+from partc.runtime.lookups.lookup import Lookup
 from partc.runtime.program import memory_plan as buffers
 from partc.runtime.program.steps import Send, StartCollective, WaitRecv
 
@@ -161,6 +162,10 @@ def _stand_ins_of_any_shape(session: Session, patch: pytest.MonkeyPatch) -> None
     patch.setattr(recover, "_provide", lambda schedule, name, shape, again: None)
 
 
+def _no_wait_in_a_lookup(session: Session, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lookup, "_wait", lambda self, request: None)
+
+
 PLANTED = (
     Planted("no wait for a receive", "placed", "", _no_wait_for_a_receive),
     Planted("no wait for a collective", "data parallel", "", _no_wait_for_a_collective),
@@ -175,5 +180,6 @@ PLANTED = (
     Planted("a loss is not told", "pipeline", "is given nan", _a_loss_is_not_told),
     Planted("no stand-ins", "placed, served", "no rank can go on", _no_stand_ins),
     Planted("stand-ins of any shape", "objects, served", "", _stand_ins_of_any_shape),
+    Planted("no wait in a lookup", "looked up", "", _no_wait_in_a_lookup),
     Planted("state is not what it was", "sharded state", "differ", _state_is_not_what_it_was),
 )

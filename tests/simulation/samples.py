@@ -89,6 +89,10 @@ def _labelled(
     return labelled
 
 
+def _ids(give: Callable[[np.random.Generator, int], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    return lambda random, size: {**give(random, size), "ids": random.integers(-11, 12, (size, 2))}
+
+
 DIAMOND = """m (float[B, 5] x) => (float[B, 5] y, float[B, 3] z) <float[5, 3] w> {
     [a] a = Relu (x) [b] b = Tanh (a) [c] c = Exp (a) [d] d = Sub (b, c) [e] e = Mul (d, a) [f] f = Add (e, c)
     [g] z = MatMul (f, w) [h] y = Sub (f, b) }"""
@@ -103,6 +107,9 @@ UNKNOWN = """m (float[B, 4] x) => (float[k, 4] y, float[k, 2] z) <int64[1] one =
 SUMS = """m (float[B, 6, 3] x) => (float[B, 3] y, float[B, 3] z) <int64[1] one = {1}, float[3, 4] w, float[4, 3] v> {
     [halves] h = ReduceMax <keepdims = 0> (x, one) [head] y = Tanh (h)
     [first] f = MatMul (h, w) [second] z = MatMul (f, v) }"""
+LOOKUP = """m (int64[batch, 2] ids, float[batch, 6] x) => (float[batch, 5] y) <float[12, 3] table, float[6, 5] w> {
+    [ready] i = Neg (ids) [look] r = Gather (table, i) [shape] s = Constant <value_ints = [0, 6]> () [flat] f = Reshape (r, s)
+    [add] a = Add (f, x) [down] y = MatMul (a, w) }"""
 NET = """m (float[batch, 6] x) => (float[batch, 5] y) <float[6, 8] w, float[8, 5] v, float[5] shift> {
     [up] a = MatMul (x, w) [bend] b = Tanh (a) [down] c = MatMul (b, v) [add] y = Add (c, shift) }"""
 WEIGHTS: dict[str, tuple[int, ...]] = {"w": (6, 8), "v": (8, 5), "shift": (5,)}
@@ -212,6 +219,22 @@ _ONCE: tuple[Sample, ...] = (
         _sized(_labelled(_floats(x=(-1, 6)), 5), 4, 8),
         2e-5,
         saves=True,
+    ),
+    Sample(
+        "looked up",
+        LOOKUP,
+        {"table": (12, 3), "w": (6, 5)},
+        "ranks: 3\ndataset: data_parallel\nsymbols: {batch: {divisor: 3}}\nsharding: {look: pull}\n",
+        _sized(_ids(_floats(x=(-1, 6))), 6, 3, 6),
+    ),
+    Sample(
+        "rows of a server",
+        LOOKUP,
+        {"table": (12, 3), "w": (6, 5)},
+        "ranks: 3\nroles: {ps: 1}\nplacement: {look: {role: ps}}\ndataset: data_parallel\nsymbols: {batch: {divisor: 2}}\n"
+        f"{SQUARES}  optimizer: {{type: sgd, lr: 0.1}}\n",
+        _sized(_ids(PAIRS), 4, 2, 4),
+        2e-5,
     ),
     Sample(
         "unknown sizes",
