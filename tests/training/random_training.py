@@ -289,6 +289,8 @@ def training(draw: st.DrawFn, loss: str, weights: Sequence[str]) -> list[str]:
                 "{type: lamb, lr: 0.05, eps: 0.01}",
                 "{type: adam, lr: 0.05, eps: 0.01, shard: true}",
                 "{type: lamb, lr: 0.05, eps: 0.01, shard: true}",
+                "{type: lars, lr: 1.0, trust_coefficient: 0.05}",
+                "{type: adafactor, lr: 0.05, d: 2.0, shard: true}",
             ]
         )
     )
@@ -297,5 +299,8 @@ def training(draw: st.DrawFn, loss: str, weights: Sequence[str]) -> list[str]:
     if draw(st.integers(0, 3)) == 0:
         lines.append(f"  clip: {draw(st.sampled_from(['{norm: 0.05}', '{value: 0.01}']))}")
     if len(weights) > 1 and draw(st.integers(0, 3)) == 0:
-        lines.append(f"  parameters: {{{draw(st.sampled_from(weights))}: {{frozen: true}}}}")
+        own = draw(
+            st.sampled_from(["frozen: true", "optimizer: {type: adafactor, lr: 0.05, d: 2.0}", "optimizer: ftrl"])
+        )
+        lines.append(f"  parameters: {{{draw(st.sampled_from(weights))}: {{{own}}}}}")
     return lines
