@@ -82,8 +82,8 @@ def _collectives_are_swapped(session: Session, patch: pytest.MonkeyPatch) -> Non
     """On rank 1 the first two collectives begin in the other order."""
     plan = StepPlan._plan
 
-    def swapped(self: StepPlan, waits: Any) -> None:
-        plan(self, waits)
+    def swapped(self: StepPlan, *given: Any) -> None:
+        plan(self, *given)
         if self.transport.rank == 1:
             steps = self.program.steps
             a, b = [
@@ -100,8 +100,8 @@ def _a_rank_waits_before_it_sends(session: Session, patch: pytest.MonkeyPatch) -
     """On rank 0 the first send comes after the wait that follows it."""
     plan = StepPlan._plan
 
-    def later(self: StepPlan, waits: Any) -> None:
-        plan(self, waits)
+    def later(self: StepPlan, *given: Any) -> None:
+        plan(self, *given)
         if self.transport.rank == 0:
             kinds = [type(self.program.steps[index]) for index, _ in self.actions]
             first = kinds.index(Send)
