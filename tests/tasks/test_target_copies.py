@@ -111,6 +111,20 @@ def test_shapes_stay_on_the_cpu() -> None:
     assert [one.made for one in program.parts[0].steps if isinstance(one, CopyOp)] == ["x.cuda", "y"]
 
 
+def test_what_a_branch_reads_is_copied_for_it() -> None:
+    """The condition is read on the host; what the body reads from around it lies on the node's target."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    m (float[n, 6] x, bool c) => (float[n, 6] y) {
+    [up] a = Tanh(x)
+    [branch] d = If(c) <then_branch = t () => (float[n, 6] r) { r = Neg(a) }, else_branch = e () => (float[n, 6] s) { s = Abs(a) }>
+    [end] y = Add(d, a) }"""
+    x = np.random.default_rng(4).standard_normal((5, 6)).astype(np.float32)
+    steps = [{"x": x, "c": np.array(value)} for value in (True, False)]
+    plan = "ranks: 1\ntarget: {up: cpu, branch: cuda, end: cpu}\n"
+    program = same_as_whole(model(text), plan, *steps, rtol=1e-6, atol=1e-6)
+    assert [one.made for one in program.parts[0].steps if isinstance(one, CopyOp)] == ["a.cuda", "d"]
+
+
 CHAIN = """<ir_version: 10, opset_import: ["" : 21]>
 m (float[batch, 6] x) => (float[batch, 6] y) { [one] a = Tanh(x)  [two] b = Neg(a)  [three] y = Abs(b) }"""
 BETWEEN = "ranks: 1\nsymbols: {batch: {max: 10}}\ntarget: {one: cuda, two: cpu, three: cuda}\n"
