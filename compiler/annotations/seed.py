@@ -112,7 +112,8 @@ def _axes_of_factors(
             fact = f"{dim.title} is cut into {dim.num_shards}, but {other.title}, which corresponds to it, {how}"
             problems.append(Problem(where, fact, "dims that correspond are cut alike, over the same ranks"))
     axes = {letter: dim.axes for letter, dim in first.items()}
-    used = [axis for some in axes.values() for axis in some]
+    ids = {axis for letter in rule.ids for axis in axes.get(letter, ())}  # rows that are looked up may share these
+    used = [axis for letter, some in axes.items() for axis in some if letter != rule.looked_up or axis not in ids]
     if not problems and len(used) != len(set(used)):
         fact = f"the same ranks cut dims of {op_type} that do not correspond"
         law = "along one axis of the ranks' grid one factor is cut"

@@ -11,8 +11,12 @@ import pytest
 from equivalence import compiled, same_as_whole
 from mutated import change_file
 from onnx import numpy_helper
+from partc.compiler.emit.annotated import annotated
 from partc.compiler.errors import CompileError
+from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
 from partc.runtime.checker.check import check_artifact
 
 ROWS, WIDTH = 24, 6
@@ -130,3 +134,15 @@ def test_rows_that_are_no_equal_runs_are_refused(tmp_path: Path) -> None:
         compiled(model(25), plan(2, "{embed: pull}"), tmp_path / "a")
     with pytest.raises(CompileError, match="pull, but nothing inside looks up rows of a table by ids"):
         compiled(model(), plan(2, "{head: pull}"), tmp_path / "b")
+
+
+def test_annotations_alone_say_it(tmp_path: Path) -> None:
+    """Specs that cut rows and ids over the same devices, as another tool may write them."""
+    written = annotated(compiled(model(), plan(2, "{embed: pull}"), tmp_path / "a"))
+    for node in written.graph:
+        node.metadata_props.pop("partc.cuts", None)
+    source = Source(written)
+    program = compile_source(
+        source, parse_plan("ranks: 2\nsymbols: {batch: {divisor: 2}}\n", "plan.yaml"), tmp_path / "b"
+    ).program
+    assert kinds(program)["Pull"] == 1
