@@ -69,8 +69,8 @@ class Updates:
         """Writes all updates, in the order in which the `gradients` are ready."""
         gradients = Queues(self.training, self.builders, self._append, self._keep_pending).late(gradients, self._sizes)
         clipped = (self.training.clip_norm is not None or self.training.guarded) and bool(gradients)
+        gradients = [self.rows.merged(one) if self.rows.wants_each_once(one, clipped) else one for one in gradients]
         if clipped:
-            gradients = [self.rows.merged(one) if one.ids else one for one in gradients]
             self._clip(gradients)
         elif self.training.scale is not None and gradients:
             self._divide_by_scale()

@@ -28,6 +28,11 @@ class RowUpdates:
     builders: ProgramBuilders
     append: Append
 
+    def wants_each_once(self, one: Gradient, clipped: bool) -> bool:
+        """Whether a gradient is by rows of which each must stand once: where it is `clipped` by its norm, or its update is not linear."""
+        form = self.training.optimizer_of(one.parameter).form
+        return bool(one.ids) and (clipped or not takes_rows_again(form.function, bool(self.training.clip_value)))
+
     def merged(self, one: Gradient) -> Gradient:
         """The gradient with each id once."""
         base = one.name.removesuffix(".rows")
@@ -47,19 +52,16 @@ class RowUpdates:
         """Writes the update of a table and its slots."""
         learned: ParameterOptions = self.training.parameters[one.parameter]
 
-        def node(of: Gradient, outputs: Sequence[ir.Value]) -> ir.Node:
-            return row_update_node(
-                self.training.optimizer_of(one.parameter),
-                table,
-                ir.Value(name=of.ids),
-                ir.Value(name=of.name, type=table.type),
-                slots,
-                scalars,
-                outputs,
-                weight_decay=learned.weight_decay,
-                lr_multiplier=self.training.lr_multiplier(one.parameter),
-                clip_value=self.training.clip_value or 0.0,
-            )
-
-        again = takes_rows_again(node(one, [ir.Value(name=value.name, type=value.type) for value in made]))
-        self.append(one.home.group, [node(one if one.distinct or again else self.merged(one), made)])
+        node = row_update_node(
+            self.training.optimizer_of(one.parameter),
+            table,
+            ir.Value(name=one.ids),
+            ir.Value(name=one.name, type=table.type),
+            slots,
+            scalars,
+            made,
+            weight_decay=learned.weight_decay,
+            lr_multiplier=self.training.lr_multiplier(one.parameter),
+            clip_value=self.training.clip_value or 0.0,
+        )
+        self.append(one.home.group, [node])

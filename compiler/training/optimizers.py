@@ -80,9 +80,9 @@ def row_update_node(
     return call.node(f"{optimizer.form.function}Rows", {**tables, IDS: ids, ROWS: rows}, outputs, "update")
 
 
-def takes_rows_again(node: ir.Node) -> bool:
-    """Whether a node over rows takes an id that stands there several times as it does the sum of its rows."""
-    return adds_up(function(node.op_type))
+def takes_rows_again(family: str, clipped: bool) -> bool:
+    """Whether a family's function over rows takes an id that stands there several times as it does the sum of its rows."""
+    return adds_up(function(variant(f"{family}Rows", clipped=clipped)))
 
 
 def merge_node(ids: ir.Value, rows: ir.Value, outputs: Sequence[ir.Value]) -> ir.Node:

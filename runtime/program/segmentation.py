@@ -6,7 +6,7 @@ in the file, or before the segment that is open there, and waited for at the fir
 Send and is waited for like a receive. So communication overlaps computation as far as the order allows, and no rank waits for
 what the global order puts later.
 
-What is right in one thread alone is a segment by itself (`one_thread.py`), with the zeros that it adds to.
+What is right in one thread alone is in a segment of such nodes (`one_thread.py`), with the zeros that it adds to.
 
 A segment begins before nodes that are computed again: in one session with those that made the values first, onnxruntime would take
 both for one, and keep the values. It has the nodes of one target, and a Copy is a step.
@@ -66,6 +66,8 @@ class _Segmenter:
     """What the last compute node makes, where that is a constant of a shape."""
     target: str = ""
     """That of the last compute node."""
+    alone: bool = False
+    """Whether the open segment is one of one thread."""
 
     def close(self) -> None:
         if self.open:
@@ -82,19 +84,18 @@ class _Segmenter:
             del self.pending[name]
 
     def compute(self, index: int, node: NodeProto, operands: Iterable[str], alone: bool = False) -> None:
-        """A node of the open segment, or of a new one; `alone`: of a segment of its own, but for the zeros to which it adds."""
+        """A node of the open segment, or of a new one; `alone`: of one with its like, and with the zeros to which it adds."""
         self.wait(operands)
         again, target = is_recomputed(node), target_of(node)
         onto_zeros = alone and self.open and node.input[0] == self.zeros and target == self.target
         begun = [self.open.pop()] if onto_zeros else []
-        if alone or (again and not self.again) or target != self.target:
+        if alone != self.alone or begun or (again and not self.again) or target != self.target:
             self.close()
+        self.alone = alone
         self.again, self.target = again, target
         self.open += [*begun, index]
         self.made.update(filter(None, node.output))
         self.zeros = node.output[0] if node.op_type == "ConstantOfShape" else ""
-        if alone:
-            self.close()
 
     def give(self, names: Sequence[str], step: Message | Collective | Copy) -> None:
         """A step that takes values out of the rank, or to another target."""

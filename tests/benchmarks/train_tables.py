@@ -23,7 +23,7 @@ from transformer import HERE
 from turns import Side
 
 AIMS = {"sparse": 0.5, "dense": 0.2}
-OPTIMIZERS = {"sgd": "", "lazy_adam": '  parameters: {"**tables**": {optimizer: lazy_adam}}\n'}
+OPTIMIZERS = {"sgd": "", "lazy_adam": '  parameters: {"tables.*": {optimizer: lazy_adam}}\n'}
 
 
 def plan(ranks: int, optimizer: str) -> str:
