@@ -118,9 +118,10 @@ def test_forged_calls_are_refused(fault: str, words: str, source: Source, tmp_pa
 
 
 PICK = """<ir_version: 10, opset_import: ["" : 21]>
-m (float[batch, 6] x, int64[batch] at) => (float[batch, 8] y) <float[6, 8] w, float[5, 8] table> {
+m (float[batch, 6] x, float[batch] at) => (float[batch, 8] y) <float[6, 8] w, float[5, 8] table> {
     [up] a = MatMul (x, w)
-    [look] g = Gather (table, at)
+    [ids] ids = Cast <to = 7> (at)
+    [look] g = Gather (table, ids)
     [add] y = Add (a, g)
 }"""
 
@@ -129,7 +130,7 @@ def test_a_failure_names_the_task_and_its_microbatch(tmp_path: Path) -> None:
     """An op that fails, and messages, of which reports of what ranks wait for are made."""
     plan = "ranks: 2\nsymbols: {batch: {divisor: 8}}\nplacement: {up: 0, look: 1, add: 1}\n" + pipeline(4, "1f1b")
     compiled(with_weights(PICK, {"w": (6, 8), "table": (5, 8)}), plan, tmp_path)
-    at = np.zeros(8, np.int64)
+    at = np.zeros(8, np.float32)
     at[5] = 99
     with load_local(tmp_path) as program:
         texts = [[str(step) for step in one._program.steps] for one in program.ranks]
