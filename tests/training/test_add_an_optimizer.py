@@ -34,4 +34,4 @@ def test_an_optimizer_is_a_row_and_a_case(tmp_path: Path) -> None:
         "{'rho': 0.9, 'eps': 1e-06})",
         "{'rho': 0.8, 'eps': 0.001})",
     ]
-    assert schema == "[['eps', 'lr', 'rho', 'shard', 'type', 'weight_decay']]"
+    assert schema == "[['eps', 'lr', 'rho', 'shard', 'target', 'type', 'weight_decay']]"
