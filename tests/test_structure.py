@@ -84,6 +84,12 @@ def test_files_are_one_idea_and_folders_one_room() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_names_of_test_modules_are_unique() -> None:
+    """The folders of tests are no packages: of two modules with one name pytest imports the first."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
+    assert [name for name, number in names.items() if number > 1] == []
+
+
 def test_pages_list_the_folders() -> None:
     pages = {"compiler": "compiler/README.md", "runtime": "runtime/README.md", "cli": "CONTRIBUTING.md"}
     for subsystem, page in pages.items():

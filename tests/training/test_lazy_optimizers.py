@@ -13,7 +13,7 @@ from partc.compiler.errors import CompileError
 from partc.compiler.plan.training.optimizer import Optimizer, optimizer
 from partc.compiler.training.optimizer_functions import functions
 from partc.compiler.training.optimizers import merge_node, row_update_node
-from test_tables import SYMBOLS, TRAIN, batches, looked_up
+from test_row_gradients import SYMBOLS, TRAIN, batches, looked_up
 from training_equivalence import run, same_tensors, same_training
 
 ROWS, WIDTH, STEPS = 12, 5, 20
