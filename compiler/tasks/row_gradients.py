@@ -129,7 +129,9 @@ class RowReduction:
         return lambda: [rows]
 
     def _finish(self, one: _Begun, whole: _Rows) -> None:
-        found = [whole, *(self._brought(whole, home, f"{self.names[home]}.grad") for home in one.defs[1:])]
+        # Rows of its own are not rounded where they stay, so the sum of all goes to other definitions as it is.
+        others = (self._brought(whole, home, f"{self.names[home]}.grad", exact=True) for home in one.defs[1:])
+        found = [whole, *others]
         made = zip(one.defs, found, strict=True)
         one.then([Gradient(one.value, home, each.names.rows, home, each.names.ids) for home, each in made])
 
@@ -287,7 +289,9 @@ class RowReduction:
             self.builders.declare(group, name, self._value(name, kind, shape), shape)
         return made
 
-    def _brought(self, given: _Rows, home: ShardedValue, wanted: str, *, only: bool = True) -> _Rows:
+    def _brought(
+        self, given: _Rows, home: ShardedValue, wanted: str, *, only: bool = True, exact: bool = False
+    ) -> _Rows:
         """Brings rows to where a version of the table lies."""
         group, layout = home.group, home.layout
         ids = ShardedValue(given.ids.value, group, normal(Layout(layout.mesh, layout.cuts[:1])))
@@ -304,12 +308,14 @@ class RowReduction:
             if source == target:
                 made.append(name)
                 continue
-            made.append(self._moved(source, name, target, out, cause))
+            made.append(self._moved(source, name, target, out, cause, exact=exact))
         return _Rows(ids, rows, RowGradient(*made))
 
-    def _moved(self, source: ShardedValue, name: str, target: ShardedValue, out: str, cause: str) -> str:
-        """Brings ids or rows to another layout or group; their name there."""
-        if self.low and source.value.dtype == ir.DataType.FLOAT:
+    def _moved(
+        self, source: ShardedValue, name: str, target: ShardedValue, out: str, cause: str, *, exact: bool = False
+    ) -> str:
+        """Brings ids or rows to another layout or group; their name there. `exact`: in their own type."""
+        if self.low and not exact and source.value.dtype == ir.DataType.FLOAT:
             return self._sent_low(source, name, target, out, cause)
         ranks = tuple(dict.fromkeys((*source.group, *target.group)))
         return self.comm.reshard(source, name, target, self.builders.free(ranks, out), cause)

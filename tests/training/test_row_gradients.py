@@ -102,6 +102,18 @@ def test_rows_travel_for_an_update_of_all_rows_too(tmp_path: Path) -> None:
     assert {event.op_type for event in program.events if event.name.startswith("table")} == {"AllGather"}
 
 
+def test_copies_stay_equal_where_rows_travel_in_bfloat16(tmp_path: Path) -> None:
+    low = "precision: {compute: bfloat16, messages: bfloat16}\n"
+    plan = "ranks: 2\nplacement: {look: 0, again: 1, head: 1}\n" + SYMBOLS + low + TRAIN.replace("OPTIMIZER", SGD)
+    bent = LOOKED_UP.replace("Reshape(e,", "Reshape(bent,").replace(
+        "    [again] g =", "    [bend] bent = Tanh(e)\n    [again] l ="
+    )
+    source = from_text(HEAD + bent.replace("    [all]", "    [turn] g = Tanh(l)\n    [all]"), WEIGHTS)
+    have = run(source, plan, tmp_path / "cut", batches())  # compares copies bit by bit
+    assert have.program.training is not None
+    assert "by rows" in have.program.training.tables[0]
+
+
 def test_a_table_that_is_read_whole_or_mostly_looked_up_has_a_dense_gradient(tmp_path: Path) -> None:
     tied = """main (int64[batch, 2] ids, int64[batch, 2] few) => (float[batch, 90] y) {
         [look] e = Gather(table, ids)
