@@ -9,8 +9,8 @@ The op table says of each op in which type it computes (`Entry.precision`):
 
 Where an operand has another type, a Cast stands in front, one for each value and type. Weights, constants and numbers of rank 0 take the
 type of what they meet, so they widen nothing; a constant that would leave the range of float16 does. A parameter is cast as any value
-is: it depends on no microbatch, so it is cast once a step, and its gradient comes back in float32 by the gradient of Cast. Without
-training the weights themselves get the type.
+is, where only products read what a Transpose or the like makes of it in front of that: it depends on no microbatch, so it is cast once a
+step, and its gradient comes back in float32 by the gradient of Cast. Without training the weights themselves get the type.
 
     x -> Gemm(w, b) -> Softmax     ->     x, w, b -> Cast -> Gemm -> Cast -> Softmax
 """
@@ -172,14 +172,10 @@ class _Typing(Rewriting):
             return None
         own = before[0]
         weak = all(value in self.weak for value in operands)
-        if (
-            self.rules is None
-            or own is None
-            or bodies(node)
-            or is_inside(node)
-            or (weak and not self._is_product(node))
-        ):
+        if self.rules is None or own is None or bodies(node) or is_inside(node):
             return own
+        if weak and not self._is_product(node):
+            return self.low if self._is_for_products(node) else own
         high = FLOAT if f"tensor({_word(FLOAT)})" in group.allowed else own
         exact = node in self.kept or not self.exact.isdisjoint(node.outputs) or self._is_of_loss(node)
         entry = entry_of(node)
@@ -216,6 +212,21 @@ class _Typing(Rewriting):
     def _is_product(self, node: ir.Node) -> bool:
         entry = entry_of(node)
         return entry is not None and entry.precision == "low"
+
+    def _is_for_products(self, node: ir.Node) -> bool:
+        """Whether a node hands on what it reads, in another form, and that to products in 16 bits only: it takes their type then."""
+        entry = entry_of(node)
+        if entry is None or node in self.kept or is_inside(node) or self._is_of_loss(node):
+            return False
+        if entry.precision == "low":
+            return True
+        if entry.precision != "follow" or any(out.is_graph_output() for out in node.outputs):
+            return False
+        groups = [group for group in self._groups(node) if group.inputs or group.outputs]
+        if len(groups) != 1 or not groups[0].outputs or f"tensor({_word(self.low)})" not in groups[0].allowed:
+            return False
+        readers = {reader for out in node.outputs for reader in out.consumers()}
+        return bool(readers) and all(reader.graph is node.graph and self._is_for_products(reader) for reader in readers)
 
     def _is_of_loss(self, node: ir.Node) -> bool:
         return self.before.training is not None and self.paths[node].partition(".")[0] == _LOSS

@@ -80,6 +80,34 @@ def test_types_follow_the_table(tmp_path: Path) -> None:
         assert not np.array_equal(made[name], want)
 
 
+TURNED = """<ir_version: 10, opset_import: ["" : 21]>
+main (float[batch, 6] x) => (float[batch, 8] y, float[batch, 8] z) {
+    [turn] v = Transpose(w1)
+    [back] u = Transpose(v)
+    [one] y = MatMul(x, u)
+    [other] r = Transpose(w2)
+    [two] p = MatMul(y, w2)
+    [norm] s = Softmax(r)
+    [three] q = MatMul(y, s)
+    [four] t = MatMul(y, r)
+    [plus] a = Add(p, q)
+    [more] z = Add(a, t)
+}"""
+
+
+def test_weights_are_cast_before_they_are_turned_for_products(tmp_path: Path) -> None:
+    """Once a step, and what is read on another device than where it is updated is copied in 16 bits."""
+    proto = onnx.parser.parse_model(TURNED)
+    for name, shape in {"w1": (6, 8), "w2": (8, 8)}.items():
+        array = np.random.default_rng(5).standard_normal(shape).astype(np.float32)
+        proto.graph.initializer.append(numpy_helper.from_array(array, name))
+    plan = "ranks: 1\nprecision: {compute: float16}"
+    found = types(compiled(proto, plan, tmp_path / "build"))
+    assert found["turn"] == found["back"] == "f16 -> f16"
+    assert found["other"] == "f32 -> f32", "a Softmax reads it, too"
+    assert found["two"] == found["three"] == found["four"] == "f16 f16 -> f16"
+
+
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 def test_it_is_the_same_wherever_it_is_cut(kind: str, tmp_path: Path) -> None:
     plan = f"precision: {{compute: {kind}}}\n"
