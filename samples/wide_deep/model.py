@@ -13,23 +13,35 @@ NUMBERS, WIDTH = 13, 16
 nn.seed(7)
 
 
+class Tables(nn.Sequential):
+    """Of each feature's id the numbers in its table, side by side."""
+
+    def forward(self, op, ids):
+        features = op.Split(ids, axis=1, num_outputs=len(SIZES), _outputs=len(SIZES))
+        return op.Concat(*(op.Squeeze(table(op, one), [1]) for table, one in zip(self, features, strict=True)), axis=1)
+
+
+class Wide(nn.Embedding):
+    """The sum of the numbers of all features' ids, from one table."""
+
+    def forward(self, op, ids):
+        # Each feature's ids begin where those of the one before end.
+        begins = op.Constant(value_ints=[sum(SIZES[:k]) for k in range(len(SIZES))])
+        return op.ReduceSum(op.Squeeze(super().forward(op, op.Add(ids, begins)), [2]), [1], keepdims=1)
+
+
 class WideDeep(nn.Module):
     def __init__(self):
         super().__init__()
-        self.wide = nn.Embedding(sum(SIZES), 1, init=nn.init.zeros())
-        self.tables = nn.ModuleList([nn.Embedding(size, WIDTH, init=nn.init.normal(0.05)) for size in SIZES])
+        self.wide = Wide(sum(SIZES), 1, init=nn.init.zeros())
+        self.tables = Tables(*(nn.Embedding(size, WIDTH, init=nn.init.normal(0.05)) for size in SIZES))
         self.deep = nn.Sequential(
             nn.Linear(WIDTH * len(SIZES) + NUMBERS, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1)
         )
 
     def forward(self, op, ids, numbers):
-        features = op.Split(ids, axis=1, num_outputs=len(SIZES), _outputs=len(SIZES))
-        rows = [op.Squeeze(table(op, one), [1]) for table, one in zip(self.tables, features, strict=True)]
-        deep = self.deep(op, op.Concat(*rows, numbers, axis=1))
-        # In the wide table each feature's ids begin where those of the one before end.
-        begins = op.Constant(value_ints=[sum(SIZES[:k]) for k in range(len(SIZES))])
-        wide = op.ReduceSum(op.Squeeze(self.wide(op, op.Add(ids, begins)), [2]), [1], keepdims=1)
-        return {"logit": op.Add(deep, wide)}
+        deep = self.deep(op, op.Concat(self.tables(op, ids), numbers, axis=1))
+        return {"logit": op.Add(deep, self.wide(op, ids))}
 
 
 model = WideDeep()

@@ -45,6 +45,8 @@ IN_PROCESS = (
     "partc train --plan train.yaml --epochs 120",
     "partc train --plan train.yaml --checkpoint runs\n",
     "partc train train",
+    "partc train offload",
+    "partc train host",
     "partc train --plan train.yaml --steps 3",
     "partc eval",
 )
