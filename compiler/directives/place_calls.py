@@ -5,6 +5,7 @@
     place(self.layers, [0, 1])                       # a group of ranks; {"pp": 1}: a slice of the plan's mesh
     place("layers.[0-5].*", 0)
     place(op.MatMul, 2)(x, weight)                   # an op; a function: place(attend, [0, 1])(op, x)
+    place(self.table, role="ps")                     # ranks of a role of the plan have its parameters, and do not run it
     place(self.conv2, device="cpu")                  # a kind of device, wherever it is placed
 
 Where two calls speak of a node the later wins, and the plan wins over both. Ranks are held against the plan when it compiles.
@@ -36,6 +37,7 @@ class PlaceCall(TracedCall):
 
     verb: ClassVar[str] = "place"
     on: On | None
+    role: str = ""
 
 
 def place(
@@ -48,25 +50,28 @@ def place(
 ) -> Target:
     """Places `target` on ranks, `place(target, 3)` or `place(target, "MS_WORKER", 3)`, and returns it.
 
-    A module or pattern is handed back itself, of a function or an op the one to be called instead. `role` is "MS_WORKER" or left
-    out, `rank_id` is another name of `rank`. `device`, `cpu` or `cuda`, is the kind of device that runs it within its rank, and may
-    stand without a rank. Raises CompileError with all that is wrong.
+    A module or pattern is handed back itself, of a function or an op the one to be called instead. `role` is "MS_WORKER" or left out;
+    without a rank it may be a role of the plan, whose ranks then serve the parameters. `rank_id` is another name of `rank`. `device`,
+    `cpu` or `cuda`, is the kind of device that runs it within its rank, and may stand without a rank. Raises CompileError with all that
+    is wrong.
     """
     line = calling_line(sys._getframe(1))
     problems = [*_wrong_target(target, line), *wrong_device(device, line)]
     given = [*where, *(one for one in (rank, rank_id) if one is not None)]
     if role is None and len(given) > 1 and isinstance(given[0], str):
         role, given = given[0], given[1:]
-    if role not in (None, ROLE):
+    serves = isinstance(role, str) and role not in ("", ROLE) and not given
+    if role not in (None, ROLE) and not serves:
         law = f"every rank runs operators, which is the role '{ROLE}'"
         problems.append(Problem(line, f"role is {role!r}", law, f"write '{ROLE}', or leave it out"))
-    if len(given) > 1 or (not given and device is None):
+    if len(given) > 1 or (not given and device is None and not serves):
         fact = "place is given no rank" if not given else f"place is given {len(given)} ranks: {given}"
         problems.append(Problem(line, fact, _LAW, "write the ranks of a group as one list" if given else ""))
     problems += [problem for one in given[:1] for problem in _wrong_place(one, line)]
     if problems:
         raise CompileError(problems)
-    call = PlaceCall(target, line, _on(cast(Ranks, given[0])) if given else None)
+    call = PlaceCall(target, line, _on(cast(Ranks, given[0])) if given else () if serves else None)
+    call.role = role if serves and role is not None else ""
     call.device = named_target(device)
     if record := recorder():
         record.calls.append(call)

@@ -58,7 +58,7 @@ def placements(recorder: Recorder, modules: Iterable[tuple[str, object]], model:
     Raises CompileError for modules that the model does not have and functions that nobody calls.
     """
     found = _regions(recorder.calls, modules, model)
-    return tuple(Placement(pattern, call.on, call.where) for call, pattern in found if call.on is not None)
+    return tuple(Placement(pattern, call.on, call.where, call.role) for call, pattern in found if call.on is not None)
 
 
 def targets(recorder: Recorder, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[TargetRule, ...]:

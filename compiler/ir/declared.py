@@ -18,11 +18,15 @@ On: TypeAlias = int | tuple[int, ...] | Mapping[str, int]
 
 @dataclass(frozen=True)
 class Placement:
-    """What matches `pattern` runs on this rank or group; `where` is the line that says so, such as `model.py:12`."""
+    """What matches `pattern` runs on this rank or group; `where` is the line that says so, such as `model.py:12`.
+
+    With a `role` the ranks of that role of the plan have its parameters instead, and `on` names none.
+    """
 
     pattern: str
     on: On
     where: str
+    role: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from pathlib import PurePath
 from typing import Literal
 
 import onnx_ir as ir
-from partc.compiler.errors import Problem
+from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.declared import Declared
 from partc.compiler.ir.graph import OWN_NAME
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.plan.groups import Frame, group_of, ranks_text
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.pipeline import RecomputeRule
-from partc.compiler.plan.rules import FULL_BATCH, Plan, ShardingRule
+from partc.compiler.plan.rules import FULL_BATCH, PlacementRule, Plan, ShardingRule
 from partc.compiler.plan.violation import Violation
 
 
@@ -136,6 +136,8 @@ def _declared(program: Program, problems: list[Problem]) -> list[Rule]:
     lists += [stage.ranks for stage in plan.pipeline.stages] if plan.pipeline is not None else []
     sizes = tuple(len(ranks) for ranks in lists if isinstance(ranks, tuple) and len(ranks) > 1)
     for placed in program.declared.placements:
+        if placed.role:
+            continue
         if isinstance(placed.on, int):
             found.append(Rule(placed.pattern, (placed.on,), placed.where))
             continue
@@ -144,6 +146,21 @@ def _declared(program: Program, problems: list[Problem]) -> list[Rule]:
             found.append(Rule(placed.pattern, group.ranks, placed.where))
         except Violation as violation:
             problems.append(violation.at(placed.where, f"place of '{placed.pattern}'"))
+    return found
+
+
+def given_to_roles(program: Program) -> list[PlacementRule]:
+    """The model's lines that give parameters to ranks of a role. CompileError for roles that the plan does not have."""
+    frame, problems, found = Frame(program.plan.ranks, roles=program.plan.roles), [], []
+    for placed in program.declared.placements:
+        try:
+            if placed.role:
+                ranks = group_of({"role": placed.role}, frame).ranks
+                found.append(PlacementRule(placed.pattern, ranks, placed.where, serves=True))
+        except Violation as violation:
+            problems.append(violation.at(placed.where, f"place of '{placed.pattern}'"))
+    if problems:
+        raise CompileError(problems)
     return found
 
 

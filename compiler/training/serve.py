@@ -1,4 +1,4 @@
-"""Pass: parameters that the plan gives to serving ranks: `placement: {"embedding": {role: ps}}`.
+"""Pass: parameters on serving ranks: `placement: {"embedding": {role: ps}}`, in a model `place(self.embedding, role="ps")`.
 
 Of a table, a parameter whose rows are looked up and nothing else, each server has a run of rows: the lookup runs on the workers,
 which pull the rows that their ids name and push gradients of rows (`lower/pulls.py`). Any other parameter is read by one node on its
@@ -22,7 +22,7 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import PINNED, SERVED
 from partc.compiler.ir.program import Program
 from partc.compiler.ops.registry import looks_up_rows
-from partc.compiler.plan.matching import matched_nodes, modules_of
+from partc.compiler.plan.matching import given_to_roles, matched_nodes, modules_of
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.rules import PlacementRule, ShardingRule
 from partc.compiler.rewrite.rewriting import Rewriting
@@ -47,14 +47,15 @@ def serve(program: Program) -> Program:
 
 def _served(program: Program) -> dict[ir.Value, PlacementRule]:
     """By parameter, in the model's order, the rule that gives it to servers: of those that match its readers the last one."""
-    if not any(rule.serves for rule in program.plan.placement):
+    rules = [*given_to_roles(program), *program.plan.placement]
+    if not any(rule.serves for rule in rules):
         return {}
     graph, training = program.model.graph, program.training
     names = [] if training is not None else trainable_names(program.model)
     owned = {*training.parameters} if training is not None else {graph.initializers[name] for name in names}
     decided: dict[ir.Node, PlacementRule] = {}
     problems = []
-    for rule in program.plan.placement:
+    for rule in rules:
         hit = matched_nodes(program, rule.pattern)
         decided.update(dict.fromkeys(hit, rule))
         if rule.serves and not any(value in owned for node in hit for value in node.inputs):
@@ -70,9 +71,9 @@ def _served(program: Program) -> dict[ir.Value, PlacementRule]:
     order = [value for value in graph.initializers.values() if value in owned and value.uses()]
     found = {}
     for value in order:
-        rules = [decided[use.node] for use in value.uses() if use.node in decided]
-        if rules and rules[0].serves:
-            found[value] = rules[0]
+        deciding = [decided[use.node] for use in value.uses() if use.node in decided]
+        if deciding and deciding[0].serves:
+            found[value] = deciding[0]
     return found
 
 

@@ -12,7 +12,7 @@ from partc.compiler.errors import CompileError
 from partc.compiler.frontend.inputs import Spec
 from partc.compiler.frontend.source import Source
 from partc.compiler.frontend.trace import trace
-from partc.compiler.pipeline import compile_source
+from partc.compiler.pipeline import compile_model, compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
 from partc.runtime.checkpoint.checkpoint import Checkpoint
@@ -113,6 +113,21 @@ def test_a_training_with_lookups_is_verified(tmp_path: Path) -> None:
     plan = "ranks: 3\nroles: {ps: 2}\nplacement: {table: {role: ps}}\n" + DP + TRAIN
     (tmp_path / "plan.yaml").write_text(plan + "  batch: 12\n")
     assert invoke(["verify", str(tmp_path / "model.py"), "--plan", str(tmp_path / "plan.yaml")]) == 0
+
+
+def test_a_model_may_give_its_tables_to_a_role(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL.replace("self.table = table", 'self.table = table.place(role="ps")'))
+    (tmp_path / "plan.yaml").write_text("ranks: 3\nroles: {ps: 2}\n" + DP + TRAIN)
+    report = compile_model(tmp_path / "model.py", tmp_path / "plan.yaml", tmp_path / "build")
+    assert [bool(part.kept) for part in report.program.parts] == [False, False, True]
+    (tmp_path / "plan.yaml").write_text("ranks: 3\nroles: {servers: 2}\n" + DP + TRAIN)
+    with pytest.raises(
+        CompileError, match=r"model.py:7: place of 'table': the string 'ps' is no role\n  the roles are servers"
+    ):
+        compile_model(tmp_path / "model.py", tmp_path / "plan.yaml", tmp_path / "build")
+    (tmp_path / "plan.yaml").write_text("ranks: 3\nroles: {ps: 2}\nplacement: {table: 1}\n" + TRAIN)
+    report = compile_model(tmp_path / "model.py", tmp_path / "plan.yaml", tmp_path / "build")
+    assert "table.weight" in [one.tensor for one in report.program.parts[1].kept], "the plan wins"
 
 
 def test_a_table_goes_on_under_other_ranks(tmp_path: Path) -> None:
