@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from partc.cli.commands.byte_count import byte_count
 from partc.cli.output import console
+
+
+def _bytes(ctx: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    found = None if text is None else byte_count(text)
+    if found == 0:
+        raise click.BadParameter("a device of 0 bytes holds nothing; give a size such as 8GB")
+    return found
 
 
 @click.command()
@@ -18,28 +26,62 @@ from partc.cli.output import console
 )
 @click.option("--dp", type=click.IntRange(min=1), default=1, metavar="N", help="Propose data parallelism over N ranks.")
 @click.option("--stages", type=click.IntRange(min=1), default=1, metavar="N", help="Propose N stages of equal cost.")
-def command(model: Path, out: Path | None, tp: int, dp: int, stages: int) -> int:
+@click.option("--target", type=click.Choice(["auto"]), help="Propose which nodes of a rank its GPU and its CPU run.")
+@click.option(
+    "--device-memory", callback=_bytes, metavar="SIZE", help="Memory of a rank's GPU for --target, such as 8GB."
+)
+@click.option(
+    "--plan",
+    "given",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Propose --target for this plan, and write it with them.",
+)
+def command(
+    model: Path,
+    out: Path | None,
+    tp: int,
+    dp: int,
+    stages: int,
+    target: str | None,
+    device_memory: int | None,
+    given: Path | None,
+) -> int:
     """Write a starting plan for MODEL: its inputs, and its modules and parameters as comments.
 
     With --tp, --dp and --stages the plan has placement and sharding for the layers that partc recognizes, on TP * DP * STAGES ranks.
 
+    With --target auto it says what runs on the rank's GPU, and what on the CPU: what has no kernel for GPUs, tables of which a step reads
+    little, and what does not fit in --device-memory. --plan begins with a plan that exists, such as one that trains.
+
     \b
     partc plan model.onnx -o plan.yaml
     partc plan model.onnx --dp 2 --tp 4 -o plan.yaml
+    partc plan model.onnx --target auto --device-memory 8GB --plan train.yaml -o targets.yaml
     """
     from partc.compiler.frontend import load
     from partc.compiler.frontend.names import node_paths
+    from partc.compiler.plan.document import read_text
+    from partc.compiler.proposal.edited_plan import with_targets
     from partc.compiler.proposal.propose import Degrees, propose
     from partc.compiler.proposal.starting_plan import starting_plan
+    from partc.compiler.proposal.targets import Device
     from partc.runtime.errors import UsageError
     from partc.runtime.files.replace import write_text
 
     if out is not None and out.exists():
         raise UsageError(f"{out}: the file exists already\n  help: choose another name with -o, or remove the file")
-    source = load(model)
     degrees = Degrees(tp, dp, stages)
-    if degrees.ranks > 1:
-        text, missing = propose(source, model.name, degrees)
+    if target is None and (device_memory is not None or given is not None):
+        option = "--device-memory" if device_memory is not None else "--plan"
+        raise UsageError(f"{option} is for the proposal of targets\n  help: add --target auto")
+    if given is not None and degrees.ranks > 1:
+        raise UsageError("--plan has ranks of its own\n  help: leave out --tp, --dp and --stages, or --plan")
+    device = Device(device_memory) if target is not None else None
+    source = load(model)
+    if given is not None and device is not None:
+        text = with_targets(source, read_text(given), given, model.name, device)
+    elif degrees.ranks > 1 or device is not None:
+        text, missing = propose(source, model.name, degrees, device)
         for line in missing:
             console.echo(f"warning: not recognized: {line}", err=True)
     else:

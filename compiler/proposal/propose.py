@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -23,6 +23,7 @@ from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.stages import Stage, balanced_stages
 from partc.compiler.proposal.starting_plan import Proposed, counted, key, starting_plan
+from partc.compiler.proposal.targets import Device, ProposedTargets, propose_targets
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
 from partc.compiler.rewrite.packed import unpack
 from partc.compiler.rewrite.straighten import straighten
@@ -62,8 +63,11 @@ class _Batch:
     ranks: dict[str, int] = field(default_factory=dict)
 
 
-def propose(source: Source, name: str, degrees: Degrees) -> tuple[str, list[str]]:
-    """The text of a plan, and what could not be proposed. Raises CompileError where a batch cannot be cut as asked."""
+def propose(source: Source, name: str, degrees: Degrees, device: Device | None = None) -> tuple[str, list[str]]:
+    """The text of a plan, and what could not be proposed. With `device` it has targets, too.
+
+    Raises CompileError where a batch cannot be cut as asked, or a rank's part does not fit on its device.
+    """
     batch = _batch(source, degrees.dp)
     mesh = f"mesh: {{{', '.join(f'{axis}: {size}' for axis, size in degrees.mesh.items())}}}"
     frame = f"ranks: {degrees.ranks}\n{mesh if degrees.mesh else ''}\n"
@@ -79,8 +83,9 @@ def propose(source: Source, name: str, degrees: Degrees) -> tuple[str, list[str]
     for _ in range(_ROUNDS):
         missing = list(_missing(degrees, cut, stages))
 
-        def text(head: Iterable[str], cut: TensorParallel | None = cut) -> str:
-            sections = tuple(_sections(program, degrees, batch, cut, stages))
+        def text(head: Iterable[str], targets: ProposedTargets | None = None, cut: TensorParallel | None = cut) -> str:
+            own = targets.section() if targets is not None else ()
+            sections = (*_sections(program, degrees, batch, cut, stages), *own)
             given = Proposed(tuple(head), tuple(_ranks(degrees, mesh)), sections, batch.names)
             return starting_plan(source.model, paths, name, symbols, given)
 
@@ -91,7 +96,14 @@ def propose(source: Source, name: str, degrees: Degrees) -> tuple[str, list[str]
             if cut is None or (cut := _without(cut, bare, error.problems)) is None:
                 raise
             continue
-        return text(_head(degrees, done, cut, missing)), missing
+        if device is None:
+            return text(_head(degrees, done, cut, missing)), missing
+
+        def compiled(some: ProposedTargets, text: Callable[..., str] = text) -> Program:
+            return run_passes(_started(source, text([], some), name))
+
+        targets, done = propose_targets(compiled, device, name)
+        return text(_head(degrees, done, cut, missing, "targets"), targets), missing
     raise CompileError(Problem(name, "the compiler refuses the proposed plan", help="propose a plan for fewer ranks"))
 
 
@@ -147,14 +159,18 @@ def _sections(
             for each in batch.inputs:
                 rest = ", null" * (batch.ranks[each] - 1)
                 yield f"  {key(each)}: [dp{rest}]"
+        yield ""
 
 
-def _head(degrees: Degrees, done: Program, cut: TensorParallel | None, missing: list[str]) -> Iterator[str]:
+def _head(
+    degrees: Degrees, done: Program, cut: TensorParallel | None, missing: list[str], *others: str
+) -> Iterator[str]:
     """Comment lines at the head: what is proposed, what it sends, what it leaves out."""
     parts = [
         *([f"{degrees.stages} stages"] if degrees.stages > 1 else []),
         *([f"data parallel over {degrees.dp}"] if degrees.dp > 1 else []),
         *([f"tensor parallel over {degrees.tp}"] if degrees.tp > 1 else []),
+        *others,
     ]
     yield f"# Proposed by `partc plan`: {', '.join(parts)}."
     counts = collections.Counter(event.op_type for event in done.events)

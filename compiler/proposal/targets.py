@@ -1,0 +1,175 @@
+"""Targets of a model for ranks with a GPU: `"**": cuda`, and `cpu` with a reason for what is better there.
+
+1. What CUDA has no kernel for.
+2. Tables of which a step reads little: as many bytes as a look-up moves are a fraction of what the table would take.
+3. Where the device has a given size, what does not fit: first the optimizer, then tables, then other parameters, each time the largest,
+   until the estimate of every rank fits.
+
+Each proposal is compiled, and the estimate is that of the compiled programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.program import Program
+from partc.compiler.proposal.cuda_kernels import without_kernel
+from partc.compiler.proposal.device_bytes import DeviceBytes, device_bytes, shape_bytes, sizes_of
+from partc.compiler.proposal.names import among, patterns
+from partc.compiler.proposal.starting_plan import key, shown_size
+from partc.runtime.artifact.format import CPU, CUDA
+
+LARGE = 16 * 10**6
+"""Bytes of a table that is worth a copy of the rows that a step reads."""
+SHARE = 16
+"""How many times as large as these rows it is."""
+LEAST = 1000
+"""The part of the device's bytes below which a weight is not worth the copies of what is computed with it."""
+_TOLD = 4
+
+
+@dataclass(frozen=True)
+class Device:
+    """The GPU of a rank: its bytes, None where they are no limit."""
+
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class ProposedTargets:
+    """The lines of `target:`, and whether the optimizer goes to the CPU."""
+
+    lines: tuple[str, ...] = (f'"**": {CUDA}',)
+    optimizer: bool = False
+    needed: int = 0
+    """The bytes of the rank that needs most of its GPU."""
+
+    def section(self) -> Iterator[str]:
+        """The section of a plan."""
+        yield f"target:   # the last match wins; a rank needs at most {shown_size(self.needed)} of its GPU"
+        yield from (f"  {line}" for line in self.lines)
+
+
+Compile = Callable[[ProposedTargets], Program]
+"""Compiles the plan with these targets."""
+
+
+@dataclass
+class _Group:
+    reason: str
+    paths: list[str] = field(default_factory=list)
+
+
+def propose_targets(compiled: Compile, device: Device, name: str) -> tuple[ProposedTargets, Program]:
+    """The targets, and the program compiled with them. CompileError where a rank's part does not fit on its device."""
+    found, limit = ProposedTargets(), device.bytes
+    program = compiled(found)
+    groups = [*_without_kernels(program), *_tables(program)]
+    offload = program.plan.train is not None and not program.plan.train.target
+    moved: set[str] = set()
+    while True:
+        found = replace(found, lines=tuple(_lines(program, groups)))
+        program = compiled(found)
+        parts = device_bytes(program, CUDA)
+        over = [part for part in parts if limit is not None and part.needed > limit]
+        if limit is None or not over:
+            return replace(found, needed=max(part.needed for part in parts)), program
+        if offload and not found.optimizer:
+            found = replace(found, optimizer=True)
+            continue
+        more = list(_not_fitting(program, over, limit, moved))
+        if not more:
+            raise CompileError([_too_large(part, limit, name) for part in over])
+        groups += more
+
+
+def _lines(program: Program, groups: Sequence[_Group]) -> Iterator[str]:
+    yield f'"**": {CUDA}'
+    every = list(program.paths.values())
+    written: set[str] = set()
+    for group in groups:
+        found = [one for one in patterns(group.paths, among(every, group.paths)) if one not in written]
+        written.update(found)
+        yield from [f"# {group.reason}"] if found else []
+        yield from (f"{key(pattern)}: {CPU}" for pattern in found)
+
+
+def _without_kernels(program: Program) -> list[_Group]:
+    """The nodes that CUDA has no kernel for, by what they do."""
+    found: dict[str, _Group] = {}
+    for node in program.targets:
+        if what := without_kernel(node):
+            reason = f"onnxruntime's CUDA provider has no kernel for {what}"
+            found.setdefault(what, _Group(reason)).paths.append(program.paths[node])
+    return list(found.values())
+
+
+def _tables(program: Program) -> Iterator[_Group]:
+    """Large tables of which a step reads little."""
+    sizes = sizes_of(program)
+    for value in program.model.graph.initializers.values():
+        readers = _readers(program, value)
+        rows = [node.outputs[0] for node in readers]
+        if not _is_table(value, readers) or not all(one in program.values for one in (value, *rows)):
+            continue
+        size = shape_bytes(program, value, program.values[value].shape, sizes)
+        looked_up = sum(shape_bytes(program, one, program.values[one].shape, sizes) for one in rows)
+        if size >= max(LARGE, SHARE * looked_up) and looked_up:
+            at = ", ".join(f"{symbol}={number}" for symbol, number in sizes.items())
+            reason = f"{value.name}: a table of {shown_size(size)}, of which a step reads {shown_size(looked_up)}"
+            yield _Group(reason + (f" ({at})" if at else ""), [program.paths[node] for node in readers])
+
+
+def _is_table(value: ir.Value, readers: Sequence[ir.Node]) -> bool:
+    """Whether a weight is read by rows alone."""
+    return bool(readers) and all(
+        node.op_type == "Gather" and node.inputs[0] is value and node.attributes.get_int("axis", 0) == 0
+        for node in readers
+    )
+
+
+def _readers(program: Program, value: ir.Value) -> list[ir.Node]:
+    """The nodes that compute with a weight, as it is or cast, transposed and the like; none where one has no line of its own."""
+    found: list[ir.Node] = []
+    for node in value.consumers():
+        follow = node not in program.targets or node.op_type == "Cast"
+        inner = [one for out in node.outputs for one in _readers(program, out)] if follow else []
+        found += inner if follow else [node]
+    return list(dict.fromkeys(found))
+
+
+def _not_fitting(program: Program, over: Sequence[DeviceBytes], limit: int, moved: set[str]) -> Iterator[_Group]:
+    """The next weights to take from the device: tables, then others, the largest first, until the excess is gone by their bytes."""
+    graph = program.model.graph
+    readers = {value.name or "": _readers(program, value) for value in graph.initializers.values()}
+    tables = {name for name, some in readers.items() if _is_table(graph.initializers[name], some)}
+    before = frozenset(moved)
+    for part in over:
+        excess = part.needed - limit
+        there = [name for name in part.every if any(program.targets[one] != CPU for one in readers.get(name, ()))]
+        worth = [name for name in there if part.every[name] * LEAST >= limit]
+        open_ones = [(name, part.every[name]) for name in worth if name not in before]
+        for name, size in sorted(open_ones, key=lambda one: (one[0] not in tables, -one[1], one[0])):
+            if excess <= 0:
+                break
+            if name not in moved:
+                moved.add(name)
+                what = "a table" if name in tables else "a weight"
+                reason = f"{name}: {what} of {shown_size(size)} on a rank; with it {shown_size(part.needed)} of {shown_size(limit)}"
+                yield _Group(reason, [program.paths[node] for node in readers[name]])
+            excess -= size
+
+
+def _too_large(part: DeviceBytes, limit: int, name: str) -> Problem:
+    largest = ", ".join(f"{what} {shown_size(size)}" for what, size in part.largest[:_TOLD])
+    fact = f"rank {part.rank} needs {shown_size(part.needed)} of its GPU, but has {shown_size(limit)}"
+    help = "propose more ranks or stages (--tp, --dp, --stages), bound the sizes of dynamic dims in the plan, or take a larger GPU"
+    return Problem(
+        name,
+        fact,
+        f"all weights that are worth it and the optimizer are on the CPU; the largest parts left are {largest}",
+        help,
+    )
