@@ -15,8 +15,7 @@ FOR_THE_COMPILER = (
     "partc.runtime.checker.written",
     "partc.runtime.program.ort",
     "partc.runtime.data.npy",
-    "partc.runtime.files.regular",
-    "partc.runtime.files.replace",
+    "partc.runtime.files",
 )
 """What the compiler knows of the runtime: the contract, the checker of what was written, and how
 files are opened and replaced."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -39,19 +40,24 @@ def run_training(job: Job, transport: Transport | None, watch: Watch | None = No
     artifact = open_artifact(job.folder, trust=True)
     settings = Settings(options, artifact.manifest, Path(job.folder))
     ahead = settings.resumed() or options.init
-    with load_trainer(
-        job.folder,
-        transport,
-        rate=settings.rate,
-        ahead=ahead,
-        threads=job.threads,
-        devices=job.devices,
-        trust=job.trust,
-        stall=job.stall,
-        on_error=abort,
-    ) as trainer:
+    with (
+        load_trainer(
+            job.folder,
+            transport,
+            rate=settings.rate,
+            ahead=ahead,
+            threads=job.threads,
+            devices=job.devices,
+            trust=job.trust,
+            stall=job.stall,
+            on_error=abort,
+        ) as trainer,
+        ExitStack() as stack,
+    ):
         artifact.refuse_replaced()
-        log = TrainingLog(options.metrics, watch or _watch(job), job.quiet) if trainer.rank == 0 else None
+        log = None
+        if trainer.rank == 0:
+            log = stack.enter_context(closing(TrainingLog(options.metrics, watch or _watch(job), job.quiet)))
         if options.init is not None:
             trainer.load_weights(options.init, option="--init")
         if options.only_test:
@@ -85,8 +91,6 @@ def run_training(job: Job, transport: Transport | None, watch: Watch | None = No
             tables = lookups.looked_up(trainer.program.all_gather_text(lookups.told(trainer.program.looked_up)))
             if log and tables:
                 log.looked_up(trainer.step, tables)
-        if log:
-            log.close()
     return 0
 
 
@@ -103,7 +107,6 @@ def _evaluate(job: Job, trainer: Trainer, settings: Settings, log: TrainingLog |
     metrics = trainer.evaluate(settings.batches(trainer))
     if log:
         log.evaluated(trainer.step, 0.0, metrics)
-        log.close()
         if job.json:
             numbers = {name: float(value) for name, value in metrics.items()}
             source = None if path is None else str(trainer.source)

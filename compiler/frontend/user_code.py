@@ -10,7 +10,6 @@ import ast
 import importlib
 import linecache
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,10 +20,10 @@ from types import CodeType, ModuleType
 from partc.compiler.directives.recorder import Recorder
 from partc.compiler.errors import CompileError, Problem
 from partc.runtime.files.regular import read_regular
+from partc.runtime.files.user_modules import lies_in, module_names
 
 # The name under which the file runs.
 MODEL_MODULE = "__partc_model__"
-_LIBRARIES = tuple(Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib"))
 
 
 @contextmanager
@@ -33,7 +32,7 @@ def importable(folder: Path) -> Iterator[None]:
 
     Two models may so both have a `layers.py`. The standard library and installed packages keep their names.
     """
-    path, own = list(sys.path), _module_names(folder)
+    path, own = list(sys.path), module_names(folder)
     aside = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in own}
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
@@ -42,7 +41,7 @@ def importable(folder: Path) -> Iterator[None]:
     finally:
         sys.path[:] = path
         for name, module in list(sys.modules.items()):
-            if name == MODEL_MODULE or _lies_in(module, folder):
+            if name == MODEL_MODULE or lies_in(module, folder):
                 del sys.modules[name]
         sys.modules.update(aside)
 
@@ -153,24 +152,3 @@ def _help(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and error.name.split(".")[0] == "torch":
         return 'pip install "partc[torch]"'
     return ""
-
-
-def _module_names(folder: Path) -> set[str]:
-    """Names of the folder's top-level modules, except those that an installed library has."""
-    found = {entry.stem for entry in folder.glob("*.py")} | {
-        entry.parent.name for entry in folder.glob("*/__init__.py")
-    }
-    return {name for name in found if name not in sys.stdlib_module_names and not _is_library(sys.modules.get(name))}
-
-
-def _is_library(module: ModuleType | None) -> bool:
-    origin = getattr(module, "__file__", None)
-    return origin is not None and any(Path(origin).is_relative_to(library) for library in _LIBRARIES)
-
-
-def _lies_in(module: ModuleType | None, folder: Path) -> bool:
-    if _is_library(module) or (getattr(module, "__name__", None) or "").split(".")[0] in ("partc", "__main__"):
-        return False
-    origin = getattr(module, "__file__", None)
-    places = [origin] if origin else list(getattr(module, "__path__", []))
-    return any(Path(place).is_relative_to(folder) for place in places)

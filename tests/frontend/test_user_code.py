@@ -119,3 +119,15 @@ def test_long_and_chained_errors() -> None:
     closing = GeneratorExit()
     with pytest.raises(GeneratorExit), user_code("file.py"):
         raise closing
+
+
+def test_files_of_two_folders_import_their_own_modules(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "sizes.py").write_text(f"NAME = {name!r}")
+        (tmp_path / name / "records.py").write_text("from sizes import NAME as found")
+    assert [Code().value(tmp_path / name / "records.py", "found") for name in ("one", "two", "one")] == [
+        "one",
+        "two",
+        "one",
+    ]

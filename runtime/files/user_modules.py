@@ -1,0 +1,40 @@
+"""The modules beside a user's file, which it imports by their names; files of two folders may have namesakes there."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+_LIBRARIES = tuple(Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib"))
+
+
+def module_names(folder: Path) -> set[str]:
+    """Names of the folder's top-level modules, except those that an installed library has."""
+    found = {entry.stem for entry in folder.glob("*.py")} | {
+        entry.parent.name for entry in folder.glob("*/__init__.py")
+    }
+    return {name for name in found if name not in sys.stdlib_module_names and not _is_library(sys.modules.get(name))}
+
+
+def lies_in(module: ModuleType | None, folder: Path) -> bool:
+    """Whether the module was imported from the folder, or below it."""
+    if _is_library(module) or (getattr(module, "__name__", None) or "").split(".")[0] in ("partc", "__main__"):
+        return False
+    origin = getattr(module, "__file__", None)
+    places = [origin] if origin else list(getattr(module, "__path__", []))
+    return any(Path(place).is_relative_to(folder) for place in places)
+
+
+def forget_namesakes(folder: Path) -> None:
+    """Modules of other folders are no longer known under the names of the folder's own, which can so be imported."""
+    own = module_names(folder)
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] in own and not lies_in(module, folder):
+            sys.modules.pop(name, None)
+
+
+def _is_library(module: ModuleType | None) -> bool:
+    origin = getattr(module, "__file__", None)
+    return origin is not None and any(Path(origin).is_relative_to(library) for library in _LIBRARIES)
