@@ -8,6 +8,7 @@ A value's number is that of what made it:
     weight            its bytes; of a constant that differs by rank those that it has there
     Recv, Identity    the number of what was sent
     Shape, Size       where the file tells the input's shape, its dims: shards of another place, but as large, have one shape
+    Add, Mul, ...     an operand that is expanded to the size of another one is what it was expanded from: the op broadcasts by itself
     AllReduce, ...    the op and the numbers of what all ranks of the list gave, in its order; where each rank gets another shard,
                       the rank's place; of an Exchange the boxes and the numbers of what they are cut from
     another node      op, attributes, function body, and the numbers of its inputs; a random one without a seed is like no other
@@ -58,6 +59,9 @@ _RANDOM = (
 _OF_SHAPE = ("Shape", "Size")
 """Ops that read nothing of their input but its shape."""
 
+_BROADCASTING = ("Add", "Div", "Mul", "Sub", "Sum")
+"""Ops whose elements are each made of one element of every operand."""
+
 
 class Numbering:
     """The numbers of the values of all ranks."""
@@ -70,6 +74,7 @@ class Numbering:
             rank: {name: node for node in model.graph.node for name in node.output} for rank, model in models.items()
         }
         self.sent: dict[int, int] = {}
+        self._expanded: dict[int, int] = {}
         self.given: dict[tuple[int, int], tuple[Call, list[int]]] = {}
         self.groups = {rank: manifest.groups_of(rank) for rank in models}
         self.ops = {rank: _ops(model) for rank, model in models.items()}
@@ -133,6 +138,8 @@ class Numbering:
         inputs = tuple(numbers[name] if name else -1 for name in node.input)
         if node.op_type in _OF_SHAPE and not node.domain:
             inputs = (self._dims(rank, node.input[0], inputs[0]),)
+        if node.op_type in _BROADCASTING and not node.domain:
+            inputs = self._before_expanded(rank, node, inputs)
         captured = tuple(numbers[name] for name in list(reads(node))[sum(map(bool, node.input)) :])
         own = (rank, *node.output) if _is_random(node) else ()
         made = (
@@ -145,7 +152,18 @@ class Numbering:
         for place, name in enumerate(node.output):
             if name:
                 numbers[name] = self._number(*made, inputs, captured, own, place)
+        if node.op_type == "Expand" and not node.domain:
+            self._expanded[numbers[node.output[0]]] = inputs[0]
         return True
+
+    def _before_expanded(self, rank: int, node: NodeProto, inputs: tuple[int, ...]) -> tuple[int, ...]:
+        """The operands' numbers, where one was expanded to the size of one that was not, of what it was expanded from."""
+        if self._expanded.keys().isdisjoint(inputs):
+            return inputs
+        dims = [self._dims(rank, name, number) for name, number in zip(node.input, inputs, strict=True)]
+        large = {size for size, number in zip(dims, inputs, strict=True) if number not in self._expanded}
+        pairs = zip(dims, inputs, strict=True)
+        return tuple(self._expanded.get(number, number) if size in large else number for size, number in pairs)
 
     def _dims(self, rank: int, name: str, number: int) -> int:
         """The number of a value's shape: that of its dims at a few sizes of the symbols, or of the value where these are not told."""
