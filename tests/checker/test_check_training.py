@@ -398,34 +398,3 @@ def test_the_command_says_what_is_proven(sound: Path) -> None:
     assert result.exit_code == 0
     (line,) = [line for line in result.output.splitlines() if line.startswith("training: ")]
     assert line == "training: 12 tensors safely updated in place; 6 replicated shards, proven to stay identical"
-
-
-def test_an_operand_that_is_expanded_on_one_rank_and_broadcast_on_another_makes_the_same(tmp_path: Path) -> None:
-    model = """<ir_version: 10, opset_import: ["" : 21]>
-    main (float[batch, 6] x) => (float[batch, 6] y) <float[6] w, float[1, 6] v> {
-        [scaled] a = Mul(w, x)
-        [size] s = Shape(a)
-        [wide] b = Expand(v, s)
-        [both] y = Mul(a, b)
-    }"""
-    plan = """
-ranks: 3
-symbols: {batch: {divisor: 3}}
-dataset: data_parallel
-sharding: {scaled: {in: [null, [1, 1]]}, both: {in: [[1, 1], [1, 1]]}}
-placement: {wide: [0, 2], loss: 2}
-"""
-    build = compiled(tmp_path / "build", model, plan)
-    rank_files = [onnx.load(build / f"rank_000{rank}.onnx", load_external_data=False) for rank in (0, 2)]
-    assert [any("b" in node.output for node in file.graph.node) for file in rank_files] == [
-        True,
-        False,
-    ]  # rank 0 sends it
-    assert not check_artifact(build)
-
-    def by_another(program: ModelProto) -> None:
-        node = next(node for node in program.graph.node if node.op_type == "Mul" and "v" in node.input)
-        node.input[:] = ["w" if name == "v" else name for name in node.input]
-
-    with_ranks(build, {2: by_another})
-    assert "may become another one than on rank 0" in texts(build)
