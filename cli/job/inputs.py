@@ -226,6 +226,8 @@ def _random(port: Port, seed: int, sizes: Mapping[str, int], memory: Memory) -> 
         return generator.integers(0, 2, size=shape).astype(wanted)
     if wanted.kind in "iu":
         return generator.integers(0, _INTEGERS_BELOW, size=shape).astype(element.numpy)
+    if port.labels is not None:
+        return generator.integers(0, min(port.labels.classes or 2, _INTEGERS_BELOW), size=shape).astype(element.numpy)
     values = generator.standard_normal(size=shape)
     if wanted.kind == "c":
         return (values + 1j * generator.standard_normal(size=shape)).astype(wanted)

@@ -18,6 +18,7 @@ from partc.cli.output.progress import TrainingBar
 from partc.cli.output.targets import counted, line
 from partc.cli.output.training_log import TrainingLog, Watch, watch_through_file
 from partc.runtime.artifact.format import Manifest
+from partc.runtime.artifact.metric_formula import told
 
 if TYPE_CHECKING:
     from partc.runtime.communication.transport import Transport
@@ -108,9 +109,8 @@ def _evaluate(job: Job, trainer: Trainer, settings: Settings, log: TrainingLog |
     if log:
         log.evaluated(trainer.step, 0.0, metrics)
         if job.json:
-            numbers = {name: float(value) for name, value in metrics.items()}
             source = None if path is None else str(trainer.source)
-            hand_over(job, {"step": trainer.step, "checkpoint": source, "metrics": numbers})
+            hand_over(job, {"step": trainer.step, "checkpoint": source, "metrics": told(metrics)})
     return 0
 
 

@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from partc.cli.output import console, lookups
 from partc.cli.output.units import count, size
+from partc.runtime.artifact.metric_formula import Undefined, told
 from partc.runtime.checkpoint.index import steps
 from partc.runtime.files.replace import write_text
 
@@ -101,7 +102,7 @@ class TrainingLog:
                 "kind": "train",
                 "step": progress.step,
                 "epoch": round(progress.epoch, 6),
-                **progress.metrics,
+                **told(progress.metrics),
                 "lr": progress.rate,
                 "records_per_second": round(progress.speed, 1),
             }
@@ -109,7 +110,9 @@ class TrainingLog:
 
     def not_finite(self, step: int, outputs: Mapping[str, Any], skipped: bool) -> None:
         """Warns of a loss, or a gradient, that is not finite."""
-        numbers = {name: float(np.asarray(value)) for name, value in outputs.items()}
+        numbers = {
+            name: value if isinstance(value, float) else np.asarray(value).item() for name, value in outputs.items()
+        }
         what = "a gradient is not finite; the step is skipped" if skipped else "the loss is not finite"
         console.echo(f"warning: step {step}: {what}   {_shown(numbers)}", err=True)
         self._write({"kind": "nonfinite", "step": step, "skipped": skipped})
@@ -117,7 +120,7 @@ class TrainingLog:
     def evaluated(self, step: int, epoch: float, metrics: Metrics) -> None:
         """Logs the metrics of an evaluation."""
         self._print(f"evaluated after step {step}   {_shown(metrics)}")
-        self._write({"kind": "test", "step": step, "epoch": round(epoch, 6), **metrics})
+        self._write({"kind": "test", "step": step, "epoch": round(epoch, 6), **told(metrics)})
 
     def saved(self, step: int, path: Path) -> None:
         """Prints the folder and size of a checkpoint."""
@@ -153,7 +156,11 @@ class TrainingLog:
 
 
 def _shown(metrics: Metrics) -> str:
-    return "   ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    return "   ".join(f"{name} {_number(value)}" for name, value in metrics.items())
+
+
+def _number(value: float) -> str:
+    return f"undefined ({value.reason})" if isinstance(value, Undefined) else f"{value:.4f}"
 
 
 def _elements(shape: list[int]) -> int:

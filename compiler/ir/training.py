@@ -45,6 +45,8 @@ class Training:
     parameters: Mapping[ir.Value, ParameterOptions]
     statistics: Mapping[ir.Value, ir.Value | None] = field(default_factory=dict)
     metrics: tuple[str, ...] = ()
+    formulas: Mapping[str, str] = field(default_factory=dict)
+    """By metric that is made of the sums which the output are what makes it."""
     bucket_bytes: int = 10 << 20
     clip_norm: float | None = None
     clip_value: float | None = None
@@ -134,6 +136,7 @@ class Training:
         return TrainingRecord(
             loss=self.loss.name or "",
             metrics=list(self.metrics),
+            formulas=dict(self.formulas),
             scalars=list(self.fed),
             optimizer={
                 "type": self.optimizer.type,

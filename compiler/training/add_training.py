@@ -33,7 +33,7 @@ from partc.compiler.rewrite.split_sequences import split_sequences
 from partc.compiler.rewrite.train_mode import STEP, to_evaluation, to_training
 from partc.compiler.rewrite.uneven_means import split_uneven_means
 from partc.compiler.training.losses import add_loss
-from partc.compiler.training.metrics import add_metric
+from partc.compiler.training.metrics import add_metric, meant
 from partc.compiler.training.shared import give_own
 from partc.compiler.training.trainable import candidates, running_statistics
 from partc.runtime.artifact.format import Law
@@ -62,6 +62,8 @@ def add_training(program: Program) -> Program:
     scale = plan.precision.scale if plan.precision is not None else None
     if scale is not None and scale.dynamic:
         rules = replace(rules, guarded=True, settings={**rules.settings, "on_nonfinite": "skip"})
+    metrics = {name: meant(model, metric, rules.where_metrics) for name, metric in rules.metrics.items()}
+    rules = replace(rules, metrics=metrics)
     training = add_loss_and_metrics(model, rules, list(program.trainable), cut=cut, part=program.kind, known=known)
     if plan.precision is not None:
         training = replace(training, scale=scale, messages=plan.precision.messages)
@@ -111,6 +113,7 @@ def add_loss_and_metrics(
         parameters=kept,
         statistics=statistics,
         metrics=tuple(str(value.name) for value in metrics),
+        formulas={name: metric.formula for name, metric in rules.metrics.items() if metric.formula},
         bucket_bytes=rules.bucket_bytes,
         clip_norm=rules.clip_norm,
         clip_value=rules.clip_value,

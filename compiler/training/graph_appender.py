@@ -83,6 +83,13 @@ class GraphAppender:
         self.graph.outputs.append(made)
         return made
 
+    def sums(self, size: int, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+        """The node that makes `<path>`: so many float32 sums, which become an output of the graph."""
+        made = self.op("", op_type, *inputs, **attributes)
+        made.type, made.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([size])
+        self.graph.outputs.append(made)
+        return made
+
     def output(self, name: str) -> ir.Value:
         """The graph's output of a name. Raises CompileError with the nearest names where there is none."""
         by_name = {value.name or "": value for value in self.graph.outputs}

@@ -1,4 +1,7 @@
-"""Which inputs hold labels that are numbers of classes, so that one that is none can be refused: a -1 would count from the end."""
+"""Which inputs hold labels that are numbers of classes, so that one that is none can be refused: a -1 would count from the end.
+
+The labels of an auc are 0 and 1, also where they are floats.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,9 @@ def labels_of(program: Program) -> dict[str, LabelRecord]:
     for metric in train.metrics.values():
         if metric.type in ("accuracy", "top_k") and not metric.probabilities and metric.labels not in (None, *found):
             add(str(metric.labels), values.get(metric.output), metric.axis, metric.ignore_index)
+    for name, metric in train.metrics.items():
+        if metric.type == "auc":
+            found[metric.labels or loss.labels] = LabelRecord(classes=2, metric=name)
     return {name: one for name, one in found.items() if name in inputs}
 
 

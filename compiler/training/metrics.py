@@ -1,15 +1,17 @@
-"""Metrics: how well a model does, as nodes of the whole graph that no gradient flows through, each a float32 scalar.
+"""Metrics: how well a model does, as nodes of the whole graph that no gradient flows through, each a float32 scalar, or sums.
 
     accuracy    the share of labels whose class has the largest logit
     top_k       the share of labels whose class is among the k largest
     mse, mae    the mean of the squares, of the absolute values, of what a prediction is off
+    auc         the area under the ROC curve of labels 0 and 1: counts by bin, of which the runtime makes the number
     output      a scalar that the model makes itself
 
 A label is among the k largest where all but k - 1 others have a smaller logit: of equal ones none is preferred, so a model that
 says the same of all classes knows none. Unlike ArgMax and TopK this is a count, so classes may be cut as well.
 
-Each is the mean over the whole batch, or over the labels that are not ignored. The mean over several batches is theirs weighed by
-batch size: exact for a mean over a batch, close where the number of ignored labels differs.
+Each but auc is the mean over the whole batch, or over the labels that are not ignored. The mean over several batches is theirs weighed by
+batch size: exact for a mean over a batch, close where the number of ignored labels differs. Counts
+of several batches are added, and auc is of all their records.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 from partc.compiler.analysis.shape_rules import Known
+from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.training.loss import Loss
 from partc.compiler.plan.training.metric import TYPES, Metric
 from partc.compiler.plan.training.usual_names import k_of, known_type, usual_names
+from partc.compiler.training.binned import add_counts, of_classes
 from partc.compiler.training.graph_appender import FLOATS, INTEGERS, GraphAppender
 from partc.compiler.training.losses import class_axis, distance, own_scalar
 
@@ -36,17 +40,14 @@ def add_metric(
     of: Loss | str | None = None,
     known: Known = MappingProxyType({}),
 ) -> ir.Value:
-    """The scalar that the metric is, in float32: an output `name` appended to the graph, or the model's own output.
+    """The scalar that the metric is, or its sums, in float32: an output `name` appended to the graph, or the model's own output.
 
     What the metric does not say is as in the loss `of`; `known` is what is promised of the inputs' dims. Raises CompileError where the
     model has not what the metric speaks of.
     """
-    to = GraphAppender(model, name, where, known)
-    outputs = [value.name or "" for value in model.graph.outputs]
-    if metric.type == "output" and metric.output not in outputs:
-        if known_type(metric.output, TYPES) not in TYPES:
-            raise to.error(*_unknown(metric.output or "", outputs))
-        metric = Metric(str(known_type(metric.output, TYPES)), k=k_of(metric.output) or Metric.k)
+    to, metric = GraphAppender(model, name, where, known), meant(model, metric, where)
+    if metric.type == "auc" and isinstance(of, Loss):
+        metric = _as_in(to, metric, of)
     if isinstance(of, Loss) and of.type != "output":
         metric = _filled(metric, of)
     if metric.type == "output":
@@ -57,6 +58,7 @@ def add_metric(
             key for key in TYPES[metric.type] if {"prediction": "output", "logits": "output"}.get(key, key) in missing
         ]
         keys += ["target"] if "labels" in missing and "target" in TYPES[metric.type] else []
+        keys = [key for key in keys if key != "prediction" or "logits" not in keys]
         raise to.error(
             f"the metric '{name}' lacks {' and '.join(dict.fromkeys(keys))}",
             "the loss does not say them",
@@ -66,7 +68,26 @@ def add_metric(
     assert metric.labels is not None
     if metric.type in ("mse", "mae"):
         return distance(to, metric.output, metric.labels, "l1" if metric.type == "mae" else "mean_squared", "mean")
+    if metric.type == "auc":
+        return add_counts(to, metric, metric.output, metric.labels)
     return _hits(to, metric, metric.output, metric.labels)
+
+
+def _as_in(to: GraphAppender, metric: Metric, of: Loss) -> Metric:
+    """An auc of what a loss is of: of logits where that is, else of probabilities."""
+    if of.type == "softmax_cross_entropy" and metric.output in (None, of.output):
+        raise of_classes(to, of.output)
+    return metric if metric.output is not None else replace(metric, of_logits=of.type == "binary_cross_entropy")
+
+
+def meant(model: ir.Model, metric: Metric, where: str) -> Metric:
+    """The metric; a word that is no output of the model is the usual name of a type. CompileError where it is none."""
+    outputs = [value.name or "" for value in model.graph.outputs]
+    if metric.type != "output" or metric.output in outputs:
+        return metric
+    if known_type(metric.output, TYPES) not in TYPES:
+        raise CompileError(Problem(where, *_unknown(metric.output or "", outputs)))
+    return Metric(str(known_type(metric.output, TYPES)), k=k_of(metric.output) or Metric.k)
 
 
 def _unknown(name: str, outputs: Sequence[str]) -> tuple[str, str, str]:

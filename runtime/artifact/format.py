@@ -319,11 +319,13 @@ class TrainingRecord(Record):
     `scalars` are inputs of rank files without dims that every step is given: `lr`, `scale`, `step` and what `optimizer` derives
     from the number of the step. `settings` are those of the loop (data, batch, epochs), as the plan has them. `fixed`: inputs that hold
     no records, but one value for all. `guard`: an output that every rank has before it updates anything; where it is no finite number
-    the step replaces nothing of what is kept.
+    the step replaces nothing of what is kept. `formulas`: of a metric whose output are sums the formula that makes the number of those of
+    all batches (`artifact/metric_formula.py`); the others are means over batches, weighed by their records.
     """
 
     loss: str
     metrics: list[str] = []
+    formulas: dict[str, str] = {}
     scalars: list[str] = []
     optimizer: dict[str, JsonValue] = {}
     schedule: dict[str, JsonValue] = {}

@@ -12,10 +12,14 @@ class _Law(BaseModel):
 
 
 class LabelRecord(_Law):
-    """The numbers that an input of labels may have: 0 to `classes` - 1 (0: only a run tells how many), and the `ignored` ones."""
+    """The numbers that an input of labels may have: 0 to `classes` - 1 (0: only a run tells how many), and the `ignored` ones.
+
+    `metric`: the one that takes no others, where a loss may.
+    """
 
     classes: int = Field(0, ge=0)
     ignored: list[int] = []
+    metric: str = ""
 
 
 class IdsRecord(_Law):

@@ -18,9 +18,11 @@ def check_numbers(port: Port, value: Value, rank: int) -> None:
     array: Any = value.array()
     if not array.size:
         return
-    low, high = int(array.min()), int(array.max())
     if port.labels is not None:
-        _check_labels(port, port.labels, array, (low, high), rank)
+        _check_labels(port, port.labels, array, rank)
+    if not port.ids:
+        return
+    low, high = int(array.min()), int(array.max())
     for one in port.ids:
         if low < -one.rows or high >= one.rows:
             _check_ids(port, one, array, rank)
@@ -46,19 +48,24 @@ def _check_ids(port: Port, law: IdsRecord, array: Any, rank: int) -> None:
     )
 
 
-def _check_labels(port: Port, law: LabelRecord, labels: Any, span: tuple[int, int], rank: int) -> None:
-    if span[0] >= 0 and (not law.classes or span[1] < law.classes):
+def _check_labels(port: Port, law: LabelRecord, labels: Any, rank: int) -> None:
+    if labels.min() >= 0 and (not law.classes or labels.max() < law.classes) and labels.dtype.kind != "f":
         return
-    wrong = (labels < 0) | (labels >= law.classes) if law.classes else labels < 0
-    wrong &= ~np.isin(labels, law.ignored)
+    right = (labels >= 0) & (labels < law.classes) if law.classes else labels >= 0
+    if labels.dtype.kind == "f":
+        right &= labels == np.floor(labels)
+    wrong = ~right & ~np.isin(labels, law.ignored)
     if not wrong.any():
         return
     first = [int(one) for one in np.argwhere(wrong)[0]]
     classes = f"labels are 0 to {law.classes - 1}" if law.classes else "labels are 0 or more"
     ignored = f", or {', '.join(map(str, law.ignored))}, which does not count" if law.ignored else ""
+    remedy = "give the loss an `ignore_index`, the label that does not count"
+    if law.metric:
+        remedy = f"take the metric '{law.metric}' out, which is of no others"
     raise ValueError(
         f"{_place(port, labels.shape, first, rank)} has the label {labels[tuple(first)]}\n  {classes}{ignored}\n"
-        "  help: correct the data, or give the loss an `ignore_index`, the label that does not count"
+        f"  help: correct the data, or {remedy}"
     )
 
 

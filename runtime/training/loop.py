@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
-import numpy as np
-
+from ..artifact.metric_formula import Totals
 from ..data import Loader, Position
 from ..errors import InputError, UsageError
 from .finite import STOP, WARN, is_finite
@@ -86,7 +85,7 @@ def run(
             f"there are {order.records} records, fewer than a batch of {order.batch}\n  help: choose a smaller batch"
         )
     total = config.total(order.batches)
-    means = _Means()
+    totals = Totals(trainer.record.formulas)
     last: Metrics = {}
     begun, records, skipped = time.perf_counter(), 0, trainer.skipped
     while trainer.step < total:
@@ -95,10 +94,10 @@ def run(
         outputs = _step(trainer, batch, following, position)
         finite = is_finite(outputs.get(trainer.record.loss, 0.0)) and trainer.skipped == skipped
         if finite or trainer.on_nonfinite == WARN:
-            means.add(outputs)
+            totals.add(outputs)
         stops = not finite and trainer.on_nonfinite == STOP
         if not finite and listener and not stops:
-            listener.not_finite(trainer.step, outputs, trainer.skipped > skipped)
+            listener.not_finite(trainer.step, trainer.numbers(outputs), trainer.skipped > skipped)
         skipped = trainer.skipped
         records += order.batch
         step, now = trainer.step, loader.position()
@@ -106,7 +105,7 @@ def run(
         at = now.epoch + now.batch / order.batches
         if _due(config.log, step, ended, total):
             passed = time.perf_counter() - begun
-            last = means.take()
+            last = totals.take()
             progress = Progress(
                 step,
                 total,
@@ -139,7 +138,7 @@ def _step(
 ) -> Mapping[str, Any]:
     """The outputs of a step; the error of a refused batch names its place in the data."""
     try:
-        return trainer.train(batch, following)
+        return trainer.advance(batch, following)
     except InputError as error:
         raise InputError(
             f"step {trainer.step + 1}, batch {position.batch} of epoch {position.epoch}: {error}"
@@ -159,21 +158,3 @@ def resume(trainer: Trainer, loader: Loader, path: Path, option: str = "") -> No
 def _due(every: Every, step: int, ended: bool, total: int) -> bool:
     """Whether an action with the interval `every` is due after a step; after the last step it always is."""
     return step == total or (ended if every == "epoch" else step % every == 0)
-
-
-class _Means:
-    """Running means of the outputs of steps."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._count = 0
-
-    def add(self, outputs: Mapping[str, Any]) -> None:
-        self._count += 1
-        for name, value in outputs.items():
-            self._sums[name] = self._sums.get(name, 0.0) + np.asarray(value).item()
-
-    def take(self) -> dict[str, float]:
-        found = {name: total / max(self._count, 1) for name, total in self._sums.items()}
-        self._sums, self._count = {}, 0
-        return found

@@ -21,6 +21,7 @@ from pydantic import JsonValue
 from ..artifact.format import EVALUATE, Manifest, Port, TrainingRecord
 from ..artifact.lr_schedule import Rate, numbers, optimizer_types, scalars, schedule
 from ..artifact.manifest import Artifact, open_artifact
+from ..artifact.metric_formula import FORMULAS, Totals
 from ..artifact.named import SCHEDULE, base_folder, outside, refusal
 from ..checkpoint.early_verification import EarlyVerification
 from ..checkpoint.index import NONFINITE
@@ -111,6 +112,16 @@ class Trainer:
         `following`: the batch of the next step, the same arrays, where it is known; other ranks may not know it. The ranks then agree on it
         during this step, and a loss that is not finite is told one step later, to `train`; other calls ask.
         """
+        return self.numbers(self.advance(batch, following))
+
+    def numbers(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The outputs of a step, with the numbers of metrics that are made of sums in place of these."""
+        formulas = {name: FORMULAS[one] for name, one in self.record.formulas.items() if name in outputs}
+        made = {name: formula(np.asarray(outputs[name], np.float64)) for name, formula in formulas.items()}
+        return {**outputs, **made}
+
+    def advance(self, batch: Mapping[str, object], following: Mapping[str, object] | None = None) -> Outputs:
+        """One step as `train` takes it; of a metric that is made of sums its outputs have these, which steps add up."""
         applied = self.step - self.skipped
         with user_code("the schedule", f"asking for the rate of step {applied}"):
             self.last_rate = float(self.rate(applied))
@@ -169,15 +180,12 @@ class Trainer:
         if self._evaluation is None:
             raise UsageError("the artifact has no evaluation\n  help: compile again")
         self.check_last_loss()
-        totals: dict[str, float] = {}
-        records = 0
+        totals = Totals(self.record.formulas)
         for (batch, size), following in with_next(batches):
-            records += size
             if following is not None:
                 self._evaluation.announce(following[0])
-            for name, value in self._evaluation(batch).items():
-                totals[name] = totals.get(name, 0.0) + np.asarray(value).item() * size
-        return {name: total / max(records, 1) for name, total in totals.items()}
+            totals.add(self._evaluation(batch), size)
+        return totals.take()
 
     def save(self, folder: str | Path, meta: Mapping[str, JsonValue] | None = None, keep: int | None = None) -> Path:
         """Writes a checkpoint of this step into `folder`, which all ranks share; its path."""

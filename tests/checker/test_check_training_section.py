@@ -37,6 +37,18 @@ def _in(part: str, **fields: object) -> Change:
 CASES: dict[str, tuple[Change, str]] = {
     "no loss": (_with(loss="none"), "training: the loss 'none' is no output"),
     "a metric": (_with(metrics=["none"]), "training: the metric 'none' is no output"),
+    "a formula": (
+        _with(metrics=["loss"], formulas={"loss": "area"}),
+        "has the formula 'area'; the runtime knows roc_auc",
+    ),
+    "a formula of none": (
+        _with(formulas={"loss": "roc_auc"}),
+        "the formula 'roc_auc' is of 'loss', which is no metric",
+    ),
+    "no counts": (
+        _with(metrics=["loss"], formulas={"loss": "roc_auc"}),
+        "the metric 'loss' has the shape []; of 'roc_auc' it is 2 counts for each of 2 bins or more, and 2 besides",
+    ),
     "a fixed input": (_with(fixed=["none"]), "the fixed input 'none' is no input"),
     "no guard": (_in("settings", on_nonfinite="skip"), "there is no guard, and 'on_nonfinite' is 'skip'"),
     "a guard": (_with(guard="loss"), "the guard is 'loss', and 'on_nonfinite' is 'stop'"),

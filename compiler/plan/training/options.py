@@ -20,6 +20,7 @@ class Check(Enum):
     REDUCTION = "mean, sum or sum_over_ranks"
     INTEGER = "an integer"
     COUNT = "an integer of 1 or more"
+    BINS = "an integer from 2 to 65536"
     SHARE = "a number from 0 to less than 1"
     NUMBERS = "a number, a list of numbers, or the name of an .npy file"
     BOOL = "true or false"
@@ -35,6 +36,7 @@ _FORMS: dict[Check, dict[str, Any]] = {
     Check.REDUCTION: {"enum": ["mean", "sum", "sum_over_ranks"]},
     Check.INTEGER: {"type": "integer"},
     Check.COUNT: {"type": "integer", "minimum": 1},
+    Check.BINS: {"type": "integer", "minimum": 2, "maximum": 65536},
     Check.SHARE: {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
     Check.NUMBERS: {
         "anyOf": [{"type": "number"}, {"type": "string"}, {"type": "array", "items": {"type": "number"}, "minItems": 1}]
@@ -97,6 +99,8 @@ def _checked(value: Any, check: Check, folder: Path | None) -> Any:
         case Check.INTEGER if is_integer(value):
             return value
         case Check.COUNT if is_integer(value) and value >= 1:
+            return value
+        case Check.BINS if is_integer(value) and 2 <= value <= 65536:
             return value
         case Check.SHARE if _is_number(value) and 0 <= value < 1:
             return float(value)

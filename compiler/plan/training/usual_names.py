@@ -24,6 +24,7 @@ _ALIASES = {
     **dict.fromkeys(("bce_with_logits", "binary_cross_entropy_with_logits"), ("binary_cross_entropy", "")),
     **dict.fromkeys(("acc", "categorical_accuracy", "sparse_categorical_accuracy"), ("", "accuracy")),
     **dict.fromkeys(("top_k_accuracy",), ("", "top_k")),
+    **dict.fromkeys(("roc_auc", "auroc", "binary_auroc", "roc_auc_score"), ("", "auc")),
 }
 """Usual names of losses and metrics, with what they are called here: the loss, and the metric."""
 

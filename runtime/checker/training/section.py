@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from onnx import AttributeProto, ModelProto, NodeProto
-from partc.runtime.artifact.format import MANIFEST, OPTIMIZER, Manifest, TrainingRecord
+from partc.runtime.artifact.format import MANIFEST, OPTIMIZER, Manifest, Shape, TrainingRecord
 from partc.runtime.artifact.lr_schedule import OTHERS, SCALARS, numbers, scalar_name, scalars, schedule
+from partc.runtime.artifact.metric_formula import FORMULAS
 from partc.runtime.artifact.onnx_graph import node_title
 from partc.runtime.errors import UsageError, Violation
 
@@ -51,6 +52,14 @@ def _names(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
     for kind, name in [("loss", training.loss), *(("metric", metric) for metric in training.metrics)]:
         if name not in outputs:
             yield f"the {kind} '{name}' is no output"
+    for name, formula in training.formulas.items():
+        if name not in training.metrics:
+            yield f"the formula '{formula}' is of '{name}', which is no metric"
+        if formula not in FORMULAS:
+            yield f"the metric '{name}' has the formula '{formula}'; the runtime knows {', '.join(FORMULAS)}"
+        elif name in outputs and not _is_counts(outputs[name].shape):
+            counts = "2 counts for each of 2 bins or more, and 2 besides"
+            yield f"the metric '{name}' has the shape {outputs[name].shape}; of '{formula}' it is {counts}"
     yield from (f"the fixed input '{name}' is no input" for name in training.fixed if name not in inputs)
     said = training.settings.get("on_nonfinite", "stop")
     if said not in _NONFINITE:
@@ -63,6 +72,11 @@ def _names(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
         outputs[training.guard].ranks if training.guard in outputs else []
     ):
         yield f"the guard '{training.guard}' is no output that every rank has"
+
+
+def _is_counts(shape: Shape) -> bool:
+    """Whether these may be counts of two labels in two bins or more, and one besides."""
+    return shape is not None and len(shape) == 1 and isinstance(shape[0], int) and shape[0] >= 6 and shape[0] % 2 == 0
 
 
 def _scalars(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
