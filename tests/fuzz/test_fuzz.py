@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-CASES = {"plans": 30, "models": 20, "manifests": 20, "rank_files": 20, "checkpoints": 20}
+CASES = {"plans": 30, "models": 20, "manifests": 20, "rank_files": 14, "checkpoints": 12}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -167,11 +167,6 @@ def whole_weights(model: Path) -> dict[str, np.ndarray]:
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in ir.to_proto(load(model).model).graph.initializer}
 
 
-def test_lenet_gets_to_know_the_digits_that_it_carries(samples: Path, tmp_path: Path) -> None:
-    told = train(samples / "lenet", LENET[0], tmp_path, "--epochs", "110", "--evaluate", "1100")
-    assert told.evaluations[-1]["accuracy"] >= 0.8
-
-
 @needs_mnist
 def test_lenet_over_mpi_on_all_of_mnist(samples: Path, tmp_path: Path) -> None:
     lenet = samples / "lenet"
@@ -218,8 +213,8 @@ def test_linear_adds_up_the_gradients_of_its_ranks(samples: Path, tmp_path: Path
 
 @needs_mnist
 def test_linear_has_the_losses_of_its_origin(samples: Path, tmp_path: Path) -> None:
-    have = train(samples / "linear_dp", "train.yaml", tmp_path, *full(), "--epochs", "5")
-    assert [round(loss, 3) for loss in have.losses] == list(ORIGIN_LOSSES)
+    have = train(samples / "linear_dp", "train.yaml", tmp_path, *full(), "--epochs", "2")
+    assert [round(loss, 3) for loss in have.losses] == list(ORIGIN_LOSSES[:2])
 
 
 @pytest.mark.parametrize("mpi", [False, True], ids=["threads", "mpi"])

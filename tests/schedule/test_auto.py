@@ -52,7 +52,7 @@ def random_costs(chosen: random.Random, stages: Stages) -> Costs:
 
 def test_random_graphs_homes_times_and_limits() -> None:
     chosen, met = random.Random(41), 0
-    for _ in range(30):
+    for _ in range(20):
         stages, m = random_stages(chosen), chosen.choice((1, 2, 3, 5))
         costs = random_costs(chosen, stages)
         limits = [one * chosen.choice((1, 1.3, 2, 3, 100)) for one in one_microbatch(stages, costs)]
@@ -66,7 +66,7 @@ def test_random_graphs_homes_times_and_limits() -> None:
             other = make(stages, m)
             if within(peaks(other, costs), limits):
                 assert found.total <= simulate(other, costs).total * (1 + 1e-9)
-    assert met > 15, "most small cases meet the bound"
+    assert met > 10, "most small cases meet the bound"
 
 
 def test_equal_stages_meet_the_closed_forms() -> None:

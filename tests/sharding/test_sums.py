@@ -252,7 +252,7 @@ def test_the_checker_finds_a_reduction_that_is_left_out(tmp_path: Path, tag: int
     )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=18, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(chains())
 def test_nothing_is_dearer_than_where_sums_are_reduced_at_once(case: tuple[onnx.ModelProto, str]) -> None:
     proto, plan = case
@@ -270,5 +270,5 @@ def test_nothing_is_dearer_than_where_sums_are_reduced_at_once(case: tuple[onnx.
 
 
 def test_many_of_the_chains_have_cheaper_sums() -> None:
-    assert MOVED["moved"] >= 5, MOVED
+    assert MOVED["moved"] >= 4, MOVED
     assert MOVED["refused"] <= 5, MOVED

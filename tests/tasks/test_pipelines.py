@@ -102,7 +102,6 @@ def models() -> dict[str, Any]:
     ("name", "plan", "schedule", "counts", "shared"),
     [
         ("gpt", "ranks: 4\n" + placed("0 1 2 3"), "1f1b", (4,), ""),
-        ("gpt", "ranks: 4\n" + placed("0 1 2 3"), "zb_h1", (4,), ""),
         ("gpt", "ranks: 2\n" + placed("0 1 0 1"), "interleaved", (2,), ""),
         ("gpt", "ranks: 2\n" + placed("0 1 1 0"), "zbv", (2,), ""),
         ("gpt", "ranks: 4\n" + PIPES.replace("AXIS", "tp").replace("REST", REST) + BLOCKS, "zb_h1", (4,), ""),

@@ -61,7 +61,7 @@ def test_a_body_is_there_once_and_the_main_graph_is_the_row(source: Source, tmp_
         assert many.ByteSize() < 1.5 * few.ByteSize()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", ["zb_h1"])
 def test_a_body_has_one_session(schedule: str, source: Source, tmp_path: Path) -> None:
     """Three sessions a stage at most, but for what adds at indices, and as many beside the row with more microbatches."""
     beside: dict[int, set[int]] = {}

@@ -124,7 +124,7 @@ CASES = [
     (1, "both, smoothed", (2, 8)),
     (2, "both, smoothed", (1, 4, 8)),
     (2, "sum", (4,)),
-    (4, "both, smoothed", (1, 4, 8)),
+    (4, "both, smoothed", (4, 8)),
     (4, "sum of squares", (2,)),
 ]
 

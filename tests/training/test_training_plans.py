@@ -90,7 +90,7 @@ def test_tables_and_heads_cut(cut: str, tmp_path: Path) -> None:
     learns(name, f"ranks: 3\nsharding: {{{cut}}}\n", sizes_of(name, 2, 1), tmp_path)
 
 
-@pytest.mark.parametrize(("name", "dp", "tp"), [("gpt of one block", 2, 3), ("gpt of one block", 3, 2), ("gpt", 2, 2)])
+@pytest.mark.parametrize(("name", "dp", "tp"), [("gpt of one block", 2, 3), ("gpt", 2, 2)])
 def test_data_and_tensor_parallel(name: str, dp: int, tp: int, tmp_path: Path) -> None:
     plan = f"""ranks: {dp * tp}
 mesh: {{dp: {dp}, tp: {tp}}}
@@ -239,8 +239,8 @@ CLIPPED = {
 @pytest.mark.parametrize(
     ("cut", "clip"),
     [
-        *((cut, "{norm: 0.05}") for cut in CLIPPED),
-        ("both", "{norm: 1000}"),
+        ("data parallel", "{norm: 0.05}"),
+        ("both", "{norm: 0.05}"),
         ("tensor parallel", "{value: 0.003}"),
         ("placed", "{norm: 0.2, value: 0.003}"),
     ],
