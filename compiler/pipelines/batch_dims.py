@@ -18,6 +18,7 @@ class BatchDims:
         self.symbols = {**symbols, **whole}
         self.known = {name: info.facts for name, info in self.symbols.items()}
         self.shares = {symbol(name): symbol(name) / count for name in whole}
+        self.made: dict[tuple[str, int], int | str] = {}
 
     def shape(self, shape: Shape | None) -> Shape | None:
         """The shape of a value of a microbatch, in the dims of the whole batch."""
@@ -29,6 +30,11 @@ class BatchDims:
 
     def dim(self, text: str, times: int = 1) -> int | str:
         """So many times a dim of a microbatch, in the dims of the whole batch."""
+        if (text, times) not in self.made:  # every row and body asks for the dims of all its values
+            self.made[text, times] = self._dim(text, times)
+        return self.made[text, times]
+
+    def _dim(self, text: str, times: int) -> int | str:
         expression = read(text)
         if expression is None or (not self.shares and times == 1):
             return text
