@@ -58,6 +58,7 @@ def command(
     from partc.cli.job.inputs import choose_sizes
     from partc.cli.output.pipeline import pipeline_of, rows_text
     from partc.cli.output.stats import rank_stats, typical_sizes
+    from partc.cli.output.target_memory import memory_table, target_memory
     from partc.cli.output.target_stats import target_stats, targets_table
     from partc.cli.output.training_stats import training_stats
     from partc.runtime.artifact.manifest import open_artifact
@@ -78,9 +79,8 @@ def command(
         raise UsageError("\n".join(problems))
     sizes = {**typical_sizes(manifest), **given}
     stats = [rank_stats(artifact, one, sizes) for one in range(manifest.ranks)]
-    targets = [
-        one for k in range(manifest.ranks) for one in target_stats(manifest, unrolled(artifact.model(k)), k, sizes)
-    ]
+    targets = [one for k in range(manifest.ranks) for one in target_stats(unrolled(artifact.model(k)), k, sizes)]
+    memory = [one for k in range(manifest.ranks if targets else 0) for one in target_memory(artifact, k, sizes)]
     trains = any(record.next for record in manifest.state)
     trained = [
         training_stats(manifest, unrolled(artifact.model(one)), one, sizes) for one in range(manifest.ranks) if trains
@@ -93,6 +93,7 @@ def command(
         found |= {"groups": manifest.groups, "collectives": collectives} if collectives else {}
         found |= _pipeline_json(artifact)
         found |= {"targets": [dataclasses.asdict(one) for one in targets]} if targets else {}
+        found |= {"memory": [dataclasses.asdict(one) for one in memory]} if memory else {}
         found |= {"training": [dataclasses.asdict(one) for one in trained]} if trained else {}
         console.echo(json.dumps(found, indent=1))
         return 0
@@ -115,12 +116,17 @@ def command(
         table.add(*cells)
     pipeline = pipeline_of(artifact)
     largest = [*_largest_transfers(artifact, sizes), *_largest_collectives(artifact, sizes)]
-    tables = [*_pipeline(pipeline, stats, sizes), *_training(trained, artifact), *targets_table(targets)]
+    tables = [
+        *_pipeline(pipeline, stats, sizes),
+        *_training(trained, artifact),
+        *targets_table(targets),
+        *memory_table(memory),
+    ]
     show_tables([table, *tables, *largest])
     console.echo()
     for line in rows_text(pipeline) if pipeline is not None else ():
         console.echo(line)
-    for line in _notes(artifact, sizes, sum(one.unknown_values for one in stats), bool(trained)):
+    for line in _notes(artifact, sizes, sum(one.unknown_values for one in stats), bool(trained), bool(memory)):
         console.echo(line)
     return 0
 
@@ -229,13 +235,15 @@ def _lists_text(lists: list[list[int]]) -> str:
     return text if len(lists) == 1 else f"{len(lists)} lists of {len(first)}: {text}"
 
 
-def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int, trains: bool) -> Iterator[str]:
+def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int, trains: bool, targets: bool) -> Iterator[str]:
     symbols = artifact.manifest.symbols
     if symbols:
         chosen = ", ".join(f"{name}={value}" for name, value in sizes.items())
         yield f"sizes are for {chosen}: the maximum, or the minimum if there is no maximum; --set changes it"
     kept = "weights, optimizer state" if trains else "weights"
-    yield f"peak memory is an estimate: {kept} and the largest set of live values"
+    yield f"peak memory is an estimate: {kept} and the largest set of live values{', on all targets together' if targets else ''}"
+    if targets:
+        yield "a target's own peak has the arena of its values between segments, of exactly these bytes, and what lives inside of one"
     if unknown:
         yield f"'+?': without {count(unknown, 'value')} whose size is known only at run time"
 

@@ -26,6 +26,7 @@ from partc.runtime.execution.symbol_bindings import smallest
 
 if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto, ValueInfoProto
+    from partc.runtime.program.steps import Step
 
 _UNKNOWN = "unknown"
 
@@ -65,7 +66,7 @@ def typical_sizes(manifest: Manifest) -> dict[str, int]:
 def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankStats:
     """The numbers of a rank, with the symbols at these sizes."""
     from partc.runtime.program.segmentation import segmented
-    from partc.runtime.program.steps import Segment, Update
+    from partc.runtime.program.steps import Segment
 
     file = artifact.model(rank)
     model, manifest = unrolled(file), artifact.manifest
@@ -76,8 +77,7 @@ def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankS
     kept = kept_bytes(manifest, rank)
     weights = sum(tensor_bytes(tensor) for tensor in model.graph.initializer if tensor.name not in state)
     weights += kept["parameter"] + kept["statistics"]
-    in_place = {name for step in steps if isinstance(step, Update) for node in step.nodes for name in node.output}
-    live, unknown = _largest_live_set(model, sizes, state | in_place)
+    live, unknown = largest_live_set(model, sizes, state | updated_in_place(steps))
     return RankStats(
         rank=rank,
         nodes=sum(node.domain != DOMAIN for node in model.graph.node),
@@ -89,6 +89,13 @@ def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankS
         sent=moved([*(one for one in transfers if one.source == rank), *collectives], sizes),
         received=moved([*(one for one in transfers if one.target == rank), *collectives], sizes),
     )
+
+
+def updated_in_place(steps: Iterable[Step]) -> set[str]:
+    """What updates make, which lies where the old value did."""
+    from partc.runtime.program.steps import Update
+
+    return {name for step in steps if isinstance(step, Update) for node in step.nodes for name in node.output}
 
 
 def _collectives(model: ModelProto, manifest: Manifest) -> Iterator[Collective]:
@@ -166,7 +173,7 @@ def tensor_bytes(tensor: TensorProto) -> int:
     return dtype.bytes_of(tuple(tensor.dims))
 
 
-def _largest_live_set(model: ModelProto, sizes: Mapping[str, int], apart: Collection[str]) -> tuple[int, int]:
+def largest_live_set(model: ModelProto, sizes: Mapping[str, int], apart: Collection[str]) -> tuple[int, int]:
     """Bytes of the largest set of values alive at once, and the number of values of unknown size that it leaves out.
 
     Values in `apart`, and weights, are counted elsewhere.

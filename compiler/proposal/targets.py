@@ -40,16 +40,16 @@ class Device:
 
 @dataclass(frozen=True)
 class ProposedTargets:
-    """The lines of `target:`, and whether the optimizer goes to the CPU."""
+    """The lines of `target:`, whether the optimizer goes to the CPU, and the bytes of the ranks that need most of a target."""
 
     lines: tuple[str, ...] = (f'"**": {CUDA}',)
     optimizer: bool = False
-    needed: int = 0
-    """The bytes of the rank that needs most of its GPU."""
+    memory: tuple[DeviceBytes, ...] = ()
 
     def section(self) -> Iterator[str]:
         """The section of a plan."""
-        yield f"target:   # the last match wins; a rank needs at most {shown_size(self.needed)} of its GPU"
+        yield "target:   # the last match wins"
+        yield from (f"  # {one}" for one in self.memory)
         yield from (f"  {line}" for line in self.lines)
 
 
@@ -76,7 +76,8 @@ def propose_targets(compiled: Compile, device: Device, name: str) -> tuple[Propo
         parts = device_bytes(program, CUDA)
         over = [part for part in parts if limit is not None and part.needed > limit]
         if limit is None or not over:
-            return replace(found, needed=max(part.needed for part in parts)), program
+            largest = [max(some, key=lambda part: part.needed) for some in (parts, device_bytes(program, CPU))]
+            return replace(found, memory=tuple(largest)), program
         if offload and not found.optimizer:
             found = replace(found, optimizer=True)
             continue

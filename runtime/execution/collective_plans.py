@@ -14,22 +14,27 @@ from ..communication.transport import Transport
 from ..errors import RankError
 from ..program.memory_plan import Lifetime
 from ..program.steps import StartCollective, Step, WaitCollective
-from .rank_program import RankProgram
+from ..program.value_table import ValueTable
 
 Shape: TypeAlias = tuple[int, ...]
 AnyCollective: TypeAlias = CollectivePlan | CoalescedCollective | Redistribution
 
 
 def plan_collectives(
-    program: RankProgram,
+    steps: Sequence[Step],
+    values: ValueTable,
+    kept: Mapping[str, Shape],
     promises: Mapping[int, Shape],
     shapes: dict[str, Shape],
     transport: Transport,
     wire: Mapping[int, int],
 ) -> dict[int, AnyCollective]:
-    """The collectives of known shape; the shapes of what they give are filled in. RankError for one that cannot be."""
+    """The collectives of known shape; the shapes of what they give are filled in. RankError for one that cannot be.
+
+    `kept`: the shapes of the tensors that the rank keeps from step to step.
+    """
     found: dict[int, AnyCollective] = {}
-    for step in program.steps:
+    for step in steps:
         if not isinstance(step, StartCollective) or step.call.tag not in promises:
             continue
         call, promise = step.call, promises[step.call.tag]
@@ -37,14 +42,13 @@ def plan_collectives(
             if call.result and call.op == PULL:
                 shapes[call.result] = result_shape(call, promise, len(step.ranks))
             continue
-        dtype = program.values.dtype(call.source or call.value)
+        dtype = values.dtype(call.source or call.value)
         try:
             if call.kind.boxes:
                 given, taken = promise if call.source else None, shapes.get(call.result or "")
                 found[call.tag] = Redistribution(call, given, taken, dtype, transport, wire[call.tag])
             elif call.parts and not call.in_one_buffer:
-                kept = program.state.tensors
-                sizes = [dtype.bytes_of(shapes[name] if name in shapes else kept[name].shape) for name in call.given]
+                sizes = [dtype.bytes_of(shapes[name] if name in shapes else kept[name]) for name in call.given]
                 found[call.tag] = CoalescedCollective(call, step.ranks, sizes, dtype, transport, call.tag)
             else:
                 plan = found[call.tag] = CollectivePlan(call, step.ranks, promise, dtype, transport, call.tag)

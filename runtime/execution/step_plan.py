@@ -61,7 +61,8 @@ class StepPlan:
         self.at_once = at_once
         self.shapes = {name: program.evaluated(shape, bindings) for name, shape in program.values.shapes.items()}
         self.promises = {tag: program.evaluated(shape, bindings) for tag, shape in program.promises.items()}
-        self.works = plan_collectives(program, self.promises, self.shapes, transport, wire)
+        kept = {name: tensor.shape for name, tensor in program.state.tensors.items()}
+        self.works = plan_collectives(program.steps, self.values, kept, self.promises, self.shapes, transport, wire)
         self.cells: dict[str, Cell] = dict(program.constants)
         self.sessions = SessionCalls(program, self.cells)
         self.transient = [name for name, kind in program.values.storage.items() if self._passes(name, kind)]

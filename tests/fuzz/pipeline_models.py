@@ -23,6 +23,9 @@ from typing import Any
 import numpy as np
 from partc.compiler.frontend.source import Source
 from partc.runtime.checker.check import check_artifact
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
 from training_equivalence import run, source_of
 from training_models import Model, dlrm, gpt, lenet, mlp, resnet
 
