@@ -149,7 +149,7 @@ def made_names(step: RankOp) -> list[str]:
     if isinstance(step, CopyOp):
         return [step.made]
     if isinstance(step, CommOp | TaskCall):
-        return list(step.outputs)
+        return list(filter(None, step.outputs))
     return [value.name or "" for value in step.node.outputs]
 
 

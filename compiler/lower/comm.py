@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.program import Group, Program, Shape, ShardedValue
 from partc.compiler.ir.rank_program import CommOp, ComputeOp, Constant, Event, RankOp, TaskKind, Way
 from partc.compiler.ir.value_bytes import whole_bytes
@@ -68,13 +69,15 @@ class CommLowering:
     masked: dict[tuple[ShardedValue, ShardedValue], str] = field(default_factory=dict)
     """What is called that one rank of each set keeps of a version, by that and its partial layout (`kept.py`)."""
     task: TaskKind = TaskKind.FORWARD
+    pulls: dict[NodeOnGroup, int] = field(default_factory=dict)
+    """By node that pulls its rows the tag of its Pull."""
     _sets: dict[tuple[Mesh, tuple[int, ...], Group], tuple[tuple[Group, ...], str]] = field(default_factory=dict)
 
     def copy(self, task: TaskKind) -> CommLowering:
         """One of its own with the same contents, whose ops belong to `task`."""
         builders, values, sets = self.builders.copy(), self.values.copy(), dict(self._sets)
-        events, groups, masked = [*self.events], dict(self.groups), dict(self.masked)
-        return CommLowering(self.program, builders, values, events, groups, masked, task, sets)
+        events, groups, masked, pulls = [*self.events], dict(self.groups), dict(self.masked), dict(self.pulls)
+        return CommLowering(self.program, builders, values, events, groups, masked, task, pulls, sets)
 
     def of_task(self, task: TaskKind) -> CommLowering:
         """The same programs, where what is written belongs to `task`."""

@@ -1,9 +1,13 @@
 """Lookups in a table whose rows are cut over ranks: Pull in the forward pass, and Push of what a gradient gives to rows.
 
-    Gather `vb,i->ib` on 0-3, v (0, 1), i (0, 1)     every rank    %h = Pull(%table, %ids)
-                                                     backward      %ids.own, %rows = Push(%ids, %h.grad)
-    Gather on 0-3, its rows served by 4-5            0-3           %h = Pull(, %ids)          4-5    Pull(%table, )
-                                                     backward      Push(%ids, %h.grad)        4-5    %ids.own, %rows = Push()
+    Gather `vb,i->ib` on 0-3, v (0, 1), i (0, 1)     every rank    %h, %asked, %counts, %places = Pull(%table, %ids)
+                                                     backward      %ids.own, %rows = Push(%asked, %counts, %places, %h.grad)
+    Gather on 0-3, its rows served by 4-5            0-3           %h, , %counts, %places = Pull(, %ids)
+                                                     4-5           , %asked, %counts, = Pull(%table, )
+                                                     backward      0-3   Push(, %counts, %places, %h.grad)
+                                                                   4-5   %ids.own, %rows = Push(%asked, %counts, , )
+
+Rows alone go back: the owners know the ids from the Pull. Where no gradient is wanted a Pull gives rows alone.
 
 A list of the group has the ranks that differ along the axes of the rows alone, in the order of their rows: all of them are owners. Of a
 served table it has the servers, which are the owners, and then all that ask. Along an axis that does not cut ids ranks ask the same: all of
@@ -50,6 +54,7 @@ def write_pull(comm: CommLowering, instance: NodeOnGroup) -> None:
     cause = f"rows that '{comm.program.paths[instance.node]}' looks up ({why})"
     name, table, ids = comm.values.names[made], operand_name(comm, instance, 0), operand_name(comm, instance, 1)
     event = one.event(fmt.PULL, made.value, name, cause, (one.lies(one.table), one.lies(made)))
+    comm.pulls[instance] = event.tag
     for ranks, given in one.parts(made.group):
         inputs = (table if given[0] else "", ids if given[1] else "")
         outputs = (name,) if given[1] else ()
@@ -62,7 +67,8 @@ def write_push(comm: CommLowering, instance: NodeOnGroup, dy: str, dual: Layout,
 
     `dual`: the layout of the table's cotangent.
     """
-    one = _Lookup.of(comm, instance).back()
+    there = _Lookup.of(comm, instance)
+    asked, one = _with_asked(there, comm.pulls[instance]), there.back()
     cause = f"gradient of '{comm.program.paths[instance.node]}'"
     kind, info = one.table.value.type, comm.values[one.table.value]
     assert kind is not None
@@ -71,12 +77,36 @@ def write_push(comm: CommLowering, instance: NodeOnGroup, dy: str, dual: Layout,
     comm.values.add(values[1], ValueInfo(info.type, None, info.item_bytes))
     owned = ShardedValue(one.table.value, one.table.group, Layout(dual.mesh, dual.cuts))
     event = one.event(fmt.PUSH, values[1], names[1], cause, (one.lies(one.made), one.lies(owned)))
-    ids = operand_name(comm, instance, 1)
     for ranks, given in one.parts(one.givers):
-        inputs, outputs = (ids, dy) if given[1] else (), names if given[0] else ()
-        comm.append(ranks, one.op(fmt.PUSH, inputs, outputs, event))
+        inputs, outputs = (*asked.on(given), dy if given[1] else ""), names if given[0] else ()
+        comm.append(ranks, one.op(fmt.PUSH, inputs, outputs, event, gives=True))
     for name, value in zip(names, values, strict=True):
         comm.builders.declare(one.table.group, name, value, None)
+
+
+def _with_asked(one: _Lookup, tag: int) -> _Asked:
+    """Has a Pull also give what its Push reads; the names."""
+    comm, made = one.comm, one.comm.values.names[one.made]
+    parts = one.parts(one.givers)
+    ranks = tuple(rank for some, _ in parts for rank in some)
+    asked = _Asked(*(comm.builders.free(ranks, f"{made}.{word}") for word in ("asked", "counts", "places")))
+    for name, shape in ((asked.ids, None), (asked.counts, (one.owners + len(one.places),)), (asked.places, one.ids())):
+        value = ir.Value(name=name, type=_IDS, shape=None if shape is None else ir.Shape(shape))
+        comm.values.add(value, ValueInfo("tensor(int64)", shape, _ID_BYTES))
+        there = tuple(rank for some, key in parts if name in asked.on(key) for rank in some)
+        comm.builders.declare(there, name, value, shape)
+    again: dict[tuple[CommOp, tuple[str, ...]], CommOp] = {}
+    for some, key in parts:
+        for builder in comm.builders.of(some):
+            at, old = next(
+                (k, step) for k, step in enumerate(builder.steps) if isinstance(step, CommOp) and step.tag == tag
+            )
+            outputs = (*(old.outputs or ("",)), *asked.on(key))
+            while outputs and not outputs[-1]:
+                outputs = outputs[:-1]
+            attributes = {**old.attributes, fmt.GIVERS: one.places}
+            builder.steps[at] = again.setdefault((old, outputs), replace(old, outputs=outputs, attributes=attributes))
+    return asked
 
 
 def write_dense(comm: CommLowering, instance: NodeOnGroup, names: tuple[str, str], dx: str) -> None:
@@ -90,6 +120,20 @@ def write_dense(comm: CommLowering, instance: NodeOnGroup, names: tuple[str, str
     last = comm.constant(group, dx, "axes", [1])
     places = comm.beside(group, "Unsqueeze", [names[0], last], f"{dx}.places")
     comm.emit(group, "ScatterND", [zeros, places, names[1]], dx, None, reduction="add")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The values by which a Push knows what a Pull asked: the ids that an owner was asked, the counts of both ends, the ids' places."""
+
+    ids: str
+    counts: str
+    places: str
+
+    def on(self, given: tuple[bool, bool]) -> tuple[str, str, str]:
+        """Those that a rank has, by whether it is an owner, and whether it gives."""
+        owns, gives = given
+        return self.ids if owns else "", self.counts if owns or gives else "", self.places if gives else ""
 
 
 @dataclass(frozen=True)
@@ -146,12 +190,19 @@ class _Lookup:
             found.setdefault((rank in owning, rank in asking), []).append(rank)
         return [(tuple(ranks), key) for key, ranks in found.items()]
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The places of givers in the list, which are the same in every list."""
+        return tuple(place for place, rank in enumerate(self.sets[0]) if rank in self.givers)
+
     def lies(self, version: ShardedValue) -> tuple[Group, Layout]:
         """A version as an event lists it."""
         return version.group, version.layout
 
-    def op(self, op_type: str, inputs: tuple[str, ...], outputs: tuple[str, ...], event: Event) -> CommOp:
-        """The node of some ranks."""
+    def op(
+        self, op_type: str, inputs: tuple[str, ...], outputs: tuple[str, ...], event: Event, *, gives: bool = False
+    ) -> CommOp:
+        """The node of some ranks; `gives`: rows go back."""
         rows = self.comm.values[self.table.value].shape
         assert rows is not None
         said: dict[str, int | str | tuple[int, ...]] = {
@@ -159,12 +210,13 @@ class _Lookup:
             fmt.OWNERS: tuple(range(self.owners)),
             fmt.ROWS: int(rows[0]),
             fmt.ROW: self._row(),
+            **({fmt.GIVERS: self.places} if gives else {}),
         }
         return CommOp(op_type, inputs, outputs, said, event.tag, event.value, event.cause, event.bytes)
 
     def event(self, op_type: str, value: ir.Value, name: str, cause: str, way: Way) -> Event:
         """Lists the event of a Pull or a Push."""
-        tag, amount, shape = len(self.comm.events), self._bytes(), self._ids()
+        tag, amount, shape = len(self.comm.events), self._bytes(_ID_BYTES * (op_type == fmt.PULL)), self.ids()
         event = Event(tag, op_type, value, name, self.sets, self.group, shape, amount, cause, way=way)
         self.comm.events.append(event)
         return event
@@ -174,23 +226,23 @@ class _Lookup:
         assert shape is not None
         return tuple(int(dim) for dim in shape[1:])
 
-    def _ids(self) -> Shape | None:
+    def ids(self) -> Shape | None:
         """The shape of a rank's ids: that of its rows without a row's own dims."""
         shape = self.comm.values.local_shape(self.made)
         return None if shape is None else shape[: len(shape) - len(self._row())]
 
-    def _bytes(self) -> str:
-        """What a rank that asks receives, and an owner is sent, where ids are even over the owners.
+    def _bytes(self, of_id: int) -> str:
+        """What a rank that asks receives, and an owner is sent, where ids are even over the owners, of `of_id` bytes beside each row.
 
         Of at most min(n, rows) distinct ids those of the other ranks: (P-1)/P of them, where the P owners ask, too.
         """
-        ids, table = self._ids(), self.comm.values[self.table.value]
+        ids, table = self.ids(), self.comm.values[self.table.value]
         counts = [read(str(dim)) for dim in ids or ()]
         if ids is None or table.shape is None or any(one is None for one in counts):
             return "unknown"
         distinct = sympy.Min(sympy.Mul(1, *counts), int(table.shape[0]))
         apart = not {*self.sets[0][: self.owners]} & {*self.made.group}
         share = Fraction(1) if apart else Fraction(self.owners - 1, self.owners)
-        each = _ID_BYTES * (not apart) + math.prod(self._row()) * (table.item_bytes or 1)
+        each = of_id * (not apart) + math.prod(self._row()) * (table.item_bytes or 1)
         found = as_dim(normal(sympy.Mul(sympy.Rational(share) * each, distinct), {}))
         return str(found) if isinstance(found, int) else str(found.value)

@@ -13,7 +13,7 @@ What the ranks of a list get of what they give follows from four fields of an en
 Two are of another kind: who gives what to whom follows from ids, which only a run tells (`looks_up`):
 
     Pull       every rank's ids give it rows of a table, of which the owners have a run each
-    Push       every rank's rows go to their owners, by ids
+    Push       rows go back to their owners, who know the ids from the Pull
 
 So a new one is an entry, by `register` or in the table below, and a primitive of the transports where none of theirs does it:
 
@@ -38,6 +38,7 @@ from .format import (
     BROADCAST,
     CONCAT_AXIS,
     EXCHANGE,
+    GIVERS,
     GROUP,
     MAX,
     OWNERS,
@@ -62,8 +63,8 @@ from .format import (
 Reference: TypeAlias = Callable[[Sequence[Array], int, Mapping[str, Any]], Array]
 """The result of one rank: of the values that ranks give, in the list's order, of its place in the list, and of the attributes."""
 
-RowsReference: TypeAlias = Callable[[Sequence[tuple[Any, Any]], int, Mapping[str, Any]], tuple[Any, ...]]
-"""The results of one rank of a Pull or a Push: of the two operands that each rank gives, None for one that is left out."""
+RowsReference: TypeAlias = Callable[[Sequence[tuple[Any, ...]], int, Mapping[str, Any]], tuple[Any, ...]]
+"""The results of one rank of a Pull or a Push: of the operands that each rank gives, None for one that is left out."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class CollectiveOp:
 
     `coalesces`: it takes several values of one type, which travel as one. `dynamic`: it takes a value whose shape is known only when
     the step runs. `boxes`: it is messages between pairs of ranks (Exchange), and none of the other fields says what it does.
-    `looks_up`: nor do they of a Pull or a Push, which have two operands each and the reference `of_rows`.
+    `looks_up`: nor do they of a Pull or a Push, which have several operands and the reference `of_rows`.
     """
 
     name: str
@@ -232,31 +233,40 @@ register(
 )
 
 
-def pulled(given: Sequence[tuple[Any, Any]], place: int, a: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The rows that a rank's ids name, of the runs of rows that the owners give."""
+def pulled(given: Sequence[tuple[Any, ...]], place: int, a: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The rows that a rank's ids name, of the runs of rows that the owners give; what was asked, by whom, and the ids' places."""
+    owners, givers, each = [*a[OWNERS]], [*a.get(GIVERS, ())], a[ROWS] // len(a[OWNERS])
     ids = given[place][1]
-    if ids is None:
-        return (None,)
-    return (np.concatenate([given[owner][0] for owner in a[OWNERS]])[ids],)
+    rows = None if ids is None else np.concatenate([given[owner][0] for owner in owners])[ids]
+    if not givers:
+        return rows, None, None, None
+    once = {giver: np.unique(given[giver][1].reshape(-1) % a[ROWS], return_inverse=True) for giver in givers}
+    counts = np.zeros(len(owners) + len(givers), np.int64)
+    asked = places = None
+    if place in givers:
+        counts[: len(owners)] = np.bincount(once[place][0] // each, minlength=len(owners))
+        places = once[place][1].reshape(ids.shape)
+    if place in owners:
+        first = owners.index(place) * each
+        parts = [one[(first <= one) & (one < first + each)] - first for one, _ in once.values()]
+        counts[len(owners) :] = [one.size for one in parts]
+        asked = np.concatenate(parts)
+    return rows, asked, counts if asked is not None or places is not None else None, places
 
 
-def pushed(given: Sequence[tuple[Any, Any]], place: int, a: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What an owner gets: of each rank in order the distinct ids of its run, ascending from 0, and the sums of the rows for each."""
-    if place not in a[OWNERS]:
-        return (None, None)
-    each = a[ROWS] // len(a[OWNERS])
-    first = [*a[OWNERS]].index(place) * each
-    numbers, sums = [], []
-    for ids, rows in given:
-        if ids is not None:
-            flat = ids.reshape(-1) % a[ROWS]
-            distinct, inverse = np.unique(flat, return_inverse=True)
-            total = np.zeros((distinct.size, *a[ROW]), rows.dtype)
-            np.add.at(total, inverse, rows.reshape(-1, *a[ROW]))
-            own = (first <= distinct) & (distinct < first + each)
-            numbers.append(distinct[own] - first)
-            sums.append(total[own])
-    return np.concatenate(numbers), np.concatenate(sums)
+def pushed(given: Sequence[tuple[Any, ...]], place: int, a: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What an owner gets: the ids that it was asked, and of each giver in order the sums of the rows for each."""
+    owners = [*a[OWNERS]]
+    if place not in owners:
+        return None, None
+    own, sums = owners.index(place), []
+    for giver in a[GIVERS]:
+        _, counts, places, rows = given[giver]
+        ends = np.cumsum([0, *counts[: len(owners)]])
+        total = np.zeros((ends[-1], *a[ROW]), rows.dtype)
+        np.add.at(total, places.reshape(-1), rows.reshape(-1, *a[ROW]))
+        sums.append(total[ends[own] : ends[own + 1]])
+    return given[place][0], np.concatenate(sums)
 
 
 _OF_TABLES = (
@@ -265,11 +275,12 @@ _OF_TABLES = (
     ),
     Attribute(ROWS, "int", "The number of the table's rows in all."),
     Attribute(ROW, "ints", "The shape of a row; none where it is a number.", False),
+    Attribute(GIVERS, "ints", "The places in the list of the ranks that give rows back.", False),
 )
 register(
     CollectiveOp(
         PULL,
-        "The rows of a table, of which the owners have equal runs, that each rank's ids name.",
+        "The rows of a table, of which the owners have equal runs, that each rank's ids name; and what a Push reads of them.",
         _OF_TABLES,
         looks_up=True,
         of_rows=pulled,
@@ -278,7 +289,7 @@ register(
 register(
     CollectiveOp(
         PUSH,
-        "What each rank gives to rows of a table goes to their owners: ids that count from the owner's first row, and a row for each.",
+        "What each giver gives to rows of a table goes to their owners: a row for each of the ids that an owner was asked by a Pull.",
         _OF_TABLES,
         looks_up=True,
         of_rows=pushed,

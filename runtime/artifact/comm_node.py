@@ -18,6 +18,7 @@ from .collectives import COLLECTIVES, CollectiveOp, dynamic_ops
 from .dtypes import Dtype, dense
 from .format import (
     DOMAIN,
+    GIVERS,
     GROUP,
     OWNERS,
     PULL,
@@ -61,8 +62,9 @@ class Call:
     are Exchange's. One of several values has them as `parts`, what goes in and what comes out; `source` and `result` of an AllReduce
     then name the memory where all of them lie, and the others have none.
 
-    Of a Pull or a Push `source` are the ids and `operand` is the other input, the table or the rows; `result` are rows, and `numbers` the
-    ids that come beside them. `owners` are places in the list; `rows` and `row` say how large the table is.
+    Of a Pull `source` are the ids and `operand` is the table; of a Push, which has no `source`, `operand` are the rows that go, and
+    `numbers` the ids that come beside the rows. `result` are rows. `asked`: what a Pull makes and a Push reads, the ids that an owner was
+    asked, counts, and places. `owners` and `givers` are places in the list; `rows` and `row` say how large the table is.
     """
 
     op: str
@@ -80,7 +82,9 @@ class Call:
     parts: tuple[tuple[str, str], ...] = ()
     operand: str | None = None
     numbers: str | None = None
+    asked: tuple[str | None, ...] = ()
     owners: tuple[int, ...] = ()
+    givers: tuple[int, ...] = ()
     rows: int = 0
     row: Shape = ()
 
@@ -107,13 +111,19 @@ class Call:
     @property
     def given(self) -> tuple[str, ...]:
         """The values that the rank gives."""
-        ends = (self.operand, self.source) if self.op == PULL else (self.source, self.operand)
+        ends = (self.operand, self.source) if self.op == PULL else (*self.asked, self.source, self.operand)
         return tuple(source for source, _ in self.parts) or tuple(filter(None, ends))
 
     @property
     def made(self) -> tuple[str, ...]:
         """The values that the rank gets."""
-        return tuple(result for _, result in self.parts) or tuple(filter(None, (self.numbers, self.result)))
+        ends = (self.result, *self.asked) if self.op == PULL else (self.numbers, self.result)
+        return tuple(result for _, result in self.parts) or tuple(filter(None, ends))
+
+    @property
+    def made_numbers(self) -> tuple[str, ...]:
+        """Of what the rank gets in a lookup that which is no rows: ids, counts and places."""
+        return tuple(name for name in self.made if name != self.result) if self.kind.looks_up else ()
 
     @property
     def typed(self) -> str | None:
@@ -173,21 +183,23 @@ def read_call(node: NodeProto, where: str) -> Call:
 
 def _lookup(node: NodeProto, found: Mapping[str, AttributeProto]) -> Call:
     """The call that a sound Pull or Push states."""
-    one, other = [*(name or None for name in node.input), None, None][:2]
-    first, second = [*(name or None for name in node.output), None, None][:2]
+    given = [*(name or None for name in node.input), *[None] * 4]
+    made = [*(name or None for name in node.output), *[None] * 4]
     pulls = node.op_type == PULL
     return Call(
         op=node.op_type,
-        source=other if pulls else one,
-        result=first if pulls else second,
+        source=given[1] if pulls else None,
+        result=made[0] if pulls else made[1],
         group=found[GROUP].s.decode(errors="replace"),
         tag=found[TAG].i,
         path=path_of(node),
-        operand=one if pulls else other,
-        numbers=None if pulls else first,
+        operand=given[0] if pulls else given[3],
+        numbers=None if pulls else made[0],
+        asked=tuple(made[1:4] if pulls else given[:3]),
         owners=tuple(found[OWNERS].ints),
         rows=found[ROWS].i,
         row=tuple(found[ROW].ints) if ROW in found else (),
+        givers=tuple(found[GIVERS].ints) if GIVERS in found else (),
     )
 
 
@@ -238,20 +250,33 @@ def contradictions(call: Call, record: Collective, ranks: Sequence[int], rank: i
 
 def _contradicts_owners(call: Call, dtype: Dtype | None, ranks: int, place: int) -> Iterator[str]:
     """Why a rank of so many cannot run a Pull or a Push."""
-    pulls, owns = call.op == PULL, place in call.owners
+    pulls, owns, gives = call.op == PULL, place in call.owners, place in call.givers
     if dtype is not None and dtype.bits < 8:
         yield f"rows of a {dtype.name} cannot be looked up on other ranks"
-    if wrong := [one for one in call.owners if not 0 <= one < ranks]:
-        yield f"its owner {wrong[0]} is no place in a list of {ranks} ranks"
+    for word, places in (("owner", call.owners), ("giver", call.givers)):
+        if wrong := [one for one in places if not 0 <= one < ranks]:
+            yield f"its {word} {wrong[0]} is no place in a list of {ranks} ranks"
     have = call.operand if pulls else call.numbers and call.result
     if owns and not have:
         yield f"an owner {'gives no table' if pulls else 'gets no ids and rows'}"
     elif not owns and (call.operand if pulls else call.numbers or call.result):
         yield f"a rank that is no owner {'gives a table' if pulls else 'gets ids and rows'}"
-    if not owns and not call.source:
+    if not owns and not (call.source if pulls else gives):
         yield "a rank takes part that has neither rows nor ids"
-    if bool(call.source) != bool(call.result if pulls else call.operand):
-        yield f"a rank has ids and {'the rows that they name' if pulls else 'rows for them'}, or neither"
+    if pulls and bool(call.source) != bool(call.result):
+        yield "a rank has ids and the rows that they name, or neither"
+    if gives and not (call.source if pulls else call.operand):
+        yield f"a giver has no {'ids' if pulls else 'rows to give'}"
+    elif not pulls and call.operand and not gives:
+        yield "a rank that is no giver gives rows"
+    role = (
+        " and ".join(word for word, so in (("an owner", owns), ("a giver", gives)) if so) or "neither owner nor giver"
+    )
+    due = (owns, owns or gives, gives)
+    for word, name, wanted in zip(("the ids asked of it", "counts", "places"), call.asked, due, strict=True):
+        if bool(name) != (wanted and bool(call.givers)):
+            back = "" if call.givers else ", and no rank gives rows back"
+            yield f"it {'has' if name else 'leaves out'} {word}, and is {role}{back}"
 
 
 def place_of(axis: int, shape: Shape) -> int:
@@ -315,9 +340,12 @@ def _problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> list[str]
 
 
 def _lookup_problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> Iterator[str]:
-    most = 1 if node.op_type == PULL else 2
-    if len(node.input) > 2 or len(node.output) > most:
-        yield f"it has {len(node.input)} inputs and {len(node.output)} outputs, and takes 2 and makes {most}"
+    most = (2, 4) if node.op_type == PULL else (4, 2)
+    if len(node.input) > most[0] or len(node.output) > most[1]:
+        yield f"it has {len(node.input)} inputs and {len(node.output)} outputs, and takes {most[0]} and makes {most[1]}"
+    givers = list(found[GIVERS].ints) if GIVERS in found else []
+    if len({*givers}) < len(givers) or (node.op_type != PULL and not givers):
+        yield f"its givers are {givers}: different places are needed"
     owners, rows = found[OWNERS].ints, found[ROWS].i
     if not owners or len({*owners}) < len(owners):
         yield f"its owners are {list(owners)}: different places are needed"

@@ -101,25 +101,28 @@ def _collective(op: CollectiveOp) -> OpSchema:
 def _lookup(op: CollectiveOp) -> OpSchema:
     """The schema of a Pull or a Push."""
 
-    def formal(name: str, doc: str, type: str = "T") -> OpSchema.FormalParameter:
+    def formal(name: str, doc: str, type: str = "tensor(int64)") -> OpSchema.FormalParameter:
         return OpSchema.FormalParameter(name, type, doc, param_option=_MAYBE)
 
     pulls = op.name == PULL
-    ids, rows = (
-        formal("ids", "Numbers of rows; one below 0 counts from the end.", "I"),
-        formal("Y", "A row for each id."),
-    )
-    given = [formal("table", "The rank's run of the table's rows."), ids]
+    table = formal("table", "The rank's run of the table's rows.", "T")
+    ids = formal("ids", "Numbers of rows; one below 0 counts from the end.", "I")
+    asked = [
+        formal("asked", "Numbers of own rows that givers ask for, giver by giver, each giver's once."),
+        formal("counts", "How many ids are asked of each owner, and how many each giver asks of this one."),
+        formal("places", "By id its place among the rank's own ids, each once."),
+    ]
+    own_ids, rows = formal("own_ids", "Numbers of own rows: asked."), formal("Y", "A row for each id.", "T")
     schema = OpSchema(
         op.name,
         DOMAIN,
         DOMAIN_VERSION,
         doc=op.doc,
-        inputs=given if pulls else [ids, formal("dY", "A row for each id.")],
-        outputs=[rows] if pulls else [formal("own_ids", "Numbers of own rows.", "tensor(int64)"), rows],
+        inputs=[table, ids] if pulls else [*asked, formal("dY", "A row for each id.", "T")],
+        outputs=[rows, *asked] if pulls else [own_ids, rows],
         type_constraints=[
             ("T", _types(), "Whatever a row can be of."),
-            ("I", ["tensor(int32)", "tensor(int64)"], "Ids."),
+            *([("I", ["tensor(int32)", "tensor(int64)"], "Ids.")] if pulls else []),
         ],
         attributes=[_attribute(one) for one in op.every_attribute],
     )
@@ -128,22 +131,30 @@ def _lookup(op: CollectiveOp) -> OpSchema:
 
 
 def _infer_pull(context: Any) -> None:
-    """A row of the table, whose shape the node states, for each id."""
+    """A row of the table, whose shape the node states, for each id; of what it is asked an owner knows the number when it runs."""
     table, ids = (context.get_input_type(at) if context.get_num_inputs() > at else None for at in range(2))
-    if table is None or not table.HasField("tensor_type") or not context.get_num_outputs():
-        return
-    found = TypeProto()
-    found.tensor_type.elem_type = table.tensor_type.elem_type
-    if ids is not None and ids.tensor_type.HasField("shape"):
-        found.tensor_type.shape.CopyFrom(ids.tensor_type.shape)
-        for size in _row(context):
-            found.tensor_type.shape.dim.add(dim_value=size)
-    context.set_output_type(0, found)
+    shape = ids.tensor_type.shape if ids is not None and ids.tensor_type.HasField("shape") else None
+    if table is not None and table.HasField("tensor_type") and context.get_num_outputs():
+        found = TypeProto()
+        found.tensor_type.elem_type = table.tensor_type.elem_type
+        if shape is not None:
+            found.tensor_type.shape.CopyFrom(shape)
+            for size in _row(context):
+                found.tensor_type.shape.dim.add(dim_value=size)
+        context.set_output_type(0, found)
+    for at in range(1, context.get_num_outputs()):
+        numbers = TypeProto()
+        numbers.tensor_type.elem_type = TensorProto.INT64
+        if at < 3:
+            numbers.tensor_type.shape.dim.add()
+        elif shape is not None:
+            numbers.tensor_type.shape.CopyFrom(shape)
+        context.set_output_type(at, numbers)
 
 
 def _infer_push(context: Any) -> None:
     """As many ids and rows as only a run tells."""
-    rows = context.get_input_type(1) if context.get_num_inputs() > 1 else None
+    rows = context.get_input_type(3) if context.get_num_inputs() > 3 else None
     if not context.get_num_outputs():
         return
     numbers = TypeProto()

@@ -22,13 +22,18 @@ which do the same share one file. A collective over p ranks of a list:
                             nothing is taken. Peers are ranks of the job; oneself means a copy. A box is `begin, end,
                             denominator` for each of `rank` dims: fractions of the dim of X or Y as this rank has it. The k-th
                             box for a peer is the k-th that it takes from here.
-    Pull(table, ids) -> Y   owners, rows, row
+    Pull(table, ids) -> Y, asked, counts, places
+                            owners, rows, row, givers
                             the rows of a table that the ids name. The list's ranks at the places `owners` have it in equal runs of
                             rows, in this order, `rows` in all, each of the shape `row`; they alone have `table`. Who asks nothing
-                            has no ids and no Y
-    Push(ids, dY) -> ids, Y owners, rows, row
-                            the way back: each owner gets what all ranks give to its rows, in the list's order, the sum of what one
-                            rank gives to a row once; ids count from the owner's first row
+                            has no ids and no Y. What a Push of the ranks at the places `givers` reads: `asked`, on an owner, the ids
+                            of givers, each giver's once, giver by giver, from its own first row up; `counts`: how many ids the rank
+                            asks of each owner, and then how many each giver asks of it; `places`, on a giver, by id the place
+                            among its own ids, each once
+    Push(asked, counts, places, dY) -> ids, Y
+                            owners, rows, row, givers
+                            the way back: each owner gets rows for the ids that it was asked, the sum of what one giver gives to a
+                            row once. Rows alone travel: `asked`, `counts` and `places` are those of one Pull, and `ids` is `asked`
 
 A program of several microbatches has a function of the domain `partc.task` for each task of the rank: `F0`, `B0` and `W0` are the forward
 pass, the backward pass and the weights' gradients of stage 0. The main graph is the rank's row of calls, each with the attribute
@@ -97,6 +102,7 @@ RANK = "rank"
 OWNERS = "owners"
 ROWS = "rows"
 ROW = "row"
+GIVERS = "givers"
 DTYPE = "dtype"
 SHAPE = "shape"
 ITEMS = "items"

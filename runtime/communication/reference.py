@@ -117,19 +117,18 @@ class _Collective:
     def _looked_up(
         self, values: Sequence[Any], ranks: Sequence[int], tag: int, attributes: Mapping[str, Any]
     ) -> list[Any]:
-        ends, operands = self.ends, [*values, None, None][:2]
+        ends, operands = self.ends, [*values, *[None] * 4][:4]
         for peer in ranks:
             for value in operands if peer != ends.rank else ():
                 ends.send(value, peer, tag)
         given = [
-            (operands[0], operands[1]) if giver == ends.rank else (ends.receive(giver, tag), ends.receive(giver, tag))
+            tuple(operands) if giver == ends.rank else tuple(ends.receive(giver, tag) for _ in operands)
             for giver in ranks
         ]
         assert self.op.of_rows is not None
         found = self.op.of_rows(given, ranks.index(ends.rank), {ROW: (), **attributes})
-        return [
-            operands[0] if one is None else one for one in found
-        ]  # the evaluator wants results, and gives those no name
+        none = next(one for one in operands if one is not None)
+        return [none if one is None else one for one in found]  # the evaluator wants results, and gives those no name
 
     def _exchange(
         self,

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ..artifact.format import PULL, PUSH
 from ..artifact.tensor import Tensor
 from ..communication.collective import dynamic_collective, give_up
 from ..errors import StepError
-from ..lookups.lookup import Lookup, look_up
+from ..lookups.lookup import Asked, Lookup
 from ..program.session_values import check_promise
 from ..program.steps import StartCollective, WaitCollective
 from ..program.value_table import Storage
@@ -27,8 +28,10 @@ def begin_at_large(plan: StepPlan, step: StartCollective) -> Callable[[], object
 
 def give_up_at_large(plan: StepPlan, step: StartCollective) -> None:
     """Takes part in such a collective with nothing to give."""
-    if step.call.kind.looks_up:
+    if step.call.op == PULL:
         lookup_of(plan, step).give_up()
+    elif step.call.op == PUSH:
+        _push_nothing(plan, step, lookup_of(plan, step))
     else:
         give_up(step.call, step.ranks, step.call.tag, plan.transport, step.__str__)
 
@@ -53,20 +56,49 @@ def _collect(plan: StepPlan, step: StartCollective) -> None:
 
 
 def _look_up(plan: StepPlan, step: StartCollective, lookup: Lookup) -> None:
+    found = _pull(plan, step, lookup) if step.call.op == PULL else _push(plan, step, lookup)
+    for name, value in found.items():
+        if name:
+            plan.cells[name] = value
+
+
+def _pull(plan: StepPlan, step: StartCollective, lookup: Lookup) -> dict[str | None, Tensor | None]:
     call = step.call
-    values = [_tensor(plan, name) if name else None for name in (call.source, call.operand)]
-    if values[0] is not None and (promise := plan.promises.get(call.tag)) is not None:
+    ids = _operand(plan, call.source)
+    if ids is not None and (promise := plan.promises.get(call.tag)) is not None:
         try:
-            check_promise(call.source or "", values[0].shape, promise)
+            check_promise(call.source or "", ids.shape, promise)
         except StepError:
             lookup.give_up()
             raise
     slot = call.result is not None and plan.program.values.storage[call.result] is Storage.SLOT
     result = _tensor(plan, call.result or "") if slot else None
-    found = look_up(lookup, values, result)
-    for name, value in zip(call.made, found, strict=False):
-        if not (slot and isinstance(value, Tensor)):
-            plan.cells[name] = value
+    rows, asked = lookup.pull(_operand(plan, call.operand), ids, result)
+    found = dict(zip(call.asked, (asked.ids, asked.counts, asked.places), strict=True))
+    return found if slot else {**found, call.result: rows}
+
+
+def _push(plan: StepPlan, step: StartCollective, lookup: Lookup) -> dict[str | None, Tensor | None]:
+    call = step.call
+    asked = Asked(*(_operand(plan, name) for name in call.asked))
+    ids, rows = lookup.push(asked, _operand(plan, call.operand))
+    return {call.numbers: ids, call.result: rows}
+
+
+def _push_nothing(plan: StepPlan, step: StartCollective, lookup: Lookup) -> None:
+    """Zeros for what a rank has asked; nothing where the Pull was given up, as it was then on all ranks."""
+    call = step.call
+    values = [plan.cells.get(name or "") for name in call.asked]
+    ids, counts, places = (one if isinstance(one, Tensor) else None for one in values)
+    if counts is not None:
+        rows = None if places is None else Tensor.empty(lookup.dtype, (*places.shape, *call.row))
+        if rows is not None:
+            rows.data[:] = 0
+        lookup.push(Asked(ids, counts, places), rows)
+
+
+def _operand(plan: StepPlan, name: str | None) -> Tensor | None:
+    return _tensor(plan, name) if name else None
 
 
 def _tensor(plan: StepPlan, name: str) -> Tensor:

@@ -1,24 +1,28 @@
 """A Pull or a Push of one step: ids and rows as messages between those who ask and the owners of rows.
 
-    all to all     how many ids each rank has for each other, or which id is no row of the table, so that all refuse it alike
-    to owners      ids, each once, that count from the owner's first row; of a Push the rows beside them
-    to askers      of a Pull the rows, in the order of the ids
+    Pull   all to all     how many ids each rank has for each other, or which id is no row of the table, so that all refuse it alike
+           to owners      ids, each once, that count from the owner's first row
+           to askers      the rows, in the order of the ids
+    Push   to owners      the rows, each id's sum, in the order in which the Pull asked for them
 
-It begins and ends at its place in the file, as a collective on values of unknown shape does: an owner answers there. What a rank has for
+A Pull keeps what it asked as values of the step, by which its Push sends rows alone: both ends know how many.
+
+Each begins and ends at its place in the file, as a collective on values of unknown shape does: an owner answers there. What a rank has for
 itself is copied. Memory grows to what a step needed most, and is used again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 
 import numpy as np
 
 from ..artifact.comm_node import Call
 from ..artifact.dtypes import BY_NAME, Array, Bytes, Dtype
-from ..artifact.format import ALL_TO_ALL, PULL
+from ..artifact.format import ALL_TO_ALL
 from ..artifact.tensor import Tensor, aligned
 from ..communication.transport import CollectiveArgs, Request, Transport
 from ..errors import StepError, no_such_row
@@ -53,6 +57,15 @@ class Moved:
     received: int = 0
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a Pull asked, as its Push reads it: the ids of givers on an owner, the counts of both, and each id's place on a giver."""
+
+    ids: Tensor | None = None
+    counts: Tensor | None = None
+    places: Tensor | None = None
+
+
 class Lookup:
     """A Pull or a Push among `ranks` for rows of `dtype`; `tag` is the transport's, and `what` names it in reports."""
 
@@ -69,6 +82,7 @@ class Lookup:
         self.call, self.ranks, self.dtype, self.transport, self.tag = call, ranks, dtype, transport, tag
         self.memory, self.what = memory, what
         self.owners = [ranks[place] for place in call.owners]
+        self.givers = [ranks[place] for place in call.givers]
         self.row_bytes = dtype.bytes_of(call.row)
         self.moved = Moved()
         self._sums = RowSums(dtype.code)
@@ -76,14 +90,15 @@ class Lookup:
         self._turn = [*ranks[place + 1 :], *ranks[:place]]
         """The other ranks, the next one first, so that not all begin with the same."""
 
-    def pull(self, table: Tensor | None, ids: Tensor | None, result: Tensor | None) -> Tensor | None:
-        """The rows for the ids, in `result` where there is one; StepError on all ranks where an id is no row."""
-        asked, given, counts = self._ask(ids)
+    def pull(self, table: Tensor | None, ids: Tensor | None, result: Tensor | None) -> tuple[Tensor | None, Asked]:
+        """The rows for the ids, in `result` where there is one, and what was asked; StepError on all ranks where an id is no row."""
+        once, given, counts = self._ask(ids)
         mine = self.transport.rank
-        came = {rank: self.memory.of(f"ids {rank}", _ITEM * counts[rank]) for rank in self._turn if counts[rank]}
-        answers = self._rows("answers", asked.ids.size)
-        bounds = self._bounds(asked)
-        coming = {rank: self._receive(data, rank) for rank, data in came.items()}
+        asked = self._asked(once, given, counts, ids)
+        came = self._landing(asked, given, counts)
+        answers = self._rows("answers", once.ids.size)
+        bounds = self._bounds(once)
+        coming = {rank: self._receive(data.view(np.uint8), rank) for rank, data in came.items()}
         rows = {owner: answers[at] for owner, at in bounds.items() if owner != mine and at.start < at.stop}
         later = [self._receive(one.reshape(-1), owner) for owner, one in rows.items()]
         leaving = [self._send(given[owner].view(np.uint8), owner) for owner in rows]
@@ -93,7 +108,7 @@ class Lookup:
                 np.take(held, given[mine], axis=0, out=answers[bounds[mine]], mode="clip")
             for rank, request in coming.items():
                 self._wait(request)
-                leaving.append(self._send(self._answer(held, came[rank].view(np.int64), rank), rank))
+                leaving.append(self._send(self._answer(held, came[rank], rank), rank))
         for request in later:
             self._wait(request)
         found = None
@@ -101,52 +116,46 @@ class Lookup:
             shape = (*ids.shape, *self.call.row)
             found = result if result is not None else Tensor.empty(self.dtype, shape)
             if found.data.size:
-                np.take(answers, asked.inverse, axis=0, out=found.data.reshape(-1, self.row_bytes), mode="clip")
+                np.take(answers, once.inverse, axis=0, out=found.data.reshape(-1, self.row_bytes), mode="clip")
         for request in leaving:
             self._wait(request)
-        self._count(asked, sum(one.size for one in (*came.values(), *rows.values())))
-        return found
+        received = sum(one.nbytes for one in came.values()) + sum(one.nbytes for one in rows.values())
+        self._count(once.inverse.size, once.ids.size, received)
+        return found, asked
 
-    def push(self, ids: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """At an owner the ids and sums that all ranks give it, in the order of ranks."""
-        asked, given, counts = self._ask(ids)
-        mine, bounds = self.transport.rank, self._bounds(asked)
+    def push(self, asked: Asked, rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """At an owner the ids that it was asked, and the sum of what each giver gives to each, in the order of givers."""
+        assert asked.counts is not None
+        owners, mine = len(self.owners), self.transport.rank
+        counts = asked.counts.array().tolist()
+        ends = [0, *accumulate(counts[:owners])]
         summed = np.empty((0, self.row_bytes), np.uint8)
-        if rows is not None and ids is not None:
-            width = prod(self.call.row)
-            elements = rows.array().reshape(asked.inverse.size, width)
-            total = self._sums(elements, asked.inverse, asked.ids.size)
-            summed = np.ascontiguousarray(total).view(np.uint8).reshape(asked.ids.size, self.row_bytes)
+        if rows is not None and asked.places is not None:
+            inverse: Ids = asked.places.array().reshape(-1).view(np.int64)
+            total = self._sums(rows.array().reshape(inverse.size, prod(self.call.row)), inverse, ends[-1])
+            summed = np.ascontiguousarray(total).view(np.uint8).reshape(ends[-1], self.row_bytes)
+        parts = {owner: summed[ends[k] : ends[k + 1]] for k, owner in enumerate(self.owners)}
         made = None
         coming: list[Request] = []
-        received = 0
+        received = begin = 0
         if mine in self.owners:
-            count = sum(counts.values())
-            numbers = Tensor.empty(BY_NAME["int64"], (count,))
-            made = numbers, Tensor.empty(self.dtype, (count, *self.call.row))
-            places, values = numbers.data.view(np.int64), made[1].data.reshape(count, self.row_bytes)
-            begin = 0
-            for rank in self.ranks:
-                at = slice(begin, begin + counts[rank])
-                begin = at.stop
+            made = Tensor.empty(self.dtype, (sum(counts[owners:]), *self.call.row))
+            values = made.data.reshape(made.shape[0], self.row_bytes)
+            for rank, count in zip(self.givers, counts[owners:], strict=True):
+                part, begin = values[begin : begin + count], begin + count
                 if rank == mine:
-                    places[at], values[at] = given[mine], summed[bounds[mine]]
-                elif counts[rank]:
-                    for part in (places[at].view(np.uint8), values[at].reshape(-1)):
-                        coming.append(self._receive(part, rank))
-                        received += part.size
-        leaving = []
-        for owner in self._turn:
-            if owner in bounds and bounds[owner].start < bounds[owner].stop:
-                for part in (given[owner].view(np.uint8), summed[bounds[owner]].reshape(-1)):
-                    leaving.append(self._send(part, owner))
+                    part[:] = parts[mine]
+                elif count:
+                    coming.append(self._receive(part.reshape(-1), rank))
+                    received += part.size
+        leaving = [self._send(parts[to].reshape(-1), to) for to in self._turn if to in parts and parts[to].size]
         for request in (*coming, *leaving):
             self._wait(request)
-        self._count(asked, received)
-        return made
+        self._count(0 if asked.places is None else asked.places.array().size, ends[-1], received)
+        return asked.ids, made
 
     def give_up(self) -> None:
-        """Takes part with nothing to give: it ends for all other ranks by a StepError."""
+        """Takes part in a Pull with nothing to give: it ends for all other ranks by a StepError."""
         header = np.zeros((len(self.ranks), 4), np.int64)
         header[:, _STATE] = _NOTHING
         self._told(header)
@@ -170,10 +179,39 @@ class Lookup:
         rows = self._meet(header)
         return asked, given, {rank: int(row[_COUNT]) for rank, row in zip(self.ranks, rows, strict=True)}
 
+    def _asked(self, once: Distinct, given: Mapping[int, Ids], counts: Mapping[int, int], ids: Tensor | None) -> Asked:
+        """What a Push reads: the ids that other givers ask of an owner are still to come."""
+        mine, kind = self.transport.rank, BY_NAME["int64"]
+        owns, gives = mine in self.owners, mine in self.givers
+        if not owns and not gives:
+            return Asked()
+        of_owners = [given[owner].size if gives else 0 for owner in self.owners]
+        of_givers = [counts[giver] if owns else 0 for giver in self.givers]
+        numbers = Tensor.empty(kind, (sum(of_givers),)) if owns else None
+        places = None
+        if gives and ids is not None:
+            places = Tensor.of(np.asarray(once.inverse, np.int64).reshape(ids.shape), kind)
+        return Asked(numbers, Tensor.of(np.array([*of_owners, *of_givers], np.int64), kind), places)
+
+    def _landing(self, asked: Asked, given: Mapping[int, Ids], counts: Mapping[int, int]) -> dict[int, Ids]:
+        """By rank where the ids that it asks for come to lie; what the rank itself asks as a giver is there already."""
+        found: dict[int, Ids] = {}
+        if asked.ids is not None:
+            numbers, begin = asked.ids.data.view(np.int64), 0
+            for giver in self.givers:
+                found[giver] = numbers[begin : begin + counts[giver]]
+                begin += counts[giver]
+            if (own := found.get(self.transport.rank)) is not None:
+                own[:] = given[self.transport.rank]
+        for rank in self._turn:
+            if rank not in found:
+                found[rank] = self.memory.of(f"ids {rank}", _ITEM * counts[rank]).view(np.int64)
+        return {rank: found[rank] for rank in self._turn if counts[rank]}
+
     def _meet(self, header: Array) -> list[list[int]]:
         """By place in the list what each rank says to this one; StepError on all where one refuses."""
         rows = self._told(header)
-        lookup = f"{'Gather' if self.call.op == PULL else 'the gradient of Gather'} '{self.call.path}'"
+        lookup = f"Gather '{self.call.path}'"
         for rank, row in zip(self.ranks, rows, strict=True):
             if row[_STATE] == _NO_ROW:
                 raise StepError(no_such_row(lookup, row[_RECORD], row[_ID], self.call.rows, rank))
@@ -217,17 +255,9 @@ class Lookup:
     def _wait(self, request: Request) -> None:
         self.transport.wait(request, self.what)
 
-    def _count(self, asked: Distinct, received: int) -> None:
+    def _count(self, ids: int, once: int, received: int) -> None:
         moved = self.moved
         moved.steps += 1
-        moved.ids += asked.inverse.size
-        moved.distinct += asked.ids.size
+        moved.ids += ids
+        moved.distinct += once
         moved.received += received
-
-
-def look_up(lookup: Lookup, values: Sequence[Tensor | None], result: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What a rank gets of its ids and its other operand, in the order of the outputs."""
-    ids, other = values
-    if lookup.call.op == PULL:
-        return (lookup.pull(other, ids, result),)
-    return lookup.push(ids, other) or (None, None)

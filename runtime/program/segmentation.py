@@ -229,7 +229,8 @@ def instantiated(steps: Sequence[Step], task: TaskCall) -> list[Step]:
             path = f"{call.path}, {cell}"
             one = replace(call, source=ends[0], result=ends[1], parts=parts, tag=call.tag + k, path=path)
             operand, numbers = (names.get(name, name) if name else None for name in (call.operand, call.numbers))
-            calls[call.tag] = replace(one, operand=operand, numbers=numbers)
+            asked = tuple(names.get(name, name) if name else None for name in call.asked)
+            calls[call.tag] = replace(one, operand=operand, numbers=numbers, asked=asked)
         return calls[call.tag]
 
     def renamed(step: Step) -> Step:

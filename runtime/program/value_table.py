@@ -139,7 +139,7 @@ def types_from_manifest(file: RankFile) -> dict[str, str]:
     types = {name: one.type for name, one in file.received.items()}
     for call in file.calls:
         types |= dict.fromkeys((*filter(None, [call.result]), *call.made), file.collectives[call.tag].type)
-        types |= {call.numbers: "tensor(int64)"} if call.numbers else {}
+        types |= dict.fromkeys(call.made_numbers, "tensor(int64)")
     return types | {record.value: record.type for record in file.state}
 
 
@@ -181,7 +181,7 @@ def storage_of(
     return {
         **{name: computed(name, name in shapes) for name in (*file.received, *file.computed)},
         **{name: computed(name, call.tag in promises and call.op != PUSH) for name, call in file.results.items()},
-        **{call.numbers: Storage.TENSOR for call in file.calls if call.numbers},
+        **{name: Storage.TENSOR for call in file.calls for name in call.made_numbers},
         **dict.fromkeys(flat, Storage.SLOT),
         **dict.fromkeys((name for call in file.calls if call.parts for name in call.made), Storage.SLOT),
         **dict.fromkeys(file.inputs, Storage.INPUT),

@@ -31,9 +31,9 @@ def graphs(op: str, ranks: int, ids: int, columns: int, rows: int) -> list[str]:
             for rank in range(ranks)
         ]
     return [
-        f"""rank{rank} (int64[{ids}] i{rank}, float[{ids}, {columns}] d{rank}) => (int64[1] y{rank})
-        <int64[m] q, float[m, {columns}] g>
-        {{ q, g = partc.comm.Push <{said}> (i{rank}, d{rank}) y{rank} = Shape(q) }}"""
+        f"""rank{rank} (int64[m{rank}] a{rank}, int64[{2 * ranks}] c{rank}, int64[{ids}] o{rank}, float[{ids}, {columns}] d{rank})
+         => (int64[1] y{rank}) <int64[k] q, float[k, {columns}] g>
+        {{ q, g = partc.comm.Push <{said}, givers = [{owners}]> (a{rank}, c{rank}, o{rank}, d{rank}) y{rank} = Shape(q) }}"""
         for rank in range(ranks)
     ]
 
@@ -57,11 +57,16 @@ def rank(folder: Path, op: str, ids: int, columns: int, rows: int, steps: int) -
     from mpi4py import MPI
     from onnx.parser import parse_model
     from partc.runtime import load
+    from partc.runtime.artifact.collectives import pulled
 
     comm = MPI.COMM_WORLD
     mine = skewed(comm.rank + 1, ids, rows)
     values = np.random.default_rng(comm.rank).normal(size=(max(rows // comm.size, ids), columns)).astype(np.float32)
     given = {"i": mine, "t": values[: rows // comm.size], "d": values[:ids]}
+    everyone = range(comm.size)
+    asking = [(np.zeros((rows // comm.size, 0)), skewed(one + 1, ids, rows)) for one in everyone]
+    _, *asked = pulled(asking, comm.rank, {"owners": everyone, "givers": everyone, "rows": rows})
+    given |= dict(zip("aco", asked, strict=True))
 
     def least(action) -> float:  # type: ignore[no-untyped-def]
         found = []
@@ -79,7 +84,7 @@ def rank(folder: Path, op: str, ids: int, columns: int, rows: int, steps: int) -
         return onnxruntime.InferenceSession(model.SerializeToString(), options)
 
     with load(folder, threads=1) as program:
-        fed = {f"{name}{comm.rank}": one for name, one in given.items() if name in ("it" if op == "Pull" else "id")}
+        fed = {f"{name}{comm.rank}": one for name, one in given.items() if name in ("it" if op == "Pull" else "acod")}
         took = least(lambda: program(fed))
         (lookup,) = program._program.lookups.values()
         moved = lookup.moved
@@ -94,7 +99,7 @@ def rank(folder: Path, op: str, ids: int, columns: int, rows: int, steps: int) -
         share = moved.distinct / moved.ids
         print(f"{op:5} {took:6.2f} ms, Unique {alone:6.2f} ms: {took / alone:5.2f} of it", end="; ")
         print(f"dense sums {summed:6.2f} ms: {took / summed:5.2f}; {share:.1%} of {ids} ids are distinct", end="; ")
-        even = (comm.size - 1) / comm.size * moved.distinct / moved.steps * (8 + 4 * columns)
+        even = (comm.size - 1) / comm.size * moved.distinct / moved.steps * (8 * (op == "Pull") + 4 * columns)
         print(f"{moved.received // moved.steps} bytes came a step, {even:.0f} where ids are even", flush=True)
 
 

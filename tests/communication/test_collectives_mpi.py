@@ -18,7 +18,7 @@ GRAPH = """rank (float[n, 6] x, int64[i] index, float16[3, 4] half) =>
     (float[a, 3] rows, float[b, 6] columns, float[n, 6] sums, float[n, 6] highest, int64[c, d] loose, float16[3, 4] halves,
      float[i, 6] ring, float[i, 6] crown, float16[3, 4] widest, float16[i, 4] looked_up, int64[k] numbers, float16[k, 4] sent_back)
 <float[i, 6] top, float16[3, 4] most, float[n, 6] h, float[n, 12] wide, float[n, 3] part,
- int64[one, count] places, float[n, 6] spare, float[n, 6] again>
+ int64[one, count] places, int64[k] asked, int64[8] counts, int64[i] places_of_ids, float[n, 6] spare, float[n, 6] again>
 { h = Gather(x, index)
   sums = partc.comm.AllReduce <group = "all", tag = 0, reduce = "sum"> (h)
   wide = partc.comm.AllGather <group = "pairs", tag = 1, axis = 1> (h)
@@ -38,8 +38,10 @@ GRAPH = """rank (float[n, 6] x, int64[i] index, float16[3, 4] half) =>
   FULL partc.comm.Broadcast <group = "all", tag = 12, root = 1> (WIDEST)
   crown = Neg(top)
   widest = Neg(most)
-  looked_up = partc.comm.Pull <group = "all", tag = 13, owners = [3, 0, 1, 2], rows = 12, row = [4]> (half, index)
-  numbers, sent_back = partc.comm.Push <group = "all", tag = 14, owners = [3, 0, 1, 2], rows = 12, row = [4]> (index, looked_up) }"""
+  looked_up, asked, counts, places_of_ids = partc.comm.Pull
+         <group = "all", tag = 13, owners = [3, 0, 1, 2], rows = 12, row = [4], givers = [0, 1, 2, 3]> (half, index)
+  numbers, sent_back = partc.comm.Push <group = "all", tag = 14, owners = [3, 0, 1, 2], rows = 12, row = [4], givers = [0, 1, 2, 3]>
+         (asked, counts, places_of_ids, looked_up) }"""
 GROUPS = {"all": [[0, 1, 2, 3]], "pairs": [[0, 1], [3, 2]], "crossed": [[0, 2], [1, 3]]}
 
 SCRIPT = """

@@ -25,6 +25,8 @@ def graphs(
     """Each rank's lookup, and the way back of what it looked up, doubled."""
     each, row = rows // len(owners), ", ".join(map(str, ROW))
     said = f'group = "all", owners = [{", ".join(map(str, owners))}], rows = {rows}, row = [{row}]'
+    said += f", givers = [{', '.join(map(str, askers))}]"
+    asked = len(owners) + len(askers)
     found = []
     for rank in range(ranks):
         owns, asks = rank in owners, rank in askers
@@ -33,13 +35,15 @@ def graphs(
             f"int64[m{rank}] p{rank}, {type}[m{rank}, {row}] s{rank}"
         ] * owns
         table, ids, rows_out = f"t{rank}" if owns else "", f"i{rank}" if asks else "", "h" if asks else ""
+        asking = f"{'a' if owns else ''}, c, {'o' if asks else ''}"
         found.append(
             f"""rank{rank} ({", ".join(given)}) => ({", ".join(made)})
             <{f"{type}[n, 2, {row}] h, {type}[n, 2, {row}] d, " if asks else ""}
-             {f"int64[k{rank}] q, {type}[k{rank}, {row}] g" if owns else f"float[1] unused{rank}"}>
-            {{ {rows_out} = partc.comm.Pull <tag = 0, {said}> ({table}, {ids})
+             {f"int64[k{rank}] a, int64[k{rank}] q, {type}[k{rank}, {row}] g, " if owns else ""}
+             {"int64[n, 2] o, " if asks else ""} int64[{asked}] c>
+            {{ {rows_out}, {asking} = partc.comm.Pull <tag = 0, {said}> ({table}, {ids})
                {f"d = Add(h, h)  y{rank} = Neg(h)" if asks else ""}
-               {"q, g" if owns else ""} = partc.comm.Push <tag = 1, {said}> ({ids}, {"d" if asks else ""})
+               {"q, g" if owns else ""} = partc.comm.Push <tag = 1, {said}> ({asking}, {"d" if asks else ""})
                {f"p{rank} = Neg(q)  s{rank} = Neg(g)" if owns else ""} }}"""
         )
     return found
@@ -118,18 +122,36 @@ def test_all_ids_of_one_owner(tmp_path: Path) -> None:
     assert [len(np.asarray(found[f"p{rank}"])) for rank in range(3)] == [0, 12, 0]
 
 
-def test_received_bytes_are_those_of_the_formula(tmp_path: Path) -> None:
-    """u distinct ids a rank, even over P owners: (P-1)/P u (8 + D b) bytes of ids and rows each way."""
-    ranks, rows = 4, 64
-    write(tmp_path, graphs(ranks, (0, 1, 2, 3), (0, 1, 2, 3), rows), groups=whole(ranks))
-    ids = {rank: np.repeat(np.arange(0, rows, 2), 2).reshape(-1, 2) for rank in range(ranks)}
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ids", ["each once", "repeated", "of one owner", "an empty owner"])
+def test_received_bytes_are_those_of_the_formula(tmp_path: Path, ranks: int, ids: str) -> None:
+    """Of the distinct ids those of other ranks: 8 + D b bytes each forward, for the ids and the rows, and D b backward, for rows alone."""
+    rows, each, row_bytes = 16 * ranks, 16, 6 * 4
+    everyone = tuple(range(ranks))
+    write(tmp_path, graphs(ranks, everyone, everyone, rows), groups=whole(ranks))
+    given = {
+        "each once": np.arange(0, rows, 2),
+        "repeated": np.repeat(np.arange(0, rows, 2), 4),
+        "of one owner": np.arange(16, 28),
+        "an empty owner": np.arange(0, rows - 16),
+    }[ids].reshape(-1, 2)
+    asked = dict.fromkeys(everyone, given)
+    table, fed = values(ranks, everyone, asked, rows)
     with load_local(tmp_path) as program:
         for _ in range(3):
-            program(values(ranks, (0, 1, 2, 3), ids, rows)[1])
-        for rank in program._ranks:
-            moved = [one.moved for one in rank._program.lookups.values()]
-            assert [(one.steps, one.ids, one.distinct) for one in moved] == [(3, 3 * 64, 3 * 32)] * 2
-            assert [one.received for one in moved] == [3 * 3 * 32 // 4 * (8 + 6 * 4)] * 2
+            found = program(fed)
+        want = wanted(table, everyone, asked)
+        same([np.asarray(found[name]) for name in want], [*want.values()])
+        for at, rank in enumerate(program._ranks):
+            once = np.unique(given)
+            others = np.count_nonzero(once // each != at)
+            owned = (once.size - others) * (ranks - 1)
+            pull, push = (one.moved for one in rank._program.lookups.values())
+            assert [(one.steps, one.ids, one.distinct) for one in (pull, push)] == [
+                (3, 3 * given.size, 3 * once.size)
+            ] * 2
+            assert pull.received == 3 * (others * row_bytes + owned * 8)
+            assert push.received == 3 * owned * row_bytes
 
 
 @pytest.mark.parametrize("wrong", [12, -13, 1 << 40])
@@ -174,7 +196,12 @@ def test_an_id_that_is_no_row_is_refused_by_all(tmp_path: Path, wrong: int) -> N
             'Pull <tag = 0, group = "all", owners = [0]',
             "a rank that is no owner gives a table",
         ),
-        ("(t0, i0)", "(t0, )", "a rank has ids and the rows that they name, or neither"),
+        ("(t0, i0)", "(t0, )", "a giver has no ids"),
+        ("(a, c, o, d)", "(a, , o, d)", "it leaves out counts, and is an owner and a giver"),
+        ("givers = [0, 1]> (t0", "givers = [1]> (t0", "it has places, and is an owner"),
+        ("(a, c, o, d)", "(a, c, o)", "a giver has no rows to give"),
+        ("givers = [0, 1]", "givers = [0, 0]", "its givers are [0, 0]: different places are needed"),
+        ("givers = [0, 1]", "givers = [0, 2]", "its giver 2 is no place in a list of 2 ranks"),
         ("(t0, i0)", "(, i0)", "an owner gives no table"),
         ("row = [2, 3]", "row = [3, 2]", "row"),
     ],
@@ -185,10 +212,52 @@ def test_wrong_nodes_are_refused(tmp_path: Path, old: str, new: str, fact: str) 
     assert fact in "\n".join(map(str, check_artifact(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("rank", "old", "new", "fact"),
+    [
+        (0, "(a, c, o, h)", "(k, c, o, h)", "its 'k' is not the ids asked of an owner of a Pull"),
+        (1, "(a, c, o, h)", "(a, c, i1, h)", "its 'i1' is not the places of a Pull"),
+        (0, "(a, c, o, h)", "(a, c, w, h)", "it reads what Pull 'Pull.e' of group 'all', tag 1 asked, and on rank 0"),
+        (0, "(a, c, o, h)", "(b, c, o, h)", "and on rank 0 what Pull 'Pull.e'"),
+        (1, "(a, c, o, h)", "(b, d, w, h)", "and on rank 0 what Pull 'Pull.h'"),
+        (None, "(a, c, o, h)", "(v, x, y, h)", "its owners are ranks [0, 1], and those of Pull 'Pull.z'"),
+        (
+            None,
+            'tag = 3, group = "all", owners = [0, 1], rows = 12',
+            'tag = 3, group = "all", owners = [0, 1], rows = 14',
+            "of a table",
+        ),
+    ],
+)
+def test_rows_that_do_not_belong_to_the_ids_are_refused(
+    tmp_path: Path, rank: int | None, old: str, new: str, fact: str
+) -> None:
+    """Two Pulls of one table, and one whose owners stand in another order; the Push goes back along the first."""
+    said, turned = (
+        'group = "all", owners = [OWNERS], rows = 12, givers = [0, 1]'.replace("OWNERS", one)
+        for one in ("0, 1", "1, 0")
+    )
+    texts = [
+        f"""rank{k} (float[6] t{k}, int64[n] i{k}) => (float[n] u{k}, float[m] s{k}, int64[m] p{k})
+        <float[n] h, float[n] e, float[n] z, int64[m] q, float[m] g, int64[m] k, int64[m] a, int64[m] b, int64[m] v,
+         int64[4] c, int64[4] d, int64[4] x, int64[n] o, int64[n] w, int64[n] y>
+        {{ h, a, c, o = partc.comm.Pull <tag = 0, {said}> (t{k}, i{k})
+           e, b, d, w = partc.comm.Pull <tag = 1, {said}> (t{k}, i{k})
+           z, v, x, y = partc.comm.Pull <tag = 2, {turned}> (t{k}, i{k})
+           k = Neg(a)
+           q, g = partc.comm.Push <tag = 3, {said}> (a, c, o, h)
+           u{k} = Add(e, z) s{k} = Neg(g) p{k} = Neg(q) }}"""
+        for k in range(2)
+    ]
+    texts = [one.replace(old, new) if rank in (None, k) else one for k, one in enumerate(texts)]
+    write(tmp_path, texts, groups=whole(2))
+    assert fact in "\n".join(map(str, check_artifact(tmp_path)))
+
+
 def test_ranks_that_differ_in_owners_are_refused(tmp_path: Path) -> None:
     one, two = graphs(2, (0, 1), (0, 1))
     write(tmp_path, [one, two.replace("owners = [0, 1]", "owners = [1, 0]")], groups=whole(2))
-    assert "it differs from the node of rank 0 in op, owners, rows or row" in str(check_artifact(tmp_path)[0])
+    assert "it differs from the node of rank 0 in op, owners, givers, rows or row" in str(check_artifact(tmp_path)[0])
 
 
 def test_each_id_once() -> None:

@@ -12,7 +12,9 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from training_equivalence import Run, from_text, run, same_training, train_whole
+from partc.runtime import load_local
+from partc.runtime.artifact.dim_expression import parse
+from training_equivalence import Run, fed, from_text, run, same_training, train_whole
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 LOOKED_UP = """main (int64[batch, 3] ids, int64[batch] more) => (float[batch, 5] y) {
@@ -118,6 +120,31 @@ def test_a_table_of_which_rows_are_also_masked_has_a_dense_gradient(
     program = trained(plan, SGD, "", tmp_path, whole)
     assert program.training is not None
     assert program.training.tables == ("table [288, 4]: dense gradient: its rows are cut",)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_bytes_that_the_artifact_states_are_those_that_come(ranks: int, tmp_path: Path) -> None:
+    """Ids that are all distinct and even over the owners are the most there may be: then both are (P-1)/P u (8 + row), and row backward."""
+    batch, each = 6 * ranks**2, 288 // ranks
+    plan = f"ranks: {ranks}\n{PULL}symbols: {{batch: {{divisor: {ranks}}}}}\n" + TRAIN.replace("OPTIMIZER", SGD)
+    compile_source(looked_up(), parse_plan(plan, "plan.yaml"), tmp_path)
+    count = batch // ranks
+    one = np.arange(count) // ranks + np.arange(count) % ranks * each
+    three = np.arange(3 * count) // ranks + np.arange(3 * count) % ranks * each
+    step = {
+        "ids": np.tile(three, ranks).reshape(-1, 3),
+        "more": np.tile(one, ranks),
+        "t": np.ones((batch, 5), np.float32),
+    }
+    with load_local(tmp_path) as program:
+        program({**fed(program, 0), **step})
+        stated = {one.tag: parse(one.bytes)({"batch": batch}) for one in program.manifest.collectives}
+        for rank in program.ranks:
+            lookups = rank._program.lookups
+            assert {tag: one.moved.received for tag, one in lookups.items()} == {tag: stated[tag] for tag in lookups}
+            found = Counter(one.call.op for one in lookups.values() for _ in range(one.moved.received))
+            once = (3 * count + count) * (ranks - 1) // ranks
+            assert found == {"Pull": once * (8 + 16), "Push": once * 16}
 
 
 SERVED = "roles: {ps: SERVERS}\nplacement: {'{look,again}': {role: ps}}\ndataset: data_parallel\n"

@@ -118,7 +118,8 @@ def _collectives(models: Sequence[ModelProto], shapes: Mapping[str, list[Dim] | 
     made: dict[int, str] = {}
     for node in (node for model in models for node in model.graph.node if node.op_type in COLLECTIVES and node.output):
         tag = next(attribute.i for attribute in node.attribute if attribute.name == "tag")
-        made.setdefault(tag, node.output[-1])
+        if name := node.output[0 if node.op_type == PULL else -1]:
+            made.setdefault(tag, name)
     for model in models:
         known = {value.name: value for value in _values(model.graph)}
         for node in model.graph.node:
@@ -128,10 +129,11 @@ def _collectives(models: Sequence[ModelProto], shapes: Mapping[str, list[Dim] | 
                 value = typed = made.get(tag, "")
                 if not COLLECTIVES[node.op_type].looks_up:
                     typed = given
-                elif not (ids := [*node.input, ""][node.op_type == PULL]):
+                elif not (ids := [*node.input, "", ""][1 if node.op_type == PULL else 2]):
                     continue  # another rank says how many ids it has
                 else:  # of rows the type, of ids the shape
-                    given, typed = ids, next(name for name in (*node.input, *node.output) if name not in ("", ids))
+                    rows = node.output[:1] if node.op_type == PULL else (*node.input[3:], *node.output[1:])
+                    given, typed = ids, next(filter(None, rows))
                 found[tag] = Collective(
                     tag=tag,
                     op=node.op_type,

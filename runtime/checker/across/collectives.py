@@ -207,11 +207,11 @@ def _check_list(
         for node in there[1:]:
             first, other = there[0].call, node.call
             facts = [
-                (one.op, one.reduce, one.axis, one.concat_axis, one.root, one.owners, one.rows, one.row)
+                (one.op, one.reduce, one.axis, one.concat_axis, one.root, one.owners, one.rows, one.row, one.givers)
                 for one in (first, other)
             ]
             if facts[0] != facts[1]:
-                what = "op, owners, rows or row" if first.kind.looks_up else "op, reduction, axis or root"
+                what = "op, owners, givers, rows or row" if first.kind.looks_up else "op, reduction, axis or root"
                 yield node.violation(f"it differs from the node of rank {there[0].rank} in {what}")
             elif first.parts or other.parts:
                 yield from _check_parts(there[0], node)

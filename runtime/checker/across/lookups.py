@@ -3,6 +3,9 @@
 Of the table, whose rows are cut, the k-th owner has the k-th of equal runs, and all owners the same of the other dims; a rank that asks
 gets, or gives, the same of these. `given` and `made` of a record are the layouts of the table and of what is looked up, of a Push the
 other way round.
+
+A Push sends rows without ids, so it is proven that its owners and givers know of the same ids: on every rank what it reads of an asking is
+what one Pull made there, of the same ids' shape and rows, with the same ranks as owners and as givers, in the same order.
 """
 
 from __future__ import annotations
@@ -12,19 +15,22 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from partc.runtime.artifact.comm_node import Call
-from partc.runtime.artifact.format import MANIFEST, PULL, Collective, Dim, Manifest
+from partc.runtime.artifact.format import MANIFEST, PULL, PUSH, Collective, Dim, Manifest, Shape
 from partc.runtime.checker.graph.declared import ValueType
 from partc.runtime.checker.graph.symbols import same_dims
+from partc.runtime.errors import Violation
 
 if TYPE_CHECKING:
+    from partc.runtime.checker.across.collectives import CallNode
     from partc.runtime.checker.across.layouts import Layout
 
 _IDS = ("tensor(int32)", "tensor(int64)")
+_WORDS = ("the ids asked of an owner", "the counts", "the places")
 
 
 def lookup_types(call: Call, types: Mapping[str, ValueType]) -> tuple[tuple[str, ValueType | None], ...]:
-    """Of each value of a call what its file declares: ids, the other operand, ids that come out, and rows."""
-    names = (call.source, call.operand, call.numbers, call.result)
+    """Of each value of a call what its file declares: ids, the other operand, ids that come out, rows, and the three of an asking."""
+    names = (call.source, call.operand, call.numbers, call.result, *call.asked)
     return tuple((name or "", types.get(name or "")) for name in names)
 
 
@@ -32,7 +38,7 @@ def wrong_operands(
     call: Call, record: Collective, types: Sequence[tuple[str, ValueType | None]], manifest: Manifest
 ) -> Iterator[str]:
     """What is wrong with the types and shapes of a call's values."""
-    ids, operand, numbers, result = types
+    ids, operand, numbers, result, *asking = types
     for name, declared in types:
         if name and declared is None:
             yield f"its file declares no type of '{name}'"
@@ -44,8 +50,10 @@ def wrong_operands(
             yield f"its ids '{ids[0]}' are a {ids[1][0]}"
         if not same_dims(ids[1][1], record.shape, manifest):
             yield f"its ids '{ids[0]}' have the shape {ids[1][1]}; {MANIFEST} says {record.shape}"
-    if numbers[1] is not None and (numbers[1][0] != "tensor(int64)" or len(numbers[1][1] or [0]) != 1):
-        yield f"the ids '{numbers[0]}' that come are a {numbers[1][0]} {numbers[1][1]}"
+    shapes: tuple[Shape, ...] = (None, None, [len(call.owners) + len(call.givers)], record.shape)
+    for (name, declared), shape in zip((numbers, *asking), shapes, strict=True):
+        if declared is not None and (declared[0] != "tensor(int64)" or not _fits(declared[1], shape, manifest)):
+            yield f"its numbers '{name}' are a {declared[0]} {declared[1]}, and are to be a tensor(int64) {shape or '[?]'}"
     for (name, declared), shape in ((operand, [call.rows_of_owner, *row] if pulls else asked), (result, asked)):
         if declared is None:
             continue
@@ -56,6 +64,53 @@ def wrong_operands(
                 yield f"its '{name}' has the shape {declared[1]}; rows have the shape {row}"
         elif shape is not None and declared[1] is not None and not same_dims(declared[1], shape, manifest):
             yield f"its '{name}' has the shape {declared[1]}, and it is {shape}"
+
+
+def _fits(shape: Shape, wanted: Shape, manifest: Manifest) -> bool:
+    """Whether a declared shape is the wanted one, or one-dimensional where only a run tells."""
+    return shape is None or (len(shape) == 1 if wanted is None else same_dims(shape, wanted, manifest))
+
+
+def check_pushed(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -> Iterator[Violation]:
+    """Every Push that reads another asking than that of one Pull, on all its ranks; the nodes are sound."""
+    records = {one.tag: one for one in manifest.collectives}
+    made = {
+        (rank, name): (node, at)
+        for rank, nodes in calls.items()
+        for node in nodes
+        if node.call.op == PULL
+        for at, name in enumerate(node.call.asked)
+        if name
+    }
+    pulls: dict[int, CallNode] = {}
+    for rank, nodes in calls.items():
+        for node in nodes:
+            for at, name in enumerate(node.call.asked) if node.call.op == PUSH else ():
+                pull, place = made.get((rank, name or ""), (None, at))
+                if name and (pull is None or place != at):
+                    yield node.violation(f"its '{name}' is not {_WORDS[at]} of a Pull")
+                elif pull is not None and (fact := _differs(manifest, records, node, pull, pulls)):
+                    yield node.violation(fact)
+                    break
+
+
+def _differs(
+    manifest: Manifest, records: Mapping[int, Collective], push: CallNode, pull: CallNode, pulls: dict[int, CallNode]
+) -> str:
+    """Why rows of a Push do not belong to the ids of a Pull on one rank, or ""; `pulls` are those of the Pushes seen."""
+    one, other = push.call, pull.call
+    first = pulls.setdefault(one.tag, pull)
+    if first.call.tag != other.tag:
+        return f"it reads what {pull} asked, and on rank {first.rank} what {first} asked"
+    ranks, asked = (manifest.groups_of(push.rank)[call.group] for call in (one, other))
+    for word, here, there in (("owners", one.owners, other.owners), ("givers", one.givers, other.givers)):
+        wanted, have = ([some[place] for place in places] for some, places in ((asked, there), (ranks, here)))
+        if wanted != have:
+            return f"its {word} are ranks {have}, and those of {pull} are ranks {wanted}"
+    if (one.rows, one.row) != (other.rows, other.row):
+        return f"it is of a table {[one.rows, *one.row]}, and {pull} of one {[other.rows, *other.row]}"
+    shapes = [records[call.tag].shape for call in (one, other)]
+    return "" if shapes[0] == shapes[1] else f"it has ids of the shape {shapes[0]}, and {pull} of {shapes[1]}"
 
 
 def check_owners(record: Collective, call: Call, ranks: Sequence[int], given: Layout, made: Layout) -> None:

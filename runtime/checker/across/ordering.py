@@ -28,6 +28,7 @@ from partc.runtime.artifact.onnx_graph import node_title, path_of
 from partc.runtime.artifact.rows import Row
 from partc.runtime.checker.across.collectives import CallNode, call_nodes, check_collectives
 from partc.runtime.checker.across.layouts import check_layouts
+from partc.runtime.checker.across.lookups import check_pushed
 from partc.runtime.checker.graph.declared import ValueType, declared_types, type_of
 from partc.runtime.checker.graph.symbols import local_shape, same_dims
 from partc.runtime.errors import Violation
@@ -95,7 +96,7 @@ def check_order(
     unmatched = [*_check_matching(manifest, programs), *check_collectives(manifest, calls)]
     if found or unmatched or len(models) < manifest.ranks:
         return [*dict.fromkeys([*found, *unmatched])]
-    if found := [*check_layouts(manifest, calls)]:
+    if found := [*check_layouts(manifest, calls), *check_pushed(manifest, calls)]:
         return found
     events = {rank: _events(rank, models[rank], programs[rank], calls) for rank in models}
     return [*_check_sequence(manifest, programs), *_check_rendezvous(events, manifest, rows or {})]

@@ -198,21 +198,24 @@ class Numbering:
         return True
 
     def _visit_lookup(self, rank: int, call: Call, ranks: Sequence[int]) -> bool:
-        """Rows are those that the rank's ids name; what an owner gets is its own part of what all give."""
+        """Rows are those that the rank's ids name; what was asked follows from all givers' ids, what an owner gets from what all give."""
         calls = [self.given[call.tag, other][0] for other in ranks]
         known = [self.numbers[other] for other in ranks]
+        place, own = ranks.index(rank), self.numbers[rank]
         if call.op == PULL:
-            tables = tuple(known[place][calls[place].operand or ""] for place in call.owners)
-            ids = self.numbers[rank].get(call.source or "")
-            made: tuple[Hashable, ...] = ("pull", tables, ids)
-        else:
-            names = [(one.source, one.operand) for one in calls]
-            given = tuple(
-                tuple(there.get(name or "") for name in pair) for there, pair in zip(known, names, strict=True)
-            )
-            made = ("push", call.owners, call.rows, given, ranks.index(rank))
-        for place, name in enumerate(call.made):
-            self.numbers[rank][name] = self._number(*made, place)
+            tables = tuple(known[owner][calls[owner].operand or ""] for owner in call.owners)
+            ids = own.get(call.source or "")
+            asked = tuple(known[giver].get(calls[giver].source or "") for giver in call.givers)
+            if call.result:
+                own[call.result] = self._number("pull", tables, ids)
+            for k, name in enumerate(call.asked):
+                if name:
+                    own[name] = self._number("asked", call.owners, call.givers, call.rows, asked, place, k)
+            return True
+        names = [(*one.asked, one.operand) for one in calls]
+        given = tuple(tuple(there.get(name or "") for name in some) for there, some in zip(known, names, strict=True))
+        for k, name in enumerate(call.made):
+            own[name] = self._number("push", call.owners, call.rows, given, place, k)
         return True
 
     def _visit_exchange(self, rank: int, call: Call) -> bool:
