@@ -71,7 +71,9 @@ def test_tables_on_the_host_send_rows_up_and_gradients_down(tmp_path: Path) -> N
     counts = counted(tmp_path / "host" / "build", step)
     rows = 4 * (16 * tables + 1) * batch
     down, up = counts.copies["cpu"], counts.copies["cuda"]
-    assert down == Copies(down.number, rows + 4), "the loss"
+    assert down == Copies(down.number, rows + 4 + 4 * 2 * 2001), (
+        "the loss, and counts of which the area under the ROC curve is made"
+    )
     assert up == Copies(up.number, rows + 4 * (13 + 1) * batch + 3 * 4 + 8), "data, the optimizer's scalars, a count"
-    assert (down.number, up.number) == (2, 6)
+    assert (down.number, up.number) == (3, 6)
     assert counts.switches == 3, "looked up, the step on the device, updates of rows, those of the device"

@@ -270,6 +270,7 @@ def test_tables_whole_and_on_servers_learn_the_same(tmp_path: Path) -> None:
     want, have = (train(samples, plan, tmp_path / plan, *steps) for plan in plans)
     same(have, want, rtol=1e-4, atol=1e-5)
     assert want.losses[-1] < want.losses[0]
+    assert have.evaluations[-1]["auc"] == pytest.approx(want.evaluations[-1]["auc"], abs=1e-6)
     told = [json.loads(line) for line in (tmp_path / plans[1] / "metrics.jsonl").read_text().splitlines()]
     (lookups,) = (line for line in told if line["kind"] == "lookups")
     assert lookups["pull"]["ids"] == 128 * (6 + 6)
