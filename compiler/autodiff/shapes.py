@@ -53,6 +53,23 @@ def joined(g: GradientBuilder, *parts: str | Sequence[int]) -> str:
     return names[0] if len(names) == 1 else str(g.Concat(*names, axis=0))
 
 
+def all_pads(g: GradientBuilder, before: str, after: str, axes: Sequence[int], rank: int) -> str:
+    """Pads of some axes, as pads of all axes.
+
+    onnxruntime moves a Transpose behind a Pad as if pads were those of all axes, where the Pad names axes.
+    """
+
+    def spread(some: str) -> list[str | Sequence[int]]:
+        if len(axes) == 1:
+            return [[0] * axes[0], some, [0] * (rank - axes[0] - 1)]
+        at = {axis: k for k, axis in enumerate(axes)}
+        return [
+            g.Gather(some, g.constant(np.array([at[axis]], np.int64))) if axis in at else [0] for axis in range(rank)
+        ]
+
+    return joined(g, *(part for part in (*spread(before), *spread(after)) if part))
+
+
 def shaped(g: GradientBuilder, dy: str, x: str) -> str:
     """The elements of `dy` in the shape of `x`."""
     shape = g.shape(x)

@@ -50,21 +50,31 @@ def keep(comm: CommLowering, move: mv.MaskReplicas, hop: Hop) -> None:
 
 
 def pad(comm: CommLowering, move: mv.ZeroPad, hop: Hop) -> None:
-    """A sharded value as a partial sum: each rank's shard padded with zeros to the whole; pads are constants where the size is fixed."""
+    """A sharded value as a partial sum: each rank's shard padded with zeros to the whole; pads are constants where the size is fixed.
+
+    They are those of all axes where the rank is known: of a Pad that names axes onnxruntime reads them wrongly behind a Transpose.
+    """
     shape, name, out, dim = comm.values.local_shape(hop.before), hop.name, hop.out, move.dim
     size = shape[dim] if shape is not None else None
     shards = math.prod(move.after.mesh[axis] for axis in move.axes)
     ranks, (_, group) = move.group, comm.subgroups(move.after.mesh, move.axes, move.group)
-    axis, last = comm.constant(ranks, out, "axis", [dim]), shards - 1
+    last = shards - 1
+
+    rank = len(shape) if shape is not None else 0
+
+    def of_all_axes(before: str, after: str) -> RankConstant:
+        numbers = {dim: before, dim + rank: after} if rank else {0: before, 1: after}
+        return RankConstant.of(group, [numbers.get(k, "0") for k in range(2 * max(rank, 1))])
+
     if isinstance(size, int):
-        around = [f"{size}*place", f"{size * last} - {size}*place"]
-        pads = comm.constant(ranks, out, "pads", RankConstant.of(group, around))
+        pads = comm.constant(ranks, out, "pads", of_all_axes(f"{size}*place", f"{size * last} - {size}*place"))
     else:
         extent = comm.beside(ranks, "Shape", [name], f"{out}.shape")
-        extent = comm.beside(ranks, "Gather", [extent, axis], f"{out}.extent")
-        numbers = RankConstant.of(group, ["place", f"{last} - place"])
+        extent = comm.beside(ranks, "Gather", [extent, comm.constant(ranks, out, "axis", [dim])], f"{out}.extent")
+        numbers = of_all_axes("place", f"{last} - place")
         pads = comm.beside(ranks, "Mul", [extent, comm.constant(ranks, out, "around", numbers)], f"{out}.pads")
-    comm.emit(ranks, "Pad", [name, pads, "", axis], out, None)
+    axes = () if rank else ("", comm.constant(ranks, out, "axis", [dim]))
+    comm.emit(ranks, "Pad", [name, pads, *axes], out, None)
 
 
 def _numbers_of(comm: CommLowering, ranks: Group, name: str) -> np.dtype[Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
-from partc.compiler.autodiff.shapes import added_along, extents, like, numbers, vector
+from partc.compiler.autodiff.shapes import added_along, all_pads, extents, like, numbers, vector
 from partc.compiler.ops.families.concat import but_axes
 from partc.compiler.ops.families.slice import replicated_operands
 from partc.compiler.ops.node import axes_of, constant_ints, counted, operand, rank_of
@@ -54,7 +56,7 @@ def _(
     known = numbers(g, pads, "pads")
     widths = g.constant(np.array(known, np.int64)) if known is not None else vector(g, str(pads))
     if mode == "constant":
-        dx = like(g, str(g.Pad(dy, _negated(g, widths), "", g.constant(np.array(padded, np.int64)))), x)
+        dx = like(g, str(g.Pad(dy, _cut_off(g, widths, padded, rank))), x)
         if not value or not g.wants(2):
             return dx
         rest = g.Sub(g.ReduceSum(dy, keepdims=0), g.ReduceSum(dx, keepdims=0))
@@ -90,9 +92,18 @@ def _(node: ir.Node) -> Rule | None:
     return Rule((letters, WHOLE), (letters,))
 
 
-def _negated(g: GradientBuilder, widths: str) -> str:
-    known = g.known(widths)
-    return str(g.Neg(widths)) if known is None else g.constant(-known)
+def _cut_off(g: GradientBuilder, widths: str, axes: Sequence[int], rank: int) -> str:
+    """Pads that take away what these pads of some axes add."""
+    known, count = g.known(widths), len(axes)
+    if known is not None:
+        pads = np.zeros((2, rank), np.int64)
+        pads[:, list(axes)] = -known.reshape(2, count)
+        return g.constant(pads.ravel())
+    taken = str(g.Neg(widths))
+    if tuple(axes) == tuple(range(rank)):
+        return taken
+    before, after = (g.Gather(taken, g.constant(np.arange(k, k + count))) for k in (0, count))
+    return all_pads(g, before, after, axes, rank)
 
 
 def _pads_linearly(node: ir.Node) -> bool:

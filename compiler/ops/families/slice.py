@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
-from partc.compiler.autodiff.shapes import extents, like, numbers, vector
+from partc.compiler.autodiff.shapes import all_pads, extents, like, numbers, vector
 from partc.compiler.ops.node import LETTERS, constant_ints, counted, dims, operand, rank_of, same
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
@@ -93,7 +93,7 @@ def _padded(g: GradientBuilder, dy: str, x: str, axes: tuple[int, ...], begin: s
     dims = extents(g, x, axes)
     first = _clamped(g, begin, dims, dims)
     after = g.Sub(g.Sub(dims, first), _lengths(g, dy, x, axes))
-    return str(g.Pad(dy, g.Concat(first, after, axis=0), "", g.constant(np.array(axes, np.int64))))
+    return str(g.Pad(dy, all_pads(g, first, after, axes, g.rank(dy))))
 
 
 def _spread(g: GradientBuilder, dy: str, x: str, axis: int, begin: str, step: str) -> str:
