@@ -72,9 +72,9 @@ PASSES: tuple[Pass, ...] = (
     in_parts,
     in_microbatches,
     place,
-    choose_targets,
     only_totals,
     shard,
+    choose_targets,
     pass_sums,
     localize,  # the local view
     differentiate,

@@ -3,23 +3,28 @@
 The law, in order; the first that decides holds:
 
 1. A constant has none: it stands where it is read.
-2. The Cast of a trained parameter to 16 bits stands where the parameter is updated, so that 16 bits are copied, in both directions.
-3. The plan's last matching rule, else the model's own last one, else the node's own metadata (`partc.target`).
-4. What partc adds for a loss or a metric stands where its first operand is made.
-5. The others have `device`, the device of the job.
+2. A lookup whose rows are pulled is on cpu, and so is what a server gives: it is communication. On another target all of a table would
+   be copied in every step.
+3. The Cast of a trained parameter to 16 bits stands where the parameter is updated, so that 16 bits are copied, in both directions.
+4. The plan's last matching rule, else the model's own last one, else the node's own metadata (`partc.target`).
+5. What partc adds for a loss or a metric stands where its first operand is made.
+6. The others have `device`, the device of the job.
 
-A parameter is updated on the optimizer's target, else on that of the first node that computes with it. What ranks' programs have beside
-these nodes follows its operands (`of_ops.py`); so do shapes.
+A parameter that is pulled is updated on cpu, another one on the optimizer's target, else on that of the first node that computes with it.
+What ranks' programs have beside these nodes follows its operands (`of_ops.py`); so do shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.graph import PINNED
 from partc.compiler.ir.program import Program, ProgramKind
+from partc.compiler.lower.pulls import is_pulled
 from partc.compiler.plan.matching import matched_nodes, nothing_matched, of_the_whole
 from partc.compiler.plan.target import KINDS, TargetRule, named_target
 from partc.runtime.artifact.format import CONSTANT, CPU, DEVICE, SHAPE_ARITHMETIC, TARGET
@@ -35,8 +40,9 @@ def choose_targets(program: Program) -> Program:
     said = rules or (training is not None and training.target)
     if not said and not any(TARGET in node.metadata_props for node in program.model.graph):
         return program
-    targets = _of_nodes(program, _ruled(program, rules))
-    updates = _of_updates(program, targets, training.target if training is not None else "")
+    hosted = {node for node in program.model.graph if _is_communication(program, node)}
+    targets = _of_nodes(program, _ruled(program, rules) | dict.fromkeys(hosted, CPU))
+    updates = _of_updates(program, targets, hosted, training.target if training is not None else "")
     targets |= {node: updates[value] for node, value in _low_copies(program) if value in updates}
     return replace(program, targets=targets, update_targets=updates)
 
@@ -59,6 +65,13 @@ def _ruled(program: Program, rules: tuple[TargetRule, ...]) -> dict[ir.Node, str
     if problems:
         raise CompileError(problems)
     return decided
+
+
+def _is_communication(program: Program, node: ir.Node) -> bool:
+    """Whether a node gives rows that are pulled, or a parameter of a server."""
+    placed = program.placement.get(node)
+    groups = placed.groups if placed is not None else ()
+    return PINNED in node.meta or any(is_pulled(program, NodeOnGroup(node, group)) for group in groups)
 
 
 def _of_nodes(program: Program, ruled: Mapping[ir.Node, str]) -> dict[ir.Node, str]:
@@ -90,14 +103,17 @@ def _is_tensor(value: ir.Value) -> bool:
     return value.type is None or (isinstance(value.type, ir.TensorType) and value.dtype is not ir.DataType.STRING)
 
 
-def _of_updates(program: Program, targets: Mapping[ir.Node, str], said: str) -> dict[ir.Value, str]:
+def _of_updates(
+    program: Program, targets: Mapping[ir.Node, str], hosted: Collection[ir.Node], said: str
+) -> dict[ir.Value, str]:
     """Per parameter, frozen ones too, and tensor of statistics the target on which its state lies."""
     if program.training is None:
         return {}
     found = {}
     readers = {value: _first_reader(value, targets) for value in program.training.parameters}
     for value, options in program.training.parameters.items():
-        found[value] = readers[value] if options.frozen or not said else said
+        served = any(node in hosted for node in value.consumers())
+        found[value] = CPU if served else readers[value] if options.frozen or not said else said
     return found
 
 

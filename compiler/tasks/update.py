@@ -69,7 +69,7 @@ class Updates:
         """Writes all updates, in the order in which the `gradients` are ready."""
         gradients = Queues(self.training, self.builders, self._append, self._keep_pending).late(gradients, self._sizes)
         clipped = (self.training.clip_norm is not None or self.training.guarded) and bool(gradients)
-        gradients = [self.rows.merged(one) if self.rows.wants_each_once(one, clipped) else one for one in gradients]
+        gradients = [self._merged(one) if self.rows.wants_each_once(one, clipped) else one for one in gradients]
         if clipped:
             self._clip(gradients)
         elif self.training.scale is not None and gradients:
@@ -92,6 +92,13 @@ class Updates:
     def _sizes(self, one: Gradient) -> tuple[int, ...]:
         """The shape of what a rank updates of a parameter, which is known."""
         return tuple(size for size in self.values.local_shape(one.share) or () if isinstance(size, int))
+
+    def _merged(self, one: Gradient) -> Gradient:
+        """A gradient by rows with each id once, made where the parameter is updated: kernels that merge are those of CPUs."""
+        self.target = self.program.update_targets.get(one.parameter, "")
+        merged = self.rows.merged(one)
+        self.target = ""
+        return merged
 
     def _keep_pending(self, one: Gradient, pending: Pending, number: int) -> None:
         """Lists a gradient that waits for its update."""

@@ -160,12 +160,21 @@ class _Rank:
             return
         operands = dict(zip(function.input, node.input, strict=True))
         merges = {one.name for one in self.model.functions if is_merge(one)}
-        before = (self.model.graph.node[k] for k in self.makers.get(operands[IDS], []))
-        if not merged_by(before, operands[IDS], operands[ROWS], merges):
+        ids, rows = (self._copied(operands[name]) for name in (IDS, ROWS))
+        before = (self.model.graph.node[k] for k in self.makers.get(ids, []))
+        if not merged_by(before, ids, rows, merges):
             fact = (
                 f"nothing proves that each row stands once among '{operands[IDS]}', and {function.name} overwrites rows"
             )
             yield self._violation(at, fact, "let MergeRows make its ids and rows")
+
+    def _copied(self, name: str) -> str:
+        """The value itself, of a copy on another target."""
+        for at in self.makers.get(name, []):
+            node = self.model.graph.node[at]
+            if is_copy(node) and node.input[0] != name:
+                return self._copied(node.input[0])
+        return name
 
     def _check_in_flight(self, in_place: Mapping[str, int]) -> Iterator[Violation]:
         """What the order of nodes cannot say: updates that run as one, and communication that has begun and not ended."""
