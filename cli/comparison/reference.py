@@ -35,11 +35,14 @@ def compile_alone(model: Path, plan: Plan, out: Path) -> Compiled:
         plan,
         ranks=1,
         placement=(),
+        roles={},
         sharding=(),
         mesh=(),
         dataset=Dataset(),
         outputs=(),
-        pipeline=None if plan.pipeline is None else replace(plan.pipeline, schedule="gpipe", memory=None, rows=()),
+        pipeline=None
+        if plan.pipeline is None
+        else replace(plan.pipeline, schedule="gpipe", memory=None, rows=(), stages=()),
         train=None if plan.train is None else replace(plan.train, shard=None, target=""),
         target=(),
     )

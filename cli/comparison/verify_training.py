@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     from partc.runtime.artifact.format import Manifest
 
 STEPS = 2
+MOST_STEPS = 32
+"""Where steps are skipped, as gradients overflow under the loss scale, others follow; it halves at each."""
 SHARE = 1e-3
+_OVERFLOW = (
+    "gradients of the first steps overflow under the loss scale, and are not compared; parameters are, after steps that count\n"
+    "  help: a lower `precision: {loss_scale: {first: 1024}}` has fewer steps skipped"
+)
 _UNITS = {"float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 
 
@@ -54,14 +60,22 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
         times = batch_shards(report.manifest)
         alone = Compiled(alone.program, scaled_seed(alone.folder, scratch / "summed", times))
     alone = replace(alone, devices=case.devices)
-    trained = partial(_trained, case.plan, data=data, batch=batch, devices=case.devices)
-    whole = trained(alone.folder, out=scratch / "of_whole", mpi=False)
+    count, whole = STEPS, dict[str, Array]()
+    while not whole:
+        trained = partial(_trained, case.plan, data=data, batch=batch, devices=case.devices, steps=count)
+        whole = trained(alone.folder, out=scratch / f"of_whole_{count}", mpi=False)
+        if count < MOST_STEPS and not any(name.endswith(f", step {count}") for name in whole):
+            count, whole = min(count * 2, MOST_STEPS), {}  # the loss scale was too large for every step
     compiled = trained(report.out, out=scratch / "of_compiled", mpi=case.mpi)
     ours = Compiled(report.program, report.out, case.devices)
     given = _one_step(manifest, records)
     of_whole, of_compiled = gradients(alone, ours, given, scratch)
+    overflow = count > STEPS and not all(np.isfinite(array).all() for array in of_whole.values())
+    if overflow:
+        of_whole, of_compiled = {}, {}
+    told = [_OVERFLOW] if overflow else []
     steep = compared(of_whole, of_compiled, _zeros(of_whole), rtol, atol)
-    first = Verdict([*compared(whole, compiled, begun, rtol, atol), *steep])
+    first = Verdict([*compared(whole, compiled, begun, rtol, atol), *steep], told)
     if first.passed:
         return first
     noise: dict[str, Array] = {}
@@ -70,11 +84,11 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
         for draw in range(DRAWS):
             folder = perturbed(alone.folder, scratch / "perturbed", draw + 1)
             draws.append(trained(folder, out=scratch / f"of_perturbed_{draw}", mpi=False))
-            steps.append(gradients(replace(alone, folder=folder), ours, given, scratch)[0])
+            steps.append({} if overflow else gradients(replace(alone, folder=folder), ours, given, scratch)[0])
         noise = {**spread(whole, draws), **spread(of_whole, steps)}
     steep = compared(of_whole, of_compiled, _zeros(of_whole), rtol, atol, noise)
     rows = [*compared(whole, compiled, begun, rtol, atol, noise), *steep]
-    second = Verdict(rows, measured(first.rows, rows, alone, noise))
+    second = Verdict(rows, [*told, *measured(first.rows, rows, alone, noise)])
     if second.passed:
         return second
     inside = first_difference(alone, ours, given, scratch, bool(noise))
@@ -130,7 +144,14 @@ def _records(manifest: Manifest, values: Mapping[str, Value]) -> dict[str, Any]:
 
 
 def _trained(
-    plan: Path | None, folder: Path, data: Path, batch: int, devices: Mapping[str, str], out: Path, mpi: bool
+    plan: Path | None,
+    folder: Path,
+    data: Path,
+    batch: int,
+    devices: Mapping[str, str],
+    steps: int,
+    out: Path,
+    mpi: bool,
 ) -> dict[str, Array]:
     """What an artifact, compiled from the user's plan, tells of its steps, and its tensors after the last."""
     import click
@@ -144,10 +165,10 @@ def _trained(
         base=str(out),
         data=(str(data),),
         batch=batch,
-        steps=STEPS,
+        steps=steps,
         log="1",
         checkpoint=str(out / "kept"),
-        save=str(STEPS),
+        save=str(steps),
         metrics=str(told),
         plan=None if plan is None else str(plan.absolute()),
         only_train=True,
@@ -162,6 +183,6 @@ def _trained(
     names = [manifest.training.loss, *manifest.training.metrics]
     for row in map(json.loads, told.read_text(encoding="utf-8").splitlines()):
         if row["kind"] == "train":
-            found |= {f"{name}, step {row['step']}": np.array(row[name], np.float32) for name in names}
+            found |= {f"{name}, step {row['step']}": np.array(row[name], np.float32) for name in names if name in row}
     checkpoint = Checkpoint.open(out / "kept")
     return found | {name: checkpoint.read(name) for name in sorted(checkpoint.index.tensors)}
