@@ -30,6 +30,8 @@ class ParameterOptions:
     """By which it is updated; None: by that of the training."""
     staleness: int = 0
     """By how many steps its updates are late."""
+    where: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """By key the place of the plan's line that says it."""
 
 
 @dataclass(frozen=True)

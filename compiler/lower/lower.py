@@ -5,7 +5,7 @@ What nothing reads falls away, and what the simplifier finds in a program that t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ def lower(program: Program) -> Program:
             finished[key] = _finished(program, builder, outputs, local.inputs[rank], values)
         parts.append(_of_rank(finished[key], rank, outputs, local.inputs[rank]))
     idle = [part.rank for part in parts if not part.steps and not part.outputs]
-    told = [f"{_ranks(idle)} nothing to do; place nodes there, or lower `ranks`"] if idle else []
+    told = list(_idle(program, idle))
     return replace(
         program,
         local=None,
@@ -107,6 +107,20 @@ def _of_rank(
         inputs=tuple(inputs[held.name] for held in like.inputs),
         outputs=tuple({held.version.value: held for held in outputs}.values()),
     )
+
+
+def _idle(program: Program, idle: list[int]) -> Iterator[str]:
+    """Warnings of ranks with nothing to do."""
+    roles = {rank: name for name, ranks in program.plan.roles.items() for rank in ranks}
+    working = [rank for rank in idle if rank not in roles]
+    if working:
+        yield f"{_ranks(working)} nothing to do; place nodes there, or lower `ranks`"
+    for name in dict.fromkeys(roles[rank] for rank in idle if rank in roles):
+        serving = [rank for rank in idle if roles.get(rank) == name]
+        yield (
+            f"{_ranks(serving)} the role '{name}' and no parameter; give it some, `placement: {{embedding: {{role: {name}}}}}`, "
+            "or take the role out"
+        )
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -46,6 +46,8 @@ class PrecisionRules:
     keep: tuple[tuple[str, str], ...] = ()
     scale: LossScale | None = None
     messages: bool = False
+    of_training: tuple[str, ...] = ()
+    """The keys that say something of a training alone."""
 
 
 class DynamicScaleEntry(BaseModel):
@@ -126,4 +128,5 @@ class PrecisionEntry(BaseModel):
             tuple((pattern, where("precision", "keep", k)) for k, pattern in enumerate(self.keep)),
             self.scale,
             self.messages is not None,
+            tuple(key for key in ("loss_scale", "messages") if key in self.model_fields_set),
         )

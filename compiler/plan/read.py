@@ -29,6 +29,7 @@ from partc.compiler.plan.schema import PlanEntries, SymbolEntry
 from partc.compiler.plan.sharding import ShardingEntry
 from partc.compiler.plan.stages import sizes_of_groups
 from partc.compiler.plan.target import TargetRule
+from partc.compiler.plan.training.initial import InitialEntry
 from partc.compiler.plan.training.loop_entries import CheckpointEntry, ClipEntry
 from partc.compiler.plan.training.rules import ParameterEntry, TrainEntry
 from partc.compiler.plan.violation import Violation, shown
@@ -51,6 +52,18 @@ _EXAMPLES = {
     "loss": "write loss: {type: softmax_cross_entropy, logits: logits, labels: label}, or the name of a scalar output",
     "optimizer": "write optimizer: {type: momentum, lr: 0.01, momentum: 0.9}",
 }
+_FORMS = {
+    ("precision",): "write precision: {compute: float16}",
+    (
+        "precision",
+        "compute",
+    ): "write compute: float16, or bfloat16; without 'precision' the model computes in its own types",
+    ("precision", "keep"): "write keep: [head]",
+    ("precision", "messages"): "write messages: bfloat16, or leave it out",
+    ("roles",): "write roles: {ps: [2, 3]}",
+    ("train", "parameters", "initial"): "write initial: {normal: 0.01, seed: 7}",
+}
+"""Remedies by key, without the names that a plan chooses."""
 _TRAINING: dict[str, type[BaseModel]] = {
     "parameters": ParameterEntry,
     "clip": ClipEntry,
@@ -65,6 +78,9 @@ _EXPECTED = {
     "model_type": "a mapping, 'key: value' on each line",
     "model_attributes_type": "a mapping, 'key: value' on each line",
     "list_type": "a list",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
 }
 
 
@@ -170,10 +186,18 @@ def _problem(detail: ErrorDetails, document: Document) -> Problem:
         bound = f"above {context['gt']}" if "gt" in context else f"below {context['lt']}"
         return Problem(where, f"{subject}: expected a number {bound}, but got {detail['input']}")
     if kind == "literal_error":
-        return Problem(where, f"{subject}: expected {context['expected']}, but got {shown(detail['input'])}")
+        fact = f"{subject}: expected {context['expected']}, but got {shown(detail['input'])}"
+        return Problem(where, fact, help=_form(steps))
     if kind in _EXPECTED:
-        return Problem(where, f"{subject}: expected {_EXPECTED[kind]}, but got {shown(detail['input'])}")
+        fact = f"{subject}: expected {_EXPECTED[kind]}, but got {shown(detail['input'])}"
+        return Problem(where, fact, help=_form(steps))
     return Problem(where, f"{subject}: {detail['msg']}")
+
+
+def _form(steps: tuple[str | int, ...]) -> str:
+    """The remedy for a value of another kind; empty where the fact says enough."""
+    named = steps[:2] + steps[3:] if steps[:2] == ("train", "parameters") else steps
+    return _FORMS.get(named, "")  # type: ignore[arg-type]
 
 
 def _unknown(where: str, steps: tuple[str | int, ...]) -> Problem:
@@ -181,6 +205,7 @@ def _unknown(where: str, steps: tuple[str | int, ...]) -> Problem:
     model: type[BaseModel] = PlanEntries
     if steps[0] == "train":
         model = _TRAINING.get(str(steps[1]), TrainEntry) if len(steps) > 2 else TrainEntry
+        model = InitialEntry if steps[3:4] == ("initial",) and len(steps) > 4 else model
     elif steps[0] == "pipeline" and len(steps) > 1:
         model = PipelineEntry
     elif steps[0] == "precision":

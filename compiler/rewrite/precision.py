@@ -65,7 +65,11 @@ def precision(program: Program) -> Program:
         fact = f"no operator of the model computes in {rules.compute}"
         law = "products of floating-point tensors do: MatMul, Gemm, Einsum, Conv, recurrent layers and attention"
         raise CompileError(Problem(rules.where, fact, law, "take 'precision' out, or keep less"))
-    told = (f"{rules.where}: {_STORAGE}",) if rules is not None and rules.compute == "bfloat16" else ()
+    told = [f"{rules.where}: {_STORAGE}"] if rules is not None and rules.compute == "bfloat16" else []
+    if rules is not None and training is None:
+        told += [
+            f"{rules.where}: 'precision.{key}' is of a training, and there is no 'train'" for key in rules.of_training
+        ]
     return work.done(warnings=(*program.warnings, *told))
 
 

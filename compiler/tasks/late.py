@@ -10,11 +10,10 @@ checkpoints; those of a table are whole tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
-from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Group
 from partc.compiler.ir.training import Training
 from partc.compiler.lower.builders import ProgramBuilders
@@ -39,18 +38,8 @@ class Queues:
     keep: Callable[[Gradient, Pending, int], None]
 
     def late(self, gradients: Sequence[Gradient], shape: Callable[[Gradient], tuple[int, ...]]) -> list[Gradient]:
-        """The gradients that update in a step, of shards of these shapes. CompileError where a step may change nothing."""
-        if self.training.guarded and (stale := next(self._stale(gradients), None)):
-            fact = (
-                f"'{stale.parameter.name}' is updated late, and a step whose gradients are not finite changes nothing"
-            )
-            law = "such a gradient would stay in the queue"
-            help = "leave out 'staleness', or take 'on_nonfinite: stop' and no dynamic loss scale"
-            raise CompileError(Problem("train.parameters", fact, law, help))
+        """The gradients that update in a step, of shards of these shapes."""
         return [self._late(one, shape(one)) for one in gradients]
-
-    def _stale(self, gradients: Sequence[Gradient]) -> Iterator[Gradient]:
-        return (one for one in gradients if self.training.parameters[one.parameter].staleness)
 
     def _late(self, one: Gradient, shape: Sequence[int]) -> Gradient:
         count = self.training.parameters[one.parameter].staleness

@@ -67,19 +67,13 @@ def find_tables(program: Program, local: LocalView, needed: Collection[ir.Value]
             if training.parameters[value].staleness and training.optimizer_of(value).is_lazy:
                 fact = f"'{value.name}' is updated late, by {training.optimizer_of(value).type}"
                 law = "gradients wait as whole tables, and this optimizer wants the rows that were looked up"
-                problems.append(
-                    Problem("train.parameters", fact, law, "leave out 'staleness', or take another optimizer")
-                )
+                where = training.parameters[value].where["staleness"]
+                problems.append(Problem(where, fact, law, "leave out 'staleness', or take another optimizer"))
             if found[-1].why == _CUT and training.optimizer_of(value).is_lazy:
                 law = f"{training.optimizer_of(value).type} wants the rows that were looked up, and ranks with a part of them know no ids"
-                problems.append(
-                    Problem(
-                        f"parameter '{value.name}'",
-                        _CUT,
-                        law,
-                        "let ranks pull its rows, cut its columns, or give it another optimizer",
-                    )
-                )
+                where = training.parameters[value].where.get("optimizer", f"parameter '{value.name}'")
+                help = "let ranks pull its rows, cut its columns, or give it another optimizer"
+                problems.append(Problem(where, f"the rows of '{value.name}' are cut", law, help))
     if problems:
         raise CompileError(problems)
     return found
@@ -91,6 +85,10 @@ def _looks_up(program: Program, node: ir.Node, value: ir.Value) -> bool:
 
 
 _CUT = "its rows are cut"
+
+
+def _waiting(steps: int) -> str:
+    return f"the gradients of {steps} steps wait" if steps > 1 else "the gradient of a step waits"
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ class _Lookups:
             else "only a step tells how many rows are looked up"
         )
         if late := self.training.parameters[self.value].staleness:
-            return Table(self.value, self._sends_fewer(), True, f"the gradients of {late} steps wait for their update")
+            return Table(self.value, self._sends_fewer(), True, f"{_waiting(late)} for the update")
         if whole := whole_table(optimizer, decay):
             return Table(self.value, self._sends_fewer(), True, whole)
         rank = len(self.value.shape or ())

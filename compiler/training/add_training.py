@@ -156,21 +156,24 @@ def _parameter_options(rules: TrainRules, names: list[str], others: list[str]) -
         name: {"frozen": False, "weight_decay": None, "lr": 1.0, "optimizer": None, "staleness": 0}
         for name in (*names, *(name for name in others if name in freed))
     }
+    places = {name: dict[str, str]() for name in found}
     problems = [*_rates_without_base(rules)]
     for rule in rules.parameters:
         matches = compile_pattern(rule.pattern).matches
         hit = [name for name in found if matches(name)]
         keys = ("frozen", "weight_decay", "lr", "optimizer", "staleness")
-        said = {key: getattr(rule, key) for key in keys}
+        said = {key: value for key in keys if (value := getattr(rule, key)) is not None}
         for name in hit:
-            found[name] |= {key: value for key, value in said.items() if value is not None}
+            found[name] |= said
+            places[name] |= dict.fromkeys(said, rule.where)
         kept = [name for name in others if matches(name)]
         if not hit and not (kept and rule.frozen):
             problems.append(_unmatched(rule, list(found), kept))
     problems += _still(rules, found)
+    problems += _late(rules, found, places)
     if problems:
         raise CompileError(problems)
-    return {name: ParameterOptions(**said) for name, said in found.items()}
+    return {name: ParameterOptions(**said, where=places[name]) for name, said in found.items()}
 
 
 def _rates_without_base(rules: TrainRules) -> Iterator[Problem]:
@@ -212,13 +215,30 @@ def _still(rules: TrainRules, found: Mapping[str, Mapping[str, Any]]) -> Iterato
             return
 
 
+def _late(
+    rules: TrainRules, found: Mapping[str, Mapping[str, Any]], places: Mapping[str, Mapping[str, str]]
+) -> Iterator[Problem]:
+    """Per line of the plan the first parameter with late updates, where a step may change nothing."""
+    told = set[str]()
+    for name, said in found.items():
+        if not (rules.guarded and said["staleness"] and not said["frozen"]) or places[name]["staleness"] in told:
+            continue
+        told.add(places[name]["staleness"])
+        fact = f"'{name}' is updated late, and a step whose gradients are not finite changes nothing"
+        law = "such a gradient would stay in the queue"
+        help = "leave out 'staleness', or take 'on_nonfinite: stop' and no dynamic loss scale"
+        yield Problem(places[name]["staleness"], fact, law, help)
+
+
 def _unmatched(rule: ParameterRule, names: list[str], kept: list[str]) -> Problem:
     fact = f"'{rule.pattern}' matches no parameter of the model"
     if kept:
         law = f"it matches '{kept[0]}', a tensor of floats that is not trainable"
         return Problem(rule.where, fact, law, f'"{kept[0]}": {{frozen: false}} makes it trainable')
     close = ", ".join(f"'{name}'" for name in nearest(rule.pattern, names))
-    return Problem(rule.where, fact, help=f"the nearest are {close}" if close else "the model has no parameters")
+    if not names:
+        return Problem(rule.where, fact, help="the model has no parameters")
+    return Problem(rule.where, fact, help=f"the nearest are {close}" if close else "`partc plan MODEL` lists all names")
 
 
 def _drop_unread(graph: ir.Graph, used: set[ir.Value]) -> None:

@@ -28,6 +28,8 @@ from partc.compiler.plan.rules import PlacementRule, ShardingRule
 from partc.compiler.rewrite.rewriting import Rewriting
 from partc.compiler.training.trainable import trainable_names
 
+_LISTED = "`partc plan MODEL` lists modules with their parameters"
+
 
 def serve(program: Program) -> Program:
     """Gives parameters to the ranks that serve them; the program itself where none are. CompileError for patterns that match nothing."""
@@ -62,10 +64,11 @@ def _served(program: Program) -> dict[ir.Value, PlacementRule]:
             matches = compile_pattern(rule.pattern).matches
             if not hit and any(map(matches, program.whole)):
                 continue
-            paths = [*modules_of(program.paths.values()), *program.paths.values()]
+            readers = [path for node, path in program.paths.items() if any(value in owned for value in node.inputs)]
+            paths = [*modules_of(readers), *readers]
             fact = f"'{rule.pattern}' matches no module or node that has parameters"
             close = ", ".join(f"'{name}'" for name in nearest(rule.pattern, paths))
-            problems.append(Problem(rule.where, fact, help=f"the nearest are {close}" if close else ""))
+            problems.append(Problem(rule.where, fact, help=f"the nearest are {close}" if close else _LISTED))
     if problems:
         raise CompileError(problems)
     order = [value for value in graph.initializers.values() if value in owned and value.uses()]

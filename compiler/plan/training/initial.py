@@ -7,26 +7,59 @@ They are those that `nn.init` gives a parameter of this name under this seed; wh
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from typing import Annotated, TypeAlias
 
-from partc.compiler.plan.violation import Violation
+from partc.compiler.plan.violation import Violation, shown
 from partc.runtime.artifact.format import Law
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 _DRAWS = ("normal", "truncated_normal", "uniform", "constant")
 _HELP = "write {normal: 0.01, seed: 7}"
 
 
+def _bounds(value: object) -> tuple[float, float] | None:
+    """The least and the largest value of a uniform distribution."""
+    law = "a uniform distribution is within a number of zero, or from a number to another"
+    help = "write {uniform: 0.1}, or {uniform: [-0.1, 0.1]}"
+    if value is None:
+        return None
+    if isinstance(value, list) and len(value) != 2:
+        raise Violation(f"a list of {len(value)}", law, help)
+    low, high = (_finite(one, law, help) for one in (value if isinstance(value, list) else (value, value)))
+    if not isinstance(value, list):
+        if low < 0:
+            raise Violation(f"{value} is below zero", law, help)
+        low = -low
+    if low > high:
+        raise Violation(f"{low:g} is above {high:g}", law, help)
+    return low, high
+
+
+def _finite(value: object, law: str, help: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise Violation(f"expected a finite number, but got {shown(value)}", law, help)
+    return float(value)
+
+
+_BoundsForm: TypeAlias = Annotated[
+    tuple[float, float] | None,
+    PlainValidator(
+        _bounds, json_schema_input_type=float | Annotated[list[float], Field(min_length=2, max_length=2)] | None
+    ),
+]
+
+
 class InitialEntry(BaseModel):
     """First values, drawn from a seed and the parameter's name: one distribution, and what belongs to it."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     normal: float | None = Field(None, ge=0, description="Normal distribution of this standard deviation.")
     truncated_normal: float | None = Field(
         None, ge=0, description="As normal, cut off at two standard deviations from the mean."
     )
-    uniform: float | Annotated[list[float], Field(min_length=2, max_length=2)] | None = Field(
+    uniform: _BoundsForm = Field(
         None, description="Evenly within this bound of zero, or from the first to the second number."
     )
     constant: float | None = Field(None, description="This number everywhere.")
@@ -51,7 +84,7 @@ class InitialEntry(BaseModel):
         if self.constant is not None:
             return Law(draw="constant", offset=self.constant)
         if self.uniform is not None:
-            low, high = self.uniform if isinstance(self.uniform, list) else (-self.uniform, self.uniform)
+            low, high = self.uniform
             return Law(draw="uniform", stream=stream, offset=low, factor=high - low)
         if self.normal is not None:
             return Law(draw="normal", stream=stream, offset=self.mean, factor=self.normal)

@@ -190,7 +190,9 @@ def _own_optimizer(value: object) -> OwnOptimizer | None:
             fact = f"'{key}' is no option of some parameters alone"
             raise Violation(fact, help="write it in train.optimizer, for all", key=key)
     rated = isinstance(given, dict) and "lr" in given
-    return OwnOptimizer(_optimizer({"lr": 0.0, **given} if isinstance(given, dict) else given).optimizer, rated)
+    return OwnOptimizer(
+        _optimizer({"lr": _RATE_TO_COME, **given} if isinstance(given, dict) else given).optimizer, rated
+    )
 
 
 def _schedule(value: Json | None) -> Json | None:
@@ -217,6 +219,8 @@ def _or_empty(value: object) -> object:
 
 
 _KEY = "key "
+_RATE_TO_COME = 1.0
+"""In the place of the rate of train.optimizer while an optimizer of some parameters is checked."""
 _LOSS_HELP = "write {type: softmax_cross_entropy, logits: logits, labels: label}"
 Json: TypeAlias = dict[str, JsonValue]
 LossForm: TypeAlias = Annotated[LossChoice, PlainValidator(_loss), WithJsonSchema(loss_form())]
@@ -231,7 +235,7 @@ ScheduleForm: TypeAlias = Annotated[Json | None, AfterValidator(_schedule), With
 class ParameterEntry(BaseModel):
     """How the parameters that a pattern matches are trained."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     frozen: bool | None = Field(
         None, description="Not trained; false, under a tensor's full name, trains a tensor that would not be."
@@ -258,6 +262,15 @@ class ParameterEntry(BaseModel):
         description="By how many steps updates are late: a step reads those of this many steps before.",
     )
 
+    @model_validator(mode="after")
+    def _trained(self) -> ParameterEntry:
+        for key in ("weight_decay", "lr", "optimizer", "staleness"):
+            if self.frozen and getattr(self, key) is not None:
+                raise Violation(
+                    f"frozen, and '{key}'", "a frozen parameter has no update", "leave out one of them", key
+                )
+        return self
+
     def rule(self, pattern: str, where: str, main: Optimizer) -> ParameterRule:
         """The rule of a pattern, in a training by this optimizer."""
         own = self.optimizer.at(main.lr) if self.optimizer is not None else None
@@ -268,7 +281,7 @@ class ParameterEntry(BaseModel):
 class TrainEntry(BaseModel):
     """What is trained and how; and the loop around the steps."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     loss: LossForm = Field(
         description="The type of the loss with its options, or the name of a scalar output of the model."

@@ -1,0 +1,102 @@
+"""What is said of values that keys of precision, targets, servers and tables do not take: where, what, why and the remedy, all at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from partc.compiler.errors import CompileError
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
+from training_equivalence import from_text
+
+TRAIN = "train:\n  loss: {type: softmax_cross_entropy, logits: y, labels: labels}\n  optimizer: {type: sgd, lr: 0.5}\n"
+NET = """<ir_version: 10, opset_import: ["" : 21]>
+main (int64[batch] ids) => (float[batch, 12] y) {
+    [look_up] x = Gather(table, ids)
+    [head] y = MatMul(x, w)
+}"""
+VALUES = {
+    "precision: float16": ["got the string 'float16'", "help: write precision: {compute: float16}"],
+    "precision: {compute: float32, keep: head}": [
+        "'float16' or 'bfloat16'",
+        "without 'precision'",
+        "write keep: [head]",
+    ],
+    "target: {a: tpu, b: cuda:1, c: 7}": ["'tpu' is no target", "write cuda; the number", "the number 7"],
+    "roles: [1]": ["'roles': expected a mapping", "help: write roles: {ps: [2, 3]}"],
+}
+PARAMETERS = {
+    "{initial: normal}": ["got the string 'normal'", "help: write initial: {normal: 0.01, seed: 7}"],
+    "{initial: {constant: .nan}}": ["'initial', 'constant': expected a finite number"],
+    "{initial: {uniform: [1]}}": ["a list of 1", "write {uniform: 0.1}"],
+    "{initial: {uniform: [2, 1]}}": ["2 is above 1"],
+    "{initial: {uniform: [a, 1]}}": ["expected a finite number, but got the string 'a'"],
+    "{initial: {uniform: -3}}": ["-3 is below zero"],
+    "{initial: {normal: 1, std: 2}}": ["unknown key 'std'", "the nearest is 'seed'"],
+    "{lr: fast}": ["expected a number, but got the string 'fast'"],
+    "{frozen: true, optimizer: adam}": ["frozen, and 'optimizer'", "a frozen parameter has no update"],
+    "{frozen: true, staleness: 1}": ["frozen, and 'staleness'"],
+}
+
+
+def said(text: str) -> str:
+    with pytest.raises(CompileError) as caught:
+        parse_plan("ranks: 4\n" + text, "plan.yaml")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("line", VALUES)
+def test_a_value_of_another_kind(line: str) -> None:
+    found = said(line)
+    assert found.startswith("plan.yaml:2: ")
+    assert [part for part in VALUES[line] if part not in found] == [], found
+
+
+def test_all_values_of_parameters_at_once() -> None:
+    lines = "".join(f"    p{k}: {value}\n" for k, value in enumerate(PARAMETERS))
+    found = said(f"{TRAIN}  parameters:\n{lines}")
+    for k, parts in enumerate(PARAMETERS.values()):
+        (one,) = (part for part in found.split("plan.yaml:") if f"parameters 'p{k}'" in part)
+        assert one.startswith(f"{k + 6}: ")
+        assert [part for part in parts if part not in one] == [], one
+
+
+def test_an_optimizer_of_some_parameters_has_the_common_rate() -> None:
+    rules = parse_plan(f"ranks: 1\n{TRAIN}  parameters: {{table: {{optimizer: lazy_ftrl}}}}\n", "plan.yaml").train
+    assert rules is not None
+    own = rules.parameters[0].optimizer
+    assert own is not None
+    assert own.lr == 0.5
+
+
+REFUSED = {
+    "  parameters: {nope: {lr: 2}}": ["plan.yaml:5: 'nope' matches no parameter", "`partc plan MODEL` lists all names"],
+    "  on_nonfinite: skip\n  parameters: {'*': {staleness: 1}}": ["plan.yaml:6: 'table' is updated late"],
+    "  parameters: {table: {optimizer: lazy_adam}}\nsharding: {look_up: {in: [[2, 1], null]}}": [
+        "plan.yaml:5: the rows of 'table' are cut",
+        "let ranks pull its rows",
+    ],
+    "roles: {ps: 1}\nplacement: {tabel: {role: ps}}": ["'tabel' matches no module or node that has parameters"],
+}
+WARNED = {
+    "roles: {ps: 1}\n" + TRAIN: "rank 1 has the role 'ps' and no parameter",
+    "precision: {compute: float16, messages: bfloat16}\n": "'precision.messages' is of a training, and there is no 'train'",
+}
+
+
+@pytest.mark.parametrize("more", REFUSED)
+def test_what_the_model_does_not_have(more: str, tmp_path: Path) -> None:
+    plan = parse_plan(f"ranks: 2\n{TRAIN}{more}\n", "plan.yaml")
+    with pytest.raises(CompileError) as caught:
+        compile_source(from_text(NET, {"table": (8, 6), "w": (6, 12)}), plan, tmp_path / "build")
+    found = str(caught.value)
+    assert [part for part in REFUSED[more] if part not in found] == [], found
+    assert "loss." not in found
+
+
+@pytest.mark.parametrize("text", WARNED)
+def test_what_changes_nothing_is_said(text: str, tmp_path: Path) -> None:
+    plan = parse_plan(f"ranks: 2\n{text}", "plan.yaml")
+    report = compile_source(from_text(NET, {"table": (8, 6), "w": (6, 12)}), plan, tmp_path / "build")
+    assert any(WARNED[text] in warning for warning in report.warnings), report.warnings
