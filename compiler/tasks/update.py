@@ -96,8 +96,7 @@ class Updates:
     def _merged(self, one: Gradient) -> Gradient:
         """A gradient by rows with each id once, made where the parameter is updated: kernels that merge are those of CPUs."""
         self.target = self.program.update_targets.get(one.parameter, "")
-        merged = self.rows.merged(one)
-        self.target = ""
+        merged, self.target = self.rows.merged(one), ""
         return merged
 
     def _keep_pending(self, one: Gradient, pending: Pending, number: int) -> None:
