@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from partc.compiler.plan.training.optimizer import Optimizer
 
 
+_LOSS = "loss"
+
+
 @dataclass(frozen=True)
 class ParameterOptions:
     """How one parameter is trained; frozen ones are kept as they are."""
@@ -85,6 +88,10 @@ class Training:
     def from_folder(self, folder: str) -> Training:
         """The same with the plan's folder, as it is seen from the artifact: the files that the plan names are there."""
         return replace(self, settings={**self.settings, "folder": folder})
+
+    def adds(self, path: str) -> bool:
+        """Whether a node of this path is of the loss or of a metric that the plan adds."""
+        return path.partition(".")[0] in (_LOSS, *self.metrics)
 
     def optimizer_of(self, parameter: ir.Value) -> Optimizer:
         """The optimizer that updates a parameter."""

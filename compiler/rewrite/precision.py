@@ -5,7 +5,7 @@ The op table says of each op in which type it computes (`Entry.precision`):
     low       MatMul, Conv: in the plan's type
     widest    Add, Concat: in float32 if any operand has it, else in the plan's type
     follow    Relu, Reshape: in the type of their first operand
-    high      the others: in float32, as does all of a loss, what `keep` names, and what is in a body or a local map
+    high      the others: in float32, as do loss and metrics, what `keep` names, and what is in a body or a local map
 
 Where an operand has another type, a Cast stands in front, one for each value and type. Weights, constants and numbers of rank 0 take the
 type of what they meet, so they widen nothing; a constant that would leave the range of float16 does. A parameter is cast as any value
@@ -39,7 +39,6 @@ FLOAT = ir.DataType.FLOAT
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _KINDS = (FLOAT, *HALVES)
 _LOW = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
-_LOSS = "loss"
 _STORAGE = (
     "bfloat16 is stored and sent, and computed in float32: onnxruntime has no bfloat16 kernels for CPUs; "
     "float16 computes faster only on other devices, too"
@@ -233,7 +232,7 @@ class _Typing(Rewriting):
         return bool(readers) and all(reader.graph is node.graph and self._is_for_products(reader) for reader in readers)
 
     def _is_of_loss(self, node: ir.Node) -> bool:
-        return self.before.training is not None and self.paths[node].partition(".")[0] == _LOSS
+        return self.before.training is not None and self.before.training.adds(self.paths[node])
 
     def _keep_captured(self, node: ir.Node, body: ir.Graph) -> None:
         """What a body reads from outside keeps its type there."""

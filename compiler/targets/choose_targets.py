@@ -29,7 +29,6 @@ from partc.compiler.plan.matching import matched_nodes, nothing_matched, of_the_
 from partc.compiler.plan.target import KINDS, TargetRule, named_target
 from partc.runtime.artifact.format import CONSTANT, CPU, DEVICE, SHAPE_ARITHMETIC, TARGET
 
-_LOSS = "loss"
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _FLOATING = (CONSTANT, SHAPE_ARITHMETIC)
 
@@ -93,9 +92,7 @@ def _of_nodes(program: Program, ruled: Mapping[ir.Node, str]) -> dict[ir.Node, s
 
 def _is_added(program: Program, node: ir.Node) -> bool:
     """Whether a node is of the loss or a metric that the plan adds."""
-    if program.training is None:
-        return False
-    return program.paths[node].partition(".")[0] in (_LOSS, *program.training.metrics)
+    return program.training is not None and program.training.adds(program.paths[node])
 
 
 def _is_tensor(value: ir.Value) -> bool:

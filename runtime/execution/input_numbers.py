@@ -58,7 +58,8 @@ def _check_labels(port: Port, law: LabelRecord, labels: Any, rank: int) -> None:
     if not wrong.any():
         return
     first = [int(one) for one in np.argwhere(wrong)[0]]
-    classes = f"labels are 0 to {law.classes - 1}" if law.classes else "labels are 0 or more"
+    to = "or" if law.classes == 2 else "to"
+    classes = f"labels are 0 {to} {law.classes - 1}" if law.classes else "labels are 0 or more"
     ignored = f", or {', '.join(map(str, law.ignored))}, which does not count" if law.ignored else ""
     remedy = "give the loss an `ignore_index`, the label that does not count"
     if law.metric:

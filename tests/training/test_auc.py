@@ -35,9 +35,10 @@ train:
   metrics: [auc]
 """
 DEALT = "dataset: data_parallel\nsymbols: {B: {divisor: 4}}\n"
+STAGES = "symbols: {B: {divisor: 4}}\nplacement: {Tanh_0: 0}\nprecision: {compute: float16}\n"
 PLANS = {
     "data parallel": (2, DEALT + TRAIN.replace("[auc]", "[auc, auroc]")),
-    "stages of microbatches": (2, "symbols: {B: {divisor: 4}}\nplacement: {Tanh_0: 0}\n" + TRAIN + "  accumulate: 2\n"),
+    "microbatches of stages in 16 bits": (2, STAGES + TRAIN + "  accumulate: 2\n"),
 }
 
 
@@ -137,7 +138,7 @@ def test_it_is_of_all_records(name: str, tmp_path: Path) -> None:
     (text,) = refused
     first = np.flatnonzero(whole["t"] == 0)[0]
     label, record = (0.25, 16) if ranks == 2 and "auroc" in found else (-1.0, first)
-    assert f"input 't': record {record} of the batch at [0] has the label {label}\n  labels are 0 to 1\n" in text
+    assert f"input 't': record {record} of the batch at [0] has the label {label}\n  labels are 0 or 1\n" in text
     assert "or take the metric 'au" in text
 
 
