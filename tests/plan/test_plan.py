@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,18 @@ def test_the_schema_is_one_for_editors() -> None:
     for properties in (schema["properties"], *inside):
         assert all(entry["description"].endswith(".") for entry in properties.values())
     assert {"type": "null"} in schema["properties"]["placement"]["anyOf"]
+
+
+def test_the_guide_lists_every_key_of_a_plan() -> None:
+    """Each once, and so does its table of the keys of a training; older words for a key are told elsewhere."""
+    guide = (Path(__file__).parents[2] / "samples/README.md").read_text(encoding="utf-8")
+    schema = plan_schema()
+    forms = {"Keys of a plan": schema, "Keys of `train:`": schema["$defs"]["TrainEntry"]}
+    for title, form in forms.items():
+        section = guide.split(f"### {title}\n")[1].split("\n### ")[0]
+        cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+        told = [key for cell in cells for key in re.findall(r"`(\w+)`", cell)]
+        assert sorted(told) == sorted({*form["properties"]} - {"dataset_strategy", "full_batch"})
 
 
 def test_the_schema_knows_the_options_of_every_loss_optimizer_schedule_and_metric() -> None:
