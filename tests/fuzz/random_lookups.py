@@ -3,7 +3,8 @@
     python tests/fuzz/random_lookups.py --cases 200 --seed 1
     python tests/fuzz/random_lookups.py --case 17              one of them again, with its plan
 
-A table has rows of any shape, ids any number of dims; owners are all ranks, those along an axis of a mesh, or servers.
+A table has rows of any shape, ids any number of dims; owners are all ranks, those along an axis of a mesh, or servers. Batches are
+whole, or microbatches in stages or not, of which some are computed again; updates may be late.
 """
 
 from __future__ import annotations
@@ -48,9 +49,25 @@ class Case:
         self.trains = random.random() < 0.7
         self.ranks, where = self._placed()
         more = random.choice(("", "", ", clip: {norm: 0.1}", ", accumulate: 2", ", on_nonfinite: skip"))
-        train = f"train: {{loss: {{type: mean_squared, prediction: y, target: t}}, optimizer: {random.choice(OPTIMIZERS)}{more}}}\n"
-        symbols = "symbols: {batch: {divisor: 24, max: 48}}\n"
+        optimizer = random.choice(OPTIMIZERS)
+        if random.random() < 0.2 and "lazy" not in optimizer and "nonfinite" not in more:
+            more += ", parameters: {table: {staleness: 1}}"
+        train = f"train: {{loss: {{type: mean_squared, prediction: y, target: t}}, optimizer: {optimizer}{more}}}\n"
+        symbols = "symbols: {batch: {divisor: 48, max: 96}}\n"
+        where += self._piped(where) if self.trains and "accumulate" not in train else ""
         self.plan = f"ranks: {self.ranks}\n{where}{symbols}" + (train if self.trains else "")
+
+    def _piped(self, where: str) -> str:
+        """Microbatches, in stages or not, and what is computed again."""
+        random = self.random
+        if random.random() < 0.5:
+            return ""
+        again = random.choice(("", "", ", recompute: [look]", ", recompute: ['**']"))
+        said = f"pipeline: {{microbatches: {random.choice((1, 2, 4))}{again}}}\n"
+        if "pull" in where and "mesh" not in where and self.ranks > 1 and random.random() < 0.5:
+            everyone = [*range(self.ranks)]
+            said += f"placement: {{look: {everyone}, {f'again: {everyone}, ' if self.twice else ''}end: {random.choice(everyone)}}}\n"
+        return said
 
     def _placed(self) -> tuple[int, str]:
         random = self.random
@@ -90,7 +107,7 @@ class Case:
             [look] rows = Gather(table, ids)
             {again if self.twice else "twice = Mul(rows, rows)"}
             shape = Constant <value_ints = [0, {int(np.prod((*self.ids, *self.row)))}]> ()
-            y = Reshape(twice, shape)
+            [end] y = Reshape(twice, shape)
         }}"""
         width = int(np.prod((*self.ids, *self.row)))
         return from_text(text.replace("[batch, n]", f"[batch, {width}]"), {"table": (ROWS, *self.row)})
@@ -100,7 +117,7 @@ class Case:
         rng = np.random.default_rng(self.random.randrange(1 << 30))
         found = []
         for k in range(3):
-            batch = 24 * (1 + k % 2)
+            batch = 48 * (1 + k % 2)
             low, high = self.random.choice(((-4, 4), (-ROWS, ROWS), (0, 5), (7, 8)))
             ids = rng.integers(low, high, (batch, *self.ids)).astype(self.kind)
             one = {"ids": ids}

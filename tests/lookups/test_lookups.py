@@ -184,6 +184,27 @@ def test_an_id_that_is_no_row_is_refused_by_all(tmp_path: Path, wrong: int) -> N
     assert others == [first, first]
 
 
+def test_a_rank_that_fails_between_a_pull_and_its_push_gives_zeros(tmp_path: Path) -> None:
+    """All give the step up, and the next one is right."""
+    everyone = (0, 1, 2)
+    texts = [
+        text.replace(") =>", f", int64[n] j{rank}) =>", 1)
+        .replace("d = Add(h, h)", f"r = Gather(h, j{rank})  d = Add(h, r)")
+        .replace("<float[n, 2, 2, 3] h,", "<float[n, 2, 2, 3] h, float[n, 2, 2, 3] r,")
+        for rank, text in enumerate(graphs(3, everyone, everyone))
+    ]
+    write(tmp_path, texts, groups=whole(3))
+    ids = {rank: random_ids(rank, 4) for rank in everyone}
+    table, fed = values(3, everyone, ids)
+    fine = {**fed, **{f"j{rank}": np.arange(4) for rank in everyone}}
+    with load_local(tmp_path, on_error="recover") as program:
+        with pytest.raises(StepError, match="indices element out of data bounds"):
+            program({**fine, "j1": np.full(4, 99)})
+        found = program(fine)
+    want = wanted(table, everyone, ids)
+    same([np.asarray(found[name]) for name in want], [*want.values()])
+
+
 @pytest.mark.parametrize(
     ("old", "new", "fact"),
     [
