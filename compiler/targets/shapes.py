@@ -74,7 +74,8 @@ class _Shapes:
             outputs=[made],
             name=step.node.name,
         )
-        return replace(step, node=node)
+        # An op of its own: what has the sizes of a cut value is not cut, and other ranks may have no such inputs.
+        return replace(step, node=node, source=node)
 
     def _size(self, step: ComputeOp, dim: Dim) -> str:
         """The name of a dim, as a vector of one number."""

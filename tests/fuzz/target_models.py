@@ -35,8 +35,9 @@ from training_equivalence import FLOAT_STEPS, Run, run, source_of
 
 LABELS = "{type: softmax_cross_entropy, logits: y, labels: labels}"
 HALF = "precision: {compute: float16, loss_scale: 64}\n"
-FLOAT, SIXTEEN = (2e-6, 2e-5), (2e-3, 0.1)
-"""What losses, and tensors of their largest change, may differ by: sums in another order, and what is rounded to 16 bits elsewhere."""
+FLOAT, DEVIATION, SIXTEEN = (2e-6, 2e-5), (1e-5, 2e-4), (2e-3, 0.1)
+"""What losses, and tensors of their largest change, may differ by: sums in another order, behind divisions by deviations of batches, and
+what is rounded to 16 bits elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ def in_process(name: str, layout: Layout, way: Way, folder: Path, wholes: dict[s
     copies = sum(
         isinstance(step, CopyOp) for part in have.program.parts for body in (part, *part.bodies) for step in body.steps
     )
-    return times(have, wholes[key], way.bounds), f"{copies} copies"
+    bounds = DEVIATION if name == "resnet" and way.bounds == FLOAT else way.bounds
+    return times(have, wholes[key], bounds), f"{copies} copies"
 
 
 def over_mpi(name: str, layout: Layout, way: Way, folder: Path) -> tuple[float, str]:

@@ -137,8 +137,9 @@ def test_what_shows_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "Bytes: 24*batch   Cause: read by two on cpu" in text
     assert "%a.cuda = Tanh(%x.cuda) {target: cuda}" in text
     assert invoke(["inspect", str(tmp_path / "build")]) == 0
-    shown = capsys.readouterr().out
+    shown, memory = capsys.readouterr().out.split("memory by target")
     assert "switches from it" in shown
+    assert [line.split()[1] for line in memory.splitlines() if line.startswith("   0")] == ["cpu", "cuda"]
     assert [line.split()[1:3] for line in shown.splitlines() if " cuda " in line or " cpu " in line] == [
         ["cpu", "1"],
         ["cuda", "2"],

@@ -106,3 +106,31 @@ def test_the_optimizers_target_is_a_device() -> None:
     plan = "ranks: 1\n" + train(MEAN, 1, ADAM.replace("}", ", target: tpu}"))
     with pytest.raises(CompileError, match="'tpu' is no target\n  a target is a kind of device: cpu or cuda"):
         parse_plan(plan, "plan.yaml")
+
+
+CENTRED = """<ir_version: 10, opset_import: ["" : 21]>
+main (float[batch, 6] x) => (float[batch, 5] y) <int64[1] rows = {0}> {
+    [first] h = MatMul(x, w0)
+    [up] a = MatMul(h, w1)
+    [mean] m = ReduceMean(a, rows)
+    [less] b = Sub(a, m)
+    [down] y = MatMul(b, w2)
+}"""
+
+
+def test_sizes_are_of_inputs_on_the_ranks_that_have_these(tmp_path: Path) -> None:
+    """One rank of a group has labels, and makes the shape of a cut value of their size; the other asks the value."""
+    plan = "ranks: 3\nplacement: {first: 0, '{up,mean,less}': [1, 2], down: 2}\nsharding: {up: colwise}\ntarget: cuda\n"
+    shapes = {"w0": (6, 6), "w1": (6, 8), "w2": (8, 5)}
+    program = same_training(
+        lambda: from_text(CENTRED, shapes), plan + train(MEAN, 1, ADAM), tmp_path, [numbers(MEAN)], rtol=2e-6, atol=2e-5
+    )
+    made = [
+        {
+            one.node.op_type
+            for one in ops(program, k)
+            if isinstance(one, ComputeOp) and (one.node.outputs[0].name or "").endswith(".shape")
+        }
+        for k in (1, 2)
+    ]
+    assert made == [{"Shape"}, {"Concat"}]
