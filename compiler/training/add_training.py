@@ -34,7 +34,7 @@ from partc.compiler.rewrite.train_mode import STEP, to_evaluation, to_training
 from partc.compiler.rewrite.uneven_means import split_uneven_means
 from partc.compiler.training.losses import add_loss
 from partc.compiler.training.metrics import add_metric, meant
-from partc.compiler.training.shared import give_own
+from partc.compiler.training.shared import give_own, parted
 from partc.compiler.training.trainable import candidates, running_statistics
 from partc.runtime.artifact.format import Law
 
@@ -64,11 +64,13 @@ def add_training(program: Program) -> Program:
         rules = replace(rules, guarded=True, settings={**rules.settings, "on_nonfinite": "skip"})
     metrics = {name: meant(model, metric, rules.where_metrics) for name, metric in rules.metrics.items()}
     rules = replace(rules, metrics=metrics)
+    apart = parted(model, program.trainable) if program.kind is ProgramKind.STEP else []
     training = add_loss_and_metrics(model, rules, list(program.trainable), cut=cut, part=program.kind, known=known)
     if plan.precision is not None:
         training = replace(training, scale=scale, messages=plan.precision.messages)
     plan, paths = replace(plan, train=rules, outputs=()), node_paths(model)
-    return replace(program, plan=plan, paths=paths, training=training, whole=whole)
+    warnings = (*program.warnings, *apart)
+    return replace(program, plan=plan, paths=paths, training=training, whole=whole, warnings=warnings)
 
 
 def add_loss_and_metrics(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -19,7 +20,9 @@ from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.training.trainable import TRAINABLE
 
+Numbers: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
 _NAMED = 3
+_BEGIN = 16
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,35 @@ def split_as(model: ir.Model, names: Iterable[str]) -> None:
     for one in shared_weights(model, list(model.graph.initializers), paths):
         if wanted.issuperset(one.names):
             split(model, one, paths)
+
+
+def parted(model: ir.Model, names: Iterable[str]) -> list[str]:
+    """Lines about weights with the numbers of another one transposed: of a tied weight an exporter that folds constants makes two."""
+    seen: dict[tuple[tuple[int, ...], bytes], tuple[str, Numbers]] = {}
+    found = []
+    for name in names:
+        array = _matrix(model.graph.initializers.get(name))
+        if array is None:
+            continue
+        begin = np.diagonal(array)[:_BEGIN].tobytes()
+        other, like = seen.get((array.shape[::-1], begin), (name, None))
+        if like is not None and np.array_equal(like, array.T):
+            found.append(
+                f"'{name}' has the numbers of '{other}' transposed, and is a parameter of its own: an exporter that folds constants parts "
+                "a weight that two modules share\n  help: export it as one, with torch by torch.onnx.export(..., optimize=False)"
+            )
+        seen.setdefault((array.shape, begin), (name, array))
+    return found
+
+
+def _matrix(value: ir.Value | None) -> Numbers | None:
+    """The numbers of a weight of two dims, whose diagonal has several."""
+    if value is None or value.const_value is None or isinstance(value.const_value, DrawnTensor):
+        return None
+    if len(value.const_value.shape) != 2 or not value.const_value.size or min(value.const_value.shape.numpy()) < 2:
+        return None
+    array = value.const_value.numpy()
+    return array if (np.diagonal(array)[:_BEGIN] != array[0, 0]).any() else None
 
 
 def _readers(value: ir.Value, paths: Mapping[ir.Node, str]) -> dict[str, list[tuple[ir.Node, int]]]:

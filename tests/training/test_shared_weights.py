@@ -14,6 +14,8 @@ from partc.cli.commands.plan import command as plan_command
 from partc.cli.comparison.checkpoint_model import export_model
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_trainer
 from partc.runtime.checkpoint.checkpoint import Checkpoint
 from partc.runtime.communication.in_process import LocalWorld
@@ -105,3 +107,19 @@ def test_a_checkpoint_goes_back_into_the_model(tmp_path: Path) -> None:
     for name, array in made.items():
         assert np.array_equal(array, kept[name]), name
     assert {*made} == {"tied", "ones", "layers.1.norm.ones", "layers.2.norm.ones"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_weight_that_an_exporter_parted_is_told(tied: bool, tmp_path: Path) -> None:
+    """Its first row may be the zeros of a padding; weights that are alike in nothing but a row are not meant."""
+    text = HEAD + "net (int64[batch] x) => (float[batch, 6] y) { r = Gather (table, x) y = MatMul (r, folded) }"
+    table = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    table[0] = 0
+    folded = table.T + (0 if tied else np.float32(1) * (np.arange(6) == 5))
+    model = onnx.parser.parse_model(text)
+    for name, array in (("table", table), ("folded", folded)):
+        model.graph.initializer.append(numpy_helper.from_array(array.astype(np.float32), name))
+    plan = parse_plan("ranks: 1\n" + TRAIN, "plan.yaml")
+    report = compile_source(Source(from_proto(model, Path("net.onnx"))), plan, tmp_path / "build")
+    told = [line for line in report.warnings if "'folded' has the numbers of 'table' transposed" in line]
+    assert bool(told) == tied
