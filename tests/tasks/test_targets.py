@@ -118,9 +118,10 @@ main (float[batch, 6] x) => (float[batch, 5] y) <int64[1] rows = {0}> {
 }"""
 
 
-def test_sizes_are_of_inputs_on_the_ranks_that_have_these(tmp_path: Path) -> None:
-    """One rank of a group has labels, and makes the shape of a cut value of their size; the other asks the value."""
-    plan = "ranks: 3\nplacement: {first: 0, '{up,mean,less}': [1, 2], down: 2}\nsharding: {up: colwise}\ntarget: cuda\n"
+@pytest.mark.parametrize("cut", ["", "sharding: {up: colwise}\n"])
+def test_sizes_are_of_inputs_on_the_ranks_that_have_these(cut: str, tmp_path: Path) -> None:
+    """One rank of a group has labels, and makes the shape of a value of their size; the other asks the value. Copies stay equal."""
+    plan = f"ranks: 3\nplacement: {{first: 0, '{{up,mean,less}}': [1, 2], down: 2}}\n{cut}target: cuda\n"
     shapes = {"w0": (6, 6), "w1": (6, 8), "w2": (8, 5)}
     program = same_training(
         lambda: from_text(CENTRED, shapes), plan + train(MEAN, 1, ADAM), tmp_path, [numbers(MEAN)], rtol=2e-6, atol=2e-5

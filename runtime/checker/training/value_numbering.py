@@ -8,6 +8,7 @@ A value's number is that of what made it:
     weight            its bytes; of a constant that differs by rank those that it has there
     Recv, Identity    the number of what was sent
     Shape, Size       where the file tells the input's shape, its dims: shards of another place, but as large, have one shape
+    Concat of sizes   the dims: one rank may ask the value for its shape, and another join the sizes of its inputs
     Add, Mul, ...     an operand that is expanded to the size of another one is what it was expanded from: the op broadcasts by itself
     AllReduce, ...    the op and the numbers of what all ranks of the list gave, in its order; where each rank gets another shard,
                       the rank's place; of an Exchange the boxes and the numbers of what they are cut from
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -41,6 +43,8 @@ from partc.runtime.checker.graph.declared import ValueType, declared_types
 from partc.runtime.checker.graph.symbols import numbers as dims_at
 from partc.runtime.checker.graph.symbols import samples
 
+Items: TypeAlias = tuple[tuple[int, ...], ...]
+"""The items of a list of sizes, at each of some sizes of the symbols."""
 Held: TypeAlias = tuple[int, str]
 """A rank, and the name in its file of what it keeps."""
 
@@ -59,6 +63,8 @@ _RANDOM = (
 _OF_SHAPE = ("Shape", "Size")
 """Ops that read nothing of their input but its shape."""
 
+_MOST_DIMS = 16
+
 _BROADCASTING = ("Add", "Div", "Mul", "Sub", "Sum")
 """Ops whose elements are each made of one element of every operand."""
 
@@ -75,6 +81,7 @@ class Numbering:
         }
         self.sent: dict[int, int] = {}
         self._expanded: dict[int, int] = {}
+        self._items: dict[int, Items] = {}
         self.given: dict[tuple[int, int], tuple[Call, list[int]]] = {}
         self.groups = {rank: manifest.groups_of(rank) for rank in models}
         self.ops = {rank: _ops(model) for rank, model in models.items()}
@@ -93,7 +100,9 @@ class Numbering:
         """The values that are there before the first node."""
         numbers, graph = self.numbers[rank], self.models[rank].graph
         for tensor in graph.initializer:
-            numbers[tensor.name] = self._number("weight", self.content(tensor))
+            number = numbers[tensor.name] = self._number("weight", self.content(tensor))
+            if _are_sizes(tensor):
+                self._items[number] = (tuple(numpy_helper.to_array(tensor).tolist()),) * len(self._sizes)
         for sparse in graph.sparse_initializer:
             numbers[sparse.values.name] = self._number("sparse", sparse.SerializeToString(deterministic=True))
         for port in self.manifest.inputs:
@@ -136,6 +145,10 @@ class Numbering:
             numbers[node.output[0]] = numbers[node.input[0]]
             return True
         inputs = tuple(numbers[name] if name else -1 for name in node.input)
+        if (items := self._sizes_made(rank, node, inputs)) is not None:
+            number = numbers[node.output[0]] = self._number("sizes", items)
+            self._items[number] = items
+            return True
         if node.op_type in _OF_SHAPE and not node.domain:
             inputs = (self._dims(rank, node.input[0], inputs[0]),)
         if node.op_type in _BROADCASTING and not node.domain:
@@ -165,16 +178,39 @@ class Numbering:
         pairs = zip(dims, inputs, strict=True)
         return tuple(self._expanded.get(number, number) if size in large else number for size, number in pairs)
 
-    def _dims(self, rank: int, name: str, number: int) -> int:
-        """The number of a value's shape: that of its dims at a few sizes of the symbols, or of the value where these are not told."""
+    def _sizes_made(self, rank: int, node: NodeProto, inputs: tuple[int, ...]) -> Items | None:
+        """The dims that a Shape gives, or a Concat of sizes; None for another node, or where they are not told."""
+        if node.domain or node.op_type not in ("Shape", "Concat"):
+            return None
+        if node.op_type == "Concat":
+            parts = [self._items[one] for one in inputs if one in self._items]
+            whole = zip(*parts, strict=True) if len(parts) == len(inputs) else ()
+            return tuple(tuple(chain.from_iterable(some)) for some in whole) or None
+        ends = {one.name: one.i for one in node.attribute}
+        shape = self._shape(rank, node.input[0])
+        return None if shape is None else tuple(dims[ends.get("start", 0) : ends.get("end")] for dims in shape)
+
+    def _shape(self, rank: int, name: str) -> Items | None:
+        """The dims of a value at a few sizes of the symbols; None where the file does not tell them."""
         model = self.models[rank]
         if id(model) not in self._declared:
             self._declared[id(model)] = declared_types(model)
         shape = self._declared[id(model)].get(name, ("", None))[1]
         if shape is None:
-            return number
-        sizes = tuple(tuple(dims_at(shape, self.manifest, sizes)) for sizes in self._sizes)
-        return number if any(None in dims for dims in sizes) else self._number("dims", sizes)
+            return None
+        found = []
+        for sizes in self._sizes:
+            dims = dims_at(shape, self.manifest, sizes)
+            known = tuple(dim for dim in dims if dim is not None)
+            if len(known) < len(dims):
+                return None
+            found.append(known)
+        return tuple(found)
+
+    def _dims(self, rank: int, name: str, number: int) -> int:
+        """The number of a value's shape: that of its dims, or of the value where these are not told."""
+        shape = self._shape(rank, name)
+        return number if shape is None else self._number("sizes", shape)
 
     def _visit_call(self, rank: int, node: NodeProto) -> bool:
         call, numbers = read_call(node, ""), self.numbers[rank]
@@ -255,6 +291,12 @@ class Numbering:
                 file.seek(int(entries.get("offset", 0)))
                 self._bytes[key] = hashlib.sha256(file.read(int(entries.get("length", -1)))).digest()
         return tensor.data_type, tuple(tensor.dims), self._bytes[key]
+
+
+def _are_sizes(tensor: TensorProto) -> bool:
+    """Whether a weight is a short list of whole numbers, as shapes are made of."""
+    short = tensor.data_type == TensorProto.INT64 and len(tensor.dims) == 1 and tensor.dims[0] <= _MOST_DIMS
+    return short and tensor.data_location != TensorProto.EXTERNAL
 
 
 def _ops(model: ModelProto) -> dict[tuple[str, str], bytes]:
