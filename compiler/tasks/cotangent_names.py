@@ -2,6 +2,7 @@
 
     h read by one node                          h.grad
     h read by fc2.Gemm and skip.Add             h.grad.fc2.Gemm, h.grad.skip.Add, and their sum h.grad
+    h made on two groups, each read by one      h.grad.fc2.Gemm there, h.grad.skip.Add here: one name is one node on all ranks
     each rank's term of a sum over ranks        h.grad.partial
     of the version h@[2, 1] of h                h@[2, 1].grad
 
@@ -34,11 +35,13 @@ class CotangentNames:
         self._program, self._names, self._homes = program, names, homes
         self._parameters = program.training.parameters
         self._contributions: dict[ir.Value | ShardedValue, int] = {}
+        self._readers: dict[ir.Value, set[ir.Node]] = {}
         for node in flowing(program.reads, program.training):
             for group in program.placement[node].groups:
                 for version in _read(program, NodeOnGroup(node, group)):
                     whole = self._whole(version)
                     self._contributions[whole] = self._contributions.get(whole, 0) + 1
+                    self._readers.setdefault(version.value, set()).add(node)
 
     def _whole(self, version: ShardedValue) -> ir.Value | ShardedValue:
         """What the cotangent of a version is a part of: that of a parameter, or of the definition of another value."""
@@ -49,7 +52,8 @@ class CotangentNames:
         primal = str(version.value.name) if version.layout.partial else self._names[version]
         end = PARTIAL if layout.partial else ""
         path = f"{primal}.grad.{self._program.paths[instance.node]}"
-        short = [] if self._contributions.get(self._whole(version), 0) > 1 else [f"{primal}.grad{end}"]
+        alone = self._contributions.get(self._whole(version), 0) <= 1 and len(self._readers.get(version.value, ())) <= 1
+        short = [f"{primal}.grad{end}"] if alone else []
         return [*short, f"{path}{end}", f"{path}@{'-'.join(map(str, instance.group))}{end}"]
 
 

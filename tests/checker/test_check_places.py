@@ -13,6 +13,7 @@ from mutated import change_manifest, correct
 from mutation_kinds import KINDS, build
 from onnx import ModelProto
 from partc.runtime.checker.check import check_artifact
+from small_training import compiled as trained
 
 BLOCKS = """<ir_version: 10, opset_import: ["": 21]>
 g (float[n, 6] x) => (float[n, 6] y) {
@@ -138,3 +139,24 @@ g (float[n, 6] x) => (float[n, 2] z) <int64[3] heads = {0, 2, 6}, int64[1] last 
 
 def rank_files(folder: Path) -> list[ModelProto]:
     return [onnx.load(path, load_external_data=False) for path in sorted(folder.glob("rank_*.onnx"))]
+
+
+def test_what_two_readers_on_two_groups_give_is_named_by_each(tmp_path: Path) -> None:
+    model = """<ir_version: 10, opset_import: ["" : 21]>
+    main (float[batch, 6] x) => (float[batch, 6] y) <float[6, 6] w> {
+        [minus] v = Neg(w)
+        [one] a = MatMul(x, v)
+        [two] y = MatMul(a, v)
+    }"""
+    plan = """
+ranks: 4
+symbols: {batch: {divisor: 2}}
+dataset: full_batch
+sharding: {one: {in: [null, [1, 2]]}, two: {in: [null, [1, 2]]}}
+placement: {one: [0, 1], two: [2, 3]}
+"""
+    folder = trained(tmp_path / "build", model, plan)
+    assert not check_artifact(folder)
+    ends = (folder / "ir" / "step_parallel_end.ir").read_text()
+    assert "%v.grad.one = Gemm(" in ends
+    assert "%v.grad.two = Gemm(" in ends
