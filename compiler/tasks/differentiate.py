@@ -23,6 +23,7 @@ from typing import NoReturn
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.analysis.lost import how_lost
 from partc.compiler.autodiff.builder import NoGradient
 from partc.compiler.autodiff.engine import RowGradient
 from partc.compiler.autodiff.reach import trained_values
@@ -47,6 +48,11 @@ from partc.compiler.tasks.row_gradients import RowTerm, named_rows
 from partc.compiler.tasks.tables import find_tables
 from partc.compiler.training.loss_scale import STATE, seed_nodes
 from partc.compiler.training.loss_scale import number as scalar
+
+_RANK_LOST = (
+    "write the model without that op, or freeze the parameter under `train: parameters:`; an EmbeddingBag, which torch exports as a Loop, "
+    "is embedding(ids).mean(1)"
+)
 
 
 def differentiate(program: Program) -> Program:
@@ -303,7 +309,11 @@ class Backward:
             self.sums.parameter(parameter, given, defs)
 
     def _refuse(self, node: ir.Node, why: str, remedy: str = "") -> NoReturn:
-        """Raises CompileError with the path from a parameter through the node to the loss."""
+        """Raises CompileError with the path from a parameter through the node to the loss, and with the node that lost a rank."""
+        lost = next((one for one in node.inputs if one is not None and one.shape is None and one.producer()), None)
+        if lost is not None and "is not known" in why:
+            why = f"{why}: {how_lost(self.program, lost)[0]}"
+            remedy = remedy or _RANK_LOST
         way: list[str] = []
         value = next((one for one in self.program.reads[node] if one in self.needed), None)
         while value is not None:

@@ -172,6 +172,21 @@ main (float[batch, 6] x) => (float[batch, 6] y) {
   it lies between a parameter and the loss: w -> first -> second -> rest -> the loss
   help: freeze the parameter under `train: parameters:`, or write the model without this op""",
     ),
+    "a rank that is lost": (
+        """<ir_version: 10, opset_import: ["" : 21]>
+main (float[batch, 6] x) => (float[batch, 6] y) {
+    [first] a = MatMul(x, w)
+    [none] bags = SequenceEmpty()
+    [joined] bag = ConcatFromSequence<axis = 0>(bags)
+    [both] b = Add(a, bag)
+    [last] y = Mul(b, v)
+}""",
+        "",
+        """loss.mean: the rank of 'loss.sums' is not known: its size is lost at SequenceEmpty (none)
+  it lies between a parameter and the loss: w -> first -> both -> last -> loss.difference -> loss.sums -> loss.mean -> the loss
+  help: write the model without that op, or freeze the parameter under `train: parameters:`; an EmbeddingBag, which torch exports as \
+a Loop, is embedding(ids).mean(1)""",
+    ),
     "nothing learned": (
         "",
         "  parameters: {'**': {frozen: true}}",

@@ -1,0 +1,34 @@
+"""Trainings that `partc verify` compares: one whose first steps the loss scale skips, on stages that the plan names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from partc.cli.main import invoke
+
+MODEL = """
+from partc.compiler import Input, nn
+nn.seed(3)
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+inputs = {"x": Input(["batch", 6], "float32")}
+outputs = ["y"]
+"""
+PLAN = """ranks: 2
+symbols: {batch: {divisor: 2}}
+precision: {compute: float16, loss_scale: {first: 8388608}}
+pipeline: {microbatches: 2, stages: ["0", "1, 2"]}
+train:
+  loss: {type: softmax_cross_entropy, logits: y, labels: label}
+  optimizer: {type: adam, lr: 0.01}
+"""
+
+
+def test_skipped_steps_and_named_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    asked = ["verify", str(tmp_path / "model.py"), "--plan", str(tmp_path / "plan.yaml"), "--set", "batch=4"]
+    assert invoke(asked) == 0
+    told = capsys.readouterr().out
+    assert "gradients of the first steps overflow under the loss scale" in told
+    assert "0.weight.exp_avg" in told
