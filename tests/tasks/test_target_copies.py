@@ -71,11 +71,14 @@ SHAPES = {"w": (6, 8), "s": (8,), "v": (8, 4)}
 ELEMENTS = 6 * 8 + 8 + 8 * 4
 
 
-@pytest.mark.parametrize("more", ["", "symbols: {batch: {divisor: 2}}\ndataset: data_parallel\n"])
-def test_an_offloaded_optimizer_moves_four_bytes_an_element(more: str, tmp_path: Path) -> None:
-    ranks = "ranks: 2\n" if more else "ranks: 1\n"
-    plan = ranks + more + "target: cuda\nprecision: {compute: float16, loss_scale: 1024}\n"
-    plan += trained("{type: mean_squared, prediction: y, target: t}", ", target: cpu")
+DATA = "ranks: 2\nsymbols: {batch: {divisor: 2}}\ndataset: data_parallel\n"
+
+
+@pytest.mark.parametrize(("head", "shard"), [("ranks: 1\n", ""), (DATA, ""), (DATA, ", shard: true")])
+def test_an_offloaded_optimizer_moves_four_bytes_an_element(head: str, shard: str, tmp_path: Path) -> None:
+    """Also with ZeRO: what ranks send each other lies on the CPU, all of a gradient before it is shared and of a weight behind it."""
+    plan = head + "target: cuda\nprecision: {compute: float16, loss_scale: 1024}\n"
+    plan += trained("{type: mean_squared, prediction: y, target: t}", f", target: cpu{shard}")
     program = compile_source(from_text(LAYERS, SHAPES), parse_plan(plan, "plan.yaml"), tmp_path / "build").program
     assert check_artifact(tmp_path / "build") == []
     moved = [one for one in program.parts[0].steps if isinstance(one, CopyOp)]
