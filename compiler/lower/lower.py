@@ -13,6 +13,7 @@ import onnx_ir as ir
 from partc.compiler.ir.program import Program, ProgramKind, ValueInfo
 from partc.compiler.ir.rank_program import LocalTensor, RankProgram, read_names
 from partc.compiler.lower.builders import ProgramBuilder
+from partc.compiler.lower.early_pulls import pulls_first
 from partc.compiler.lower.kernels import fit_kernels
 from partc.compiler.rewrite.simplify_steps import simplify_steps
 
@@ -72,6 +73,7 @@ def _finished(
     if training:
         after = {held.name for held in outputs} | {one.next for one in builder.kept.values()}
         steps = tuple(simplify_steps(steps, after, builder.types))
+    steps = tuple(pulls_first(steps))
     used = {name for step in steps for name in read_names(step)} | {held.name for held in outputs}
     weights = tuple(held for held in builder.weights.values() if held.name in used)
     kept = tuple(one for one in builder.kept.values() if one.name in used)

@@ -208,8 +208,10 @@ class _Part:
                 ranks = self.groups.get(call.group, ())
                 cutter.give(call.given, StartCollective(call, ranks))
                 finish = WaitCollective(call, ranks)
-                for name in call.made:
-                    cutter.pending[name] = finish
+                if call.kind.looks_up:  # over when it has begun: what reads rows need not begin a segment
+                    cutter.steps.append(finish)
+                else:
+                    cutter.pending |= dict.fromkeys(call.made, finish)
         cutter.close()
         cutter.wait(list(cutter.pending))
         return cutter

@@ -18,6 +18,8 @@ from partc.compiler.ir.program import Program
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime.checker.check import check_artifact
+from partc.runtime.program.segmentation import segmented
+from partc.runtime.program.steps import Segment
 
 ROWS, WIDTH = 24, 6
 TEXT = f"""<ir_version: 10, opset_import: ["" : 18]>
@@ -134,6 +136,33 @@ def test_rows_that_are_no_equal_runs_are_refused(tmp_path: Path) -> None:
         compiled(model(25), plan(2, "{embed: pull}"), tmp_path / "a")
     with pytest.raises(CompileError, match="pull, but nothing inside looks up rows of a table by ids"):
         compiled(model(), plan(2, "{head: pull}"), tmp_path / "b")
+
+
+TWO = f"""<ir_version: 10, opset_import: ["" : 18]>
+main (int64[batch] a, int64[batch] b) => (float[batch, 4] y)
+<float[{ROWS}, {WIDTH}] one, float[{ROWS}, {WIDTH}] two, float[{WIDTH}, 4] w> {{
+  [first] rows = Gather(one, a)
+  [head] left = MatMul(rows, w)
+  [ids] c = Neg(b)
+  [second] others = Gather(two, c)
+  [tail] right = MatMul(others, w)
+  y = Add(left, right)
+}}"""
+
+
+def test_pulls_follow_each_other_and_what_reads_their_rows_is_one_segment(tmp_path: Path) -> None:
+    proto = onnx.parser.parse_model(TWO)
+    random = np.random.default_rng(3)
+    for name, shape in (("one", (ROWS, WIDTH)), ("two", (ROWS, WIDTH)), ("w", (WIDTH, 4))):
+        proto.graph.initializer.append(numpy_helper.from_array(random.standard_normal(shape, np.float32), name))
+    feeds = [{"a": random.integers(0, ROWS, size), "b": random.integers(0, ROWS, size)} for size in (4, 6)]
+    said = plan(2, "{first: pull, second: pull}")
+    same_as_whole(proto, said, *feeds, rtol=1e-6, atol=1e-6)
+    compiled(proto, said, tmp_path)
+    rank = onnx.load(tmp_path / "rank_0000.onnx", load_external_data=False)
+    assert [node.op_type for node in rank.graph.node][:3] == ["Neg", "Pull", "Pull"]
+    segments = [step for step in segmented(rank, "rank_0000.onnx") if isinstance(step, Segment)]
+    assert [len(one.nodes) for one in segments] == [1, len(rank.graph.node) - 3]
 
 
 def test_annotations_alone_say_it(tmp_path: Path) -> None:
