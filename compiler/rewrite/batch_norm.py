@@ -25,6 +25,8 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.ops.node import single
 
+EXACT = "partc.exact"
+"""The mark, in `meta`, of a node that computes in at least 32 bits whatever the plan's precision: squares would overflow float16."""
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -126,6 +128,7 @@ class _Plain:
         given = ir.convenience.convert_attributes(attributes)
         node = ir.Node("", op_type, inputs, given, outputs=made, name=f"{self.path}.{word}")
         node.metadata_props.update(self.metadata)
+        node.meta[EXACT] = True
         self.nodes.append(node)
         return node.outputs
 

@@ -5,7 +5,8 @@ The op table says of each op in which type it computes (`Entry.precision`):
     low       MatMul, Conv: in the plan's type
     widest    Add, Concat: in float32 if any operand has it, else in the plan's type
     follow    Relu, Reshape: in the type of their first operand
-    high      the others: in float32, as do loss and metrics, what `keep` names, and what is in a body or a local map
+    high      the others: in float32, as do loss and metrics, what a BatchNormalization that trains is made of, what `keep` names, and
+              what is in a body or a local map
 
 Where an operand has another type, a Cast stands in front, one for each value and type. Weights, constants and numbers of rank 0 take the
 type of what they meet, so they widen nothing; a constant that would leave the range of float16 does. A parameter is cast as any value
@@ -33,6 +34,7 @@ from partc.compiler.ops.registry import draws, entry_of
 from partc.compiler.plan.matching import matched_nodes, modules_of
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.precision import PrecisionRules
+from partc.compiler.rewrite.batch_norm import EXACT
 from partc.compiler.rewrite.rewriting import Rewriting
 
 FLOAT = ir.DataType.FLOAT
@@ -180,7 +182,7 @@ class _Typing(Rewriting):
         if weak and not self._is_product(node):
             return self.low if self._is_for_products(node) else own
         high = FLOAT if f"tensor({_word(FLOAT)})" in group.allowed else own
-        exact = node in self.kept or not self.exact.isdisjoint(node.outputs) or self._is_of_loss(node)
+        exact = node in self.kept or not self.exact.isdisjoint(node.outputs) or self._is_exact(node)
         entry = entry_of(node)
         how = entry.precision if entry is not None else "high"
         if exact or how == "high" or f"tensor({_word(self.low)})" not in group.allowed:
@@ -219,7 +221,7 @@ class _Typing(Rewriting):
     def _is_for_products(self, node: ir.Node) -> bool:
         """Whether a node hands on what it reads, in another form, and that to products in 16 bits only: it takes their type then."""
         entry = entry_of(node)
-        if entry is None or node in self.kept or is_inside(node) or self._is_of_loss(node):
+        if entry is None or node in self.kept or is_inside(node) or self._is_exact(node):
             return False
         if entry.precision == "low":
             return True
@@ -231,8 +233,9 @@ class _Typing(Rewriting):
         readers = {reader for out in node.outputs for reader in out.consumers()}
         return bool(readers) and all(reader.graph is node.graph and self._is_for_products(reader) for reader in readers)
 
-    def _is_of_loss(self, node: ir.Node) -> bool:
-        return self.before.training is not None and self.before.training.adds(self.paths[node])
+    def _is_exact(self, node: ir.Node) -> bool:
+        training = self.before.training
+        return EXACT in node.meta or (training is not None and training.adds(self.paths[node]))
 
     def _keep_captured(self, node: ir.Node, body: ir.Graph) -> None:
         """What a body reads from outside keeps its type there."""

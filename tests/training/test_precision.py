@@ -47,7 +47,7 @@ def network(kind: type = np.float32, text: str = NETWORK) -> onnx.ModelProto:
 
 def types(program: Program) -> dict[str, str]:
     """By node the types of what it reads and makes, `f16 f16 -> f32`."""
-    words = {"FLOAT": "f32", "FLOAT16": "f16", "BFLOAT16": "bf16"}
+    words = {"FLOAT": "f32", "FLOAT16": "f16", "BFLOAT16": "bf16", "INT64": "i64"}
     found = {}
     for node in program.model.graph:
         sides = [
@@ -201,6 +201,33 @@ def test_training_is_the_same_wherever_it_is_cut(name: str, tmp_path: Path) -> N
         ]
         assert len(casts) <= 1, "a weight is cast once a step, whatever the number of microbatches"
     assert all(one.version.value.dtype == ir.DataType.FLOAT for part in program.parts for one in part.kept)
+
+
+NORMALIZED = """<ir_version: 10, opset_import: ["" : 21]>
+m (float[batch, 6] x) => (float[batch, 4] y)
+{ [one] a = MatMul(x, w)
+  [norm] b, mean, deviation = BatchNormalization<training_mode: int = 1>(a, scale, bias, old_mean, old_var)
+  [two] y = MatMul(b, v) }"""
+
+
+def test_statistics_of_a_cut_batch_are_float32(tmp_path: Path) -> None:
+    """The squares of 16-bit numbers, whose means ranks add up, overflow 16 bits from 256 on."""
+
+    def normalized() -> Source:
+        proto, random = onnx.parser.parse_model(NORMALIZED), np.random.default_rng(4)
+        del proto.graph.output[1:]
+        for name, shape in {"w": (6, 8), "v": (8, 4)}.items():
+            proto.graph.initializer.append(
+                numpy_helper.from_array(random.standard_normal(shape).astype(np.float32), name)
+            )
+        for name, number in {"scale": 1, "bias": 0, "old_mean": 0, "old_var": 1}.items():
+            proto.graph.initializer.append(numpy_helper.from_array(np.full(8, number, np.float32), name))
+        return Source(from_proto(proto, Path("model.onnx")))
+
+    steps = [{**batch, "x": batch["x"] * 300} for batch in batches()]
+    plan = CUT["rounded"][0] + HALF + TRAIN.replace("MORE", "")
+    program = same_training(normalized, plan, tmp_path, steps, rtol=1e-3, atol=5e-2)
+    assert {made.split()[0] for name, made in types(program).items() if "norm.squares" in name} == {"f32"}
 
 
 @pytest.mark.parametrize("precision", ["", HALF])
