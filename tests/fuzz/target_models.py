@@ -36,12 +36,12 @@ from training_models import Feeds
 
 LABELS = "{type: softmax_cross_entropy, logits: y, labels: labels}"
 HALF = "precision: {compute: float16, loss_scale: 64}\n"
-FLOAT, DEVIATION, SIXTEEN = (2e-6, 2e-5), (1e-5, 2e-4), (2e-3, 0.1)
-"""What losses, and tensors of their largest change, may differ by: sums in another order, behind divisions by deviations of batches, and
-what is rounded to 16 bits elsewhere."""
+FLOAT, SIXTEEN = (2e-6, 2e-5), (2e-3, 0.1)
+"""What losses, and tensors of their largest change, may differ by: sums in another order, and what is rounded to 16 bits elsewhere."""
+UNITS = {FLOAT: 2.0**-23, SIXTEEN: 2.0**-11}
 MOVED = 2.0
-"""A ResNet of few channels amplifies rounding to 16 bits to a share of each change: a tolerance is then so many times the distance by
-which all changes on one rank move when its images do by such a rounding."""
+"""A ResNet of few channels, whose last batches have few positions, amplifies rounding. What is further off is compared by the distance of
+all changes: that by which they move on one rank when its images do by a unit of rounding, as many times."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ def distance(have: Run, want: Run) -> float:
     return float(np.sqrt(apart / length))
 
 
-def disturbed(feed: Feeds) -> Feeds:
-    """A batch whose numbers are off by what rounding to float16 makes of a number at most."""
+def disturbed(feed: Feeds, unit: float) -> Feeds:
+    """A batch whose numbers are off by a unit, relatively."""
     signs = np.random.default_rng(1)
     return {
-        name: (one * (1 + signs.choice([-1, 1], one.shape) / 2048)).astype(one.dtype) if one.dtype.kind == "f" else one
+        name: (one * (1 + unit * signs.choice([-1, 1], one.shape))).astype(one.dtype) if one.dtype.kind == "f" else one
         for name, one in feed.items()
     }
 
@@ -121,22 +121,27 @@ def in_process(name: str, layout: Layout, way: Way, folder: Path, wholes: dict[s
     whole = whole_of(layout, text)
     key = f"{name}{whole}{layout.order}"
     if key not in wholes:
-        given = [{one: layout.ordered(array) for one, array in feed.items()} for feed in feeds]
-        wholes[key] = run(Source(source.model.clone()), whole, folder / "whole", given)
+        wholes[key] = run(Source(source.model.clone()), whole, folder / "whole", given_of(layout, feeds))
     have = run(Source(source.model.clone()), layout.plan + text, folder / "cut", feeds)
     if faults := check_artifact(folder / "cut"):
         return float("inf"), str(faults[0])
     copies = sum(
         isinstance(step, CopyOp) for part in have.program.parts for body in (part, *part.bodies) for step in body.steps
     )
-    if name == "resnet" and way.bounds == SIXTEEN:
-        if f"{key} disturbed" not in wholes:
-            noise = [disturbed(feed) for feed in feeds]
-            wholes[f"{key} disturbed"] = run(Source(source.model.clone()), whole, folder / "disturbed", noise)
-        room = MOVED * distance(wholes[f"{key} disturbed"], wholes[key])
-        return distance(have, wholes[key]) / room, f"{copies} copies, rounding moves changes by {room / MOVED:.2f}"
-    bounds = DEVIATION if name == "resnet" else way.bounds
-    return times(have, wholes[key], bounds), f"{copies} copies"
+    off, said = times(have, wholes[key], way.bounds), f"{copies} copies"
+    if off > 1 and name == "resnet":
+        noise = f"{key} disturbed"
+        if noise not in wholes:
+            other = [disturbed(feed, UNITS[way.bounds]) for feed in given_of(layout, feeds)]
+            wholes[noise] = run(Source(source.model.clone()), whole, folder / "disturbed", other)
+        apart, moved = (distance(one, wholes[key]) for one in (have, wholes[noise]))
+        off, said = apart / (MOVED * moved), f"{said}, {apart:.1e} apart, and rounding moves one rank by {moved:.1e}"
+    return off, said
+
+
+def given_of(layout: Layout, feeds: Sequence[Feeds]) -> list[Feeds]:
+    """What one rank is fed, in its order."""
+    return [{one: layout.ordered(array) for one, array in feed.items()} for feed in feeds]
 
 
 def over_mpi(name: str, layout: Layout, way: Way, folder: Path) -> tuple[float, str]:
