@@ -13,14 +13,20 @@ from dataclasses import replace
 import onnx_ir as ir
 from partc.compiler.analysis.bindings import bind_inputs
 from partc.compiler.analysis.infer_shapes import infer_shapes, type_text
+from partc.compiler.analysis.operand_types import refuse_other_integers
 from partc.compiler.analysis.part_symbols import part_symbols
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Program, Shape, ValueInfo
 
 
 def shapes(program: Program) -> Program:
-    """Fills `symbols` and `values`. Raises CompileError where the plan contradicts the model's inputs."""
-    return inferred(replace(program, symbols=part_symbols(program, bind_inputs(program))))
+    """Fills `symbols` and `values`.
+
+    Raises CompileError where the plan contradicts the model's inputs, or an op takes no operands of such a type.
+    """
+    found = inferred(replace(program, symbols=part_symbols(program, bind_inputs(program))))
+    refuse_other_integers(found)
+    return found
 
 
 def inferred(program: Program) -> Program:

@@ -9,6 +9,7 @@ import onnx
 import pytest
 from equivalence import compiled, same_as_whole
 from onnx import numpy_helper
+from partc.compiler.errors import CompileError
 from partc.runtime import load_local
 from partc.runtime.errors import InputError, RankError
 
@@ -78,3 +79,16 @@ def test_computed_ids_are_refused_by_the_shard_that_would_have_them(tmp_path: Pa
         given["ids"][4, 2] = 4
         with pytest.raises(RankError, match=r"rank 2.*node_y.*out of data bounds"):
             ranks(given)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_ids_of_another_type_are_refused_when_a_model_compiles(tmp_path: Path, cut: str) -> None:
+    """With a table cut, too, where no Gather of ranks has them as its ids."""
+    text = TEXT.replace("int64[batch, 3] ids, int64[batch] user", "float[batch, 3] ids, int16[batch] user")
+    with pytest.raises(CompileError) as error:
+        compiled(proto(text), CUTS[cut], tmp_path / "build")
+    assert [problem.fact for problem in error.value.problems] == [
+        "Gather 'node_y' reads 'some', a tensor(float)",
+        "Gather 'node_z' reads 'column', a tensor(int16)",
+    ]
+    assert error.value.problems[0].law == "it takes tensor(int32) or tensor(int64) there"
