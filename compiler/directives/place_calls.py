@@ -62,8 +62,10 @@ def place(
         role, given = given[0], given[1:]
     serves = isinstance(role, str) and role not in ("", ROLE) and not given
     if role not in (None, ROLE) and not serves:
-        law = f"every rank runs operators, which is the role '{ROLE}'"
-        problems.append(Problem(line, f"role is {role!r}", law, f"write '{ROLE}', or leave it out"))
+        law = f"ranks that are given run operators, which is the role '{ROLE}'; a role of the plan has ranks of its own"
+        problems.append(
+            Problem(line, f"role is {role!r}", law, f"write '{ROLE}', or the role without ranks: role=\"ps\"")
+        )
     if len(given) > 1 or (not given and device is None and not serves):
         fact = "place is given no rank" if not given else f"place is given {len(given)} ranks: {given}"
         problems.append(Problem(line, fact, _LAW, "write the ranks of a group as one list" if given else ""))

@@ -34,6 +34,7 @@ class Rule:
     `units`: per factor a number that its shards must divide besides the dims themselves: heads, groups, blocks.
     `looked_up`: the factor of a table's rows, which the ids in another operand name. It may have the axes of factors that no operand has
     beside it: rows are then pulled from the ranks that have them, and the output is no sum.
+    `served`: the table is the first input, and other ranks serve its rows: it is not cut.
     `apart`: inputs of which every rank has one of its own, and so of their cotangents.
     `local`: rewrites the node for a rank where the plain node on local shards would be wrong; None: as the op's entry says.
     """
@@ -48,6 +49,7 @@ class Rule:
     units: Mapping[str, int] = field(default_factory=dict)
     apart: frozenset[int] = frozenset()
     looked_up: str = ""
+    served: bool = False
 
     @property
     def factors(self) -> tuple[str, ...]:

@@ -49,6 +49,7 @@ class Group:
 class Frame:
     """What the values of a plan are checked against; None where the plan does not say it rightly, which is said elsewhere.
 
+    `roles` whose ranks the plan does not say rightly have none.
     `groups` are the sizes of the lists of several ranks in `placement`, and of the stages' groups; `folder` is where the files are that
     the plan names.
     """
@@ -57,7 +58,7 @@ class Frame:
     mesh: Axes | None = None
     groups: tuple[int, ...] = ()
     folder: Path = Path()
-    roles: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    roles: Mapping[str, tuple[int, ...]] | None = field(default_factory=dict)
 
     @property
     def spans(self) -> bool:
@@ -67,7 +68,7 @@ class Frame:
     @property
     def workers(self) -> int | None:
         """How many ranks have no role."""
-        return None if self.ranks is None else len(workers_of(self.ranks, self.roles.values()))
+        return None if self.ranks is None else len(workers_of(self.ranks, (self.roles or {}).values()))
 
 
 def workers_of(ranks: int, serving: Iterable[Sequence[int]]) -> tuple[int, ...]:
@@ -78,28 +79,28 @@ def workers_of(ranks: int, serving: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 def frame_of(data: Mapping[str, object], folder: Path = Path(), stages: tuple[int, ...] = ()) -> Frame:
     """The frame of a plan's bare data; `stages` are the sizes of the groups of several ranks on which its stages run."""
-    ranks, mesh, placement = data.get("ranks"), data.get("mesh"), data.get("placement")
+    ranks, mesh, placement, roles = (data.get(key) for key in ("ranks", "mesh", "placement", "roles"))
     axes: Axes | None = None
     if mesh is None:
         axes = ()
     elif isinstance(mesh, dict) and all(is_integer(size) and size >= 1 for size in mesh.values()):
         axes = tuple(mesh.items())
     lists = [value for value in placement.values() if isinstance(value, list)] if isinstance(placement, dict) else []
+    wrong_roles = roles is not None and not isinstance(roles, dict)
     return Frame(
         ranks if isinstance(ranks, int) and is_integer(ranks) and 1 <= ranks <= MOST_RANKS else None,
         axes,
         (*(len(value) for value in lists if len(value) > 1), *stages),
         folder,
-        dict(_roles(data.get("roles"))),
+        None if wrong_roles else dict(_roles(roles)),
     )
 
 
 def _roles(data: object) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The roles of a plan's bare data, as far as they are lists of ranks."""
+    """The roles of a plan's bare data, without ranks where they are no list of ranks."""
     for name, value in data.items() if isinstance(data, dict) else ():
         ranks = value if isinstance(value, list) else [value]
-        if all(is_integer(rank) and rank >= 0 for rank in ranks):
-            yield str(name), tuple(ranks)
+        yield str(name), tuple(ranks) if all(is_integer(rank) and rank >= 0 for rank in ranks) else ()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -140,6 +141,8 @@ def placed(value: object, info: ValidationInfo) -> Group:
 
 def group_of(value: object, frame: Frame) -> Group:
     """The group that a placement names: a rank, a list of ranks, or a slice of the mesh. Raises Violation."""
+    if role := _meant_role(value, frame):
+        raise Violation(f"expected a rank, ranks or a role, but got {shown(value)}", help=f"write {{role: {role}}}")
     match value:
         case list() | tuple():
             return _listed(value, frame)
@@ -149,6 +152,13 @@ def group_of(value: object, frame: Frame) -> Group:
             return _sliced(value, frame)
         case _:
             return Group((_rank(value, frame),))
+
+
+def _meant_role(value: object, frame: Frame) -> str:
+    """The role that is named where a rank is expected, or under another key than `role`; "" where none is."""
+    if isinstance(value, dict) and len(value) == 1 and "role" not in value:
+        value = next(iter(value.values()))
+    return value if isinstance(value, str) and value in (frame.roles or ()) else ""
 
 
 def rank_of(value: object, info: ValidationInfo) -> int:
@@ -212,11 +222,18 @@ def _listed(value: Sequence[object], frame: Frame) -> Group:
 def _of_role(name: object, rest: Mapping[object, object], frame: Frame) -> Group:
     if rest:
         raise Violation(f"a role and '{next(iter(rest))}'", help="write {role: ps}, and the ranks in 'roles'")
+    if not isinstance(name, str):
+        raise Violation(
+            f"expected the name of a role, but got {shown(name)}",
+            help=f"write {{role: {next(iter(frame.roles or ()), 'ps')}}}",
+        )
+    if frame.roles is None or frame.roles.get(name) == ():
+        return Group(())
     if name not in frame.roles:
         known = f"the roles are {', '.join(frame.roles)}" if frame.roles else "there are no roles"
         last = (frame.ranks or 4) - 1
         raise Violation(f"{shown(name)} is no role", known, f"declare it: 'roles: {{{name}: [{last - 1}, {last}]}}'")
-    return Group(frame.roles[str(name)], role=str(name))
+    return Group(frame.roles[name], role=name)
 
 
 def spanned(mesh: Axes, ranks: int, workers: int | None) -> int:

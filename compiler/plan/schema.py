@@ -101,6 +101,12 @@ def _mesh_name(text: str) -> str:
     return text
 
 
+def _role_name(text: str) -> str:
+    if not text.isidentifier():
+        raise Violation("this is no name", "a role's name has letters, digits and '_', and no digit first")
+    return text
+
+
 def _or_empty(value: object) -> object:
     return {} if value is None else value
 
@@ -155,7 +161,8 @@ SymbolEntries: TypeAlias = dict[
 InputEntries: TypeAlias = dict[str, Dims]
 MeshEntries: TypeAlias = dict[Annotated[str, AfterValidator(_mesh_name)], Annotated[int, Field(ge=1)]]
 RoleEntries: TypeAlias = dict[
-    SymbolName, Annotated[Group, PlainValidator(checked_role, json_schema_input_type=RankNumber | RankList)]
+    Annotated[str, AfterValidator(_role_name)],
+    Annotated[Group, PlainValidator(checked_role, json_schema_input_type=RankNumber | RankList)],
 ]
 PlacementEntries: TypeAlias = dict[PatternText, Placed]
 ShardingEntries: TypeAlias = dict[PatternText, ShardingForm]

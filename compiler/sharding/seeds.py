@@ -14,6 +14,7 @@ import onnx_ir as ir
 from partc.compiler.annotations.seed import seed_annotations
 from partc.compiler.errors import Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
+from partc.compiler.ir.graph import SERVED
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.layout.layout import Layout, primes
 from partc.compiler.plan.groups import ranks_text, shown_mesh
@@ -124,9 +125,18 @@ class _Seeds:
             choice.pulls = True
             choice.axes[choice.rule.looked_up] = tuple(range(len(choice.mesh)))
             choice.why[choice.rule.looked_up] = f"{line_of(region.rule)} pull"
-        if not found:
-            fact = "pull, but nothing inside looks up rows of a table by ids"
-            self.problem(region, fact, help="name the embedding, or the Gather along axis 0, itself")
+        if found:
+            return
+        fact, help = (
+            "nothing inside looks up rows of a table by ids",
+            "name the embedding, or the Gather along axis 0, itself",
+        )
+        if any(SERVED in node.meta for node in region.nodes):
+            fact, help = (
+                "its rows are pulled from the ranks that serve them",
+                "take this line out, or the role in 'placement'",
+            )
+        self.problem(region, f"pull, but {fact}", help=help)
 
     def _gather(self, region: Region) -> None:
         """Pins the outputs of a region as replicated on its group."""

@@ -77,7 +77,7 @@ def _rule(node: ir.Node) -> Rule:
     rule = rule_of(node)
     operands = [*zip(rule.inputs, node.inputs, strict=False), *zip(rule.outputs, node.outputs, strict=False)]
     if SERVED in node.meta:  # its rows lie on other ranks, which are asked for them
-        rule = replace(rule, replicated=rule.replicated | {*(rule.inputs[0] or "")}, looked_up="")
+        rule = replace(rule, replicated=rule.replicated | {*(rule.inputs[0] or "")}, looked_up="", served=True)
     text = {letter for letters, value in operands if letters and is_text(value) for letter in letters}
     return replace(rule, replicated=rule.replicated | text) if text else rule
 

@@ -123,8 +123,8 @@ PLACE = "a place is a rank, a list of ranks, or a slice of the plan's mesh: 3, [
     [
         (
             'self.fc1.place("MS_PSERVER", 0)',
-            "role is 'MS_PSERVER'\n  every rank runs operators, which is the role 'MS_WORKER'\n"
-            "  help: write 'MS_WORKER', or leave it out",
+            "role is 'MS_PSERVER'\n  ranks that are given run operators, which is the role 'MS_WORKER'; a role of the plan has ranks of its"
+            " own\n  help: write 'MS_WORKER', or the role without ranks: role=\"ps\"",
         ),
         ("self.fc1.place()", f"place is given no rank\n  {PLACE}"),
         ('self.fc1.place("MS_WORKER")', f"place is given 'MS_WORKER'\n  {PLACE}"),

@@ -172,6 +172,22 @@ plan.yaml:3: placement of 'table': the string 'pz' is no role
     "placement: {tabel: {role: ps}}": """\
 plan.yaml:3: 'tabel' matches no module or node that has parameters
   help: the nearest are 'table'""",
+    "placement: {table: {role: [ps]}}": """\
+plan.yaml:3: placement of 'table': expected the name of a role, but got a list
+  help: write {role: ps}""",
+    "placement: {table: ps}": """\
+plan.yaml:3: placement of 'table': expected a rank, ranks or a role, but got the string 'ps'
+  help: write {role: ps}""",
+    "placement: {table: {roles: ps}}": """\
+plan.yaml:3: placement of 'table': expected a rank, ranks or a role, but got a mapping
+  help: write {role: ps}""",
+    "placement: {table: {role: ps}}\nsharding: {table: pull}": """\
+plan.yaml:4: sharding of 'table': pull, but its rows are pulled from the ranks that serve them
+  help: take this line out, or the role in 'placement'""",
+    "placement: {table: {role: ps}}\nsharding: {table: {in: [[1, 2], [1, 1]]}}": """\
+plan.yaml:4: sharding of 'table' (Gather): input 0, dim 1 is cut into 2, but stays whole
+  its rows lie on the ranks that serve them
+  help: write 1""",
     "placement: {act: {role: ps}}": "plan.yaml:3: 'act' matches no module or node that has parameters",
     "mesh: {dp: 3}": "the mesh dp=3 has 3 ranks, but there are 4 ranks, of which 2 work",
 }
@@ -193,5 +209,13 @@ def test_a_rank_has_one_role() -> None:
     ):
         with pytest.raises(CompileError, match=fact):
             parse_plan(f"ranks: 4\nroles: {roles}\n", "plan.yaml")
+    for roles, fact in (
+        ("[2, 3]", "'roles': expected a mapping"),
+        ("{ps: three}", "role 'ps': expected a rank, an integer, but got the string 'three'"),
+        ("{ps: [-1]}", "role 'ps': rank -1, but there are 4 ranks"),
+    ):
+        with pytest.raises(CompileError, match=fact) as error:
+            parse_plan(f"ranks: 4\nroles: {roles}\nplacement: {{table: {{role: ps}}}}\n", "plan.yaml")
+        assert len(error.value.problems) == 1, "who names the role is not at fault"
     with pytest.raises(CompileError, match="give the roles the ranks from 2 on"):
         parse_plan("ranks: 4\nmesh: {dp: 2}\nroles: {ps: [0, 1]}\n", "plan.yaml")
