@@ -72,12 +72,14 @@ class CommLowering:
     pulls: dict[NodeOnGroup, int] = field(default_factory=dict)
     """By node that pulls its rows the tag of its Pull."""
     _sets: dict[tuple[Mesh, tuple[int, ...], Group], tuple[tuple[Group, ...], str]] = field(default_factory=dict)
+    pieces: int = 1
+    """Into how many pieces the batch of a training is dealt out that runs in parts."""
 
     def copy(self, task: TaskKind) -> CommLowering:
         """One of its own with the same contents, whose ops belong to `task`."""
         builders, values, sets = self.builders.copy(), self.values.copy(), dict(self._sets)
         events, groups, masked, pulls = [*self.events], dict(self.groups), dict(self.masked), dict(self.pulls)
-        return CommLowering(self.program, builders, values, events, groups, masked, task, pulls, sets)
+        return CommLowering(self.program, builders, values, events, groups, masked, task, pulls, sets, self.pieces)
 
     def of_task(self, task: TaskKind) -> CommLowering:
         """The same programs, where what is written belongs to `task`."""

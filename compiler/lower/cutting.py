@@ -11,15 +11,26 @@ so what the microbatches give is joined piece by piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.program import Array
-from partc.compiler.ir.rank_program import ComputeOp
+from partc.compiler.ir.program import Array, Program
+from partc.compiler.ir.rank_program import ComputeOp, LocalTensor
 
 NameOf = Callable[[str, str], str]
 """The name of what is made of a value: by the value's name and a word."""
+
+
+def pieces_of(program: Program, inputs: Iterable[LocalTensor]) -> int:
+    """Into how many pieces the batch of a training is dealt out that runs in parts: all inputs of all ranks lie in so many, or in fewer."""
+    training, rules = program.training, program.plan.pipeline
+    if training is None or training.accumulate == 1:
+        return 1
+    own = {*training.fixed, *training.totals, *training.scalars}
+    shards = (held.version.layout.num_shards(0) for held in inputs if held.version.value.name not in own)
+    return math.lcm(training.pieces, rules.pieces if rules is not None else 1, *shards)
 
 
 class Cutting:

@@ -38,6 +38,8 @@ class Local:
     nodes: list[ir.Node] = field(default_factory=list)
     constants: dict[str, np.ndarray] = field(default_factory=dict)
     value: Callable[[str], ir.Value] = field(default=lambda name: ir.Value(name=name))
+    pieces: int = 1
+    """Into how many pieces a batch is dealt out of which each of its parts has a share, over all ranks."""
 
     def num_shards(self, factor: str) -> int:
         """The number of shards of a factor."""

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.program import Program, Shape
 from partc.compiler.ir.rank_program import CommOp, LocalTensor, read_names
-from partc.compiler.lower.cutting import Cutting
+from partc.compiler.lower.cutting import Cutting, pieces_of
 from partc.compiler.pipelines.batch_dims import BatchDims
 from partc.compiler.pipelines.phases import UPDATE, Label, Unit
 from partc.compiler.pipelines.row import Names, Row
@@ -24,7 +24,7 @@ class Records:
         self.opset = program.model.opset_imports.get("", 18)
         self.values = {held.version.value for unit in units for held in self.inputs(unit)}
         self.pieces = math.lcm(
-            self.training.pieces if self.training else 1,
+            pieces_of(program, (held for unit in units for held in self.inputs(unit))),
             *(self._shards(held) for unit in units for held in (*self.inputs(unit), *self.outputs(unit))),
         )
 

@@ -60,6 +60,8 @@ class PipelineRules:
     recompute: tuple[RecomputeRule, ...] = ()
     accumulates: bool = False
     """Whether it is a plan's `accumulate`, which says nothing of a pipeline."""
+    pieces: int = 1
+    """Into how many pieces a batch is dealt out at least, of each of which a microbatch has a share: those of ranks that one stands for."""
 
 
 def _listed(value: object) -> object:

@@ -123,6 +123,7 @@ class _Operands:
     types: dict[str, tuple[ir.Value, Shape | None]]
     whole: dict[str, Shape | None]
     local: dict[str, Shape | None]
+    pieces: int
 
     @staticmethod
     def of(comm: CommLowering, instance: NodeOnGroup) -> _Operands:
@@ -146,6 +147,7 @@ class _Operands:
             types,
             {name: values[version.value].shape for name, version in there.items()},
             {name: values.local_shape(version) for name, version in there.items()},
+            comm.pieces,
         )
 
 
@@ -155,7 +157,8 @@ def _form(
     """The local form by the op's own rule on the rank with the shards `own`, and those of them that the rule asked for."""
     assert rule.local is not None
     shards = _Shards(own)
-    local = Local(node, rule, cut, shards, operands.inputs, operands.outputs, operands.whole, operands.local)
+    names = operands.inputs, operands.outputs
+    local = Local(node, rule, cut, shards, *names, operands.whole, operands.local, pieces=operands.pieces)
     rule.local(local)
     ops = [ComputeOp(each, node, operands.captured) for each in local.nodes]
     return LocalForm(ops, dict(local.constants), operands.types), shards.asked

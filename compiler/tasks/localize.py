@@ -21,6 +21,7 @@ from partc.compiler.ir.rank_program import LocalTensor
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.lower.builders import ProgramBuilders
 from partc.compiler.lower.comm import CommLowering
+from partc.compiler.lower.cutting import pieces_of
 from partc.compiler.lower.kept import keep_operands
 from partc.compiler.lower.pulls import is_pulled, write_pull
 from partc.compiler.lower.written import is_written, write_forward
@@ -46,6 +47,7 @@ def localize(program: Program) -> Program:
         for home in versions.defs.get(value, ()):
             _input(comm, home, inputs)
         _make_versions(versions, comm, value, done)
+    comm.pieces = pieces_of(program, (held for given in inputs for held in given.values()))
     for value in graph.initializers.values():
         _make_versions(versions, comm, value, done)
     forms: dict[NodeOnGroup, tuple[tuple[LocalForm, Group], ...]] = {}

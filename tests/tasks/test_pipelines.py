@@ -148,15 +148,23 @@ def test_models_learn_alike(
             np.testing.assert_allclose(have[1][tensor], array, rtol=0, atol=1e-6 * np.abs(array).max(), err_msg=tensor)
 
 
-def test_masks_are_those_of_the_whole_batch(tmp_path: Path) -> None:
-    """Dropout draws by the place in the batch, so a microbatch has its share of the masks."""
+MASKED = {
+    "stages": "placement: {up: 0, bend: 0, drop: 0, down: 1, add: 1}\n",
+    "cut behind": "placement: {up: 0, bend: 0, drop: 0, down: [1, 2], add: [1, 2]}\ndataset: data_parallel\n",
+    "cut inside": "sharding: {up: {in: [[2, 1], [1, 1]]}}\n",
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_are_those_of_the_whole_batch(name: str, tmp_path: Path) -> None:
+    """Dropout draws by the place in the batch, so a microbatch has its share of the masks, of as many pieces as any input lies in."""
     net = NET.replace("[bend] b = Tanh (a)", "[bend] h = Tanh (a) [drop] b = Dropout (h, ratio, on)").replace(
         "float[5] shift>", "float[5] shift, float ratio = {0.4}, bool on = {1}>"
     )
     steps = [numbers("label")] * 2
     text = train(LOSSES["mean"], 1)
     whole = trained(tmp_path / "whole", from_text(net, WEIGHTS), "ranks: 1\n" + text, steps)
-    plan = "ranks: 2\nplacement: {up: 0, bend: 0, drop: 0, down: 1, add: 1}\n" + text
+    plan = f"ranks: {2 + ('[1, 2]' in MASKED[name])}\nsymbols: {{batch: {{divisor: 8}}}}\n{MASKED[name]}{text}"
     close(trained(tmp_path / "build", from_text(net, WEIGHTS), plan + pipeline(4), steps), whole, start_of(), 2e-6)
 
 

@@ -181,6 +181,9 @@ def _places(local: Local, dim: int, size: int | None, extents: str) -> str:
     index = local.index(letter) if local.num_shards(letter) > 1 else 0
     step = integer(local, f"d{dim}.next", 1)
     if dim == local.node.attributes.get_int(RECORDS_DIM, -1):
+        if local.pieces != local.num_shards(letter):
+            length = _length(local, dim, size, extents)
+            return _places_in_pieces(local, dim, index, local.num_shards(letter), length)
         begin, limit = _span_of_part(local, dim, index, size, extents)
     elif size is not None:
         begin = integer(local, f"d{dim}.begin", index * size)
@@ -201,13 +204,35 @@ def _places(local: Local, dim: int, size: int | None, extents: str) -> str:
 def _span_of_part(local: Local, dim: int, index: int, size: int | None, extents: str) -> tuple[str, str]:
     """Begin and end of this rank's records of a part among those of the whole batch."""
     parts = local.node.attributes.get_int(PARTS, 1)
-    if size is not None:
-        length = integer(local, f"d{dim}.length", size)
-    else:
-        length = local.emit("Gather", [extents, integer(local, f"d{dim}.dim", dim)], f"d{dim}.size", axis=0)
+    length = _length(local, dim, size, extents)
     before = local.emit("Add", [local.inputs[2], integer(local, f"d{dim}.first", index * parts)], f"d{dim}.before")
     begin = local.emit("Mul", [before, length], f"d{dim}.begin")
     return begin, local.emit("Add", [begin, length], f"d{dim}.limit")
+
+
+def _length(local: Local, dim: int, size: int | None, extents: str) -> str:
+    if size is not None:
+        return integer(local, f"d{dim}.length", size)
+    return local.emit("Gather", [extents, integer(local, f"d{dim}.dim", dim)], f"d{dim}.size", axis=0)
+
+
+def _places_in_pieces(local: Local, dim: int, index: int, shards: int, length: str) -> str:
+    """The places among the whole batch of this rank's records of a part, which has a share of every piece of the batch.
+
+    With q records of each piece, the r-th of part k is at r + k q + (r / q) (parts - 1) q.
+    """
+    parts = local.node.attributes.get_int(PARTS, 1)
+    part = local.emit("Mul", [length, integer(local, f"d{dim}.shards", shards)], f"d{dim}.part")
+    share = local.emit("Div", [part, integer(local, f"d{dim}.pieces", local.pieces)], f"d{dim}.share")
+    begin = local.emit("Mul", [length, integer(local, f"d{dim}.index", index)], f"d{dim}.begin")
+    limit = local.emit("Add", [begin, length], f"d{dim}.limit")
+    own = local.emit("Range", [begin, limit, integer(local, f"d{dim}.next", 1)], f"d{dim}.own")
+    before = local.emit("Mul", [local.inputs[2], share], f"d{dim}.before")
+    others = local.emit("Mul", [share, integer(local, f"d{dim}.times", parts - 1)], f"d{dim}.others")
+    between = local.emit("Mul", [local.emit("Div", [own, share], f"d{dim}.piece"), others], f"d{dim}.between")
+    skipped = local.emit("Add", [before, between], f"d{dim}.skipped")
+    places = local.emit("Add", [own, skipped], f"d{dim}.places")
+    return local.emit("Cast", [places], f"d{dim}.numbers", to=_UINT32)
 
 
 def _number(local: Local, name: str, number: int) -> str:
