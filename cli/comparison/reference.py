@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 DRAWS = 4
 
 
-def compile_alone(model: Path, plan: Plan, out: Path) -> Compiled:
-    """Compiles the model on one rank: by the plan without placement, cuts and mesh, and in the order that one rank can have."""
+def compile_alone(model: Path, plan: Plan, out: Path, shards: int = 1) -> Compiled:
+    """Compiles the model on one rank: by the plan without placement, cuts and mesh, and in the order that one rank can have.
+
+    `shards`: those of the batch over ranks. A microbatch has the records that it has on all of these, for statistics may be its own.
+    """
     from partc.compiler.frontend import load
     from partc.compiler.frontend.source import Source
     from partc.compiler.pipeline import compile_source
@@ -42,7 +45,7 @@ def compile_alone(model: Path, plan: Plan, out: Path) -> Compiled:
         outputs=(),
         pipeline=None
         if plan.pipeline is None
-        else replace(plan.pipeline, schedule="gpipe", memory=None, rows=(), stages=()),
+        else replace(plan.pipeline, schedule="gpipe", memory=None, rows=(), stages=(), pieces=shards),
         train=None if plan.train is None else replace(plan.train, shard=None, target=""),
         target=(),
     )

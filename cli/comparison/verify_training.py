@@ -53,12 +53,12 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     records = _records(report.manifest, case.values)
     data, batch = scratch / "records.npz", len(next(iter(records.values())))
     np.savez(data, **records)
-    alone = compile_alone(case.model, plan, scratch / "whole")
+    shards = batch_shards(report.manifest)
+    alone = compile_alone(case.model, plan, scratch / "whole", shards)
     manifest = open_artifact(alone.folder, trust=True).manifest
     begun = first_values(alone.folder, manifest)
     if plan.train.per_rank_mean:
-        times = batch_shards(report.manifest)
-        alone = Compiled(alone.program, scaled_seed(alone.folder, scratch / "summed", times))
+        alone = Compiled(alone.program, scaled_seed(alone.folder, scratch / "summed", shards))
     alone = replace(alone, devices=case.devices)
     count, whole = STEPS, dict[str, Array]()
     while not whole:

@@ -13,6 +13,7 @@ from partc.compiler.emit.looked_up import looked_up
 from partc.compiler.ir.program import PART, Group, PackedBox, Program, ProgramKind, Shape, ShardedValue
 from partc.compiler.ir.rank_program import CommOp, CopyOp, Event, LocalTensor, RankOp, StateTensor, TaskCall, made_names
 from partc.compiler.layout.layout import Layout
+from partc.compiler.training.in_parts import PART as NUMBER
 from partc.runtime.artifact import format as fmt
 
 
@@ -87,10 +88,10 @@ def _guards(program: Program) -> list[ir.Value]:
 
 
 def _is_made(program: Program, value: ir.Value) -> bool:
-    """Whether an input of a microbatch is made by the step itself: a number of the whole batch."""
+    """Whether an input of a microbatch is made by the step itself: its number, or one of the whole batch."""
     if program.schedule is None or any(held.version.value is value for part in program.parts for held in part.inputs):
         return False
-    return any(value.name in made_names(step) for part in program.parts for step in part.steps)
+    return value.name == NUMBER or any(value.name in made_names(step) for part in program.parts for step in part.steps)
 
 
 def _scalars(program: Program) -> list[fmt.Port]:

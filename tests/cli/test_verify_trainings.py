@@ -32,3 +32,24 @@ def test_skipped_steps_and_named_stages(tmp_path: Path, capsys: pytest.CaptureFi
     told = capsys.readouterr().out
     assert "gradients of the first steps overflow under the loss scale" in told
     assert "0.weight.exp_avg" in told
+
+
+NORMALIZED = MODEL.replace("8), nn.Tanh()", "8, bias=False), nn.BatchNorm2d(8), nn.Dropout(0.3)").replace(
+    "8, 3))", "8, 3)).train()"
+)
+OF_MICROBATCHES = """ranks: 4
+mesh: {pp: 2, dp: 2}
+symbols: {batch: {divisor: 4}}
+dataset: {x: [dp, null], label: [dp]}
+pipeline: {microbatches: 2, statistics: microbatch, stages: [{nodes: "0", on: {pp: 0}}, {nodes: "1, 2, 3", on: {pp: 1}}]}
+train:
+  loss: {type: softmax_cross_entropy, logits: y, labels: label}
+  optimizer: {type: adam, lr: 0.01}
+"""
+
+
+def test_statistics_of_microbatches_are_of_the_same_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text(NORMALIZED)
+    (tmp_path / "plan.yaml").write_text(OF_MICROBATCHES)
+    asked = ["verify", str(tmp_path / "model.py"), "--plan", str(tmp_path / "plan.yaml"), "--set", "batch=16"]
+    assert invoke(asked) == 0, capsys.readouterr().out
