@@ -26,7 +26,7 @@ from ..artifact.named import SCHEDULE, base_folder, outside, refusal
 from ..checkpoint.early_verification import EarlyVerification
 from ..checkpoint.index import NONFINITE
 from ..devices.devices import Asked
-from ..errors import NonFiniteError, UsageError
+from ..errors import InputError, NonFiniteError, UsageError
 from ..execution.program import OnError, Outputs, Program, load
 from ..execution.symbol_bindings import Halted
 from ..user_code import user_code
@@ -181,10 +181,13 @@ class Trainer:
             raise UsageError("the artifact has no evaluation\n  help: compile again")
         self.check_last_loss()
         totals = Totals(self.record.formulas)
-        for (batch, size), following in with_next(batches):
+        for number, ((batch, size), following) in enumerate(with_next(batches)):
             if following is not None:
                 self._evaluation.announce(following[0])
-            totals.add(self._evaluation(batch), size)
+            try:
+                totals.add(self._evaluation(batch), size)
+            except InputError as error:
+                raise InputError(f"evaluation after step {self.step}, batch {number}: {error}") from None
         return totals.take()
 
     def save(self, folder: str | Path, meta: Mapping[str, JsonValue] | None = None, keep: int | None = None) -> Path:

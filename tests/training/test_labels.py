@@ -45,5 +45,10 @@ def test_a_label_of_a_loss_of_the_models_own_and_of_a_part(tmp_path: Path) -> No
     with load_trainer(tmp_path / "b", LocalWorld(1).transport(0), threads=1) as trainer:
         with pytest.raises(InputError, match=r"input 'label': record 13 of the batch has the label 5"):
             trainer.train(given)
+        batches = [({**given, "label": given["label"] % 5}, 16), (given, 16)]
+        with pytest.raises(
+            InputError, match=r"^evaluation after step 0, batch 1: input 'label': record 13 of the batch"
+        ):
+            trainer.evaluate(batches)
         given["label"][13] = 4
         trainer.train(given)
