@@ -51,10 +51,10 @@ OPTIMIZERS = (
     "type: adagrad, lr: 0.01, initial_accumulator: 0.1",
 )
 LIMITS = ("1 microbatch", "2 microbatches", "3.5 microbatches", "12kB", "25kB", "60kB")
-LINEAR, DIVIDED, EXACT, CLIPPED = 2e-6, 2e-5, 1e-10, 5e-7
+LINEAR, DIVIDED, EXACT, STEEP, CLIPPED = 2e-6, 2e-5, 1e-10, 1e-8, 5e-7
 """What may differ, of the largest change of a tensor: sums in another order; behind a division by a root of their squares, and where
 elements are clipped far below the size of the sums that they are made of, more. What differs by more, in float64 must not: then it is
-rounding. The norm that clips gradients is a float32 there, too."""
+rounding; a deviation of two records, which may be 0, makes it steep. The norm that clips gradients is a float32 there, too."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,8 @@ def _equal(case: Case, folder: Path) -> None:
             double = ran(case.plan(), "double", True), ran(case.whole, "double_whole", True)
         except CompileError as why:  # not every op has a kernel of float64
             raise AssertionError(f"{error}\nand in float64: {why}") from error
-        _same(*double, CLIPPED if "clip: {norm" in case.training else EXACT)
+        exact = STEEP if case.statistics else EXACT
+        _same(*double, CLIPPED if "clip: {norm" in case.training else exact)
         raise pool.Wrong(pool.ROUNDING, "") from None
 
 
