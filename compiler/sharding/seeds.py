@@ -37,6 +37,7 @@ def seed(program: Program, choices: Mapping[NodeOnGroup, NodeSharding]) -> tuple
     work.dataset()
     for region in work.regions():
         work.region(region)
+    work.styles_without_use()
     return work.given, work.problems
 
 
@@ -45,6 +46,8 @@ class _Seeds:
         self.program, self.choices = program, choices
         self.given = Pinned()
         self.problems: list[Problem] = []
+        self.styled = set[int]()
+        self.idle: list[tuple[Region, str, str]] = []
         self.cuts = RegionCuts(program, choices, self.given, self.problems)
         self.constants, self.instances, self.problem = self.cuts.constants, self.cuts.instances, self.cuts.problem
 
@@ -109,13 +112,9 @@ class _Seeds:
             done = True
             choice.axes[letter] = axes
             choice.why[letter] = f"{line_of(region.rule)} {style}"
-        if not done:
-            what = "brings a dim to the output" if style == "colwise" else "sums over a dim"
-            self.problem(
-                region,
-                f"{style}, but no parameter inside {what}",
-                help="name the linear, convolution or embedding itself",
-            )
+        what = "brings a dim to the output" if style == "colwise" else "sums over a dim"
+        fact = f"{style}, but no parameter inside {what}"
+        self._uses(region, done, fact, "name the linear, convolution or embedding itself")
 
     def _pull(self, region: Region) -> None:
         """Cuts the rows that a region's nodes look up over all ranks of their groups."""
@@ -125,8 +124,6 @@ class _Seeds:
             choice.pulls = True
             choice.axes[choice.rule.looked_up] = tuple(range(len(choice.mesh)))
             choice.why[choice.rule.looked_up] = f"{line_of(region.rule)} pull"
-        if found:
-            return
         fact, help = (
             "nothing inside looks up rows of a table by ids",
             "name the embedding, or the Gather along axis 0, itself",
@@ -136,7 +133,20 @@ class _Seeds:
                 "its rows are pulled from the ranks that serve them",
                 "take this line out, or the role in 'placement'",
             )
-        self.problem(region, f"pull, but {fact}", help=help)
+        self._uses(region, bool(found), f"pull, but {fact}", help)
+
+    def _uses(self, region: Region, used: bool, fact: str, help: str) -> None:
+        """Notes whether a style says anything of a region, and what is wrong where it says nothing of all that its pattern matches."""
+        if used:
+            self.styled.add(id(region.rule))
+        else:
+            self.idle.append((region, fact, help))
+
+    def styles_without_use(self) -> None:
+        """Adds the problems of styles for which nothing is there: `layers.*: colwise` may match an activation besides, not alone."""
+        for region, fact, help in self.idle:
+            if id(region.rule) not in self.styled:
+                self.problem(region, fact, help=help)
 
     def _gather(self, region: Region) -> None:
         """Pins the outputs of a region as replicated on its group."""

@@ -138,6 +138,12 @@ def test_rows_that_are_no_equal_runs_are_refused(tmp_path: Path) -> None:
         compiled(model(), plan(2, "{head: pull}"), tmp_path / "b")
 
 
+@pytest.mark.parametrize("style", ["pull", "colwise"])
+def test_a_style_of_a_pattern_leaves_what_it_does_not_speak_of(tmp_path: Path, style: str) -> None:
+    """`*` is the table, and the sums and the product beside it, too."""
+    assert kinds(compiled(model(), plan(2, f'{{"*": {style}}}'), tmp_path / "a"))["Pull"] == (style == "pull")
+
+
 TWO = f"""<ir_version: 10, opset_import: ["" : 18]>
 main (int64[batch] a, int64[batch] b) => (float[batch, 4] y)
 <float[{ROWS}, {WIDTH}] one, float[{ROWS}, {WIDTH}] two, float[{WIDTH}, 4] w> {{
