@@ -29,6 +29,7 @@ from partc.compiler.autodiff.engine import RowGradient
 from partc.compiler.autodiff.reach import trained_values
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.graph import PINNED
 from partc.compiler.ir.program import Group, Program, ShardedValue
 from partc.compiler.ir.rank_program import ComputeOp, StateTensor, TaskKind
 from partc.compiler.ir.values import ValueTable, derived
@@ -193,6 +194,9 @@ class Backward:
         inner = [one for one in self.program.around[node] if one in self.needed]
         if not any(flows) and not inner:
             return
+        if PINNED in node.meta:
+            self._served(instance)
+            return
         dys, passing = self._incoming(instance)
         if not dys or stops_gradient(node):
             return
@@ -248,6 +252,13 @@ class Backward:
             target = ShardedValue(self.cotangents[value], home.group, normal(layout))
             dys[self.names[home]] = self.sums.total(given, target)
         return dys, passing
+
+    def _served(self, instance: NodeOnGroup) -> None:
+        """Takes the terms of what readers of a served parameter are given as its own: they add them up over microbatches, and send once."""
+        read, made = input_layout_of(self.program, instance, 0), output_layout_of(self.program, instance, 0)
+        for term, names in self._merged(self.routes.get(made, ())).items():
+            own = ShardedValue(self.cotangents[read.value], term.group, term.layout)
+            self.contributions.setdefault(read, {}).setdefault(own, []).extend(names)
 
     def _give(self, version: ShardedValue, layout: Layout, dx: str) -> None:
         """Lists a contribution to the cotangent of a version that a node reads; it has the shape of the version's shard."""

@@ -7,9 +7,9 @@ servers, an Identity, whose output its readers take:
     y = MatMul(x, fc.weight)    ->    fc.weight.pulled = Identity(fc.weight)     on the servers, once a step
                                       y = MatMul(x, fc.weight.pulled)            on the workers
 
-So it lies on the servers alone and is updated there; its value and its gradient move as any value and its cotangent do, in
-whatever layouts the workers have. Of several servers each has a run of the first dim, where it divides; else the one with the
-least bytes has all of it.
+So it lies on the servers alone and is updated there. Its value moves as any value does, in whatever layouts the workers have; its gradient
+as that of any parameter: workers add it up over microbatches and send it once a step. Of several servers each has a run of the first
+dim, where it divides; else the one with the least bytes has all of it.
 """
 
 from __future__ import annotations
