@@ -32,6 +32,7 @@ from partc.compiler.rewrite.opset import cuts
 from partc.compiler.rewrite.split_sequences import split_sequences
 from partc.compiler.rewrite.train_mode import STEP, to_evaluation, to_training
 from partc.compiler.rewrite.uneven_means import split_uneven_means
+from partc.compiler.training.in_parts import PART
 from partc.compiler.training.losses import add_loss
 from partc.compiler.training.metrics import add_metric, meant
 from partc.compiler.training.shared import give_own, parted
@@ -101,6 +102,8 @@ def add_loss_and_metrics(
         statistics.update(dict.fromkeys(running_statistics(graph)))
         statistics.update(modes.statistics)
         scalars += [STEP] if modes.needs_step else []
+        if modes.needs_step and STEP in (rules.loss.labels, *(metric.labels for metric in rules.metrics.values())):
+            raise CompileError(_taken(STEP))
     loss = add_loss(model, rules.loss, rules.where_loss, known)
     metrics = [
         add_metric(model, name, metric, rules.where_metrics, rules.loss, known)
@@ -130,10 +133,24 @@ def add_loss_and_metrics(
         shared=tuple(one.text(own) for one, own in shared),
         part=part,
     )
+    made = ({*training.fed} - {STEP}) | ({PART} if scalars and rules.accumulate > 1 else set[str]())
+    if taken := [_taken(str(value.name)) for value in graph.inputs if value.name in made]:
+        raise CompileError(taken)
     if cut and part.backward:
         in_parts(model, training, known)
         enter_parameters(model, {value: one for value, one in kept.items() if not one.frozen})
     return training
+
+
+def _taken(name: str) -> Problem:
+    """The refusal of an input of the user's that is called as one that a training has beside the batch."""
+    law = f"'{name}' is a number that the training itself gives its programs in each step"
+    return Problem(
+        f"'{name}'",
+        "names an input of the training",
+        law,
+        "give the model's input, or that of the labels, another name",
+    )
 
 
 def _shared_by(rules: TrainRules) -> Callable[[str], bool | None]:

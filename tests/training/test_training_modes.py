@@ -325,6 +325,34 @@ def test_everything_that_cannot_train_is_said_at_once() -> None:
     ]
 
 
+OWN_INPUTS = {
+    "part, of the batch": ("int64 part", "t", "part"),
+    "lr, of the model": ("float lr", "t", "lr"),
+    "bias1, of the labels": ("float other", "bias1", "bias1"),
+    "step, of the labels": ("float other", "step", "step"),
+}
+
+
+@pytest.mark.parametrize("case", OWN_INPUTS)
+def test_an_input_called_as_one_of_the_training_is_refused(case: str, tmp_path: Path) -> None:
+    """One of the same type would have had the training's numbers instead of the user's."""
+    given, labels, name = OWN_INPUTS[case]
+    model = model_of(
+        f"""<ir_version: 10, opset_import: ["" : 21]>
+        main (float[b, 2] x, {given}) => (float[b, 2] y) <float half = {{0.5}}, float[2] w = {{1, 2}}> {{
+            scaled = Mul (x, w)
+            dropped = Dropout (scaled, half)
+            number = Cast <to = 1> ({given.split()[1]})
+            y = Mul (dropped, number) }}"""
+    )
+    loss = f"loss: {{type: mean_squared, prediction: y, target: {labels}}}"
+    plan = parse_plan(
+        f"ranks: 1\ntrain:\n  {loss}\n  optimizer: {{type: adam, lr: 0.1}}\n  accumulate: 2\n", "plan.yaml"
+    )
+    with pytest.raises(CompileError, match=f"'{name}': names an input of the training\n.*\n.*another name"):
+        compile_source(Source(model), plan, tmp_path)
+
+
 def test_an_op_that_drops_inside_of_itself_is_refused() -> None:
     model = model_of(
         """<ir_version: 10, opset_import: ["" : 21]>
