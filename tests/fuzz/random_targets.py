@@ -41,8 +41,12 @@ class TargetCase(Case):
 
 def with_targets(chance: random.Random) -> TargetCase:
     """The case that chance says."""
-    case = drawn(chance)
-    plain = chance.random() < 0.4 and not case.statistics and "stages" not in case.more
+    return targeted(chance, drawn(chance))
+
+
+def targeted(chance: random.Random, case: Case) -> TargetCase:
+    """A case with targets."""
+    plain = chance.random() < 0.4 and not case.statistics and "stages" not in case.more and not case.accumulate
     optimizer = chance.choice(["", "", "cpu", "cuda"])
     said = {one.name: getattr(case, one.name) for one in fields(case)}
     if plain:

@@ -15,7 +15,7 @@ import numpy as np
 
 IN, WIDTH, HIDDEN, CLASSES, ROWS, LENGTH = 6, 8, 12, 5, 14, 3
 CONSTANTS = (
-    "float ratio = {0.3}, bool on = {1}, float half = {0.5}, int64[1] at0 = {0}, int64[1] at1 = {1}, "
+    "bool on = {1}, float half = {0.5}, int64[1] at0 = {0}, int64[1] at1 = {1}, "
     "int64[2] pair = {2, 4}, int64[2] flat = {-1, 8}, int64[1] last = {-1}, int64[1] two = {2}"
 )
 
@@ -33,6 +33,8 @@ class Network:
     read: set[str] = field(default_factory=set)
     cut: dict[str, str] = field(default_factory=dict)
     """Nodes of which a group may cut the weight, and how."""
+    ratio: str = "0.3"
+    """How much a dropout drops."""
 
     @property
     def dims(self) -> str:
@@ -46,9 +48,10 @@ class Network:
         if "ids" in self.read:
             inputs.append(f"int64[{self.dims}] ids")
         shapes = [f"float[{', '.join(map(str, shape))}] {name}" for name, shape in self.weights.items()]
+        constants = f"float ratio = {{{self.ratio}}}, {CONSTANTS}"
         return (
             f'<ir_version: 10, opset_import: ["" : 21]>\n'
-            f"m ({', '.join(inputs)}) => (float[{self.dims}, {CLASSES}] y)\n<{', '.join(shapes)}, {CONSTANTS}> {{\n"
+            f"m ({', '.join(inputs)}) => (float[{self.dims}, {CLASSES}] y)\n<{', '.join(shapes)}, {constants}> {{\n"
             + "\n".join(f"    {line}" for line in self.lines)
             + "\n}"
         )
