@@ -109,11 +109,12 @@ class Learner:
         self.values[out].append(name)
         return name
 
-    def grow(self) -> None:
-        draw, rank = self.draw, self.draw(st.sampled_from([2, 3]))
-        x, many = self.pick(rank), [rank, rank]
+    def grow(self, kind: str = "") -> None:
+        """Adds an op; one of a given kind is of the last value with positions."""
+        draw, rank = self.draw, 3 if kind else self.draw(st.sampled_from([2, 3]))
+        x, many = self.values[rank][-1] if kind else self.pick(rank), [rank, rank]
         integers = lambda *numbers: self.constant(np.array(numbers, np.int64))  # noqa: E731
-        match draw(st.sampled_from(KINDS)):
+        match kind or draw(st.sampled_from(KINDS)):
             case "unary":
                 self.put(draw(st.sampled_from(UNARY)), [x], rank, [rank])
             case "binary":
@@ -157,7 +158,9 @@ class Learner:
             case "batch_norm":
                 names = [self.weight(LENGTH), self.weight(LENGTH)]
                 names += [self.constant(np.full(LENGTH, value, np.float32)) for value in (0.1, 1.5)]
-                self.put("BatchNormalization", [self.pick(3), *names], 3, [3], momentum=0.8, epsilon=1e-2)
+                self.put(
+                    "BatchNormalization", [x if kind else self.pick(3), *names], 3, [3], momentum=0.8, epsilon=1e-2
+                )
             case "conv":
                 self.put("Conv", [self.pick(3), self.weight(LENGTH, LENGTH, 3)], 3, [3, 3], pads=[1, 1])
             case "where":
@@ -179,8 +182,11 @@ class Learner:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, first: Sequence[str] = ()) -> Case:
+    """`first`: the kinds of the ops with which a model begins."""
     learner = Learner(draw)
+    for kind in first:
+        learner.grow(kind)
     for _ in range(draw(st.integers(1, 8))):
         learner.grow()
     loss = _loss(learner)
