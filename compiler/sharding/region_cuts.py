@@ -134,10 +134,14 @@ class RegionCuts:
         return nodes[0] if len(nodes) == 1 else None
 
     def _enter(self, region: Region) -> list[ir.Value]:
-        """The inputs of a region of the plan: an op's own tensors if the rule lists as many, else the values that are made outside."""
-        inside = set(region.nodes)
+        """The inputs of a region of the plan: an op's own tensors if the rule lists as many, else the values that are made outside.
+
+        What a training adds, as the number of the step, is none of them: the plan's author does not know of it.
+        """
+        inside, training = set(region.nodes), self.program.training
+        added = {value for value in self.program.model.graph.inputs if training and value.name in training.scalars}
         if (node := self._one_node(region, None)) is not None:
-            operands = [value for value in node.inputs if value is not None]
+            operands = [value for value in node.inputs if value is not None and value not in added]
             if len(operands) == len(region.rule.inputs or ()):
                 return operands
         return list(
@@ -145,7 +149,7 @@ class RegionCuts:
                 value
                 for node in region.nodes
                 for value in self.program.reads[node]
-                if value.producer() not in inside and not self.is_constant(value)
+                if value.producer() not in inside and value not in added and not self.is_constant(value)
             )
         )
 

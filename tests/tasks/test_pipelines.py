@@ -152,6 +152,7 @@ MASKED = {
     "stages": "placement: {up: 0, bend: 0, drop: 0, down: 1, add: 1}\n",
     "cut behind": "placement: {up: 0, bend: 0, drop: 0, down: [1, 2], add: [1, 2]}\ndataset: data_parallel\n",
     "cut inside": "sharding: {up: {in: [[2, 1], [1, 1]]}}\n",
+    "cut itself": "sharding: {drop: {in: [[2, 1]]}}\n",
 }
 
 
