@@ -26,16 +26,19 @@ CANNOT: dict[str, str] = {}
 
 @cache
 def cases() -> dict[str, TestCase]:
-    """ONNX's node tests whose opset onnxruntime loads and partc takes."""
+    """ONNX's node tests whose opset onnxruntime loads and partc takes; of the expanded ones, of ops that have their own, each fourth."""
     from onnx.backend.test.loader import load_model_tests
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = load_model_tests(kind="node")
+    expanded = [case.name for case in found if "_expanded" in case.name]
+    left_out = {name for k, name in enumerate(expanded) if k % 4}
     return {
         case.name: case
         for case in found
-        if all(OLDEST_OPSET <= e.version <= NEWEST_OPSET for e in case.model.opset_import if e.domain == "")
+        if case.name not in left_out
+        and all(OLDEST_OPSET <= e.version <= NEWEST_OPSET for e in case.model.opset_import if e.domain == "")
     }
 
 

@@ -117,7 +117,7 @@ def cases(draw: st.DrawFn) -> tuple[onnx.ModelProto, str]:
     return model, "\n".join([f"ranks: {ranks}", "placement:", *rules, deliver])
 
 
-@settings(max_examples=70, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_random_graphs_with_random_placements(case: tuple[onnx.ModelProto, str]) -> None:
     model, plan = case

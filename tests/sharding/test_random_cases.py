@@ -10,7 +10,7 @@ from random_cases import EQUAL, WRONG, Case, cases, outcome
 TALLY = Counter[str]()
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_risky_graphs_run_as_the_whole_or_are_refused(case: Case) -> None:
     what, text = outcome(case)
@@ -19,4 +19,4 @@ def test_risky_graphs_run_as_the_whole_or_are_refused(case: Case) -> None:
 
 
 def test_most_risky_graphs_ran() -> None:
-    assert TALLY[EQUAL] > 7, TALLY
+    assert TALLY[EQUAL] > 4, TALLY

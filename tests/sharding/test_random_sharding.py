@@ -163,7 +163,7 @@ def cases(draw: st.DrawFn) -> tuple[onnx.ModelProto, str]:
 TALLY = {"run": 0, "refused": 0}
 
 
-@settings(max_examples=56, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=32, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_random_graphs_with_random_strategies(case: tuple[onnx.ModelProto, str]) -> None:
     model, plan = case
@@ -183,4 +183,4 @@ def test_random_graphs_with_random_strategies(case: tuple[onnx.ModelProto, str])
 
 
 def test_most_random_strategies_ran() -> None:
-    assert TALLY["run"] > 30, TALLY
+    assert TALLY["run"] > 16, TALLY

@@ -189,7 +189,7 @@ def test_a_lazy_optimizer_needs_to_know_which_rows_are_looked_up(tmp_path: Path)
         run(looked_up(), plan + TRAIN.replace("OPTIMIZER", "{type: lazy_adam, lr: 0.1}"), tmp_path / "build", [])
     assert (
         str(caught.value)
-        == """parameter 'table': its rows are cut
+        == """parameter 'table': the rows of 'table' are cut
   lazy_adam wants the rows that were looked up, and ranks with a part of them know no ids
   help: let ranks pull its rows, cut its columns, or give it another optimizer"""
     )
