@@ -200,6 +200,48 @@ BENCHMARKS = (
         "--only a,b --layers 2 --width 32 --heads 2 --batch 4 --seq 8 --microbatches 2 --steps 1 --turns 1",
         ("torch",),
     ),
+    Benchmark(
+        "target_overlap",
+        (
+            Figure(
+                "two branches on two targets, both on the CPU, at once",
+                r"both branches: ([\d.]+)",
+                "{} times their sum",
+            ),
+        ),
+    ),
+    Benchmark(
+        "train_tables",
+        (
+            Figure(
+                "a step of a model with 8 tables of 100,000 rows and lazy Adam against PyTorch's SparseAdam",
+                r"torch sparse .*ratio ([\d.]+),",
+            ),
+            Figure("the same against dense gradients and Adam", r"torch dense .*ratio ([\d.]+),"),
+        ),
+        "--optimizer lazy_adam",
+        "--optimizer lazy_adam --rows 100 --turns 1",
+        ("torch",),
+    ),
+    Benchmark(
+        "update_rows",
+        (
+            Figure(
+                "the update of 2,048 rows against PyTorch: Adam in tables of 100,000 x 64 and 1,000,000 x 16, SGD",
+                RATIO,
+            ),
+        ),
+        needs=("torch",),
+    ),
+    Benchmark(
+        "pull",
+        (
+            Figure(
+                "a Pull of 16,384 skewed ids from 2 ranks against np.unique of them; a Push back",
+                r" ms: +([\d.]+) of it",
+            ),
+        ),
+    ),
 )
 
 
