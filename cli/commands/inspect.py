@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from partc.cli.commands.run import parse_sizes
@@ -86,34 +86,10 @@ def command(
         training_stats(manifest, unrolled(artifact.model(one)), one, sizes) for one in range(manifest.ranks) if trains
     ]
     if as_json:
-        transfers = [transfer.model_dump(mode="json") for transfer in manifest.transfers]
-        collectives = [one.model_dump(mode="json") for one in manifest.collectives]
-        ranks_json = [dataclasses.asdict(one) for one in stats]
-        found: dict[str, object] = {"sizes": sizes, "ranks": ranks_json, "transfers": transfers}
-        found |= {"groups": manifest.groups, "collectives": collectives} if collectives else {}
-        found |= _pipeline_json(artifact)
-        found |= {"targets": [dataclasses.asdict(one) for one in targets]} if targets else {}
-        found |= {"memory": [dataclasses.asdict(one) for one in memory]} if memory else {}
-        found |= {"training": [dataclasses.asdict(one) for one in trained]} if trained else {}
+        parts: dict[str, Sequence[Any]] = {"ranks": stats, "targets": targets, "memory": memory, "training": trained}
+        found = _as_json(artifact, sizes, parts)
         console.echo(json.dumps(found, indent=1))
         return 0
-    table = Table(
-        [">rank", ">nodes", ">segments", ">weights", ">peak memory", ">received", ">sent", "bytes in and out"]
-    )
-    for one in stats:
-        peak = size(one.peak) + ("+?" if one.unknown_values else "")
-        moves = f"in {one.received.text}, out {one.sent.text}"
-        cells = (
-            one.rank,
-            one.nodes,
-            one.segments,
-            size(one.weights),
-            peak,
-            _moved(one.received),
-            _moved(one.sent),
-            moves,
-        )
-        table.add(*cells)
     pipeline = pipeline_of(artifact)
     largest = [*_largest_transfers(artifact, sizes), *_largest_collectives(artifact, sizes)]
     tables = [
@@ -122,13 +98,37 @@ def command(
         *targets_table(targets),
         *memory_table(memory),
     ]
-    show_tables([table, *tables, *largest])
+    show_tables([_ranks(stats), *tables, *largest])
     console.echo()
     for line in rows_text(pipeline) if pipeline is not None else ():
         console.echo(line)
     for line in _notes(artifact, sizes, sum(one.unknown_values for one in stats), bool(trained), bool(memory)):
         console.echo(line)
     return 0
+
+
+def _as_json(artifact: Artifact, sizes: Mapping[str, int], parts: Mapping[str, Sequence[Any]]) -> dict[str, object]:
+    """What `--json` prints; of `parts`, the rows of tables by key, those without rows are left out."""
+    manifest = artifact.manifest
+    rows = {key: [dataclasses.asdict(one) for one in some] for key, some in parts.items() if some}
+    collectives = [one.model_dump(mode="json") for one in manifest.collectives]
+    found: dict[str, object] = {"sizes": sizes, "ranks": rows.pop("ranks", [])}
+    found["transfers"] = [transfer.model_dump(mode="json") for transfer in manifest.transfers]
+    found |= {"groups": manifest.groups, "collectives": collectives} if collectives else {}
+    return {**found, **_pipeline_json(artifact), **rows}
+
+
+def _ranks(stats: Sequence[RankStats]) -> Table:
+    """The table of ranks."""
+    table = Table(
+        [">rank", ">nodes", ">segments", ">weights", ">peak memory", ">received", ">sent", "bytes in and out"]
+    )
+    for one in stats:
+        peak = size(one.peak) + ("+?" if one.unknown_values else "")
+        moves = f"in {one.received.text}, out {one.sent.text}"
+        received, sent = _moved(one.received), _moved(one.sent)
+        table.add(one.rank, one.nodes, one.segments, size(one.weights), peak, received, sent, moves)
+    return table
 
 
 def _pipeline_json(artifact: Artifact) -> dict[str, object]:

@@ -202,10 +202,21 @@ class Backward:
             return
         if is_written(node):
             self._written(instance, dys)
-            return
-        if is_pulled(self.program, instance):
+        elif is_pulled(self.program, instance):
             self._pushed(instance, dys)
-            return
+        else:
+            self._by_rule(instance, dys, passing, flows, inner)
+
+    def _by_rule(
+        self,
+        instance: NodeOnGroup,
+        dys: Mapping[str, str],
+        passing: Passing | None,
+        flows: Sequence[bool],
+        inner: Sequence[ir.Value],
+    ) -> None:
+        """Writes what the gradient rule of a node's op says; `flows`: the inputs, `inner`: what its bodies read that parameters change."""
+        node = instance.node
         around = {value: replicated_on(value, instance.group) for value in inner}
         read = {k: input_layout_of(self.program, instance, k) for k, flow in enumerate(flows) if flow}
         names = {k: operand_name(self.comm, instance, k) for k in read}

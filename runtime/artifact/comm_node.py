@@ -228,6 +228,9 @@ def wrong_end(call: Call, is_root: bool) -> str:
     return f"{who} gets nothing" if root == "gives" and not is_root and not call.result else ""
 
 
+_NO_PART = "a rank takes part that has neither rows nor ids"
+
+
 def contradictions(call: Call, record: Collective, ranks: Sequence[int], rank: int) -> Iterator[str]:
     """Why a rank cannot run a call that the manifest lists as `record`, among the ranks of its list."""
     dtype = dense(record.type)
@@ -250,29 +253,44 @@ def contradictions(call: Call, record: Collective, ranks: Sequence[int], rank: i
 
 def _contradicts_owners(call: Call, dtype: Dtype | None, ranks: int, place: int) -> Iterator[str]:
     """Why a rank of so many cannot run a Pull or a Push."""
-    pulls, owns, gives = call.op == PULL, place in call.owners, place in call.givers
     if dtype is not None and dtype.bits < 8:
         yield f"rows of a {dtype.name} cannot be looked up on other ranks"
     for word, places in (("owner", call.owners), ("giver", call.givers)):
         if wrong := [one for one in places if not 0 <= one < ranks]:
             yield f"its {word} {wrong[0]} is no place in a list of {ranks} ranks"
-    have = call.operand if pulls else call.numbers and call.result
-    if owns and not have:
-        yield f"an owner {'gives no table' if pulls else 'gets no ids and rows'}"
-    elif not owns and (call.operand if pulls else call.numbers or call.result):
-        yield f"a rank that is no owner {'gives a table' if pulls else 'gets ids and rows'}"
-    if not owns and not (call.source if pulls else gives):
-        yield "a rank takes part that has neither rows nor ids"
-    if pulls and bool(call.source) != bool(call.result):
+    owns, gives = place in call.owners, place in call.givers
+    yield from _contradicts_pull(call, owns, gives) if call.op == PULL else _contradicts_push(call, owns, gives)
+    yield from _contradicts_asked(call, owns, gives)
+
+
+def _contradicts_pull(call: Call, owns: bool, gives: bool) -> Iterator[str]:
+    """What a rank's Pull lacks, or has beyond its part; `gives`: its Push gives rows back."""
+    if owns != bool(call.operand):
+        yield "an owner gives no table" if owns else "a rank that is no owner gives a table"
+    if not owns and not call.source:
+        yield _NO_PART
+    if bool(call.source) != bool(call.result):
         yield "a rank has ids and the rows that they name, or neither"
-    if gives and not (call.source if pulls else call.operand):
-        yield f"a giver has no {'ids' if pulls else 'rows to give'}"
-    elif not pulls and call.operand and not gives:
-        yield "a rank that is no giver gives rows"
-    role = (
-        " and ".join(word for word, so in (("an owner", owns), ("a giver", gives)) if so) or "neither owner nor giver"
-    )
-    due = (owns, owns or gives, gives)
+    if gives and not call.source:
+        yield "a giver has no ids"
+
+
+def _contradicts_push(call: Call, owns: bool, gives: bool) -> Iterator[str]:
+    """What a rank's Push lacks, or has beyond its part."""
+    if owns and not (call.numbers and call.result):
+        yield "an owner gets no ids and rows"
+    elif not owns and (call.numbers or call.result):
+        yield "a rank that is no owner gets ids and rows"
+    if not owns and not gives:
+        yield _NO_PART
+    if gives != bool(call.operand):
+        yield "a giver has no rows to give" if gives else "a rank that is no giver gives rows"
+
+
+def _contradicts_asked(call: Call, owns: bool, gives: bool) -> Iterator[str]:
+    """Which values by which a Push knows its Pull a rank lacks, or has beyond its part."""
+    words = [word for word, so in (("an owner", owns), ("a giver", gives)) if so]
+    role, due = " and ".join(words) or "neither owner nor giver", (owns, owns or gives, gives)
     for word, name, wanted in zip(("the ids asked of it", "counts", "places"), call.asked, due, strict=True):
         if bool(name) != (wanted and bool(call.givers)):
             back = "" if call.givers else ", and no rank gives rows back"
