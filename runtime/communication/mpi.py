@@ -14,7 +14,6 @@ import os
 import platform
 import struct
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from mpi4py import MPI
 from ..artifact.dtypes import Bytes, Dtype
 from ..errors import RankError
 from ..job.machine import usable_cores
+from ..job.pauses import sleeps, spins
 from ..job.progress import Progress
 from ..job.status_board import processes
 from . import mpi_calls as calls
@@ -41,9 +41,7 @@ _ALONE_SPIN = 2e-3
 _CROWDED_SPIN = 5e-5
 _SHORTEST_SLEEP = 2e-5
 _LONGEST_SLEEP = 1e-4
-_LONG_WAIT = 0.1
 _BETWEEN_LOOKS = 2e-3
-_LONGEST_SLEEP_OF_A_LONG_WAIT = 1e-3
 _NOTICE = 1
 _NOTICE_BYTES = 3000
 _ROUNDS = struct.Struct("<q")
@@ -81,7 +79,7 @@ class MpiTransport:
         self.notices: MPI.Intracomm | None = None
         self._processes: Mapping[int, int] = processes()
         self._watch = Watch(self.rank, stall, lambda: self._processes)
-        self._yields, self._spin = False, _CROWDED_SPIN
+        self._spin = _CROWDED_SPIN
         self._failure: str | None = None
         self._interrupted: str | None = None
         self._left: list[tuple[int, str]] = []
@@ -113,7 +111,6 @@ class MpiTransport:
         self.shares_host = len(near) > 1
         self.single_host = len(near) == self.size
         self.has_own_core = len(near) <= len(everyone)
-        self._yields = not self.has_own_core and hasattr(os, "sched_yield")
         self._spin = _ALONE_SPIN if self.has_own_core else _CROWDED_SPIN
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Request:
@@ -128,24 +125,18 @@ class MpiTransport:
 
     def wait(self, request: Request, what: Callable[[], str]) -> None:
         test: Callable[[], bool] = request.Test  # type: ignore[attr-defined]
-        if test():
-            return
-        begun = time.monotonic()
-        while time.monotonic() - begun < self._spin:
-            if self._yields:
-                os.sched_yield()
+        for _ in spins(self._spin):
             if test():
                 return
         self._watch.begin(what)
         try:
-            sleep, look = _SHORTEST_SLEEP, 0.0
-            while not test():
-                time.sleep(sleep)
-                waited = time.monotonic() - begun
+            look = 0.0
+            for waited in sleeps(_SHORTEST_SLEEP, _LONGEST_SLEEP):
+                if test():
+                    break
                 if waited >= look:
                     self._look()
                     look = waited + _BETWEEN_LOOKS
-                sleep = min(2 * sleep, _LONGEST_SLEEP if waited < _LONG_WAIT else _LONGEST_SLEEP_OF_A_LONG_WAIT)
         except BaseException:
             if isinstance(request, shared_memory.BlockingCollective):
                 request.linger()

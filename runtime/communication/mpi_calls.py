@@ -10,6 +10,7 @@ because for NaN and for zeros of two signs MPI's depends on the order of the ope
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 
 from mpi4py import MPI
@@ -23,6 +24,7 @@ from .transport import GATHER, CollectiveArgs, Request
 _CHUNK = 1 << 22
 """Bytes that are reduced at once: Open MPI takes longer for a large array than for its pieces."""
 _COUNTS = (1 << 31) - 1
+_GIVE_WAY = "OMPI_MCA_mpi_yield_when_idle"
 
 _TYPES = {
     "int8": MPI.INT8_T,
@@ -51,9 +53,11 @@ def reduces(dtype: Dtype, reduce: str) -> bool:
 def begin(watch: Watch) -> MPI.Intracomm:
     """MPI, begun, with the communicator of all ranks, where it has not been begun by the import of mpi4py (`mpi4py.rc.initialize`).
 
-    By ctypes, which lets other threads of Python run meanwhile, as mpi4py does not.
+    By ctypes, which lets other threads of Python run meanwhile, as mpi4py does not. Open MPI's own waits give their cores up, too, as
+    `pauses` says, unless the environment has it otherwise.
     """
     if not MPI.Is_initialized():
+        os.environ.setdefault(_GIVE_WAY, "1")
         library = ctypes.CDLL(MPI.__file__)
         with watch.during(lambda: "the start of MPI, for which all ranks must have begun"):
             library.MPI_Init_thread(None, None, ctypes.c_int(MPI.THREAD_MULTIPLE), ctypes.byref(ctypes.c_int()))

@@ -23,6 +23,7 @@ from mpi4py import MPI
 
 from ..artifact.dtypes import Bytes
 from ..artifact.format import ALL_REDUCE, MAX, SUM
+from ..job.pauses import sleeps
 from .mpi_memory import Wait, shared
 from .mpi_watch import Watch
 from .transport import CollectiveArgs, Request
@@ -212,9 +213,9 @@ class BlockingCollective(OnceAllHaveCome):
 
     def linger(self) -> None:
         """Makes the call with those who come within a second, where this rank has arrived and gives up for another's failure."""
-        end = time.monotonic() + _LINGER
-        while self.here and not self.called and not self.Test() and time.monotonic() < end:
-            time.sleep(1e-3)
+        for _ in sleeps(1e-3, within=_LINGER):
+            if not self.here or self.called or self.Test():
+                return
 
     def complete(self) -> None:
         self.called = True
@@ -273,19 +274,18 @@ class DecidedCollective(BlockingCollective):
         """Withdraws, or makes the call where that is decided; where the first rank is killed as it decides, a second is enough."""
         if not self.here or self.called:
             return
-        number, end = self.arrivals.round, time.monotonic() + _LINGER
+        number = self.arrivals.round
         if self.decides:
             self.mine[_DECIDING] = self.mine[_MADE]
         else:
             self.mine[_WITHDREW] = number
         self.fence()
-        while time.monotonic() < end:
+        for _ in sleeps(_MOMENT, within=_LINGER):
             if self.first[_MADE] >= number:
                 self.complete()
                 return
             if self.first[_DECIDING] != number:
                 return
-            time.sleep(_MOMENT)
 
 
 class ShmAllReduce(OnceAllHaveCome):
