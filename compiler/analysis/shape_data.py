@@ -52,6 +52,13 @@ def entries_of(ctx: ShapeInferenceContext, value: ir.Value | None) -> Entries | 
     return _array([sympy.Integer(one) if isinstance(one, int) else read(str(one.value)) for one in held], shape)
 
 
+def may_have_entries(value: ir.Value | None) -> bool:
+    """Whether `entries_of` can know anything of a value: it is a constant, or something was noted of it."""
+    if value is None:
+        return False
+    return SYM_DATA_KEY in value.metadata_props or ir.convenience.get_const_tensor(value) is not None
+
+
 def scalar_of(ctx: ShapeInferenceContext, value: ir.Value | None) -> Entry:
     """The one entry of a value; None where it is not known, or not one."""
     entries = entries_of(ctx, value)
@@ -132,6 +139,10 @@ def _each(rule: Callable[[_Node, list[Any]], Entry]) -> Callable[[_Node], Entrie
     """A rule of entries, broadcast; where an operand has an unknown entry, so has the result."""
 
     def whole(at: _Node) -> Entries | None:
+        if not all(
+            map(may_have_entries, at.node.inputs)
+        ):  # a bias becomes numbers only if what it is added to has some
+            return None
         operands = [one for k in range(len(at.node.inputs)) if (one := at.entries(k)) is not None]
         if len(operands) < len(at.node.inputs):
             return None

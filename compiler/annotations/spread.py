@@ -57,7 +57,7 @@ class Spread:
 @lru_cache(maxsize=4096)
 def spread_of(layout: Layout, group: Group) -> Spread:
     """How a layout spreads a value over a group; the terms of a sum count as replicas."""
-    shards = tuple(layout.num_shards(dim) for dim in range(len(layout.cuts)))
+    shards = layout.shards
     holders: list[list[int]] = [[] for _ in range(math.prod(shards))]
     for index, rank in enumerate(group):
         number = 0

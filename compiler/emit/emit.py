@@ -7,17 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import onnx
-from partc.compiler.emit.dump import begin_text, end_text, part_text, rank_text
+from partc.compiler.emit.dump import begin_text, end_text, rank_text
 from partc.compiler.emit.laws import with_laws
 from partc.compiler.emit.manifest import manifest_of, program_name
-from partc.compiler.emit.rank_model import rank_model
+from partc.compiler.emit.rank_model import RankModels
+from partc.compiler.emit.rank_text import RankTexts
 from partc.compiler.emit.weights import Location, Stored, owners, write_weights
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import (
-    ComputeOp,
-    RankProgram,
-)
+from partc.compiler.ir.rank_program import RankProgram
 from partc.compiler.schedule.grid import schedule_text
 from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.manifest_file import ManifestFile
@@ -89,10 +87,10 @@ def _write_ranks(
     locations: Mapping[Stored, Location],
 ) -> list[str]:
     """Writes rank files of a program, and its dumps, which are of `shown`; `name` is empty of the main one. By rank its file."""
-    nodes: dict[ComputeOp, onnx.NodeProto] = {}
+    models, texts = RankModels(program, locations), RankTexts(shown)
     programs: dict[bytes, tuple[RankProgram, list[int]]] = {}
     for part, ranks in program.alike:
-        data = rank_model(program, part, locations, nodes).SerializeToString(deterministic=True)
+        data = models.of(part).SerializeToString(deterministic=True)
         programs.setdefault(data, (shown.parts[part.rank], []))[1].extend(ranks)
     by_rank = [""] * program.plan.ranks
     bodies: list[tuple[Sequence[int], str]] = []
@@ -101,7 +99,7 @@ def _write_ranks(
         for rank in shared:
             by_rank[rank] = file
         files[file] = _write(folder, file, data + _of_ranks(shared))
-        bodies.append((shared, part_text(shown, part, shared)))
+        bodies.append((shared, texts.of(part, shared)))
         file = fmt.dump_file(f"ir/rank_{part.rank:04d}.ir", name)
         files[file] = _write_text(folder, file, rank_text(shown, part, bodies[-1][1]))
     whole = {fmt.BEGIN_IR: begin_text(shown), fmt.END_IR: end_text(shown, bodies)}

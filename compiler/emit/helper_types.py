@@ -6,54 +6,67 @@ what it reads; where that says nothing of an output, it has no type.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 
 import onnx
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
-from partc.compiler.ir.program import Program, Shape
+from partc.compiler.ir.graph import bodies
+from partc.compiler.ir.program import Array, Program, Shape
 from partc.compiler.ir.rank_program import ComputeOp, RankConstant, RankProgram, TaskBody
 
 
-def helper_types(program: Program, part: RankProgram, body: TaskBody | None = None) -> dict[str, str]:
-    """By name the types of a part's values, or of those in the body of a task, that no pass has typed, as the dumps write them."""
-    known: dict[str, onnx.TypeProto] = {}
-    opsets = program.model.graph.opset_imports
-    if body is not None:
-        part = replace(part, steps=body.steps, types=body.types)
-    for step in part.steps:
-        if not isinstance(step, ComputeOp) or not any(_untyped(part, value) for value in step.node.outputs):
-            continue
-        made = _outputs(part, step.node, known, opsets)
-        names = [value.name or "" for value in step.node.outputs if _untyped(part, value)]
-        known |= {name: made[name] for name in names if name in made}
-    return {name: _text(kind) for name, kind in known.items() if name not in part.types and name not in part.constants}
+class HelperTypes:
+    """The types that no pass has told, of the values of a program's rank programs; an op that several ranks have is inferred once."""
+
+    def __init__(self, program: Program) -> None:
+        self._opsets = program.model.graph.opset_imports
+        self._found: dict[Hashable, dict[str, onnx.TypeProto]] = {}
+
+    def of(self, part: RankProgram, body: TaskBody | None = None) -> dict[str, str]:
+        """By name the types of a part's values, or of those in the body of a task, that no pass has typed, as the dumps write them."""
+        known: dict[str, onnx.TypeProto] = {}
+        if body is not None:
+            part = replace(part, steps=body.steps, types=body.types)
+        for step in part.steps:
+            if isinstance(step, ComputeOp):
+                untyped = [one.name for one in step.node.outputs if one.name and one.name not in part.types]
+                if untyped:
+                    made = self._outputs(part, step, known)
+                    known |= {name: made[name] for name in untyped if name in made}
+        return {
+            name: _text(kind) for name, kind in known.items() if name not in part.types and name not in part.constants
+        }
+
+    def _outputs(
+        self, part: RankProgram, step: ComputeOp, known: dict[str, onnx.TypeProto]
+    ) -> dict[str, onnx.TypeProto]:
+        """What the op's schema infers of a node's outputs; nothing where it cannot."""
+        names = [value.name for value in step.node.inputs if value is not None and value.name]
+        given = {name: kind for name in names if (kind := _type_of(part, name, known)) is not None}
+        fixed = {name: one for name in names if not isinstance(one := part.constants.get(name), RankConstant | None)}
+        key = (
+            step,
+            tuple([kind.SerializeToString() for kind in given.values()]),
+            tuple([(one.dtype.str, one.shape, one.tobytes()) for one in fixed.values()]),
+        )
+        if key not in self._found:
+            self._found[key] = _inferred(step.node, self._opsets, given, fixed) if len(given) == len({*names}) else {}
+        return self._found[key]
 
 
-def _untyped(part: RankProgram, value: ir.Value) -> bool:
-    return bool(value.name) and value.name not in part.types
-
-
-def _outputs(
-    part: RankProgram, node: ir.Node, known: dict[str, onnx.TypeProto], opsets: Mapping[str, int]
-) -> Mapping[str, onnx.TypeProto]:
-    """What the op's schema infers of a node's outputs; nothing where it cannot."""
-    if any(attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attr in node.attributes.values()):
+def _inferred(
+    node: ir.Node, opsets: Mapping[str, int], given: dict[str, onnx.TypeProto], fixed: Mapping[str, Array]
+) -> dict[str, onnx.TypeProto]:
+    if bodies(node):
         return {}
-    names = [value.name or "" for value in node.inputs if value is not None and value.name]
     try:
         schema = onnx.defs.get_schema(node.op_type, opsets.get(node.domain, 1), node.domain)
-        proto = ir.to_proto(node)
-        given = {name: kind for name in names if (kind := _type_of(part, name, known)) is not None}
-        if len(given) < len({*names}):
-            return {}
-        fixed = {name: one for name in names if not isinstance(one := part.constants.get(name), RankConstant | None)}
         data = {name: onnx.numpy_helper.from_array(one, name) for name, one in fixed.items()}
-        found: Mapping[str, onnx.TypeProto] = onnx.shape_inference.infer_node_outputs(schema, proto, given, data)
+        return dict(onnx.shape_inference.infer_node_outputs(schema, ir.to_proto(node), given, data))
     except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError):
         return {}
-    return found
 
 
 def _type_of(part: RankProgram, name: str, known: dict[str, onnx.TypeProto]) -> onnx.TypeProto | None:

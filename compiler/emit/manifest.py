@@ -109,7 +109,7 @@ def _state(program: Program) -> list[fmt.StateRecord]:
     for part, ranks in program.alike:
         for one in part.kept:
             layout = one.version.layout
-            cut = tuple(layout.num_shards(dim) for dim in range(len(layout.cuts)))
+            cut = layout.shards
             key = one.name, one.tensor, one.next, cut
             found.setdefault(key, (one, {}))[1].setdefault(one.version, []).extend(ranks)
     return [_kept(program, first, holders) for first, holders in found.values()]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-from partc.compiler.emit.dump import cut_text
+from partc.compiler.emit.choice_text import cut_text
 from partc.compiler.emit.weights import Location, Stored, is_inline, shard_of, shard_text, stored
 from partc.compiler.ir.program import Program, Shape
 from partc.compiler.ir.rank_program import (
@@ -32,59 +33,128 @@ _OLDEST_IR, _NEWEST_IR = 11, 13
 _BODIES = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 
 
-def rank_model(
-    program: Program, part: RankProgram, locations: Mapping[Stored, Location], cache: dict[ComputeOp, onnx.NodeProto]
-) -> onnx.ModelProto:
-    """The rank file of a program: its nodes, in order, with functions, types and weights; `cache` has nodes that several ranks share."""
-    graph = onnx.GraphProto(name="program")
-    graph.node.extend(_rank_constant(name, one) for name, one in _by_rank(part))
-    _add_nodes(graph, program, part, cache)
-    _add_ports(graph, part, frozenset(program.symbols))
-    _add_constants(graph, part, locations)
-    imports = dict(program.model.opset_imports)
-    imports.setdefault("", imports.pop("ai.onnx", 21))
-    bodies = part.bodies
-    if any(
-        isinstance(step, CommOp | CopyOp) for steps in (part.steps, *(body.steps for body in bodies)) for step in steps
-    ):
-        imports[fmt.DOMAIN] = fmt.DOMAIN_VERSION
-    imports |= {fmt.DOMAIN: fmt.DOMAIN_VERSION} if any(node.domain == fmt.DOMAIN for node in graph.node) else {}
-    nodes = (step.node for step in part.steps if isinstance(step, ComputeOp))
-    functions = optimizer_functions({node.op_type for node in nodes if node.domain == fmt.OPTIMIZER}, imports[""])
-    if functions:
-        imports[fmt.OPTIMIZER] = 1
-    functions = [*functions, *(_function(program, part, body, imports) for body in bodies)]
-    if bodies:
-        imports[fmt.TASKS] = 1
-    return onnx.ModelProto(
-        functions=functions,
-        ir_version=min(_NEWEST_IR, max(_OLDEST_IR, program.model.ir_version or 0)),
-        producer_name="partc",
-        producer_version=version("partc"),
-        graph=graph,
-        opset_import=[
-            onnx.OperatorSetIdProto(domain=domain, version=number) for domain, number in sorted(imports.items())
-        ],
-    )
+@dataclass
+class RankModels:
+    """The rank files of a program; nodes and types that several of them have are made once."""
 
+    program: Program
+    locations: Mapping[Stored, Location]
+    _nodes: dict[ComputeOp, onnx.NodeProto] = field(default_factory=dict)
+    _types: dict[Hashable, onnx.ValueInfoProto] = field(default_factory=dict)
 
-def _add_nodes(
-    graph: onnx.GraphProto, program: Program, part: RankProgram, cache: dict[ComputeOp, onnx.NodeProto]
-) -> None:
-    """The ops of a rank, each under a name of its own; one that several ranks have is made once (`cache`)."""
-    named = {node.name for node in graph.node}
-    for step in part.steps:
-        if isinstance(step, TaskCall):
-            graph.node.append(_task_call(step))
-        elif isinstance(step, CommOp):
-            graph.node.append(_comm_node(program, step))
-        elif isinstance(step, CopyOp):
-            graph.node.append(_copy_node(step))
-        else:
-            if step not in cache:
-                cache[step] = _node(program, step)
-            graph.node.append(cache[step])
-        _name_apart(graph.node[-1], named)
+    def of(self, part: RankProgram) -> onnx.ModelProto:
+        """The rank file of a rank's program: its nodes, in order, with functions, types and weights."""
+        program = self.program
+        graph = onnx.GraphProto(name="program")
+        graph.node.extend(_rank_constant(name, one) for name, one in _by_rank(part))
+        self._add_nodes(graph, part)
+        self._add_ports(graph, part)
+        _add_constants(graph, part, self.locations)
+        imports = dict(program.model.opset_imports)
+        imports.setdefault("", imports.pop("ai.onnx", 21))
+        bodies = part.bodies
+        if any(
+            isinstance(step, CommOp | CopyOp)
+            for steps in (part.steps, *(body.steps for body in bodies))
+            for step in steps
+        ):
+            imports[fmt.DOMAIN] = fmt.DOMAIN_VERSION
+        imports |= {fmt.DOMAIN: fmt.DOMAIN_VERSION} if any(node.domain == fmt.DOMAIN for node in graph.node) else {}
+        computed = (step.node for step in part.steps if isinstance(step, ComputeOp))
+        functions = optimizer_functions(
+            {node.op_type for node in computed if node.domain == fmt.OPTIMIZER}, imports[""]
+        )
+        if functions:
+            imports[fmt.OPTIMIZER] = 1
+        functions = [*functions, *(self._function(part, body, imports) for body in bodies)]
+        if bodies:
+            imports[fmt.TASKS] = 1
+        return onnx.ModelProto(
+            functions=functions,
+            ir_version=min(_NEWEST_IR, max(_OLDEST_IR, program.model.ir_version or 0)),
+            producer_name="partc",
+            producer_version=version("partc"),
+            graph=graph,
+            opset_import=[
+                onnx.OperatorSetIdProto(domain=domain, version=number) for domain, number in sorted(imports.items())
+            ],
+        )
+
+    def _add_nodes(self, graph: onnx.GraphProto, part: RankProgram) -> None:
+        """The ops of a rank, each under a name of its own."""
+        named = {node.name for node in graph.node}
+        for step in part.steps:
+            if isinstance(step, TaskCall):
+                graph.node.append(_task_call(step))
+            elif isinstance(step, CommOp):
+                graph.node.append(_comm_node(self.program, step))
+            elif isinstance(step, CopyOp):
+                graph.node.append(_copy_node(step))
+            else:
+                if step not in self._nodes:
+                    self._nodes[step] = _node(self.program, step)
+                graph.node.append(self._nodes[step])
+            _name_apart(graph.node[-1], named)
+
+    def _function(self, part: RankProgram, body: TaskBody, imports: Mapping[str, int]) -> onnx.FunctionProto:
+        """The function of a task; constants that are no operands of it are nodes there."""
+        made = {name for step in body.steps for name in made_names(step)}
+        reads = dict.fromkeys(name for step in body.steps for name in read_names(step) if name)
+        function = onnx.FunctionProto(
+            name=body.name,
+            domain=fmt.TASKS,
+            input=body.inputs,
+            output=body.outputs,
+            attribute=[fmt.MICROBATCH],
+            opset_import=[
+                onnx.OperatorSetIdProto(domain=domain, version=number) for domain, number in sorted(imports.items())
+            ],
+        )
+        for name in reads:
+            constant = part.constants.get(name) if name not in made and name not in body.inputs else None
+            if isinstance(constant, np.ndarray):
+                value = onnx.numpy_helper.from_array(constant, name)
+                function.node.append(onnx.helper.make_node("Constant", [], [name], name, value=value))
+        named = {node.name for node in function.node}
+        for step in body.steps:
+            match step:
+                case CommOp():
+                    function.node.append(_comm_node(self.program, step))
+                case CopyOp():
+                    function.node.append(_copy_node(step))
+                case _:
+                    function.node.append(_node(self.program, step))
+            _name_apart(function.node[-1], named)
+        typed = (name for name, (value, _) in body.types.items() if value.type)
+        function.value_info.extend(self._type(body.types, name) for name in typed)
+        return function
+
+    def _add_ports(self, graph: onnx.GraphProto, part: RankProgram) -> None:
+        """The inputs and outputs, with what is kept from step to step, and the types of all else."""
+        inputs = [*(held.name for held in part.inputs), *(one.name for one in part.kept)]
+        outputs = [*(held.name for held in part.outputs), *(one.next for one in part.kept if one.next)]
+        graph.input.extend(self._type(part.types, name) for name in inputs)
+        for port, target in zip(graph.input[len(part.inputs) :], (one.target for one in part.kept), strict=True):
+            if target:
+                port.metadata_props.add(key=fmt.TARGET, value=target)
+        graph.input.extend(
+            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, []) for name in part.scalars
+        )
+        graph.output.extend(self._type(part.types, name) for name in outputs)
+        listed = {*inputs, *outputs, *(held.name for held in part.weights)}
+        listed.update(name for step in part.steps if isinstance(step, TaskCall) for name in step.outputs)
+        graph.value_info.extend(
+            self._type(part.types, name) for name, (value, _) in part.types.items() if name not in listed and value.type
+        )
+
+    def _type(self, types: Mapping[str, tuple[ir.Value, Shape | None]], name: str) -> onnx.ValueInfoProto:
+        """A value's type; passes make values of one name and type anew for each rank."""
+        value, shape = types[name]
+        own = value if shape is None or value.shape is None or not isinstance(value.type, ir.TensorType) else None
+        key = name, own, value.dtype, shape, value.doc_string
+        if key not in self._types:
+            self._types[key] = _value_info(value, name, shape)
+        return self._types[key]
 
 
 def _task_call(step: TaskCall) -> onnx.NodeProto:
@@ -93,60 +163,6 @@ def _task_call(step: TaskCall) -> onnx.NodeProto:
     )
     proto.attribute.append(_attribute(fmt.MICROBATCH, step.microbatch))
     return proto
-
-
-def _function(program: Program, part: RankProgram, body: TaskBody, imports: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of a task; constants that are no operands of it are nodes there."""
-    made = {name for step in body.steps for name in made_names(step)}
-    reads = dict.fromkeys(name for step in body.steps for name in read_names(step) if name)
-    function = onnx.FunctionProto(
-        name=body.name,
-        domain=fmt.TASKS,
-        input=body.inputs,
-        output=body.outputs,
-        attribute=[fmt.MICROBATCH],
-        opset_import=[
-            onnx.OperatorSetIdProto(domain=domain, version=number) for domain, number in sorted(imports.items())
-        ],
-    )
-    for name in reads:
-        constant = part.constants.get(name) if name not in made and name not in body.inputs else None
-        if isinstance(constant, np.ndarray):
-            value = onnx.numpy_helper.from_array(constant, name)
-            function.node.append(onnx.helper.make_node("Constant", [], [name], name, value=value))
-    named = {node.name for node in function.node}
-    for step in body.steps:
-        match step:
-            case CommOp():
-                function.node.append(_comm_node(program, step))
-            case CopyOp():
-                function.node.append(_copy_node(step))
-            case _:
-                function.node.append(_node(program, step))
-        _name_apart(function.node[-1], named)
-    known = frozenset(program.symbols)
-    typed = (name for name, (value, _) in body.types.items() if value.type)
-    function.value_info.extend(_value_info(body.types, name, known) for name in typed)
-    return function
-
-
-def _add_ports(graph: onnx.GraphProto, part: RankProgram, known: frozenset[str]) -> None:
-    """The inputs and outputs, with what is kept from step to step, and the types of all else."""
-    inputs = [*(held.name for held in part.inputs), *(one.name for one in part.kept)]
-    outputs = [*(held.name for held in part.outputs), *(one.next for one in part.kept if one.next)]
-    graph.input.extend(_value_info(part.types, name, known) for name in inputs)
-    for port, target in zip(graph.input[len(part.inputs) :], (one.target for one in part.kept), strict=True):
-        if target:
-            port.metadata_props.add(key=fmt.TARGET, value=target)
-    graph.input.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, []) for name in part.scalars)
-    graph.output.extend(_value_info(part.types, name, known) for name in outputs)
-    listed = {*inputs, *outputs, *(held.name for held in part.weights)}
-    listed.update(name for step in part.steps if isinstance(step, TaskCall) for name in step.outputs)
-    graph.value_info.extend(
-        _value_info(part.types, name, known)
-        for name, (value, _) in part.types.items()
-        if name not in listed and value.type
-    )
 
 
 def _add_constants(graph: onnx.GraphProto, part: RankProgram, locations: Mapping[Stored, Location]) -> None:
@@ -258,11 +274,8 @@ def _add_metadata(proto: onnx.NodeProto, metadata: Mapping[str, str]) -> None:
     proto.metadata_props.extend(onnx.StringStringEntryProto(key=key, value=value) for key, value in metadata.items())
 
 
-def _value_info(
-    types: Mapping[str, tuple[ir.Value, Shape | None]], name: str, known: frozenset[str]
-) -> onnx.ValueInfoProto:
+def _value_info(value: ir.Value, name: str, shape: Shape | None) -> onnx.ValueInfoProto:
     """A value's type with its local shape; dims that no symbol tells are left open."""
-    value, shape = types[name]
     proto = ir.serde.serialize_value(value)
     proto.name = name
     del proto.metadata_props[:]

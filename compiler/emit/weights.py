@@ -189,7 +189,7 @@ def stored(held: LocalTensor) -> Stored:
     return (
         value.name or "",
         id(value.const_value),
-        tuple(layout.num_shards(dim) for dim in range(len(layout.cuts))),
+        layout.shards,
         layout.shard(held.index),
     )
 

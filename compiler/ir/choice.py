@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 from partc.compiler.ir.program import Group
-from partc.compiler.layout.layout import Layout, Mesh
+from partc.compiler.layout.layout import Layout, Mesh, layout_of
 from partc.compiler.layout.mesh import on_common_mesh
 
 if TYPE_CHECKING:
@@ -122,8 +122,7 @@ class NodeSharding:
         return tuple((axis, "sum") for axis in self.passing)
 
     def _laid_out(self, letters: str, partial: tuple[tuple[int, str], ...] = ()) -> Layout:
-        cuts = tuple(self.axes.get(letter, ()) for letter in letters)
-        return Layout(self.mesh, cuts, partial)
+        return layout_of(self.mesh, tuple([self.axes.get(letter, ()) for letter in letters]), partial)
 
     def num_shards(self, factor: str) -> int:
         """Into how many shards a factor is cut."""
@@ -142,7 +141,7 @@ class NodeSharding:
     def strategy(self) -> str:
         """The numbers of shards of the inputs' dims, as the dumps show them: `((2, 4), (4, 1))`."""
         rows = [
-            f"({', '.join(str(layout.num_shards(dim)) for dim in range(len(layout.cuts)))})"
+            f"({', '.join(map(str, layout.shards))})"
             for k in range(len(self.rule.inputs))
             if (layout := self.input(k)) is not None
         ]

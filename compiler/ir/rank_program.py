@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -48,6 +49,16 @@ class ComputeOp:
     task: TaskKind = TaskKind.FORWARD
     again: str = ""
     target: str = ""
+
+    @cached_property
+    def captured_names(self) -> tuple[str, ...]:
+        """The names that the bodies of the node read from around it."""
+        return tuple([self.captured.get(value.name or "", value.name or "") for value in captured_by(self.node)])
+
+    @cached_property
+    def read_names(self) -> tuple[str, ...]:
+        """The names that the op reads, those captured by bodies included."""
+        return (*(value.name or "" for value in self.node.inputs if value is not None), *self.captured_names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +152,7 @@ def read_names(step: RankOp) -> list[str]:
         return [step.source]
     if isinstance(step, CommOp | TaskCall):
         return list(filter(None, step.inputs))
-    return [*(value.name or "" for value in step.node.inputs if value is not None), *captured_names(step)]
+    return [*step.read_names]
 
 
 def made_names(step: RankOp) -> list[str]:
@@ -155,7 +166,7 @@ def made_names(step: RankOp) -> list[str]:
 
 def captured_names(step: ComputeOp) -> list[str]:
     """The names that the bodies of an op's node read from around it."""
-    return [step.captured.get(value.name or "", value.name or "") for value in captured_by(step.node)]
+    return [*step.captured_names]
 
 
 def with_names(node: ir.Node, names: Mapping[str, str]) -> ir.Node:

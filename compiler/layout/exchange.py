@@ -146,7 +146,7 @@ def _terms(layout: Layout) -> int:
 
 
 def _counts(layout: Layout) -> Numbers:
-    return (*(layout.num_shards(dim) for dim in range(len(layout.cuts))), _terms(layout))
+    return (*layout.shards, _terms(layout))
 
 
 @functools.lru_cache(maxsize=256)

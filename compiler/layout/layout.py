@@ -78,9 +78,14 @@ class Layout:
                 return Shard(dim)
         return next((Partial(reduce) for other, reduce in self.partial if other == axis), Replicate())
 
+    @functools.cached_property
+    def shards(self) -> tuple[int, ...]:
+        """Per dim into how many shards it is cut."""
+        return tuple([math.prod([self.mesh[axis] for axis in axes]) for axes in self.cuts])
+
     def num_shards(self, dim: int) -> int:
         """Into how many shards a dim is cut."""
-        return math.prod(self.mesh[axis] for axis in self.cuts[dim])
+        return self.shards[dim]
 
     def coordinates(self, index: int) -> tuple[int, ...]:
         """The place in the mesh of the group's `index`-th rank."""
@@ -112,10 +117,10 @@ class Layout:
     def box(self, index: int, shape: Sequence[int]) -> Box:
         """Per dim, begin and end of what the group's `index`-th rank holds of a value of `shape`; the cuts must divide it."""
         found = []
-        for dim, (size, number) in enumerate(zip(shape, self.shard(index), strict=True)):
-            length, rest = divmod(size, self.num_shards(dim))
+        for dim, (size, number, shards) in enumerate(zip(shape, self.shard(index), self.shards, strict=True)):
+            length, rest = divmod(size, shards)
             if rest:
-                raise ValueError(f"dim {dim} of {size} is not cut into {self.num_shards(dim)} equal shards")
+                raise ValueError(f"dim {dim} of {size} is not cut into {shards} equal shards")
             found.append((number * length, (number + 1) * length))
         return tuple(found)
 
@@ -125,8 +130,14 @@ class Layout:
 
     def __str__(self) -> str:
         """As the plan would cut it: `[2, 1]`, with `sum over 4` where terms are to be summed."""
-        text = f"[{', '.join(str(self.num_shards(dim)) for dim in range(len(self.cuts)))}]"
+        text = f"[{', '.join(map(str, self.shards))}]"
         return text + "".join(f" {reduce} over {self.mesh[axis]}" for axis, reduce in self.partial)
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(mesh: Mesh, cuts: tuple[tuple[int, ...], ...], partial: tuple[tuple[int, str], ...] = ()) -> Layout:
+    """The layout of these fields; asked for again it is the same object, which need not be checked again."""
+    return Layout(mesh, cuts, partial)
 
 
 @functools.lru_cache(maxsize=4096)

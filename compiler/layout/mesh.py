@@ -54,7 +54,7 @@ def on_common_mesh(one: Layout, other: Layout) -> tuple[Layout, Layout] | None:
 
 def needs(layout: Layout) -> dict[int, int]:
     """The dims that are cut, each with the number of shards that its size must be divisible by."""
-    return {dim: layout.num_shards(dim) for dim in range(len(layout.cuts)) if layout.num_shards(dim) > 1}
+    return {dim: number for dim, number in enumerate(layout.shards) if number > 1}
 
 
 def _alike(layout: Layout, axis: int, following: int) -> bool:

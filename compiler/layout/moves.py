@@ -176,7 +176,7 @@ def _each(move: Move) -> Fraction:
 
 
 def _local(move: Move) -> Fraction:
-    return Fraction(1, math.prod(move.after.num_shards(dim) for dim in range(len(move.after.cuts))))
+    return Fraction(1, math.prod(move.after.shards))
 
 
 def bytes_moved(moves: Sequence[Move]) -> Traffic:

@@ -5,17 +5,19 @@ What nothing reads falls away, and what the simplifier finds in a program that t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 from partc.compiler.ir.program import Program, ProgramKind, ValueInfo
-from partc.compiler.ir.rank_program import LocalTensor, RankProgram, read_names
+from partc.compiler.ir.rank_program import LocalTensor, RankOp, RankProgram, read_names
 from partc.compiler.lower.builders import ProgramBuilder
 from partc.compiler.lower.early_pulls import pulls_first
 from partc.compiler.lower.kernels import fit_kernels
 from partc.compiler.rewrite.simplify_steps import simplify_steps
+
+_HALVES = ("tensor(float16)", "tensor(bfloat16)")
 
 if TYPE_CHECKING:
     from partc.compiler.tasks.local_view import LocalView
@@ -26,13 +28,14 @@ def lower(program: Program) -> Program:
     local = program.local
     assert local is not None
     finished: dict[tuple[int, tuple[str, ...]], RankProgram] = {}
+    simplified: dict[Hashable, tuple[RankOp, ...]] = {}
     parts: list[RankProgram] = []
     values = dict(local.comm.values.infos)
     for rank, builder in enumerate(local.comm.builders):
         outputs = _outputs(program, local, rank, builder)
         key = id(builder), tuple(held.name for held in outputs)
         if key not in finished:
-            finished[key] = _finished(program, builder, outputs, local.inputs[rank], values)
+            finished[key] = _finished(program, builder, outputs, local.inputs[rank], values, simplified)
         parts.append(_of_rank(finished[key], rank, outputs, local.inputs[rank]))
     idle = [part.rank for part in parts if not part.steps and not part.outputs]
     told = list(_idle(program, idle))
@@ -66,13 +69,23 @@ def _finished(
     outputs: list[LocalTensor],
     inputs: Mapping[str, LocalTensor],
     values: dict[ir.Value, ValueInfo],
+    simplified: dict[Hashable, tuple[RankOp, ...]],
 ) -> RankProgram:
-    """The program of a builder's ranks, without the places that differ by rank; values that it adds are listed in `values`."""
+    """The program of a builder's ranks, without the places that differ by rank; values that it adds are listed in `values`.
+
+    `simplified` has by steps and what is read behind them the steps that are left: builders of other weights share them.
+    """
     steps = tuple(builder.program)
     training = program.training
     if training:
         after = {held.name for held in outputs} | {one.next for one in builder.kept.values()}
-        steps = tuple(simplify_steps(steps, after, builder.types))
+        shapes = [
+            builder.types[name][1] if name in builder.types else None for step in steps for name in read_names(step)
+        ]
+        key = steps, frozenset(after), tuple(shapes)
+        if key not in simplified:
+            simplified[key] = tuple(simplify_steps(steps, after, builder.types))
+        steps = simplified[key]
     steps = tuple(pulls_first(steps))
     used = {name for step in steps for name in read_names(step)} | {held.name for held in outputs}
     weights = tuple(held for held in builder.weights.values() if held.name in used)
@@ -94,7 +107,8 @@ def _finished(
         tuple(builder.scalars),
         frozenset(builder.appended),
     )
-    if program.plan.precision is None and program.training is None:
+    fits = program.plan.precision is not None or training is not None
+    if not fits or not any(info.type in _HALVES for info in values.values()):
         return found
     return fit_kernels(found, program.model.graph.opset_imports.get("", 1), values, program.targets)
 

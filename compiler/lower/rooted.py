@@ -44,4 +44,4 @@ def has_size(info: ValueInfo) -> bool:
 
 def share_of_shard(layout: Layout) -> Fraction:
     """The share of a value that one rank has."""
-    return Fraction(1, math.prod(layout.num_shards(dim) for dim in range(len(layout.cuts))))
+    return Fraction(1, math.prod(layout.shards))

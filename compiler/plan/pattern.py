@@ -21,6 +21,7 @@ and a group of the regular expression that has matched is never entered again.
 from __future__ import annotations
 
 import difflib
+import functools
 import heapq
 import itertools
 import re
@@ -59,6 +60,7 @@ class Pattern:
         return path == self.text
 
 
+@functools.lru_cache(maxsize=1024)
 def compile_pattern(text: str) -> Pattern:
     """The pattern that the text describes; ValueError, with the law, where it describes none."""
     choices = [_choice(tokens) for tokens in _choices(text)]

@@ -272,7 +272,7 @@ class RegionCuts:
         choice = self.choices[instance]
         made = choice.output(list(instance.node.outputs).index(value))
         if made is not None and choice.axes and not is_named(cut):
-            lies = [made.num_shards(dim) for dim in range(len(made.cuts))]
+            lies = [*made.shards]
             if lies == numbers_of(cut):
                 return Layout(made.mesh, made.cuts)
         return self._layout(region, joint, cut, value, instance.group)

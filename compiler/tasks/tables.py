@@ -155,7 +155,7 @@ class _Lookups:
             terms = math.prod(layout.mesh[axis] for axis, _ in layout.partial)
             if is_pulled(self.program, one):
                 asked = input_layout_of(self.program, one, 1).layout
-                terms = math.prod(asked.num_shards(dim) for dim in range(len(asked.cuts)))
+                terms = math.prod(asked.shards)
             total += math.prod(known) * terms
         return total * self.training.accumulate
 

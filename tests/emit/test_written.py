@@ -10,12 +10,13 @@ import pytest
 from click.testing import CliRunner
 from equivalence import compiled, model, same_as_whole
 from partc.cli.main import partc
-from partc.compiler.emit import emit
 from partc.compiler.emit.annotated import annotated
+from partc.compiler.emit.rank_model import RankModels
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
+from partc.compiler.ir.rank_program import RankProgram
 from partc.compiler.pipeline import compile_source
 from partc.runtime.checker.written import written
 
@@ -24,14 +25,14 @@ PLAIN = f"{HEAD} m (float[4, 6] x) => (float[4, 6] y) {{ [a] h = Relu (x) [b] y 
 
 
 def test_a_broken_rank_file_is_told_as_partcs_own_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = emit.rank_model
+    good = RankModels.of
 
-    def broken(*arguments: object) -> onnx.ModelProto:
-        made: onnx.ModelProto = good(*arguments)  # type: ignore[arg-type]
+    def broken(self: RankModels, part: RankProgram) -> onnx.ModelProto:
+        made = good(self, part)
         made.graph.node[1].output[0] = made.graph.node[0].output[0]
         return made
 
-    monkeypatch.setattr(emit, "rank_model", broken)
+    monkeypatch.setattr(RankModels, "of", broken)
     with pytest.raises(CompileError) as error:
         compiled(model(PLAIN), "ranks: 1\n", tmp_path / "build")
     assert "rank_0000.onnx: Neg 'b': its output 'h' is made twice\n  this is a bug in partc" in str(error.value)
