@@ -8,7 +8,7 @@ TaskCall    %h.3 = F0(%x.3, %w)                    a task of one microbatch: its
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -290,3 +290,17 @@ class RankProgram:
         """A key that is equal for ranks whose files are the same: what they share is one object in their programs."""
         names = tuple(tuple(held.name for held in some) for some in (self.inputs, self.outputs))
         return id(self.steps), id(self.weights), id(self.types), names
+
+
+def needed_steps(steps: Sequence[RankOp], given: Collection[str]) -> list[RankOp]:
+    """The steps whose results are read, directly or not; `given` is what is read after the last.
+
+    Communication takes part in what other ranks do, and a task may communicate: both always stay.
+    """
+    read = {*given}
+    found: list[RankOp] = []
+    for step in reversed(steps):
+        if isinstance(step, CommOp | TaskCall) or not read.isdisjoint(made_names(step)):
+            read.update(read_names(step))
+            found.append(step)
+    return found[::-1]

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from partc.compiler.ir.program import Program, ProgramKind
-from partc.compiler.ir.rank_program import CommOp, RankOp, RankProgram, made_names, read_names
+from partc.compiler.ir.rank_program import RankProgram, needed_steps
 from partc.compiler.pipelines.microbatches import rows_of
 from partc.compiler.pipelines.phases import Labels, Phase, Unit, labelled, split_backward
 from partc.compiler.pipelines.recompute import recompute, undivided
@@ -81,13 +81,8 @@ def _units(program: Program, totals: Program | None) -> list[Unit]:
 
 def _live(part: RankProgram) -> RankProgram:
     """The program without ops whose results nobody reads: a gradient of a weight of two groups, of which another rank hands on the sum."""
-    read = {held.name for held in part.outputs} | {one.next for one in part.kept}
-    steps: list[RankOp] = []
-    for step in reversed(part.steps):
-        if isinstance(step, CommOp) or not read.isdisjoint(made_names(step)):
-            read.update(read_names(step))
-            steps.append(step)
-    return replace(part, steps=tuple(reversed(steps)))
+    given = {held.name for held in part.outputs} | {one.next for one in part.kept}
+    return replace(part, steps=tuple(needed_steps(part.steps, given)))
 
 
 def _unit(program: Program, part: RankProgram, ranks: Iterable[int]) -> Unit:

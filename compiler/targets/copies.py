@@ -30,6 +30,7 @@ from partc.compiler.ir.rank_program import (
 )
 from partc.compiler.ir.value_bytes import bytes_text
 from partc.compiler.targets.constants import with_constants
+from partc.compiler.targets.needed import without_unread
 from partc.compiler.targets.of_ops import ANYWHERE, Placed, Scope, placed
 from partc.compiler.targets.order import in_runs
 from partc.compiler.targets.renamed import renamed_op
@@ -47,11 +48,10 @@ def copy_between_targets(program: Program) -> Program:
     program = replace(program, values={**program.values, number: ValueInfo("tensor(float)", (), 4)})
     for part in program.parts:
         if part.likeness not in made:
-            own = with_shapes_of_inputs(program, with_constants(part))
+            own = without_unread(with_shapes_of_inputs(program, with_constants(part)))
             own = replace(own, types={**own.types, **dict.fromkeys(own.scalars, (number, ()))})
             made[part.likeness] = _Copying(program, own, placed(program, own, _states(program, part.rank))).done()
-        like = made[part.likeness]
-        parts.append(replace(part, steps=like.steps, types=like.types, kept=like.kept, constants=like.constants))
+        parts.append(replace(made[part.likeness], rank=part.rank, inputs=part.inputs, outputs=part.outputs))
     return replace(program, parts=tuple(parts), has_copies=True)
 
 

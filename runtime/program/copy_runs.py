@@ -16,17 +16,28 @@ from .steps import Copy, Segment, Step
 
 
 def copy_runs(steps: Sequence[Step]) -> list[list[int]]:
-    """The steps that are copies, those that follow each other to one target together."""
+    """The steps that are copies, those that follow each other to one target together, as long as none reads what another makes.
+
+    A run is one moment: its copies may be done in any order, and no two of its values share memory (`liveness.py`).
+    """
     runs: list[list[int]] = []
+    made: set[str] = set()
     for index, step in enumerate(steps):
         if not isinstance(step, Copy):
             continue
         last = steps[index - 1] if index else None
-        if isinstance(last, Copy) and (last.to, last.task) == (step.to, step.task):
+        if isinstance(last, Copy) and (last.to, last.task) == (step.to, step.task) and step.source not in made:
             runs[-1].append(index)
         else:
             runs.append([index])
+            made = set()
+        made.add(step.result)
     return runs
+
+
+def run_ends(steps: Sequence[Step]) -> dict[int, tuple[int, int]]:
+    """By step that is a copy the first and the last step of its run."""
+    return {index: (run[0], run[-1]) for run in copy_runs(steps) for index in run}
 
 
 def copied_buffers(

@@ -1,8 +1,9 @@
 """How long the values of a rank's program live, in step numbers: what the arena shares by, and what a step may forget.
 
-A value lives from the step that makes it, posts its receive or begins the collective that gives it, to its last reader. A
-collective reads its input until it is finished; one that gives the rank nothing, and an Exchange, like a Send, until the messages
-have left, which is waited for as late as possible.
+A value lives from the step that makes it, posts its receive or begins the collective that gives it, to its last reader. A run of
+copies is one moment: what they make lives from its first step, what they read to its last. A collective reads its input until it is
+finished; one that gives the rank nothing, and an Exchange, like a Send, until the messages have left, which is waited for as late as
+possible.
 
 Where nobody else needs a collective's input any more, and its output is as large, both are one place in memory: AllReduce and
 Broadcast work there, and what one rank does with itself is nothing at all. So it is with a sum to which the tasks of one microbatch after
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from .copy_runs import run_ends
 from .memory_plan import Lifetime
 from .steps import Copy, PostRecv, Segment, Send, StartCollective, Step, Update, WaitCollective, WaitRecv
 
@@ -30,10 +32,12 @@ class LiveRange:
 def live_ranges(steps: Sequence[Step], outputs: Iterable[str]) -> dict[str, LiveRange]:
     """The live range of every value of a program; an output of the program is used to its end."""
     finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
+    runs = run_ends(steps)
     found: dict[str, LiveRange] = {}
     for index, step in enumerate(steps):
-        for name, end in _uses(step, index, finishes):
-            found.setdefault(name, LiveRange(index)).ends.append(end)
+        begin, last = runs.get(index, (index, index))
+        for name, end in _uses(step, last, finishes):
+            found.setdefault(name, LiveRange(begin)).ends.append(end)
         leaving = _leaving(step)
         if leaving is not None:
             found[leaving].sends.append(index)

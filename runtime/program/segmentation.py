@@ -32,9 +32,7 @@ from ..errors import ArtifactError
 from .one_thread import Key, in_one_thread, wants_one_thread
 from .soundness import refuse_unsound
 from .steps import (
-    Collective,
     Copy,
-    Message,
     PostRecv,
     Segment,
     Send,
@@ -49,7 +47,8 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
 
-_Cut: TypeAlias = Message | Collective | Copy | Update | TaskCall | list[int]
+_Step: TypeAlias = Send | PostRecv | WaitRecv | StartCollective | WaitCollective | Copy
+_Cut: TypeAlias = _Step | Update | TaskCall | list[int]
 
 
 @dataclass
@@ -97,7 +96,7 @@ class _Segmenter:
         self.made.update(filter(None, node.output))
         self.zeros = node.output[0] if node.op_type == "ConstantOfShape" else ""
 
-    def give(self, names: Sequence[str], step: Message | Collective | Copy) -> None:
+    def give(self, names: Sequence[str], step: _Step) -> None:
         """A step that takes values out of the rank, or to another target."""
         self.wait(names)
         if any(name in self.made for name in names):
@@ -266,41 +265,40 @@ def _cut_message(cutter: _Segmenter, node: NodeProto, where: str) -> None:
 def _segments(steps: Sequence[_Cut], part: _Part, outputs: Iterable[str]) -> list[Step | TaskCall]:
     """The runs of node numbers among the steps as segments, each giving exactly the values that others need.
 
-    A segment that nobody needs anything of is left out.
+    A segment or a copy that nobody needs anything of is left out, and then what only those need.
     """
     nodes, operands, initializers = part.nodes, part.operands, part.initializers
     wanted = set(outputs)
-    reads: list[tuple[str, ...]] = []
-    for step in steps:
-        reads.append(())
+    result: list[Step | TaskCall] = []
+    for step in reversed(steps):
         match step:
             case list():
-                made = {name for index in step for name in nodes[index].output}
-                reads[-1] = tuple(dict.fromkeys(n for index in step for n in operands[index] if n not in made))
-                wanted.update(reads[-1])
                 wanted.update(name for index in step for name in moved_statistics(nodes[index]))
-            case Message():
-                wanted.add(step.value)
+                made = {name for index in step for name in nodes[index].output}
+                if made.isdisjoint(wanted):
+                    continue
+                chosen = [nodes[index] for index in step]
+                given = tuple(name for node in chosen for name in node.output if name in wanted)
+                read = tuple(dict.fromkeys(n for index in step for n in operands[index] if n not in made))
+                inputs = tuple(name for name in read if name not in initializers)
+                fixed = tuple(name for name in read if name in initializers)
+                wanted.update(read)
+                result.append(Segment(chosen, inputs, given, fixed, target=target_of(chosen[0])))
+                continue
             case Copy():
-                wanted.update((step.source, step.result))
-            case Collective():
+                if step.result not in wanted:
+                    continue
+                wanted.add(step.source)
+            case Send() | PostRecv() | WaitRecv():
+                wanted.add(step.value)
+            case StartCollective() | WaitCollective():
                 wanted.update((*step.call.given, *step.call.made))
             case TaskCall():
                 wanted.update(step.node.input)
             case Update():
                 wanted.update(step.inputs)
-    result: list[Step | TaskCall] = []
-    for step, read in zip(steps, reads, strict=True):
-        if isinstance(step, list):
-            chosen = [nodes[index] for index in step]
-            given = tuple(name for node in chosen for name in node.output if name in wanted)
-            inputs = tuple(name for name in read if name not in initializers)
-            if given:
-                fixed = tuple(name for name in read if name in initializers)
-                result.append(Segment(chosen, inputs, given, fixed, target=target_of(chosen[0])))
-        elif isinstance(step, Copy | Send | PostRecv | WaitRecv | StartCollective | WaitCollective | Update | TaskCall):
-            result.append(step)
-    return result
+        result.append(step)
+    return result[::-1]
 
 
 def _ends(node: NodeProto, where: str) -> tuple[int, int]:

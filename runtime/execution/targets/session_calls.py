@@ -154,9 +154,6 @@ class SessionCalls:
         count = self.program.counts.copies_to(self.program.step_targets[run[0]])
         steps = [step for index in run if isinstance(step := self.program.steps[index], Copy)]
         targets = self.values.targets
-        if any(targets.get(step.source) == targets.get(step.result) for step in steps):
-            # In one memory what a copy makes may lie where an earlier one has read.
-            return _in_order([partial(self._copy, step, count) for step in steps])
         calls: list[Callable[[], object]] = []
         fixed: dict[str | None, dict[tuple[int, int, int], tuple[Placed, Placed]]] = {}
         for step in steps:
