@@ -12,6 +12,7 @@ from partc.runtime.artifact.format import MANIFEST, OF_RANKS, WEIGHTS, FileRecor
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.manifest_file import ManifestFile
 from partc.runtime.artifact.tasks import unrolled
+from partc.runtime.files.removal import remove_file
 
 Change: TypeAlias = Callable[[int, onnx.ModelProto, Manifest], Manifest]
 """What is done to the file of a rank; the program's manifest then."""
@@ -29,7 +30,7 @@ def variant(folder: Path, out: Path, change: Change, apart: bool = False) -> Pat
         artifact = open_artifact(inside, trust=True)
         files = dict(artifact.manifest.files)
         changed = [_changed(inside, artifact.beside(name).manifest, change, apart, files) for name in artifact.programs]
-        (inside / MANIFEST).unlink()
+        remove_file(inside / MANIFEST)
         index = ManifestFile.of([one.model_copy(update={"files": files}) for one in changed])
         (inside / MANIFEST).write_text(index.model_dump_json(), encoding="utf-8")
     return out
@@ -50,7 +51,7 @@ def _changed(folder: Path, manifest: Manifest, change: Change, apart: bool, file
                 _name_rank(model, rank)
             name = own[rank] if apart else file
             data = model.SerializeToString()
-            (folder / name).unlink(missing_ok=True)
+            remove_file(folder / name)
             (folder / name).write_bytes(data)
             files[name] = FileRecord(bytes=len(data), sha256="")
     return manifest.model_copy(update={"rank_files": own}) if apart else manifest

@@ -20,7 +20,8 @@ from partc.cli.output.progress import Progress, TrainingBar
 from partc.cli.output.targets import counted
 from partc.cli.output.training_log import read_progress
 from partc.runtime.artifact.format import Manifest
-from partc.runtime.files.replace import remove_left, remove_made
+from partc.runtime.files.removal import remove_made
+from partc.runtime.files.replace import remove_left
 
 
 def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> int:

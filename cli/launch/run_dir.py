@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from types import TracebackType
 from partc.cli.job.job import BOARD
 from partc.cli.job.processes import kill, naming
 from partc.cli.launch import guard
+from partc.runtime.files.removal import remove_tree
 from partc.runtime.job.status_board import create_board, create_pids, create_tasks, read_board, read_pids
 
 _PREFIX = "partc-run-"
@@ -65,7 +65,7 @@ class RunDir:
     ) -> None:
         self.end_ranks()
         for folder in self.folders():
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
         for lock in self._locks:
             os.close(lock)
         assert self._guard.stdin is not None
@@ -117,8 +117,13 @@ def sweep(place: Path) -> None:
             lock = _locked(folder)
             if lock is not None:
                 kill(naming(folder))
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
                 os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        remove_tree(folder)
 
 
 def _locked(folder: Path) -> int | None:

@@ -11,12 +11,10 @@ none, by two renames). Then the old one is removed: the files that its own manif
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
 import stat
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,8 +22,8 @@ from pathlib import Path
 
 from ..errors import UsageError
 from ..files.regular import kind_of, read_regular
+from ..files.removal import FOLDER, exchange, move_folder, remove_listed, remove_made
 from ..files.replace import (
-    FOLDER,
     OLD,
     WriteError,
     hold,
@@ -35,15 +33,11 @@ from ..files.replace import (
     new_beside,
     new_folder,
     remove_left,
-    remove_made,
     told,
 )
 from .format import LARGEST_MANIFEST, MANIFEST, stays_inside
 
 _NAMED = 8
-_HERE = -100
-_EXCHANGE = 2
-_CANNOT = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV)
 
 
 @dataclass(frozen=True)
@@ -151,24 +145,14 @@ def remove_own(folder: Path) -> None:
     if listed is None:
         remove_made(folder)
         return
-    for root, folders, files, handle in os.fwalk(folder, topdown=False):
-        inside = Path(root).relative_to(folder)
-        for name in files:
-            if (one := (inside / name).as_posix()) in listed and one != MANIFEST:
-                os.unlink(name, dir_fd=handle)
-        for name in folders:
-            with contextlib.suppress(OSError):  # not empty, or a link
-                os.rmdir(name, dir_fd=handle)
-    if os.listdir(folder) == [MANIFEST]:
-        os.unlink(folder / MANIFEST)
-        os.rmdir(folder)
+    remove_listed(folder, listed.__contains__, MANIFEST)
 
 
 def _take_place(hidden: Path, place: Path, out: Path) -> Path | None:
     """Lets the new folder have its name; where the old one is now, None where there is none."""
     refuse_obstacle(out)  # again, for the compile may have taken long
     if not os.path.lexists(place):
-        os.rename(hidden, place)
+        move_folder(hidden, place)
         return None
     return hidden if exchange(hidden, place) else _swap(hidden, place)
 
@@ -191,40 +175,25 @@ def _swap(hidden: Path, place: Path) -> Path | None:
     try:
         hold(handle)  # so that no other writer takes it for left behind
         try:
-            os.rename(place, old)
+            move_folder(place, old)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
             remove_own(place)  # of a lower layer of an overlay, where folders cannot be renamed
-            os.rename(hidden, place)
+            move_folder(hidden, place)
             return None
         try:
-            os.rename(hidden, place)
+            move_folder(hidden, place)
         except OSError:
-            os.rename(old, place)
+            move_folder(old, place)
             raise
         return old
     finally:
         os.close(handle)
 
 
-def exchange(one: Path, other: Path) -> bool:
-    """Lets two folders or files change places in one step; False where the system or the file system cannot."""
-    if not sys.platform.startswith("linux"):
-        return False
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _CANNOT:
-        return False
-    raise OSError(code, os.strerror(code), str(other))
-
-
 def _restore(place: Path) -> None:
     """Gives an old artifact its name back, where a writer died between two renames."""
     for hidden in left_beside(place):
         if hidden.name.endswith(OLD) and not os.path.lexists(place) and is_left(hidden):
-            os.rename(hidden, place)
+            move_folder(hidden, place)

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ..errors import CheckpointError, printable
+from ..files.removal import identity, remove_file
 
 try:
     import fcntl
@@ -100,7 +101,7 @@ class Lock:
         if handle >= 0:
             try:
                 with contextlib.suppress(OSError):
-                    os.unlink(self._file)
+                    remove_file(self._file, identity(handle))
             finally:
                 os.close(handle)
 

@@ -22,6 +22,7 @@ from pydantic import JsonValue
 
 from ..artifact.safetensors_stream import Stored, write_tensors
 from ..errors import CheckpointError, PartcError
+from ..files.removal import Identity, make_folder, move_folder, own_folder, remove_inside
 from .index import (
     FORMAT,
     INDEX,
@@ -67,6 +68,7 @@ def save(
     scratch = folder / hidden_folder(target.name, SAVING)
     owned: dict[str, list[Owned]] = {}
     own: list[Lock] = []
+    made: list[Identity] = []
 
     def begin() -> str:
         owned.update(owners(records))
@@ -75,17 +77,17 @@ def save(
                 own.append(Lock(folder))
             clear(folder)
             refuse_others(target)
-            scratch.mkdir()
+            made.append(make_folder(scratch))
         return ""
 
     def write() -> str:
-        scratch.mkdir(parents=True, exist_ok=True)
+        made.append(own_folder(scratch))
         record = _write(scratch / rank_tensors(rank), rank, pieces, owned)
         return "" if record is None else record.model_dump_json(exclude={"sha256"})
 
     def commit() -> str:
         if rank == 0:
-            _commit(scratch, target, _index(step, records, owned, meta, said), goes_on, keep)
+            _commit(scratch, made[0], target, _index(step, records, owned, meta, said), goes_on, keep)
         return ""
 
     try:
@@ -93,14 +95,16 @@ def save(
         said = _on_all_ranks(target, share, write)
         _on_all_ranks(target, share, commit)
     except CheckpointError:
-        with contextlib.suppress(OSError):
-            (scratch / rank_tensors(rank)).unlink(missing_ok=True)
-        if rank == 0:
-            discard(scratch)
+        # What this save has not made is not its to remove: the name may be that of a link, or of a folder of somebody else.
+        for one in made[:1]:
+            with contextlib.suppress(OSError):
+                remove_inside(scratch, rank_tensors(rank).__eq__, one)
+            if rank == 0:
+                discard(scratch, one)
         raise
     finally:
-        for one in own:
-            one.release()
+        for lock_of_this in own:
+            lock_of_this.release()
     return target
 
 
@@ -217,7 +221,9 @@ def _index(
     )
 
 
-def _commit(scratch: Path, target: Path, index: CheckpointIndex, goes_on: bool, keep: int | None) -> None:
+def _commit(
+    scratch: Path, made: Identity, target: Path, index: CheckpointIndex, goes_on: bool, keep: int | None
+) -> None:
     """Gives the written folder its name, and removes the run's oldest."""
     for name, record in index.files.items():
         size = (scratch / name).stat().st_size if (scratch / name).is_file() else None
@@ -237,12 +243,12 @@ def _commit(scratch: Path, target: Path, index: CheckpointIndex, goes_on: bool, 
     listed = add(folder, written(folder) if goes_on else {}, target.name, text)
     old = target.with_name(hidden_folder(target.name, OLD))
     if target.exists():
-        os.replace(target, old)
+        move_folder(target, old)
     try:
-        os.replace(scratch, target)
+        move_folder(scratch, target, made)
     except OSError:
         if old.exists():
-            os.replace(old, target)
+            move_folder(old, target)
         raise
     _sync_folder(folder)
     discard(old)

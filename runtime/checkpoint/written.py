@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 from ..errors import CheckpointError
 from ..files.regular import read_regular
+from ..files.removal import Identity, move_folder, remove_inside
 from ..files.replace import write_text
 from .index import INDEX, NONFINITE, OLD, REMOVED, hidden_folder, is_step_name, left_behind, read_index
 
@@ -73,7 +74,7 @@ def prune(folder: Path, target: Path, listed: Listed, keep: int) -> None:
     for path in [*wrong, *sound][:excess]:
         gone = folder / hidden_folder(path.name, REMOVED)
         with contextlib.suppress(OSError):
-            os.replace(path, gone)
+            move_folder(path, gone)
             discard(gone)
 
 
@@ -108,22 +109,19 @@ def foreign_entries(path: Path) -> list[str]:
         )
 
 
-def discard(path: Path) -> None:
-    """Removes a hidden folder with the files that a save puts there; what else is in it stays, and the folder with it."""
+def discard(path: Path, made: Identity | None = None) -> None:
+    """Removes a hidden folder with the files that a save puts there; what else is in it stays, and the folder with it.
+
+    Nothing where a link has the name, or another folder than the one that was `made`.
+    """
     with contextlib.suppress(OSError):
-        if not stat.S_ISDIR(path.lstat().st_mode):
-            return
-        with os.scandir(path) as entries:
-            ours = [one.name for one in entries if _OURS.fullmatch(one.name) and one.is_file(follow_symlinks=False)]
-        for name in ours:
-            (path / name).unlink(missing_ok=True)
-        path.rmdir()
+        remove_inside(path, _OURS.fullmatch, made)
 
 
 def clear(folder: Path) -> None:
     """Removes what saves that did not end have left; a checkpoint that gave way to none comes back."""
     for path, name, doing in left_behind(folder):
-        if doing == OLD and not os.path.lexists(folder / name):
-            os.replace(path, folder / name)
+        if doing == OLD and not os.path.lexists(folder / name) and not path.is_symlink():
+            move_folder(path, folder / name)
         else:
             discard(path)

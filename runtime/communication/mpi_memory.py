@@ -13,11 +13,13 @@ import secrets
 import struct
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 from mpi4py import MPI
 
+from ..files.removal import identity, remove_file
 from .transport import Request
 
 Wait: TypeAlias = Callable[[Request, Callable[[], str]], None]
@@ -46,9 +48,9 @@ def shared(comm: MPI.Intracomm, size: int, wait: Wait) -> mmap.mmap | None:
     missing = np.empty_like(flags)
     wait(comm.Iallreduce(flags, missing, MPI.MAX), lambda: "memory that ranks share")
     if handle >= 0:
-        os.close(handle)
         if not path.startswith("/proc/"):
-            os.unlink(path)
+            remove_file(Path(path), identity(handle))
+        os.close(handle)
     if memory is not None and comm.rank == 0:
         _TOKEN.pack_into(memory, 0, 0)
     return None if missing[0] else memory

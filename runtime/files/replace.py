@@ -18,7 +18,6 @@ import errno
 import os
 import re
 import secrets
-import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from typing import BinaryIO
 
 from ..errors import PartcError, UsageError
 from .regular import kind_of
+from .removal import FOLDER, identity, remove_file, remove_made, remove_tree, take_place
 
 try:
     import fcntl
@@ -41,8 +41,6 @@ _NAME_BYTES = 200
 _TRIES = 16
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK
-FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _NO_LINK
-"""Opens a folder, and no link to one."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -63,16 +61,17 @@ def replacing(path: Path, settle: bool = True) -> Iterator[BinaryIO]:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_left(path, remove_made)
         hidden, handle = make_beside(path, lambda name: os.open(name, _CREATE, 0o666))
+        made = identity(handle)
         try:
             with open(handle, "w+b") as out:
                 yield out
                 out.flush()
                 if settle:
                     os.fsync(handle)
-                os.replace(hidden, path)  # while the file is open, and so locked
+                take_place(hidden, path, made)  # while the file is open, and so locked
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(hidden)
+                remove_file(hidden, made)
             raise
 
 
@@ -96,11 +95,12 @@ def replacing_together(path: Path) -> Iterator[Path]:
             for name in (*others, path.name):
                 _settle(hidden / name)
             if others:
-                path.unlink(missing_ok=True)
+                remove_file(path)
             for name in (*others, path.name):
-                os.replace(hidden / name, path.with_name(name))
+                take_place(hidden / name, path.with_name(name))
         finally:
-            shutil.rmtree(hidden, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_tree(hidden, identity(handle))
             os.close(handle)
 
 
@@ -196,14 +196,6 @@ def remove_left(path: Path, remove: Callable[[Path], None]) -> None:
 
 def _short(path: Path) -> str:
     return os.fsdecode(os.fsencode(path.name)[:_NAME_BYTES])
-
-
-def remove_made(hidden: Path) -> None:
-    """Removes a hidden file, or a hidden folder with all that is in it."""
-    if hidden.is_dir() and not hidden.is_symlink():
-        shutil.rmtree(hidden)
-    else:
-        hidden.unlink()
 
 
 def hold(handle: int) -> bool:

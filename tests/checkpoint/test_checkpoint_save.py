@@ -149,7 +149,7 @@ def test_a_failed_write_on_one_rank_fails_on_all(tmp_path: Path, monkeypatch: py
 
 
 def test_a_failed_rename_fails_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*paths: object) -> None:
+    def refused(*paths: object, **folders: int) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "replace", refused)
@@ -163,10 +163,10 @@ def test_a_step_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytes
     save_all(tmp_path, 10, RANKS, tensors(1))
     real = os.replace
 
-    def refused(source: Path, target: Path) -> None:
-        if source.name.endswith(".saving"):
+    def refused(source: str, target: str, **folders: int) -> None:
+        if source.endswith(".saving"):
             raise PermissionError(13, "Permission denied")
-        real(source, target)
+        real(source, target, **folders)
 
     monkeypatch.setattr(os, "replace", refused)
     assert isinstance(save_all(tmp_path, 10, RANKS, tensors(2))[3], CheckpointError)
@@ -178,10 +178,10 @@ def test_an_old_one_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: py
     save_all(tmp_path, 10, 1, tensors(1))
     real = os.replace
 
-    def refused(source: Path, target: Path) -> None:
-        if target.name.endswith(".removed"):
+    def refused(source: str, target: str, **folders: int) -> None:
+        if target.endswith(".removed"):
             raise PermissionError(13, "Permission denied")
-        real(source, target)
+        real(source, target, **folders)
 
     monkeypatch.setattr(os, "replace", refused)
     assert save_all(tmp_path, 20, 1, tensors(2), keep=1) == [tmp_path / "step_00000020"]
@@ -265,3 +265,41 @@ def test_a_killed_process_leaves_the_last_one_whole(tmp_path: Path, stage: str) 
     save_all(tmp_path, 20, 1, tensors(2), keep=2)
     assert shown(tmp_path) == ["step_00000010", "step_00000020"]
     holds(tmp_path, 20, 2)
+
+
+@pytest.mark.parametrize("ranks", [1, RANKS])
+def test_a_link_in_the_place_of_the_hidden_folder_keeps_what_it_leads_to(tmp_path: Path, ranks: int) -> None:
+    runs, mine = tmp_path / "runs", tmp_path / "mine"
+    save_all(runs, 10, ranks, tensors(1))
+    mine.mkdir()
+    names = ["checkpoint.json", *(f"rank_{rank:04d}.safetensors" for rank in range(ranks))]
+    for name in names:
+        (mine / name).write_text("mine")
+    for hidden in (".step_00000020.saving", ".step_00000030.old", ".step_00000010.removed"):
+        (runs / hidden).symlink_to("../mine")
+    found = save_all(runs, 20, ranks, tensors(2), keep=1)
+    assert [type(one) for one in found] == [CheckpointError] * ranks
+    assert "is a link to ../mine, and is not replaced; move it away" in str(found[0])
+    (runs / ".step_00000020.saving").unlink()
+    save_all(runs, 20, ranks, tensors(2), keep=1)
+    assert {name: (mine / name).read_text() for name in names} == dict.fromkeys(names, "mine")
+    holds(runs, 20, 2)
+
+
+def test_a_rank_that_finds_a_link_writes_nothing_behind_it(tmp_path: Path) -> None:
+    """Ranks that share no folder: on the second host a link has the name that the first has made a folder of."""
+    whole = tensors()
+    records = layout(whole, RANKS)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "rank_0001.safetensors").write_text("mine")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / ".step_00000001.saving").symlink_to(mine)
+
+    def act(rank: int, share: Callable[[str], list[str]]) -> object:
+        folder = tmp_path / ("there" if rank == 1 else "here")
+        return save(folder, 1, rank, held(records, rank, whole), records, META, share)
+
+    texts = [str(error) for error in Ranks(RANKS).run(act)]
+    assert f"is a link to {mine}, and is not replaced" in texts[0]
+    assert [(one.name, one.read_text()) for one in mine.iterdir()] == [("rank_0001.safetensors", "mine")]
