@@ -65,7 +65,25 @@ def derive_names(model: ir.Model, constants: Iterable[ir.Value] = ()) -> None:
         named = [(k, value) for k, value in enumerate(node.outputs) if value.name != ""]
         for k, value in named:
             if value not in outputs:
-                value.name = _free(path if len(named) == 1 else f"{path}.{k}", taken)
+                value.name = free_name(path if len(named) == 1 else f"{path}.{k}", taken)
+    _name_by_use(unnamed, paths, taken)
+
+
+def name_by_use(model: ir.Model, constants: Iterable[ir.Value]) -> None:
+    """Renames initializers of the main graph by their first use, as `derive_names` does; all else keeps its name."""
+    unnamed = [value for value in constants if value.uses()]
+    graph = model.graph
+    taken = {value.name or "" for value in (*graph.inputs, *graph.initializers.values())}
+    taken |= {value.name or "" for node in ir.traversal.RecursiveGraphIterator(graph) for value in node.outputs}
+    _name_by_use(unnamed, dict(_all_paths(graph, "")), taken - {value.name or "" for value in unnamed})
+
+
+def module_of(node: ir.Node) -> str | None:
+    """The module of a node that torch exported; None where its metadata do not say."""
+    return _torch_name(node).scope
+
+
+def _name_by_use(unnamed: list[ir.Value], paths: dict[ir.Node, str], taken: set[str]) -> None:
     order = {node: index for index, node in enumerate(paths)}
     for k, value in enumerate(unnamed):
         value.name = f"{_UNNAMED}{k}"
@@ -73,7 +91,7 @@ def derive_names(model: ir.Model, constants: Iterable[ir.Value] = ()) -> None:
         uses = [use for use in value.uses() if use.node in order]
         if uses:
             first = min(uses, key=lambda use: (order[use.node], use.idx))
-            value.name = _free(f"{paths[first.node]}.{_operand(first.node, first.idx)}", taken)
+            value.name = free_name(f"{paths[first.node]}.{_operand(first.node, first.idx)}", taken)
 
 
 # Stands for a constant's name while all of them are renamed: an initializer's name must be free at any time.
@@ -90,7 +108,7 @@ def _paths(graph: ir.Graph, owner: str) -> dict[ir.Node, str]:
     for given in (True, False):
         for node, name in names.items():
             if name.given is given:
-                found[node] = _free(whole[node], taken, following)
+                found[node] = free_name(whole[node], taken, following)
     return {node: found[node] for node in names}
 
 
@@ -242,7 +260,7 @@ def _join(scope: str, own: str) -> str:
     return f"{scope}.{own}" if scope else own
 
 
-def _free(name: str, taken: set[str], following: dict[str, int] | None = None) -> str:
+def free_name(name: str, taken: set[str], following: dict[str, int] | None = None) -> str:
     """`name`, or with the first of `_1`, `_2`, ... that is not taken; it is taken from then on."""
     k = following.get(name, 0) if following is not None else 0
     candidate = f"{name}_{k}" if k else name

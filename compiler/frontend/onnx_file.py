@@ -21,6 +21,7 @@ from partc.compiler.frontend.functions import inline_calls
 from partc.compiler.frontend.input_dims import name_input_dims
 from partc.compiler.frontend.preserved import preserving_operands
 from partc.compiler.frontend.structure import missing_attributes, structure_problems
+from partc.compiler.frontend.torch_file import restored
 from partc.compiler.ir.graph import OWN_NAME, graphs_of, is_inside
 from partc.runtime.artifact.onnx_graph import graph_bodies, not_text
 from partc.runtime.errors import breaks_lines, one_line
@@ -84,7 +85,7 @@ def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
         ) from error
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
         ir.external_data.set_base_dir(graph, path.parent)
-    return checked(model, where)
+    return restored(checked(model, where))
 
 
 def checked(model: ir.Model, where: str) -> ir.Model:

@@ -41,6 +41,7 @@ from partc.compiler.frontend.inputs import DimNames, all_inputs, as_mapping, spe
 from partc.compiler.frontend.onnx_file import NEWEST_OPSET, OLDEST_OPSET, checked, from_proto
 from partc.compiler.frontend.region_calls import placements, shardings, targets
 from partc.compiler.frontend.source import Source
+from partc.compiler.frontend.torch_file import restored
 from partc.compiler.frontend.trace import module_paths, trace
 from partc.compiler.frontend.user_code import MODEL_MODULE, UserFile, importable, told_by_line
 from partc.compiler.ir.declared import Declared
@@ -123,7 +124,7 @@ def _model(built: object, inputs: object, names: DimNames, file: UserFile, recor
         case onnx.ModelProto():
             return from_proto(built, file.path)
         case ir.Model():
-            return checked(_with_legal_opset(built, where), where)
+            return restored(checked(_with_legal_opset(built, where), where))
         case onnxscript.nn.Module() if type(built).forward is onnxscript.nn.Module.forward:
             help_ = "write def forward(self, op, x), with an argument for each of the inputs"
             raise CompileError(Problem(where, f"{type(built).__name__} has no method forward", help=help_))
