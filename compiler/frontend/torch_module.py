@@ -24,7 +24,7 @@ from partc.compiler.frontend.inputs import DimNames, Spec, all_inputs, as_mappin
 from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
 from partc.compiler.frontend.onnx_file import checked
 from partc.compiler.frontend.user_code import own_frames
-from partc.compiler.ir.graph import graphs_of
+from partc.compiler.ir.graph import UNBIASED, graphs_of
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ def export(
     weights = dict(model.graph.initializers)
     _set_inputs(model, read, where)
     _set_outputs(model, _output_names(program, len(model.graph.outputs), outputs, where), where)
-    _keep_batch_norm_training(model)
+    _mark_batch_norms(model)
     _clean_up(model, weights)
     model = checked(model, where)
     _drop_metadata(model)
@@ -282,8 +282,11 @@ def _set_outputs(model: ir.Model, names: Sequence[str], where: str) -> None:
         graph.outputs[k].name = name
 
 
-def _keep_batch_norm_training(model: ir.Model) -> None:
+def _mark_batch_norms(model: ir.Model) -> None:
+    """Layers in training take the statistics of the batch, and all move the running variance by torch's law."""
     for node in model.graph:
+        if node.op_type == "BatchNormalization":
+            node.meta[UNBIASED] = True
         if node.op_type == "BatchNormalization" and _BATCH_NORM_IN_TRAINING in node.metadata_props.get(_CLASSES, ""):
             node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
             mean, variance = node.inputs[3], node.inputs[4]

@@ -12,6 +12,8 @@ PINNED = "partc.pinned"
 """Key of `ir.Node.meta`: a node of weights alone that runs where a rule puts it, and not wherever it is read."""
 OWN_NAME = "partc.own_name"
 """Key of `ir.Node.meta`: the name that the node has in its file, or in the function that it comes from."""
+UNBIASED = "partc.unbiased"
+"""Key of a BatchNormalization's meta where it moves the running variance by the variance over n - 1, as torch's layers do."""
 INSIDE = "partc.local"
 """The metadata of nodes inside of a local map: which one it is."""
 

@@ -11,8 +11,8 @@ The mean of (x - mean)**2 would need two and three, one after the other. The dif
 as m is large beside the deviation, and m is the distance to the running mean: nothing after the first steps, and in these a relative
 error of about 2**-24 m**2 / variance. The shift is the same number on all ranks and cancels.
 
-The running statistics move by ONNX's law, `running = running momentum + batch (1 - momentum)`, with the variance over n; torch
-takes n - 1 there, which differs by a factor of n / (n - 1) in the running variance alone.
+The running statistics move by ONNX's law, `running = running momentum + batch (1 - momentum)`, with the variance over n. Those of a torch
+module (`UNBIASED`) move by torch's, with the variance over n - 1; n counts the batch of all ranks, or the microbatch of all ranks.
 """
 
 from __future__ import annotations
@@ -39,6 +39,36 @@ def train_in_place(node: ir.Node, running: Sequence[ir.Value]) -> list[ir.Value]
     for out, value in zip(node.outputs[1:], running, strict=True):
         out.type, out.shape = value.type, value.shape
     return list(node.outputs[1:])
+
+
+def unbiased(
+    node: ir.Node, old: ir.Value, new: ir.Value, x: ir.Value, scopes: dict[str, str], momentum: float
+) -> ir.Value:
+    """The running variance as torch moves it, out of the one that ONNX's law moved from `old` to `new`, for the batch `x`.
+
+    n / (n - 1) of what came in; where a channel has one element alone, ONNX's law holds (torch refuses it).
+    """
+    producer = new.producer()
+    assert producer is not None
+    assert producer.graph is not None
+    if not new.is_graph_output():
+        new.name = f"{node.name}.biased_variance"
+    plain = _Plain(f"{node.name}.unbiased", old.dtype or ir.DataType.FLOAT, dict(node.metadata_props) | scopes)
+    begin, end = plain.widened(old), plain.widened(new)
+    kept = plain.add("Mul", [begin, plain.number("momentum", momentum)], "kept")
+    each = plain.add("Div", [plain.add("Size", [x], "size"), plain.add("Size", [old], "channels")], "each")
+    count = plain.add("Cast", [each], "count", to=plain.wide.value)
+    one = plain.number("one", 1)
+    rest = plain.add("Max", [plain.add("Sub", [count, one], "less"), one], "rest")
+    grown = plain.add(
+        "Mul", [plain.add("Sub", [end, kept], "came"), plain.add("Div", [count, rest], "factor")], "grown"
+    )
+    made = plain.narrowed(plain.add("Add", [kept, grown], "running_variance"), old.dtype, "narrow")
+    made.type, made.shape = old.type, old.shape
+    for constant in plain.constants:
+        producer.graph.register_initializer(constant)
+    producer.graph.insert_after(producer, plain.nodes)
+    return made
 
 
 def infer_in_place(node: ir.Node) -> None:

@@ -21,10 +21,11 @@ from partc.compiler.analysis.infer_shapes import infer_shapes
 from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES, node_paths
-from partc.compiler.ir.graph import bodies
+from partc.compiler.ir.graph import UNBIASED, bodies
 from partc.compiler.ops.families.dropout import DROPOUT
+from partc.compiler.ops.node import single
 from partc.compiler.ops.rule import OWN
-from partc.compiler.rewrite.batch_norm import decompose, infer_in_place, train_in_place
+from partc.compiler.rewrite.batch_norm import decompose, infer_in_place, train_in_place, unbiased
 
 STEP = "step"
 """The graph's input that masks follow from: a number of int64 that no two draws of one training have in common."""
@@ -137,8 +138,11 @@ def _trained(
     for node in nodes:
         states = [value for value in node.inputs[3:5] if value is not None]
         running = [newest.get(value, value) for value in states]
-        x = known.get(node)
-        made = decompose(node, running, x, module(str(node.name))) if x else train_in_place(node, running)
+        x, data = known.get(node), node.inputs[0]
+        scopes, momentum = module(str(node.name)), single(node.attributes.get_float("momentum", 0.9))
+        made = decompose(node, running, x, scopes) if x else train_in_place(node, running)
+        if UNBIASED in node.meta and data is not None:
+            made[1] = unbiased(node, running[1], made[1], data, scopes, momentum)
         for state, old, new in zip(states, running, made, strict=True):
             if not state.is_initializer():
                 continue

@@ -11,9 +11,9 @@ A schedule gives the rate of a step, counted from 0. `base` is the optimizer's r
     python      function                what `file.py:function` returns for the step
 
 All types count the steps of the training, those of a warmup among them: with `warmup: w`, which is 0 by default, `left` goes from 1 at
-step w to 0 at step `steps`, as in Hugging Face's schedules, and stays there. The first w steps have (step + 1)/w of what the schedule
-gives (Hugging Face: step/w, whose first step learns nothing). With `after_warmup: true` the schedule counts from the warmup's end
-instead, so that it ends w steps later, and the warmup leads to the rate of its step 0.
+step w to 0 at step `steps`, and stays there. The first w steps have (step + 1)/w of what the schedule gives; with `from_zero: true`
+step/w, as in Hugging Face's schedules, whose first step changes nothing. With `after_warmup: true` the schedule counts from the
+warmup's end instead, so that it ends w steps later, and the warmup leads to the rate of its step 0.
 
     rate = schedule({"type": "cosine", "steps": 1000, "warmup": 10}, 0.1)
     scalars(("lr", "bias1", "bias2"), 12, {"lr": rate(12), "beta1": 0.9, "beta2": 0.999})
@@ -140,11 +140,11 @@ _ABOVE_0 = {"type": "number", "exclusiveMinimum": 0}
 _STEPS = {"steps": Law("a number of steps, at least 1,", _COUNT, _whole(1))}
 _FACTOR = {"factor": Law("a number above 0", _ABOVE_0, _positive)}
 _MINIMUM = {"minimum": Law("a rate, at least 0,", {"type": "number", "minimum": 0}, _number, 0.0)}
+_BOOLEAN = Law("true or false", {"type": "boolean"}, lambda one: one if isinstance(one, bool) else None, False)
 _WARMUP = {
     "warmup": Law("a number of steps, at least 0,", {"type": "integer", "minimum": 0}, _whole(0), 0),
-    "after_warmup": Law(
-        "true or false", {"type": "boolean"}, lambda one: one if isinstance(one, bool) else None, False
-    ),
+    "after_warmup": _BOOLEAN,
+    "from_zero": _BOOLEAN,
 }
 _RISING = Law("a rising list of steps, each at least 1,", {"type": "array", "items": _COUNT, "minItems": 1}, _rising)
 _FUNCTION = Law("a text 'file.py:function'", {"type": "string", "pattern": r"\.py:\w+$"}, _reference)
@@ -203,7 +203,8 @@ def schedule(
     if problems:
         raise UsageError("\n".join(problems))
     rate = _unwarmed(kind, taken, 0 if apart else warmup, base, where, folder)
-    return _warmed_apart(rate, warmup) if apart else _warmed(rate, warmup)
+    first = 0 if taken.get("from_zero") else 1
+    return _warmed_apart(rate, warmup, first) if apart else _warmed(rate, warmup, first)
 
 
 def _unwarmed(kind: str, taken: Mapping[str, Any], begin: int, base: float, where: str, folder: Path) -> Rate:
@@ -227,14 +228,14 @@ def _unwarmed(kind: str, taken: Mapping[str, Any], begin: int, base: float, wher
     return shapes[kind]
 
 
-def _warmed(rate: Rate, steps: int) -> Rate:
-    return (lambda step: rate(step) * min(1.0, (step + 1) / steps)) if steps else rate
+def _warmed(rate: Rate, steps: int, first: int) -> Rate:
+    return (lambda step: rate(step) * min(1.0, (step + first) / steps)) if steps else rate
 
 
-def _warmed_apart(rate: Rate, steps: int) -> Rate:
+def _warmed_apart(rate: Rate, steps: int, first: int) -> Rate:
     if not steps:
         return rate
-    return lambda step: rate(0) * (step + 1) / steps if step < steps else rate(step - steps)
+    return lambda step: rate(0) * (step + first) / steps if step < steps else rate(step - steps)
 
 
 def _python(reference: str, where: str, folder: Path) -> Rate:

@@ -22,6 +22,10 @@ TABLES: list[tuple[Options | str | None, list[float]]] = [
     ({"type": "step", "every": 2, "factor": 0.5}, [8, 8, 4, 4, 2, 2]),
     ({"type": "step", "every": 2, "factor": 0.5, "warmup": 2}, [4, 8, 4, 4, 2, 2]),
     ({"type": "step", "every": 2, "factor": 0.5, "warmup": 2, "after_warmup": True}, [4, 8, 8, 8, 4, 4]),
+    (
+        {"type": "step", "every": 2, "factor": 0.5, "warmup": 2, "after_warmup": True, "from_zero": True},
+        [0, 4, 8, 8, 4, 4],
+    ),
     ({"type": "multistep", "at": [1, 4], "factor": 0.25, "warmup": 2}, [4, 2, 2, 2, 0.5, 0.5]),
     ({"type": "multistep", "at": [1, 4], "factor": 0.25}, [8, 2, 2, 2, 0.5, 0.5]),
     ({"type": "linear", "steps": 4}, [8, 6, 4, 2, 0, 0]),
@@ -78,13 +82,15 @@ def transformers(kind: str, step: int, warmup: int, steps: int, power: float, la
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "polynomial"])
-def test_steps_hold_the_warmup_as_in_hugging_faces_schedules(kind: str) -> None:
+def test_steps_hold_the_warmup_and_from_zero_they_are_hugging_faces(kind: str) -> None:
     steps, warmup, base = 37, 9, 3e-4
     more = {"power": 1.5, "minimum": base / 10} if kind == "polynomial" else {}
     rate = schedule({"type": kind, "steps": steps, "warmup": warmup, **more}, base)
     wanted = [base * transformers(kind, step, warmup, steps, 1.5, 0.1) for step in range(warmup, 45)]
     assert [rate(step) for step in range(warmup, 45)] == pytest.approx(wanted, rel=1e-9, abs=1e-15)
     assert [rate(step) for step in range(warmup)] == pytest.approx([base * (k + 1) / warmup for k in range(warmup)])
+    theirs = schedule({"type": kind, "steps": steps, "warmup": warmup, "from_zero": True, **more}, base)
+    assert [theirs(step) for step in range(45)] == pytest.approx([base * k / warmup for k in range(warmup)] + wanted)
 
 
 def test_a_warmup_that_leaves_nothing_is_refused() -> None:
@@ -187,7 +193,7 @@ def test_a_users_own_error(tmp_path: Path, text: str, message: str) -> None:
         (
             {"type": "cosine", "step": 10, "minimum": -1, "warmup": 1.5, "zoom": 1},
             "schedule: cosine: unknown option 'step'\n  help: the nearest is 'steps'\n"
-            "schedule: cosine: unknown option 'zoom'\n  help: the options of cosine are steps, minimum, warmup, after_warmup\n"
+            "schedule: cosine: unknown option 'zoom'\n  help: the options of cosine are steps, minimum, warmup, after_warmup, from_zero\n"
             "schedule: cosine: 'steps' is missing\n  help: it is a number of steps, at least 1\n"
             "schedule: cosine: expected a rate, at least 0, as 'minimum', but got -1\n"
             "schedule: cosine: expected a number of steps, at least 0, as 'warmup', but got 1.5",

@@ -149,7 +149,7 @@ def test_a_module_trains_as_in_torch(case: str, tmp_path: Path) -> None:
     for name in learned:
         np.testing.assert_array_equal(one.before[name], before[name])
     same_tensors(two.after, one.after, one.before, 2e-4)
-    _as_torch(module, steps, learned, one)
+    _as_torch(module, steps, learned, one, by_module=True)
     _same_losses(two, [float(step["loss"]) for step in one.outputs])
 
 
@@ -181,11 +181,13 @@ def test_a_file_that_torch_exports_trains_as_in_torch(case: str, tmp_path: Path)
     taken = trainable_names(source.model)
     assert sorted(taken) == sorted([*learned, *(["scale"] if case == "gpt" else [])])
     keep = "  parameters: {scale: {frozen: true}, mask: {frozen: true}}\n" if case == "gpt" else ""
-    _as_torch(module, steps, learned, run(source, ONE + TRAIN + keep, tmp_path / "one", steps))
+    _as_torch(module, steps, learned, run(source, ONE + TRAIN + keep, tmp_path / "one", steps), by_module=False)
 
 
-def _as_torch(module: Any, steps: list[dict[str, np.ndarray]], learned: list[str], made: Run) -> None:
-    """Losses, parameters and running means are those of torch's own training."""
+def _as_torch(
+    module: Any, steps: list[dict[str, np.ndarray]], learned: list[str], made: Run, *, by_module: bool
+) -> None:
+    """Losses, parameters and running means are those of torch's own training, and of a module the running variances."""
     start = {name: tensor.detach().numpy().copy() for name, tensor in module.state_dict().items()}
     losses, after = by_torch(module, steps)
     _same_losses(made, losses)
@@ -193,12 +195,48 @@ def _as_torch(module: Any, steps: list[dict[str, np.ndarray]], learned: list[str
     same_tensors(have, want, before, 2e-4)
     means = [name for name in start if name.endswith("running_mean")]
     assert sorted(means) == sorted(name for name in made.after if name.endswith("running_mean"))
-    for name in means:
+    for name in [*means, *(one.replace("mean", "var") for one in means if by_module)]:
         np.testing.assert_allclose(made.after[name], after[name], rtol=1e-4, atol=1e-6)
 
 
 def _same_losses(made: Run, losses: list[float]) -> None:
     np.testing.assert_allclose([float(one["loss"]) for one in made.outputs], losses, rtol=2e-5)
+
+
+IN_PARTS = {
+    "on two ranks": (TWO, 1),
+    "accumulated": ("ranks: 1\nsymbols: {batch: {divisor: 2}}\n" + TRAIN + "  accumulate: 2\n", 2),
+    "accumulated on two ranks": ("ranks: 2\nsymbols: {batch: {divisor: 4}}\ndataset: data_parallel\n" + TRAIN + "  accumulate: 2\n", 2),
+    "in stages": (
+        "ranks: 2\nsymbols: {batch: {divisor: 2}}\n"
+        'pipeline: {microbatches: 2, statistics: microbatch, stages: ["conv1, bn1", "conv2, bn2, fc"]}\n' + TRAIN,
+        2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IN_PARTS)
+def test_running_variances_move_by_the_batch_that_statistics_are_of(case: str, tmp_path: Path) -> None:
+    """torch's law, with n of the whole batch, or of the microbatch of all ranks; a step moves by the mean of its microbatches."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(4)
+    plan, parts = IN_PARTS[case]
+    module, rng = residual().train(), np.random.default_rng(7)
+    step = {"x": rng.standard_normal((12, 2, 3, 2)).astype(np.float32), "t": rng.integers(0, 5, 12)}
+    source = exported(module, Input(["batch", 2, 3, 2]))
+    start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    made = run(source, plan if "train:" in plan else plan + TRAIN, tmp_path, [step]).after
+    want: dict[str, list[np.ndarray]] = {}
+    # Of records that arrive in shards, a microbatch has an equal run of each shard.
+    shards = step["x"].reshape(2 if "two ranks" in case else 1, parts, -1, *step["x"].shape[1:])
+    for part in (shards[:, k].reshape(-1, *step["x"].shape[1:]) for k in range(parts)):
+        module.load_state_dict(start)
+        module(torch.from_numpy(part))
+        for name, tensor in module.state_dict().items():
+            if "running" in name:
+                want.setdefault(name, []).append(tensor.numpy().copy())
+    for name, arrays in want.items():
+        np.testing.assert_allclose(made[name], np.mean(arrays, 0), rtol=2e-5, atol=1e-6, err_msg=name)
 
 
 def test_dropouts_of_a_module_stay() -> None:
