@@ -50,18 +50,34 @@ def preserving_operands(model: ir.Model, where: str) -> Iterator[None]:
 
 @contextmanager
 def preserving_by_output(model: ir.Model) -> Iterator[None]:
-    """On exit, copies the annotations to the nodes that a converter created anew: nodes are matched by their first output."""
+    """On exit, gives name, metadata and annotations to the nodes that a converter created anew.
+
+    Nodes are matched by their first output, and where the converter has given that another name by their first input. One that became an
+    op of another type has no annotations, which are of the old op's operands.
+    """
     declared, metadata = model.device_configurations, dict(model.metadata_props)
-    nodes = {node.outputs[0].name: node for node in model.graph if node.device_configurations or _own(node)}
+    nodes, names = {node.outputs[0].name: node for node in model.graph}, {node.name for node in model.graph}
     ports = {value.name: _own(value) for value in (*model.graph.inputs, *model.graph.outputs) if _own(value)}
     yield
     model.device_configurations = declared
     model.metadata_props.update(metadata)
     for value in (*model.graph.inputs, *model.graph.outputs):
         value.metadata_props.update(ports.get(value.name, {}))
+    kept = {node.name for node in model.graph}
+    lost = [node for node in nodes.values() if node.name not in kept and _first(node)]
+    called: dict[str | None, str | None] = {}
     for node in model.graph:
         old = nodes.get(node.outputs[0].name)
-        if old is None or old is node or old.op_type != node.op_type:
+        if old is None and node.name not in names and (first := _first(node)):
+            old = next((one for one in lost if _first(one) == called.get(first, first)), None)
+            called |= {node.outputs[0].name: old.outputs[0].name} if old is not None else {}
+        if old is None or old is node:
+            continue
+        lost = [one for one in lost if one is not old]
+        node.name = old.name
+        scopes = old.metadata_props.items() - _own(old).items()
+        node.metadata_props.update(sorted(scopes))
+        if old.op_type != node.op_type:
             continue
         operands = {value.name: value for value in (*node.inputs, *node.outputs) if value is not None}
         node.metadata_props.update(_own(old))
@@ -75,6 +91,11 @@ def preserving_by_output(model: ir.Model) -> Iterator[None]:
             )
             for entry in old.device_configurations
         )
+
+
+def _first(node: ir.Node) -> str:
+    """The name of the first input, '' where there is none."""
+    return str(node.inputs[0].name or "") if node.inputs and node.inputs[0] is not None else ""
 
 
 def _own(of: ir.Node | ir.Value) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import onnx_ir as ir
 from partc.compiler.ir.program import ProgramKind
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
 
 _LOSS = "loss"
+
+
+class Operands(NamedTuple):
+    """The names of what a node reads and makes, '' for one that is absent."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,8 @@ class Training:
     """Lines for the user about weights that several modules read."""
     tables: tuple[str, ...] = ()
     """Lines for the user about parameters that are looked up: which form their gradient has, and why."""
+    written: Mapping[str, Operands] = field(default_factory=dict)
+    """By the path of a node its operands before it became what it is in training: a plan speaks of these."""
     part: ProgramKind = ProgramKind.STEP
     scale: LossScale | None = None
     """By what the loss is multiplied, and gradients are divided; None: by nothing."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePath
+from typing import NamedTuple
 
 import onnx_ir as ir
 from partc.compiler.errors import Problem
@@ -40,6 +41,17 @@ class Call:
     nodes: list[ir.Node]
     arguments: list[ir.Value | None]
     results: list[ir.Value | None]
+
+
+class _Written(NamedTuple):
+    """Operands, None for one that is absent or that the training has taken out."""
+
+    inputs: list[ir.Value | None]
+    outputs: list[ir.Value | None]
+
+
+def _present(values: Sequence[ir.Value | None]) -> list[ir.Value | None]:
+    return [value for value in values if value is not None]
 
 
 def group_mesh(program: Program, group: Group) -> Mesh:
@@ -97,8 +109,10 @@ class RegionCuts:
                 joint = Joint(instances, self.choices, group)
                 for value, cut in (*entering, *parameters, *leaving):
                     joint.add(value, cut)
+                weights = [(value, cut) for value, cut in entering if value.is_initializer()]
                 if not alone:
-                    self._entering(region, instances, joint, entering)
+                    self._entering(region, instances, joint, [one for one in entering if one not in weights])
+                    self._arriving(region, group, joint, weights)
                 self._arriving(region, group, joint, parameters)
                 self._leaving(region, instances, joint, leaving)
 
@@ -133,17 +147,19 @@ class RegionCuts:
         nodes = own or [node for node in (call.nodes if call else region.nodes) if node not in self.follows]
         return nodes[0] if len(nodes) == 1 else None
 
-    def _enter(self, region: Region) -> list[ir.Value]:
+    def _enter(self, region: Region) -> Sequence[ir.Value | None]:
         """The inputs of a region of the plan: an op's own tensors if the rule lists as many, else the values that are made outside.
 
         What a training adds, as the number of the step, is none of them: the plan's author does not know of it.
         """
         inside, training = set(region.nodes), self.program.training
         added = {value for value in self.program.model.graph.inputs if training and value.name in training.scalars}
-        if (node := self._one_node(region, None)) is not None:
-            operands = [value for value in node.inputs if value is not None and value not in added]
-            if len(operands) == len(region.rule.inputs or ()):
-                return operands
+        node, count = self._one_node(region, None), len(region.rule.inputs or ())
+        own = [] if node is None else [value for value in node.inputs if value not in added]
+        written = self._written(region)
+        operands = (own, _present(own), written.inputs, _present(written.inputs))
+        if (given := next((each for each in operands if each and len(each) == count), None)) is not None:
+            return given
         return list(
             dict.fromkeys(
                 value
@@ -153,12 +169,15 @@ class RegionCuts:
             )
         )
 
-    def _leave(self, region: Region) -> list[ir.Value]:
+    def _leave(self, region: Region) -> Sequence[ir.Value | None]:
         """The outputs of a region of the plan: an op's own tensors if the rule lists as many, else the values that are read outside."""
         inside = set(region.nodes)
-        node = self._one_node(region, None)
-        if node is not None and len(node.outputs) == len(region.rule.outputs or ()):
-            return list(node.outputs)
+        node, count = self._one_node(region, None), len(region.rule.outputs or ())
+        own = [] if node is None else list(node.outputs)
+        if (
+            given := next((one for one in (own, self._written(region).outputs) if one and len(one) == count), None)
+        ) is not None:
+            return given
         return [
             out
             for node in region.nodes
@@ -166,6 +185,12 @@ class RegionCuts:
             for out in node.outputs
             if any(use.node not in inside for use in out.uses()) or out.is_graph_output()
         ]
+
+    def _written(self, region: Region) -> _Written:
+        """What the region's node read and made in the model, where a training has made something else of it."""
+        training = self.program.training
+        told = training.written.get(region.path) if training is not None else None
+        return _Written(*([self.values.get(name) for name in names] for names in told or ((), ())))
 
     def _paired(
         self,
@@ -178,15 +203,20 @@ class RegionCuts:
         """Pairs values with their shards, leaving out those to derive; None, and a problem, where their numbers differ."""
         if cuts is None:
             return []
+        side = "input" if verb == "enter" else "output"
         if len(cuts) != len(values):
             names = ", ".join(f"'{value.name}'" for value in values if value is not None)
-            side = "inputs" if verb == "enter" else "outputs"
             self.problem(
                 region,
-                f"the strategy has {len(cuts)} {side}, but {len(values)} {verb}: {names}",
+                f"the strategy has {len(cuts)} {side}s, but {len(values)} {verb}: {names}",
                 f"a strategy has one entry for each tensor that {verb}s, in the order {order}",
                 "write null for one whose cut is to be derived",
             )
+            return None
+        absent = [k for k, (value, cut) in enumerate(zip(values, cuts, strict=True)) if value is None and cut]
+        if absent and side == "input" and not region.rule.calls:
+            for k in absent:
+                self.problem(region, f"input {k} is cut, but is absent or no tensor", help="write null")
             return None
         return [(value, cut) for value, cut in zip(values, cuts, strict=True) if cut is not None and value is not None]
 
@@ -200,7 +230,7 @@ class RegionCuts:
     def _as_operands(self, region: Region, node: ir.Node, call: Call) -> bool:
         """Cuts a region's one node as an op; False where what the region is given are not the node's own operands."""
         at = corresponding(node.inputs, call.arguments)
-        if any(k is None for k in at):
+        if any(k is None and argument is not None for k, argument in zip(at, call.arguments, strict=True)):
             return False
         cuts: list[ShardSpec | None] = [None] * len(node.inputs)  # an absent input's stays
         for k, cut in zip(at, region.rule.inputs or (), strict=False):

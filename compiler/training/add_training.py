@@ -20,7 +20,7 @@ from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import take_out
 from partc.compiler.ir.program import Program, ProgramKind
-from partc.compiler.ir.training import ParameterOptions, Training
+from partc.compiler.ir.training import Operands, ParameterOptions, Training
 from partc.compiler.plan.matching import own_name
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.rules import batch_shards
@@ -65,13 +65,20 @@ def add_training(program: Program) -> Program:
         rules = replace(rules, guarded=True, settings={**rules.settings, "on_nonfinite": "skip"})
     metrics = {name: meant(model, metric, rules.where_metrics) for name, metric in rules.metrics.items()}
     rules = replace(rules, metrics=metrics)
+    written = {path: _operands(node) for node, path in program.paths.items()}
     apart = parted(model, program.trainable) if program.kind is ProgramKind.STEP else []
     training = add_loss_and_metrics(model, rules, list(program.trainable), cut=cut, part=program.kind, known=known)
+    training = replace(training, written=written)
     if plan.precision is not None:
         training = replace(training, scale=scale, messages=plan.precision.messages)
     plan, paths = replace(plan, train=rules, outputs=()), node_paths(model)
     warnings = (*program.warnings, *apart)
     return replace(program, plan=plan, paths=paths, training=training, whole=whole, warnings=warnings)
+
+
+def _operands(node: ir.Node) -> Operands:
+    inputs = tuple("" if value is None else str(value.name) for value in node.inputs)
+    return Operands(inputs, tuple(str(value.name) for value in node.outputs))
 
 
 def add_loss_and_metrics(

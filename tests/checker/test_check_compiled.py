@@ -55,6 +55,18 @@ def test_what_depends_on_a_shape_alone_is_equal_where_shapes_are(tmp_path: Path,
     made(tmp_path / "build", proto, plan + TRAINED)
 
 
+@pytest.mark.parametrize("ratio", [0, 0.25])
+def test_a_dropout_of_replicas_draws_the_same(tmp_path: Path, ratio: float) -> None:
+    """One that drops nothing stays the standard's op, without the input that makes it draw."""
+    proto = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
+g (float[n, 4] x) => (float[n, 3] y) <float ratio = {{{ratio}}}, bool on = {{1}}> {{
+    [up] h = MatMul(x, w)  [drop] d = Dropout(h, ratio, on)  [down] y = MatMul(d, v) }}""")
+    for weight, dims in (("w", [4, 4]), ("v", [4, 3])):
+        numbers = [0.125 * k for k in range(dims[0] * dims[1])]
+        proto.graph.initializer.append(onnx.helper.make_tensor(weight, 1, dims, numbers))
+    made(tmp_path / "build", proto, 'ranks: 2\nplacement: {"*": [0, 1]}\n' + TRAINED)
+
+
 def test_an_output_of_unknown_rank_is_accepted(tmp_path: Path) -> None:
     text = """g (float[3, 2] x) => (float[3, 2] y) <int64 k = {0}> {
     s = SequenceConstruct(x, x)  y = SequenceAt(s, k) }"""

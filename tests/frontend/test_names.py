@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import onnx
 import onnx_ir as ir
 import pytest
 from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES, derive_names, node_paths
+from partc.compiler.rewrite.opset import converted
 
 
 def chain(*nodes: tuple[str, str | None, dict[str, str]]) -> ir.Model:
@@ -143,3 +145,16 @@ def test_derived_value_names_leave_the_ports_alone_and_never_clash() -> None:
     assert [value.name for node in graph for value in node.outputs] == ["Neg_1", "Split.0_1", "Split.1", "Add", "y"]
     assert list(graph.initializers) == ["Split.0", "m.Unsqueeze.axes"]
     assert x.name == "Neg"
+
+
+@pytest.mark.parametrize(
+    ("opset", "text"),
+    [
+        (18, "[one] a = GroupNormalization <num_groups = 2> (x, s, s)  [last] y = Relu (a)"),
+        (9, "[one] a = Upsample (x, sizes)  [last] y = Relu (a)"),
+    ],
+)
+def test_a_node_that_an_opset_makes_another_op_keeps_its_name(opset: int, text: str) -> None:
+    proto = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": {opset}]>
+        g (float[2, 4, 3] x) => (float[2, 4, m] y) <float[2] s = {{1, 2}}, float[3] sizes = {{1, 1, 2}}> {{ {text} }}""")
+    assert {"one", "last"} <= {*paths(converted(ir.from_proto(proto), "m.onnx", 21))}

@@ -23,7 +23,7 @@ from partc.compiler.ops.local import Local
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import Rule
 from rule_case import Array, Case, case, node_of
-from rule_prover import _claims, _divides, _shard, _terms, local_of, text_of
+from rule_prover import _claims, _shard, _terms, divides, local_of, text_of
 
 DOUBLE = {np.dtype("float32"): np.dtype("float64"), np.dtype("float64"): np.dtype("float64")}
 
@@ -116,7 +116,7 @@ def cut_faults(this: Proof, dynamic: bool = False) -> list[str]:
     _, whole = gradients(this, [node], feeds, {}, seeds)
     wrong = []
     for cut, terms in _claims(rule):
-        if len(cut) + (terms is not None) > 1 or not _divides(rule, cut, feeds, list(want.values())):
+        if len(cut) + (terms is not None) > 1 or not divides(rule, cut, feeds, list(want.values())):
             continue
         if cut and rule.reduce.get(cut[0][0]) in ("max", "min"):
             continue

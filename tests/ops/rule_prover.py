@@ -19,7 +19,7 @@ from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE, Rule
 from rule_case import Array, Case, case, eighths, feeds_of, node_of, run
 
-__all__ = ["Case", "case", "claimed_rows", "local_of", "node_of", "text_of", "unclaimed", "violations"]
+__all__ = ["Case", "case", "claimed_rows", "divides", "local_of", "node_of", "text_of", "unclaimed", "violations"]
 
 Rules = Callable[[ir.Node], Rule]
 
@@ -41,7 +41,7 @@ def violations(this: Case, rules: Rules = rule_of) -> list[str]:
             continue
         proven = rule
         for cuts, terms in _claims(rule):
-            if not _divides(rule, cuts, feeds, want) or (terms and not _are_numbers(feeds, terms)):
+            if not divides(rule, cuts, feeds, want) or (terms and not _are_numbers(feeds, terms)):
                 continue
             fault = _fault(this, node, rule, cuts, terms, feeds, want)
             if fault:
@@ -105,14 +105,12 @@ def _claims(rule: Rule) -> Iterator[tuple[Cuts, Terms]]:
 def _unproven(this: Case, rule: Rule, feeds: Mapping[str, Array], want: Sequence[Array]) -> list[str]:
     """Factors of the rule that the case's dims do not let cut, other than those that it names."""
     short = "".join(
-        letter
-        for letter in rule.factors
-        if not all(_divides(rule, ((letter, group),), feeds, want) for group in (2, 3))
+        letter for letter in rule.factors if not all(divides(rule, ((letter, group),), feeds, want) for group in (2, 3))
     )
     return [] if set(short) == set(this.undivided) else [f"'{short}' of {text_of(rule)} is not cut by 2 and by 3"]
 
 
-def _divides(rule: Rule, cuts: Cuts, feeds: Mapping[str, Array], want: Sequence[Array]) -> bool:
+def divides(rule: Rule, cuts: Cuts, feeds: Mapping[str, Array], want: Sequence[Array]) -> bool:
     there = [(letters, feeds[f"x{k}"].shape) for k, letters in enumerate(rule.inputs) if letters is not None]
     there += [(letters, array.shape) for letters, array in zip(rule.outputs, want, strict=True) if letters is not None]
     return all(rule.units.get(letter, shards) % shards == 0 for letter, shards in cuts) and all(

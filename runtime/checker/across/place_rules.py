@@ -132,7 +132,7 @@ def apply(node: NodeProto, places: Mapping[str, Places], sizes: Mapping[str, Siz
         case "MatMul" | "Gemm":
             return _product(node, places, sizes)
         case "Conv":
-            return _convolution(node, places)
+            return _convolution(node, places, sizes)
         case op if op in _PAIRS:
             return _pairs(node, places, sizes)
         case op if op in _UNARY or op in ("Identity", "Cast", "Neg"):
@@ -186,20 +186,26 @@ def _by_axes(node: NodeProto, there: Sequence[Begins | None], model: ModelProto)
     return Ruled([made], [], summed)
 
 
-def _pairs(node: NodeProto, places: Mapping[str, Places], sizes: Mapping[str, Sizes]) -> Ruled | None:
-    """Element by element, dims counted from the last; a dim of size 1 is repeated."""
+def _pairs(node: NodeProto, places: Mapping[str, Places], sizes: Mapping[str, Sizes]) -> Ruled:
+    """Element by element."""
     rank = len(sizes.get(node.output[0]) or ()) or max((len(places.get(name) or ()) for name in node.input), default=0)
+    made, meetings = _broadcast([(name, places.get(name), sizes.get(name)) for name in node.input], rank)
+    return Ruled([made], meetings, [])
+
+
+def _broadcast(
+    operands: Sequence[tuple[str, Places, Sizes | None]], rank: int
+) -> tuple[list[Begins | None], list[tuple[Met, Met, int]]]:
+    """What is made of operands whose dims are counted from the last, and which meet; a dim of size 1 is repeated."""
     met: list[list[Met]] = [[] for _ in range(rank)]
-    for name in node.input:
-        there, own = places.get(name), sizes.get(name)
+    for name, there, own in operands:
         if there is None or own is None or len(there) != len(own) or len(own) > rank:
             continue
         for at, (begins, size) in enumerate(zip(there, own, strict=True)):
             if size != 1:
                 met[at + rank - len(own)].append(Met(name, begins))
-    meetings = [(one[0], other, axis) for axis, one in enumerate(met) for other in one[1:]]
     made = [next((each.begins for each in one if each.begins is not None), None) for one in met]
-    return Ruled([made], meetings, [])
+    return made, [(one[0], other, axis) for axis, one in enumerate(met) for other in one[1:]]
 
 
 def _product(node: NodeProto, places: Mapping[str, Places], sizes: Mapping[str, Sizes]) -> Ruled | None:
@@ -212,17 +218,39 @@ def _product(node: NodeProto, places: Mapping[str, Places], sizes: Mapping[str, 
         left.reverse()
     if node.op_type == "Gemm" and _int(node, "transB", 0):
         right.reverse()
-    batch = [*left[:-2]] if len(left) >= len(right) else [*right[:-2]]
     meeting = (Met(node.input[0], left[-1]), Met(node.input[1], right[-2]), len(left) - 1)
-    return Ruled([[*batch, left[-2], right[-1]]], [meeting], [left[-1], right[-2]])
+    dims = [(sizes.get(name) or ())[:-2] for name in node.input[:2]]
+    batch, meetings = _broadcast([*zip(node.input[:2], (left[:-2], right[:-2]), dims, strict=True)], max(ranks) - 2)
+    return Ruled([[*batch, left[-2], right[-1]]], [meeting, *meetings], [left[-1], right[-2]])
 
 
-def _convolution(node: NodeProto, places: Mapping[str, Places]) -> Ruled | None:
+def _convolution(node: NodeProto, places: Mapping[str, Places], sizes: Mapping[str, Sizes]) -> Ruled | None:
+    """Channels of the image that are summed meet those of the kernel; where groups are cut, the kernel's groups meet the image's.
+
+    A rank that has one of several groups has `group` 1, as a convolution without groups. There the channels of the kernel are whole, and
+    those of the image begin as many groups in as the outputs of the kernel do.
+    """
     one, two = places.get(node.input[0]), places.get(node.input[1])
-    if one is None or two is None or len(one) != len(two) or _int(node, "group", 1) != 1:
+    if one is None or two is None or len(one) != len(two):
         return None
-    meeting = (Met(node.input[0], one[1]), Met(node.input[1], two[1]), 1)
-    return Ruled([[one[0], two[0], *([None] * (len(one) - 2))]], [meeting], [one[1], two[1]])
+    made = [one[0], two[0], *([None] * (len(one) - 2))]
+    group, channels, outputs = (
+        _int(node, "group", 1),
+        *((sizes.get(name) or [None] * 2)[at] for name, at in ((node.input[0], 1), (node.input[1], 0))),
+    )
+    taken, given = (_in_groups(begins, size, group) for begins, size in ((one[1], channels), (two[0], outputs)))
+    whole = two[1] is not None and not any(two[1])
+    if group != 1 or (whole and one[1] != two[1] and taken is not None and taken == given):
+        return Ruled([made], [(Met(node.input[0], taken), Met(node.input[1], given), 1)], [])
+    return Ruled([made], [(Met(node.input[0], one[1]), Met(node.input[1], two[1]), 1)], [one[1], two[1]])
+
+
+def _in_groups(begins: Begins | None, size: int | None, group: int) -> Begins | None:
+    """At which group shards of so many groups begin; None where one begins within a group."""
+    width = (size or 0) // group
+    if begins is None or not width or any(begin % width for begin in begins):
+        return None
+    return tuple(begin // width for begin in begins)
 
 
 def _reshaped(there: Sequence[Begins | None], old: Sizes | None, new: Sizes | None) -> Places:

@@ -72,7 +72,8 @@ def _made(
 
 
 def as_plain_onnx(model: ModelProto) -> ModelProto:
-    """The model as `onnx.checker` can take it: without external data, the ops that only onnxruntime has in a domain of their own.
+    """The model as `onnx.checker` can take it: without external data, the ops that only onnxruntime has in a domain of their own, and
+    those that the standard has deprecated, too, which onnxruntime still runs: GroupNormalization of opset 18.
 
     What the checker says of external data is checked elsewhere; of an output that has no shape it demands one, though the standard
     has values of unknown rank.
@@ -80,7 +81,7 @@ def as_plain_onnx(model: ModelProto) -> ModelProto:
     plain = without_weights(model)
     opset = next((entry.version for entry in plain.opset_import if not entry.domain), 1)
     for node in all_nodes(plain.graph.node):
-        if not node.domain and not onnx.defs.has(node.op_type, max_inclusive_version=opset):
+        if not node.domain and not _is_of_onnx(node.op_type, opset):
             node.domain = "com.microsoft"
     if all(entry.domain != "com.microsoft" for entry in plain.opset_import):
         plain.opset_import.append(helper.make_opsetid("com.microsoft", 1))
@@ -88,6 +89,10 @@ def as_plain_onnx(model: ModelProto) -> ModelProto:
         if port.type.HasField("tensor_type") and not port.type.tensor_type.HasField("shape"):
             port.type.tensor_type.shape.SetInParent()
     return plain
+
+
+def _is_of_onnx(op_type: str, opset: int) -> bool:
+    return onnx.defs.has(op_type, max_inclusive_version=opset) and not onnx.defs.get_schema(op_type, opset).deprecated
 
 
 def without_weights(model: ModelProto) -> ModelProto:

@@ -305,6 +305,9 @@ def _ops(model: ModelProto) -> dict[tuple[str, str], bytes]:
 
 
 def _is_random(node: NodeProto) -> bool:
+    """Whether a node may draw other numbers on each rank: one without a seed, but no Dropout that is not told to train."""
+    if node.op_type == "Dropout" and not "".join(node.input[2:3]):
+        return False
     return node.op_type in _RANDOM and all(attribute.name != "seed" for attribute in node.attribute)
 
 
