@@ -29,7 +29,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from .errors import PartcError
-from .files.user_modules import forget_namesakes
+from .files.user_modules import IMPORTING, forget_namesakes
 from .job.status_board import note_task
 
 _TOP = Path(__file__).parents[1]
@@ -134,17 +134,21 @@ def _is_library(file: str) -> bool:
 
 
 def run_file(path: Path) -> ModuleType:
-    """The module that a user's file is, run once, now; what lies beside it can be imported while it runs, and is the folder's own."""
+    """The module that a user's file is, run once, now; what lies beside it can be imported while it runs, and is the folder's own.
+
+    Threads that run files take turns.
+    """
     module = ModuleType(f"__partc_data_{path.stem}__")
     module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses look a class's module up
-    forget_namesakes(path.parent)
-    sys.path.insert(0, str(path.parent))
-    importlib.invalidate_caches()
-    try:
-        with user_code(str(path), "running the file"):
-            exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(str(path.parent))
+    with IMPORTING:
+        sys.modules[module.__name__] = module  # dataclasses look a class's module up
+        forget_namesakes(path.parent)
+        sys.path.insert(0, str(path.parent))
+        try:
+            importlib.invalidate_caches()
+            with user_code(str(path), "running the file"):
+                exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+        finally:
+            with contextlib.suppress(ValueError):
+                sys.path.remove(str(path.parent))
     return module

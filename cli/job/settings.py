@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from partc.runtime.data import Loader, Spec
     from partc.runtime.training.loop import RunConfig
     from partc.runtime.training.trainer import Trainer
+
+
+DATA, TEST, SCHEDULE = "data", "test", "schedule"
+"""What files of Python are for; each use has its globals for itself."""
 
 
 def check(job: Job, manifest: Manifest) -> None:
@@ -75,8 +79,11 @@ class Settings:
     """The settings: a command line option first, then the key of the plan."""
 
     def __init__(self, options: TrainingJob, manifest: Manifest, folder: Path) -> None:
+        from partc.runtime.data.code import Code
+
         record = manifest.training
         assert record is not None
+        self._code = {use: Code() for use in (DATA, TEST, SCHEDULE)}
         self.options, self.record = options, record
         self.base = base_of(options, folder, manifest)
         self.planned: dict[str, Any] = dict(record.settings)
@@ -102,7 +109,26 @@ class Settings:
         """The learning rate as a function of the step; an evaluation runs no code for it."""
         from partc.runtime.training.trainer import planned_rate
 
-        return (lambda step: 0.0) if self.options.only_test else planned_rate(self.record, self.base)
+        return (
+            (lambda step: 0.0)
+            if self.options.only_test
+            else planned_rate(self.record, self.base, self._code[SCHEDULE].module)
+        )
+
+    def run_code(self) -> None:
+        """Runs the files of Python that this rank will ask for; what one raises is raised where it is asked for."""
+        for use in (DATA, TEST):
+            spec = self.data if use == DATA else self.test
+            if spec is not None and not (self.options.only_test if use == DATA else self.options.only_train):
+                source = [spec.source] if spec.source is not None and spec.source.suffix == ".py" else []
+                self._prepare(use, [*source, Path(spec.transform.rpartition(":")[0])])
+        if not self.options.only_test:
+            function = str(self.record.schedule.get("function", ""))
+            self._prepare(SCHEDULE, [self.base / function.rpartition(":")[0]])
+
+    def _prepare(self, use: str, files: Sequence[Path]) -> None:
+        for file in dict.fromkeys(file for file in files if file.is_file()):
+            self._code[use].prepare(file)
 
     @property
     def data(self) -> Spec | None:
@@ -175,6 +201,7 @@ class Settings:
             drop_last=self.planned.get("last", "drop") == "drop",
             interleave=self.planned.get("deal") or 1,
             fixed=self.record.fixed,
+            code=self._code[DATA],
         )
 
     def batches(self, trainer: Trainer) -> Iterator[tuple[dict[str, Any], int]]:
@@ -200,7 +227,15 @@ class Settings:
         data = self.test
         assert data is not None
         opened = partial(
-            open_loader, data, trainer.ports, trainer.rank, self.batch, shuffle=False, epochs=1, fixed=self.record.fixed
+            open_loader,
+            data,
+            trainer.ports,
+            trainer.rank,
+            self.batch,
+            shuffle=False,
+            epochs=1,
+            fixed=self.record.fixed,
+            code=self._code[TEST],
         )
         try:
             return opened(drop_last=False)

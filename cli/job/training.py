@@ -29,8 +29,10 @@ _PATIENCE = 5.0
 """Seconds that the other ranks of a process have to end after one has failed."""
 
 
-def run_training(job: Job, transport: Transport | None, watch: Watch | None = None) -> int:
-    """Trains, or evaluates, to the end; the exit code. `watch` shows the progress."""
+def run_training(
+    job: Job, transport: Transport | None, watch: Watch | None = None, settings: Settings | None = None
+) -> int:
+    """Trains, or evaluates, to the end; the exit code. `watch` shows the progress; `settings` may have run the user's files."""
     from partc.runtime.artifact.manifest import open_artifact
     from partc.runtime.training.loop import resume, run
     from partc.runtime.training.trainer import load_trainer
@@ -39,7 +41,7 @@ def run_training(job: Job, transport: Transport | None, watch: Watch | None = No
     assert options is not None
     abort: Literal["raise", "abort"] = "abort" if transport is not None and job.run_dir is None else "raise"
     artifact = open_artifact(job.folder, trust=True)
-    settings = Settings(options, artifact.manifest, Path(job.folder))
+    settings = settings or Settings(options, artifact.manifest, Path(job.folder))
     ahead = settings.resumed() or options.init
     with (
         load_trainer(
@@ -130,10 +132,13 @@ def _run_threads(job: Job, manifest: Manifest, watch: Watch | None) -> int:
 
     if manifest.ranks == 1:
         return run_training(job, None, watch)
+    assert job.training is not None
     world = LocalWorld(manifest.ranks, job.stall)
-
+    every = [Settings(job.training, manifest, Path(job.folder)) for _ in range(world.size)]
+    for settings in every:
+        settings.run_code()  # before the threads: imports are no affair of several at once
     threads = RankThreads(world)
-    jobs = [partial(run_training, job, world.transport(rank), watch) for rank in range(world.size)]
+    jobs = [partial(run_training, job, world.transport(rank), watch, every[rank]) for rank in range(world.size)]
     try:
         return max(threads.run(jobs, _PATIENCE))
     finally:

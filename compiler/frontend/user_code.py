@@ -20,7 +20,7 @@ from types import CodeType, ModuleType
 from partc.compiler.directives.recorder import Recorder
 from partc.compiler.errors import CompileError, Problem
 from partc.runtime.files.regular import read_regular
-from partc.runtime.files.user_modules import lies_in, module_names
+from partc.runtime.files.user_modules import IMPORTING, lies_in, module_names
 
 # The name under which the file runs.
 MODEL_MODULE = "__partc_model__"
@@ -30,20 +30,21 @@ MODEL_MODULE = "__partc_model__"
 def importable(folder: Path) -> Iterator[None]:
     """Within, modules beside the file can be imported; afterwards none of them stays known under its name.
 
-    Two models may so both have a `layers.py`. The standard library and installed packages keep their names.
+    Two models may so both have a `layers.py`. The standard library and installed packages keep their names. Threads take turns.
     """
-    path, own = list(sys.path), module_names(folder)
-    aside = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in own}
-    sys.path.insert(0, str(folder))
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        sys.path[:] = path
-        for name, module in list(sys.modules.items()):
-            if name == MODEL_MODULE or lies_in(module, folder):
-                del sys.modules[name]
-        sys.modules.update(aside)
+    with IMPORTING:
+        path, own = list(sys.path), module_names(folder)
+        aside = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in own}
+        sys.path.insert(0, str(folder))
+        try:
+            importlib.invalidate_caches()
+            yield
+        finally:
+            sys.path[:] = path
+            for name, module in list(sys.modules.items()):
+                if name == MODEL_MODULE or lies_in(module, folder):
+                    del sys.modules[name]
+            sys.modules.update(aside)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..errors import UsageError
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Rate: TypeAlias = Callable[[int], float]
+Run: TypeAlias = Callable[[Path], ModuleType]
 Option: TypeAlias = float | int | bool | tuple[int, ...] | str
 
 SCALARS: Mapping[str, Callable[[int, Mapping[str, float]], float]] = {
@@ -161,11 +163,15 @@ SCHEDULES: Mapping[str, Mapping[str, Law]] = {
 
 
 def schedule(
-    options: Mapping[str, object] | str | None, base: float, where: str = "schedule", folder: Path = Path()
+    options: Mapping[str, object] | str | None,
+    base: float,
+    where: str = "schedule",
+    folder: Path = Path(),
+    run: Run = run_file,
 ) -> Rate:
     """The rate by step of `{"type": ..., option: ...}`; a text is a type without options, or `file.py:function`; None is constant.
 
-    A file is looked for in `folder`, runs once, now, and must give every rank the same numbers. Raises UsageError with all that is
+    A file is looked for in `folder`, `run` once, now, and must give every rank the same numbers. Raises UsageError with all that is
     wrong, each at `where`; so does the rate itself, where the user's function gives no number; UserCodeError where it fails.
     """
     if options is None:
@@ -202,15 +208,15 @@ def schedule(
         problems.append(f"{where}: {kind}: {fact}\n  help: raise 'steps', or say 'after_warmup: true'")
     if problems:
         raise UsageError("\n".join(problems))
-    rate = _unwarmed(kind, taken, 0 if apart else warmup, base, where, folder)
+    rate = _unwarmed(kind, taken, 0 if apart else warmup, base, where, folder, run)
     first = 0 if taken.get("from_zero") else 1
     return _warmed_apart(rate, warmup, first) if apart else _warmed(rate, warmup, first)
 
 
-def _unwarmed(kind: str, taken: Mapping[str, Any], begin: int, base: float, where: str, folder: Path) -> Rate:
+def _unwarmed(kind: str, taken: Mapping[str, Any], begin: int, base: float, where: str, folder: Path, run: Run) -> Rate:
     """The rate without its warmup; what decays does so from the step `begin` on."""
     if kind == "python":
-        return _python(taken["function"], where, folder)
+        return _python(taken["function"], where, folder, run)
     last: float = taken.get("minimum", 0.0)
 
     def left(step: int) -> float:
@@ -238,13 +244,13 @@ def _warmed_apart(rate: Rate, steps: int, first: int) -> Rate:
     return lambda step: rate(0) * (step + first) / steps if step < steps else rate(step - steps)
 
 
-def _python(reference: str, where: str, folder: Path) -> Rate:
+def _python(reference: str, where: str, folder: Path, run: Run) -> Rate:
     """The function that `file.py:function` names, every call of it checked; UserCodeError tells what fails by the user's own line."""
     file, _, name = reference.rpartition(":")
     path = folder / file
     if not path.is_file():
         raise UsageError(f"{where}: there is no file {file}\n  help: it is looked for in {folder}")
-    function = getattr(run_file(path), name, None)
+    function = getattr(run(path), name, None)
     if not callable(function):
         raise UsageError(f"{where}: {file} has no function '{name}'\n  help: def {name}(step: int) -> float")
 

@@ -17,6 +17,7 @@ What a file or one of its functions raises is told as the user's (`user_code.py`
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,20 +39,40 @@ _NAMED = 4
 
 @dataclass
 class Code:
-    """The files that have run: a source and a transform of one file share its globals."""
+    """The files that have run, each once for a rank: a source, a transform and a schedule of one file share its globals.
 
-    ran: dict[Path, ModuleType] = field(default_factory=dict)
+    Where ranks are threads each has its own globals, as it has in a process of its own: a generator or a counter there gives the
+    same numbers.
+    """
+
+    ran: dict[Path, ModuleType | Exception] = field(default_factory=dict)
+
+    def prepare(self, path: Path) -> None:
+        """Runs a file now; what it raises is raised where something of it is asked for."""
+        with contextlib.suppress(Exception):
+            self.module(path)
+
+    def module(self, path: Path) -> ModuleType:
+        """The module of a file, which runs where it has not; UserCodeError where it has failed."""
+        path = path.resolve()
+        if path not in self.ran:
+            try:
+                self.ran[path] = run_file(path)
+            except Exception as error:
+                self.ran[path] = error
+        found = self.ran[path]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def value(self, path: Path, name: str) -> object:
         """What a file binds to a name; UsageError where it binds nothing, UserCodeError where it fails."""
         if not path.is_file():
             raise UsageError(f"{path}: there is no such file")
-        path = path.resolve()
-        if path not in self.ran:
-            self.ran[path] = run_file(path)
-        if not hasattr(self.ran[path], name):
+        path, module = path.resolve(), self.module(path)
+        if not hasattr(module, name):
             raise UsageError(f"{path}: it does not define `{name}`")
-        return getattr(self.ran[path], name)
+        return getattr(module, name)
 
 
 class _Unfit(PartcError):

@@ -110,10 +110,10 @@ class Dataset:
         return found
 
 
-def open_data(spec: Spec, apart: Collection[str] = ()) -> Dataset:
+def open_data(spec: Spec, apart: Collection[str] = (), code: Code | None = None) -> Dataset:
     """The records that a spec names, those of the fields `apart` left out; UsageError with all that is wrong, before any is used."""
     spec = replace(spec, files={name: path for name, path in spec.files.items() if name not in apart})
-    code, memory, problems = Code(), Memory(spec.max_bytes), list[str]()
+    code, memory, problems = code or Code(), Memory(spec.max_bytes), list[str]()
     sources: list[Source] = []
     counts: dict[str, int] = {}
     try:

@@ -16,7 +16,7 @@ from ..artifact.data_spec import Spec
 from ..artifact.format import Port
 from ..errors import UsageError
 from ..user_code import UserCodeError
-from .code import Batch
+from .code import Batch, Code
 from .constants import constants
 from .dataset import open_data
 from .prefetch import PATIENCE, Prefetcher
@@ -119,14 +119,16 @@ def open_loader(
     depth: int = DEPTH,
     epochs: int | None = None,
     fixed: Collection[str] = (),
+    code: Code | None = None,
 ) -> Loader:
     """The loader of a rank: `ports` are the model's inputs, `batch` the records of all ranks together in one step.
 
     Inputs that are `fixed` hold no records, and have one value in every batch. Every rank opens the same spec with the same numbers.
+    `code` has the files of Python that have run for this rank.
     UsageError, the same on all ranks, with all that does not go together; UserCodeError where the user's own code fails.
     """
     try:
-        data = open_data(spec, fixed)
+        data = open_data(spec, fixed, code)
         own = constants(spec, ports, fixed, rank)
         ports = [port for port in ports if port.name not in fixed]
         order = Order(data.records, batch, seed, shuffle, drop_last, interleave, data.buckets())

@@ -5,8 +5,11 @@ from __future__ import annotations
 import sys
 import sysconfig
 from pathlib import Path
+from threading import RLock
 from types import ModuleType
 
+IMPORTING = RLock()
+"""Held by who runs a file of the user's: the module path, the known modules and what imports remember belong to the whole process."""
 _LIBRARIES = tuple(Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib"))
 
 

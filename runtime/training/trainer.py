@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from ..artifact.format import EVALUATE, Manifest, Port, TrainingRecord
-from ..artifact.lr_schedule import Rate, numbers, optimizer_types, scalars, schedule
+from ..artifact.lr_schedule import Rate, Run, numbers, optimizer_types, scalars, schedule
 from ..artifact.manifest import Artifact, open_artifact
 from ..artifact.metric_formula import FORMULAS, Totals
 from ..artifact.named import SCHEDULE, base_folder, outside, refusal
@@ -29,7 +29,7 @@ from ..devices.devices import Asked
 from ..errors import InputError, NonFiniteError, UsageError
 from ..execution.program import OnError, Outputs, Program, load
 from ..execution.symbol_bindings import Halted
-from ..user_code import user_code
+from ..user_code import run_file, user_code
 from .batch import of_batch, with_next
 from .checkpoints import Checkpoints
 from .finite import (
@@ -324,7 +324,7 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def planned_rate(record: TrainingRecord, base: Path) -> Rate:
-    """The rate by step of a plan's schedule; a file of Python, looked for in `base`, runs now."""
+def planned_rate(record: TrainingRecord, base: Path, run: Run = run_file) -> Rate:
+    """The rate by step of a plan's schedule; a file of Python, looked for in `base`, runs now, by `run`."""
     lr = record.optimizer.get("lr")
-    return schedule(record.schedule or None, float(lr) if isinstance(lr, int | float) else 0.0, "schedule", base)
+    return schedule(record.schedule or None, float(lr) if isinstance(lr, int | float) else 0.0, "schedule", base, run)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from partc.cli.main import invoke
+from partc.compiler.frontend.user_code import importable
 from partc.compiler.pipeline import compile_model
 from partc.runtime.data.code import Code, CodeSource, Transform
-from partc.runtime.user_code import UserCodeError, user_code
+from partc.runtime.user_code import UserCodeError, run_file, user_code
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 MODEL = """<ir_version: 10, opset_import: ["" : 21]>
@@ -131,3 +136,75 @@ def test_files_of_two_folders_import_their_own_modules(tmp_path: Path) -> None:
         "two",
         "one",
     ]
+
+
+def test_threads_that_run_files_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What importlib forgets, the module path and the known modules are the process's: two at once delete the same entry."""
+    inside: list[int] = []
+    together: list[int] = []
+
+    def slow() -> None:
+        inside.append(1)
+        together.append(len(inside))
+        time.sleep(0.02)
+        inside.pop()
+
+    def model() -> None:
+        with importable(tmp_path):
+            pass
+
+    (tmp_path / "near.py").write_text("NAME = 'near'")
+    (tmp_path / "records.py").write_text("import near\nfound = near.NAME")
+    monkeypatch.setattr(importlib, "invalidate_caches", slow)
+    before = list(sys.path)
+    made: list[object] = []
+    jobs = [lambda: made.append(run_file(tmp_path / "records.py").found), model] * 4
+    threads = [threading.Thread(target=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (together, made, sys.path) == ([1] * 8, ["near"] * 4, before)
+
+
+COUNTING = """
+import threading
+from pathlib import Path
+import numpy as np
+count, generator = 0, np.random.default_rng(3)
+with Path(__file__).with_name("ran.txt").open("a") as out:
+    out.write(threading.current_thread().name + "\\n")
+def count_up(batch):
+    global count
+    count += 1
+    return {"x": batch["x"] * count + generator.normal(size=batch["x"].shape).astype("f"), "t": batch["t"]}
+def rate(step):
+    global count
+    count += 1
+    return 0.1 / count
+"""
+
+
+def test_in_one_process_files_run_before_the_ranks_and_each_has_its_own_globals(build: Path) -> None:
+    """A transform that counts its calls, or draws from a generator of its file, gives the numbers that it gives over MPI."""
+    tmp_path = build.parent
+    np.savez("data.npz", x=np.ones((24, 6), np.float32), t=np.ones((24, 3), np.float32))
+    (tmp_path / "counting.py").write_text(COUNTING)
+    plan = PLAN.replace("ranks: 2", "ranks: 4").replace("divisor: 2", "divisor: 4").replace("batch: 4", "batch: 8")
+    plan = plan.replace("train: {", "train: {schedule: {type: python, function: counting.py:rate}, ")
+    plan = plan.replace("steps: 40", "steps: 6, data: {source: data.npz, transform: counting.py:count_up}")
+    (tmp_path / "plan.yaml").write_text(plan)
+    compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / "four")
+    found = []
+    for number in range(3):
+        name = f"{number}.jsonl"
+        words = ["train", "four", "--plan", "plan.yaml", "--in-process", "--metrics", name, "-q"]
+        assert invoke(words) == 0
+        rows = [json.loads(line) for line in Path(name).read_text().splitlines()]
+        found.append([(row["step"], row["loss"], row["lr"]) for row in rows if "loss" in row])
+        ran = (tmp_path / "ran.txt").read_text().splitlines()
+        assert ran == ["MainThread"] * 8 * (
+            number + 1
+        )  # for each of four ranks once for its data and once for its rate
+    assert found[0] == found[1] == found[2]
+    assert found[0][-1][2] == pytest.approx(0.1 / 6)
