@@ -6,7 +6,8 @@ The law, in order; the first that decides holds:
 2. Shape arithmetic (from `Shape` and `Size` to integers of rank 0 or 1; where the plan is silent, to anything) runs on every
    rank that reads it. `Shape(x)` is taken where x is; a rank without x is sent the shape, never x.
    So is what is cheap to make of inputs of the model where the plan is silent, a mask for instance, if that takes fewer bytes
-   than sending it: `repeated.py` has this law.
+   than sending it: `repeated.py` has this law. Where the plan places a module around such a node, and does not name the node, it runs
+   there, and on other ranks that read it.
 3. The plan's last matching rule, else the model's own last `place`; what a sharding rule matches and no placement does runs on
    the group of all ranks.
 4. A node follows the producer that has most bytes of its inputs; at a tie, the earliest input's.
@@ -30,18 +31,20 @@ from partc.compiler.ir.program import Group, Placed, Program, ProgramKind
 from partc.compiler.ops.registry import draws
 from partc.compiler.placement.infer import REPEATED, Delivered, Inferred, infer_placement
 from partc.compiler.placement.overruled import overruled
-from partc.compiler.placement.repeated import repeatable, worth_repeating
+from partc.compiler.placement.repeated import is_large_weight, repeatable, worth_repeating
 from partc.compiler.placement.staged import backward_edges
 from partc.compiler.plan.matching import (
     Rule,
     against_stages,
     default_group,
+    modules_of,
     output_ranks,
     placement_rules,
     recomputed,
     sharding_rules,
     stage_rules,
 )
+from partc.compiler.plan.pattern import compile_pattern
 from partc.runtime.artifact import format as fmt
 
 
@@ -65,7 +68,7 @@ def place(program: Program) -> Program:
     if named is not None:
         _check_order(program, named)
     to = {value: ranks for value, (ranks, _) in delivered.items()}
-    inferred = _infer(program, fixed, floating, to, default, named)
+    inferred = _infer(program, fixed, _by_module(program, said, in_stages), floating, to, default, named)
     placement = {node: _placed(node, rules, inferred, floating, program) for node in graph}
     if problems := list(against_stages(program, said, inferred.stages)) if staged else []:
         raise CompileError(problems)
@@ -92,21 +95,42 @@ def _check_order(program: Program, named: dict[ir.Node, int]) -> None:
         raise CompileError(problems)
 
 
+def _by_module(program: Program, *given: dict[ir.Node, Rule]) -> set[ir.Node]:
+    """The nodes that a line places with a module around them, rather than by a name of their own; none that read a large weight."""
+    found, matching = set[ir.Node](), dict[str, set[str]]()
+    for rules in given:
+        for node, rule in rules.items():
+            path = program.paths[node]
+            if rule.pattern == path or any(map(is_large_weight, program.reads[node])):
+                continue
+            if rule.pattern not in matching:
+                matches = compile_pattern(rule.pattern).matches
+                matching[rule.pattern] = {module for module in modules_of(program.paths.values()) if matches(module)}
+            if path.rpartition(".")[0] in matching[rule.pattern]:
+                found.add(node)
+    return found
+
+
 def _infer(
     program: Program,
     fixed: dict[ir.Node, Group],
+    by_module: set[ir.Node],
     floating: dict[ir.Node, str],
     delivered: Delivered,
     default: Group,
     staged: dict[ir.Node, int] | None,
 ) -> Inferred:
     """Settles all nodes; `floating` is given the nodes that are repeated wherever they are read."""
-    basis, chosen = dict(floating), repeatable(program, fixed, floating)
+    named = {node: group for node, group in fixed.items() if node not in by_module}
+    basis, chosen = dict(floating), repeatable(program, named, floating)
     while True:
         floating.clear()
         floating.update(basis | dict.fromkeys(chosen, REPEATED))
-        inferred = infer_placement(program, fixed, floating, delivered, default, staged)
+        there = {node: group for node, group in fixed.items() if node not in floating}
+        stages = None if staged is None else {node: stage for node, stage in staged.items() if node not in floating}
+        inferred = infer_placement(program, there, floating, delivered, default, stages)
         kept = worth_repeating(program, chosen, inferred, basis)
+        kept = [node for node in kept if node not in fixed or fixed[node] in inferred.groups[node]]
         if kept == chosen:
             return inferred
         chosen = kept

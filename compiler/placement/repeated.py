@@ -1,8 +1,9 @@
 """Which values made of inputs are computed wherever they are read instead of sent: masks, tables of positions.
 
-The law. A node may be repeated where no line of the plan places it, its op costs a bounded number of operations an element and draws
+The law. A node may be repeated where no line of the plan names it, its op costs a bounded number of operations an element and draws
 nothing at random, and its operands are inputs of the model, constants, shape arithmetic or results of other such nodes, none of them
-a parameter that is learned. It is repeated if several groups need it that have no rank in common, and
+a parameter that is learned. Where a line names a module around it, and it reads no large weight, it runs there if it is read there,
+and on others that read it. It is repeated if several groups need it that have no rank in common, and
 
 - what a group needs for that and does not read in any case has no more bytes than the result; inputs of the model count an eighth
   of theirs, since a rank reads them and nobody sends them, and what has at most 1 KiB counts nothing; and
@@ -45,6 +46,12 @@ _COUNTED = (
     "ScatterND",
 )
 _CHEAP = frozenset((*_ELEMENTWISE, *_MOVING, *_COUNTED))
+
+
+def is_large_weight(value: ir.Value) -> bool:
+    """Whether a value is a weight of more than 1 KiB: the rows of a table are looked up where the plan puts the table."""
+    floats = value.dtype is not None and value.dtype.is_floating_point()
+    return floats and value.const_value is not None and value.is_initializer() and value.const_value.nbytes > _SMALL
 
 
 def repeatable(program: Program, fixed: Mapping[ir.Node, object], floating: Mapping[ir.Node, str]) -> list[ir.Node]:

@@ -4,6 +4,8 @@ The columns of an up projection, the hidden units that an activation has of them
 linked dims: a cut of one is a cut of all. A set can be cut if no node needs one of its dims whole, and if nothing but products
 with weights sums over it.
 
+Weights that ids pick, as a router picks experts, are weights still: of a product with them all of this holds.
+
     up [192, 768]   h [batch, seq, 768]   gelu(h) [batch, seq, 768]   down [768, 192]      768 is made by up, summed over by down
 """
 
@@ -19,6 +21,7 @@ from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE, Rule
 
 Place = tuple[ir.Value, int]
+_MOVING = frozenset(("Cast", "Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"))
 
 
 @dataclass
@@ -78,6 +81,7 @@ class _Links:
         self.program = program
         self.parent: dict[Place, Place] = {}
         self.constants: set[ir.Value] = set(program.model.graph.initializers.values())
+        self.picked: set[ir.Value] = set()
         self.uses: list[tuple[Place, ir.Node, str, Rule]] = []
         self.obstacles: list[tuple[Place, str]] = []
 
@@ -96,6 +100,8 @@ class _Links:
         rule = rule_of(node)
         if all(value in self.constants for value in self.program.reads[node]):
             self.constants.update(node.outputs)
+        elif self._picks(node):
+            self.picked.update(node.outputs)
         first: dict[str, Place] = {}
         for place, letter in self._lettered(node, rule):
             self.root(place)
@@ -128,6 +134,18 @@ class _Links:
                 if shape[dim] != 1:
                     yield (value, dim), letter
 
+    def _picks(self, node: ir.Node) -> bool:
+        """Whether a node gives matrices of a weight that has more dims, or moves their elements."""
+        source = node.inputs[0] if node.inputs else None
+        if source is None or node.domain not in ("", "ai.onnx"):
+            return False
+        if source in self.picked:
+            return node.op_type in _MOVING
+        shape = source.shape
+        return (
+            node.op_type in ("Gather", "GatherND") and source in self.constants and shape is not None and len(shape) > 2
+        )
+
     def found(self) -> list[Linked]:
         """The sets that have a weight."""
         sets: dict[Place, Linked] = {}
@@ -142,16 +160,23 @@ class _Links:
                 sets[root].obstacles.append(obstacle)
         return [one for one in sets.values() if one.weights]
 
+    def _is_weight(self, value: ir.Value) -> bool:
+        return value in self.constants or value in self.picked
+
     def _use(self, one: Linked, node: ir.Node, letter: str, rule: Rule) -> None:
         path = self.program.paths[node]
         if letter not in rule.factors:
             one.obstacles.append(f"{node.op_type} ({path}) needs it whole")
         if unit := rule.units.get(letter, 0):
             one.units.add(unit)
+        if not self.picked.isdisjoint(node.outputs):
+            return
         operands = [(v, own) for v, own in zip(node.inputs, rule.inputs, strict=False) if v is not None and own]
-        products = [v for v, own in operands if v in self.constants and letter in own and len(own) > 1]
-        others = [own for v, own in operands if v not in self.constants]
+        products = [v for v, own in operands if self._is_weight(v) and letter in own and len(own) > 1]
+        others = [own for v, own in operands if not self._is_weight(v)]
         made = any(letter in letters for letters in rule.outputs if letters)
+        if rule.reduce.get(letter) == "":
+            return  # nothing is summed: every rank knows the result, as Shape the sizes
         if not made and not products and others:
             one.obstacles.append(f"{node.op_type} ({path}) sums over it")
         elif not made and products and others:

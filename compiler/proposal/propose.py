@@ -21,7 +21,9 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
 from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.proposal.stages import Stage, balanced_stages
+from partc.compiler.proposal.caches import Cache, alike, arriving, caches
+from partc.compiler.proposal.names import patterns
+from partc.compiler.proposal.stages import EVEN, Stage, balanced_stages, uneven
 from partc.compiler.proposal.starting_plan import Proposed, counted, key, starting_plan
 from partc.compiler.proposal.targets import Device, ProposedTargets, propose_targets
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
@@ -78,15 +80,24 @@ def propose(source: Source, name: str, degrees: Degrees, device: Device | None =
         else None
     )
     stages = balanced_stages(program, degrees.stages) if degrees.stages > 1 else []
+    kept = caches(program)
+    moved: dict[str, int] = {}
     paths = node_paths(source.model)
     symbols = {**source.declared.symbols, **batch.symbols}
     for _ in range(_ROUNDS):
         missing = list(_missing(degrees, cut, stages))
+        placed = tuple(_placement(degrees, stages, moved))
 
-        def text(head: Iterable[str], targets: ProposedTargets | None = None, cut: TensorParallel | None = cut) -> str:
+        def text(
+            head: Iterable[str],
+            targets: ProposedTargets | None = None,
+            cut: TensorParallel | None = cut,
+            placed: tuple[str, ...] = placed,
+        ) -> str:
             own = targets.section() if targets is not None else ()
-            sections = (*_sections(program, degrees, batch, cut, stages), *own)
-            given = Proposed(tuple(head), tuple(_ranks(degrees, mesh)), sections, batch.names)
+            sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own)
+            outputs = tuple(_outputs(source, degrees, kept))
+            given = Proposed(tuple(head), tuple(_ranks(degrees, mesh)), sections, batch.names, outputs)
             return starting_plan(source.model, paths, name, symbols, given)
 
         bare = text([])
@@ -96,14 +107,17 @@ def propose(source: Source, name: str, degrees: Degrees, device: Device | None =
             if cut is None or (cut := _without(cut, bare, error.problems)) is None:
                 raise
             continue
+        if stages and (back := _backward(done, degrees)).keys() - moved.keys():
+            moved |= back
+            continue
         if device is None:
-            return text(_head(degrees, done, cut, missing)), missing
+            return text(_head(degrees, done, cut, stages, missing)), missing
 
         def compiled(some: ProposedTargets, text: Callable[..., str] = text) -> Program:
             return run_passes(_started(source, text([], some), name))
 
         targets, done = propose_targets(compiled, device, name)
-        return text(_head(degrees, done, cut, missing, "targets"), targets), missing
+        return text(_head(degrees, done, cut, stages, missing, "targets"), targets), missing
     raise CompileError(Problem(name, "the compiler refuses the proposed plan", help="propose a plan for fewer ranks"))
 
 
@@ -118,12 +132,12 @@ def _shaped(source: Source, text: str, name: str) -> Program:
 
 
 def _taken_apart(source: Source, frame: str, name: str) -> Program:
-    """The program with packed weights taken apart, as `colwise` does, so that each part is linked by itself."""
-    program = straighten(_shaped(source, f'{frame}sharding: {{"**": colwise}}\n', name))
+    """The program in the form that is cut: detours taken out, and packed weights taken apart, so that each part is linked by itself."""
+    text = f'{frame}sharding: {{"**": colwise}}\n'
     try:
-        return unpack(program)
+        return run_passes(_started(source, text, name), through=unpack)
     except CompileError:
-        return straighten(_shaped(source, frame, name))
+        return run_passes(_started(source, text, name), through=straighten)
 
 
 def _ranks(degrees: Degrees, mesh: str) -> Iterator[str]:
@@ -135,35 +149,76 @@ def _ranks(degrees: Degrees, mesh: str) -> Iterator[str]:
 _AXES = {"pp": "pp: stages", "dp": "dp: shards of the batch", "tp": "tp: shards of a layer"}
 
 
+def _placement(degrees: Degrees, stages: list[Stage], moved: Mapping[str, int]) -> Iterator[str]:
+    """Lines that place the modules of stages; `moved` are nodes that would otherwise not follow the data's way."""
+    if not stages:
+        return
+    yield "placement:   # nodes without weights follow what they read"
+    for k, stage in enumerate(stages):
+        yield f"  # stage {k}: {stage.reason}"
+        where = f"{{pp: {k}}}" if degrees.mesh else str(k)
+        yield from (f"  {key(pattern)}: {where}" for pattern in stage.lines())
+        behind = [path for path, at in moved.items() if at == k]
+        yield from (f"  {key(pattern)}: {where}" for pattern in patterns(behind, lambda pattern: False))
+    yield ""
+
+
+def _backward(done: Program, degrees: Degrees) -> dict[str, int]:
+    """By path the nodes that read from a later stage than theirs, with that stage."""
+    found: dict[str, int] = {}
+    each = degrees.ranks // degrees.stages
+    at = {node: placed.groups[0][0] // each for node, placed in done.placement.items() if not placed.follows}
+    for node in done.model.graph:
+        before = [at[p] for value in done.reads[node] if (p := value.producer()) in at]
+        if node in at and at[node] < (latest := max(before, default=0)):
+            at[node] = found[done.paths[node]] = latest
+    return found
+
+
 def _sections(
-    program: Program, degrees: Degrees, batch: _Batch, cut: TensorParallel | None, stages: list[Stage]
+    program: Program, degrees: Degrees, batch: _Batch, cut: TensorParallel | None, kept: list[Cache]
 ) -> Iterator[str]:
-    if stages:
-        yield "placement:   # nodes without weights follow what they read"
-        for k, stage in enumerate(stages):
-            yield f"  # stage {k}: {stage.reason}"
-            where = f"{{pp: {k}}}" if degrees.mesh else str(k)
-            yield from (f"  {key(pattern)}: {where}" for pattern in stage.lines())
-        yield ""
     if cut is not None and cut.groups:
         yield "sharding:"
         for line in cut.lines(program.paths.values()):
             pattern, _, style = line.rpartition(": ")
             yield f"  {line}" if line.startswith("#") else f"  {key(pattern)}: {style}"
         yield ""
-    if degrees.dp > 1:
-        if not batch.others:
-            yield "dataset: data_parallel   # each rank of the axis dp gets its shard of the first dim of each input"
-        else:
-            yield f"dataset:   # {', '.join(batch.others)} has another first dim and is replicated"
-            for each in batch.inputs:
-                rest = ", null" * (batch.ranks[each] - 1)
-                yield f"  {key(each)}: [dp{rest}]"
+    dims = arriving(kept, cut.places) if cut is not None else {}
+    if degrees.dp > 1 and not batch.others and not dims:
+        yield "dataset: data_parallel   # each rank of the axis dp gets its shard of the first dim of each input"
+        yield ""
+    elif degrees.dp > 1 or dims:
+        words = [f"{', '.join(batch.others)} has another first dim and is replicated"] if batch.others else []
+        words += ["a cache arrives as it is kept"] if dims else []
+        yield f"dataset:   # {'; '.join(words)}"
+        specs: dict[str, list[str]] = {}
+        for value in program.model.graph.inputs:
+            axes = ["null"] * len(value.shape or ())
+            if value.name in batch.inputs:
+                axes[0] = "dp"
+            if value in dims:
+                axes[dims[value]] = "tp" if axes[dims[value]] == "null" else "[dp, tp]"
+            if {*axes} != {"null"} and axes:
+                specs.setdefault(f"[{', '.join(axes)}]", []).append(value.name or "")
+        names = [value.name or "" for value in program.model.graph.inputs]
+        for spec, some in specs.items():
+            yield from (f"  {key(pattern)}: {spec}" for pattern in alike(some, names))
         yield ""
 
 
+def _outputs(source: Source, degrees: Degrees, kept: list[Cache]) -> Iterator[str]:
+    """Lines for the outputs that stay where they are made; the others follow as comments."""
+    if not kept or degrees.ranks == 1:
+        return
+    stay = "cut" if degrees.tp * degrees.dp > 1 else "producer"
+    yield "outputs:   # a cache stays with the ranks that make it; other outputs go to rank 0"
+    names = [value.name or "" for value in source.model.graph.outputs]
+    yield from (f"  {key(pattern)}: {stay}" for pattern in alike([one.made.name or "" for one in kept], names))
+
+
 def _head(
-    degrees: Degrees, done: Program, cut: TensorParallel | None, missing: list[str], *others: str
+    degrees: Degrees, done: Program, cut: TensorParallel | None, stages: list[Stage], missing: list[str], *others: str
 ) -> Iterator[str]:
     """Comment lines at the head: what is proposed, what it sends, what it leaves out."""
     parts = [
@@ -178,6 +233,9 @@ def _head(
     yield f"# Communication in a step: {listed or 'none'}."
     for event in largest_first(done)[:3]:
         yield f"#   {event.op_type} of '{event.name}', {event.bytes} bytes to a rank: {_plain(event.cause)}"
+    if uneven(stages):
+        costs = ", ".join(f"{100 * stage.cost:.0f} %" for stage in stages)
+        yield f"# The stages are not within {100 * EVEN:.0f} % of equal cost, since modules stay whole: {costs}."
     if cut is not None and cut.whole:
         yield "# Not sharded by tp, so replicated on its ranks:"
         yield from (f"#   {line}" for line in cut.whole)

@@ -25,6 +25,10 @@ RUNS = 100
 WIDEST = 56
 
 _PLAIN = re.compile(r"[A-Za-z_/][\w./-]*", re.ASCII)
+_OUTPUTS = (
+    "# outputs: 0   # a rank, a list of ranks, producer or cut, for all of them; or one line for each:",
+    "# outputs:",
+)
 _WORDS = {"null", "true", "false", "yes", "no", "on", "off"}
 
 
@@ -50,13 +54,14 @@ class _Part:
 class Proposed:
     """What a proposal says where the starting plan has examples: comments for the head, `ranks` and `mesh`, then the other sections.
 
-    `names` are those of dims that the model leaves without one, by input and place.
+    `names` are those of dims that the model leaves without one, by input and place; `outputs` lines of that section.
     """
 
     head: tuple[str, ...]
     ranks: tuple[str, ...]
     sections: tuple[str, ...]
     names: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
 
 
 def starting_plan(
@@ -84,8 +89,7 @@ def starting_plan(
         *_inputs(graph, symbols or {}, chosen.names),
         *chosen.sections,
         "",
-        "# outputs: 0   # a rank, a list of ranks, producer or cut, for all of them; or one line for each:",
-        "# outputs:",
+        *(chosen.outputs or _OUTPUTS),
         *(f"#   {key(literal_pattern(value.name or ''))}: 0   # {_type(value)}" for value in graph.outputs),
         "",
         "# train:   # with this the plan compiles to training; `partc train --data x.npz` then needs x and label",

@@ -1,22 +1,27 @@
 """Which linked dims are cut over the axis `tp`: projections by columns, those that sum over what they made by rows.
 
 The law. A set of linked dims is cut if nothing stands against it (`linked.py`) and it divides. Sets that both a product makes and
-another one sums over come first, those with more bytes of weights before others, then the earlier ones; a node is cut along one
-set only. What is left may have one side, the vocabulary of an embedding or of a head: it is cut if it begins or ends the model, and
-its weights are at least a fiftieth of all.
+another one sums over come first; a node is cut along one set only. Of sets that exclude each other those with more bytes of weights
+are taken first, or those with more of them for a byte that is sent: whichever way shards more of the weights, and where that is the same up
+to a twentieth, whichever sends less. So without norms, which need the residual whole, attention is still cut by heads. What is left may
+have one side, the vocabulary of an embedding or of a head: it is cut if it begins or ends the model, and its weights are at least a
+fiftieth of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 from partc.compiler.ir.program import Program
-from partc.compiler.proposal.linked import Linked, linked_dims
+from partc.compiler.placement.middling import Middling
+from partc.compiler.proposal.linked import Linked, Place, linked_dims
 from partc.compiler.proposal.names import among, patterns, template
 
 _LEAST_SHARE = 50
+_EVEN = 20
+"""Ways that differ by less than one part in so many of the weights are equal."""
 _LISTED = 8
 
 
@@ -30,11 +35,11 @@ class Style:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Shardings in groups of alike modules, each with its reason; weights that stay replicated; the nodes' paths for patterns."""
+    """Shardings in groups of alike modules, each with its reason; weights that stay replicated; the dims of values that are sharded."""
 
     groups: tuple[tuple[str, tuple[Style, ...]], ...]
     whole: tuple[str, ...]
-    styled: tuple[str, ...]
+    places: tuple[Place, ...]
 
     def lines(self, paths: Iterable[str]) -> Iterator[str]:
         """The lines below `sharding:`, a comment before each group."""
@@ -67,8 +72,8 @@ def tensor_parallel(program: Program, paths: Iterable[str], shards: int) -> Tens
     for members in alike.values():
         styles = [style for _, some in members for style in some]
         groups.append((_reason(program, members[0][0], len(members), members[0][1], shards), tuple(styles)))
-    styled = tuple(dict.fromkeys(style.path for _, some in groups for style in some))
-    return TensorParallel(tuple(groups), tuple(_whole(program, chosen, refused, total)), styled)
+    places = tuple(place for one in chosen for place in one.places)
+    return TensorParallel(tuple(groups), tuple(_whole(program, chosen, refused, total)), places)
 
 
 def _choose(
@@ -83,22 +88,49 @@ def _choose(
             refused.append((one, against))
         else:
             open_sets.append(one)
+    sizes = Middling(program)
+    sent = {id(one): _sent(one, sizes) for one in open_sets}
+    weights = {id(one): one.bytes(program) for one in open_sets}
+    ways: list[Callable[[Linked], float]] = [
+        lambda one: -weights[id(one)],
+        lambda one: -weights[id(one)] / max(1, sent[id(one)]),
+    ]
+    tried = [_taken(sorted(open_sets, key=way), weights, total) for way in ways]
+
+    def worth(way: tuple[list[Linked], list[tuple[Linked, str]]]) -> tuple[int, int]:
+        sharded = {value for one in way[0] for value in one.weights}
+        return -round(_EVEN * sum(map(_bytes, sharded)) / max(1, total)), sum(sent[id(one)] for one in way[0])
+
+    chosen, others = min(tried, key=worth)
     order = {id(one): k for k, one in enumerate(sets)}
-    ranked = sorted(open_sets, key=lambda one: (not (one.made and one.summed), -one.bytes(program), order[id(one)]))
+    return sorted(chosen, key=lambda one: order[id(one)]), refused + others
+
+
+def _taken(
+    ranked: Iterable[Linked], weights: Mapping[int, int], total: int
+) -> tuple[list[Linked], list[tuple[Linked, str]]]:
+    """The sets that are cut where those with two sides come first, in the given order, and those that are not with the reason."""
     cut: dict[ir.Node, Linked] = {}
-    chosen = []
-    for one in ranked:
-        other = next((cut[node] for node in one.nodes if node in cut), None)
-        if other is not None:
+    chosen: list[Linked] = []
+    refused: list[tuple[Linked, str]] = []
+    for one in sorted(ranked, key=lambda one: not (one.made and one.summed)):
+        both = one.made and one.summed
+        if any(node in cut for node in one.nodes):
             refused.append((one, "its products are sharded along another dim"))
-        elif not (one.made and one.summed) and not _ends(one):
+        elif not both and not _ends(one):
             refused.append((one, "no product contracts its output, or a node between them hides the dim"))
-        elif not (one.made and one.summed) and one.bytes(program) * _LEAST_SHARE < total:
+        elif not both and weights[id(one)] * _LEAST_SHARE < total:
             refused.append((one, "too small to be worth a message"))
         else:
             cut.update(dict.fromkeys(one.nodes, one))
             chosen.append(one)
-    return sorted(chosen, key=lambda one: order[id(one)]), refused
+    return chosen, refused
+
+
+def _sent(one: Linked, sizes: Middling) -> int:
+    """About how many bytes a cut sends at middling sizes: an AllReduce moves what it sums twice, an output is gathered."""
+    summed = sum(2 * sizes.bytes_of(node.outputs[0]) for node in one.summed)
+    return summed + sum(sizes.bytes_of(value) for value, _ in one.places if value.is_graph_output())
 
 
 def _ends(one: Linked) -> bool:

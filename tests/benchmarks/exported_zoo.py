@@ -80,6 +80,16 @@ class Cached(torch.nn.Module):
         return (result.logits, *made)
 
 
+def _cached(hf: torch.nn.Module, heads: int, size: int, sharding: str, ideal: int, **more: Any) -> Case:
+    """A step of a decoder of two layers whose cache comes and goes, cut by heads."""
+    past = {name: torch.randn(2, heads, 10, size) for name in ("k0", "v0", "k1", "v1")}
+    dynamic = {"input_ids": SEQUENCE, **{name: {0: "batch", 2: "past"} for name in past}}
+    arrives = "dataset: {" + ", ".join(f"{name}: [1, 2, 1, 1]" for name in past) + '}\noutputs: {"present_*": cut}\n'
+    outputs = ["logits", *(f"present_{name}" for name in past)]
+    inputs = {"input_ids": _tokens(96, 2, 3), **past}
+    return Case(Cached(hf), inputs, dynamic, sharding, ideal, arrives=arrives, outputs=outputs, trains=False, **more)
+
+
 def _tokens(vocabulary: int, *shape: int) -> torch.Tensor:
     return torch.randint(1, vocabulary, shape, generator=torch.Generator().manual_seed(1))
 
@@ -115,14 +125,11 @@ def llama() -> Case:
 
 
 def llama_cache() -> Case:
-    """A step of Llama whose cache comes and goes, cut by heads."""
-    hf = transformers.LlamaForCausalLM(_llama_config())
-    past = {name: torch.randn(2, 4, 10, 8) for name in ("k0", "v0", "k1", "v1")}
-    dynamic = {"input_ids": SEQUENCE, **{name: {0: "batch", 2: "past"} for name in past}}
-    arrives = "dataset: {" + ", ".join(f"{name}: [1, 2, 1, 1]" for name in past) + '}\noutputs: {"present_*": cut}\n'
-    outputs = ["logits", *(f"present_{name}" for name in past)]
-    inputs = {"input_ids": _tokens(96, 2, 3), **past}
-    return Case(Cached(hf), inputs, dynamic, _LLAMA, 2 * LAYERS, "", arrives, outputs, trains=False)
+    """A step of Llama with a cache."""
+    return _cached(transformers.LlamaForCausalLM(_llama_config()), 4, 8, _LLAMA, 2 * LAYERS)
+
+
+_GPT2 = '  "**.{c_attn,c_fc}": colwise\n  "**.c_proj": rowwise\n'
 
 
 def gpt2() -> Case:
@@ -130,9 +137,16 @@ def gpt2() -> Case:
     config = transformers.GPT2Config(vocab_size=96, n_positions=64, n_embd=48, n_layer=LAYERS, n_head=6)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     config.tie_word_embeddings = False
-    sharding = '  "**.{c_attn,c_fc}": colwise\n  "**.c_proj": rowwise\n'
     hf = transformers.GPT2LMHeadModel(config)
-    return _text(hf, lambda result: result.logits, sharding, 2 * LAYERS, symbols="seq: {max: 64}", **_CAUSAL)
+    return _text(hf, lambda result: result.logits, _GPT2, 2 * LAYERS, symbols="seq: {max: 64}", **_CAUSAL)
+
+
+def gpt2_cache() -> Case:
+    """A step of GPT-2 with a cache."""
+    return _cached(gpt2().module.hf, 6, 8, _GPT2, 2 * LAYERS, symbols="seq: {max: 32}, past: {max: 32}")
+
+
+_PHI3 = '  "**.{qkv_proj,gate_up_proj}": colwise\n  "**.{o_proj,down_proj}": rowwise\n'
 
 
 def phi3() -> Case:
@@ -141,9 +155,13 @@ def phi3() -> Case:
         vocab_size=96, hidden_size=64, intermediate_size=112, num_hidden_layers=LAYERS, num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=64, original_max_position_embeddings=64, pad_token_id=0,
     )  # fmt: skip
-    sharding = '  "**.{qkv_proj,gate_up_proj}": colwise\n  "**.{o_proj,down_proj}": rowwise\n'
     hf = transformers.Phi3ForCausalLM(config)
-    return _text(hf, lambda result: result.logits, sharding, 2 * LAYERS, symbols="seq: {max: 64}", **_CAUSAL)
+    return _text(hf, lambda result: result.logits, _PHI3, 2 * LAYERS, symbols="seq: {max: 64}", **_CAUSAL)
+
+
+def phi3_cache() -> Case:
+    """A step of Phi-3 with a cache."""
+    return _cached(phi3().module.hf, 4, 8, _PHI3, 2 * LAYERS, symbols="seq: {max: 32}, past: {max: 32}")
 
 
 def bert() -> Case:
@@ -209,6 +227,12 @@ def clip() -> Case:
     return Case(module, inputs, dynamic, _CLIP, 4 * LAYERS, symbols="seq: {max: 64}", trains=False)
 
 
+_MIXTRAL = (
+    '  "**.[qkv]_proj": colwise\n  "**.o_proj": rowwise\n'
+    '  "**.experts.MatMul": colwise\n  "**.experts.MatMul_1": rowwise\n'
+)
+
+
 def mixtral() -> Case:
     """Mixtral: 4 experts of which a token takes 2; the experts' weights are cut in their inner dim."""
     config = transformers.MixtralConfig(
@@ -217,13 +241,29 @@ def mixtral() -> Case:
         experts_implementation="batched_mm",
     )  # fmt: skip
     hf = transformers.MixtralForCausalLM(config)
-    sharding = (
-        '  "**.[qkv]_proj": colwise\n  "**.o_proj": rowwise\n'
-        '  "**.experts.MatMul": colwise\n  "**.experts.MatMul_1": rowwise\n'
-    )
-    return _text(hf, lambda result: result.logits, sharding, 2 * LAYERS, trains=False, **_CAUSAL)
+    return _text(hf, lambda result: result.logits, _MIXTRAL, 2 * LAYERS, trains=False, **_CAUSAL)
+
+
+def mixtral_cache() -> Case:
+    """A step of Mixtral with a cache."""
+    return _cached(mixtral().module.hf, 4, 8, _MIXTRAL, 2 * LAYERS)
 
 
 ZOO: Mapping[str, Callable[[], Case]] = {
-    case.__name__: case for case in (llama, gpt2, bert, t5, vit, clip, mixtral, llama_cache, phi3)
+    case.__name__: case
+    for case in (llama, gpt2, bert, t5, vit, clip, mixtral, phi3, llama_cache, gpt2_cache, mixtral_cache, phi3_cache)
 }
+
+_REDUCED = dict.fromkeys(ZOO, 2 * LAYERS + 1) | {"t5": 5 * LAYERS + 2, "vit": 2 * LAYERS, "clip": 4 * LAYERS + 1}
+"""Two a layer and one for the rows of a table (T5 looks its table up twice, and its decoder's layers have three; CLIP has two towers)."""
+_GATHERED = {name: {} if name in ("vit", "clip") else {"Exchange": 1} for name in ZOO}
+"""Logits of which each rank has a part; classifiers have too few classes."""
+PROPOSED: Mapping[str, Mapping[str, Mapping[str, int]]] = {
+    name: {
+        "tp 2": {"AllReduce": reduced, **_GATHERED[name]},
+        "stages 2": {"Send": 2},
+        "tp 2, stages 2": {"AllReduce": reduced, **_GATHERED[name], "Send": 2},
+    }
+    for name, reduced in _REDUCED.items()
+}
+"""What a proposal must send in a step: of stages what one hands on, on each of its ranks, and the result to rank 0."""

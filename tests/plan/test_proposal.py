@@ -216,3 +216,83 @@ def test_the_command_writes_it(tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert parse_plan((tmp_path / "p").read_text(), "p").mesh == (("dp", 2), ("tp", 2))
+
+
+def with_sizes(heads: int = 2, norm: bool = False) -> onnx.ModelProto:
+    """Attention as torch writes it for a dynamic length: targets of Reshape and a mask made of the sizes of activations."""
+    g = _Graph()
+    h = g.node("norm.Norm", "LayerNormalization", "x", g.weight("norm.weight", WIDTH)) if norm else "x"
+    made = {}
+    size = WIDTH // heads
+    for name in "qkv":
+        one = g.node(f"{name}.MatMul", "MatMul", h, g.weight(f"{name}.weight", WIDTH, WIDTH))
+        dims = [g.node(f"{name}.dim{k}", "Shape", one, start=k, end=k + 1) for k in range(2)]
+        target = g.node(f"{name}.target", "Concat", *dims, g.integers(f"{name}.heads", -1, size), axis=0)
+        made[name] = g.node(
+            f"{name}.turn", "Transpose", g.node(f"{name}.view", "Reshape", one, target), perm=(0, 2, 1, 3)
+        )
+    lengths = [
+        g.node(f"length.{name}", "Shape", made[name], start=2, end=3) for name in "qk"
+    ]  # sizes of values that are cut by heads
+    count = g.node("count", "Size", made["v"])
+    square = g.node("square.shape", "Concat", *lengths, axis=0)
+    ones = g.node("mask", "ConstantOfShape", square)
+    sized = g.node("counted", "Cast", count, to=1)
+    bias = g.node("bias", "Mul", ones, sized)
+    turned = g.node("k.turned", "Transpose", made["k"], perm=(0, 1, 3, 2))
+    scores = g.node("masked", "Add", g.node("scores", "MatMul", made["q"], turned), bias)
+    mixed = g.node("mixed", "MatMul", g.node("shares", "Softmax", scores), made["v"])
+    back = g.node("back", "Transpose", mixed, perm=(0, 2, 1, 3))
+    joined = g.node("joined", "Reshape", back, g.integers("joined.target", 0, 0, WIDTH))
+    out = g.node("o.MatMul", "MatMul", joined, g.weight("o.weight", WIDTH, WIDTH))
+    y = g.node("residual", "Add", "x", out)
+    graph = helper.make_graph(
+        g.nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", "seq", WIDTH])],
+        [helper.make_tensor_value_info(y, TensorProto.FLOAT, ["batch", "seq", WIDTH])],
+        g.weights,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["without a norm", "with a norm"])
+def test_who_reads_sizes_sums_nothing(norm: bool) -> None:
+    """One AllReduce. Without a norm the residual could be cut, too, for three AllReduces and a gathered output."""
+    proto = with_sizes(norm=norm)
+    text, missing = propose(source(proto), "model.onnx", Degrees(tp=2))
+    rules = {rule.pattern: rule.style for rule in parse_plan(text, "plan.yaml").sharding}
+    assert not missing
+    assert rules == {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
+    x = np.random.default_rng(1).standard_normal((2, 5, WIDTH), np.float32)
+    program = same_as_whole(proto, text, {"x": x}, rtol=1e-4, atol=1e-5)
+    assert [event.op_type for event in program.events] == ["AllReduce"]
+
+
+def test_experts_that_a_router_picks_are_cut_in_their_inner_dim() -> None:
+    g = _Graph()
+    column = g.node("experts.Unsqueeze", "Unsqueeze", "x", g.integers("last", 2))
+    ups = g.node("experts.Gather", "Gather", g.weight("up", 4, HIDDEN, WIDTH), "expert")
+    h = g.node("experts.Relu", "Relu", g.node("experts.MatMul", "MatMul", ups, column))
+    downs = g.node("experts.Gather_1", "Gather", g.weight("down", 4, WIDTH, HIDDEN), "expert")
+    made = g.node("experts.Squeeze", "Squeeze", g.node("experts.MatMul_1", "MatMul", downs, h), "last")
+    y = g.node("norm", "Softmax", made)
+    rows = ["batch", WIDTH]
+    x, expert = (
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, rows),
+        helper.make_tensor_value_info("expert", TensorProto.INT64, rows[:1]),
+    )
+    graph = helper.make_graph(
+        g.nodes, "g", [x, expert], [helper.make_tensor_value_info(y, TensorProto.FLOAT, rows)], g.weights
+    )
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    plan, missing = propose(source(proto), "model.onnx", Degrees(tp=2))
+    assert not missing
+    rules = {rule.pattern: rule.style for rule in parse_plan(plan, "plan.yaml").sharding}
+    assert rules == {"experts.MatMul": "colwise", "experts.MatMul_1": "rowwise"}
+    inputs = {
+        "x": np.random.default_rng(1).standard_normal((5, WIDTH), np.float32),
+        "expert": np.array([0, 3, 1, 1, 2]),
+    }
+    program = same_as_whole(proto, plan, inputs, rtol=1e-4, atol=1e-5)
+    assert [event.op_type for event in program.events] == ["AllReduce"]

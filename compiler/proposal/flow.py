@@ -1,0 +1,186 @@
+"""Units in the order of the data's way, and with which of them each node of the rest runs.
+
+A file lists nodes in any order that runs, often with what is made of inputs and shapes first: the keys and values of a cache, masks.
+So the place of a module's first node says nothing of when it runs. Edges lead from unit to unit, through whatever lies between;
+constants, shape arithmetic and masks are none, for they are made wherever they are read. Units that read of each other in a circle,
+such as two modules that are called in turn, are one; but a small one among them, such as a norm that all layers share, is none at all
+and runs with its readers.
+
+    layers.1 <- layers.0 <- embed     and    layers.1 <- past_1_key      embed, layers.0, layers.1
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+from partc.compiler.ir.program import Program
+from partc.compiler.placement.repeated import repeatable
+from partc.runtime.artifact import format as fmt
+
+HEAVY = 1000
+"""A weight is large from one part in so many of all on."""
+_SMALL = 0.02
+"""The share of all weights up to which a unit of a circle is left to its readers."""
+
+
+@dataclass
+class Unit:
+    """Modules or nodes that are placed as one, and their shares of all weights and operations."""
+
+    paths: tuple[str, ...] = ()
+    weights: float = 0.0
+    work: float = 0.0
+
+    @property
+    def cost(self) -> float:
+        return (self.weights + self.work) / 2
+
+
+def along(program: Program, modules: Sequence[tuple[str, list[ir.Node]]]) -> tuple[list[Unit], dict[ir.Node, int]]:
+    """The units in order, without shares, and the place of the unit of every node but those that run wherever they are read."""
+    index = {node: k for k, node in enumerate(program.model.graph)}
+    floating = floats(program)
+    named = {path: [node for node in nodes if node not in floating] for path, nodes in modules}
+    weights = _weights(program, named)
+    while True:
+        of = {node: path for path, nodes in named.items() for node in nodes}
+        sources = _sources(program, of, floating)
+        edges: dict[str, set[str]] = {path: set() for path in named}
+        for node, path in of.items():
+            for value in program.reads[node]:
+                edges[path].update(sources.get(value, frozenset()) - {path})
+        circles = [circle for circle in _circles(edges) if len(circle) > 1]
+        small = {path for circle in circles for path in circle if weights[path] <= _SMALL * sum(weights.values())}
+        if not small or small >= named.keys():
+            break
+        named = {path: nodes for path, nodes in named.items() if path not in small}
+    first = {path: min(map(index.__getitem__, nodes), default=0) for path, nodes in named.items()}
+    groups = _in_order([sorted(circle, key=first.__getitem__) for circle in _circles(edges)], edges, first)
+    place = {path: k for k, group in enumerate(groups) for path in group}
+    units = [Unit(tuple(group)) for group in groups] or [Unit()]
+    return units, _places(program, {node: place[path] for node, path in of.items()}, floating)
+
+
+def floats(program: Program) -> set[ir.Node]:
+    """The nodes that run wherever they are read: of constants, of sizes alone, or cheaply of inputs without a large weight."""
+    known: set[ir.Value] = set(program.model.graph.initializers.values())
+    found: dict[ir.Node, str] = {}
+    for node in program.model.graph:
+        sized = node.op_type in ("Shape", "Size") and node.domain in ("", "ai.onnx")
+        if sized or all(value in known for value in program.reads[node]):
+            known.update(node.outputs)
+            found[node] = fmt.SHAPE_ARITHMETIC
+    sizes = {value: weight_bytes(value) for value in program.model.graph.initializers.values()}
+    large = {value for value, size in sizes.items() if size * HEAVY > sum(sizes.values())}
+    for node in repeatable(program, {}, found):
+        if not large.isdisjoint(program.reads[node]):
+            large.update(node.outputs)
+        else:
+            found[node] = fmt.MADE_OF_INPUTS
+    return set(found)
+
+
+def _weights(program: Program, named: Mapping[str, Iterable[ir.Node]]) -> dict[str, int]:
+    """The bytes of the weights of each unit."""
+    found = {}
+    for path, nodes in named.items():
+        read = {value: None for node in nodes for value in program.reads[node] if value.is_initializer()}
+        found[path] = sum(map(weight_bytes, read))
+    return found
+
+
+def weight_bytes(value: ir.Value) -> int:
+    """The bytes of an initializer that is a weight; a table of indices, which exporters fold out of a mask, is none."""
+    indices = value.dtype in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
+    return 0 if value.const_value is None or indices else value.const_value.nbytes
+
+
+def _sources(program: Program, of: Mapping[ir.Node, str], floating: set[ir.Node]) -> dict[ir.Value, frozenset[str]]:
+    """By value the units that it comes of, through nodes of none."""
+    found: dict[ir.Value, frozenset[str]] = {}
+    for node in program.model.graph:
+        if node in of:
+            found.update(dict.fromkeys(node.outputs, frozenset((of[node],))))
+        elif node not in floating:
+            sets = {found[value] for value in program.reads[node] if value in found}
+            if sets:
+                made = next(iter(sets)) if len(sets) == 1 else frozenset[str]().union(*sets)
+                found.update(dict.fromkeys(node.outputs, made))
+    return found
+
+
+def _circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """The strongly connected units, each with itself at least, what is read before its readers (Tarjan's order)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+    for start in edges:
+        if start in number:
+            continue
+        number[start] = low[start] = len(number)
+        stack.append(start)
+        open_ = [(start, iter(sorted(edges[start])))]
+        while open_:
+            path, rest = open_[-1]
+            after = next(rest, None)
+            if after is None:
+                open_.pop()
+                if open_:
+                    low[open_[-1][0]] = min(low[open_[-1][0]], low[path])
+                if low[path] == number[path]:
+                    at = stack.index(path)
+                    found.append(stack[at:])
+                    for each in stack[at:]:
+                        low[each] = len(edges) + len(number)  # closed: no later unit joins it
+                    del stack[at:]
+            elif after not in number:
+                number[after] = low[after] = len(number)
+                stack.append(after)
+                open_.append((after, iter(sorted(edges[after]))))
+            elif after in stack:
+                low[path] = min(low[path], number[after])
+    return found
+
+
+def _in_order(groups: list[list[str]], edges: Mapping[str, Iterable[str]], first: Mapping[str, int]) -> list[list[str]]:
+    """The groups behind what they read; of several that could be next the first of the file."""
+    of = {path: k for k, group in enumerate(groups) for path in group}
+    reads = [{of[source] for path in group for source in edges[path]} - {k} for k, group in enumerate(groups)]
+    readers: dict[int, list[int]] = {}
+    for k, some in enumerate(reads):
+        for source in some:
+            readers.setdefault(source, []).append(k)
+    waits = [len(some) for some in reads]
+    ready = [(first[groups[k][0]], k) for k, count in enumerate(waits) if not count]
+    heapq.heapify(ready)
+    found = []
+    while ready:
+        k = heapq.heappop(ready)[1]
+        found.append(groups[k])
+        for reader in readers.get(k, ()):
+            waits[reader] -= 1
+            if not waits[reader]:
+                heapq.heappush(ready, (first[groups[reader][0]], reader))
+    return found
+
+
+def _places(program: Program, own: Mapping[ir.Node, int], floating: set[ir.Node]) -> dict[ir.Node, int]:
+    """The unit of every node: its own, else the last that it reads from; of what reads from none, the first that reads it."""
+    found: dict[ir.Node, int] = {}
+    for node in program.model.graph:
+        before = [found[p] for value in program.reads[node] if (p := value.producer()) in found]
+        if node in own or (before and node not in floating):
+            found[node] = own[node] if node in own else max(before)
+    readers: dict[ir.Node, list[ir.Node]] = {}
+    for node in program.model.graph:
+        for value in program.reads[node]:
+            if (producer := value.producer()) is not None:
+                readers.setdefault(producer, []).append(node)
+    for node in reversed(list(program.model.graph)):
+        if node not in found and node not in floating:
+            found[node] = min((found[r] for r in readers.get(node, ()) if r in found), default=0)
+    return {node: found[node] for node in program.model.graph if node in found}
